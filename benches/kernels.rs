@@ -1,9 +1,9 @@
-//! Fused ops against a plain copy of the same bytes, in the same run.
+//! Fused ops, compared with a plain copy of the same bytes in the same run.
 //!
 //! `cargo bench --bench kernels -- [--device cpu|cuda] [--dtype f32|bf16|f16] [--mib 64] [--repeats 20] [--json]`
 //!
-//! An op that touches each of its bytes once can be as fast as a copy. The share of the copy's rate says how near
-//! it comes; 16-bit elements are a GPU's format, on the CPU they go by way of f32.
+//! An op that reads or writes each byte once can be as fast as a copy; the result is its share of the copy's rate.
+//! On the CPU, 16-bit elements are converted to f32 and back.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -31,7 +31,7 @@ struct Options {
 
 type Run<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
-/// An op, and the bytes that it must read and write at least.
+/// An op, and the minimum bytes that it reads and writes.
 struct Case<'a> {
     name: &'static str,
     bytes: usize,
@@ -99,10 +99,10 @@ impl Options {
         Ok(options)
     }
 
-    /// Seconds of the fastest repeat.
+    /// Returns the seconds of the fastest repeat.
     fn best(&self, run: &dyn Fn() -> Result<()>) -> Result<f64> {
         let mut best = f64::INFINITY;
-        // The first one compiles kernels and touches fresh memory.
+        // The first repeat compiles kernels and touches new memory.
         for _ in 0..=self.repeats {
             self.device.synchronize()?;
             let start = Instant::now();
@@ -122,7 +122,7 @@ fn device(name: &str) -> Result<Device> {
     })
 }
 
-/// What the ops work on: matrices of `rows × WIDTH` and what goes with them.
+/// The operands: matrices of `rows × WIDTH`, and vectors.
 struct Tensors {
     rows: usize,
     matrices: [Tensor; 5],
@@ -155,7 +155,7 @@ impl Tensors {
         })
     }
 
-    /// The copy first: the others are compared with it.
+    /// Returns the cases, starting with the copy that the others are compared with.
     fn cases(&self) -> Vec<Case<'_>> {
         let [a, b, c, d, e] = &self.matrices;
         let matrix = a.elem_count() * a.dtype().size_in_bytes();

@@ -1,4 +1,4 @@
-//! How fast `data prepare` turns JSONL into a file of tokens, beside what the `tokenizers` crate takes for the
+//! Throughput of `data prepare` from JSONL to a token file, compared with the `tokenizers` crate on the
 //! same texts in memory, in the same run: `cargo bench --bench tokenize [-- MEGABYTES]`.
 
 use anyhow::{Context, Result};

@@ -1,8 +1,8 @@
-//! Ranks and what they say to each other.
+//! Ranks and collectives.
 //!
-//! A *rank* is one worker of a parallel run; here it is a thread. Ranks never touch each
-//! other's memory. They meet in *collectives*: operations that all of them call, in the same
-//! order, each with its own part. Everything in this library is made of the few below.
+//! A *rank* is one worker of a parallel run, here a thread. Ranks do not access each other's
+//! memory. They communicate by *collectives*: operations that all ranks call in the same order,
+//! each with its own data. This library uses the few below.
 //!
 //! ```text
 //! cargo run --release --example 01_collectives
@@ -16,12 +16,12 @@ use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp, launc
 const RANKS: usize = 4;
 
 fn main() -> Result<()> {
-    // `launch` starts the ranks, runs the function on each and returns what they return.
+    // `launch` starts the ranks, runs the function on each and returns their results.
     for lines in launch(RANKS, &LaunchOptions::default(), collectives)? {
         println!("{lines}");
     }
-    // A rank that fails takes nobody down with it in silence: whoever waits for it is told who
-    // failed, and why. (A rank that never comes at all is named after `timeout`.)
+    // When a rank fails, the ranks that wait for it get an error that names the rank and the
+    // cause. (A rank that does not arrive is reported after `timeout`.)
     let options = LaunchOptions { timeout: Duration::from_secs(10), ..LaunchOptions::default() };
     let failed = launch(RANKS, &options, |rank| match rank.rank {
         2 => bail!("this rank has run out of disk"),
@@ -35,37 +35,37 @@ fn collectives(rank: RankContext) -> Result<String> {
     let (me, group) = (rank.rank as f32, &*rank.group);
     let zeros = |n: usize| Tensor::zeros(n, DType::F32, &Device::Cpu);
 
-    // The digits say whose number it is and which one: 20 and 21 are rank 2's.
+    // The digits are rank and index: 20 and 21 belong to rank 2.
     let mine = Tensor::new(&[10.0 * me, 10.0 * me + 1.0], &Device::Cpu)?;
 
-    // all_gather: everybody gets everything. ZeRO stage 3 fetches parameters so.
+    // all_gather: every rank gets the data of all. ZeRO stage 3 gathers parameters with it.
     let gathered = zeros(2 * RANKS)?;
     group.all_gather(&mine, &gathered)?;
 
-    // all_reduce: everybody gets the sum, added in rank order, so the same to the bit everywhere.
+    // all_reduce: every rank gets the sum, added in rank order, so it is bit-identical.
     let sum = mine.copy()?;
     group.all_reduce(&sum, ReduceOp::Sum)?;
 
-    // reduce_scatter: the same sum, but rank i keeps the i-th piece only. ZeRO's gradients.
+    // reduce_scatter: rank i gets only the i-th piece of the sum. ZeRO reduces gradients with it.
     let piece = zeros(2)?;
     group.reduce_scatter(&gathered, &piece, ReduceOp::Sum)?;
 
-    // all_to_all: rank i sends its j-th piece to rank j: a transposition over ranks. It is the
-    // heart of Ulysses. Here from 0, 1, 2, 3 elements of each rank to rank 0, 1, 2, 3.
+    // all_to_all: rank i sends its j-th piece to rank j, a transposition over ranks. Ulysses is
+    // built on it. Here every rank sends 0, 1, 2, 3 elements to ranks 0, 1, 2, 3.
     let sent: Vec<f32> = (0..RANKS).flat_map(|to| vec![10.0 * me + to as f32; to]).collect();
     let received = zeros(RANKS * rank.rank)?;
     let counts: Vec<usize> = (0..RANKS).collect();
     group.all_to_all(&Tensor::new(sent, &Device::Cpu)?, &received, &counts, &[rank.rank; RANKS])?;
 
-    // Every operation also comes as `start_…`, which returns at once; computing goes on until
-    // `wait`. A ring: to the right-hand neighbour, from the left-hand one.
+    // Every operation has an asynchronous form `start_…`; compute can overlap until `wait`.
+    // A ring: send to the right-hand neighbor, receive from the left-hand one.
     let from_left = zeros(2)?;
     let sending = group.start_send(&mine, (rank.rank + 1) % RANKS)?;
     let receiving = group.start_recv(&from_left, (rank.rank + RANKS - 1) % RANKS)?;
     sending.wait()?;
     receiving.wait()?;
 
-    // Each group counts what it really moved.
+    // Each group counts the bytes that it moved.
     group.barrier()?;
     let moved = group.stats().total();
     let show = |tensor: &Tensor| Ok::<_, anyhow::Error>(format!("{:?}", tensor.to_vec1::<f32>()?));

@@ -1,8 +1,8 @@
-//! Ulysses, alone: attention over a sequence that no rank holds.
+//! Ulysses: attention over a sequence that is sharded over ranks.
 //!
-//! Everything in a transformer treats tokens one by one, except attention, which treats *heads*
-//! one by one. So each rank keeps a slice of the tokens, and around attention the ranks trade:
-//! tokens for heads, and afterwards back (DeepSpeed-Ulysses, arXiv 2309.14509).
+//! All parts of a transformer process tokens independently, except attention, which processes
+//! *heads* independently. Each rank therefore has a shard of the tokens; before attention, the
+//! ranks exchange tokens for heads, and afterwards back (DeepSpeed-Ulysses, arXiv 2309.14509).
 //!
 //! ```text
 //!  rank 0: tokens  0–21, 8 heads ┐                ┌ all 64 tokens, heads 0–2 ┐                ┌ tokens  0–21
@@ -10,8 +10,8 @@
 //!  rank 2: tokens 43–63, 8 heads ┘                └ all 64 tokens, heads 6–7 ┘                └ tokens 43–63
 //! ```
 //!
-//! Nothing needs to divide: 64 tokens and 8 heads over 3 ranks here, with 4 KV heads, two of
-//! which serve query heads of two ranks.
+//! Sizes need not be divisible: here 64 tokens and 8 heads over 3 ranks, with 4 KV heads, two of
+//! which are needed by two ranks.
 //!
 //! ```text
 //! cargo run --release --example 03_ulysses_attention
@@ -31,7 +31,7 @@ const SHAPE: AttentionShape =
     AttentionShape { batch: 1, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 16 };
 
 fn main() -> Result<()> {
-    // The whole problem on one rank: queries, keys, values and the gradient of the output.
+    // The unsharded problem on one rank: queries, keys, values and the gradient of the output.
     let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim } = SHAPE;
     let random = |heads| Tensor::randn(0.0_f32, 1.0, (batch, seq_len, heads, head_dim), &Device::Cpu);
     let whole = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?, random(num_heads)?];
@@ -39,13 +39,13 @@ fn main() -> Result<()> {
     let layout = AttentionLayout::causal(batch, seq_len as u32, heads.clone())?;
     let expected = forward_and_backward(&FlashAttention, &whole, &layout)?;
 
-    // The same on three ranks, each with its tokens of everything.
+    // The same problem on three ranks, each with its shard of the tokens.
     let options = LaunchOptions::default();
     let results = launch(SP, &options, |rank| sharded(&rank, &whole, &heads))?;
     for (rank, (_, bytes_sent, formula)) in results.iter().enumerate() {
         let plan = ExchangePlan::new(SHAPE, &heads, SP, rank)?;
         println!(
-            "rank {rank}: tokens {:?}, then query heads {:?} over KV heads {:?}; {bytes_sent} bytes sent, {formula} by formula",
+            "rank {rank}: tokens {:?}, query heads {:?}, KV heads {:?}; {bytes_sent} bytes sent, {formula} by formula",
             plan.seq_ranges()[rank],
             plan.q_head_ranges()[rank],
             plan.kv_head_ranges()[rank],
@@ -60,19 +60,18 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// One rank's part: output and gradients of its tokens, bytes that it sent, bytes by formula.
+/// Runs one rank: returns output and gradients of its tokens, bytes sent, and bytes by formula.
 fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<([Tensor; 4], u64, u64)> {
     let tokens = shard_range(SHAPE.seq_len, SP, rank.rank);
     let cut = |tensor: &Tensor| tensor.narrow(1, tokens.start, tokens.len())?.force_contiguous();
     let [q, k, v, dout] = whole;
     let local = [cut(q)?, cut(k)?, cut(v)?, cut(dout)?];
-    // Which tokens are here, and where the row's documents lie: one that is the whole row.
+    // The positions of this rank's tokens, and the document bounds of the whole sequence.
     let positions: Arc<[u32]> = (tokens.start as u32..tokens.end as u32).collect();
     let documents = vec![vec![0, SHAPE.seq_len as u32]];
     let layout = AttentionLayout::new(positions.clone(), positions, documents, heads, None)?;
 
-    // Any local attention becomes sequence-parallel, and stays an `Attention`: whoever calls it
-    // cannot tell.
+    // `UlyssesAttention` makes any local attention sequence-parallel, with the same interface.
     let attention = UlyssesAttention::new(Arc::new(FlashAttention), rank.group.clone());
     let results = forward_and_backward(&attention, &local, &layout)?;
     rank.group.barrier()?;
@@ -86,7 +85,7 @@ fn forward_and_backward(
     [q, k, v, dout]: &[Tensor; 4],
     layout: &AttentionLayout,
 ) -> Result<[Tensor; 4]> {
-    // Attention may overwrite what it is given, and reuses what it saved: hence the copies.
+    // Attention may overwrite its inputs and reuses its saved tensors: hence the copies.
     let workspace = Workspace::new();
     let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, layout, &workspace)?;
     let o = o.copy()?;

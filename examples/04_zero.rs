@@ -1,12 +1,12 @@
-//! ZeRO, alone: an optimizer that no rank holds whole.
+//! ZeRO: an optimizer that is partitioned over ranks.
 //!
-//! Data parallelism keeps a copy of parameters, gradients and optimizer state on every rank: 16
-//! bytes for each f32 parameter under Adam. ZeRO (arXiv 1910.02054) cuts them into as many
-//! partitions as there are ranks: with stage 1 the optimizer state, with 2 also the gradients,
-//! with 3 also the parameters. What is computed stays the same, to the bit.
+//! Data parallelism stores parameters, gradients and optimizer state on every rank: 16 bytes per
+//! f32 parameter with Adam. ZeRO (arXiv 1910.02054) partitions them over the ranks: stage 1 the
+//! optimizer state, stage 2 also the gradients, stage 3 also the parameters. The results are
+//! bit-identical.
 //!
-//! The model here is a line fitted by least squares, its gradient written by hand, so that
-//! nothing distracts from who holds what.
+//! The model is a least-squares fit of a line with a hand-written gradient, to focus on what each
+//! rank stores.
 //!
 //! ```text
 //! cargo run --release --example 04_zero
@@ -21,20 +21,20 @@ use ulysses::tensor::TensorOptions;
 use ulysses::zero::{FlatLayout, StateBytes, ZeroGroups, ZeroOptimizer};
 
 const DP: usize = 4;
-/// Weights and a bias: 11 elements, which 4 does not divide. The flat buffer is padded to 12.
+/// Weights and a bias: 11 elements, not divisible by 4. The flat buffer is padded to 12.
 const FEATURES: usize = 10;
 const SAMPLES_PER_RANK: usize = 8;
 const STEPS: u64 = 300;
 
 fn main() -> Result<()> {
     let layout = layout();
-    println!("{} elements in {} partitions, whatever parameter they are of:", layout.numel(), DP);
+    println!("{} elements in {} partitions, across parameter boundaries:", layout.numel(), DP);
     for rank in 0..DP {
         let pieces = layout.pieces(layout.partition(rank));
         let pieces = pieces.map(|p| format!("{}[{:?}]", layout.parameters()[p.parameter].name, p.elements));
         println!("  rank {rank}: {}", pieces.collect::<Vec<_>>().join(" "));
     }
-    println!("\nstage  last loss             bytes held: parameters, gradients, Adam's state");
+    println!("\nstage  last loss             bytes per rank: parameters, gradients, Adam state");
     let mut losses = Vec::new();
     for stage in ZeroStage::ALL {
         let results = launch(DP, &LaunchOptions::default(), |rank| fit(&rank, stage))?;
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
         println!("{:5}  {loss:<20e}  {parameters:10} {gradients:10} {optimizer:13}", u8::from(stage));
         losses.push(loss);
     }
-    println!("\nequal to the bit: {}", losses.iter().all(|loss| loss.to_bits() == losses[0].to_bits()));
+    println!("\nbit-identical: {}", losses.iter().all(|loss| loss.to_bits() == losses[0].to_bits()));
     Ok(())
 }
 
@@ -52,14 +52,14 @@ fn layout() -> FlatLayout {
     FlatLayout::new("line", parameters.map(|(name, shape)| (name.to_owned(), shape)), DP)
 }
 
-/// Fits the line to all ranks' samples and returns the last loss and what this rank holds.
+/// Fits the line to the samples of all ranks; returns the last loss and the bytes of this rank.
 fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, StateBytes)> {
     let mesh = DeviceMesh::dp_sp(DP, 1)?;
     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
     let groups = ZeroGroups::new(&groups, None)?;
     let adam = r#"{ "train_batch_size": 1, "optimizer": { "type": "Adam", "params": { "lr": 0.2 } } }"#;
     let adam = Config::from_json_str(adam, "the example's config")?.optimizer;
-    // A rank is asked for exactly the initial elements that it keeps.
+    // Called for exactly the elements that this rank stores.
     let zeros = |_: (usize, usize), _: std::ops::Range<usize>, out: &mut [f32]| {
         out.fill(0.0);
         Ok::<_, anyhow::Error>(())
@@ -77,15 +77,15 @@ fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, StateBytes)> {
 
     let mut loss = 0.0;
     for step in 1..=STEPS {
-        // Stage 3 gathers the parameters here, for as long as they are needed.
+        // Stage 3 gathers the parameters here, until they are released.
         let parameters = zero.parameters(0)?;
         let prediction = x.broadcast_mul(&parameters[0])?.sum(D::Minus1)?.broadcast_add(&parameters[1])?;
         let error = (prediction - &y)?;
         zero.release(0);
         loss = f64::from(error.sqr()?.mean_all()?.to_scalar::<f32>()?);
 
-        // A backward pass adds to the gradients; `reduce` sums them over the ranks, and from stage
-        // 2 on a rank keeps its own partition of the sum only.
+        // The backward pass accumulates gradients; `reduce` sums them over the ranks. From stage 2
+        // on, a rank stores only its partition of the sum.
         zero.zero_gradients()?;
         let by_weight = x.broadcast_mul(&error.unsqueeze(1)?)?.sum(0)?;
         let gradients = zero.gradients(0)?;
@@ -94,7 +94,7 @@ fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, StateBytes)> {
         }
         zero.reduce(0, true)?;
         zero.finish_reductions()?;
-        // The sum over all samples, made a mean on the way.
+        // The update scales the sum over all samples to a mean.
         zero.update(step, 0.2, None, 2.0 / (DP * SAMPLES_PER_RANK) as f64)?;
     }
     Ok((loss, zero.expected_state_bytes()))

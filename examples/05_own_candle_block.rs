@@ -1,6 +1,6 @@
-//! A transformer block of your own, written in plain candle ops, trained on a 2 × 2 mesh:
-//! sequences cut in two, optimizer state and gradients partitioned in two (ZeRO stage 2).
-//! candle differentiates the block, the library does the rest.
+//! A custom transformer block, written in plain candle ops, trained on a 2 × 2 mesh: sequences
+//! are sharded over two ranks, optimizer state and gradients partitioned over two (ZeRO stage 2).
+//! candle differentiates the block; the library does the rest.
 //!
 //! ```text
 //! CANDLE_NUM_THREADS=1 cargo run --release --example 05_own_candle_block
@@ -11,7 +11,7 @@ use candle_core::{D, Tensor, bail};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows};
+use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{
@@ -26,10 +26,9 @@ const STD: f64 = 0.02;
 
 // 1. The block: LayerNorm, attention, LayerNorm, GELU MLP, as in GPT-2.
 //
-// `x` is `[batch, seq_local, HIDDEN]`: **this rank's** tokens of every row. Whatever treats
-// tokens one by one needs no thought. What mixes them goes through `ctx.attention`, which
-// sees whole rows wherever they lie; it is causal, so tokens need no position embedding to
-// know their order.
+// `x` is `[batch, seq_local, HIDDEN]`: **this rank's** tokens of every sequence. Ops on single
+// tokens need no change. Ops that mix tokens use `ctx.attention`, which sees whole sequences
+// across ranks; it is causal, so the order of tokens is known without position embeddings.
 fn block(params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> candle_core::Result<Tensor> {
     let [norm1, bias1, qkv, out, norm2, bias2, up, up_bias, down, down_bias] = params else {
         bail!("the block has ten parameters, not {}", params.len())
@@ -47,9 +46,9 @@ fn block(params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> candle_core::
 
 /// Written out: candle's fused norms have no gradient.
 fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor) -> candle_core::Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-    centred.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
+    centered.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
 /// `[batch, seq, in]` by `[out, in]`.
@@ -58,8 +57,8 @@ fn linear(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
     x.flatten_to(1)?.matmul(&weight.t()?)?.reshape((batch, seq_len, ()))
 }
 
-// 2. The block as a layer, with its parameters in the order in which the block takes them apart.
-// The engine owns them: it partitions, gathers and updates them, and starts them as they say.
+// 2. The block as a layer, with its parameters in the order that the block expects. The engine
+// owns them: it initializes, partitions, gathers and updates them.
 pub(crate) fn layer(index: usize) -> Box<dyn Layer> {
     let name = format!("blocks.{index}");
     let spec = |part: &str, shape: &[usize], init| ParameterSpec::new(format!("{name}.{part}"), shape, init);
@@ -94,18 +93,20 @@ const CONFIG: &str = r#"{
 }"#;
 
 fn main() -> Result<()> {
-    // 4. The data: bytes of a text, packed into rows of 128 tokens.
+    // 4. The data: bytes of a text, packed into sequences of 128 tokens.
     let config = Config::from_json_str(CONFIG, "the example's config")?;
     let text = "the quick brown fox jumps over the lazy dog, and the dog does not mind. ".repeat(60);
-    let rows =
-        Arc::new(PackedRows::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
+    let sequences = Arc::new(PackedSequences::new(
+        Corpus::from_documents([text.bytes().map(u32::from).collect()])?,
+        128,
+    )?);
 
-    // 5. Four ranks, threads of this process, each with its part of everything.
+    // 5. Four ranks, which are threads of this process.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<()> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let mut engine = initialize(model(), &RandomWeights { seed: 1 }, &config, &groups)?;
-        let mut loader = engine.data_loader(rows.clone())?;
+        let mut loader = engine.data_loader(sequences.clone())?;
         for _ in 0..30 {
             let report = engine.train_batch(|| loader.next_micro_batch())?;
             if rank.rank == 0 && (report.step == 1 || report.step % 5 == 0) {
@@ -115,7 +116,7 @@ fn main() -> Result<()> {
                 );
             }
         }
-        // The ranks that hold the same parameters have updated them equally.
+        // Ranks with the same parameters must have updated them equally.
         Ok(engine.check_replicas()?)
     })?;
     Ok(())

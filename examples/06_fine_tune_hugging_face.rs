@@ -1,12 +1,12 @@
-//! Fine-tunes a model in Hugging Face's layout, and writes one that transformers can load.
+//! Fine-tunes a Hugging Face model, and exports one that transformers can load.
 //!
 //! ```text
 //! cargo run --release --example 06_fine_tune_hugging_face [-- MODEL_DIR TEXT_FILE OUTPUT_DIR]
 //! ```
 //!
-//! `MODEL_DIR` holds `config.json`, `model.safetensors` (or shards) and `tokenizer.json` of a
-//! Llama, Mistral, Qwen2 or Qwen3. Without arguments a tiny model is pretrained on one text first,
-//! exported, and then fine-tuned on another, all in a temporary directory.
+//! `MODEL_DIR` contains `config.json`, `model.safetensors` (or shards) and `tokenizer.json` of a
+//! Llama, Mistral, Qwen2 or Qwen3. Without arguments, a tiny model is pretrained on one text,
+//! exported, and fine-tuned on another one, in a temporary directory.
 
 use anyhow::{Result, ensure};
 use std::path::{Path, PathBuf};
@@ -14,12 +14,12 @@ use std::sync::Arc;
 use ulysses::checkpoint::{Checkpoint, ExportDtype, ExportOptions, LocalStorage, SaveOptions, export};
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows, Tokenizer};
+use ulysses::data::{Corpus, PackedSequences, Tokenizer};
 use ulysses::engine::{RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{HfModel, HfSource, LlamaConfig, Model, RandomWeights, WeightSource, preset};
 
-/// One sequence over two ranks; small steps, and the embedding stays as it is.
+/// Each sequence is sharded over two ranks; low learning rate, frozen embedding.
 const FINE_TUNE: &str = r#"{
     "train_batch_size": 2, "mesh_param": [1, 2], "gradient_clipping": 1.0,
     "optimizer": { "type": "AdamW", "params": { "lr": 5e-4 } },
@@ -49,8 +49,8 @@ fn main() -> Result<()> {
         }
     };
 
-    // A model directory says everything: shape, weights, tokenizer. Weights are read by range: of
-    // a large model a rank reads what ZeRO leaves it, and no other byte.
+    // A model directory contains shape, weights and tokenizer. Weights are read by range: a rank
+    // reads only its partition of a large model.
     let HfModel { config: llama, weights, notes, source } = HfModel::open(&model)?;
     notes.iter().for_each(|note| println!("note: {note}"));
     let tokenizer = match model.join("tokenizer.json") {
@@ -60,9 +60,9 @@ fn main() -> Result<()> {
     println!("fine-tuning {:.2} M parameters:", llama.num_parameters() as f64 / 1e6);
     let start = Start { llama: &llama, weights: &weights, source: Some(source) };
     train(FINE_TUNE, start, &tokenizer, &text, &output)?;
-    println!("{} holds a model that transformers can load", output.display());
+    println!("{} contains a model that transformers can load", output.display());
     if output.starts_with(scratch.path()) {
-        println!("(until now: it was a try in a temporary directory)");
+        println!("(it is removed now, because it is in a temporary directory)");
     }
     Ok(())
 }
@@ -71,27 +71,27 @@ fn main() -> Result<()> {
 struct Start<'a> {
     llama: &'a LlamaConfig,
     weights: &'a dyn WeightSource,
-    /// The files that an export keeps: token ids, generation settings, lengths.
+    /// The files to copy into exports: token ids, generation settings, lengths.
     source: Option<HfSource>,
 }
 
 /// Trains 40 steps on a text and exports the result to `output`.
 fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, output: &Path) -> Result<()> {
     let config = Config::from_json_str(config, "the example's config")?;
-    let rows = Arc::new(PackedRows::new(Corpus::load(text, tokenizer)?, 128)?);
+    let sequences = Arc::new(PackedSequences::new(Corpus::load(text, tokenizer)?, 128)?);
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let checkpoints = tempfile::tempdir()?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let mut engine = initialize(Model::llama(start.llama)?, start.weights, &config, &groups)?;
-        let mut loader = engine.data_loader(rows.clone())?;
+        let mut loader = engine.data_loader(sequences.clone())?;
         for _ in 0..40 {
             let report = engine.train_batch(|| loader.next_micro_batch())?;
             if rank.rank == 0 && (report.step == 1 || report.step % 20 == 0) {
                 println!("  step {:3}  loss {:.4}", report.step, report.loss);
             }
         }
-        // A checkpoint holds each partition of the state once, whoever has it.
+        // A checkpoint contains each partition of the state once.
         let mut saver = engine.saver(groups.whole()?, checkpoints.path(), SaveOptions::default())?;
         let record = RunRecord::new("example", start.llama.to_hf_json(), &loader)?;
         engine.save_checkpoint(&mut saver, RunRecord { source: start.source.clone(), ..record })?;

@@ -17,7 +17,7 @@
 //! let config = Config::from_json_str(json, "config.json")?;
 //! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(20);
 //! let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
-//! let data = Arc::new(PackedRows::new(corpus, 64)?); // sequences of 64 tokens
+//! let data = Arc::new(PackedSequences::new(corpus, 64)?); // sequences of 64 tokens
 //! let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
@@ -40,7 +40,7 @@
 //! |---|---|
 //! | read a config | [`Config`] |
 //! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
-//! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedRows`], [`data::DataLoader`], [`data::Tokenizer`] |
+//! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
 //! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`model::AutogradLayer`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
@@ -111,7 +111,7 @@ pub mod prelude {
         LaunchOptions, MeshGroups, ProcessGroup, ProcessGroupExt, RankContext, ReduceOp, launch,
     };
     pub use crate::config::Config;
-    pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};
+    pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedSequences, Tokenizer};
     pub use crate::engine::{Engine, initialize};
     pub use crate::mesh::DeviceMesh;
     pub use crate::model::{

@@ -1,4 +1,4 @@
-//! The readers of data files on hostile input: whatever the bytes, an answer, and bounded memory.
+//! The readers of data files on hostile input: every input gives data or an error, in bounded memory.
 //!
 //! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test
 //! data_properties` tries a million of each.
@@ -17,15 +17,15 @@ use ulysses::memory::{CountingAllocator, live_bytes};
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<std::alloc::System> = CountingAllocator(std::alloc::System);
 
-/// What a reader may hold besides what it was given: a chunk, a block of an index, and a file's buffer.
+/// Peak memory of a reader in addition to its input: a chunk, a block of an index, and a file buffer.
 const MAX_BYTES: i64 = 1 << 22;
 
 fn settings() -> Settings {
-    // Failures are shown, not stored among the sources.
+    // Failures are printed, not stored in the source tree.
     Settings { failure_persistence: None, max_shrink_iters: 2000, ..Settings::default() }
 }
 
-/// Writes files into a directory in memory where there is one: a million of them wear no disk.
+/// Creates a directory for files, in memory if possible, to spare the disk.
 fn folder() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
@@ -134,7 +134,7 @@ fn megatron(lengths: &[u8], per_document: usize) -> (Vec<u8>, Vec<u8>) {
     (index, vec![1; end as usize])
 }
 
-/// A sound file of our own, with labels or without.
+/// A valid file of our own, with labels or without.
 fn own(root: &Path, has_labels: bool) -> Vec<u8> {
     let lines =
         if has_labels { "{\"prompt\":\"ab\",\"completion\":\"c\"}\n" } else { "{\"text\":\"abc\"}\n" };
@@ -236,9 +236,9 @@ fn any_bytes_as_megatron_index_get_an_answer() {
 #[test]
 fn any_bytes_as_a_file_of_our_own_get_an_answer() {
     let folder = folder();
-    let sound = [false, true].map(|has_labels| own(folder.path(), has_labels));
+    let valid = [false, true].map(|has_labels| own(folder.path(), has_labels));
     check((any::<bool>(), mutations(), any::<bool>()), |root, (has_labels, mutations, is_sealed)| {
-        let bytes = mutate(sound[usize::from(has_labels)].clone(), &mutations);
+        let bytes = mutate(valid[usize::from(has_labels)].clone(), &mutations);
         let path = root.join("x.tokens");
         fs::write(&path, if is_sealed { sealed(bytes) } else { bytes }).unwrap();
         read(&path, &Tokenizer::bytes(), TokenFileOptions::default())
@@ -247,10 +247,10 @@ fn any_bytes_as_a_file_of_our_own_get_an_answer() {
 
 #[test]
 fn any_bytes_as_jsonl_get_an_answer() {
-    let sound = "{\"text\":\"one\"}\n{\"input_ids\":[5,6],\"labels\":[-100,6]}\n{\"prompt\":\"p\",\"completion\":\"c\"}\n";
+    let valid = "{\"text\":\"one\"}\n{\"input_ids\":[5,6],\"labels\":[-100,6]}\n{\"prompt\":\"p\",\"completion\":\"c\"}\n";
     let bytes = prop_oneof![
         line_soup(),
-        mutations().prop_map(move |mutations| mutate(sound.as_bytes().to_vec(), &mutations)),
+        mutations().prop_map(move |mutations| mutate(valid.as_bytes().to_vec(), &mutations)),
     ];
     check(bytes, |root, bytes| {
         let path = root.join("x.jsonl");

@@ -1,4 +1,4 @@
-//! The numbered examples, as a reader would run them: they end well and print what their prose promises.
+//! Runs the numbered examples as a reader would, and checks their output.
 
 #![allow(clippy::unwrap_used)]
 
@@ -49,7 +49,7 @@ fn numbers_after(text: &str, label: &str) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn collectives_move_what_their_names_say_and_a_failure_names_its_rank() {
+fn collectives_move_the_expected_data_and_a_failure_names_its_rank() {
     let text = output("01_collectives", &[]);
     assert_says(
         &text,
@@ -65,7 +65,7 @@ fn collectives_move_what_their_names_say_and_a_failure_names_its_rank() {
 }
 
 #[test]
-fn the_mesh_says_who_works_with_whom() {
+fn the_mesh_lists_the_groups_of_every_rank() {
     let text = output("02_mesh", &[]);
     assert_says(
         &text,
@@ -80,7 +80,7 @@ fn the_mesh_says_who_works_with_whom() {
 }
 
 #[test]
-fn sharded_attention_is_that_of_a_single_rank_and_sends_what_the_formula_says() {
+fn sharded_attention_equals_that_of_a_single_rank_and_sends_the_bytes_of_the_formula() {
     let text = output("03_ulysses_attention", &[]);
     assert_says(&text, &["49408 bytes sent, 49408 by formula", "43392 bytes sent, 43392 by formula"]);
     for tensor in ["  o  ", "  dq ", "  dk ", "  dv "] {
@@ -92,7 +92,7 @@ fn sharded_attention_is_that_of_a_single_rank_and_sends_what_the_formula_says() 
 #[test]
 fn every_zero_stage_computes_the_same_bits_from_fewer_bytes() {
     let text = output("04_zero", &[]);
-    assert_says(&text, &["rank 3: weight[9..10] bias[0..1]", "equal to the bit: true"]);
+    assert_says(&text, &["rank 3: weight[9..10] bias[0..1]", "bit-identical: true"]);
     let last = text.lines().find(|line| line.trim_start().starts_with("3 ")).unwrap();
     let numbers: Vec<f64> = last.split_whitespace().map(|word| word.parse().unwrap()).collect();
     assert!(numbers[1] < 1e-2, "the line fits: {text}");
@@ -106,7 +106,7 @@ fn a_block_in_candle_ops_learns() {
 }
 
 #[test]
-fn a_fine_tuned_model_starts_from_what_was_learnt_and_is_written_for_others() {
+fn a_fine_tuned_model_starts_from_pretrained_weights_and_is_exported() {
     let losses = numbers_after(&output("06_fine_tune_hugging_face", &[]), "loss ");
     let [fresh, .., tuned, _, best] = losses.iter().map(|line| line[0]).collect::<Vec<_>>()[..] else {
         panic!("six lines: {losses:?}")
@@ -122,7 +122,7 @@ fn a_fine_tuned_model_starts_from_what_was_learnt_and_is_written_for_others() {
     .unwrap();
     let golden = root().join("tests/fixtures/golden/tiny_strong").display().to_string();
     let text = output("06_fine_tune_hugging_face", &[&golden, &at("text.txt"), &at("tuned")]);
-    assert_says(&text, &["holds a model that transformers can load"]);
+    assert_says(&text, &["contains a model that transformers can load"]);
     for file in ["config.json", "model.safetensors"] {
         assert!(Path::new(&at("tuned")).join(file).exists(), "{file}");
     }
@@ -133,13 +133,13 @@ fn packed_documents_have_the_loss_of_documents_alone() {
     let text = output("07_packed_documents", &[]);
     assert_says(
         &text,
-        &["a row for each document: 10 rows, 62 % padding", "documents begin at [0, 40, 63, 64]"],
+        &["one document per sequence: 10 sequences, 62 % padding", "documents start at [0, 40, 63, 64]"],
     );
     assert!(numbers_after(&text, "relative difference ")[0][0] < 1e-6, "{text}");
 }
 
 #[test]
-fn a_run_goes_on_on_every_mesh() {
+fn a_run_resumes_on_every_mesh() {
     let text = output("08_resume_on_another_mesh", &[]);
     let off: Vec<f64> = numbers_after(&text, "off by ").into_iter().map(|numbers| numbers[0]).collect();
     assert_eq!(off.len(), 6, "{text}");
@@ -148,7 +148,7 @@ fn a_run_goes_on_on_every_mesh() {
 }
 
 #[test]
-fn needles_in_other_shards_are_found_by_attention_over_whole_rows_only() {
+fn needles_in_other_shards_are_found_by_attention_over_whole_sequences_only() {
     let place = tempfile::tempdir().unwrap();
     let picture = place.path().join("needle.svg");
     let text = output("09_needle_in_a_haystack", &[picture.to_str().unwrap()]);
@@ -172,7 +172,7 @@ fn needles_in_other_shards_are_found_by_attention_over_whole_rows_only() {
 }
 
 #[test]
-fn an_own_program_trains_evaluates_saves_exports_and_goes_on() {
+fn a_custom_program_trains_evaluates_saves_exports_and_resumes() {
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("run").display().to_string();
     let text = self::output("10_own_training_program", &[&output]);

@@ -1,4 +1,4 @@
-"""ulysses beside PyTorch and DeepSpeed-Ulysses on the same cores, taking turns: `just bench-peer`.
+"""ulysses compared with PyTorch and DeepSpeed-Ulysses on the same cores, in turns: `just bench-peer`.
 
 Both sides train the same model from the same weights on the same batch, in f32 or bf16, with AdamW and clipping, on the
 same mesh and with the same number of threads. Their losses are compared, so that both do the same work. Time is that of
@@ -25,9 +25,9 @@ from train import CLIP, HYPERPARAMETERS
 ROOT = Path(__file__).resolve().parents[2]
 ULYSSES = ROOT / "target" / "release" / "ulysses"
 
-# Losses of both sides may differ by this much, relative to the loss. bf16 rounds at other places on either side.
+# Maximum relative difference of the losses. bf16 rounds at different places on both sides.
 LOSS_TOLERANCE = {"f32": 1e-3, "bf16": 1e-2}
-# The first repetition compares losses over so many steps; the others time fewer.
+# Steps of the first repetition, which compares losses; the others measure fewer.
 STEPS, STEPS_OF_OTHERS, WARM_UP = 10, 6, 2
 
 COLLECTIVES_MIB = 16
@@ -185,7 +185,7 @@ def compare_collectives(ulysses, ranks, repeats, preload):
 
 
 def mkl_avx512(folder):
-    """A library that, loaded first, puts MKL on its AVX-512 path on processors of other makers than Intel."""
+    """A library that, loaded first, puts MKL on its AVX-512 path on CPUs of other vendors than Intel."""
     source, library = folder / "mkl.c", folder / "libmkl.so"
     source.write_text("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)

@@ -110,7 +110,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(hidden, VOCAB_SIZE, bias=False)
 
     def forward(self, tokens, labels, cos, sin, num_labels):
-        """The token losses of this rank's `tokens [batch, seq_local]`, over the row's `num_labels`."""
+        """The token losses of this rank's `tokens [batch, seq_local]`, divided by the `num_labels` of the sequence."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin)

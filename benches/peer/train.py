@@ -1,7 +1,7 @@
 """One rank of the peer: PyTorch alone on one rank, else DeepSpeed with Ulysses and ZeRO over gloo.
 
-Started by `compare.py`. The batch of every step is the whole of DATA: row r is for dp rank r, and sp ranks own its
-tokens in order. What follows the last token is unknown, so it has no label. Prints the seconds and the loss of every
+Started by `compare.py`. The batch of every step is the whole of DATA: sequence r is for dp rank r, and sp ranks have its
+tokens in order. The last token has no label, because the next one is unknown. Prints the seconds and the loss of every
 step.
 """
 
@@ -46,7 +46,7 @@ def batch(args, dp_rank, sp_rank):
 
 
 def labels_of_row(args):
-    """Tokens with a label, of which the loss is the mean, per row."""
+    """Tokens with a label, over which the loss is the mean, per sequence."""
     return (args.dp * args.seq_len - 1) / args.dp
 
 
@@ -131,7 +131,7 @@ def main():
             dist.barrier()
         seconds.append(time.perf_counter() - start)
         if world_size > 1:
-            # Every rank's part of its row's loss; the mean over the rows.
+            # Each rank's part of the loss of its sequence; the mean over the sequences.
             dist.all_reduce(loss)
         losses.append(loss.item() / args.dp)
     if int(os.environ["RANK"]) == 0:

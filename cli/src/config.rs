@@ -4,7 +4,7 @@ use super::config_flags::ConfigFlags;
 use super::{Failure, OrFail, log_line, print, training_shape};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
-    Config, OpenValue, Overrides, PartlyResolved, RawConfig, Severity, explain, json_schema,
+    Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,
     reference_markdown,
 };
 
@@ -45,10 +45,10 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let mesh = shape.map(|shape| (shape.dp, shape.sp));
             let shard_size = shape.and_then(|shape| shape.shard_size);
             let overrides = Overrides { mesh, shard_size, steps, ..Overrides::default() };
-            let PartlyResolved { config, written, open } = raw.resolve_partly(&overrides).or_usage()?;
+            let PartiallyResolved { config, written, open } = raw.resolve_partially(&overrides).or_usage()?;
             print_notes(&config);
-            for OpenValue { key, waits_for } in open {
-                log_line(format_args!("open: `{key}` depends on {waits_for}"));
+            for UnresolvedValue { key, needs } in open {
+                log_line(format_args!("open: `{key}` depends on {needs}"));
             }
             print_json(&written)
         }

@@ -130,7 +130,7 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
     let all = json!({
         "loss": evaluation.loss(), "perplexity": evaluation.perplexity(),
         "bits_per_byte": bits_per_byte(evaluation, bytes), "tokens": evaluation.sum.valid_tokens,
-        "bytes": bytes, "bytes_counted": counted_bytes(data), "rows": data.num_rows(), "seq_len": data.seq_len(),
+        "bytes": bytes, "bytes_counted": counted_bytes(data), "rows": data.num_sequences(), "seq_len": data.seq_len(),
         "padding_share": data.padding_share(), "mesh": args.mesh,
     });
     format!("{all}\n")
@@ -147,7 +147,7 @@ fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String
         evaluation.loss(),
         evaluation.sum.valid_tokens,
         evaluation.perplexity(),
-        data.num_rows(),
+        data.num_sequences(),
         data.seq_len(),
     )
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses::config::{Config, DataSource, HeldOut, Packing};
 use ulysses::data::{
-    Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Dataset, Documents, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Documents before packing.
@@ -80,7 +80,7 @@ impl Sources {
         for documents in documents() {
             num_documents += documents.num_documents();
             num_tokens += documents.num_tokens();
-            num_labeled += documents.labelled_share()? * documents.num_tokens() as f64;
+            num_labeled += documents.labeled_share()? * documents.num_tokens() as f64;
         }
         let share = 100.0 * num_labeled / num_tokens as f64;
         log_line(format_args!(
@@ -91,7 +91,8 @@ impl Sources {
 
     /// Packs the training data into sequences of `seq_len` tokens.
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
-        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let pack =
+            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
         let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
         let weights: Option<Vec<f64>> = rows.iter().map(|(_, weight)| *weight).collect();
@@ -109,7 +110,7 @@ impl Sources {
         }
         log_line(format_args!(
             "data: {} sequences of {seq_len} tokens, {:.2} % padding",
-            dataset.num_rows(),
+            dataset.num_sequences(),
             100.0 * dataset.padding_share()
         ));
         Ok(dataset)
@@ -120,7 +121,8 @@ impl Sources {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let pack =
+            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(Dataset::concatenated(rows)?))
     }

@@ -1,13 +1,13 @@
 //! A task that can only be learned through attention across all shards.
 //!
-//! Eight needles lie at random places in a row of noise. Each says a key and a value. The last
-//! eight tokens of the row ask for every key, and the answer is its value. Four ranks hold a
-//! quarter of the row each; only the last one ever sees a question, so three answers in four lie
-//! on another rank, and the way to them is the exchange around attention.
+//! Eight needles are at random positions in a sequence of noise; each is a key and a value. The
+//! last eight tokens of the sequence ask for every key, and the answer is its value. Each of four
+//! ranks has a quarter of the sequence. Only the last one has the questions, so three of four
+//! answers are on another rank, and only the exchange around attention can find them.
 //!
-//! To see that it is, the same model is trained again with documents that end where the shards
-//! do, across which nothing can be seen: what lies in the last quarter it mostly finds, elsewhere it
-//! guesses (one in eight).
+//! For comparison, the same model is trained with documents that end where the shards end, so
+//! that attention stays within a shard. It mostly finds the answers in the last quarter, and
+//! guesses the others (one in eight).
 //!
 //! ```text
 //! cargo run --release --example 09_needle_in_a_haystack [-- PICTURE.svg]
@@ -27,11 +27,11 @@ use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
 const SP: usize = 4;
 const SEQ_LEN: usize = 256;
-const ROWS: usize = 16;
-/// Keys, and as many values.
+const BATCH_SIZE: usize = 16;
+/// Number of keys, and of values.
 const KEYS: usize = 8;
 const STEPS: u64 = 400;
-/// Distances are counted in this many classes.
+/// Number of distance classes.
 const BINS: usize = 16;
 
 // Tokens: noise, needles (a key and a value in one), questions, answers.
@@ -45,37 +45,40 @@ const CONFIG: &str = r#"{
     "scheduler": { "type": "WarmupCosineLR", "params": { "total_num_steps": 400, "warmup_num_steps": 20 } }
 }"#;
 
-/// Rows, and how far back the answer to each of their questions lies.
+/// A batch, and the distance from each question back to its answer.
 struct Haystack {
     batch: GlobalBatch,
     distances: Vec<usize>,
 }
 
-/// The same for everyone who asks with the same seed.
+/// Generates a batch, equal on all ranks with the same seed.
 fn haystack(seed: u64, sees_all: bool) -> Result<Haystack, DataError> {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     let (mut tokens, mut labels, mut distances) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..ROWS {
-        let mut row: Vec<usize> = (0..SEQ_LEN - KEYS).map(|_| rng.random_range(0..NEEDLE)).collect();
-        let places = rand::seq::index::sample(&mut rng, row.len(), KEYS).into_vec();
+    for _ in 0..BATCH_SIZE {
+        let mut sequence: Vec<usize> = (0..SEQ_LEN - KEYS).map(|_| rng.random_range(0..NEEDLE)).collect();
+        let places = rand::seq::index::sample(&mut rng, sequence.len(), KEYS).into_vec();
         let values: Vec<usize> = (0..KEYS).map(|_| rng.random_range(0..KEYS)).collect();
         for key in 0..KEYS {
-            row[places[key]] = NEEDLE + KEYS * key + values[key];
+            sequence[places[key]] = NEEDLE + KEYS * key + values[key];
         }
-        labels.extend(vec![IGNORED_LABEL; row.len()]);
+        labels.extend(vec![IGNORED_LABEL; sequence.len()]);
         let mut asked: Vec<usize> = (0..KEYS).collect();
         asked.shuffle(&mut rng);
         for key in asked {
-            distances.push(row.len() - places[key]);
-            row.push(QUESTION + key);
+            distances.push(sequence.len() - places[key]);
+            sequence.push(QUESTION + key);
             labels.push((ANSWER + values[key]) as i64);
         }
-        tokens.extend(row.into_iter().map(|token| token as u32));
+        tokens.extend(sequence.into_iter().map(|token| token as u32));
     }
     // A document begins wherever positions start again.
     let document = if sees_all { SEQ_LEN } else { SEQ_LEN / SP };
-    let positions = (0..ROWS * SEQ_LEN).map(|at| (at % document) as u32).collect();
-    Ok(Haystack { batch: GlobalBatch::new(ROWS, SEQ_LEN, tokens, Some(positions), Some(labels))?, distances })
+    let positions = (0..BATCH_SIZE * SEQ_LEN).map(|at| (at % document) as u32).collect();
+    Ok(Haystack {
+        batch: GlobalBatch::new(BATCH_SIZE, SEQ_LEN, tokens, Some(positions), Some(labels))?,
+        distances,
+    })
 }
 
 /// Trains, and returns the share of right answers by distance: what the last rank counts.
@@ -97,7 +100,7 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
         }
         let (mut right, mut asked) = ([0.0; BINS], [0.0; BINS]);
         for seed in 0..20 {
-            // Rows that were not trained on.
+            // Sequences that were not trained on.
             let Haystack { batch, distances } = haystack(u64::MAX - seed, sees_all)?;
             let shard = engine.shard(&batch)?.swap_remove(0);
             let predicted = engine.logits(&shard)?.argmax(D::Minus1)?.flatten_all()?.to_vec1::<u32>()?;
@@ -115,11 +118,11 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
 }
 
 fn main() -> Result<()> {
-    println!("attention over whole rows:");
+    println!("attention over whole sequences:");
     let whole = accuracies(true)?;
     println!("attention within a shard:");
     let shard = accuracies(false)?;
-    println!("\nright answers by distance      whole rows                      within a shard");
+    println!("\nright answers by distance      whole sequences                 within a shard");
     let bar =
         |share: f64| format!("{:3.0} % {:<25}", share * 100.0, "█".repeat((share * 24.0).round() as usize));
     for (bin, (whole, shard)) in whole.iter().zip(&shard).enumerate() {

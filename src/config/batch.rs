@@ -1,30 +1,30 @@
-//! The batch arithmetic: `train_batch_size = micro × accumulation × dp`.
+//! The batch sizes: `train_batch_size = micro × accumulation × dp`.
 
-/// The three batch sizes; any two of them give the third.
+/// The three batch sizes; any two of them determine the third.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSizes {
-    /// Rows per optimizer step, over all ranks.
+    /// Sequences per optimizer step, over all ranks.
     pub train: usize,
-    /// Rows per forward pass of one data-parallel rank.
+    /// Sequences per forward pass of one data-parallel rank.
     pub micro: usize,
     /// Forward passes per optimizer step.
     pub accumulation: usize,
 }
 
-/// Why the batch sizes do not fit together.
+/// The errors of batch sizes that do not agree.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BatchError {
-    /// Neither of the keys that say how large a batch is.
+    /// No batch size is set.
     #[error(
-        "the batch size is not set: give `train_batch_size` or `train_micro_batch_size_per_gpu` \
-         (`gradient_accumulation_steps` alone does not tell)"
+        "the batch size is not set: set `train_batch_size` or `train_micro_batch_size_per_gpu` \
+         (`gradient_accumulation_steps` alone does not determine it)"
     )]
     Unset,
-    /// All three are given and do not agree.
+    /// All three are set and do not agree.
     #[error(
         "`train_batch_size` is {train}, but `train_micro_batch_size_per_gpu` {micro} × \
-         `gradient_accumulation_steps` {accumulation} × dp {dp} = {}: leave one of the three out, or make \
+         `gradient_accumulation_steps` {accumulation} × dp {dp} = {}: remove one of the three, or make \
          them agree (sp does not count)", micro * accumulation * dp
     )]
     Contradiction {
@@ -37,18 +37,18 @@ pub enum BatchError {
         /// Data-parallel ranks.
         dp: usize,
     },
-    /// The train batch size is not a multiple of what divides it.
+    /// The train batch size is not divisible.
     #[error("`train_batch_size` {train} is not a multiple of {factors} = {divisor}: the nearest valid sizes are {}",
         nearest_multiples(*train, *divisor))]
     Indivisible {
         /// `train_batch_size`.
         train: usize,
-        /// What has to divide it.
+        /// The required divisor.
         divisor: usize,
         /// The divisor as a product of keys.
         factors: String,
     },
-    /// A product exceeds the integers.
+    /// A product overflows.
     #[error("the batch size is too large: {factors} exceeds 2^{}", usize::BITS)]
     Overflow {
         /// The product.
@@ -57,11 +57,11 @@ pub enum BatchError {
 }
 
 impl BatchSizes {
-    /// Completes and checks the sizes that are given, as DeepSpeed does but in integers:
-    /// accumulation defaults to 1, and a division has to be exact.
+    /// Completes and checks the given sizes as DeepSpeed does, but in integers: accumulation
+    /// defaults to 1, and divisions must be exact.
     ///
     /// # Errors
-    /// When nothing says how large the batch is, the sizes contradict each other or do not divide.
+    /// When no size is set, the sizes contradict each other, or they do not divide.
     pub fn resolve(
         train: Option<usize>,
         micro: Option<usize>,
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(
             message(Some(30), Some(4), Some(2), 2),
             "`train_batch_size` is 30, but `train_micro_batch_size_per_gpu` 4 × `gradient_accumulation_steps` 2 \
-             × dp 2 = 16: leave one of the three out, or make them agree (sp does not count)"
+             × dp 2 = 16: remove one of the three, or make them agree (sp does not count)"
         );
         assert!(message(None, None, None, 2).starts_with("the batch size is not set"));
         assert!(message(None, None, Some(2), 2).starts_with("the batch size is not set"));

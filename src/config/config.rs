@@ -1,4 +1,4 @@
-//! The configuration without open questions.
+//! The resolved configuration: [`Config`].
 
 use super::define::words::{choice, count, index, number, section};
 use super::define::{Keys, choices, keys, section_keys};
@@ -33,18 +33,20 @@ pub(super) fn entries() -> Vec<Entry> {
     entries_of(root())
 }
 
-/// What the batch sizes follow from.
+/// What determines a batch size.
 const BATCH: &str = "the other two batch keys and dp";
 
 keys! {
-    /// Everything that a training run is told, section by section: `config.zero.stage` is `zero_optimization.stage` in the
-    /// file. It serializes in the vocabulary it is read from (except [`notes`](Self::notes)), and what it writes reads back
-    /// as the same config.
+    /// The resolved configuration of a training run, section by section: `config.zero.stage` is
+    /// `zero_optimization.stage` in the file.
+    ///
+    /// It serializes to the keys it is read from (except [`notes`](Self::notes)); the output reads back as the same
+    /// config.
     #[derive(Clone, Debug, PartialEq)]
     pub struct Config {
-        /// Rows per optimizer step: micro batch × accumulation × dp, never × sp.
+        /// Sequences per optimizer step over all ranks: micro batch × accumulation × dp, never × sp.
         pub train_batch_size: usize = count().derived(BATCH),
-        /// Rows of one forward pass of one data-parallel rank.
+        /// Sequences per forward pass of one data-parallel rank.
         pub micro_batch_size: usize = count()
             .named("train_micro_batch_size_per_gpu")
             .derived(BATCH)
@@ -53,58 +55,58 @@ keys! {
         pub gradient_accumulation_steps: usize = count().derived("the other two batch keys and dp, or 1"),
         /// The sizes of the mesh.
         pub mesh: MeshConfig,
-        /// What is partitioned over dp. (`true` is an old form of stage 1.)
+        /// What ZeRO partitions over dp. (`true` is an old form of stage 1.)
         pub zero: ZeroConfig = section().named("zero_optimization").or_switch(),
-        /// The optimizer; without it AdamW.
+        /// The optimizer; AdamW if absent.
         pub optimizer: OptimizerConfig = section(),
-        /// The learning rate; without it the optimizer's `lr` throughout.
+        /// The learning-rate schedule; if absent, the optimizer's `lr` throughout.
         pub scheduler: Option<SchedulerConfig> = section(),
-        /// Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed 0.19's default is 1.)
+        /// Maximum norm of the global gradient; 0 disables clipping. (DeepSpeed 0.19's default is 1.)
         pub gradient_clipping: f64 = number().number(0.0).auto(Literal::Number(1.0)),
-        /// The number format of parameters and activations.
+        /// The dtype of parameters and activations.
         pub precision: Precision,
-        /// `global`: all token losses over all valid tokens; `micro_batch`: DeepSpeed's mean of means.
+        /// `global`: sum of token losses / valid tokens of the global batch; `micro_batch`: DeepSpeed's mean of means.
         pub loss_normalization: LossNormalization = choice().text("global"),
-        /// Initial weights and order of the data.
+        /// Seed of the initial weights and of the data order.
         pub seed: u64 = index().integer(1234),
-        /// Steps between two progress lines.
+        /// Steps between progress lines.
         pub steps_per_print: u64 = count().integer(10).or_null(),
-        /// What the run tells of itself.
+        /// Logs, profilers and monitors of the run.
         pub monitoring: MonitoringConfig,
-        /// How checkpoints are written.
+        /// When and how checkpoints are saved.
         pub checkpoint: Option<CheckpointConfig> = section(),
-        /// How checkpointed activations are kept.
+        /// How checkpointed activations are stored.
         pub activation_checkpointing: ActivationCheckpointingConfig = section(),
-        /// What DeepSpeed leaves to the training script.
+        /// Settings that DeepSpeed leaves to the training script.
         pub ulysses: UlyssesConfig = section(),
     }
     without keys {
-        /// What the user should know, to be logged: keys without effect, notable defaults.
+        /// Notes to log: keys without effect, notable defaults.
         pub notes: Vec<Note>,
-        /// What each `"auto"` of the file became.
+        /// The resolved value of each `"auto"` in the file.
         pub autos: Vec<ResolvedAuto>,
     }
 }
 
-/// A key that the file left to `"auto"`.
+/// A key whose value in the file is `"auto"`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ResolvedAuto {
     /// The path of the key.
     pub key: String,
-    /// Its value in the resolved config, as JSON; `None` for a key without effect.
+    /// The resolved value, as JSON; `None` for a key without effect.
     pub value: Option<serde_json::Value>,
     /// Where the value comes from.
     pub source: String,
 }
 
 choices! {
-    /// What the sum of the token losses is divided by.
+    /// The divisor of the summed token losses.
     pub enum LossNormalization {
-        /// The valid tokens of the whole global batch.
+        /// The valid tokens of the global batch.
         #[default]
         Global = "global",
-        /// The valid tokens of each micro batch, then the mean over micro batches and
-        /// data-parallel ranks, as DeepSpeed does.
+        /// The valid tokens of each micro batch, followed by the mean over micro batches and
+        /// data-parallel ranks, as in DeepSpeed.
         MicroBatch = "micro_batch",
     }
 }
@@ -118,44 +120,43 @@ impl Serialize for Config {
 }
 
 impl Config {
-    /// Reads, checks and resolves a file, without a command line.
+    /// Reads, checks and resolves a file, without command-line flags.
     ///
     /// # Errors
-    /// When the file cannot be read, has faults, or contradicts itself.
+    /// When the file cannot be read or is invalid.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         RawConfig::from_file(path)?.resolve(&Overrides::default())
     }
 
-    /// Checks and resolves the text of a config file, without a command line; `file` is
-    /// what error messages call it.
+    /// Checks and resolves the text of a config file, without command-line flags; error messages call it `file`.
     ///
     /// # Errors
-    /// When the text has faults or contradicts itself.
+    /// When the config is invalid.
     pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
         RawConfig::from_json_str(text, file)?.resolve(&Overrides::default())
     }
 
-    /// The number of ranks of the mesh.
+    /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.mesh.dp_size * self.mesh.sp_size
     }
 
-    /// Whether ZeRO's partitions fill so many data-parallel ranks: training refuses others.
+    /// Returns whether ZeRO's shard size divides `dp`; training requires it.
     pub(crate) fn partitions_fill(&self, dp: usize) -> bool {
         self.zero.mics_shard_size.is_none_or(|size| dp.is_multiple_of(size))
     }
 
-    /// The ranks that share ZeRO's partitions, where that is not all of dp (hybrid sharding).
+    /// Returns the number of ranks that share ZeRO's partitions, if it is not dp (hybrid sharding).
     pub fn zero_shard_size(&self) -> Option<usize> {
         self.zero.mics_shard_size.filter(|size| *size != self.mesh.dp_size)
     }
 
-    /// Ranks that share ZeRO's partitions: all of dp, or the shard size of hybrid sharding.
+    /// Returns the number of ranks that share ZeRO's partitions: dp, or the shard size of hybrid sharding.
     pub fn zero_world_size(&self) -> usize {
         self.zero_shard_size().unwrap_or(self.mesh.dp_size)
     }
 
-    /// Says that a ZeRO stage partitions nothing, where it has a single partition; none in a world of one rank.
+    /// Returns a note if the ZeRO stage has a single partition, which saves nothing; `None` for one rank.
     pub fn zero_partition_note(&self) -> Option<String> {
         let stage = u8::from(self.zero.stage);
         if stage == 0 || self.zero_world_size() != 1 || self.world_size() == 1 {
@@ -171,14 +172,14 @@ impl Config {
         ))
     }
 
-    /// The same with rows of another length.
+    /// Returns the config with another `seq_len`.
     #[must_use]
     pub fn with_seq_len(mut self, seq_len: usize) -> Self {
         self.ulysses.seq_len = Some(seq_len);
         self
     }
 
-    /// The learning rate of every step.
+    /// Returns the learning-rate schedule.
     pub fn lr_schedule(&self) -> LrSchedule {
         let base_lr = self.optimizer.lr();
         self.scheduler
@@ -186,18 +187,18 @@ impl Config {
             .map_or(LrSchedule::constant(base_lr), |scheduler| LrSchedule::new(scheduler, base_lr))
     }
 
-    /// `ulysses.model`, for those that cannot do without.
+    /// Returns `ulysses.model`.
     ///
     /// # Errors
-    /// When neither the file nor a flag gives it.
+    /// When neither the file nor a flag sets it.
     pub fn require_model(&self) -> Result<&str, ConfigError> {
         self.ulysses.model.as_deref().ok_or(ConfigError::Unset { key: "model", flag: "model" })
     }
 
-    /// `ulysses.data`, for those that cannot do without.
+    /// Returns `ulysses.data`.
     ///
     /// # Errors
-    /// When neither the file nor a flag gives it.
+    /// When neither the file nor a flag sets it.
     pub fn require_data(&self) -> Result<&[DataSource], ConfigError> {
         match self.ulysses.data.as_slice() {
             [] => Err(ConfigError::Unset { key: "data", flag: "data" }),
@@ -205,18 +206,18 @@ impl Config {
         }
     }
 
-    /// `ulysses.seq_len`, for those that cannot do without.
+    /// Returns `ulysses.seq_len`.
     ///
     /// # Errors
-    /// When neither the file nor a flag gives it.
+    /// When neither the file nor a flag sets it.
     pub fn require_seq_len(&self) -> Result<usize, ConfigError> {
         self.ulysses.seq_len.ok_or(ConfigError::Unset { key: "seq_len", flag: "seq-len" })
     }
 
-    /// `ulysses.steps`, for those that cannot do without.
+    /// Returns `ulysses.steps`.
     ///
     /// # Errors
-    /// When neither the file nor a flag gives it.
+    /// When neither the file nor a flag sets it.
     pub fn require_steps(&self) -> Result<u64, ConfigError> {
         self.ulysses.steps.ok_or(ConfigError::Unset { key: "steps", flag: "steps" })
     }
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_with_one_partition_says_so_and_no_other() {
+    fn only_a_stage_with_one_partition_is_noted() {
         assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp_size is 1"));
         assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
         for (stage, dp, sp, shard_size) in [(0, 1, 4, -1), (2, 2, 4, -1), (3, 1, 1, -1), (3, 4, 1, 2)] {

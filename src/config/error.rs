@@ -1,4 +1,4 @@
-//! The errors of this module.
+//! The errors of the config.
 
 use super::batch::BatchError;
 use super::mesh_shape::MeshShapeError;
@@ -7,94 +7,94 @@ use crate::mesh::MeshError;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Why there is no [`Config`](super::Config).
+/// An invalid config, or one that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the {what} {}: {reason}", path.display())]
     Read {
-        /// What it is.
+        /// The kind of file.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the operating system says.
+        /// The error of the operating system.
         reason: std::io::Error,
     },
-    /// The file is larger than any config.
-    #[error("{file}: larger than {limit_bytes} bytes, the most that a config file may have")]
+    /// The file exceeds the size limit.
+    #[error("{file}: larger than {limit_bytes} bytes, the maximum size of a config file")]
     TooLarge {
         /// The file.
         file: String,
-        /// The largest size that is read.
+        /// The maximum size.
         limit_bytes: usize,
     },
-    /// The file has faults; all of them are listed, in the order of the file.
+    /// The file is invalid; all errors are listed, in the order of the file.
     #[error("{}", DiagnosticList { file, diagnostics, omitted: *omitted })]
     Invalid {
         /// The file.
         file: String,
-        /// The faults.
+        /// The errors.
         diagnostics: Vec<Diagnostic>,
-        /// How many more were found than are listed.
+        /// Number of errors that are not listed.
         omitted: usize,
     },
-    /// The file and the flags do not give one mesh.
+    /// The mesh sizes of file and flags do not agree.
     #[error("{file}: {reason}")]
     Mesh {
         /// The file.
         file: String,
-        /// What contradicts what.
+        /// The sizes that do not agree.
         reason: Box<MeshShapeError>,
     },
-    /// The mesh of the rule that applies is none, or none for as many ranks.
-    #[error("{file}: `ulysses.mesh_rules` gives `{selector}` the mesh `{mesh}`: {source}")]
+    /// The mesh of the rule that applies is invalid, or does not fit the number of ranks.
+    #[error("{file}: the mesh `{mesh}` of `ulysses.mesh_rules` for `{selector}` is invalid: {source}")]
     MeshRule {
         /// The file.
         file: String,
-        /// What the rule matches.
+        /// The selector that the rule matches.
         selector: String,
-        /// Its mesh.
+        /// The mesh of the rule.
         mesh: String,
-        /// What is wrong with it.
+        /// The cause.
         source: Box<MeshError>,
     },
-    /// The mesh is a preset's that stands for another ZeRO stage.
+    /// The mesh is a preset for another ZeRO stage.
     #[error(
         "{file}: {source_of_mesh} is data parallelism at ZeRO stage {wanted}, but `zero_optimization.stage` is {stage}: \
-         make it {wanted}, or give the sizes as DPxSP"
+         set it to {wanted}, or give the mesh sizes as DPxSP"
     )]
     PresetStage {
         /// The file.
         file: String,
-        /// Who names the preset.
+        /// Where the preset is named.
         source_of_mesh: String,
-        /// What the preset stands for.
+        /// The stage of the preset.
         wanted: u8,
-        /// What the file says.
+        /// The stage of the config.
         stage: u8,
     },
-    /// The batch sizes do not fit together.
+    /// The batch sizes do not agree.
     #[error("{}{reason}{}", file_and_place(file, place), below(place))]
     Batch {
         /// The file.
         file: String,
-        /// Where the first of the batch sizes stands, if one is given.
+        /// The position of the first batch size in the file, if there is one.
         place: Option<Box<(Position, Excerpt)>>,
-        /// The arithmetic.
+        /// The sizes that do not agree.
         reason: Box<BatchError>,
     },
-    /// A key is left to `"auto"`, and what it follows from is not given.
-    #[error("{file}: `{key}` is \"auto\", which stands for {source_of_value}: give one of the two")]
+    /// A key is `"auto"`, and the value that it resolves to is not set.
+    #[error("{file}: `{key}` is \"auto\", which resolves to {source_of_value}: set one of the two")]
     AutoWithoutSource {
         /// The file.
         file: String,
         /// The key.
         key: &'static str,
-        /// What its value follows from.
+        /// The setting that it resolves to.
         source_of_value: &'static str,
     },
-    /// The value of a `--set` cannot be read.
+    /// The value of a `--set` is invalid.
     #[error("{flag}: {reason}")]
     InvalidSetting {
         /// The flag with its value.
@@ -107,13 +107,13 @@ pub enum ConfigError {
     InvalidFlag {
         /// The flag, without dashes.
         flag: &'static str,
-        /// What would be valid.
+        /// The valid values.
         expected: String,
-        /// What was given.
+        /// The given value.
         found: String,
     },
-    /// A setting without a default is needed and was not given.
-    #[error("`ulysses.{key}` is not set: give it in the config file, or as --{flag}")]
+    /// A required setting is not set.
+    #[error("`ulysses.{key}` is not set: set it in the config file, or pass --{flag}")]
     Unset {
         /// The key in the `ulysses` section.
         key: &'static str,
@@ -122,7 +122,7 @@ pub enum ConfigError {
     },
 }
 
-/// `file:line:column: message` for each fault, with its line below.
+/// Prints `file:line:column: message` for each error, followed by the line in question.
 struct DiagnosticList<'a> {
     file: &'a str,
     diagnostics: &'a [Diagnostic],
@@ -138,7 +138,7 @@ impl fmt::Display for DiagnosticList<'_> {
             write!(f, "{separator}{place}: {diagnostic}{below}")?;
         }
         if self.omitted > 0 {
-            write!(f, "\n{}: {} more faults", self.file, self.omitted)?;
+            write!(f, "\n{}: {} more errors", self.file, self.omitted)?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a machine does in a second: the file that a plan's times go by.
+//! Machine profiles: the rates that planned step times are computed from.
 
 use super::define::words::{count, integer, key, number, positive, section, text};
 use super::define::{Keys, keys, section_keys};
@@ -16,13 +16,13 @@ keys! {
     struct ProfileFile {
         /// The version of this format.
         version: u32 = integer(1, 1).required(),
-        /// What it says.
+        /// The profile.
         profile: MachineProfile,
     }
 }
 
 keys! {
-    /// A machine's rates, all of one rank while the others of its node work too. `docs/planning.md` has the file,
+    /// The rates of a machine, each of one rank while all ranks of its node work. `docs/planning.md` describes the file,
     /// key by key.
     ///
     /// ```
@@ -33,29 +33,29 @@ keys! {
     /// ```
     #[derive(Clone, Debug, PartialEq)]
     pub struct MachineProfile {
-        /// What the machine is called.
+        /// Name of the machine.
         pub name: String = text().required(),
-        /// Where the numbers come from: how they were measured, or assumed.
+        /// Origin of the rates: how they were measured, or that they are assumed.
         pub origin: String = text().required(),
-        /// Ranks that share a node, and were at work at once.
+        /// Ranks per node, all working during the measurement.
         pub ranks_per_node: usize = count().required(),
-        /// What a rank computes while all of its node do, by the format of the numbers.
+        /// Compute rates of a rank while all ranks of its node work, by dtype.
         pub rates: RatesByFormat = section().required(),
-        /// Bytes that the optimizer's update reads and writes, f32.
+        /// Bytes that the optimizer's update reads and writes per second, f32.
         pub update_bytes_per_second: f64 = positive().required(),
-        /// Bytes to and from the files of offloaded tensors.
+        /// Bytes per second to and from offload files.
         pub file_bytes_per_second: Option<f64> = positive().or_null(),
-        /// Bytes from a GPU to the host's memory and back.
+        /// Bytes per second between GPU and host memory.
         pub host_bytes_per_second: Option<f64> = positive().or_null(),
-        /// Whether collectives go on while the rank computes.
+        /// Whether collectives overlap with compute.
         pub overlaps_communication: bool = key(Value::Boolean).required(),
-        /// What a rank sends.
+        /// Communication rates of a rank.
         pub links: Links = section().required(),
     }
 }
 
 keys! {
-    /// Rates by the format of parameters and activations; none where it is not known.
+    /// Rates by the dtype of parameters and activations; `None` if not measured.
     #[derive(Clone, Debug, Default, PartialEq)]
     pub struct RatesByFormat {
         /// Training in f32.
@@ -68,24 +68,24 @@ keys! {
 }
 
 keys! {
-    /// What a rank computes in a second.
+    /// The compute rates of a rank.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct Rates {
-        /// What a share of the peak (MFU) is a share of.
+        /// Peak FLOP/s, the denominator of the MFU.
         pub peak_flops_per_second: f64 = positive().required(),
-        /// Matrix products of a model's sizes, forward and backward.
+        /// Matmul FLOP/s at a model's sizes, forward and backward.
         pub product_flops_per_second: f64 = positive().required(),
-        /// Attention, visible pairs only: 4 per pair and head element.
+        /// Attention forward FLOP/s: 4 FLOPs per visible pair and head element.
         pub attention_forward_flops_per_second: f64 = positive().required(),
-        /// Its backward, at 8 per pair and head element, whatever is computed again.
+        /// Attention backward FLOP/s: 8 FLOPs per visible pair and head element, recomputation not counted.
         pub attention_backward_flops_per_second: f64 = positive().required(),
-        /// Bytes that norms, SwiGLU and their like read and write.
+        /// Bytes that norms, SwiGLU and other element-wise ops read and write per second.
         pub elementwise_bytes_per_second: f64 = positive().required(),
     }
 }
 
 keys! {
-    /// What a rank sends in a second; none where there are no such peers, or nobody has measured it.
+    /// The communication rates of a rank; `None` if there are no such peers, or the link was not measured.
     #[derive(Clone, Copy, Debug, Default, PartialEq)]
     pub struct Links {
         /// To ranks of the same node.
@@ -96,18 +96,18 @@ keys! {
 }
 
 keys! {
-    /// A link: time of the smallest collective, and bus bandwidths as nccl-tests defines them.
+    /// The rates of a link: latency, and bus bandwidths as defined by nccl-tests.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct LinkRates {
-        /// Time of a collective that moves next to nothing.
+        /// Time of a collective on a few bytes.
         pub latency_seconds: f64 = number().required(),
-        /// Bus bandwidth of an all-to-all, as nccl-tests defines it.
+        /// Bus bandwidth of an all-to-all, as defined by nccl-tests.
         pub all_to_all_bytes_per_second: f64 = positive().required(),
-        /// That of an all-reduce.
+        /// Bus bandwidth of an all-reduce.
         pub all_reduce_bytes_per_second: f64 = positive().required(),
-        /// That of a reduce-scatter.
+        /// Bus bandwidth of a reduce-scatter.
         pub reduce_scatter_bytes_per_second: f64 = positive().required(),
-        /// That of an all-gather.
+        /// Bus bandwidth of an all-gather.
         pub all_gather_bytes_per_second: f64 = positive().required(),
     }
 }
@@ -116,16 +116,16 @@ impl MachineProfile {
     /// Reads and checks a file of at most 16 MiB.
     ///
     /// # Errors
-    /// When the file cannot be read, is too large, or has faults: unknown or missing keys, values out of range.
+    /// When the file cannot be read, is too large or is invalid: unknown or missing keys, values out of range.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
         Self::from_json_str(&read("machine profile", path)?, &path.display().to_string())
     }
 
-    /// Checks the text of a profile; `file` is what error messages call it.
+    /// Checks the text of a profile; error messages call it `file`.
     ///
     /// # Errors
-    /// As [`from_file`](Self::from_file); all faults are in the one error.
+    /// As [`from_file`](Self::from_file); the error lists all errors of the file.
     pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
         let tree = parse_file(text, file)?;
         let report = Report::new(text, *KEYS);
@@ -135,14 +135,14 @@ impl MachineProfile {
         Ok(read.profile)
     }
 
-    /// As a file has it.
+    /// Returns the contents of the profile's file.
     pub fn to_json(&self) -> serde_json::Value {
         let mut object = serde_json::Map::new();
         ProfileFile { version: 1, profile: self.clone() }.write_into(&mut object);
         object.into()
     }
 
-    /// The rates of a format, if they are known.
+    /// Returns the compute rates of a precision, if known.
     pub fn rates_of(&self, precision: Precision) -> Option<Rates> {
         match precision {
             Precision::F32 => self.rates.f32,

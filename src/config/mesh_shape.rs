@@ -1,4 +1,4 @@
-//! Agreement on the sizes of the (dp, sp) mesh between file, flags and world size.
+//! The sizes of the (dp, sp) mesh, on which file, flags and world size must agree.
 
 use super::reader::Position;
 use std::fmt;
@@ -12,16 +12,16 @@ pub struct MeshShape {
     pub sp: usize,
 }
 
-/// The size of an axis, and who says so.
+/// The size of an axis, and its origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatedSize {
     /// The size.
     pub size: usize,
-    /// Who says so.
+    /// Where the size is set.
     pub origin: SizeOrigin,
 }
 
-/// Where the size of a mesh axis comes from.
+/// Where the size of a mesh axis is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SizeOrigin {
@@ -29,7 +29,7 @@ pub enum SizeOrigin {
     Key {
         /// The key.
         key: &'static str,
-        /// Where its value stands.
+        /// The position of its value.
         position: Position,
     },
     /// The command line's `--mesh`.
@@ -48,24 +48,23 @@ impl fmt::Display for StatedSize {
     }
 }
 
-/// Why there is no one mesh.
+/// The errors of mesh sizes that do not agree.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshShapeError {
-    /// Two places give one axis different sizes.
+    /// Two settings give one axis different sizes.
     #[error(
-        "the mesh is contradictory: {axis} is {first}, but {second}; the world size is the product of the \
-         mesh, so neither can be taken for right: make them equal or leave one out"
+        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one"
     )]
     Contradiction {
         /// The axis, `dp` or `sp`.
         axis: &'static str,
-        /// One size.
+        /// The first size.
         first: StatedSize,
-        /// The other.
+        /// The other size.
         second: StatedSize,
     },
-    /// The ranks of the mesh are not the ranks of the world.
+    /// The mesh size is not the world size.
     #[error("the mesh of dp {dp} × sp {sp} = {} ranks does not fill a world of {world_size} ranks", dp * sp)]
     NotTheWorld {
         /// Data-parallel ranks.
@@ -75,7 +74,7 @@ pub enum MeshShapeError {
         /// Ranks that there are.
         world_size: usize,
     },
-    /// The data-parallel size cannot be inferred.
+    /// The world size is not a multiple of sp.
     #[error("a world of {world_size} ranks does not divide into sequence-parallel groups of {sp}")]
     Indivisible {
         /// Ranks that there are.
@@ -83,17 +82,15 @@ pub enum MeshShapeError {
         /// Sequence-parallel ranks.
         sp: usize,
     },
-    /// ZeRO's partitions do not fill the data-parallel ranks.
-    #[error(
-        "dp is {dp}, which does not divide into groups of as many ranks as share ZeRO's partitions, {shard_size}"
-    )]
+    /// The data-parallel size is not a multiple of ZeRO's shard size.
+    #[error("dp {dp} is not a multiple of ZeRO's shard size, {shard_size}")]
     ShardSize {
         /// Data-parallel ranks.
         dp: usize,
         /// Ranks that share the partitions.
         shard_size: StatedSize,
     },
-    /// The product exceeds the integers.
+    /// The mesh size overflows.
     #[error("the mesh of dp {dp} × sp {sp} ranks is too large")]
     Overflow {
         /// Data-parallel ranks.
@@ -104,10 +101,10 @@ pub enum MeshShapeError {
 }
 
 impl MeshShape {
-    /// The one mesh that everybody agrees on: sp defaults to 1, dp to what fills the world (or 1).
+    /// Returns the mesh that all settings agree on: sp defaults to 1, dp to the world size / sp, or 1.
     ///
     /// # Errors
-    /// When two sizes contradict each other, or the mesh and the world.
+    /// When two sizes contradict each other, or the mesh size is not the world size.
     pub fn resolve(
         dp: &[StatedSize],
         sp: &[StatedSize],
@@ -131,12 +128,12 @@ impl MeshShape {
 }
 
 impl MeshShape {
-    /// The one number of ranks that share ZeRO's partitions, if somebody says it.
+    /// Returns the shard size of ZeRO that all settings agree on, if there is one.
     ///
     /// # Errors
     /// When two sizes contradict each other, or the size does not divide dp.
     pub(super) fn shard_size(stated: &[StatedSize], dp: usize) -> Result<Option<usize>, MeshShapeError> {
-        let Some(size) = agreed_size("the number of ZeRO's partitions", stated)? else { return Ok(None) };
+        let Some(size) = agreed_size("ZeRO's shard size", stated)? else { return Ok(None) };
         if !dp.is_multiple_of(size) {
             return Err(MeshShapeError::ShardSize { dp, shard_size: stated[0] });
         }

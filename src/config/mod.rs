@@ -1,22 +1,22 @@
-//! Training configuration: JSON in DeepSpeed's vocabulary, checked and resolved.
+//! The training configuration: JSON with DeepSpeed's keys, checked and resolved.
 //!
-//! A key is defined once, as a field of the struct of its section: see `sections` and, for the words of a
-//! definition, `define`. Reading order of the module:
+//! Each key is defined once, as a field of the struct of its section: see `sections`, and `define` for the syntax of a
+//! definition. Reading order of the module:
 //!
-//! 1. `sections` are the parts of the file, [`Config`] the whole;
-//! 2. `vocabulary` makes of their fields, and of a table of DeepSpeed's other keys, the tree of all keys: type, range, default,
-//!    what `"auto"` stands for, and whether the key is honoured, without effect or refused;
-//! 3. `reader` parses strict JSON into a tree that knows where each value stands, holds it against the vocabulary, collects
-//!    every fault with file, line, column, excerpt, key path and what would be valid, and reads the sections.
-//!    [`RawConfig`] is what one file says, faultless but not yet complete;
-//! 4. [`Settings`] change what a file says before it is checked, and [`RawConfig::resolve`] adds the rest of the
-//!    command line ([`Overrides`]), settles the mesh and the batch arithmetic, and gives a [`Config`] without open questions;
-//! 5. [`LrSchedule`] turns its scheduler section into a learning rate per step.
+//! 1. `sections` are the sections of the file, [`Config`] is the whole file;
+//! 2. `vocabulary` builds the tree of all keys from their fields and a table of DeepSpeed's other keys: type, range,
+//!    default, value of `"auto"`, and whether the key is supported, without effect or refused;
+//! 3. `reader` parses strict JSON into a tree with positions, checks it against the vocabulary, collects every error
+//!    (file, line, column, excerpt, key path, valid values) and reads the sections. [`RawConfig`] is a valid file,
+//!    not yet complete;
+//! 4. [`Settings`] change values of the file before it is checked. [`RawConfig::resolve`] adds the other flags
+//!    ([`Overrides`]), resolves mesh and batch sizes, and returns a complete [`Config`];
+//! 5. [`LrSchedule`] turns the scheduler section into a learning rate per step.
 //!
-//! [`MachineProfile`] is a file of its own that goes through the same reader.
+//! [`MachineProfile`] is a separate file, read by the same reader.
 //!
-//! From the vocabulary come [`explain`], [`reference_markdown`] (`docs/config.md`) and
-//! [`json_schema`] (`configs/ulysses.schema.json`).
+//! [`explain`], [`reference_markdown`] (`docs/config.md`) and [`json_schema`] (`configs/ulysses.schema.json`) are
+//! generated from the vocabulary.
 //!
 //! ```
 //! use ulysses::config::Config;
@@ -35,15 +35,15 @@
 
 mod auto;
 mod batch;
-#[expect(clippy::module_inception, reason = "the module is named for what it holds")]
+#[expect(clippy::module_inception, reason = "the module is named after its type")]
 mod config;
 mod define;
 mod describe;
 mod error;
 mod machine;
 mod mesh_shape;
-mod open;
 mod overrides;
+mod partial;
 mod raw;
 mod reader;
 mod resolve;
@@ -60,8 +60,8 @@ pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
 pub use error::ConfigError;
 pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
-pub use open::{OpenValue, PartlyResolved};
 pub use overrides::Overrides;
+pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;
 pub use reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;

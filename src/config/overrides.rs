@@ -1,26 +1,26 @@
-//! What the command line says in addition to the file.
+//! The command-line flags that override the file.
 
 use super::error::ConfigError;
 use super::sections::data::{DataSource, Packing};
 use super::sections::ulysses::{Backend, UlyssesConfig};
 use crate::mesh::Preset;
 
-/// What the command line says. Flags override the file, except the mesh, where a
+/// Values of command-line flags. Flags override the file, except for the mesh, where a
 /// contradiction is an error.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
-    /// `--mesh`: the preset that the sizes come from, which may stand for a ZeRO stage.
+    /// `--mesh`: the preset that gives the sizes, and may imply a ZeRO stage.
     pub preset: Option<Preset>,
-    /// `--mesh`: the size of `dp_shard`, where dp is given as `dp_replicate` and `dp_shard`.
+    /// `--mesh`: the size of `dp_shard`, if dp is given as `dp_replicate` and `dp_shard`.
     pub shard_size: Option<usize>,
-    /// `--mesh-selector`: what the patterns of `ulysses.mesh_rules` are matched with, as long as `mesh` is none;
-    /// without it no rule applies.
+    /// `--mesh-selector`: the string that the patterns of `ulysses.mesh_rules` match, if `mesh` is `None`. Without it,
+    /// no rule applies.
     pub mesh_selector: Option<String>,
-    /// How many ranks share a node, where a launcher says so: for meshes whose sizes follow from it.
+    /// Ranks per node, if a launcher sets it, for meshes whose sizes depend on it.
     pub ranks_per_node: Option<usize>,
-    /// How many ranks there are, where a launcher rather than the mesh says so; dp is then inferred from it.
+    /// Number of ranks, if a launcher rather than the mesh sets it; dp is then inferred.
     pub world_size: Option<usize>,
     /// `--seq-len`.
     pub seq_len: Option<usize>,
@@ -34,7 +34,7 @@ pub struct Overrides {
     pub threads_per_rank: Option<usize>,
     /// `--model`.
     pub model: Option<String>,
-    /// `--data`: replaces all of the file's where it is not empty.
+    /// `--data`: replaces all data of the file, if not empty.
     pub data: Vec<DataSource>,
     /// `--packing`.
     pub packing: Option<Packing>,
@@ -47,7 +47,7 @@ pub struct Overrides {
 }
 
 impl Overrides {
-    /// Puts what the flags give into the section that they override.
+    /// Applies the flags to the section that they override.
     pub(super) fn apply(&self, ulysses: &mut UlyssesConfig) {
         fn put<T: Clone>(flag: &Option<T>, place: &mut Option<T>) {
             if flag.is_some() {
@@ -91,7 +91,7 @@ impl Overrides {
         match all.find(|(_, value)| *value == Some("")) {
             Some((flag, _)) => Err(ConfigError::InvalidFlag {
                 flag,
-                expected: "a string that is not empty".into(),
+                expected: "a non-empty string".into(),
                 found: "an empty one".into(),
             }),
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! What one config file says.
+//! A checked config file: [`RawConfig`].
 
 use super::config::{Config, root};
 use super::define::Keys;
@@ -14,23 +14,23 @@ use super::settings::Settings;
 use std::path::Path;
 use std::time::Duration;
 
-/// A config file that has no faults by itself. The command line, the mesh and the batch
-/// arithmetic are still to come: [`RawConfig::resolve`].
+/// A valid config file, before [`RawConfig::resolve`] adds the command line and computes mesh
+/// and batch sizes.
 #[derive(Clone, Debug)]
 pub struct RawConfig {
     pub(super) file: String,
-    /// Its keys; the sizes of batch and mesh are those of the other fields.
+    /// The keys of the file, except the batch and mesh sizes, which are the other fields.
     pub(super) config: Config,
     pub(super) train_batch_size: Option<usize>,
     pub(super) micro_batch_size: Option<usize>,
     pub(super) gradient_accumulation_steps: Option<usize>,
-    /// Where the first of the three stands.
+    /// The position of the first of the three.
     pub(super) batch_place: Option<(Position, Excerpt)>,
     pub(super) dp_sizes: Vec<StatedSize>,
     pub(super) sp_sizes: Vec<StatedSize>,
-    /// Ranks that share ZeRO's partitions, where that is not all of dp.
+    /// ZeRO's shard sizes, where the file states them.
     pub(super) shard_sizes: Vec<StatedSize>,
-    /// Whether the schedule ends with the run.
+    /// Whether the learning-rate decay ends with the run.
     pub(super) decays_to_last_step: bool,
     pub(super) names_gradient_clipping: bool,
     names_backend: bool,
@@ -38,12 +38,12 @@ pub struct RawConfig {
 }
 
 impl RawConfig {
-    /// `ulysses.backend`, if the file says what carries the communication.
+    /// Returns `ulysses.backend`, if the file sets it.
     pub fn backend(&self) -> Option<Backend> {
         self.names_backend.then_some(self.config.ulysses.backend)
     }
 
-    /// `ulysses.comm.timeout_seconds`: how long a rank waits for the others.
+    /// Returns the timeout of collectives, `ulysses.comm.timeout_seconds`.
     pub fn comm_timeout(&self) -> Duration {
         self.config.ulysses.comm.timeout()
     }
@@ -51,33 +51,33 @@ impl RawConfig {
     /// Reads and checks a file of at most 16 MiB.
     ///
     /// # Errors
-    /// When the file cannot be read, is too large, or has faults.
+    /// When the file cannot be read, is too large, or is invalid.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         Self::from_file_with(path, &Settings::default())
     }
 
-    /// The same, changed by what the command line sets.
+    /// Reads and checks a file with command-line settings applied.
     ///
     /// # Errors
-    /// The same, and where a setting is no valid one.
+    /// As [`from_file`](Self::from_file), or when a setting is invalid.
     pub fn from_file_with(path: impl AsRef<Path>, settings: &Settings) -> Result<Self, ConfigError> {
         let path = path.as_ref();
         let text = read("config file", path)?;
         Self::from_json_str_with(&text, &path.display().to_string(), settings)
     }
 
-    /// Checks the text of a config file; `file` is what error messages call it.
+    /// Checks the text of a config file; error messages call it `file`.
     ///
     /// # Errors
-    /// When the text is too large or has faults; all of them are in the one error.
+    /// When the text is too large or invalid; the error lists all errors of the file.
     pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
         Self::from_json_str_with(text, file, &Settings::default())
     }
 
-    /// The same, changed by what the command line sets.
+    /// Checks the text of a config file with command-line settings applied.
     ///
     /// # Errors
-    /// The same, and where a setting is no valid one.
+    /// As [`from_json_str`](Self::from_json_str), or when a setting is invalid.
     pub fn from_json_str_with(text: &str, file: &str, settings: &Settings) -> Result<Self, ConfigError> {
         let documents = settings.documents(text.len());
         let mut tree = parse_file(text, file)?;
@@ -93,12 +93,12 @@ impl RawConfig {
         Ok(Self { remarks, ..raw })
     }
 
-    /// The same settings for one batch of `rows` on whatever mesh is asked for: the file's
-    /// batch sizes and mesh are dropped.
+    /// Returns the config for one batch of `batch_size` sequences on any mesh: the batch and mesh sizes of the file
+    /// are dropped.
     #[must_use]
-    pub fn for_batch(self, rows: usize) -> Self {
+    pub fn for_batch(self, batch_size: usize) -> Self {
         Self {
-            train_batch_size: Some(rows),
+            train_batch_size: Some(batch_size),
             micro_batch_size: None,
             gradient_accumulation_steps: None,
             batch_place: None,
@@ -109,7 +109,7 @@ impl RawConfig {
         }
     }
 
-    /// The same settings with ZeRO's partitions over all of dp, for a mesh that is still to be found.
+    /// Returns the config with ZeRO's partitions over all of dp, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
         Self { shard_sizes: Vec::new(), ..self }
@@ -152,11 +152,11 @@ fn read_config(root: &Section<'_>) -> Config {
     config.monitoring.comms_logger.check(&root.section("comms_logger"));
     Precision::check(root);
     let checkpoint = root.section("checkpoint");
-    config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_asked_for(&checkpoint));
+    config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_enabled(&checkpoint));
     config
 }
 
-/// What the Trainer fills in for `"auto"` where no other key tells: its argument
+/// Returns the Trainer's value of `"auto"` if no other key determines it: its argument
 /// `per_device_train_batch_size` is 8 by default.
 fn micro_batch_of_trainer(root: &Section<'_>) -> Option<usize> {
     let is_open = root.is_auto("train_micro_batch_size_per_gpu") && root.count("train_batch_size").is_none();

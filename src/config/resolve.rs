@@ -1,4 +1,4 @@
-//! From a file and flags to a config.
+//! Resolves a file and flags into a [`Config`].
 
 use super::auto::resolve_autos;
 use super::batch::BatchSizes;
@@ -9,22 +9,22 @@ use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
 use super::sections::mesh::MeshConfig;
-use super::sections::mesh_rules::Ruled;
+use super::sections::mesh_rules::AppliedRule;
 use super::sections::scheduler::SchedulerConfig;
 
 impl RawConfig {
-    /// Adds the command line, applies the defaults, and settles mesh and batch sizes.
+    /// Applies flags and defaults, and computes mesh and batch sizes.
     ///
     /// # Errors
-    /// When the mesh or the batch sizes contradict themselves, or a flag is out of range.
+    /// When mesh or batch sizes contradict each other, or a flag is out of range.
     pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
         overrides.check()?;
-        let ruled = self.ruled(overrides)?;
-        let mesh = self.resolve_mesh(ruled.as_ref(), overrides)?;
-        self.check_preset(ruled.as_ref(), overrides)?;
+        let applied_rule = self.applied_rule(overrides)?;
+        let mesh = self.resolve_mesh(applied_rule.as_ref(), overrides)?;
+        self.check_preset(applied_rule.as_ref(), overrides)?;
         let mut config = self.config.clone();
         config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
-        config.zero.mics_shard_size = self.stated_shard_size(mesh.dp, ruled.as_ref(), overrides)?;
+        config.zero.mics_shard_size = self.stated_shard_size(mesh.dp, applied_rule.as_ref(), overrides)?;
         let batch = self.resolve_batch(mesh.dp)?;
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
@@ -33,7 +33,7 @@ impl RawConfig {
         overrides.apply(&mut config.ulysses);
         config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
         config.notes = self.resolved_notes(config.scheduler.as_ref());
-        config.notes.extend(self.note_on_rules(ruled.as_ref(), overrides).map(Note::warning));
+        config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
         config.autos = resolve_autos(&self.remarks.autos, &config);
         Ok(config)
     }
@@ -57,19 +57,23 @@ impl RawConfig {
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.file.clone(),
             key: "scheduler.params.total_num_steps",
-            source_of_value: "the steps to train, `ulysses.steps` or --steps",
+            source_of_value: "the number of steps, `ulysses.steps` or --steps",
         })?;
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
-    fn resolve_mesh(&self, ruled: Option<&Ruled>, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
+    fn resolve_mesh(
+        &self,
+        applied_rule: Option<&AppliedRule>,
+        overrides: &Overrides,
+    ) -> Result<MeshShape, ConfigError> {
         let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
         let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
             file.iter().copied().chain(size.map(flag)).collect()
         };
-        let (dp_sizes, sp_sizes) = match ruled {
+        let (dp_sizes, sp_sizes) = match applied_rule {
             None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
-            Some(ruled) => ruled.shape.map_or_else(Default::default, |shape| {
+            Some(applied_rule) => applied_rule.shape.map_or_else(Default::default, |shape| {
                 let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
                 (of_rule(shape.dp), of_rule(shape.sp))
             }),
@@ -83,13 +87,14 @@ impl RawConfig {
     fn stated_shard_size(
         &self,
         dp: usize,
-        ruled: Option<&Ruled>,
+        applied_rule: Option<&AppliedRule>,
         overrides: &Overrides,
     ) -> Result<Option<usize>, ConfigError> {
-        let ruled = ruled.and_then(|ruled| ruled.shape?.shard_size);
-        let ruled = ruled.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
+        let applied_rule = applied_rule.and_then(|applied_rule| applied_rule.shape?.shard_size);
+        let applied_rule = applied_rule.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
-        let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(ruled).chain(flag).collect();
+        let stated: Vec<StatedSize> =
+            self.shard_sizes.iter().copied().chain(applied_rule).chain(flag).collect();
         MeshShape::shard_size(&stated, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
@@ -97,11 +102,14 @@ impl RawConfig {
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {
         let mut notes = self.remarks.notes.clone();
         if !self.names_gradient_clipping {
-            let text = "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19 would clip at 1.0)";
+            let text =
+                "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
             notes.push(Note::warning(text));
         }
         if std::env::var_os("ULYSSES_BF16_PRODUCTS").is_some() {
-            notes.push(Note::info("the variable `ULYSSES_BF16_PRODUCTS` is called `ULYSSES_BF16_GEMM` now"));
+            let text =
+                "the environment variable `ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
+            notes.push(Note::info(text));
         }
         let of_scheduler =
             scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.config.optimizer));

@@ -1,22 +1,21 @@
-//! Changes that the command line makes to a config file before it is checked: `--set`, `--lr`, `--batch-size` and
-//! `--zero-stage`.
+//! Flags that change values of a config file before it is checked: `--set`, `--lr`, `--batch-size` and `--zero-stage`.
 //!
-//! Values are put into the parsed tree, so they meet the same checks as those of the file. Their offsets lie behind the
-//! end of the file's text, by which [`Report`](super::reader::Report) knows them: a fault names the flag instead of a line.
+//! Values are inserted into the parsed tree, so the same checks apply. Their offsets are after the end of the file's
+//! text; [`Report`](super::reader::Report) recognizes them by that, and names the flag instead of a line.
 
 use super::error::ConfigError;
 use super::reader::{abbreviated, parse};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 
-/// The changes, in the order in which they apply: every [`Setting`], then the flags of their own.
+/// The changes, in the order in which they apply: every [`Setting`], then the other flags.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Settings {
-    /// `--set KEY=VALUE`, each after the ones before.
+    /// `--set KEY=VALUE`, in order.
     pub set: Vec<Setting>,
-    /// `--lr`: `optimizer.params.lr`, of AdamW where the file has no optimizer.
+    /// `--lr`: `optimizer.params.lr`, of AdamW if the file has no optimizer.
     pub lr: Option<f64>,
-    /// `--batch-size`: `train_batch_size`. Next to a micro batch of the file the accumulation follows from it.
+    /// `--batch-size`: `train_batch_size`. If the file sets the micro batch, accumulation follows.
     pub batch_size: Option<usize>,
     /// `--zero-stage`: `zero_optimization.stage`.
     pub zero_stage: Option<u8>,
@@ -26,18 +25,18 @@ pub struct Settings {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     key: String,
-    /// As JSON.
+    /// The value as JSON.
     value: String,
-    /// As messages call it.
+    /// The flag as messages show it.
     flag: String,
 }
 
 impl Setting {
-    /// Reads `KEY=VALUE`: the path of a key, as in `zero_optimization.stage`, and its value as JSON; what is no JSON is
-    /// a string.
+    /// Parses `KEY=VALUE`: the path of a key, such as `zero_optimization.stage`, and its value as JSON. A value that is
+    /// not JSON is a string.
     ///
     /// # Errors
-    /// When there is no key or no `=`; the message says what would be valid.
+    /// When the key or the `=` is missing; the message says what would be valid.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (key, value) = text.split_once('=').unwrap_or((text, ""));
         if !text.contains('=') || key.split('.').any(|name| name.trim().is_empty()) {
@@ -48,7 +47,7 @@ impl Setting {
         Ok(Self { key: key.trim().to_owned(), value, flag: format!("--set {}", abbreviated(text)) })
     }
 
-    /// The same without text.
+    /// Creates a setting of `key`.
     pub fn new(key: &str, value: impl Into<serde_json::Value>) -> Self {
         let value = value.into();
         Self::of_flag(format!("--set {key}={value}"), key, &value)
@@ -59,20 +58,20 @@ impl Setting {
     }
 }
 
-/// A setting as the text of a file that says only this, behind so many spaces that no offset is one of another text.
+/// A setting as the text of a file with only this key, preceded by spaces so that its offsets are unique.
 pub(super) struct SetDocument {
     text: String,
-    /// Names that lead to the value.
+    /// Number of names in the path of the key.
     depth: usize,
-    /// Whether it is left out where the file has its section.
+    /// Whether the file's value has precedence.
     is_default: bool,
-    /// The offset from which on its values lie.
+    /// The first offset of its values.
     pub(super) start: usize,
     pub(super) flag: String,
 }
 
 impl Settings {
-    /// Puts all values into the tree of the file.
+    /// Inserts all values into the tree of the file.
     pub(super) fn apply<'a>(
         &self,
         documents: &'a [SetDocument],
@@ -82,7 +81,7 @@ impl Settings {
         let is_given =
             |name| root.get(name).is_some_and(|property| matches!(property.value, Value::NumberLit(_)));
         if self.batch_size.is_some() && is_given("train_micro_batch_size_per_gpu") {
-            // The file's number goes with the file's batch size; one that a flag gives has to fit.
+            // The file's accumulation belongs to the file's batch size; one that a flag sets must fit.
             let file_bytes = documents.first().map_or(0, |document| document.start);
             root.properties.retain(|property| {
                 property.name.as_str() != "gradient_accumulation_steps"
@@ -92,7 +91,7 @@ impl Settings {
         Ok(())
     }
 
-    /// The documents of all settings, for a file of so many bytes.
+    /// Returns the documents of all settings, for a file of `file_bytes` bytes.
     pub(super) fn documents(&self, file_bytes: usize) -> Vec<SetDocument> {
         let mut settings: Vec<(Setting, bool)> = self.set.iter().map(|set| (set.clone(), false)).collect();
         if let Some(lr) = self.lr {
@@ -133,7 +132,7 @@ impl SetDocument {
     }
 }
 
-/// Puts the only value that is `depth` names deep in `from` into the same place of `into`.
+/// Moves the only value of `from`, at depth `depth`, to the same path in `into`.
 fn put<'a>(into: &mut Object<'a>, mut from: Object<'a>, depth: usize, is_default: bool) {
     let Some(ObjectProp { name, value, range }) = from.properties.pop() else { return };
     let existing = into.properties.iter_mut().find(|property| property.name.as_str() == name.as_str());

@@ -1,204 +1,214 @@
-//! Whole rows of a step, and the part of them that one rank works on.
+//! Batches of whole sequences, and the shard of one rank.
 
 use super::documents::RunningHash;
 use super::packing::check_seq_len;
-use super::{DataError, IGNORED_LABEL, Row};
+use super::{DataError, IGNORED_LABEL, PackedSequence};
 use crate::mesh::shard_range;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows with all their tokens, before they are cut for the sp ranks.
+/// A batch of whole sequences, before they are sharded over the sp ranks.
 ///
 /// # Shapes
-/// `input_ids`, `shift_labels` and `position_ids` are `[batch, seq_len]`, row-major.
+/// `input_ids`, `shift_labels` and `position_ids` are `[batch_size, seq_len]`, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GlobalBatch {
-    batch: usize,
+    batch_size: usize,
     seq_len: usize,
     input_ids: Vec<u32>,
     shift_labels: Vec<i64>,
     position_ids: Vec<u32>,
-    /// Per row: the starts of its documents, then `seq_len`.
+    /// For each sequence: the starts of its documents, then `seq_len`.
     cu_seqlens: Vec<Vec<u32>>,
 }
 
-/// What the engine of one rank consumes at once: its token range of some rows.
+/// The micro batch of one rank: its shard of some sequences.
 ///
 /// # Shapes
-/// `input_ids`, `labels` and `position_ids` are `[batch, seq_len_local]`, row-major, where `seq_len_local` is
+/// `input_ids`, `labels` and `position_ids` are `[batch_size, seq_len_local]`, row-major, where `seq_len_local` is
 /// the length of `shard`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MicroBatch {
-    /// Number of rows.
-    pub batch: usize,
-    /// Tokens of a whole row, over all sp ranks.
+    /// Number of sequences.
+    pub batch_size: usize,
+    /// Tokens per sequence, over all sp ranks.
     pub seq_len: usize,
-    /// The tokens of every row that this rank holds.
+    /// The token range of each sequence that this rank has.
     pub shard: Range<usize>,
-    /// Tokens of the shard.
+    /// The tokens of the shard.
     pub input_ids: Vec<u32>,
-    /// The token after each one, or [`IGNORED_LABEL`]; shifted before the row was cut.
+    /// The next token of each token, or [`IGNORED_LABEL`]; shifted before the sequence was sharded.
     pub labels: Vec<i64>,
-    /// Position of each token in its document.
+    /// The position of each token in its document.
     pub position_ids: Vec<u32>,
-    /// Per row, for the whole row: the starts of its documents, then `seq_len`.
+    /// For each whole sequence: the starts of its documents, then `seq_len`.
     pub cu_seqlens: Arc<Vec<Vec<u32>>>,
-    /// Hash of the whole rows. Ranks whose hashes are equal hold parts of the same rows.
-    pub rows_hash: u64,
+    /// Hash of the whole sequences. Ranks with equal hashes have shards of the same sequences.
+    pub batch_hash: u64,
 }
 
 impl MicroBatch {
-    /// Tokens per row on this rank.
+    /// Returns the tokens per sequence on this rank.
     pub fn seq_len_local(&self) -> usize {
         self.shard.len()
     }
 
-    /// Tokens of this shard that take part in the loss.
+    /// Returns the number of tokens in this shard that contribute to the loss.
     pub fn num_valid_tokens(&self) -> usize {
         self.labels.iter().filter(|&&label| label != IGNORED_LABEL).count()
     }
 }
 
 impl GlobalBatch {
-    /// Takes rows that the caller made.
+    /// Creates a batch from tensors.
     ///
-    /// Without `position_ids` each row is one document. Documents start wherever a position is not the one
-    /// before plus 1. Without `shift_labels` each token's label is the next one of its document in the row; the
-    /// end of the row has none, since nothing says how it goes on.
+    /// Without `position_ids`, each sequence is one document. A document starts wherever a position is not the
+    /// previous one plus 1. Without `shift_labels`, each token's label is the next token of its document; the last
+    /// token of a sequence has no label, because the next token is unknown.
     ///
     /// # Shapes
-    /// All tensors are `[batch, seq_len]`, row-major.
+    /// All tensors are `[batch_size, seq_len]`, row-major.
     ///
     /// # Errors
-    /// When there is no row, `seq_len` is invalid or a tensor has another length.
+    /// When there is no sequence, `seq_len` is invalid, or a tensor has a different length.
     pub fn new(
-        batch: usize,
+        batch_size: usize,
         seq_len: usize,
         input_ids: Vec<u32>,
         position_ids: Option<Vec<u32>>,
         shift_labels: Option<Vec<i64>>,
     ) -> Result<Self, DataError> {
         check_seq_len(seq_len)?;
-        if batch == 0 {
-            return Err(DataError::NoRows);
+        if batch_size == 0 {
+            return Err(DataError::NoSequences);
         }
-        let check = |tensor, found| match batch.checked_mul(seq_len) {
+        let check = |tensor, found| match batch_size.checked_mul(seq_len) {
             Some(expected) if expected == found => Ok(()),
-            _ => Err(DataError::WrongLength { tensor, found, batch, seq_len }),
+            _ => Err(DataError::WrongLength { tensor, found, batch_size, seq_len }),
         };
         check("input_ids", input_ids.len())?;
-        // Lengths of 32 bits: checked above.
+        // `seq_len` fits 32 bits, as checked above.
         let position_ids =
-            position_ids.unwrap_or_else(|| (0..batch).flat_map(|_| 0..seq_len as u32).collect());
+            position_ids.unwrap_or_else(|| (0..batch_size).flat_map(|_| 0..seq_len as u32).collect());
         check("position_ids", position_ids.len())?;
         let cu_seqlens: Vec<_> = position_ids.chunks(seq_len).map(document_bounds).collect();
         let shift_labels = shift_labels.unwrap_or_else(|| shifted(&input_ids, &cu_seqlens));
         check("shift_labels", shift_labels.len())?;
-        Ok(Self { batch, seq_len, input_ids, shift_labels, position_ids, cu_seqlens })
+        Ok(Self { batch_size, seq_len, input_ids, shift_labels, position_ids, cu_seqlens })
     }
 
-    /// Stacks packed rows of one length.
-    pub(super) fn from_rows(rows: Vec<Row>, seq_len: usize) -> Self {
-        let batch = rows.len();
+    /// Stacks packed sequences of equal length.
+    pub(super) fn from_sequences(sequences: Vec<PackedSequence>, seq_len: usize) -> Self {
+        let batch_size = sequences.len();
         let mut stacked = Self {
-            batch,
+            batch_size,
             seq_len,
-            input_ids: Vec::with_capacity(batch * seq_len),
-            shift_labels: Vec::with_capacity(batch * seq_len),
-            position_ids: Vec::with_capacity(batch * seq_len),
-            cu_seqlens: Vec::with_capacity(batch),
+            input_ids: Vec::with_capacity(batch_size * seq_len),
+            shift_labels: Vec::with_capacity(batch_size * seq_len),
+            position_ids: Vec::with_capacity(batch_size * seq_len),
+            cu_seqlens: Vec::with_capacity(batch_size),
         };
-        for row in rows {
-            stacked.input_ids.extend(row.input_ids);
-            stacked.shift_labels.extend(row.shift_labels);
-            stacked.position_ids.extend(row.position_ids);
-            stacked.cu_seqlens.push(row.cu_seqlens);
+        for sequence in sequences {
+            stacked.input_ids.extend(sequence.input_ids);
+            stacked.shift_labels.extend(sequence.shift_labels);
+            stacked.position_ids.extend(sequence.position_ids);
+            stacked.cu_seqlens.push(sequence.cu_seqlens);
         }
         stacked
     }
 
-    /// Number of rows.
-    pub fn batch(&self) -> usize {
-        self.batch
+    /// Returns the number of sequences.
+    pub fn batch_size(&self) -> usize {
+        self.batch_size
     }
 
-    /// Tokens per row.
+    /// Returns the tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// The tokens, `[batch, seq_len]`.
+    /// Returns the tokens, `[batch_size, seq_len]`.
     pub fn input_ids(&self) -> &[u32] {
         &self.input_ids
     }
 
-    /// The token after each one or [`IGNORED_LABEL`], `[batch, seq_len]`.
+    /// Returns the next token of each token, or [`IGNORED_LABEL`], `[batch_size, seq_len]`.
     pub fn shift_labels(&self) -> &[i64] {
         &self.shift_labels
     }
 
-    /// Position of each token in its document, `[batch, seq_len]`.
+    /// Returns the position of each token in its document, `[batch_size, seq_len]`.
     pub fn position_ids(&self) -> &[u32] {
         &self.position_ids
     }
 
-    /// Per row: the starts of its documents, then `seq_len`.
+    /// Returns, for each sequence, the starts of its documents, then `seq_len`.
     pub fn cu_seqlens(&self) -> &[Vec<u32>] {
         &self.cu_seqlens
     }
 
-    /// Checks that a model with `vocab_size` embeddings knows every token and label.
+    /// Checks that every token and label is in a vocabulary of `vocab_size`.
     ///
     /// # Errors
-    /// Names the first token or label that it does not know.
+    /// Names the first token or label outside the vocabulary.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
         if let Some(at) = self.input_ids.iter().position(|&id| id as usize >= vocab_size) {
-            let (row, position) = (at / self.seq_len, at % self.seq_len);
-            return Err(DataError::TokenOutOfVocab { row, position, id: self.input_ids[at], vocab_size });
+            let (sequence, position) = (at / self.seq_len, at % self.seq_len);
+            return Err(DataError::TokenOutOfVocab {
+                sequence,
+                position,
+                id: self.input_ids[at],
+                vocab_size,
+            });
         }
         let is_known =
             |label: i64| label == IGNORED_LABEL || usize::try_from(label).is_ok_and(|id| id < vocab_size);
         match self.shift_labels.iter().position(|&label| !is_known(label)) {
             None => Ok(()),
             Some(at) => {
-                let (row, position) = (at / self.seq_len, at % self.seq_len);
-                Err(DataError::LabelOutOfVocab { row, position, label: self.shift_labels[at], vocab_size })
+                let (sequence, position) = (at / self.seq_len, at % self.seq_len);
+                Err(DataError::LabelOutOfVocab {
+                    sequence,
+                    position,
+                    label: self.shift_labels[at],
+                    vocab_size,
+                })
             }
         }
     }
 
-    /// Appends fully masked rows until `multiple` divides the number of rows; returns how many.
+    /// Appends fully masked sequences until `multiple` divides the number of sequences; returns how many were added.
     ///
     /// # Errors
     /// When `multiple` is 0.
-    pub fn pad_rows(&mut self, multiple: usize) -> Result<usize, DataError> {
+    pub fn pad_to_multiple(&mut self, multiple: usize) -> Result<usize, DataError> {
         if multiple == 0 {
-            return Err(DataError::Zero { name: "the multiple of rows" });
+            return Err(DataError::Zero { name: "the multiple" });
         }
-        let missing = (multiple - self.batch % multiple) % multiple;
+        let missing = (multiple - self.batch_size % multiple) % multiple;
         for _ in 0..missing {
             let seq_len = self.seq_len as u32;
             self.position_ids.extend(0..seq_len);
             self.cu_seqlens.push(vec![0, seq_len]);
         }
-        self.batch += missing;
-        self.input_ids.resize(self.batch * self.seq_len, 0);
-        self.shift_labels.resize(self.batch * self.seq_len, IGNORED_LABEL);
+        self.batch_size += missing;
+        self.input_ids.resize(self.batch_size * self.seq_len, 0);
+        self.shift_labels.resize(self.batch_size * self.seq_len, IGNORED_LABEL);
         Ok(missing)
     }
 
-    /// An sp rank's shard of some of the rows.
+    /// Returns an sp rank's shard of some sequences.
     ///
     /// # Errors
-    /// When the rows or the rank do not exist, or a rank would hold no token.
+    /// When the sequences or the rank do not exist, or there are fewer tokens than ranks.
     pub fn micro_batch(
         &self,
-        rows: Range<usize>,
+        sequences: Range<usize>,
         sp_size: usize,
         sp_rank: usize,
     ) -> Result<MicroBatch, DataError> {
-        if rows.is_empty() || rows.end > self.batch {
-            return Err(DataError::RowsOutOfRange { rows, available: self.batch });
+        if sequences.is_empty() || sequences.end > self.batch_size {
+            return Err(DataError::SequencesOutOfRange { sequences, available: self.batch_size });
         }
         if sp_rank >= sp_size {
             return Err(DataError::RankOutOfRange { axis: "sp", rank: sp_rank, size: sp_size });
@@ -207,49 +217,49 @@ impl GlobalBatch {
             return Err(DataError::SeqLenBelowSp { seq_len: self.seq_len, sp_size });
         }
         let shard = shard_range(self.seq_len, sp_size, sp_rank);
-        let cut = Cut { rows: rows.clone(), seq_len: self.seq_len, shard: shard.clone() };
+        let cut = Cut { sequences: sequences.clone(), seq_len: self.seq_len, shard: shard.clone() };
         Ok(MicroBatch {
-            batch: rows.len(),
+            batch_size: sequences.len(),
             seq_len: self.seq_len,
             input_ids: cut.of(&self.input_ids),
             labels: cut.of(&self.shift_labels),
             position_ids: cut.of(&self.position_ids),
-            rows_hash: self.hash_rows(rows.clone()),
-            cu_seqlens: Arc::new(self.cu_seqlens[rows].to_vec()),
+            batch_hash: self.hash_sequences(sequences.clone()),
+            cu_seqlens: Arc::new(self.cu_seqlens[sequences].to_vec()),
             shard,
         })
     }
 
-    fn hash_rows(&self, rows: Range<usize>) -> u64 {
-        let elements = rows.start * self.seq_len..rows.end * self.seq_len;
+    fn hash_sequences(&self, sequences: Range<usize>) -> u64 {
+        let elements = sequences.start * self.seq_len..sequences.end * self.seq_len;
         let mut hash = RunningHash::default();
-        hash.add([rows.len() as u64, self.seq_len as u64]);
+        hash.add([sequences.len() as u64, self.seq_len as u64]);
         hash.add(self.input_ids[elements.clone()].iter().copied().map(u64::from));
         hash.add(self.shift_labels[elements.clone()].iter().map(|label| label.cast_unsigned()));
         hash.add(self.position_ids[elements].iter().copied().map(u64::from));
-        hash.add(self.cu_seqlens[rows].iter().flatten().copied().map(u64::from));
+        hash.add(self.cu_seqlens[sequences].iter().flatten().copied().map(u64::from));
         hash.finish()
     }
 }
 
-/// A block of a row-major `[batch, seq_len]` tensor.
+/// A block of a row-major `[batch_size, seq_len]` tensor.
 struct Cut {
-    rows: Range<usize>,
+    sequences: Range<usize>,
     seq_len: usize,
     shard: Range<usize>,
 }
 
 impl Cut {
     fn of<T: Copy>(&self, tensor: &[T]) -> Vec<T> {
-        let mut block = Vec::with_capacity(self.rows.len() * self.shard.len());
-        for row in tensor.chunks(self.seq_len).skip(self.rows.start).take(self.rows.len()) {
-            block.extend_from_slice(&row[self.shard.clone()]);
+        let mut block = Vec::with_capacity(self.sequences.len() * self.shard.len());
+        for sequence in tensor.chunks(self.seq_len).skip(self.sequences.start).take(self.sequences.len()) {
+            block.extend_from_slice(&sequence[self.shard.clone()]);
         }
         block
     }
 }
 
-/// The starts of a row's documents, then its length.
+/// Returns the starts of a sequence's documents, then its length.
 fn document_bounds(position_ids: &[u32]) -> Vec<u32> {
     let continues = |pair: &[u32]| pair[0].checked_add(1) == Some(pair[1]);
     let starts = position_ids.windows(2).zip(1..).filter(|(pair, _)| !continues(pair)).map(|(_, at)| at);
@@ -259,14 +269,14 @@ fn document_bounds(position_ids: &[u32]) -> Vec<u32> {
     bounds
 }
 
-/// Labels of rows whose continuation is unknown: the next token within each document.
+/// Returns the labels of sequences whose continuation is unknown: the next token within each document.
 fn shifted(input_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> Vec<i64> {
     let mut labels: Vec<i64> = input_ids.iter().skip(1).map(|&id| i64::from(id)).collect();
     labels.push(IGNORED_LABEL);
     let seq_len = input_ids.len() / cu_seqlens.len();
-    for (row, bounds) in labels.chunks_mut(seq_len).zip(cu_seqlens) {
+    for (sequence, bounds) in labels.chunks_mut(seq_len).zip(cu_seqlens) {
         for &end in &bounds[1..] {
-            row[end as usize - 1] = IGNORED_LABEL;
+            sequence[end as usize - 1] = IGNORED_LABEL;
         }
     }
     labels

@@ -1,4 +1,4 @@
-//! Documents as tokens, wherever these lie.
+//! [`Corpus`]: the tokens of documents, in memory or in files.
 
 use super::source::{Encoder, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
@@ -7,20 +7,20 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Tokens that are looked at together when all are.
+/// Tokens that are read at once by a scan of the corpus.
 const SCAN_TOKENS: usize = 1 << 16;
 
-/// Tokens in documents, read by ranges.
+/// The tokens of documents, read by ranges.
 ///
-/// Text is tokenised into memory; files of tokens stay where they are. Parts of both kinds follow each other as
-/// one sequence of tokens and one of documents. Clones share the tokens.
+/// Text is tokenized into memory; token files are read on access. The sources are concatenated. Clones share the
+/// tokens.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     parts: Vec<Part>,
     skipped: Skipped,
 }
 
-/// A store and the tokens and documents that it adds.
+/// A token store, with its ranges of tokens and documents in the corpus.
 #[derive(Debug, Clone)]
 struct Part {
     tokens: Range<usize>,
@@ -28,26 +28,26 @@ struct Part {
     store: Arc<dyn TokenStore>,
 }
 
-/// How data becomes tokens.
+/// Options for reading a corpus.
 #[derive(Debug, Clone, Copy)]
 pub struct SourceOptions<'a> {
-    /// Tokenises text. A file that says which tokenizer made its tokens must name the same.
+    /// The tokenizer for text. A token file that names its tokenizer must name the same one.
     pub tokenizer: &'a Tokenizer,
-    /// The field of a JSON line, or column of a Parquet file, that holds the text.
+    /// The field of a JSON line, or the column of a Parquet file, that contains the text.
     pub text_field: &'a str,
-    /// What tokens that were made elsewhere are held to, in files of tokens and in JSON lines.
+    /// Options for tokens in token files and JSON lines.
     pub token_files: TokenFileOptions,
 }
 
 impl<'a> SourceOptions<'a> {
-    /// The field `text`, and files of tokens held to what they say themselves.
+    /// Returns the defaults: the field `text`, and token files checked against their own vocabulary.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, text_field: "text", token_files: TokenFileOptions::default() }
     }
 }
 
 impl Corpus {
-    /// Reads one path with the usual options: see [`open`](Self::open).
+    /// Reads one path with default options; see [`open`](Self::open).
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -55,16 +55,15 @@ impl Corpus {
         Self::open(&[path], &SourceOptions::new(tokenizer))
     }
 
-    /// Reads files, directories and patterns (`shards/*.jsonl`), one after the other.
+    /// Reads files, directories and patterns (`shards/*.jsonl`), in order.
     ///
-    /// A text file is a document; a line of a `.jsonl` is one, and a row of a `.parquet`. Files of tokens are
-    /// known as [`TokenFile::detect`] says, except that a headerless `.bin` counts only when given by name.
-    /// Files of a directory are ordered by path, so the same directory gives the same corpus everywhere. What it
-    /// holds besides data is counted in [`skipped`](Self::skipped).
+    /// A document is a text file, a line of a `.jsonl` file, or a row of a `.parquet` file. Token files are detected by
+    /// [`TokenFile::detect`], except that a headerless `.bin` must be given by name. Files of a directory are
+    /// ordered by path, so the same directory gives the same corpus everywhere. Other files in it are counted in
+    /// [`skipped`](Self::skipped).
     ///
     /// # Errors
-    /// When a path is missing, something cannot be read or is damaged, the tokenizer fails, or there is no token
-    /// in what a path means.
+    /// When a path does not exist, a file cannot be read or is damaged, the tokenizer fails, or a path has no tokens.
     pub fn open(paths: &[impl AsRef<Path>], options: &SourceOptions<'_>) -> Result<Self, DataError> {
         let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
         for path in paths.iter().map(AsRef::as_ref) {
@@ -79,7 +78,7 @@ impl Corpus {
                         check_tokenizer(&file, options.tokenizer)?;
                         corpus.push(file)?;
                     }
-                    _ => corpus.push(tokenise(files, options, &mut skipped)?)?,
+                    _ => corpus.push(tokenize(files, options, &mut skipped)?)?,
                 }
             }
             if corpus.num_tokens() == before {
@@ -90,10 +89,10 @@ impl Corpus {
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
 
-    /// Takes documents that are tokenised already; empty ones vanish.
+    /// Creates a corpus of tokenized documents; empty ones are dropped.
     ///
     /// # Errors
-    /// When no document holds a token.
+    /// When no document contains a token.
     pub fn from_documents(documents: impl IntoIterator<Item = Vec<u32>>) -> Result<Self, DataError> {
         let mut store = MemoryTokens::default();
         documents.into_iter().for_each(|document| store.push(&document, None));
@@ -102,7 +101,7 @@ impl Corpus {
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
 
-    /// Takes the tokens of one file.
+    /// Creates a corpus of one token file.
     ///
     /// # Errors
     /// When its counts overflow.
@@ -125,20 +124,20 @@ impl Corpus {
         Ok(())
     }
 
-    /// Tokens of all documents.
+    /// Returns the number of tokens.
     pub fn num_tokens(&self) -> usize {
         self.parts.last().map_or(0, |part| part.tokens.end)
     }
 
-    /// Number of documents, none of them empty.
+    /// Returns the number of documents, none of them empty.
     pub fn num_documents(&self) -> usize {
         self.parts.last().map_or(0, |part| part.documents.end)
     }
 
-    /// The tokens of a document, counted over all of them.
+    /// Returns the token range of a document.
     ///
     /// # Errors
-    /// When there is no such document, or its bounds cannot be read.
+    /// When the document does not exist, or its bounds cannot be read.
     pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
         let at = self.parts.partition_point(|part| part.documents.end <= index);
         let available = self.num_documents();
@@ -149,17 +148,17 @@ impl Corpus {
         Ok(part.tokens.start + start..part.tokens.start + end)
     }
 
-    /// The document that holds a token; one past the last where no document does.
+    /// Returns the document of a token, or the number of documents if there is none.
     ///
     /// # Errors
-    /// When the bounds of documents cannot be read.
+    /// When the document bounds cannot be read.
     pub fn document_at(&self, token: usize) -> Result<usize, DataError> {
         let Some(part) = self.parts.get(self.part_at(token)) else { return Ok(self.num_documents()) };
         let within = storage::document_at(&*part.store, token - part.tokens.start)?;
         Ok(part.documents.start + within)
     }
 
-    /// The part that holds a token; one past the last where none does.
+    /// Returns the part of a token, or the number of parts if there is none.
     fn part_at(&self, token: usize) -> usize {
         self.parts.partition_point(|part| part.tokens.end <= token)
     }
@@ -167,14 +166,14 @@ impl Corpus {
     /// Appends the tokens of a range.
     ///
     /// # Errors
-    /// When the range ends beyond the last token, or a file cannot be read or holds an id that it must not.
+    /// When the range is out of bounds, or a file cannot be read or contains an id outside the vocabulary.
     pub fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError> {
         self.in_parts(range, |store, range| store.read_tokens(range, tokens))
     }
 
-    /// Appends what each token of a range counts for as a target: itself, what the user's labels say, or
-    /// [`IGNORED_LABEL`](super::IGNORED_LABEL) where the token is context only. Not shifted: the label of token i is token i's, as
-    /// in Hugging Face's datasets.
+    /// Appends the label of each token of a range: the token itself, the user's label, or
+    /// [`IGNORED_LABEL`](super::IGNORED_LABEL) for context. Labels are not shifted: label i belongs to token i, as in
+    /// Hugging Face's datasets.
     ///
     /// # Errors
     /// As [`read_tokens`](Self::read_tokens).
@@ -182,21 +181,20 @@ impl Corpus {
         self.in_parts(range, |store, range| store.read_labels(range, labels))
     }
 
-    /// Whether some tokens may be context only, or count for others.
+    /// Returns whether labels may differ from tokens.
     pub fn has_labels(&self) -> bool {
         self.parts.iter().any(|part| part.store.has_labels())
     }
 
-    /// The first token or label that a vocabulary lacks, as its place and id.
+    /// Returns the first token or label outside a vocabulary, as its index and id.
     ///
-    /// Only parts that are not [held to the vocabulary](TokenFileOptions::vocab_size) are read through: reading
-    /// the others fails before such an id gets anywhere.
+    /// Only parts that are not [checked on access](TokenFileOptions::vocab_size) are scanned.
     ///
     /// # Errors
     /// When a file cannot be read.
     pub fn first_outside(&self, vocab_size: usize) -> Result<Option<(usize, i64)>, DataError> {
         let is_outside = |id: i64| usize::try_from(id).is_ok_and(|id| id >= vocab_size);
-        for part in self.parts.iter().filter(|part| !part.store.is_held_to(vocab_size)) {
+        for part in self.parts.iter().filter(|part| !part.store.checks_vocab(vocab_size)) {
             let (mut tokens, mut labels) = (Vec::new(), Vec::new());
             for first in part.tokens.clone().step_by(SCAN_TOKENS) {
                 let range = first..part.tokens.end.min(first + SCAN_TOKENS);
@@ -214,12 +212,12 @@ impl Corpus {
         Ok(None)
     }
 
-    /// What was found beside the data.
+    /// Returns the number of skipped entries.
     pub fn skipped(&self) -> Skipped {
         self.skipped
     }
 
-    /// Hands each store the piece of a range that lies in it.
+    /// Calls `read` with each store and its piece of a range.
     fn in_parts(
         &self,
         range: Range<usize>,
@@ -238,8 +236,8 @@ impl Corpus {
     }
 }
 
-/// Reads and tokenises files, the next batch being read while one is tokenised.
-fn tokenise(
+/// Reads and tokenizes files; reading overlaps with tokenization.
+fn tokenize(
     files: &[SourceFile],
     options: &SourceOptions<'_>,
     skipped: &mut Skipped,

@@ -1,4 +1,4 @@
-//! The documents that are packed: all of a corpus, or those that a split leaves.
+//! [`Documents`]: all documents of a corpus, or one part of a split.
 
 use super::{Corpus, DataError, IGNORED_LABEL, epoch_order};
 use crate::config::Packing;
@@ -6,29 +6,29 @@ use crate::fnv1a;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where the tokens of a corpus are sampled for its hash.
+/// Number of samples in the hash of the data.
 const SAMPLES: usize = 256;
 
-/// Tokens of such a sample.
+/// Tokens per sample.
 const SAMPLE_TOKENS: usize = 64;
 
-/// Labels that are read together to count them, and of how many such pieces at most.
+/// Labels that are read at once to count them, and the maximum number of such pieces.
 const LABEL_PIECE: usize = 1 << 16;
 const MAX_LABEL_PIECES: usize = 512;
 
-/// Documents of a corpus, laid end to end: a token's number counts the tokens of these documents only.
+/// Documents of a corpus, concatenated: token indices count the tokens of these documents only.
 #[derive(Debug, Clone)]
 pub struct Documents {
     corpus: Arc<Corpus>,
-    /// All of the corpus where there is none.
+    /// `None` for the whole corpus.
     selection: Option<Selection>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Selection {
-    /// Tokens of the corpus, ascending.
+    /// Token ranges of the corpus, ascending.
     ranges: Vec<Range<usize>>,
-    /// One past the last token of each range, counted over these ranges only.
+    /// The end of each range, counted over these ranges only.
     ends: Vec<usize>,
 }
 
@@ -39,7 +39,7 @@ impl Selection {
         self.ends.push(end);
     }
 
-    /// The document that holds a token; one past the last where none does.
+    /// Returns the document of a token, or the number of documents if there is none.
     fn at(&self, token: usize) -> usize {
         self.ends.partition_point(|&end| end <= token)
     }
@@ -52,28 +52,28 @@ impl<C: Into<Arc<Corpus>>> From<C> for Documents {
 }
 
 impl Documents {
-    /// Holds out a share of the documents: those to train on, and those to validate on.
+    /// Splits a corpus into training and held-out documents.
     ///
-    /// Whole documents are held out, at least one and not all; which ones depends on nothing but their number.
-    /// Of a single document it is the end that is held out.
+    /// Whole documents are held out, at least one and not all; which ones depends only on their number. Of a single
+    /// document, the end is held out.
     ///
     /// # Errors
-    /// A share that is not between 0 and 1, or a corpus of one token.
+    /// When the fraction is not between 0 and 1, or the corpus has one token.
     pub fn split(corpus: impl Into<Arc<Corpus>>, fraction: f64) -> Result<[Self; 2], DataError> {
         let corpus = corpus.into();
         let (num_documents, num_tokens) = (corpus.num_documents(), corpus.num_tokens());
         if !(fraction > 0.0 && fraction < 1.0) || num_tokens < 2 {
             return Err(DataError::NoSplit { fraction, num_tokens });
         }
-        let share = |of: usize| ((of as f64 * fraction).round() as usize).clamp(1, of - 1);
+        let held_out = |of: usize| ((of as f64 * fraction).round() as usize).clamp(1, of - 1);
         let mut parts = [Selection::default(), Selection::default()];
         if num_documents == 1 {
-            let cut = num_tokens - share(num_tokens);
+            let cut = num_tokens - held_out(num_tokens);
             parts[0].push(0..cut);
             parts[1].push(cut..num_tokens);
         } else {
             let mut is_held_out = vec![false; num_documents];
-            for document in &epoch_order(0, 0, num_documents)[..share(num_documents)] {
+            for document in &epoch_order(0, 0, num_documents)[..held_out(num_documents)] {
                 is_held_out[*document] = true;
             }
             for (index, is_held_out) in is_held_out.into_iter().enumerate() {
@@ -83,12 +83,12 @@ impl Documents {
         Ok(parts.map(|selection| Self { corpus: corpus.clone(), selection: Some(selection) }))
     }
 
-    /// The corpus that they are from.
+    /// Returns the corpus of the documents.
     pub fn corpus(&self) -> &Corpus {
         &self.corpus
     }
 
-    /// Tokens of all these documents.
+    /// Returns the number of tokens.
     pub fn num_tokens(&self) -> usize {
         match &self.selection {
             None => self.corpus.num_tokens(),
@@ -96,21 +96,21 @@ impl Documents {
         }
     }
 
-    /// Number of documents, none of them empty.
+    /// Returns the number of documents, none of them empty.
     pub fn num_documents(&self) -> usize {
         self.selection.as_ref().map_or_else(|| self.corpus.num_documents(), |selection| selection.ends.len())
     }
 
-    /// Tokens that come after another one in these documents, packed so: those that a label can be made of.
+    /// Returns the number of tokens that follow another token in the given packing, so that they can be labels.
     pub fn num_predicted_tokens(&self, packing: Packing) -> usize {
-        let borders = if packing == Packing::Concat { 1 } else { self.num_documents() };
-        self.num_tokens() - borders
+        let first_tokens = if packing == Packing::Concat { 1 } else { self.num_documents() };
+        self.num_tokens() - first_tokens
     }
 
-    /// The tokens of a document.
+    /// Returns the token range of a document.
     ///
     /// # Errors
-    /// When there is no such document.
+    /// When the document does not exist.
     pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
         let Some(Selection { ranges, ends }) = &self.selection else { return self.corpus.document(index) };
         let range =
@@ -118,10 +118,10 @@ impl Documents {
         Ok(ends[index] - range.len()..ends[index])
     }
 
-    /// The document that holds a token; one past the last where no document does.
+    /// Returns the document of a token, or the number of documents if there is none.
     ///
     /// # Errors
-    /// When the bounds of documents cannot be read.
+    /// When the document bounds cannot be read.
     pub fn document_at(&self, token: usize) -> Result<usize, DataError> {
         match &self.selection {
             None => self.corpus.document_at(token),
@@ -129,15 +129,15 @@ impl Documents {
         }
     }
 
-    /// Appends the tokens of a range, which may reach over several documents.
+    /// Appends the tokens of a range, which may span several documents.
     ///
     /// # Errors
-    /// When the range ends beyond the last token, or it cannot be read.
+    /// When the range is out of bounds, or cannot be read.
     pub fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError> {
         self.in_corpus(range, |range| self.corpus.read_tokens(range, tokens))
     }
 
-    /// Appends the labels of a range, not shifted, as [`Corpus::read_labels`] does.
+    /// Appends the unshifted labels of a range; see [`Corpus::read_labels`].
     ///
     /// # Errors
     /// As [`read_tokens`](Self::read_tokens).
@@ -145,7 +145,7 @@ impl Documents {
         self.in_corpus(range, |range| self.corpus.read_labels(range, labels))
     }
 
-    /// Calls `read` with the parts of the corpus that a range consists of.
+    /// Calls `read` with the corpus ranges that a range consists of.
     fn in_corpus(
         &self,
         range: Range<usize>,
@@ -159,7 +159,7 @@ impl Documents {
             let available = self.num_tokens();
             let document =
                 ranges.get(index).ok_or(DataError::NoTokenRange { range: range.clone(), available })?;
-            // `ends[index] - at` tokens of it are left.
+            // `ends[index] - at` tokens of the document remain.
             let start = document.end - (ends[index] - at);
             let end = document.end.min(start + (range.end - at));
             read(start..end)?;
@@ -168,11 +168,11 @@ impl Documents {
         Ok(())
     }
 
-    /// Checks that a model with `vocab_size` embeddings knows every token and label of the corpus, those
-    /// excepted that [are checked when they are read](Corpus::first_outside).
+    /// Checks that every token and label of the corpus is in a vocabulary of `vocab_size`, except those that
+    /// [are checked when they are read](Corpus::first_outside).
     ///
     /// # Errors
-    /// Names the first that it does not know, by document of the corpus.
+    /// Names the first one outside the vocabulary, by document of the corpus.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
         let Some((at, id)) = self.corpus.first_outside(vocab_size)? else { return Ok(()) };
         let document = self.corpus.document_at(at)?;
@@ -180,38 +180,37 @@ impl Documents {
         Err(DataError::DocumentOutOfVocab { id, document, position, vocab_size })
     }
 
-    /// The share of the tokens that have labels, from 0 to 1. Of many tokens a part is read, all over the documents.
+    /// Returns the share of tokens with labels, from 0 to 1. Of a large corpus, evenly spaced samples are read.
     ///
     /// # Errors
-    /// When they cannot be read.
-    pub fn labelled_share(&self) -> Result<f64, DataError> {
+    /// When the labels cannot be read.
+    pub fn labeled_share(&self) -> Result<f64, DataError> {
         if !self.corpus.has_labels() {
             return Ok(1.0);
         }
         let (num_tokens, mut labels) = (self.num_tokens(), Vec::new());
-        let (mut num_read, mut num_labelled) = (0, 0);
+        let (mut num_read, mut num_labeled) = (0, 0);
         let step = num_tokens.div_ceil(MAX_LABEL_PIECES).max(LABEL_PIECE);
         for start in (0..num_tokens).step_by(step) {
             labels.clear();
             self.read_labels(start..num_tokens.min(start + LABEL_PIECE), &mut labels)?;
             num_read += labels.len();
-            num_labelled += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
+            num_labeled += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
         }
-        Ok(num_labelled as f64 / num_read.max(1) as f64)
+        Ok(num_labeled as f64 / num_read.max(1) as f64)
     }
 
-    /// Tells other data apart without reading all of it: a hash of the counts, and of tokens and labels at
-    /// places all over the documents.
+    /// Returns a hash of the data without reading all of it: of the counts, and of evenly spaced tokens and labels.
     ///
     /// # Errors
-    /// When they cannot be read.
+    /// When the data cannot be read.
     pub fn sampled_hash(&self) -> Result<u64, DataError> {
         let num_tokens = self.num_tokens();
         let mut hash = RunningHash::default();
         hash.add([num_tokens as u64, self.num_documents() as u64]);
         let (mut tokens, mut labels) = (Vec::new(), Vec::new());
         for sample in 0..SAMPLES {
-            // Below `num_tokens`, so that it fits.
+            // Below `num_tokens`, so it fits.
             let start = (num_tokens as u128 * sample as u128 / SAMPLES as u128) as usize;
             let range = start..num_tokens.min(start + SAMPLE_TOKENS);
             tokens.clear();
@@ -226,7 +225,7 @@ impl Documents {
     }
 }
 
-/// FNV-1a over whole words, mixed at the end: it tells differences by accident, not by intent.
+/// FNV-1a over whole words, mixed at the end. It detects accidental differences, not malicious ones.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunningHash(u64);
 
@@ -239,7 +238,7 @@ impl Default for RunningHash {
 impl RunningHash {
     pub(super) fn add(&mut self, words: impl IntoIterator<Item = u64>) {
         for word in words {
-            // The rotation brings what only high bits tell to the low ones, which the product spreads.
+            // The rotation moves high bits to low ones, which the multiplication spreads.
             self.0 = fnv1a::step(self.0, word).rotate_left(29);
         }
     }

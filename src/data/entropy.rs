@@ -1,4 +1,4 @@
-//! How much a corpus gives away without any context.
+//! The unigram entropy of a corpus.
 
 use super::{Corpus, DataError};
 use std::collections::HashMap;
@@ -6,9 +6,9 @@ use std::collections::HashMap;
 /// Tokens that are read at once.
 const PIECE: usize = 1 << 16;
 
-/// Entropy, in nats per token, of how often each token occurs.
+/// Returns the entropy of the token frequencies, in nats per token.
 ///
-/// A model that knows only the frequencies reaches this loss; one below it has learnt from context.
+/// A model that knows only the frequencies reaches this loss; a lower loss shows that a model uses context.
 ///
 /// # Errors
 /// When the tokens cannot be read.
@@ -22,7 +22,7 @@ pub fn unigram_entropy_nats(corpus: &Corpus) -> Result<f64, DataError> {
             *counts.entry(token).or_default() += 1;
         }
     }
-    // Sorted, because a sum in the map's random order would differ in the last bit from run to run.
+    // Sorted, because sums in the map's random order would differ in the last bit between runs.
     let mut counts: Vec<u64> = counts.into_values().collect();
     counts.sort_unstable();
     Ok(counts.into_iter().map(|count| count as f64 / total as f64).map(|share| -share * share.ln()).sum())

@@ -1,19 +1,19 @@
-//! What can be wrong with a corpus, a batch or a request to a loader.
+//! Errors of a corpus, a batch or a data loader.
 
 use super::{FileError, Skipped};
 use crate::mesh::MeshError;
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// The cause reported by the tokenizers library.
+/// An error of the tokenizers library.
 type TokenizerCause = Box<dyn std::error::Error + Send + Sync>;
 
-/// Data that cannot be read, or a batch that cannot be made of it.
+/// Data that cannot be read, or an invalid batch.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
     /// The path of the data does not exist.
-    #[error("{} does not exist; give a file of text or tokens, a directory, or a pattern such as `data/*.jsonl`", path.display())]
+    #[error("{} does not exist; give a text or token file, a directory, or a pattern such as `data/*.jsonl`", path.display())]
     Missing {
         /// The path as given.
         path: PathBuf,
@@ -23,7 +23,7 @@ pub enum DataError {
     Read {
         /// The file or directory.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// A path to a pipe, device or socket.
@@ -32,22 +32,22 @@ pub enum DataError {
         /// The path as given.
         path: PathBuf,
     },
-    /// A file given by name that is no text. In a directory such files are skipped.
+    /// A file given by name that is not text. In a directory, such files are skipped.
     #[error("{} is not valid UTF-8 text", path.display())]
     NotText {
         /// The file.
         path: PathBuf,
     },
     /// A file or directory without any token.
-    #[error("{} holds no text ({skipped})", path.display())]
+    #[error("{} contains no text ({skipped})", path.display())]
     Empty {
         /// The path as given.
         path: PathBuf,
-        /// What was found there and not used.
+        /// The entries that were skipped.
         skipped: Skipped,
     },
-    /// A file that is to be written and exists.
-    #[error("{} exists; it is not overwritten", path.display())]
+    /// An output file that exists.
+    #[error("{} exists and is not overwritten; remove it, or choose another output", path.display())]
     OutputExists {
         /// The file.
         path: PathBuf,
@@ -60,80 +60,84 @@ pub enum DataError {
     },
     /// An unfinished file of other inputs.
     #[error(
-        "{}: holds an unfinished file that was begun with other inputs, options or another tokenizer; remove the \
-         directory to begin anew", path.display()
+        "{}: contains an unfinished file of other inputs, options or another tokenizer; remove the directory to start \
+         over", path.display()
     )]
     OtherPreparation {
         /// The directory of the unfinished file.
         path: PathBuf,
     },
-    /// A vocabulary whose ids do not fit 32 bits with one to spare.
-    #[error("a vocabulary of {vocab_size} is too large; ids are below {}", u32::MAX)]
+    /// A vocabulary that exceeds 32 bits; the largest id is reserved.
+    #[error("vocabulary size {vocab_size} is too large; the maximum is {}", u32::MAX)]
     VocabTooLarge {
         /// Size of the vocabulary.
         vocab_size: usize,
     },
-    /// More tokens than can be counted.
-    #[error("the data has more tokens than this machine can count")]
+    /// A number of tokens that overflows.
+    #[error("the number of tokens overflows")]
     TooManyTokens,
     /// Documents without any token.
-    #[error("no document holds a token")]
+    #[error("no document contains a token")]
     NoTokens,
-    /// A tokenizer file that is none.
+    /// An invalid tokenizer file.
     #[error("cannot load the tokenizer {}: expected a Hugging Face tokenizer.json", path.display())]
     TokenizerLoad {
         /// The tokenizer file.
         path: PathBuf,
-        /// The library's reason.
+        /// The error of the library.
         source: TokenizerCause,
     },
-    /// A file beside the tokenizer's that cannot be used.
+    /// An invalid file next to the tokenizer's.
     #[error("cannot use {}", path.display())]
     TokenizerSettings {
         /// The file.
         path: PathBuf,
-        /// The reason.
+        /// The cause.
         source: TokenizerCause,
     },
-    /// A pattern that is none, or that no file matches.
+    /// An invalid pattern, or one that no file matches.
     #[error("{}: {message}", path.display())]
     Pattern {
         /// The pattern.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         message: String,
     },
-    /// Inside a data file, something cannot be used.
+    /// Invalid contents of a data file.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Text that the tokenizer refuses.
+    /// Text that the tokenizer rejects.
     #[error("the tokenizer fails on {}", path.display())]
     Tokenize {
-        /// The document.
+        /// The file of the document.
         path: PathBuf,
-        /// The library's reason.
+        /// The error of the library.
         source: TokenizerCause,
     },
-    /// A row length that rows cannot have.
+    /// An invalid sequence length.
     #[error("seq_len {seq_len} is invalid; valid are 1 to {}", u32::MAX)]
     InvalidSeqLen {
-        /// Tokens per row asked for.
+        /// The sequence length.
         seq_len: usize,
     },
-    /// Fewer tokens in a row than ranks to share them.
-    #[error("seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a row")]
+    /// Fewer tokens in a sequence than sp ranks.
+    #[error(
+        "seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a sequence"
+    )]
     SeqLenBelowSp {
-        /// Tokens per row.
+        /// Tokens per sequence.
         seq_len: usize,
-        /// Ranks that share a row.
+        /// Ranks that share each sequence.
         sp_size: usize,
     },
     /// A token that the model has no embedding for.
-    #[error("token id {id} at row {row}, position {position} is outside the vocabulary 0..{vocab_size}")]
+    #[error(
+        "token id {id} in sequence {sequence}, position {position} is outside the vocabulary 0..{vocab_size}"
+    )]
     TokenOutOfVocab {
-        /// The row.
-        row: usize,
-        /// The position in the row.
+        /// The sequence.
+        sequence: usize,
+        /// The position in the sequence.
         position: usize,
         /// The token id.
         id: u32,
@@ -145,158 +149,162 @@ pub enum DataError {
         "token id or label {id} at position {position} of document {document} is outside the vocabulary 0..{vocab_size}"
     )]
     DocumentOutOfVocab {
-        /// What stands there.
+        /// The id.
         id: i64,
         /// The document, from 0.
         document: usize,
-        /// The position in it, from 0.
+        /// The position in the document, from 0.
         position: usize,
         /// Size of the vocabulary.
         vocab_size: usize,
     },
     /// A label that is neither a token id nor ignored.
     #[error(
-        "label {label} at row {row}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
+        "label {label} in sequence {sequence}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
         super::IGNORED_LABEL
     )]
     LabelOutOfVocab {
-        /// The row.
-        row: usize,
-        /// The position in the row.
+        /// The sequence.
+        sequence: usize,
+        /// The position in the sequence.
         position: usize,
         /// The label.
         label: i64,
         /// Size of the vocabulary.
         vocab_size: usize,
     },
-    /// Documents that cannot be split in two.
+    /// A validation split that is not possible.
     #[error(
-        "{fraction} of {num_tokens} token(s) cannot be held out; valid are shares between 0 and 1, of two tokens or more"
+        "cannot hold out {fraction} of {num_tokens} token(s); the fraction must be between 0 and 1, of at least two tokens"
     )]
     NoSplit {
-        /// The share asked for.
+        /// The fraction.
         fraction: f64,
         /// Tokens of the corpus.
         num_tokens: usize,
     },
-    /// A weight that is no share of anything.
-    #[error("a source has the weight {weight}; weights are positive and below 1e300")]
+    /// An invalid weight.
+    #[error("source weight {weight} is invalid; weights must be positive and below 1e300")]
     InvalidWeight {
         /// The weight.
         weight: f64,
     },
-    /// Sources that cannot share a batch.
-    #[error("a source has rows of {other} tokens, the first one of {first}; all need the same")]
+    /// Sources with different sequence lengths.
+    #[error("the sources have sequences of {first} and {other} tokens; all must have the same length")]
     SeqLensDiffer {
-        /// Tokens per row of the first source.
+        /// Tokens per sequence of the first source.
         first: usize,
-        /// Tokens per row of another one.
+        /// Tokens per sequence of another one.
         other: usize,
     },
-    /// A source that is not there.
-    #[error("source {index} was asked for; there are {available}, counted from 0")]
+    /// A source index that is out of range.
+    #[error("source {index} does not exist; there are {available}, counted from 0")]
     NoSource {
-        /// The source asked for.
+        /// The source.
         index: usize,
         /// Number of sources.
         available: usize,
     },
-    /// The thread that reads ahead cannot start.
-    #[error("cannot start the thread that reads the data")]
+    /// The prefetch thread cannot start.
+    #[error("cannot start the data loading thread")]
     NoReader {
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The threads that tokenize cannot start.
-    #[error("cannot start the threads that tokenize")]
+    /// The tokenization threads cannot start.
+    #[error("cannot start the tokenization threads")]
     NoThreads {
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The thread that reads ahead is gone.
-    #[error("the thread that reads the data has panicked; its message stands above")]
+    /// The prefetch thread panicked.
+    #[error("the data loading thread panicked; see its message above")]
     ReaderPanicked,
-    /// A batch without rows.
-    #[error("a batch needs at least one row")]
-    NoRows,
+    /// A batch without sequences.
+    #[error("a batch needs at least one sequence")]
+    NoSequences,
     /// A tensor with another number of elements than the batch has tokens.
-    #[error("{tensor} has {found} elements; [batch, seq_len] = [{batch}, {seq_len}] takes {}", expected(*batch, *seq_len))]
+    #[error("{tensor} has {found} elements; [batch_size, seq_len] = [{batch_size}, {seq_len}] takes {}", expected(*batch_size, *seq_len))]
     WrongLength {
         /// The tensor.
         tensor: &'static str,
-        /// Its number of elements.
+        /// The number of its elements.
         found: usize,
-        /// Rows of the batch.
-        batch: usize,
-        /// Tokens per row.
+        /// Sequences of the batch.
+        batch_size: usize,
+        /// Tokens per sequence.
         seq_len: usize,
     },
-    /// A document that is not there.
-    #[error("document {index} was asked for; there are {available}, counted from 0")]
+    /// A document index that is out of range.
+    #[error("document {index} does not exist; there are {available}, counted from 0")]
     NoDocument {
-        /// The document asked for.
+        /// The document.
         index: usize,
         /// Number of documents.
         available: usize,
     },
-    /// Tokens that are not there.
-    #[error("tokens {range:?} were asked for; there are {available}")]
+    /// A token range that is out of range.
+    #[error("tokens {range:?} do not exist; there are {available}")]
     NoTokenRange {
-        /// The tokens asked for.
+        /// The range.
         range: Range<usize>,
         /// Number of tokens.
         available: usize,
     },
-    /// Rows that are not there, or an empty range of them.
-    #[error("rows {rows:?} were asked for; valid are non-empty ranges within 0..{available}")]
-    RowsOutOfRange {
-        /// The rows asked for.
-        rows: Range<usize>,
-        /// Number of rows.
+    /// A range of sequences that is empty or out of range.
+    #[error("sequences {sequences:?} do not exist; valid are non-empty ranges within 0..{available}")]
+    SequencesOutOfRange {
+        /// The range.
+        sequences: Range<usize>,
+        /// Number of sequences.
         available: usize,
     },
     /// A count that must be at least 1.
     #[error("{name} is 0; it must be at least 1")]
     Zero {
-        /// What is counted.
+        /// The name of the count.
         name: &'static str,
     },
-    /// A rank past the end of its axis.
+    /// A rank outside its axis.
     #[error("{axis} rank {rank} does not exist; with {axis} size {size}, ranks are below {size}")]
     RankOutOfRange {
         /// The axis.
         axis: &'static str,
-        /// The rank along it.
+        /// The rank along the axis.
         rank: usize,
-        /// Its size.
+        /// The size of the axis.
         size: usize,
     },
-    /// A train batch whose size is no number this machine can hold.
-    #[error("micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size} overflows")]
+    /// A train batch size that overflows.
+    #[error(
+        "train batch size overflows: micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size}"
+    )]
     BatchTooLarge {
-        /// Rows per rank and micro step.
+        /// Sequences per rank and micro step.
         micro_batch: usize,
         /// Micro steps per step.
         accumulation: usize,
         /// Data-parallel ranks.
         dp_size: usize,
     },
-    /// A cursor so far that a step after it cannot be counted.
+    /// A position in the data that overflows.
     #[error(
-        "cursor {samples_consumed} + train batch {train_batch_size} overflows; is the checkpoint damaged?"
+        "samples consumed {samples_consumed} + train batch size {train_batch_size} overflows; is the checkpoint damaged?"
     )]
     CursorOverflow {
-        /// The cursor.
+        /// Samples consumed so far.
         samples_consumed: u64,
         /// Samples per step.
         train_batch_size: u64,
     },
-    /// A mesh without the rank or axis asked for.
+    /// A mesh without the rank or axis.
     #[error(transparent)]
     Mesh(#[from] MeshError),
 }
 
-/// Elements of `[batch, seq_len]`, in words where they cannot be counted.
-fn expected(batch: usize, seq_len: usize) -> String {
-    batch.checked_mul(seq_len).map_or_else(|| "more than memory has".to_owned(), |count| count.to_string())
+/// Returns the number of elements of `[batch_size, seq_len]` as text.
+fn expected(batch_size: usize, seq_len: usize) -> String {
+    batch_size
+        .checked_mul(seq_len)
+        .map_or_else(|| "more than memory can hold".to_owned(), |count| count.to_string())
 }

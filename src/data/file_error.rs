@@ -1,100 +1,100 @@
-//! What can be wrong inside a data file, with the place.
+//! Errors of data files, with their position.
 
 use std::path::PathBuf;
 
-/// A data file that cannot be what it is taken for, or a place in it that cannot be used.
+/// A data file with an invalid format or invalid contents.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// The system refuses an operation.
+    /// An I/O error.
     #[error("{}: cannot {operation}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
-        /// What the system says.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// Bytes that the file had, or says that it has, and has not.
+    /// A file that is shorter than its header says, or that shrank.
     #[error(
-        "{}: bytes {offset} to {} are needed and the file has {file_bytes}: it is cut short, or shrank \
+        "{}: truncated: bytes {offset} to {} are needed, but the file has {file_bytes}; it is incomplete, or shrank \
          while it was read", path.display(), offset.saturating_add(*needed_bytes)
     )]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Where reading began.
+        /// The offset of the read.
         offset: u64,
-        /// Bytes that should follow.
+        /// The number of bytes to read.
         needed_bytes: u64,
-        /// Bytes that the file has now.
+        /// The size of the file now.
         file_bytes: u64,
     },
-    /// A size that is no whole number of tokens.
+    /// A size that is not a multiple of the token size.
     #[error(
-        "{}: {file_bytes} bytes are no whole number of {width}-byte tokens; a file without a header is read \
-         as nanoGPT's 16-bit tokens", path.display()
+        "{}: {file_bytes} bytes are not a multiple of the token size, {width} bytes; a file without a header is \
+         read as nanoGPT's 16-bit tokens", path.display()
     )]
     OddSize {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// The size of the file.
         file_bytes: u64,
-        /// Bytes of a token.
+        /// Bytes per token.
         width: usize,
     },
-    /// A file that does not begin as its kind does.
+    /// A wrong magic number.
     #[error("{}: byte 0: expected {expected}, found {found:?}", path.display())]
     WrongMagic {
         /// The file.
         path: PathBuf,
-        /// What it should begin with.
+        /// The magic number of the format.
         expected: &'static str,
-        /// What it begins with.
+        /// The first bytes of the file.
         found: Vec<u8>,
     },
-    /// A number in a header or an index that cannot be true.
+    /// An invalid number in a header or an index.
     #[error("{}: byte {offset}: {field} is {found}; valid is {valid}", path.display())]
     Field {
         /// The file.
         path: PathBuf,
-        /// Where the number stands.
+        /// The offset of the number.
         offset: u64,
-        /// What it says.
+        /// The name of the field.
         field: &'static str,
-        /// Its value.
+        /// The value of the field.
         found: u64,
-        /// What it could be.
+        /// The valid values.
         valid: String,
     },
-    /// A header whose checksum is another.
-    #[error("{}: bytes 0 to {header_bytes}: the header does not have the checksum that it ends with", path.display())]
+    /// A header with a wrong checksum.
+    #[error("{}: bytes 0 to {header_bytes}: the checksum of the header is wrong: the file is damaged", path.display())]
     HeaderChecksum {
         /// The file.
         path: PathBuf,
-        /// Size of the header.
+        /// The size of the header.
         header_bytes: usize,
     },
-    /// A token or label that no embedding exists for.
+    /// A token or label outside the vocabulary.
     #[error("{}: byte {offset}: token id {id} is outside the vocabulary 0..{vocab_size}", path.display())]
     TokenOutOfVocab {
         /// The file.
         path: PathBuf,
-        /// Where the token stands.
+        /// The offset of the token.
         offset: u64,
         /// The id.
         id: i64,
         /// Size of the vocabulary.
         vocab_size: usize,
     },
-    /// A file of no tokens.
-    #[error("{}: holds no token", path.display())]
+    /// A file without tokens.
+    #[error("{}: contains no tokens", path.display())]
     NoTokens {
         /// The file.
         path: PathBuf,
     },
-    /// A document that ends where it starts or before.
+    /// A document that ends at or before its start.
     #[error(
         "{}: document {index}, counted from 0, starts at token {start} and ends at {end}; every document needs a \
          token", path.display()
@@ -104,22 +104,22 @@ pub enum FileError {
         path: PathBuf,
         /// The document.
         index: usize,
-        /// Its first token.
+        /// The first token of the document.
         start: usize,
-        /// One past its last.
+        /// The end of the document, exclusive.
         end: usize,
     },
-    /// Tokens that another tokenizer made.
+    /// Tokens of another tokenizer.
     #[error(
-        "{}: its tokens were made by another tokenizer (vocabulary of {vocab_size}, BLAKE3 {found}); give the \
-         tokenizer.json that it was prepared with", path.display()
+        "{}: the file was prepared with another tokenizer (vocabulary size {vocab_size}, BLAKE3 {found}); give its \
+         tokenizer.json", path.display()
     )]
     OtherTokenizer {
         /// The file.
         path: PathBuf,
-        /// Size of that tokenizer's vocabulary.
+        /// The vocabulary size of that tokenizer.
         vocab_size: usize,
-        /// That tokenizer's hash, abbreviated.
+        /// The abbreviated hash of that tokenizer.
         found: String,
     },
     /// A line that is not valid UTF-8.
@@ -129,10 +129,10 @@ pub enum FileError {
         path: PathBuf,
         /// The line, from 1.
         line: u64,
-        /// The first byte of the line that is wrong.
+        /// The first invalid byte of the line.
         offset: usize,
     },
-    /// A line that is no JSON.
+    /// A line that is not valid JSON.
     #[error("{}, line {line}, column {column}: {reason}", path.display())]
     LineNotJson {
         /// The file.
@@ -141,10 +141,10 @@ pub enum FileError {
         line: u64,
         /// The byte of the line, from 1.
         column: usize,
-        /// What the reader says.
+        /// The error of the parser.
         reason: String,
     },
-    /// A field that holds something else than it should.
+    /// A field with an invalid value.
     #[error("{}, line {line}, `{field}`: {reason}", path.display())]
     LineField {
         /// The file.
@@ -153,27 +153,27 @@ pub enum FileError {
         line: u64,
         /// The field.
         field: String,
-        /// What the reader says.
+        /// The error of the parser.
         reason: String,
     },
-    /// A line that is JSON and no document.
+    /// A line that is valid JSON, but not a document.
     #[error("{}, line {line}: {problem}", path.display())]
     Line {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: u64,
-        /// What it lacks or contradicts.
+        /// The reason.
         problem: String,
     },
-    /// A chat that the tokenizer's template cannot render.
+    /// A conversation that the tokenizer's chat template cannot render.
     #[error("{}, line {line}: the chat template fails", path.display())]
     ChatTemplate {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: u64,
-        /// The template engine's reason.
+        /// The error of the template engine.
         source: minijinja::Error,
     },
     /// A Parquet file that cannot be read.
@@ -184,10 +184,10 @@ pub enum FileError {
         path: PathBuf,
         /// The first row, from 0, that was not read.
         row: u64,
-        /// The library's reason.
+        /// The error of the library.
         source: parquet::errors::ParquetError,
     },
-    /// A kind of file that this build does not read.
+    /// A file format that this build does not support.
     #[error("{}: this build lacks the feature `{feature}`", path.display())]
     NotBuilt {
         /// The file.
@@ -195,8 +195,8 @@ pub enum FileError {
         /// The cargo feature that reads it.
         feature: &'static str,
     },
-    /// A token file where text is wanted.
-    #[error("{}: holds tokens already; text, JSONL and Parquet files can be tokenised", path.display())]
+    /// A token file where text is expected.
+    #[error("{}: contains tokens already; only text, JSONL and Parquet files can be tokenized", path.display())]
     AlreadyTokens {
         /// The file.
         path: PathBuf,

@@ -1,36 +1,36 @@
-//! Hands one rank its micro batches, step after step.
+//! [`DataLoader`]: the micro batches of one rank.
 
 use super::sample_order::SampleOrder;
-use super::{DataError, Dataset, GlobalBatch, MicroBatch, Row};
+use super::{DataError, Dataset, GlobalBatch, MicroBatch, PackedSequence};
 use crate::mesh::DeviceMesh;
 
-/// Where a rank stands for the purpose of data: its rows by dp, its tokens of each row by sp.
+/// The coordinates of a rank on the axes that split the data: sequences over dp, the tokens of each sequence over sp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
-    /// Ranks that take different rows.
+    /// Number of ranks with different sequences.
     pub dp_size: usize,
-    /// This rank among them.
+    /// The rank along dp.
     pub dp_rank: usize,
-    /// Ranks that share each row.
+    /// Number of ranks that share each sequence.
     pub sp_size: usize,
-    /// This rank among them.
+    /// The rank along sp.
     pub sp_rank: usize,
 }
 
 impl Placement {
-    /// A rank that takes all rows whole.
+    /// Returns the placement of a single rank: all sequences, unsharded.
     pub fn single() -> Self {
         Self { dp_size: 1, dp_rank: 0, sp_size: 1, sp_rank: 0 }
     }
 
-    /// The place of a rank on the axes `dp` and `sp`; an axis that the mesh lacks has size 1.
+    /// Returns the coordinates of a rank on the axes `dp` and `sp`; a missing axis has size 1.
     ///
-    /// Ranks that differ on other axes only see the same data.
+    /// Ranks that differ only on other axes get the same data.
     ///
     /// # Errors
     /// When the rank is not in the mesh.
     pub fn of(mesh: &DeviceMesh, global_rank: usize) -> Result<Self, DataError> {
-        // Also when the mesh has neither axis, a stranger is an error.
+        // A rank outside the mesh is an error even if the mesh has neither axis.
         mesh.coordinate(global_rank)?;
         let on = |axis| match mesh.has_axis(axis) {
             true => Ok::<_, DataError>((mesh.axis_size(axis)?, mesh.coordinate_on(axis, global_rank)?)),
@@ -49,60 +49,59 @@ impl Placement {
     }
 }
 
-/// How a loader draws from its rows.
+/// Options of a data loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Seed of the order of the rows.
+    /// Seed of the data order.
     pub seed: u64,
-    /// Rows that a rank takes at once.
+    /// Sequences per rank and micro step.
     pub micro_batch: usize,
     /// Micro steps per step.
     pub accumulation: usize,
-    /// The rank that is served.
+    /// The coordinates of the rank.
     pub placement: Placement,
 }
 
-/// The micro batches of one rank, in an order that does not depend on the mesh.
+/// Loads the micro batches of one rank, in an order that does not depend on the mesh.
 ///
-/// With `B = micro_batch × accumulation × dp_size`, a step consumes the next B samples. Within them, micro step
-/// a of dp rank d takes samples `(a·dp_size + d)·micro_batch ..` — contiguous rows, so over the micro steps and
-/// dp ranks, in this order, the step's samples come out in their global order on every mesh.
+/// With `B = micro_batch × accumulation × dp_size`, a step consumes the next B samples. Micro step a of dp rank d takes
+/// `micro_batch` samples of them, from `(a·dp_size + d)·micro_batch` on. Over micro steps and dp ranks, in this order,
+/// the samples of a step are in global order on every mesh.
 ///
-/// Epochs follow each other without a gap: a step may take the last rows of one and the first of the next.
-/// Where the data [ends](Self::ending_at), fully masked rows fill the last step. They count as nothing: a loader
-/// that goes on from there with a later end takes the next sample, and none is left out.
+/// Epochs follow each other without a gap: a step may contain the last sequences of one epoch and the first of the next.
+/// Where the data [ends](Self::ending_at), fully masked sequences fill the last step. They do not count as consumed: a
+/// loader that resumes with a later end continues with the next sample.
 #[derive(Debug, Clone)]
 pub struct DataLoader {
     data: Dataset,
     options: LoaderOptions,
     train_batch_size: u64,
     order: SampleOrder,
-    /// Samples from here on are masked.
+    /// Samples from this one on are masked.
     end: Option<u64>,
     samples_consumed: u64,
-    /// Micro steps of the current step that were handed out.
+    /// Micro steps of the current step so far.
     micro_step: usize,
 }
 
 impl DataLoader {
-    /// A loader at the start of the data, in an order that the seed gives.
+    /// Creates a loader at the start of the data, shuffled by the seed.
     ///
     /// # Errors
-    /// When a count is 0 or overflows, the rank does not exist, or a row has fewer tokens than sp ranks.
+    /// When a count is 0 or overflows, the rank does not exist, or a sequence has fewer tokens than there are sp ranks.
     pub fn new(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let data = data.into();
         let order = SampleOrder::shuffled(&data, options.seed);
         Self::with_order(data, options, order)
     }
 
-    /// A loader that goes once through all rows, as they are, whatever their weights: for data that is only looked
-    /// at.
+    /// Creates a loader that reads all sequences once, in order, ignoring weights: for evaluation.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn once_in_row_order(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+    pub fn once_in_order(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let data = data.into();
-        let (order, end) = (SampleOrder::in_row_order(&data), data.num_rows() as u64);
+        let (order, end) = (SampleOrder::in_order(&data), data.num_sequences() as u64);
         Ok(Self::with_order(data, options, order)?.ending_at(end))
     }
 
@@ -133,63 +132,63 @@ impl DataLoader {
         })
     }
 
-    /// Lets the data end after a number of samples. Rows that a step has beyond it are fully masked, on every
-    /// mesh the same ones.
+    /// Ends the data after `samples` samples. Later sequences of the last step are fully masked, the same ones on every
+    /// mesh.
     #[must_use]
     pub fn ending_at(self, samples: u64) -> Self {
         Self { end: Some(samples), ..self }
     }
 
-    /// How samples are drawn.
+    /// Returns the options.
     pub fn options(&self) -> LoaderOptions {
         self.options
     }
 
-    /// What the samples are drawn from.
+    /// Returns the dataset.
     pub fn data(&self) -> &Dataset {
         &self.data
     }
 
-    /// Samples of a step, over all ranks and micro steps.
+    /// Returns the samples per step, over all ranks and micro steps.
     pub fn train_batch_size(&self) -> u64 {
         self.train_batch_size
     }
 
-    /// Samples of all whole steps so far, over all ranks, those beyond the end not counted: the state that a
-    /// checkpoint keeps.
+    /// Returns the samples of all complete steps so far, over all ranks, without those after the end: the state that a
+    /// checkpoint stores.
     pub fn samples_consumed(&self) -> u64 {
         self.samples_consumed
     }
 
-    /// Steps until the data ends; `None` where it never does.
+    /// Returns the steps until the data ends, or `None` if it does not end.
     pub fn steps_left(&self) -> Option<u64> {
         Some(self.end?.saturating_sub(self.samples_consumed).div_ceil(self.train_batch_size))
     }
 
-    /// The epoch that the next step's first sample is in, from 0. Of weighted sources, which have epochs of their
-    /// own, it is the number of times that as many samples as there are rows were seen.
+    /// Returns the epoch of the next step's first sample, from 0. For weighted sources, which have their own epochs, it is
+    /// the number of consumed samples divided by the number of sequences.
     pub fn epoch(&self) -> u64 {
-        self.samples_consumed / self.data.num_rows() as u64
+        self.samples_consumed / self.data.num_sequences() as u64
     }
 
-    /// Continues at the beginning of a step, whatever mesh consumed the samples before.
+    /// Moves to the start of a step, whatever mesh consumed the previous samples.
     pub fn set_samples_consumed(&mut self, samples_consumed: u64) {
         self.samples_consumed = samples_consumed;
         self.micro_step = 0;
     }
 
-    /// This rank's part of the next micro step; every `accumulation` of them complete a step.
+    /// Returns this rank's part of the next micro step; `accumulation` micro steps complete a step.
     ///
     /// # Errors
-    /// When the cursor was set so far that samples can no longer be counted, or data cannot be read.
+    /// When the number of consumed samples overflows, or data cannot be read.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
         let LoaderOptions { micro_batch, placement, .. } = self.options;
         self.step_end()?;
         let block = self.micro_step * placement.dp_size + placement.dp_rank;
         let first = self.samples_consumed + (block * micro_batch) as u64;
         let samples = first..first + micro_batch as u64;
-        let rows = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
-        let shard = GlobalBatch::from_rows(rows, self.data.seq_len()).micro_batch(
+        let sequences = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
+        let shard = GlobalBatch::from_sequences(sequences, self.data.seq_len()).micro_batch(
             0..micro_batch,
             placement.sp_size,
             placement.sp_rank,
@@ -198,24 +197,24 @@ impl DataLoader {
         Ok(shard)
     }
 
-    /// Moves on by a micro step without reading it.
+    /// Skips a micro step.
     pub(super) fn advance(&mut self) -> Result<(), DataError> {
         let step_end = self.step_end()?;
         self.micro_step += 1;
         if self.micro_step == self.options.accumulation {
-            // A cursor that is beyond the end already, as when a run resumes with fewer epochs, stays there.
+            // A cursor past the end, as in a run that resumes with fewer epochs, stays there.
             let end = self.end.unwrap_or(u64::MAX).max(self.samples_consumed);
             self.set_samples_consumed(step_end.min(end));
         }
         Ok(())
     }
 
-    fn sample(&mut self, sample: u64) -> Result<Row, DataError> {
+    fn sample(&mut self, sample: u64) -> Result<PackedSequence, DataError> {
         if self.end.is_some_and(|end| sample >= end) {
-            return Ok(Row::masked(self.data.seq_len()));
+            return Ok(PackedSequence::masked(self.data.seq_len()));
         }
-        let (source, row) = self.order.place(sample);
-        self.data.row(source, row)
+        let (source, sequence) = self.order.locate(sample);
+        self.data.sequence(source, sequence)
     }
 
     fn step_end(&self) -> Result<u64, DataError> {

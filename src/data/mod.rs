@@ -1,27 +1,27 @@
-//! The data path: text → tokens → packed rows → one rank's part of a step.
+//! The data path: text → tokens → packed sequences → micro batches of one rank.
 //!
 //! ```text
-//! Corpus ─► Documents ─► PackedRows ─► Dataset ─► DataLoader ─► GlobalBatch ─► MicroBatch
-//! tokens     all, or a    rows of       sources,   order, rows    whole rows     a rank's shard
-//!            split        seq_len       weights    of a rank                     of these rows
+//! Corpus ─► Documents ─► PackedSequences ─► Dataset ─► DataLoader ─► GlobalBatch ─► MicroBatch
+//! tokens     all, or a    sequences of       sources,   order, and     whole          a rank's shard
+//!            split        seq_len tokens     weights    dp shard       sequences      of each sequence
 //! ```
 //!
-//! [`ReadAhead`] runs a loader in a thread of its own, so that a step finds its batches read.
-//! The README in this folder tells what a [`Corpus`] is read from, and the layouts of files of tokens.
+//! [`ReadAhead`] prefetches the batches of a loader in a background thread. The README in this folder describes what a
+//! [`Corpus`] is read from, and the formats of token files.
 //!
-//! Three rules hold on this path, and everything downstream relies on them:
+//! Everything downstream relies on three rules:
 //!
-//! - **The order of the data does not know the mesh.** It is a function of (seed, epoch). A step consumes the
-//!   next `train_batch_size` samples; dp ranks and micro steps take contiguous rows of them. So two meshes
-//!   train on the same data, and a run can continue on another mesh.
-//! - **Labels are shifted before a row is cut.** A shard's last label is the first token of the next shard. No
-//!   label crosses the end of a document; a document that is cut at the end of a row keeps its label there.
-//! - **Document bounds travel with every shard.** Attention sees whole rows, so each shard carries the
-//!   `cu_seqlens` of the whole row, beside the `position_ids` of its own tokens.
+//! - **The data order does not depend on the mesh.** It is a function of (seed, epoch). A step consumes the next
+//!   `train_batch_size` samples; dp ranks and micro steps take contiguous sequences of them. Two meshes therefore train
+//!   on the same data, and a run can resume on another mesh.
+//! - **Labels are shifted before a sequence is sharded.** A shard's last label is the first token of the next shard. No
+//!   label crosses the end of a document; a document that is cut at the end of a sequence keeps its label there.
+//! - **Every shard has the document bounds of the whole sequence.** Attention sees whole sequences, so each shard has
+//!   the `cu_seqlens` of the whole sequence, and the `position_ids` of its own tokens.
 
 mod batch;
 mod best_fit;
-mod caught;
+mod catch_panic;
 mod chat;
 mod corpus;
 mod dataset;
@@ -53,7 +53,7 @@ pub use error::DataError;
 pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
-pub use packing::{PackedRows, Row};
+pub use packing::{PackedSequence, PackedSequences};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
 pub use read_ahead::ReadAhead;
 pub use source::Skipped;
@@ -61,5 +61,5 @@ pub use storage::{FileFormat, TokenFile, TokenFileOptions};
 pub use text_bytes::predicted_text_bytes;
 pub use tokenizer::Tokenizer;
 
-/// The label of a token that takes no part in the loss (PyTorch's default `ignore_index`).
+/// The label of a token that does not contribute to the loss (PyTorch's default `ignore_index`).
 pub const IGNORED_LABEL: i64 = -100;

@@ -1,44 +1,43 @@
-//! Documents in rows of one length.
+//! Packs documents into sequences of equal length.
 
 use super::best_fit::{BestFit, Segment};
 use super::{Corpus, DataError, Documents, IGNORED_LABEL};
 use crate::config::Packing;
 
-/// Documents as rows of `seq_len` tokens.
+/// Documents packed into sequences of `seq_len` tokens.
 ///
-/// Rows are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
-/// row only.
+/// Sequences are built on access. Packings that concatenate documents take no memory, and pad only the last sequence.
 #[derive(Debug, Clone)]
-pub struct PackedRows {
+pub struct PackedSequences {
     documents: Documents,
     seq_len: usize,
     packing: Packing,
-    /// In [`Packing::Greedy`].
+    /// Only in [`Packing::Greedy`].
     best_fit: Option<BestFit>,
 }
 
-/// One packed row.
+/// One packed sequence.
 ///
 /// # Shapes
 /// Vectors are `[seq_len]`, except `cu_seqlens`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Row {
+pub struct PackedSequence {
     /// The tokens; padding is token 0.
     pub input_ids: Vec<u32>,
-    /// For each token the next one of its document, or [`IGNORED_LABEL`] at the document's end.
+    /// The next token of each token's document, or [`IGNORED_LABEL`] at the end of the document.
     ///
-    /// A document that goes on in the next row has its label at the end of this one.
+    /// If a document continues in the next sequence, the last token of this one has a label.
     pub shift_labels: Vec<i64>,
-    /// Position in the document as far as this row sees it.
+    /// The position of each token in its document.
     ///
-    /// The rest of a document that began in another row starts at 0 again: attention cannot look back there.
+    /// The rest of a document that started in another sequence counts from 0: attention does not reach back there.
     pub position_ids: Vec<u32>,
-    /// Where documents start in the row, and at the end `seq_len`; padding counts as a document.
+    /// The starts of the documents in the sequence, then `seq_len`; padding counts as a document.
     pub cu_seqlens: Vec<u32>,
 }
 
-impl PackedRows {
-    /// Packs documents in the default way, [`Packing::Greedy`].
+impl PackedSequences {
+    /// Packs documents with the default packing, [`Packing::Greedy`].
     ///
     /// # Errors
     /// When `seq_len` is 0 or does not fit 32 bits, or the corpus cannot be read.
@@ -46,7 +45,7 @@ impl PackedRows {
         Self::with_packing(documents, seq_len, Packing::default())
     }
 
-    /// Packs documents in the given way.
+    /// Packs documents with the given packing.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -61,69 +60,69 @@ impl PackedRows {
         Ok(Self { documents, seq_len, packing, best_fit })
     }
 
-    /// Number of rows, at least 1.
-    pub fn num_rows(&self) -> usize {
+    /// Returns the number of sequences, at least 1.
+    pub fn num_sequences(&self) -> usize {
         match &self.best_fit {
-            Some(best_fit) => best_fit.num_rows(),
+            Some(best_fit) => best_fit.num_sequences(),
             None => self.documents.num_tokens().div_ceil(self.seq_len),
         }
     }
 
-    /// Tokens per row.
+    /// Returns the tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// How the documents are packed.
+    /// Returns the packing.
     pub fn packing(&self) -> Packing {
         self.packing
     }
 
-    /// The documents that are packed.
+    /// Returns the documents.
     pub fn documents(&self) -> &Documents {
         &self.documents
     }
 
-    /// The corpus that the documents are from.
+    /// Returns the corpus of the documents.
     pub fn corpus(&self) -> &Corpus {
         self.documents.corpus()
     }
 
-    /// Tokens that come after another one: those that a label can be made of.
+    /// Returns the number of tokens that follow another token, so that they can be labels.
     pub fn num_predicted_tokens(&self) -> usize {
         self.documents.num_predicted_tokens(self.packing)
     }
 
-    /// The share of the rows that holds no token, from 0 to 1.
+    /// Returns the share of padding in the sequences, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
-        let room = self.num_rows() * self.seq_len;
+        let room = self.num_sequences() * self.seq_len;
         (room - self.documents.num_tokens()) as f64 / room as f64
     }
 
-    /// Makes one row.
+    /// Builds one sequence.
     ///
     /// # Errors
-    /// When there is no such row, or its tokens cannot be read.
-    pub fn row(&self, index: usize) -> Result<Row, DataError> {
-        let available = self.num_rows();
+    /// When the sequence does not exist, or its tokens cannot be read.
+    pub fn sequence(&self, index: usize) -> Result<PackedSequence, DataError> {
+        let available = self.num_sequences();
         if index >= available {
-            let rows = index..index.saturating_add(1);
-            return Err(DataError::RowsOutOfRange { rows, available });
+            let sequences = index..index.saturating_add(1);
+            return Err(DataError::SequencesOutOfRange { sequences, available });
         }
-        let mut row = Row::empty(self.seq_len);
+        let mut sequence = PackedSequence::empty(self.seq_len);
         for segment in self.segments(index)? {
-            row.push(&self.documents, segment)?;
+            sequence.push(&self.documents, segment)?;
         }
-        row.pad(self.seq_len);
-        Ok(row)
+        sequence.pad(self.seq_len);
+        Ok(sequence)
     }
 
-    fn segments(&self, row: usize) -> Result<Vec<Segment>, DataError> {
+    fn segments(&self, sequence: usize) -> Result<Vec<Segment>, DataError> {
         if let Some(best_fit) = &self.best_fit {
-            return Ok(best_fit.segments(row));
+            return Ok(best_fit.segments(sequence));
         }
         let num_tokens = self.documents.num_tokens();
-        let (mut start, end) = (row * self.seq_len, num_tokens.min((row + 1) * self.seq_len));
+        let (mut start, end) = (sequence * self.seq_len, num_tokens.min((sequence + 1) * self.seq_len));
         if self.packing == Packing::Concat {
             return Ok(vec![Segment { tokens: start..end, labels_end: num_tokens }]);
         }
@@ -140,7 +139,7 @@ impl PackedRows {
     }
 }
 
-impl Row {
+impl PackedSequence {
     fn empty(seq_len: usize) -> Self {
         Self {
             input_ids: Vec::with_capacity(seq_len),
@@ -150,14 +149,14 @@ impl Row {
         }
     }
 
-    /// A row of padding alone.
+    /// Returns a sequence of padding.
     pub(super) fn masked(seq_len: usize) -> Self {
-        let mut row = Self::empty(seq_len);
-        row.pad(seq_len);
-        row
+        let mut sequence = Self::empty(seq_len);
+        sequence.pad(seq_len);
+        sequence
     }
 
-    /// Appends a segment. Its labels are read one token ahead, which may lie in another row.
+    /// Appends a segment. Its labels are read one token ahead, which may belong to the next sequence.
     fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
         let Segment { tokens, labels_end } = segment;
         let labels = tokens.start + 1..labels_end.min(tokens.end + 1);
@@ -167,13 +166,13 @@ impl Row {
         Ok(())
     }
 
-    /// Fills up what the tokens since the last segment's end came without.
+    /// Completes labels and positions of the tokens since the end of the last segment.
     fn end_segment(&mut self) {
         let len = self.input_ids.len();
         let missing = len - self.position_ids.len();
         self.shift_labels.resize(len, IGNORED_LABEL);
         self.position_ids.extend((0_u32..).take(missing));
-        // Rows are limited to 32-bit lengths.
+        // `seq_len` fits 32 bits.
         self.cu_seqlens.push(len as u32);
     }
 

@@ -1,46 +1,46 @@
-//! Reads batches while the last ones are trained on.
+//! Prefetches micro batches in a background thread.
 
 use super::{DataError, DataLoader, MicroBatch};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-/// Micro batches that wait to be taken.
+/// Number of prefetched micro batches.
 const DEPTH: usize = 2;
 
-/// A [`DataLoader`] that a thread of its own keeps a few micro batches ahead.
+/// A [`DataLoader`] whose micro batches are prefetched in a background thread.
 ///
-/// The cursor is that of the batches that were taken: what was read ahead counts as not consumed.
+/// The cursor is that of the returned batches: prefetched batches do not count as consumed.
 #[derive(Debug)]
 pub struct ReadAhead {
     cursor: DataLoader,
-    /// Started when the first batch is asked for.
+    /// Started with the first batch.
     reader: Option<Reader>,
 }
 
-/// The thread ends when this is dropped.
+/// The prefetch thread, which ends when this is dropped.
 #[derive(Debug)]
 struct Reader {
     batches: Receiver<Result<MicroBatch, DataError>>,
-    /// Memory is counted by thread, so a batch goes back to the thread that allocated it.
-    taken: SyncSender<MicroBatch>,
+    /// Memory is counted per thread, so a batch is returned to the thread that allocated it.
+    used: SyncSender<MicroBatch>,
 }
 
 impl ReadAhead {
-    /// Nothing is read before the first batch is asked for.
+    /// Wraps a loader. Reading starts with the first call of [`next_micro_batch`](Self::next_micro_batch).
     pub fn new(loader: DataLoader) -> Self {
         Self { cursor: loader, reader: None }
     }
 
-    /// The loader at the place of the next batch to be taken.
+    /// Returns the loader at the position of the next batch.
     pub fn cursor(&self) -> &DataLoader {
         &self.cursor
     }
 
-    /// The next micro batch; see [`DataLoader::next_micro_batch`].
+    /// Returns the next micro batch; see [`DataLoader::next_micro_batch`].
     ///
     /// # Errors
-    /// Those of the loader, or a thread that cannot start. The loader tries again after an error.
+    /// Errors of the loader, or a thread that cannot start. After an error, the next call tries again.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
         let reader = match &mut self.reader {
             Some(reader) => reader,
@@ -49,8 +49,8 @@ impl ReadAhead {
         match reader.batches.recv() {
             Ok(Ok(batch)) => {
                 let own = MicroBatch { cu_seqlens: Arc::new(batch.cu_seqlens.to_vec()), ..batch.clone() };
-                // Nobody takes it where the thread has ended after an error.
-                let _ = reader.taken.send(batch);
+                // Fails if the thread has ended after an error.
+                let _ = reader.used.send(batch);
                 self.cursor.advance()?;
                 Ok(own)
             }
@@ -66,11 +66,11 @@ impl ReadAhead {
 impl Reader {
     fn start(mut loader: DataLoader) -> Result<Self, DataError> {
         let (send, batches) = sync_channel(DEPTH);
-        // Room for every batch that can be on its way.
-        let (taken, give_back) = sync_channel(2 * DEPTH + 2);
+        // Large enough for every batch that exists at once.
+        let (used, returned) = sync_channel(2 * DEPTH + 2);
         let read = move || {
             loop {
-                drop(give_back.try_iter().collect::<Vec<MicroBatch>>());
+                drop(returned.try_iter().collect::<Vec<MicroBatch>>());
                 let batch = loader.next_micro_batch();
                 let is_last = batch.is_err();
                 if send.send(batch).is_err() || is_last {
@@ -80,6 +80,6 @@ impl Reader {
         };
         let thread = thread::Builder::new().name("data".to_owned()).spawn(read);
         thread.map_err(|source| DataError::NoReader { source })?;
-        Ok(Self { batches, taken })
+        Ok(Self { batches, used })
     }
 }

@@ -5,88 +5,90 @@ use super::mixture::Mixture;
 use super::order::epoch_order;
 use std::sync::Arc;
 
-/// The endless sequence of samples of a dataset, as (source, row).
+/// The endless sequence of samples of a dataset, as (source, sequence).
 #[derive(Debug, Clone)]
 pub(super) enum SampleOrder {
-    /// All rows of all sources, epoch after epoch, in an order of their own each time.
+    /// All sequences of all sources, epoch by epoch, each epoch in its own order.
     Shuffled {
-        /// One past the last row of each source, counted over all of them.
+        /// The end of each source's sequences, counted over all sources.
         ends: Vec<usize>,
         epochs: EpochOrder,
     },
-    /// The same rows as they are.
-    InRowOrder { ends: Vec<usize> },
-    /// Sources by weight, each with epochs of its own.
+    /// All sequences of all sources, unshuffled.
+    InOrder { ends: Vec<usize> },
+    /// Sources by weight, each with its own epochs.
     Mixed { mixture: Mixture, sources: Vec<EpochOrder> },
 }
 
 impl SampleOrder {
     pub(super) fn shuffled(data: &Dataset, seed: u64) -> Self {
         let Some(weights) = data.weights() else {
-            return Self::Shuffled { ends: ends(data), epochs: EpochOrder::new(seed, data.num_rows()) };
+            return Self::Shuffled { ends: ends(data), epochs: EpochOrder::new(seed, data.num_sequences()) };
         };
-        // Sources of one size, such as a text and its translation, are not to come in one order.
+        // Sources of equal size, such as a text and its translation, must not have the same order.
         let seeds = (0..).map(|index| seed.wrapping_add(index));
-        let sources = seeds.zip(data.sources()).map(|(seed, rows)| EpochOrder::new(seed, rows.num_rows()));
+        let sources = seeds
+            .zip(data.sources())
+            .map(|(seed, sequences)| EpochOrder::new(seed, sequences.num_sequences()));
         let sources = sources.collect();
         Self::Mixed { mixture: Mixture::new(weights, seed), sources }
     }
 
-    pub(super) fn in_row_order(data: &Dataset) -> Self {
-        Self::InRowOrder { ends: ends(data) }
+    pub(super) fn in_order(data: &Dataset) -> Self {
+        Self::InOrder { ends: ends(data) }
     }
 
-    /// The source and the row that a sample is.
-    pub(super) fn place(&mut self, sample: u64) -> (usize, usize) {
-        let in_source = |ends: &[usize], row: usize| {
-            let source = ends.partition_point(|&end| end <= row);
-            (source, row - source.checked_sub(1).map_or(0, |before| ends[before]))
+    /// Returns the source and the sequence of a sample.
+    pub(super) fn locate(&mut self, sample: u64) -> (usize, usize) {
+        let in_source = |ends: &[usize], sequence: usize| {
+            let source = ends.partition_point(|&end| end <= sequence);
+            (source, sequence - source.checked_sub(1).map_or(0, |before| ends[before]))
         };
         match self {
-            Self::Shuffled { ends, epochs } => in_source(ends, epochs.row(sample)),
-            Self::InRowOrder { ends } => {
-                let num_rows = ends.last().copied().unwrap_or(1) as u64;
-                in_source(ends, (sample % num_rows) as usize)
+            Self::Shuffled { ends, epochs } => in_source(ends, epochs.sequence(sample)),
+            Self::InOrder { ends } => {
+                let num_sequences = ends.last().copied().unwrap_or(1) as u64;
+                in_source(ends, (sample % num_sequences) as usize)
             }
             Self::Mixed { mixture, sources } => {
-                let (source, sample) = mixture.place(sample);
-                (source, sources[source].row(sample))
+                let (source, sample) = mixture.locate(sample);
+                (source, sources[source].sequence(sample))
             }
         }
     }
 }
 
 fn ends(data: &Dataset) -> Vec<usize> {
-    let add = |end: &mut usize, rows: usize| {
-        *end += rows;
+    let add = |end: &mut usize, sequences: usize| {
+        *end += sequences;
         Some(*end)
     };
-    data.sources().iter().map(|rows| rows.num_rows()).scan(0, add).collect()
+    data.sources().iter().map(|sequences| sequences.num_sequences()).scan(0, add).collect()
 }
 
-/// The rows of epoch 0, then those of epoch 1, and so on.
+/// The sequences of epoch 0, followed by those of epoch 1, and so on.
 #[derive(Debug, Clone)]
 pub(super) struct EpochOrder {
     seed: u64,
-    num_rows: usize,
-    /// The epoch looked at last: a rank's samples ascend, so each epoch is ordered once.
+    num_sequences: usize,
+    /// The current epoch: a rank's samples ascend, so each epoch is ordered once.
     epoch: u64,
-    /// 8 bytes per row: clones of a loader share them.
-    rows: Arc<[usize]>,
+    /// The order, 8 bytes per sequence, shared by clones of a loader.
+    sequences: Arc<[usize]>,
 }
 
 impl EpochOrder {
-    /// `num_rows` must not be 0.
-    fn new(seed: u64, num_rows: usize) -> Self {
-        Self { seed, num_rows, epoch: 0, rows: epoch_order(seed, 0, num_rows).into() }
+    /// Creates the order; `num_sequences` must not be 0.
+    fn new(seed: u64, num_sequences: usize) -> Self {
+        Self { seed, num_sequences, epoch: 0, sequences: epoch_order(seed, 0, num_sequences).into() }
     }
 
-    fn row(&mut self, sample: u64) -> usize {
-        let epoch = sample / self.num_rows as u64;
+    fn sequence(&mut self, sample: u64) -> usize {
+        let epoch = sample / self.num_sequences as u64;
         if epoch != self.epoch {
             self.epoch = epoch;
-            self.rows = epoch_order(self.seed, epoch, self.num_rows).into();
+            self.sequences = epoch_order(self.seed, epoch, self.num_sequences).into();
         }
-        self.rows[(sample % self.num_rows as u64) as usize]
+        self.sequences[(sample % self.num_sequences as u64) as usize]
     }
 }

@@ -1,20 +1,19 @@
-//! How much text tokens stand for.
+//! The size of the text that tokens represent.
 
-use super::{DataError, PackedRows, Packing};
+use super::{DataError, PackedSequences, Packing};
 use std::path::Path;
 
-/// Bytes of the text that is predicted: that of all documents, without what the first token of each stands for (in
-/// [`Packing::Concat`], that of the first only). `tokenizer` is the `tokenizer.json` that the tokens are from; without
-/// one every token is a byte.
+/// Returns the bytes of the predicted text: all documents without the first token of each (in [`Packing::Concat`], of the
+/// first only). `tokenizer` is the `tokenizer.json` of the tokens; without one, every token is a byte.
 ///
-/// Text is measured by decoding the tokens, so what a tokenizer leaves out (special tokens, and in some all runs
-/// of spaces) does not count.
+/// The text is the decoded tokens, so text that the tokenizer drops (special tokens, and in some tokenizers runs of
+/// spaces) does not count.
 ///
 /// # Errors
-/// A tokenizer that cannot be loaded or does not know a token, or documents that cannot be read.
-pub fn predicted_text_bytes(rows: &PackedRows, tokenizer: Option<&Path>) -> Result<u64, DataError> {
-    let documents = rows.documents();
-    let Some(path) = tokenizer else { return Ok(rows.num_predicted_tokens() as u64) };
+/// When the tokenizer cannot be loaded or does not know a token, or the documents cannot be read.
+pub fn predicted_text_bytes(sequences: &PackedSequences, tokenizer: Option<&Path>) -> Result<u64, DataError> {
+    let documents = sequences.documents();
+    let Some(path) = tokenizer else { return Ok(sequences.num_predicted_tokens() as u64) };
     let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
     let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(load_error)?;
     let text_bytes = |tokens: &[u32]| {
@@ -28,7 +27,7 @@ pub fn predicted_text_bytes(rows: &PackedRows, tokenizer: Option<&Path>) -> Resu
     for index in 0..documents.num_documents() {
         tokens.clear();
         documents.read_tokens(documents.document(index)?, &mut tokens)?;
-        let is_predicted = rows.packing() == Packing::Concat && index > 0;
+        let is_predicted = sequences.packing() == Packing::Concat && index > 0;
         let first = if is_predicted { 0 } else { text_bytes(&tokens[..1])? };
         bytes += text_bytes(&tokens)?.saturating_sub(first);
     }

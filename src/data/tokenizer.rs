@@ -1,7 +1,7 @@
-//! Text to token ids.
+//! [`Tokenizer`]: text to token ids.
 
 use super::DataError;
-use super::caught::caught;
+use super::catch_panic::catch_panic;
 use super::chat::ChatTemplate;
 use crate::regular_file;
 use serde_json::Value as Json;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// Turns the text of a document into token ids.
+/// Converts text to token ids.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     kind: Kind,
@@ -26,39 +26,37 @@ enum Kind {
     HuggingFace(Box<tokenizers::Tokenizer>),
 }
 
-/// Tokens, and the bytes of the text that each stands for.
+/// Tokens with their byte ranges in the text.
 type Placed = (Vec<u32>, Vec<Range<usize>>);
 
 impl Tokenizer {
-    /// Every byte of the UTF-8 text is a token: a vocabulary of 256.
+    /// Returns the byte tokenizer: every byte of the UTF-8 text is a token, with a vocabulary of 256.
     pub fn bytes() -> Self {
         let hash = *blake3::hash(b"bytes").as_bytes();
         Self { kind: Kind::Bytes, vocab_size: 256, hash, fingerprint: hash, chat: None, end_of_text: None }
     }
 
-    /// Loads a Hugging Face `tokenizer.json`, and from the files beside it the chat template
+    /// Loads a Hugging Face `tokenizer.json`, and from the files next to it the chat template
     /// (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`) and the `eos_token`.
     ///
-    /// Truncation and padding that the file asks for are switched off: rows are cut and padded by packing, and
-    /// no token may be lost before. Special tokens that it puts around a text (such as a leading BOS) are kept,
-    /// one set per document.
+    /// Truncation and padding of the file are disabled, because packing cuts and pads. Special tokens that it adds to a
+    /// text (such as a leading BOS) are kept, once per document.
     ///
     /// # Errors
-    /// When the file does not exist, cannot be read, or is no tokenizer, or a file beside it is broken.
+    /// When the file does not exist, cannot be read, or is not a tokenizer, or a file next to it is invalid.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
         let json = regular_file::read(path).map_err(|error| load_error(error.into()))?;
         let (tokenizer, vocab_size) =
-            caught(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
+            catch_panic(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
-        let settings = read_beside(path, "tokenizer_config.json")?;
+        let settings = read_sibling(path, "tokenizer_config.json")?;
         let settings: Json = match settings {
-            Some(text) => {
-                serde_json::from_str(&text).map_err(|error| beside(path, "tokenizer_config.json", error))?
-            }
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|error| sibling_error(path, "tokenizer_config.json", error))?,
             None => Json::Null,
         };
-        let (template, template_file) = match read_beside(path, "chat_template.jinja")? {
+        let (template, template_file) = match read_sibling(path, "chat_template.jinja")? {
             Some(template) => (Some(template), "chat_template.jinja"),
             None => (default_template(&settings), "tokenizer_config.json"),
         };
@@ -68,45 +66,45 @@ impl Tokenizer {
             serde_json::json!([blake3::Hash::from(hash).to_hex().as_str(), template, special_tokens]);
         let fingerprint = *blake3::hash(settings.to_string().as_bytes()).as_bytes();
         let chat = template.map(|source| ChatTemplate::new(&source, special_tokens));
-        let chat = chat.transpose().map_err(|error| beside(path, template_file, error))?.map(Box::new);
+        let chat = chat.transpose().map_err(|error| sibling_error(path, template_file, error))?.map(Box::new);
         Ok(Self { kind, vocab_size, hash, fingerprint, chat, end_of_text })
     }
 
-    /// One more than the largest token id.
+    /// Returns the largest token id plus 1.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// BLAKE3 of the tokenizer's file, or of the word `bytes`: equal hashes make equal tokens.
+    /// Returns the BLAKE3 of the tokenizer's file, or of the word `bytes`. Equal hashes give equal tokens.
     pub fn hash(&self) -> [u8; 32] {
         self.hash
     }
 
-    /// Changes with everything that changes the tokens of a line, the chat template among them.
+    /// Returns a hash of everything that affects the tokens of a line, including the chat template.
     pub(super) fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
 
-    /// The template of conversations, where the tokenizer brings one.
+    /// Returns the chat template, if the tokenizer has one.
     pub(super) fn chat(&self) -> Option<&ChatTemplate> {
         self.chat.as_deref()
     }
 
-    /// What ends a text that is complete, where the tokenizer says.
+    /// Returns the end-of-text token, if the tokenizer has one.
     pub(super) fn end_of_text(&self) -> Option<&str> {
         self.end_of_text.as_deref()
     }
 
-    /// The tokens of one document, which `path` names in errors.
+    /// Returns the tokens of one document; errors name `path`.
     ///
     /// # Errors
-    /// When the tokenizer refuses the text.
+    /// When the tokenizer rejects the text.
     pub fn encode(&self, text: &str, path: &Path) -> Result<Vec<u32>, DataError> {
         match &self.kind {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Kind::HuggingFace(tokenizer) => {
                 let add_special_tokens = true;
-                let encoding = caught(|| tokenizer.encode_fast(text, add_special_tokens))
+                let encoding = catch_panic(|| tokenizer.encode_fast(text, add_special_tokens))
                     .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 Ok(encoding.get_ids().to_vec())
@@ -114,23 +112,23 @@ impl Tokenizer {
         }
     }
 
-    /// The text that tokens stand for, special ones among them.
+    /// Returns the text of tokens, including special ones.
     ///
     /// # Errors
-    /// When the tokenizer cannot tell.
+    /// When the tokenizer rejects the tokens.
     pub fn decode(&self, tokens: &[u32], path: &Path) -> Result<String, DataError> {
         match &self.kind {
             Kind::Bytes => {
                 let bytes: Vec<u8> = tokens.iter().map(|&token| token.to_le_bytes()[0]).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(tokenizer) => caught(|| tokenizer.decode(tokens, false))
+            Kind::HuggingFace(tokenizer) => catch_panic(|| tokenizer.decode(tokens, false))
                 .unwrap_or_else(|panic| Err(panic.into()))
                 .map_err(|source| DataError::Tokenize { path: path.to_owned(), source }),
         }
     }
 
-    /// The tokens of a text with the bytes that each stands for; none for a token that was added.
+    /// Returns the tokens of a text with their byte ranges, which are empty for added tokens.
     pub(super) fn encode_placed(
         &self,
         text: &str,
@@ -142,7 +140,7 @@ impl Tokenizer {
                 Ok((text.bytes().map(u32::from).collect(), (0..text.len()).map(|at| at..at + 1).collect()))
             }
             Kind::HuggingFace(tokenizer) => {
-                let encoding = caught(|| tokenizer.encode(text, add_special_tokens))
+                let encoding = catch_panic(|| tokenizer.encode(text, add_special_tokens))
                     .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 let places = encoding.get_offsets().iter().map(|&(start, end)| start..end).collect();
@@ -152,26 +150,26 @@ impl Tokenizer {
     }
 }
 
-/// A tokenizer and its vocabulary. The library panics on some files.
+/// Returns a tokenizer and its vocabulary size. The library panics on some files.
 fn load(json: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, usize)> {
     let mut tokenizer = tokenizers::Tokenizer::from_bytes(json)?;
     tokenizer.with_truncation(None)?;
     tokenizer.with_padding(None);
-    // Ids may have gaps, so the number of entries would be too small a vocabulary.
+    // Ids may have gaps, so the vocabulary size is not the number of entries.
     let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
     Ok((tokenizer, vocab_size))
 }
 
-/// A file beside the tokenizer's, if there is one.
-fn read_beside(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
+/// Reads a file next to the tokenizer's, if there is one.
+fn read_sibling(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
     match regular_file::read_to_string(&tokenizer.with_file_name(name)) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(beside(tokenizer, name, error)),
+        Err(error) => Err(sibling_error(tokenizer, name, error)),
     }
 }
 
-fn beside(
+fn sibling_error(
     tokenizer: &Path,
     name: &str,
     source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -179,7 +177,7 @@ fn beside(
     DataError::TokenizerSettings { path: tokenizer.with_file_name(name), source: source.into() }
 }
 
-/// `chat_template` is a template, or a list of named ones.
+/// Returns the default template of `chat_template`, which is a template or a list of named ones.
 fn default_template(settings: &Json) -> Option<String> {
     let template = match &settings["chat_template"] {
         Json::Array(named) => &named.iter().find(|template| template["name"] == "default")?["template"],
@@ -188,7 +186,7 @@ fn default_template(settings: &Json) -> Option<String> {
     template.as_str().map(str::to_owned)
 }
 
-/// `bos_token` and its like: text, or an object with its `content`.
+/// Returns the special tokens (`bos_token` and others), which are strings or objects with `content`.
 fn special_tokens(settings: &Json) -> BTreeMap<String, String> {
     let entries = settings.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
     let text = |token: &Json| token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned);

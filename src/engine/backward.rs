@@ -35,7 +35,7 @@ impl Engine {
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;
         let Loss { local, tape } = loss;
-        self.accumulation.add(local, tape.rows_hash, tape.tokens, weight);
+        self.accumulation.add(local, tape.batch_hash, tape.tokens, weight);
         self.backward_pass(tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
         self.accumulation.micro_steps += 1;
         self.is_broken = false;

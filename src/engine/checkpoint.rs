@@ -42,7 +42,7 @@ impl RunRecord {
             samples_consumed: loader.samples_consumed(),
             seed: loader.options().seed,
             seq_len: data.seq_len(),
-            num_rows: data.num_rows(),
+            num_rows: data.num_sequences(),
             data_hash: Some(data.sampled_hash()?),
         };
         Ok(Self { run_id: run_id.into(), model, source: None, data, evaluations: Evaluations::default() })

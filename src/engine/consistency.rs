@@ -4,8 +4,8 @@ use super::{Engine, EngineError};
 use crate::comm::ProcessGroupExt;
 
 /// Combines the hashes of a step's micro batches, in order.
-pub(super) fn combine(hashes: u64, rows_hash: u64) -> u64 {
-    hashes.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ rows_hash
+pub(super) fn combine(hashes: u64, batch_hash: u64) -> u64 {
+    hashes.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ batch_hash
 }
 
 impl Engine {

@@ -25,7 +25,7 @@ pub(super) struct Tape {
     pub(super) ctx: LayerContext,
     /// Steps done before it, which tells which parameters it used.
     pub(super) step: u64,
-    pub(super) rows_hash: u64,
+    pub(super) batch_hash: u64,
     /// Tokens of the micro batch, over the sp group.
     pub(super) tokens: u64,
     pub(super) input_ids: Ids,
@@ -89,7 +89,7 @@ impl Engine {
         self.begin_part(Moment::Embedding);
         // A loss that was dropped without a backward pass leaves its head gathered.
         self.zero.release_all();
-        let (got, expected) = (batch.batch, self.config.micro_batch_size);
+        let (got, expected) = (batch.batch_size, self.config.micro_batch_size);
         if got != expected {
             let what = "its number of sequences (train_micro_batch_size_per_gpu)";
             return Err(EngineError::MicroBatch { what, got, expected });
@@ -124,11 +124,11 @@ impl Engine {
         let start = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.part_times(self.model.layers.len()).forward += start.elapsed().as_secs_f64();
-        let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
-        let tokens = (batch.batch * batch.seq_len) as u64;
+        let (step, batch_hash) = (self.attempted_steps, batch.batch_hash);
+        let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {
             local,
-            tape: Tape { ctx, step, rows_hash, tokens, input_ids, labels, layers, hidden, head },
+            tape: Tape { ctx, step, batch_hash, tokens, input_ids, labels, layers, hidden, head },
         })
     }
 
@@ -141,7 +141,7 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
         let sent = self.bytes_sent();
-        self.check_sequences(batch.rows_hash)?;
+        self.check_sequences(batch.batch_hash)?;
         let ctx = self.context(batch)?;
         let hidden = self.run_without_tape(&input_ids(batch), &ctx)?;
         let head_unit = self.head_unit();
@@ -239,10 +239,10 @@ impl Engine {
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
         let sp = &self.groups.sp;
         let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
-        let tokens = batch.batch * shard.len();
+        let tokens = batch.batch_size * shard.len();
         let row_end = batch.cu_seqlens.first().and_then(|row| row.last()).map_or(0, |&end| end as usize);
         let sizes = [
-            ("the number of sequences in its cu_seqlens", batch.cu_seqlens.len(), batch.batch),
+            ("the number of sequences in its cu_seqlens", batch.cu_seqlens.len(), batch.batch_size),
             ("the last document boundary of its first sequence", row_end, batch.seq_len),
             ("the first token of its shard", batch.shard.start, shard.start),
             ("the end of its shard", batch.shard.end, shard.end),
@@ -277,7 +277,7 @@ impl Engine {
 /// The batch's token ids; a dry batch has only their number.
 fn input_ids(batch: &MicroBatch) -> Ids {
     match dry::is_dry() {
-        true => Ids::dry(batch.batch * batch.seq_len_local()),
+        true => Ids::dry(batch.batch_size * batch.seq_len_local()),
         false => Ids::new(&*batch.input_ids),
     }
 }
@@ -285,7 +285,7 @@ fn input_ids(batch: &MicroBatch) -> Ids {
 /// The batch's labels; a dry batch has only their number.
 fn labels(batch: &MicroBatch) -> Labels {
     match dry::is_dry() {
-        true => Labels::dry(batch.batch * batch.seq_len_local()),
+        true => Labels::dry(batch.batch_size * batch.seq_len_local()),
         false => Labels::new(&*batch.labels),
     }
 }

@@ -23,16 +23,16 @@ pub(super) struct Accumulation {
     /// The token losses of each micro step, and the weight of their sum.
     losses: Vec<(Losses, f64)>,
     /// Combined hash of the sequences of all micro steps.
-    rows_hash: u64,
+    batch_hash: u64,
     /// Tokens of all micro steps, over the sp group.
     tokens: u64,
 }
 
 impl Accumulation {
-    pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, tokens: u64, weight: f64) {
+    pub(super) fn add(&mut self, losses: Losses, batch_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
         self.tokens += tokens;
-        self.rows_hash = consistency::combine(self.rows_hash, rows_hash);
+        self.batch_hash = consistency::combine(self.batch_hash, batch_hash);
     }
 
     /// The weighted sum of the token losses, and the number of tokens with a label. Synchronizes with a
@@ -97,7 +97,7 @@ impl Engine {
             return Ok(None);
         }
         self.begin_part(Moment::Update);
-        self.check_sequences(self.accumulation.rows_hash)?;
+        self.check_sequences(self.accumulation.batch_hash)?;
         let global = self.global_gradient()?;
         let Accumulation { tokens, .. } = std::mem::take(&mut self.accumulation);
         self.attempted_steps += 1;

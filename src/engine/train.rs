@@ -43,7 +43,7 @@ impl Engine {
     /// # Errors
     /// A batch that does not have the config's `train_batch_size` sequences, or fewer tokens than sp ranks.
     pub fn shard(&self, batch: &GlobalBatch) -> Result<Vec<MicroBatch>, EngineError> {
-        let (got, expected) = (batch.batch(), self.config.train_batch_size);
+        let (got, expected) = (batch.batch_size(), self.config.train_batch_size);
         if got != expected {
             let what = "the number of sequences of its global batch";
             return Err(EngineError::MicroBatch { what, got, expected });

@@ -1,49 +1,49 @@
-//! What other features would change.
+//! The effect of single changes of the configuration.
 
-use super::{Criteria, Pace, RankPlan, Workload};
+use super::{Criteria, RankPlan, Throughput, Workload};
 use crate::config::{Config, Offload, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
 use ulysses_kernels::device::DeviceKind;
 
-/// Tokens whose logits exist at a time in the alternative of a small tile.
+/// Tile size of the loss in the alternative with small tiles.
 const SMALL_LOSS_TILE: usize = 128;
 
-/// Tokens that norms, projections and the MLP work on at a time in the alternative of tiles.
+/// Tile size of norms, projections and the MLP in the alternative with tiles.
 const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
 
 /// Where ranks on GPUs offload to.
-const HOST_MEMORY: &str = "in the host's memory";
+const HOST_MEMORY: &str = "in host memory";
 
-/// One thing changed, and what follows.
+/// A single change of the configuration, and its effect.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Alternative {
-    /// What is changed.
+    /// The change.
     pub change: String,
-    /// The most that a rank holds.
+    /// Peak memory of a rank.
     pub peak_bytes: u64,
-    /// Bytes that it sends in a step.
+    /// Bytes that a rank sends per step.
     pub sent_bytes: u64,
-    /// Floating-point operations of a step, recomputation included.
+    /// FLOPs per step and rank, including recomputation.
     pub flops: f64,
-    /// How long the step takes, where there is a machine.
+    /// The step time, if there is a machine profile.
     #[serde(flatten)]
-    pub pace: Option<Pace>,
-    /// The longest sequence that fits the budget, where there is one and anything fits.
+    pub throughput: Option<Throughput>,
+    /// The longest sequence that fits the budget, if there is one.
     pub max_seq_len: Option<usize>,
 }
 
 impl Workload {
-    /// The workload with one feature more, or one less, at a time; the first is the workload itself. What the
-    /// model or the batch does not allow is left out.
+    /// Returns the workload itself, followed by variants with one feature added or removed. Variants that the model or the
+    /// batch does not allow are omitted.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), of the workload itself.
+    /// As [`plan`](Self::plan) for the workload itself.
     pub fn alternatives(&self, criteria: Criteria<'_>) -> Result<Vec<Alternative>, EngineError> {
         let as_configured = self.alternative("as configured".to_owned(), criteria)?;
         let changed = self.variants().into_iter().filter_map(|(change, workload)| {
-            // A variant that cannot be planned is none.
+            // Variants that cannot be planned are omitted.
             workload.alternative(change, criteria).ok()
         });
         Ok(std::iter::once(as_configured).chain(changed).collect())
@@ -56,12 +56,12 @@ impl Workload {
             peak_bytes,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
-            pace: self.pace(criteria)?,
-            max_seq_len: self.longest_within(criteria)?,
+            throughput: self.throughput(criteria)?,
+            max_seq_len: self.max_seq_len_within(criteria)?,
         })
     }
 
-    /// Single changes. A new feature of the engine is a row here or among the [`features`].
+    /// Returns the variants. Add new features of the engine here or to [`features`].
     fn variants(&self) -> Vec<(String, Self)> {
         let config = &self.config;
         let mut variants = Vec::new();
@@ -73,7 +73,7 @@ impl Workload {
         for (change, changed) in features(config, self.device) {
             add(change, &|config| *config = changed.clone());
         }
-        // Partitions of one rank are the whole.
+        // With one rank, there is nothing to partition.
         let has_partitions = |stage: &ZeroStage| config.mesh.dp_size > 1 && *stage != config.zero.stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
             add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero.set_stage(stage));
@@ -96,7 +96,7 @@ impl Workload {
             });
         }
         if config.micro_batch_size > 1 {
-            add("micro batches of one row".to_owned(), &|config| {
+            add("micro batches of one sequence".to_owned(), &|config| {
                 config.gradient_accumulation_steps *= config.micro_batch_size;
                 config.micro_batch_size = 1;
             });
@@ -107,11 +107,11 @@ impl Workload {
     }
 }
 
-/// Other places for optimizer state and parameters, each with the stage that it takes.
+/// Returns the other offload settings of optimizer state and parameters, each with the stage that it requires.
 fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offload, Offload)> {
     let stage = config.zero.stage;
     let (optimizer, parameters) = (&config.zero.offload_optimizer, &config.zero.offload_param);
-    let (away, here, place, places) = match device {
+    let (offloaded, here, place, places) = match device {
         DeviceKind::Cpu => (Offload::Nvme(None), "in memory", "in a file", "in files"),
         DeviceKind::Cuda => (Offload::Cpu, "on the GPU", HOST_MEMORY, HOST_MEMORY),
     };
@@ -123,26 +123,26 @@ fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offl
     let mut add = |(change, stage): (String, ZeroStage), optimizer: &Offload, parameters: &Offload| {
         offloads.push((change, stage, optimizer.clone(), parameters.clone()));
     };
-    let are_away = [optimizer, parameters].map(|state| state.is_moved_from(device));
-    match are_away[0] {
+    let are_offloaded = [optimizer, parameters].map(|state| state.is_moved_from(device));
+    match are_offloaded[0] {
         true => add(named(format!("optimizer state {here}"), stage), &Offload::None, parameters),
         false => {
             let change = format!("optimizer state {place}");
-            add(named(change, ZeroStage::OptimizerStates), &away, parameters);
+            add(named(change, ZeroStage::OptimizerStates), &offloaded, parameters);
         }
     }
-    match are_away[1] {
+    match are_offloaded[1] {
         true => add(named(format!("parameters {here}"), stage), optimizer, &Offload::None),
-        false => add(named(format!("parameters {place}"), ZeroStage::Parameters), optimizer, &away),
+        false => add(named(format!("parameters {place}"), ZeroStage::Parameters), optimizer, &offloaded),
     }
-    if are_away == [false, false] {
+    if are_offloaded == [false, false] {
         let change = format!("optimizer state and parameters {places}");
-        add(named(change, ZeroStage::Parameters), &away, &away);
+        add(named(change, ZeroStage::Parameters), &offloaded, &offloaded);
     }
     offloads
 }
 
-/// The config with other settings of what exists at a time.
+/// Returns the config with other settings of checkpointing, tiles and chunks.
 fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
     let (ulysses, is_offloaded) = (&config.ulysses, config.activation_checkpointing.cpu_checkpointing);
     let recomputes = ulysses.activation_checkpointing;
@@ -173,8 +173,8 @@ fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
         DeviceKind::Cuda => ("on the GPU", HOST_MEMORY),
     };
     let change = match (recomputes, is_offloaded) {
-        (_, true) => format!("checkpoints {here}"),
-        (true, false) => format!("checkpoints {place}"),
+        (_, true) => format!("activation checkpoints {here}"),
+        (true, false) => format!("activation checkpoints {place}"),
         (false, false) => format!("with activation checkpointing, checkpoints {place}"),
     };
     add(change, &|config| {
@@ -186,9 +186,9 @@ fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
         Some(_) => ("all tokens at once".to_owned(), None),
     };
     add(change, &|config| config.ulysses.tile_tokens = tiles);
-    // More than the model or the mesh allows cannot be planned and is left out.
+    // Omitted if the model or the mesh does not allow it.
     let chunks = 2 * ulysses.head_chunks;
-    add(format!("{chunks} chunks of heads"), &|config| config.ulysses.head_chunks = chunks);
+    add(format!("{chunks} head chunks"), &|config| config.ulysses.head_chunks = chunks);
     if ulysses.head_chunks > 1 {
         add("all heads at once".to_owned(), &|config| config.ulysses.head_chunks = 1);
     }

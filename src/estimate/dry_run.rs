@@ -1,4 +1,4 @@
-//! A rank's step by the engine itself, dry: on tensors without elements and groups that move nothing.
+//! Runs a rank's step dry: the real engine on tensors without elements and groups that move no data.
 
 use super::Workload;
 use super::event::{Axis, Event};
@@ -19,28 +19,28 @@ use ulysses_kernels::attention::FlashAttention;
 use ulysses_kernels::device::dry::{self, Allocation, DryDevice};
 use ulysses_kernels::memory::live_bytes;
 
-/// Micro batches of a step that are run, at most: the first, the second, one that all others repeat, and the last, which
-/// reduces the gradients.
+/// Maximum number of micro batches that are run per step: the first, the second, one that represents all others, and the
+/// last, which reduces the gradients.
 const MAX_MICRO_BATCHES: usize = 4;
 
-/// Documents of a micro batch, at most, that a plan lists.
+/// Maximum number of documents in a planned micro batch.
 const MAX_DOCUMENTS: usize = 1 << 22;
 
-/// What a rank does in a step.
+/// The events and the memory of a rank's step.
 #[derive(Debug)]
 pub(super) struct DryStep {
-    /// Each with the number of equal ones in a row that it stands for.
+    /// The events of each micro batch that was run, with the number of consecutive micro batches that it represents.
     pub(super) micro_batches: Vec<(u64, Vec<Event>)>,
     pub(super) update: Vec<Event>,
-    /// The most that was held in each part of those, in their order.
+    /// The peak memory of each part of the step, in order.
     pub(super) parts: Vec<PartPeak>,
-    /// What was held before the first step.
+    /// Memory before the first step.
     pub(super) persistent_bytes: u64,
-    /// The most that was offloaded at a time.
+    /// Peak of the offloaded bytes.
     pub(super) offloaded_bytes: u64,
 }
 
-/// Nobody reads a dry rank's parameters.
+/// The weights of a dry rank, which are never read.
 struct NoWeights;
 
 impl WeightSource for NoWeights {
@@ -57,19 +57,19 @@ struct DryRank {
 }
 
 impl Workload {
-    /// A rank's second step: its first leaves storage that is recycled.
+    /// Runs a rank's second step, which recycles the storage of the first.
     pub(super) fn warm_step(&self, mesh: &DeviceMesh, rank: usize) -> Result<DryStep, EngineError> {
         self.warm_step_of(mesh, rank, MAX_MICRO_BATCHES)
     }
 
-    /// The same with so many micro batches run, at most.
+    /// Runs a rank's second step with at most `max_micro_batches` micro batches.
     pub(super) fn warm_step_of(
         &self,
         mesh: &DeviceMesh,
         rank: usize,
-        most: usize,
+        max_micro_batches: usize,
     ) -> Result<DryStep, EngineError> {
-        self.dry((mesh, rank), most, |rank, accumulation| {
+        self.dry((mesh, rank), max_micro_batches, |rank, accumulation| {
             let persistent_bytes = u64::try_from(live_bytes()).unwrap_or(0);
             rank.step(accumulation)?;
             rank.engine.watch_memory();
@@ -78,12 +78,12 @@ impl Workload {
         })
     }
 
-    /// A rank's first step, for what it computes and communicates.
+    /// Runs a rank's first step, for its compute and communication.
     pub(super) fn first_step(&self, mesh: &DeviceMesh, rank: usize) -> Result<DryStep, EngineError> {
         self.dry((mesh, rank), MAX_MICRO_BATCHES, DryRank::step)
     }
 
-    /// A rank's evaluation of a micro batch.
+    /// Runs a rank's evaluation of a micro batch.
     pub(super) fn evaluation(&self, mesh: &DeviceMesh, rank: usize) -> Result<Vec<Event>, EngineError> {
         self.dry((mesh, rank), MAX_MICRO_BATCHES, |rank, _| {
             rank.engine.evaluate(&rank.batch)?;
@@ -94,7 +94,7 @@ impl Workload {
     fn dry<R>(
         &self,
         (mesh, rank): (&DeviceMesh, usize),
-        most: usize,
+        max_micro_batches: usize,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
     ) -> Result<R, EngineError> {
         let mut config = self.config.clone();
@@ -102,7 +102,7 @@ impl Workload {
             return Err(EngineError::step_too_large(&config));
         }
         let accumulation = config.gradient_accumulation_steps;
-        config.gradient_accumulation_steps = accumulation.min(most);
+        config.gradient_accumulation_steps = accumulation.min(max_micro_batches);
         config.monitoring.comms_logger.enabled = false;
         let recorder = Arc::new(Mutex::new(Recorder::new(self.device)));
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
@@ -115,34 +115,34 @@ impl Workload {
             let engine = Engine::with_attention(model, &NoWeights, &config, groups, attention, device)?;
             work(&mut DryRank { engine, batch, recorder }, accumulation)
         };
-        // What it logs and traces is not the program's.
+        // Logs and traces of the dry run are dropped.
         let silent = tracing::subscriber::NoSubscriber::default();
         tracing::subscriber::with_default(silent, || {
-            dry::run(device, move |event| sink.lock().note(event), run)
+            dry::run(device, move |event| sink.lock().record(event), run)
         })?
     }
 
-    /// A micro batch without its tokens.
+    /// Returns a micro batch without tokens.
     fn batch(&self, sp_rank: usize) -> Result<MicroBatch, EngineError> {
-        let (batch, seq_len) = (self.config.micro_batch_size, self.config.require_seq_len()?);
+        let (batch_size, seq_len) = (self.config.micro_batch_size, self.config.require_seq_len()?);
         let document_len = self.document_len.unwrap_or(seq_len).clamp(1, seq_len);
         let starts = (0..seq_len).step_by(document_len).map(|start| start as u32);
         let boundaries: Vec<u32> = starts.chain([seq_len as u32]).collect();
         Ok(MicroBatch {
-            batch,
+            batch_size,
             seq_len,
             shard: shard_range(seq_len, self.config.mesh.sp_size, sp_rank),
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
-            cu_seqlens: Arc::new(vec![boundaries; batch]),
-            rows_hash: 0,
+            cu_seqlens: Arc::new(vec![boundaries; batch_size]),
+            batch_hash: 0,
         })
     }
 
-    /// Whether positions fit in 32 bits, and the tokens of a step and the bytes of a micro batch on one rank in 64.
+    /// Returns whether positions fit 32 bits, and the tokens of a step and the bytes of a micro batch on one rank 64 bits.
     fn is_countable(&self) -> Result<bool, EngineError> {
-        /// Tensors of each width that a layer has at once, at most, by the bytes of an element.
+        /// Upper bound of the bytes per element of each width in a layer.
         const BYTES: f64 = 64.0;
         let (config, model) = (&self.config, &self.model);
         let seq_len = config.require_seq_len()?;
@@ -160,20 +160,20 @@ impl Workload {
 }
 
 impl DryRank {
-    /// A step of so many micro batches.
+    /// Runs a step of `accumulation` micro batches.
     fn step(&mut self, accumulation: usize) -> Result<DryStep, EngineError> {
         self.recorder.lock().take();
         let num_run = self.engine.config().gradient_accumulation_steps;
         let mut micro_batches = Vec::with_capacity(num_run);
         for index in 0..num_run {
-            // Ids, labels and positions, which are in no tensor.
-            let tokens = self.batch.batch * self.batch.seq_len_local();
+            // Ids, labels and positions are not in tensors.
+            let tokens = self.batch.batch_size * self.batch.seq_len_local();
             let _tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
             self.begin(Phase::Forward);
             let loss = self.engine.forward(&self.batch)?;
             self.begin(Phase::Backward);
             self.engine.backward(loss)?;
-            // All between the first ones and the last, where not each is run.
+            // The second to last one represents all that are not run.
             let times = if index + 2 == num_run { accumulation - num_run + 1 } else { 1 };
             micro_batches.push((times as u64, self.recorder.lock().take()));
         }
@@ -195,7 +195,7 @@ impl DryRank {
 }
 
 impl DryStep {
-    /// Every event with how often it happens.
+    /// Returns every event with its number of repetitions.
     pub(super) fn events(&self) -> impl Iterator<Item = (u64, &Event)> {
         let of_batches =
             self.micro_batches.iter().flat_map(|(times, events)| events.iter().map(|event| (*times, event)));
@@ -203,7 +203,7 @@ impl DryStep {
     }
 }
 
-/// The groups of one rank, of which no other exists.
+/// Creates the fake groups of one rank.
 fn fake_groups(
     config: &Config,
     mesh: &DeviceMesh,
@@ -213,7 +213,7 @@ fn fake_groups(
     let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
-        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().note_collective(axis, call)))))
+        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().record_collective(axis, call)))))
     };
     let hybrid = match config.zero_shard_size().filter(|&size| size != config.mesh.dp_size) {
         None => None,

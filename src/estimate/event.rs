@@ -1,4 +1,4 @@
-//! What a rank does in a step.
+//! The events of a rank's step.
 
 use crate::comm::CollectiveOp;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
@@ -6,57 +6,57 @@ use std::fmt;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::MatmulOp;
 
-/// One thing that happens on a rank, in the order in which its thread does it.
+/// An event of a rank's step, in the order of its thread.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// A collective is started.
     Collective(Transfer),
-    /// The rank waits for the first collective of this purpose that is still under way: one that it does not
-    /// [await at once](Transfer::is_awaited_at_once).
+    /// The rank waits for the first pending collective of this purpose, one that it does not
+    /// [wait for immediately](Transfer::is_awaited_at_once).
     Wait(Purpose),
-    /// Matrix products.
+    /// Matmuls or attention.
     Compute(Work),
-    /// Operations on single elements, norms among them.
-    Sweep {
-        /// Bytes that they read, and bytes that they write.
+    /// Element-wise operations, including norms.
+    Elementwise {
+        /// Bytes read and written.
         bytes: u64,
     },
-    /// Tensors go to or come from a file.
+    /// Offloaded tensors are written to or read from a file.
     File {
         /// Bytes in both directions.
         bytes: u64,
     },
-    /// Tensors go from a GPU to the host's memory, or come back.
+    /// Offloaded tensors are copied between GPU and host memory.
     HostCopy {
         /// Bytes in both directions.
         bytes: u64,
     },
 }
 
-/// A collective of this rank with a group along an axis of the mesh.
+/// A collective of a rank along an axis of the mesh.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Transfer {
     /// The operation.
     pub op: CollectiveOp,
-    /// What for.
+    /// The purpose.
     pub purpose: Purpose,
-    /// The group.
+    /// The axis of the group.
     pub axis: Axis,
-    /// Bytes of the tensors that this rank puts in.
+    /// Bytes of the rank's input tensors.
     pub input_bytes: u64,
-    /// Bytes that this rank sends to each member of the group, in group order.
+    /// Bytes that the rank sends to each member of the group, in group order.
     pub sent_to: Arc<[u64]>,
-    /// Bytes that this rank receives from all of them.
+    /// Bytes that the rank receives from all members.
     pub received_bytes: u64,
 }
 
 impl Transfer {
-    /// Bytes that this rank sends to all members of the group.
+    /// Returns the bytes that the rank sends to all members of the group.
     pub fn sent_bytes(&self) -> u64 {
         self.sent_to.iter().sum()
     }
 
-    /// Whether the rank goes on only when it has arrived.
+    /// Returns whether the rank waits for the collective immediately.
     pub fn is_awaited_at_once(&self) -> bool {
         self.purpose.is_awaited_at_once(self.axis)
     }
@@ -65,23 +65,23 @@ impl Transfer {
 /// Why ranks communicate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Purpose {
-    /// Partitioned parameters of a unit, before its use.
+    /// Gathers the partitioned parameters of a unit before their use.
     GatherParameters,
     /// The Ulysses exchange of q, k, v and the output.
     ExchangeForward,
-    /// The same of their gradients.
+    /// The Ulysses exchange of their gradients.
     ExchangeBackward,
-    /// Gradients of a unit, over dp or over sp.
+    /// Reduces the gradients of a unit over dp or sp.
     ReduceGradients,
-    /// Updated parameters of a unit.
+    /// Gathers the updated parameters of a unit.
     PublishParameters,
-    /// Some numbers: hashes of rows, losses, tokens, norms.
+    /// Exchanges a few numbers: batch hashes, losses, token counts, norms.
     Agree,
 }
 
 impl Purpose {
-    /// Whether a rank waits as soon as it has started such a collective. What ZeRO moves between partitions is under way
-    /// while the rank computes, until an [`Event::Wait`].
+    /// Returns whether a rank waits for such a collective immediately. ZeRO's collectives between partitions overlap with
+    /// compute until an [`Event::Wait`].
     pub(super) fn is_awaited_at_once(self, axis: Axis) -> bool {
         match self {
             Self::GatherParameters | Self::PublishParameters => false,
@@ -111,14 +111,14 @@ pub enum Axis {
     Dp,
     /// Sequence parallel.
     Sp,
-    /// ZeRO's partitions, where they are not over all of dp.
+    /// ZeRO's partitions, in hybrid sharding.
     Shard,
-    /// Replicas of a partition, where there are more than the sp group.
+    /// Replicas of a partition, in hybrid sharding.
     Replicas,
 }
 
 impl Axis {
-    /// Its name in a mesh.
+    /// Returns the name of the axis in a mesh.
     pub fn name(self) -> &'static str {
         match self {
             Self::Dp => "dp",
@@ -129,24 +129,24 @@ impl Axis {
     }
 }
 
-/// Floating-point operations of an op in a pass.
+/// The FLOPs of an op in a pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
-    /// Of which op.
+    /// The op.
     pub op: MatmulOp,
-    /// Which pass.
+    /// The pass.
     pub pass: Pass,
-    /// Operations; a multiplication with an addition is two.
+    /// FLOPs; a multiply-add counts as two.
     pub flops: f64,
 }
 
 /// A pass over the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Pass {
-    /// From tokens to loss.
+    /// The forward pass.
     Forward,
-    /// A layer's forward once more, because its state was dropped.
+    /// Recomputation of a layer's forward pass.
     Recompute,
-    /// From loss to gradients.
+    /// The backward pass.
     Backward,
 }

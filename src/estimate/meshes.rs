@@ -1,6 +1,6 @@
-//! The other meshes of as many ranks.
+//! The other meshes with the same number of ranks.
 
-use super::{Criteria, Pace, RankPlan, Workload};
+use super::{Criteria, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
@@ -13,34 +13,34 @@ pub struct MeshChoice {
     pub dp: usize,
     /// Sequence-parallel ranks.
     pub sp: usize,
-    /// Data-parallel ranks that share ZeRO's partitions, where they are not all of them.
+    /// ZeRO's shard size, in hybrid sharding.
     pub shard_size: Option<usize>,
     /// ZeRO stage: the configured one, or 3.
     pub zero_stage: u8,
-    /// The most that a rank holds.
+    /// Peak memory of a rank.
     pub peak_bytes: u64,
-    /// Whether that is within the budget; true without one.
+    /// Whether the peak is within the budget; true without one.
     pub fits: bool,
-    /// Bytes that a rank sends to its own node in a step.
+    /// Bytes that a rank sends within its node per step.
     pub intra_node_bytes: u64,
-    /// Bytes that it sends to other nodes.
+    /// Bytes that a rank sends to other nodes per step.
     pub inter_node_bytes: u64,
-    /// How long the step takes, where there is a machine.
+    /// The step time, if there is a machine profile.
     #[serde(flatten)]
-    pub pace: Option<Pace>,
-    /// The longest sequence that fits the budget, where there is one and anything fits.
+    pub throughput: Option<Throughput>,
+    /// The longest sequence that fits the budget, if there is one.
     pub max_seq_len: Option<usize>,
-    /// Why this one is to be preferred; on one mesh at most.
+    /// Why this mesh is the best; set on at most one.
     pub reason: Option<String>,
 }
 
 impl MeshChoice {
     fn step_seconds(&self) -> Option<f64> {
-        self.pace.as_ref().and_then(Pace::step_seconds)
+        self.throughput.as_ref().and_then(Throughput::step_seconds)
     }
 
-    /// The better one first: the faster, where both times are known; one whose time is known before one whose time
-    /// is not; then the one that sends less between nodes, less in all, and needs less memory.
+    /// Orders the better mesh first: the faster one, known times first; then the one that sends less between nodes, less
+    /// in total, and needs less memory.
     pub(super) fn compare(&self, other: &Self) -> Ordering {
         let seconds = |choice: &Self| choice.step_seconds().unwrap_or(f64::INFINITY);
         let bytes = |choice: &Self| (choice.inter_node_bytes, choice.intra_node_bytes, choice.peak_bytes);
@@ -49,16 +49,15 @@ impl MeshChoice {
 }
 
 impl Workload {
-    /// The ways to arrange as many ranks for the same global batch that training takes: where the config says how many
-    /// ranks share ZeRO's partitions, dp is a multiple of that. Each is at the configured ZeRO stage and at
-    /// stage 3, one of them with the reason to take it: of those that fit, the fastest on the machine or, where there is
-    /// none, the one that sends least between nodes, then least in all.
+    /// Returns the valid meshes for the same ranks and global batch, each at the configured ZeRO stage and at stage 3. dp
+    /// is a multiple of the configured shard size. The best one has a reason: of those that fit, the fastest on the machine
+    /// or, without a machine, the one that sends least between nodes, then least in total.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
+    /// As [`plan`](Self::plan), for a mesh that the model and the batch allow.
     pub fn meshes(&self, criteria: Criteria<'_>) -> Result<Vec<MeshChoice>, EngineError> {
         let world_size = self.config.world_size();
-        let sizes = (1..=self.most_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
+        let sizes = (1..=self.max_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
         let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
         let arranged = arranged.flat_map(Self::at_stages);
         let mut choices = arranged
@@ -68,35 +67,35 @@ impl Workload {
         Ok(choices)
     }
 
-    /// The largest sp that the model's heads and the tokens of a row allow.
+    /// Returns the largest sp that the model's heads and the sequence length allow.
     ///
     /// # Errors
     /// When the config has no sequence length.
-    pub(super) fn most_sp(&self) -> Result<usize, EngineError> {
+    pub(super) fn max_sp(&self) -> Result<usize, EngineError> {
         let seq_len = self.config.require_seq_len()?;
         let chunks = self.model.head_chunks(self.config.ulysses.head_chunks);
-        // Every chunk of heads is shared by all ranks of an sp group.
+        // All ranks of an sp group share every head chunk.
         let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
         Ok(fewest_heads.min(seq_len))
     }
 
-    /// The same rows per step on `dp` × `sp` ranks, if they divide.
+    /// Returns the workload with the same batch on `dp` × `sp` ranks, if it divides.
     fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
         let mut workload = self.clone();
         let config = &mut workload.config;
-        let rows_per_rank = config.train_batch_size / dp;
+        let sequences_per_rank = config.train_batch_size / dp;
         let divides = config.partitions_fill(dp)
             && config.train_batch_size.is_multiple_of(dp)
-            && rows_per_rank.is_multiple_of(config.micro_batch_size);
-        if !divides || rows_per_rank == 0 {
+            && sequences_per_rank.is_multiple_of(config.micro_batch_size);
+        if !divides || sequences_per_rank == 0 {
             return None;
         }
-        config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
+        config.gradient_accumulation_steps = sequences_per_rank / config.micro_batch_size;
         config.mesh = MeshConfig { dp_size: dp, sp_size: sp };
         Some(workload)
     }
 
-    /// Itself and, where there are partitions to make, the same at stage 3.
+    /// Returns the workload itself and, if dp > 1, the same at stage 3.
     fn at_stages(self) -> impl Iterator<Item = Self> {
         let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
         let partitioned = has_partitions.then(|| {
@@ -118,14 +117,14 @@ impl Workload {
             fits: criteria.budget_bytes.is_none_or(|budget| peak_bytes <= budget),
             intra_node_bytes: sent.intra_node_bytes,
             inter_node_bytes: sent.inter_node_bytes,
-            pace: self.pace(criteria)?,
-            max_seq_len: self.longest_within(criteria)?,
+            throughput: self.throughput(criteria)?,
+            max_seq_len: self.max_seq_len_within(criteria)?,
             reason: None,
         })
     }
 }
 
-/// Gives the best choice its reason.
+/// Sets the reason of the best choice.
 fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
     let fitting = || choices.iter().filter(|choice| choice.fits);
     let (num_choices, num_fitting) = (choices.len(), fitting().count());

@@ -1,15 +1,17 @@
-//! What a run will need, before it runs: the engine itself, run dry.
+//! Plans: the memory, traffic, FLOPs and time of a run, predicted by a dry run of the engine.
 //!
 //! A dry rank executes the real [`Engine`](crate::engine::Engine) with real shapes, on tensors without elements
-//! ([`dry`](ulysses_kernels::device::dry)) and on groups that move nothing ([`fake`](crate::comm::fake)): `dry_run` drives it,
-//! `recorder` notes what it does as [`event`]s. The memory counters give its peak, part by part. One rank for each number of
-//! tokens and heads is run, so worlds of thousands cost as much as one rank.
+//! ([`dry`](ulysses_kernels::device::dry)) and on groups that move no data ([`fake`](crate::comm::fake)). `dry_run` runs it,
+//! `recorder` records its operations as [`event`]s, and the memory counters give the peak of each part of a step. One rank
+//! per distinct number of tokens and heads is run, so thousands of ranks cost as much as one.
 //!
-//! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
-//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
-//! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
-//! of sequence parallelism grows. [`Workload::step_time`] is how long a step takes on a machine whose rates are known.
-//! [`RankStep`] is the compute and the communication of one step alone.
+//! - [`Workload::plan`]: the plan of one configuration
+//! - [`Workload::max_seq_len`]: the longest sequence that fits
+//! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
+//! - [`Workload::propose`]: the mesh for a cluster
+//! - [`Workload::step_time`]: the time of a step on a machine with known rates
+//! - [`RankStep`]: the compute and communication of one step
+//! - [`scaling`]: the traffic of several kinds of sequence parallelism
 
 mod alternatives;
 mod criteria;
@@ -25,9 +27,9 @@ pub mod scaling;
 mod time;
 
 pub use alternatives::Alternative;
-pub use criteria::{Criteria, Pace};
+pub use criteria::{Criteria, Throughput};
 pub use meshes::MeshChoice;
-pub use nodes::Sent;
+pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{PlannedCalls, RankStep, model_flops};
@@ -44,57 +46,57 @@ use nodes::Nodes;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::DeviceKind;
 
-/// Longest sequence that is looked for: positions are 32 bits wide.
+/// Upper limit of the search for the longest sequence: positions have 32 bits.
 const MAX_SEQ_LEN: usize = 1 << 31;
 
-/// Ranks of an sp group that have as many tokens and heads.
+/// The ranks of an sp group with the same numbers of tokens and heads.
 #[derive(Debug, Clone, Copy)]
-struct KindOfRank {
-    /// The first of them.
+struct RankClass {
+    /// The first rank of the class.
     rank: usize,
-    /// How many they are.
+    /// The number of ranks in the class.
     ranks: usize,
 }
 
-/// What is planned.
+/// The configuration to plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
-    /// Mesh, batch, ZeRO stage, precision; its `seq_len` must be set, except to look for the longest.
+    /// Mesh, batch, ZeRO stage and precision. `seq_len` must be set, except for [`max_seq_len`](Self::max_seq_len).
     pub config: Config,
     /// The model.
     pub model: LlamaConfig,
-    /// Tokens of the documents that rows are packed with; none for rows of one document.
+    /// Tokens per document in a packed sequence; `None` for sequences of one document.
     pub document_len: Option<usize>,
-    /// Ranks that share a node: consecutive ones.
+    /// Ranks per node; consecutive ranks share a node.
     pub ranks_per_node: usize,
-    /// What ranks compute on: where what is offloaded waits.
+    /// The device of the ranks, which determines where offloaded state is stored.
     pub device: DeviceKind,
 }
 
 impl Workload {
-    /// The plan of the rank that needs most memory.
+    /// Returns the plan of the rank that needs most memory.
     ///
     /// # Errors
-    /// A config without `seq_len`, a model or a mesh that it does not fit, or a step whose bytes 64 bits do not count.
+    /// When the config has no `seq_len` or does not match the model or the mesh, or the bytes of a step overflow.
     pub fn plan(&self) -> Result<RankPlan, EngineError> {
-        let plans = self.kinds_of_ranks()?.into_iter().map(|kind| self.plan_of(kind.rank));
+        let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(kind.rank));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
-        // Of equal ones the lowest rank: `max_by_key` takes the last.
+        // The lowest of equal ranks; `max_by_key` takes the last.
         let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
         Ok(largest.unwrap_or_else(|| unreachable!("a mesh has a rank")))
     }
 
-    /// The plan of one rank.
+    /// Returns the plan of one rank.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), or a rank outside the mesh.
+    /// As [`plan`](Self::plan), or when the rank is outside the mesh.
     pub fn plan_of(&self, rank: usize) -> Result<RankPlan, EngineError> {
         let mesh = self.mesh()?;
         let sums = RankPlan::sum(rank, self.warm_step(&mesh, rank)?, &self.nodes(&mesh, rank)?);
         sums.ok_or_else(|| EngineError::step_too_large(&self.config))
     }
 
-    /// What a rank does in its first step. Of many micro batches those in the middle are listed once.
+    /// Returns the events of a rank's first step. Repeated micro batches are listed once.
     ///
     /// # Errors
     /// As [`plan_of`](Self::plan_of).
@@ -107,14 +109,14 @@ impl Workload {
         Ok(DeviceMesh::dp_sp(self.config.mesh.dp_size, self.config.mesh.sp_size)?)
     }
 
-    /// Where the peers of a rank are.
+    /// Returns the nodes of a rank's peers.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
         Nodes::new(mesh, self.config.zero_shard_size(), rank, self.ranks_per_node)
     }
 
-    /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
-    /// partitions are padded to one size.
-    fn kinds_of_ranks(&self) -> Result<Vec<KindOfRank>, EngineError> {
+    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads. Other sp groups are equal,
+    /// because partitions are padded to equal size.
+    fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
         let plans = self.chunk_plans()?;
         let kind = |rank: usize| {
             let of_plan = |plan: &ExchangePlan| {
@@ -123,20 +125,20 @@ impl Workload {
             };
             plans.iter().map(of_plan).collect::<Vec<_>>()
         };
-        let mut kinds: Vec<KindOfRank> = Vec::new();
+        let mut kinds: Vec<RankClass> = Vec::new();
         for rank in 0..self.config.mesh.sp_size {
             match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
                 Some(known) => known.ranks += 1,
-                None => kinds.push(KindOfRank { rank, ranks: 1 }),
+                None => kinds.push(RankClass { rank, ranks: 1 }),
             }
         }
         Ok(kinds)
     }
 
-    /// The exchange of each chunk of heads.
+    /// Returns the exchange plan of each head chunk.
     ///
     /// # Errors
-    /// More chunks than KV heads, or fewer heads in a chunk, or fewer tokens, than ranks.
+    /// When there are more chunks than KV heads, or a chunk has fewer heads or a sequence fewer tokens than ranks.
     fn chunk_plans(&self) -> Result<Vec<ExchangePlan>, EngineError> {
         let (config, model) = (&self.config, &self.model);
         let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
@@ -153,7 +155,7 @@ impl Workload {
         model.head_chunks(chunks).into_iter().map(plan).collect()
     }
 
-    /// The same with rows of `seq_len` tokens.
+    /// Returns the workload with another `seq_len`.
     #[must_use]
     pub fn with_seq_len(&self, seq_len: usize) -> Self {
         let mut workload = self.clone();
@@ -167,7 +169,7 @@ impl Workload {
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
-    pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
+    pub fn max_seq_len(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
         let sp_size = self.config.mesh.sp_size;
         let peak = |tokens_per_rank: usize| match self.with_seq_len(tokens_per_rank * sp_size).plan() {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
@@ -190,8 +192,8 @@ impl Workload {
     }
 }
 
-/// The next length to try between one that fits and one that does not, each with its peak: where a straight line between
-/// them reaches the budget, for peaks are nearly linear, or every third time the middle, for they bend upwards.
+/// Returns the next length to try between one that fits and one that does not, each with its peak: by linear
+/// interpolation, because peaks are nearly linear, and every third time the middle, because they are convex.
 fn between(fits: (usize, u64), too_long: (usize, u64), budget_bytes: u64, probe: usize) -> usize {
     let (shorter, longer) = (fits.0, too_long.0);
     let length = match too_long.1 {

@@ -1,31 +1,31 @@
-//! Where a rank's peers are.
+//! The nodes of a rank's peers.
 
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
 use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
 use serde::Serialize;
 
-/// Bytes that a rank sends in a step.
+/// Bytes that a rank sends per step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Sent {
+pub struct SentBytes {
     /// To ranks of its own node.
     pub intra_node_bytes: u64,
     /// To ranks of other nodes.
     pub inter_node_bytes: u64,
 }
 
-impl Sent {
-    /// Both.
+impl SentBytes {
+    /// Returns the total.
     pub fn total(self) -> u64 {
         self.intra_node_bytes + self.inter_node_bytes
     }
 
-    /// Adds `other` so many times; nothing where 64 bits do not suffice.
+    /// Adds `other` `times` times; `None` on overflow.
     pub(super) fn add(&mut self, other: Self, times: u64) -> Option<()> {
         let added = |sum: u64, bytes: u64| sum.checked_add(bytes.checked_mul(times)?);
         self.intra_node_bytes = added(self.intra_node_bytes, other.intra_node_bytes)?;
         self.inter_node_bytes = added(self.inter_node_bytes, other.inter_node_bytes)?;
-        // So that their sum can be reported.
+        // The total must not overflow either.
         self.intra_node_bytes.checked_add(self.inter_node_bytes).map(|_| ())
     }
 }
@@ -36,7 +36,7 @@ pub(super) struct Nodes {
     ranks_per_node: usize,
     dp: Vec<usize>,
     sp: Vec<usize>,
-    /// ZeRO's groups, partitions and replicas, where these are not dp and sp.
+    /// The groups of partitions and of replicas, in hybrid sharding.
     hybrid: Option<[Vec<usize>; 2]>,
 }
 
@@ -65,8 +65,8 @@ impl Nodes {
         }
     }
 
-    pub(super) fn sent(&self, transfer: &Transfer) -> Sent {
-        let mut sent = Sent::default();
+    pub(super) fn sent(&self, transfer: &Transfer) -> SentBytes {
+        let mut sent = SentBytes::default();
         for (member, bytes) in self.members(transfer.axis).iter().zip(&*transfer.sent_to) {
             if member / self.ranks_per_node == self.own_node {
                 sent.intra_node_bytes += bytes;

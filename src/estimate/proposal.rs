@@ -1,4 +1,4 @@
-//! The mesh for a cluster, a model, a sequence and a memory.
+//! Proposes a mesh for a cluster, a model, a sequence length and a memory size.
 
 use super::Workload;
 use crate::config::{MeshConfig, ZeroStage};
@@ -6,18 +6,18 @@ use crate::engine::EngineError;
 use crate::mesh::Cluster;
 use serde::Serialize;
 
-/// What mesh to take on a cluster, and what was tried before.
+/// The proposed mesh for a cluster, and the meshes that were tried.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Proposal {
-    /// By ascending sp; the last one is the one to take if it fits.
+    /// The meshes that were tried, by ascending sp.
     pub tried: Vec<Trial>,
-    /// The one to take: the smallest sp that fits or, where none does, what needs least memory.
+    /// The proposed mesh: the smallest sp that fits or, if none does, the one that needs least memory.
     pub chosen: Trial,
-    /// Where nothing fits: the longest sequence that would, with what was chosen.
+    /// If no mesh fits: the longest sequence that fits on the chosen one.
     pub max_seq_len: Option<usize>,
 }
 
-/// A mesh with a row for each data-parallel rank.
+/// A mesh that was tried, with one micro batch per data-parallel rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Trial {
     /// Data-parallel ranks.
@@ -26,21 +26,21 @@ pub struct Trial {
     pub sp: usize,
     /// ZeRO stage.
     pub zero_stage: u8,
-    /// The most that a rank holds.
+    /// Peak memory of a rank.
     pub peak_bytes: u64,
-    /// Whether that is within the memory.
+    /// Whether the peak is within the memory size.
     pub fits: bool,
-    /// Nodes that an sp group is on.
+    /// Number of nodes of an sp group.
     pub nodes_per_sequence: usize,
-    /// Bytes that a rank sends to other nodes in a step.
+    /// Bytes that a rank sends to other nodes per step.
     pub inter_node_bytes: u64,
 }
 
 impl Workload {
-    /// The mesh with the smallest sp whose ranks stay within `budget_bytes`: first those that keep an sp group inside
-    /// a node, then those that fill whole nodes, each with as much data parallelism as is left. sp no larger than
-    /// needed, because what it saves in activations it sends in exchanges. The workload's mesh and number of rows do
-    /// not count: each data-parallel rank has one micro batch.
+    /// Proposes the mesh with the smallest sp whose ranks stay within `budget_bytes`. Sizes within a node come first, then
+    /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
+    /// memory for communication. The workload's mesh and batch size are ignored: each data-parallel rank has one micro
+    /// batch.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -55,18 +55,18 @@ impl Workload {
         }
         let smallest = tried.iter().copied().min_by_key(|trial| trial.peak_bytes);
         let chosen = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
-        let max_seq_len = self.on_cluster(cluster, chosen.sp).longest(budget_bytes)?;
+        let max_seq_len = self.on_cluster(cluster, chosen.sp).max_seq_len(budget_bytes)?;
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 
-    /// What sp may be: divisors of a node's ranks, then whole nodes, as far as heads and tokens go.
+    /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the limit of heads and tokens.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
         let Cluster { nodes, ranks_per_node } = cluster;
-        let most = self.most_sp()?;
+        let max_sp = self.max_sp()?;
         let within = (1..=ranks_per_node).filter(move |sp| ranks_per_node.is_multiple_of(*sp));
         let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
         let across = across.map(move |count| count * ranks_per_node);
-        Ok(within.chain(across).filter(move |sp| *sp <= most))
+        Ok(within.chain(across).filter(move |sp| *sp <= max_sp))
     }
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
@@ -78,7 +78,7 @@ impl Workload {
         workload
     }
 
-    /// At the workload's stage or, where that does not fit and there are partitions to make, at stage 3.
+    /// Plans the workload's stage or, if that does not fit and dp > 1, stage 3.
     fn trial(mut self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
         let mut plan = self.plan()?;
         let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_fits_the_longest_sequence_that_would_is_told() {
+    fn if_nothing_fits_the_longest_sequence_that_would_is_reported() {
         let proposal = workload(1 << 22).propose(TWO_OF_8, 160 * GIB).unwrap();
         assert!(!proposal.chosen.fits && proposal.tried.len() == 5, "{proposal:?}");
         let longest = proposal.max_seq_len.unwrap();

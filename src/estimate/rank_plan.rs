@@ -1,8 +1,8 @@
-//! The sums over one rank's step.
+//! [`RankPlan`]: the memory, FLOPs and traffic of one rank's step.
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
-use super::nodes::{Nodes, Sent};
+use super::nodes::{Nodes, SentBytes};
 use crate::engine::{Moment, PartPeak};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
@@ -11,53 +11,53 @@ use ulysses_kernels::memory::Category;
 /// Bytes by category, in the order of [`Category::ALL`].
 type ByCategory = [u64; Category::ALL.len()];
 
-/// What one rank needs in a step, once it has done one before.
+/// The memory, FLOPs and traffic of one rank's step, after the first one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankPlan {
     /// Global rank.
     pub rank: usize,
-    /// The most that it holds at once.
+    /// Peak memory.
     pub peak_bytes: u64,
-    /// What it does then.
+    /// The part of the step with the peak.
     #[serde(serialize_with = "as_text")]
     pub peak_at: Moment,
-    /// What that consists of.
+    /// The peak by category.
     #[serde(serialize_with = "by_name")]
     pub peak_by_category: ByCategory,
-    /// What it holds throughout; storage that is recycled from step to step is not among it.
+    /// Memory that is held throughout, without recycled storage.
     pub persistent_bytes: u64,
-    /// The most that waits elsewhere at once: in files, or of a GPU in the host's memory.
+    /// Peak of the offloaded bytes: in files, or of a GPU in host memory.
     pub offloaded_bytes: u64,
-    /// The most that it holds during each part of its last micro batch, and in the update.
+    /// Peak memory in each part of the last micro batch, and in the update.
     pub timeline: Vec<MomentMemory>,
-    /// Floating-point operations of forward and backward.
+    /// FLOPs of forward and backward passes.
     pub model_flops: f64,
-    /// Those of forward passes that are repeated in the backward pass.
+    /// FLOPs of recomputation.
     pub recompute_flops: f64,
     /// Bytes sent.
-    pub sent: Sent,
-    /// Bytes sent by what they are.
+    pub sent: SentBytes,
+    /// Bytes sent by purpose.
     #[serde(serialize_with = "by_purpose")]
-    pub sent_by_purpose: BTreeMap<Purpose, Sent>,
+    pub sent_by_purpose: BTreeMap<Purpose, SentBytes>,
 }
 
-/// The most that a rank holds during a part of a step.
+/// The peak memory of a rank in a part of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MomentMemory {
-    /// Which part.
+    /// The part of the step.
     #[serde(serialize_with = "as_text")]
     pub at: Moment,
-    /// Bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// What they hold.
+    /// Bytes by category.
     #[serde(serialize_with = "by_name")]
     pub by_category: ByCategory,
 }
 
 impl RankPlan {
-    /// Of a step. Nothing where 64 bits do not suffice for its bytes.
+    /// Sums a step; `None` if its bytes overflow.
     pub(super) fn sum(rank: usize, step: DryStep, nodes: &Nodes) -> Option<Self> {
-        let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
+        let mut sent_by_purpose: BTreeMap<Purpose, SentBytes> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
         for (times, event) in step.events() {
             match event {
@@ -68,7 +68,7 @@ impl RankPlan {
                     Pass::Recompute => recompute_flops += times as f64 * work.flops,
                     Pass::Forward | Pass::Backward => model_flops += times as f64 * work.flops,
                 },
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let moment = |part: &PartPeak| MomentMemory {
@@ -80,7 +80,7 @@ impl RankPlan {
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
         let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
         let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
-        let mut sent = Sent::default();
+        let mut sent = SentBytes::default();
         sent_by_purpose.values().try_for_each(|of_purpose| sent.add(*of_purpose, 1))?;
         Some(Self {
             rank,
@@ -106,7 +106,7 @@ fn by_name<S: Serializer>(bytes: &ByCategory, serializer: S) -> Result<S::Ok, S:
     serializer.collect_map(Category::ALL.iter().map(|category| category.name()).zip(bytes))
 }
 
-fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> Result<S::Ok, S::Error> {
+fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, SentBytes>, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(sent.iter().map(|(purpose, sent)| (purpose.to_string().replace(' ', "_"), sent)))
 }
 
@@ -120,7 +120,7 @@ mod tests {
 
     const SEQ_LEN: usize = 4096;
 
-    /// The preset `small` on one rank, with `changes` of the sections.
+    /// Plans the preset `small` on one rank.
     fn plan(device: DeviceKind, checkpoints: bool, zero: Value) -> RankPlan {
         let config = json!({
             "train_batch_size": 1, "bf16": { "enabled": true }, "zero_optimization": zero,
@@ -133,22 +133,25 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_of_a_gpu_are_in_the_hosts_memory_but_for_those_on_their_way() {
+    fn checkpoints_of_a_gpu_are_in_host_memory_except_those_in_transfer() {
         let model = preset("small").unwrap();
         let checkpoint = (SEQ_LEN * model.hidden_size * 2) as u64;
         let stage = || json!({ "stage": 0 });
-        let [on_gpu, away] = [false, true].map(|away| plan(DeviceKind::Cuda, away, stage()));
-        assert_eq!((on_gpu.offloaded_bytes, away.offloaded_bytes), (0, model.num_layers as u64 * checkpoint));
-        // One arrives while one is used; and while the next layer works in it, one leaves.
-        assert!(on_gpu.peak_bytes - away.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
-        // A file takes a buffer, but no tensor to read ahead into.
+        let [on_gpu, offloaded] = [false, true].map(|offloads| plan(DeviceKind::Cuda, offloads, stage()));
+        assert_eq!(
+            (on_gpu.offloaded_bytes, offloaded.offloaded_bytes),
+            (0, model.num_layers as u64 * checkpoint)
+        );
+        // One is copied in while one is used, and one is copied out while the next layer runs.
+        assert!(on_gpu.peak_bytes - offloaded.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
+        // A file needs a buffer, but no tensor for prefetching.
         let in_file = plan(DeviceKind::Cpu, true, stage());
-        assert_eq!(in_file.offloaded_bytes, away.offloaded_bytes);
-        assert!(in_file.peak_bytes < away.peak_bytes + (1 << 17));
+        assert_eq!(in_file.offloaded_bytes, offloaded.offloaded_bytes);
+        assert!(in_file.peak_bytes < offloaded.peak_bytes + (1 << 17));
     }
 
     #[test]
-    fn state_of_a_gpu_is_in_the_hosts_memory_and_on_a_cpu_where_it_is_anyway() {
+    fn offload_to_cpu_moves_state_of_a_gpu_but_not_of_a_cpu() {
         let padded = preset("small").unwrap().num_parameters() as u64;
         let cpu = json!({ "device": "cpu" });
         let of_stage = |stage: u8, sections: &[&str]| {

@@ -1,7 +1,7 @@
-//! What a rank computes and communicates in one step, to stand beside what it really did.
+//! [`RankStep`]: the planned compute and communication of one step, to compare with the real ones.
 
 use super::event::{Axis, Event, Pass, Purpose};
-use super::{KindOfRank, Workload};
+use super::{RankClass, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::Config;
 use crate::engine::EngineError;
@@ -12,34 +12,34 @@ use std::collections::BTreeMap;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::MatmulOp;
 
-/// One rank's arithmetic and collectives of a step.
+/// The FLOPs and collectives of one rank's step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankStep {
-    /// Floating-point operations.
+    /// FLOPs by op and pass.
     pub flops: BTreeMap<(MatmulOp, Pass), f64>,
-    /// Collectives that are alike, counted.
+    /// Collectives, with equal ones counted.
     pub collectives: Vec<PlannedCalls>,
 }
 
-/// Collectives of one step that are alike.
+/// Equal collectives of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlannedCalls {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
     pub op: CollectiveOp,
-    /// What for, in words.
+    /// The purpose.
     pub purpose: String,
-    /// Bytes that the rank puts into each.
+    /// Input bytes of the rank per call.
     pub input_bytes: u64,
-    /// How often.
+    /// Number of calls.
     pub calls: u64,
-    /// Bytes that the rank sends in all of them.
+    /// Bytes that the rank sends in all calls.
     pub sent_bytes: u64,
 }
 
 impl RankStep {
-    /// Of a rank of the mesh.
+    /// Plans the step of a rank.
     ///
     /// # Errors
     /// As [`Workload::plan`].
@@ -54,7 +54,7 @@ impl RankStep {
         Self::sum(step.events()).ok_or_else(|| EngineError::step_too_large(config))
     }
 
-    /// Of a micro batch that is only evaluated: its forward pass, and the sums of its loss.
+    /// Plans the evaluation of a micro batch: its forward pass, and the sums of its loss.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -68,10 +68,10 @@ impl RankStep {
         Self::sum(events.iter().map(|event| (1, event))).ok_or_else(|| EngineError::step_too_large(config))
     }
 
-    /// Nothing where 64 bits do not suffice for its bytes.
+    /// Sums events; `None` if the bytes overflow.
     pub(super) fn sum<'a>(events: impl IntoIterator<Item = (u64, &'a Event)>) -> Option<Self> {
         let mut flops = BTreeMap::new();
-        let mut alike: BTreeMap<(Axis, CollectiveOp, Purpose, u64), (u64, u64)> = BTreeMap::new();
+        let mut counts: BTreeMap<(Axis, CollectiveOp, Purpose, u64), (u64, u64)> = BTreeMap::new();
         for (times, event) in events {
             match event {
                 Event::Compute(work) => {
@@ -79,41 +79,41 @@ impl RankStep {
                 }
                 Event::Collective(transfer) => {
                     let kind = (transfer.axis, transfer.op, transfer.purpose, transfer.input_bytes);
-                    let (calls, sent_bytes) = alike.entry(kind).or_default();
+                    let (calls, sent_bytes) = counts.entry(kind).or_default();
                     *calls = times.checked_add(*calls)?;
                     *sent_bytes = transfer.sent_bytes().checked_mul(times)?.checked_add(*sent_bytes)?;
                 }
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {
             let (axis, purpose) = (Axis::name(axis).to_owned(), Purpose::to_string(&purpose));
             PlannedCalls { axis, op, purpose, input_bytes, calls, sent_bytes }
         };
-        Some(Self { flops, collectives: alike.into_iter().map(planned).collect() })
+        Some(Self { flops, collectives: counts.into_iter().map(planned).collect() })
     }
 
-    /// Operations of forward and backward; what is computed twice counts once.
+    /// Returns the FLOPs of forward and backward passes, without recomputation.
     pub fn model_flops(&self) -> f64 {
         self.flops.iter().filter(|((_, pass), _)| *pass != Pass::Recompute).map(|(_, flops)| flops).sum()
     }
 }
 
-/// What a step computes and communicates is the same on every device, in one node or many.
+/// Returns the workload on a CPU and one node: compute and communication do not depend on device and nodes.
 fn workload(config: &Config, model: &LlamaConfig) -> Workload {
     let (config, model) = (config.clone(), model.clone());
     Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
 }
 
-/// Floating-point operations of a step on all ranks together, without those of recomputation.
+/// Returns the FLOPs of a step on all ranks, without recomputation.
 ///
 /// # Errors
 /// As [`Workload::plan`].
 pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> Result<f64, EngineError> {
-    let of_kind = |KindOfRank { rank, ranks }| {
+    let of_kind = |RankClass { rank, ranks }| {
         Ok::<_, EngineError>(ranks as f64 * RankStep::of(config, model, mesh, rank)?.model_flops())
     };
-    let kinds = workload(config, model).kinds_of_ranks()?;
+    let kinds = workload(config, model).rank_classes()?;
     let of_group = kinds.into_iter().map(of_kind).sum::<Result<f64, _>>()?;
     // Ranks of different dp coordinates do the same.
     Ok(of_group * config.mesh.dp_size as f64)
@@ -143,12 +143,12 @@ mod tests {
     }
 
     #[test]
-    fn the_flops_of_a_step_are_those_of_every_product_of_the_model() {
+    fn the_flops_of_a_step_are_those_of_every_matmul_of_the_model() {
         let json = r#"{ "train_batch_size": 1, "ulysses": { "seq_len": 9 } }"#;
         let config = Config::from_json_str(json, "c.json").unwrap();
         let flops =
             model_flops(&config, &preset("nano").unwrap(), &DeviceMesh::dp_sp(1, 1).unwrap()).unwrap();
-        // Forward and backward: 6 for every weight of a product, 12 for every element of an attended pair of a head.
+        // Forward and backward: 6 per weight of a matmul, 12 per visible pair and head element.
         // q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
         let weights = 2 * (64 * 192 + 3 * 64 * 172) + 64 * 256;
         // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.

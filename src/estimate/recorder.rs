@@ -1,4 +1,4 @@
-//! What a dry rank reports, in its order.
+//! Records the events of a dry rank.
 
 use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
 use crate::comm::CollectiveOp;
@@ -7,7 +7,7 @@ use candle_core::DType;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, MatmulOp};
 
-/// What the engine does: by that and by its op an event is told from others of its kind.
+/// The phase of a step, which determines the purpose of collectives and the pass of ops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
     Forward,
@@ -15,13 +15,13 @@ pub(super) enum Phase {
     Update,
 }
 
-/// Events since they were taken last, and room for what is offloaded.
+/// Records events and offloaded bytes.
 #[derive(Debug)]
 pub(super) struct Recorder {
     device: DeviceKind,
     pub(super) phase: Phase,
     events: Vec<Event>,
-    /// The exchange before an attention, whose direction is that of the attention; and the one after it.
+    /// The exchange before attention; its direction is known once attention runs.
     exchange_before: Option<usize>,
     direction: Purpose,
     is_exchange_after: bool,
@@ -47,10 +47,10 @@ impl Recorder {
         std::mem::take(&mut self.events)
     }
 
-    pub(super) fn note(&mut self, event: dry::Event) {
+    pub(super) fn record(&mut self, event: dry::Event) {
         match event {
             dry::Event::Compute { op, is_backward, flops } => self.compute(op, is_backward, flops),
-            dry::Event::Elementwise { bytes } => self.events.push(Event::Sweep { bytes }),
+            dry::Event::Elementwise { bytes } => self.events.push(Event::Elementwise { bytes }),
             dry::Event::Copy { bytes } => self.events.push(match self.device {
                 DeviceKind::Cpu => Event::File { bytes },
                 DeviceKind::Cuda => Event::HostCopy { bytes },
@@ -79,7 +79,7 @@ impl Recorder {
         self.events.push(Event::Compute(Work { op, pass, flops }));
     }
 
-    pub(super) fn note_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
+    pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
         let FakeCollective { op, dtype, started } = collective;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
             return self.complete(axis, self.purpose(op, dtype));
@@ -105,7 +105,7 @@ impl Recorder {
         }
     }
 
-    /// Values are of other types than tensors.
+    /// Returns the purpose of a collective. Single values have other dtypes than tensors.
     fn purpose(&self, op: CollectiveOp, dtype: DType) -> Purpose {
         let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
         match op {

@@ -1,15 +1,14 @@
-//! How much a rank sends in a layer, forward and backward, when ranks and tokens grow together.
+//! The traffic of a rank per layer, forward and backward, when ranks and tokens grow in proportion.
 //!
 //! DeepSpeed-Ulysses (arXiv 2309.14509, section 3.2) claims that the volume per link stays constant when the
-//! sequence length N and the number of ranks P grow in proportion: `4·N·h/P` elements for a layer's forward of
-//! hidden size h. [`study`] lays the exchange plan's own count beside it, and beside two other ways to
-//! shard a sequence:
+//! sequence length N and the number of ranks P grow in proportion: `4·N·h/P` elements for the forward pass of a layer
+//! with hidden size h. [`study`] compares this with the exchange plan, and with two other ways to shard a sequence:
 //!
-//! - **Ulysses**: what [`ExchangePlan`] sends, heads that do not divide and shared KV heads included.
+//! - **Ulysses**: the volume of [`ExchangePlan`], including indivisible heads and shared KV heads.
 //! - **Megatron** sequence parallelism (arXiv 2205.05198): an all-gather and a reduce-scatter of the activations
 //!   around attention and around the MLP, forward and backward: `8·N·h·(P−1)/P`. (It gathers activations
 //!   twice more to save memory, which is not counted.)
-//! - **Ring** attention (arXiv 2310.01889): K and V go around forward, and again with their gradients backward:
+//! - **Ring** attention (arXiv 2310.01889): K and V circulate forward, and again with their gradients backward:
 //!   `6·N·Hkv·D·(P−1)/P`.
 
 use crate::engine::EngineError;
@@ -18,13 +17,13 @@ use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use serde::Serialize;
 use ulysses_kernels::rope::Scaling;
 
-/// Ranks of the study.
+/// Numbers of ranks in the study.
 pub const RANKS: [usize; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
 
 /// Bytes of an element: 16 bits.
 const ELEMENT_BYTES: f64 = 2.0;
 
-/// What one model's ranks send in a layer, for each number of ranks.
+/// The traffic of one model per layer, by number of ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelScaling {
     /// Name of the model.
@@ -35,34 +34,33 @@ pub struct ModelScaling {
     pub num_heads: usize,
     /// KV heads.
     pub num_kv_heads: usize,
-    /// One for each number of ranks.
+    /// One point per number of ranks.
     pub points: Vec<Point>,
 }
 
-/// Bytes that a rank sends in a layer, forward and backward, one row of `seq_len` tokens; of ranks that differ,
-/// the one that sends most.
+/// Bytes that the rank with the most traffic sends per layer, forward and backward, for one sequence of `seq_len` tokens.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
-    /// Ranks P, all of them on the sp axis.
+    /// Number of ranks P, all on the sp axis.
     pub ranks: usize,
-    /// Tokens N.
+    /// Number of tokens N.
     pub seq_len: usize,
-    /// By the exchange plan; none when there are fewer heads than ranks.
+    /// Bytes of the exchange plan; `None` if there are fewer heads than ranks.
     pub ulysses_bytes: Option<f64>,
-    /// The part of it that is K, V and their gradients.
+    /// The part for K, V and their gradients.
     pub ulysses_kv_bytes: Option<f64>,
-    /// Twice the paper's `4·N·h/P`, for the backward pass sends as much.
+    /// Twice the paper's `4·N·h/P`, because the backward pass sends as much.
     pub claimed_bytes: f64,
-    /// By all-gather and reduce-scatter.
+    /// Bytes of all-gather and reduce-scatter (Megatron).
     pub megatron_bytes: f64,
-    /// By K and V in a ring.
+    /// Bytes of K and V in a ring.
     pub ring_bytes: f64,
 }
 
-/// The study of a synthetic model with a head for every rank, and of real ones.
+/// Runs the study for a synthetic model with one head per rank, and for real models.
 ///
 /// # Errors
-/// None that the models here could give.
+/// None for the models here.
 pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
     let real = |name: &str| Ok::<_, EngineError>((name.to_owned(), shape(name)?));
     let models = [
@@ -74,7 +72,7 @@ pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
     models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank, &RANKS)).collect()
 }
 
-/// As wide as Llama 70B, with as many heads as the largest world has ranks.
+/// Returns a model of Llama 70B's width, with as many heads as the largest number of ranks.
 fn synthetic() -> LlamaConfig {
     LlamaConfig {
         architecture: Architecture::Llama,
@@ -93,10 +91,10 @@ fn synthetic() -> LlamaConfig {
     }
 }
 
-/// The study of one model on each of these numbers of ranks.
+/// Runs the study for one model.
 ///
 /// # Errors
-/// Fewer tokens than ranks.
+/// When there are fewer tokens than ranks.
 pub fn of_model(
     name: String,
     model: &LlamaConfig,
@@ -129,7 +127,7 @@ fn point(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<Point, Eng
     })
 }
 
-/// Elements that the busiest rank exchanges, and how many of them are K, V and their gradients.
+/// Returns the elements that the rank with the most traffic exchanges, and those of K, V and their gradients.
 fn exchanged(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<(f64, f64), EngineError> {
     let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = *model;
     let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
@@ -139,7 +137,7 @@ fn exchanged(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<(f64, 
         let all = plan.volume().total_elems(false) as f64;
         let (seq, kv) = (plan.seq_ranges(), plan.kv_head_ranges());
         let peers = (0..ranks).filter(|peer| *peer != rank);
-        // K and V to the peers' heads, and their gradients of its own heads to the peers' tokens.
+        // K and V of its tokens for the peers' heads, and gradients of its heads for the peers' tokens.
         let of_peer = |peer: usize| seq[rank].len() * kv[peer].len() + seq[peer].len() * kv[rank].len();
         let kv_elems = 2 * head_dim * peers.map(of_peer).sum::<usize>();
         if all > most.0 {

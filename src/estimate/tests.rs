@@ -16,7 +16,7 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
     };
     let ulysses = |section: Value| json!({ "ulysses": section });
     let recompute = || json!({ "activation_checkpointing": true });
-    let away =
+    let offload_checkpoints =
         || json!({ "activation_checkpointing": { "cpu_checkpointing": true }, "ulysses": recompute() });
     let offload = |device: &str| {
         let place = json!({ "device": device });
@@ -39,10 +39,10 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
         ("stage 3, tiles and chunks", cpu, with(3, [2, 2], ulysses(bounded.clone()))),
         ("stage 3, frozen", cpu, with(3, [2, 2], ulysses(frozen))),
         ("stage 3, hybrid", cpu, with(3, [4, 2], hybrid)),
-        ("checkpoints in a file", cpu, with(2, [2, 2], away())),
-        ("checkpoints in the host's memory", gpu, with(2, [2, 2], away())),
+        ("checkpoints in a file", cpu, with(2, [2, 2], offload_checkpoints())),
+        ("checkpoints in host memory", gpu, with(2, [2, 2], offload_checkpoints())),
         ("state in files", cpu, with(3, [2, 2], offload("nvme"))),
-        ("state in the host's memory", gpu, with(3, [2, 2], offload("cpu"))),
+        ("state in host memory", gpu, with(3, [2, 2], offload("cpu"))),
         ("a GPU's chunks", gpu, with(3, [1, 2], ulysses(bounded))),
     ]
 }
@@ -70,7 +70,7 @@ fn a_step_whose_repeated_micro_batches_are_counted_is_the_one_that_runs_each() {
             let step = |most| workload.warm_step_of(&mesh, rank, most).unwrap();
             let of = |most| RankPlan::sum(rank, step(most), &nodes).unwrap();
             let (counted, run) = (of(4), of(6));
-            // A GPU keeps the losses of every token until the step: of more micro batches more.
+            // A GPU keeps the losses of all tokens until the step, so more micro batches take more memory.
             let losses = if device == DeviceKind::Cuda { 2 * 2 * 26 * 4 } else { 0 };
             assert!((0..=losses).contains(&(run.peak_bytes - counted.peak_bytes)), "{label}, rank {rank}");
             assert_eq!(counted.sent_by_purpose, run.sent_by_purpose, "{label}, rank {rank}");

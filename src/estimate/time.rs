@@ -1,15 +1,15 @@
-//! How long a step takes on a machine: the events of a dry step by the machine's rates.
+//! The step time on a machine: the events of a dry step at the machine's rates.
 //!
-//! A rank does one thing after another. Products, attention and sweeps over memory take their work by their rate,
-//! a collective its latency and the bytes that it sends by the bus bandwidth of its link. What ZeRO starts and
-//! awaits later goes on beside the arithmetic where the machine [can do that](MachineProfile::overlaps_communication):
-//! one collective after another, in the order of their start, as on the one stream that NCCL's operations have.
-//! Elsewhere it is moved by the rank itself, when it waits. `docs/planning.md` tells what is not counted.
+//! A rank executes events one after another. Matmuls, attention and element-wise operations take their work divided by
+//! their rate; a collective takes its latency plus the bytes that it sends divided by the bus bandwidth of its link.
+//! ZeRO's asynchronous collectives overlap with compute if the machine
+//! [supports it](MachineProfile::overlaps_communication): one after another, in the order of their start, as on NCCL's
+//! single stream. Otherwise the rank transfers them itself when it waits. `docs/planning.md` lists what is not modeled.
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose, Transfer, Work};
 use super::nodes::Nodes;
-use super::{Sent, Workload};
+use super::{SentBytes, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::{LinkRates, MachineProfile, Rates};
 use crate::engine::EngineError;
@@ -18,54 +18,55 @@ use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
 use ulysses_kernels::device::dry::MatmulOp;
 
-/// The time of a step on the rank that needs most of it. The parts add up to the total.
+/// The step time of the slowest rank. The parts add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepTime {
     /// The machine.
     pub machine: String,
     /// Global rank.
     pub rank: usize,
-    /// Where the time goes.
+    /// The parts of the time.
     #[serde(flatten)]
     pub parts: TimeParts,
-    /// All of it.
+    /// The total time.
     pub total_seconds: f64,
-    /// Products and attention that are done twice: part of the above.
+    /// Recomputation of matmuls and attention, included in the parts.
     pub recompute_seconds: f64,
-    /// Communication beside arithmetic: not part of the above.
+    /// Communication that overlaps with compute, not included in the parts.
     pub hidden_seconds: f64,
-    /// Tokens of the global batch by the time.
+    /// Tokens of the global batch per second.
     pub tokens_per_second: f64,
-    /// Arithmetic of all ranks, without what is done twice, as a share of their peak.
+    /// Model FLOPs utilization: FLOPs of all ranks without recomputation, relative to their peak.
     pub mfu: f64,
 }
 
-/// What a rank does at a time.
+/// The parts of a step's time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TimeParts {
-    /// Matrix products.
-    pub products_seconds: f64,
+    /// Matmuls.
+    #[serde(rename = "products_seconds")]
+    pub matmul_seconds: f64,
     /// Attention.
     pub attention_seconds: f64,
-    /// Norms, SwiGLU and other operations on single elements.
+    /// Norms, SwiGLU and other element-wise operations.
     pub elementwise_seconds: f64,
     /// The Ulysses exchange.
     pub exchange_seconds: f64,
-    /// Gathers, reductions and sums, as far as the rank waits for them.
+    /// Waiting for ZeRO's gathers and reductions, and for sums.
     pub zero_seconds: f64,
-    /// Norm of the gradient and update.
+    /// Gradient norm and optimizer update.
     pub update_seconds: f64,
-    /// Files of what is offloaded.
+    /// Reads and writes of offload files.
     pub file_seconds: f64,
-    /// Copies of what is offloaded from a GPU to the host's memory, and back.
+    /// Copies of offloaded tensors between GPU and host memory.
     pub host_copy_seconds: f64,
 }
 
 impl TimeParts {
-    /// Each with its name.
+    /// Returns the parts with their names.
     pub fn named(&self) -> [(&'static str, f64); 8] {
         [
-            ("products", self.products_seconds),
+            ("matmuls", self.matmul_seconds),
             ("attention", self.attention_seconds),
             ("elementwise", self.elementwise_seconds),
             ("exchange", self.exchange_seconds),
@@ -78,11 +79,10 @@ impl TimeParts {
 }
 
 impl Workload {
-    /// The time of a step on `machine`. Of the sp groups one that is on most nodes counts, and of its ranks the
-    /// slowest.
+    /// Returns the step time on `machine`: of the slowest rank, in an sp group that spans the most nodes.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), or a rate that the step needs and the machine profile does not have.
+    /// As [`plan`](Self::plan), or when the machine profile lacks a rate that the step needs.
     pub fn step_time(&self, machine: &MachineProfile) -> Result<StepTime, EngineError> {
         let config = &self.config;
         let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
@@ -93,72 +93,72 @@ impl Workload {
                 Some("bf16") => "rates.bf16",
                 Some(_) => "rates.fp16",
             },
-            needed_by: "that is what the config trains in".to_owned(),
+            needed_by: "it is the dtype of the config".to_owned(),
         })?;
-        let first = self.widest_row() * config.mesh.sp_size;
-        let (mut slowest, mut model_flops) = (None::<(usize, Walk<'_>)>, 0.0);
-        for kind in self.kinds_of_ranks()? {
+        let first = self.first_dp_row_on_most_nodes() * config.mesh.sp_size;
+        let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
+        for kind in self.rank_classes()? {
             let rank = first + kind.rank;
-            let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
-            walk.through(&self.warm_step(&mesh, rank)?)?;
-            model_flops += (kind.ranks * config.mesh.dp_size) as f64 * walk.model_flops;
-            if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
-                slowest = Some((rank, walk));
+            let mut simulation = Simulation::new(machine, rates, self.nodes(&mesh, rank)?);
+            simulation.run(&self.warm_step(&mesh, rank)?)?;
+            model_flops += (kind.ranks * config.mesh.dp_size) as f64 * simulation.model_flops;
+            if slowest.as_ref().is_none_or(|(_, known)| known.now < simulation.now) {
+                slowest = Some((rank, simulation));
             }
         }
-        let (rank, walk) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let (rank, simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
         let tokens = config.train_batch_size * config.require_seq_len()?;
         let peak = config.world_size() as f64 * rates.peak_flops_per_second;
         Ok(StepTime {
             machine: machine.name.clone(),
             rank,
-            parts: walk.parts,
-            total_seconds: walk.now,
-            recompute_seconds: walk.recompute,
-            hidden_seconds: walk.hidden,
-            tokens_per_second: tokens as f64 / walk.now,
-            mfu: model_flops / walk.now / peak,
+            parts: simulation.parts,
+            total_seconds: simulation.now,
+            recompute_seconds: simulation.recompute,
+            hidden_seconds: simulation.hidden,
+            tokens_per_second: tokens as f64 / simulation.now,
+            mfu: model_flops / simulation.now / peak,
         })
     }
 
-    /// The first of the rows of the mesh that are on most nodes.
-    fn widest_row(&self) -> usize {
+    /// Returns the first dp rank whose sp group spans the most nodes.
+    fn first_dp_row_on_most_nodes(&self) -> usize {
         let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
-        let nodes = |row: &usize| ((row + 1) * sp - 1) / per_node - row * sp / per_node;
-        // Of equal ones `max_by_key` takes the last.
+        let nodes = |dp_rank: &usize| ((dp_rank + 1) * sp - 1) / per_node - dp_rank * sp / per_node;
+        // `max_by_key` takes the last of equal ones.
         (0..self.config.mesh.dp_size).rev().max_by_key(nodes).unwrap_or(0)
     }
 }
 
 /// A collective that has been started.
-struct UnderWay {
-    /// How long it takes.
+struct InFlight {
+    /// The duration.
     seconds: f64,
-    /// When it ends, where it goes on by itself.
+    /// The end, if it overlaps with compute.
     ends: Option<f64>,
 }
 
-/// One rank on its way through a step.
-struct Walk<'a> {
+/// The simulation of one rank's step.
+struct Simulation<'a> {
     machine: &'a MachineProfile,
     rates: Rates,
     nodes: Nodes,
     now: f64,
-    /// When the last collective ends that has been started.
+    /// The end of the last started collective.
     network_free: f64,
-    under_way: BTreeMap<Purpose, VecDeque<UnderWay>>,
+    in_flight: BTreeMap<Purpose, VecDeque<InFlight>>,
     is_updating: bool,
-    /// For how many micro batches this one stands. Nothing is under way between them, so all of its times are as many
-    /// times as long.
+    /// The number of micro batches that the current one represents. No collective is in flight between them, so times
+    /// are multiplied.
     times: f64,
     parts: TimeParts,
     recompute: f64,
-    /// Communication that nobody waited for.
+    /// Communication that overlapped with compute.
     hidden: f64,
     model_flops: f64,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> Simulation<'a> {
     fn new(machine: &'a MachineProfile, rates: Rates, nodes: Nodes) -> Self {
         Self {
             machine,
@@ -166,7 +166,7 @@ impl<'a> Walk<'a> {
             nodes,
             now: 0.0,
             network_free: 0.0,
-            under_way: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             is_updating: false,
             times: 1.0,
             parts: TimeParts::default(),
@@ -176,22 +176,22 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Goes through a step.
-    fn through(&mut self, step: &DryStep) -> Result<(), EngineError> {
+    /// Simulates a step.
+    fn run(&mut self, step: &DryStep) -> Result<(), EngineError> {
         for (times, events) in &step.micro_batches {
             self.times = *times as f64;
-            events.iter().try_for_each(|event| self.go_on(event))?;
+            events.iter().try_for_each(|event| self.process(event))?;
         }
         (self.times, self.is_updating) = (1.0, true);
-        step.update.iter().try_for_each(|event| self.go_on(event))?;
+        step.update.iter().try_for_each(|event| self.process(event))?;
         self.end();
         Ok(())
     }
 
-    fn go_on(&mut self, event: &Event) -> Result<(), EngineError> {
+    fn process(&mut self, event: &Event) -> Result<(), EngineError> {
         match event {
             Event::Compute(work) => self.compute(*work),
-            Event::Sweep { bytes } => self.sweep(*bytes),
+            Event::Elementwise { bytes } => self.elementwise(*bytes),
             Event::File { bytes } => self.file(*bytes)?,
             Event::HostCopy { bytes } => self.host_copy(*bytes)?,
             Event::Collective(transfer) => self.communicate(transfer)?,
@@ -216,10 +216,10 @@ impl<'a> Walk<'a> {
                 (attention_backward_flops_per_second, &mut self.parts.attention_seconds)
             }
             (MatmulOp::Linear | MatmulOp::LmHead, _) => {
-                (product_flops_per_second, &mut self.parts.products_seconds)
+                (product_flops_per_second, &mut self.parts.matmul_seconds)
             }
         };
-        // The loss multiplies for its logits once more in the backward pass.
+        // The backward pass recomputes the logits.
         let repeated = if (op, pass) == (MatmulOp::LmHead, Pass::Forward) { flops } else { 0.0 };
         let seconds = (flops + repeated) / rate;
         *part += seconds;
@@ -231,7 +231,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn sweep(&mut self, bytes: u64) {
+    fn elementwise(&mut self, bytes: u64) {
         let (rate, part) = match self.is_updating {
             true => (self.machine.update_bytes_per_second, &mut self.parts.update_seconds),
             false => (self.rates.elementwise_bytes_per_second, &mut self.parts.elementwise_seconds),
@@ -269,12 +269,12 @@ impl<'a> Walk<'a> {
             let ends = self.machine.overlaps_communication.then_some(starts + seconds);
             self.network_free = ends.unwrap_or(self.network_free);
             self.hidden += seconds;
-            let of_purpose = self.under_way.entry(transfer.purpose).or_default();
-            of_purpose.push_back(UnderWay { seconds, ends });
+            let of_purpose = self.in_flight.entry(transfer.purpose).or_default();
+            of_purpose.push_back(InFlight { seconds, ends });
             return Ok(());
         }
-        // What is under way before it is waited for.
-        self.pay_for_zero(starts - self.now);
+        // Collectives in flight finish first.
+        self.wait_for_zero(starts - self.now);
         self.now += seconds;
         self.network_free = self.now;
         match transfer.purpose {
@@ -288,31 +288,31 @@ impl<'a> Walk<'a> {
     }
 
     fn wait(&mut self, purpose: Purpose) {
-        let first = self.under_way.get_mut(&purpose).and_then(VecDeque::pop_front);
-        let Some(UnderWay { seconds, ends }) = first else { return };
-        self.pay_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
+        let first = self.in_flight.get_mut(&purpose).and_then(VecDeque::pop_front);
+        let Some(InFlight { seconds, ends }) = first else { return };
+        self.wait_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
     }
 
-    /// Waits for communication that was counted as hidden when it started.
-    fn pay_for_zero(&mut self, seconds: f64) {
+    /// Waits for communication that was counted as hidden at its start.
+    fn wait_for_zero(&mut self, seconds: f64) {
         self.now += seconds;
         self.parts.zero_seconds += seconds;
         self.hidden -= seconds;
     }
 
-    /// A step ends when all of its communication has.
+    /// Waits for all communication of the step.
     fn end(&mut self) {
-        let purposes: Vec<Purpose> = self.under_way.keys().copied().collect();
+        let purposes: Vec<Purpose> = self.in_flight.keys().copied().collect();
         for purpose in purposes {
-            while self.under_way.get(&purpose).is_some_and(|left| !left.is_empty()) {
+            while self.in_flight.get(&purpose).is_some_and(|left| !left.is_empty()) {
                 self.wait(purpose);
             }
         }
     }
 
-    /// The two links work at the same time, so the slower one counts.
+    /// Returns the time of a collective. Both links work in parallel, so the slower one counts.
     fn seconds_of(&self, transfer: &Transfer) -> Result<f64, EngineError> {
-        let Sent { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
+        let SentBytes { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
         let links = &self.machine.links;
         let within = ("links.intra_node", "several of its ranks share a node");
         let between = ("links.inter_node", "it has ranks on several nodes");
@@ -335,7 +335,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Bytes that a rank sends by the time of a collective.
+/// Returns the bus bandwidth of a collective.
 fn bandwidth(link: &LinkRates, op: CollectiveOp) -> f64 {
     match op {
         CollectiveOp::AllReduce => link.all_reduce_bytes_per_second,

@@ -1,10 +1,10 @@
-//! The line that `wall_clock_breakdown` asks for.
+//! The line of `wall_clock_breakdown`.
 
 use super::Metrics;
 
-/// The phases of a step in milliseconds, under DeepSpeed's names: `bwd_inner` is the backward without, and
-/// `bwd_allreduce` the time in, the reductions and gathers that run along. What the step spent on data and in the
-/// Ulysses exchange, which is part of the passes, comes last.
+/// Returns the phases of a step in milliseconds, under DeepSpeed's names. `bwd_allreduce` is the time in reductions and
+/// gathers during the backward pass, `bwd_inner` the rest. Data loading and the Ulysses exchange, which is part of the
+/// passes, come last.
 pub fn breakdown(metrics: &Metrics) -> String {
     let time = &metrics.time;
     let parts = [

@@ -1,4 +1,4 @@
-//! The table of collectives that `comms_logger` asks for, in the terms of DeepSpeed's.
+//! The table of collectives of `comms_logger`, in DeepSpeed's terms.
 
 use super::table::{bytes, write_table};
 use crate::comm::{CallTimes, CollectiveOp, EachCall};
@@ -6,49 +6,49 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
 
-/// What one rank did in collectives, and what was planned.
+/// The collectives of one rank, measured and planned.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankComms {
-    /// By axis, operation and size.
+    /// Calls by axis, operation and size.
     pub calls: Vec<CallTimes>,
-    /// Every single call, where they were kept.
+    /// Every single call, if they were recorded.
     pub each: Vec<EachCall>,
-    /// Bytes sent by axis and what they were for, as planned for the steps.
+    /// Planned bytes by axis and purpose.
     pub planned: Vec<PlannedVolume>,
-    /// Bytes sent by axis and operation, as the backend counted.
+    /// Measured bytes by axis and operation.
     pub sent: Vec<(String, CollectiveOp, u64)>,
 }
 
-/// Bytes that a rank should have sent.
+/// Bytes that a rank should send, by plan.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlannedVolume {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
     pub op: CollectiveOp,
-    /// What for, in words.
+    /// The purpose.
     pub purpose: String,
-    /// Bytes.
+    /// Planned bytes.
     pub sent_bytes: u64,
 }
 
-/// The rates of equal calls, as NCCL's tests define them: `algbw` is the size of the collective by the time,
-/// `busbw` what each rank sends of it. In DeepSpeed's log they are `tput` and `busbw`.
+/// The bandwidths of equal calls, as defined by nccl-tests: `algbw` is the size of the collective divided by the time,
+/// `busbw` the bytes that each rank sends divided by the time. DeepSpeed's log calls them `tput` and `busbw`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bandwidth {
-    /// Bytes per second.
+    /// Algorithm bandwidth, bytes per second.
     pub algbw: f64,
-    /// Bytes per second.
+    /// Bus bandwidth, bytes per second.
     pub busbw: f64,
 }
 
 impl Bandwidth {
-    /// Of calls that took `seconds` each.
+    /// Returns the bandwidths of calls.
     pub fn of(calls: &CallTimes) -> Self {
         use CollectiveOp::*;
         let ranks = calls.ranks as f64;
         let seconds = calls.seconds / calls.calls.max(1) as f64;
-        // Sizes are those of the whole collective on one rank: a gather's is its output.
+        // The size is that of the whole collective on one rank: for a gather, its output.
         let (size, factor) = match calls.op {
             AllGather => (ranks * calls.input_bytes as f64, (ranks - 1.0) / ranks),
             AllReduce => (calls.input_bytes as f64, 2.0 * (ranks - 1.0) / ranks),
@@ -60,33 +60,33 @@ impl Bandwidth {
     }
 }
 
-/// Who waited for whom in the calls of an operation along an axis.
+/// The stragglers in the calls of an operation along an axis.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Straggling {
+pub struct StragglerStats {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
     pub op: CollectiveOp,
-    /// Calls of each rank.
+    /// Calls per rank.
     pub calls: u64,
-    /// Time that a rank spent in them, mean over ranks.
+    /// Time in these calls, mean over ranks.
     pub seconds: f64,
-    /// Of it, what exceeds the time of the rank of the group that was in each call shortest, since it came last.
+    /// Time that a rank waited for the last one to arrive, mean over ranks: its time minus the shortest time in the group.
     pub straggler_seconds: f64,
-    /// The rank that most often came last, and the share of its group's calls in which it did.
+    /// The rank that most often arrived last, and the share of its group's calls in which it did.
     pub latest: (usize, f64),
 }
 
-/// The ranks that share an axis: `groups[axis]` lists their global ranks.
+/// The groups of each axis: `groups[axis]` lists the global ranks of each group.
 pub type Groups = BTreeMap<String, Vec<Vec<usize>>>;
 
-/// Compares the ranks call by call. `ranks` are all of the mesh; they need to have kept each call.
-pub fn straggling(ranks: &[RankComms], groups: &Groups) -> Vec<Straggling> {
+/// Compares all ranks of the mesh call by call; every single call must have been recorded.
+pub fn straggler_stats(ranks: &[RankComms], groups: &Groups) -> Vec<StragglerStats> {
     let kinds = ranks.first().map_or(&[][..], |rank| &rank.each);
-    kinds.iter().map(|kind| straggling_of(ranks, groups, &kind.axis, kind.op)).collect()
+    kinds.iter().map(|kind| stats_of(ranks, groups, &kind.axis, kind.op)).collect()
 }
 
-fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) -> Straggling {
+fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) -> StragglerStats {
     let seconds_of = |rank: usize| -> &[f32] {
         let each = ranks.get(rank).map_or(&[][..], |rank| &rank.each);
         each.iter().find(|each| each.axis == axis && each.op == op).map_or(&[], |each| &each.seconds)
@@ -115,29 +115,29 @@ fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: Collectiv
     }
     let mean = 1.0 / ranks.len().max(1) as f64;
     let (seconds, straggler_seconds) = (mean * total, mean * beyond);
-    Straggling { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
+    StragglerStats { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
 }
 
-/// Bytes of all ranks together: what was sent, and what was planned for the same training steps and evaluations.
+/// Bytes sent by all ranks, measured and planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
-    /// `Ulysses exchange`, `ZeRO and data parallelism`, `sums over sp`.
+    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `sums over sp`.
     pub what: String,
-    /// What for, with the bytes of each.
+    /// Planned bytes by purpose.
     pub planned: Vec<(String, u64)>,
-    /// Sum of them.
+    /// Total planned bytes.
     pub planned_bytes: u64,
-    /// Counted by the backend.
+    /// Measured bytes, counted by the backend.
     pub sent_bytes: u64,
 }
 
-/// Measured and planned volume by what it belongs to.
+/// Returns the measured and planned bytes, by kind.
 pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
         (true, _) => 0,
         (false, "sp") => 2,
-        // dp, ZeRO's partitions and their replicas.
+        // dp, and the axes of hybrid sharding.
         (false, _) => 1,
     };
     let names = ["Ulysses exchange", "ZeRO and data parallelism (dp)", "sums over sp"];
@@ -157,34 +157,37 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     all.filter(|volume| volume.planned_bytes + volume.sent_bytes > 0).collect()
 }
 
-/// The whole table as text, of the operations that `tells` chooses.
+/// The tables as text, with the operations that `shows` selects.
 pub struct CommsTable<'a> {
-    /// All of the mesh.
+    /// All ranks of the mesh.
     pub ranks: &'a [RankComms],
-    /// Which ranks share an axis.
+    /// The groups of each axis.
     pub groups: &'a Groups,
-    /// Whether an operation is in the table.
-    pub tells: &'a dyn Fn(CollectiveOp) -> bool,
+    /// Selects the operations in the table.
+    pub shows: &'a dyn Fn(CollectiveOp) -> bool,
 }
 
 impl Display for CommsTable<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "collectives of rank 0; latency is the time that the rank spent in the call")?;
+        writeln!(f, "collectives of rank 0; time that the rank spent in the calls")?;
         let header =
             ["op", "axis", "message size", "count", "total (ms)", "avg (ms)", "algbw (GB/s)", "busbw (GB/s)"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
-        rows.extend(calls.iter().filter(|calls| (self.tells)(calls.op)).map(call_row));
+        rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nstragglers: time that a rank waited for the one that came last, mean over the ranks")?;
-        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "latest rank", "of its calls"];
+        writeln!(f, "\nstragglers: time that a rank waited for the last one to arrive, mean over ranks")?;
+        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "last rank", "of its calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
-        let straggling = straggling(self.ranks, self.groups);
-        rows.extend(straggling.iter().filter(|row| (self.tells)(row.op)).map(straggler_row));
+        let stragglers = straggler_stats(self.ranks, self.groups);
+        rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nbytes sent by all ranks, and by formula for the same training steps and evaluations")?;
+        writeln!(
+            f,
+            "\nbytes sent by all ranks in total: planned for the training steps and evaluations, and measured"
+        )?;
         let mut rows =
-            vec![["what", "theory", "measured", "of which, by theory"].map(str::to_owned).to_vec()];
+            vec![["kind", "planned", "measured", "planned by purpose"].map(str::to_owned).to_vec()];
         rows.extend(volumes(self.ranks).iter().map(|volume| {
             let parts = volume.planned.iter().map(|(purpose, sent)| format!("{purpose} {}", bytes(*sent)));
             let parts = parts.collect::<Vec<_>>().join(", ");
@@ -208,7 +211,7 @@ fn call_row(calls: &CallTimes) -> Vec<String> {
     ]
 }
 
-fn straggler_row(row: &Straggling) -> Vec<String> {
+fn straggler_row(row: &StragglerStats) -> Vec<String> {
     vec![
         row.op.to_string(),
         row.axis.clone(),
@@ -244,19 +247,19 @@ mod tests {
             let each = EachCall { axis: "dp".into(), op: CollectiveOp::AllReduce, seconds: seconds.to_vec() };
             RankComms { each: vec![each], ..RankComms::default() }
         };
-        // Groups {0, 2} and {1, 3}: rank 3 comes last thrice, and waits once itself.
+        // Groups {0, 2} and {1, 3}: rank 3 arrives last three times, and waits once.
         let ranks = [rank([1.0; 4]), rank([5.0, 5.0, 5.0, 2.0]), rank([1.0; 4]), rank([1.0, 1.0, 1.0, 8.0])];
         let groups: Groups = [("dp".to_owned(), vec![vec![0, 2], vec![1, 3]])].into();
-        let found = straggling(&ranks, &groups);
+        let found = straggler_stats(&ranks, &groups);
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].calls, found[0].seconds), (4, (4.0 + 17.0 + 4.0 + 11.0) / 4.0));
         assert_eq!(found[0].straggler_seconds, (3.0 * 4.0 + 6.0) / 4.0);
-        // Of equal ones the lower rank is named: rank 0 is level with rank 2 in every call.
+        // The lower of equal ranks is reported: rank 0 equals rank 2 in every call.
         assert_eq!(found[0].latest, (0, 1.0));
     }
 
     #[test]
-    fn measured_bytes_stand_beside_the_planned_ones() {
+    fn measured_bytes_are_shown_next_to_planned_ones() {
         let planned = |axis: &str, op, purpose: &str, sent_bytes| PlannedVolume {
             axis: axis.into(),
             op,
@@ -276,8 +279,9 @@ mod tests {
             ..RankComms::default()
         };
         let volumes = volumes(&[rank.clone(), rank]);
-        let told: Vec<_> = volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
-        assert_eq!(told, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism (dp)", 10, 12)]);
+        let found: Vec<_> =
+            volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
+        assert_eq!(found, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism (dp)", 10, 12)]);
         assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
     }
 }

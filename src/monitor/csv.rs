@@ -1,34 +1,33 @@
-//! Metrics as CSV, a file for each as DeepSpeed's `csv_monitor` writes them.
+//! Metrics as CSV, one file per metric, like DeepSpeed's `csv_monitor`.
 
-use super::appended::Appended;
+use super::append_file::AppendFile;
 use crate::regular_file;
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// Writes a value of a metric to the metric's own file: `Train/Samples/lr` to `Train_Samples_lr.csv`, with the
-/// columns `step` and `lr`.
+/// Writes each metric to its own file: `Train/Samples/lr` to `Train_Samples_lr.csv`, with the columns `step` and `lr`.
 #[derive(Debug)]
 pub struct CsvFiles {
     dir: PathBuf,
-    files: HashMap<String, Appended>,
+    files: HashMap<String, AppendFile>,
 }
 
 impl CsvFiles {
-    /// Makes the directory.
+    /// Creates the directory.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn create(dir: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         Ok(Self { dir: dir.to_owned(), files: HashMap::new() })
     }
 
-    /// Adds a row; one that finds no room on the disk is written before the next one. A file of an earlier run keeps its
-    /// rows before `step`.
+    /// Appends a row. If the disk is full, it is written before the next one. A file of an earlier run keeps its rows
+    /// before `step`.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn add(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
         if !self.files.contains_key(tag) {
             let file = self.open(tag, step)?;
@@ -38,15 +37,15 @@ impl CsvFiles {
         file.append(format!("{step},{value}\n").as_bytes())
     }
 
-    /// Writes the rows that found no room.
+    /// Writes rows that wait for disk space.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn flush(&mut self) -> io::Result<()> {
-        self.files.values_mut().try_for_each(Appended::flush)
+        self.files.values_mut().try_for_each(AppendFile::flush)
     }
 
-    fn open(&self, tag: &str, step: u64) -> io::Result<Appended> {
+    fn open(&self, tag: &str, step: u64) -> io::Result<AppendFile> {
         let path = self.dir.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
         let kept = match regular_file::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -54,11 +53,11 @@ impl CsvFiles {
         };
         let name = tag.rsplit('/').next().unwrap_or(tag);
         let lines = std::iter::once(format!("step,{name}")).chain(kept);
-        Appended::replacing(&path, lines)
+        AppendFile::replacing(&path, lines)
     }
 }
 
-/// The rows of steps before `step`; what is no row, such as the header, is not among them.
+/// Returns the rows of steps before `step`, without the header.
 fn rows_before(file: impl BufRead, step: u64) -> io::Result<Vec<String>> {
     let mut rows = Vec::new();
     for line in file.lines() {
@@ -76,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_metric_has_a_file_that_a_resumed_run_goes_on_with() {
+    fn every_metric_has_a_file_that_a_resumed_run_continues() {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().join("runs/csv");
         let mut files = CsvFiles::create(&place).unwrap();

@@ -1,10 +1,10 @@
-//! Text that a terminal only shows.
+//! Escapes control characters for terminals.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The text with its control characters escaped, as JSON escapes them: what names of files, config keys or tensors hold
-/// is shown by a terminal and not obeyed. Newlines and tabs stay.
+/// Returns the text with control characters escaped as in JSON, so that a terminal does not interpret the names of files,
+/// config keys or tensors. Newlines and tabs are kept.
 ///
 /// ```
 /// use ulysses::monitor::escaped;
@@ -32,13 +32,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn control_characters_are_escaped_but_for_newlines_and_tabs() {
+    fn control_characters_except_newlines_and_tabs_are_escaped() {
         let text = "a\tb\n\u{1b}]0;title\u{7}\r\u{7f}\u{9b}31m é";
         assert_eq!(escaped(text), "a\tb\n\\u001b]0;title\\u0007\\u000d\\u007f\\u009b31m é");
     }
 
     #[test]
-    fn what_is_json_stays_the_same_json() {
+    fn escaped_json_is_equal_json() {
         let json = serde_json::to_string("\u{9b}31m\u{1b}").unwrap();
         let shown = escaped(&json);
         assert!(!shown.contains(char::is_control), "{shown}");

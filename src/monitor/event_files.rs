@@ -4,7 +4,7 @@
 //! bytes, the data, the masked CRC-32C of the data, all little-endian. The data is the protobuf message `Event`
 //! (`tensorboard/compat/proto/event.proto`), of which scalars need six fields.
 
-use super::appended::Appended;
+use super::append_file::AppendFile;
 use std::fs::File;
 use std::io;
 use std::path::Path;
@@ -13,42 +13,42 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Writes scalars for TensorBoard.
 #[derive(Debug)]
 pub struct EventFile {
-    file: Appended,
+    file: AppendFile,
 }
 
 impl EventFile {
-    /// Begins a new file in a directory, which is made; TensorBoard reads all of a directory as one run.
+    /// Creates a new file in a directory, and the directory. TensorBoard reads all files of a directory as one run.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn create(dir: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let (now, process) = (now_seconds(), std::process::id());
-        // TensorBoard orders the files of a directory by name: those that resume come later.
+        // TensorBoard orders the files of a directory by name; a resumed run's file must come later.
         let name = format!(
             "events.out.tfevents.{:010}.ulysses.{process}.{:09}",
             now as u64,
             (now.fract() * 1e9) as u64
         );
-        let mut this = Self { file: Appended::new(File::create_new(dir.join(name))?) };
+        let mut this = Self { file: AppendFile::new(File::create_new(dir.join(name))?) };
         this.write(&Message::default().double(1, now).text(3, "brain.Event:2"))?;
         Ok(this)
     }
 
-    /// Adds the value of a metric at a step; one that finds no room on the disk is written before the next one.
+    /// Appends the value of a metric at a step. If the disk is full, it is written before the next one.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn add_scalar(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
         let value = Message::default().text(1, tag).float(2, value as f32);
         let summary = Message::default().message(1, &value);
         self.write(&Message::default().double(1, now_seconds()).integer(2, step).message(5, &summary))
     }
 
-    /// Writes the values that found no room.
+    /// Writes values that wait for disk space.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn flush(&mut self) -> io::Result<()> {
         self.file.flush()
     }
@@ -60,7 +60,7 @@ impl EventFile {
         record.extend(masked_crc(&length).to_le_bytes());
         record.extend(&event.0);
         record.extend(masked_crc(&event.0).to_le_bytes());
-        // In one call: a reader never sees half of a record for long.
+        // In one call, so that readers see whole records.
         self.file.append(&record)
     }
 }
@@ -69,12 +69,12 @@ fn now_seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// A protobuf message, field after field.
+/// A protobuf message.
 #[derive(Default)]
 struct Message(Vec<u8>);
 
 impl Message {
-    /// Wire types of protobuf's encoding.
+    /// The wire types of protobuf's encoding.
     const VARINT: u32 = 0;
     const FIXED_64: u32 = 1;
     const LENGTH_DELIMITED: u32 = 2;
@@ -119,7 +119,7 @@ impl Message {
     }
 }
 
-/// TensorFlow's `MaskedCrc`: a checksum of data that contains checksums would be weak.
+/// TensorFlow's `MaskedCrc`, because a CRC of data that contains CRCs is weak.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn the_checksum_is_castagnolis() {
-        // The check value of the CRC catalogue, and a vector of RFC 3720, B.4.
+        // The check value of the CRC catalog, and a vector of RFC 3720, B.4.
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
     }

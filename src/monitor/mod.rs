@@ -1,7 +1,6 @@
-//! What a run tells its user: metrics, progress, a trace of its steps, tables of its communication, and a summary at
-//! the end.
+//! The output of a run: metrics, progress lines, traces, communication tables, and a final summary.
 
-mod appended;
+mod append_file;
 mod breakdown;
 mod comms;
 mod csv;
@@ -14,10 +13,10 @@ mod summary;
 mod table;
 mod trace;
 
-pub use appended::is_out_of_space;
+pub use append_file::is_out_of_space;
 pub use breakdown::breakdown;
 pub use comms::{
-    Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, Straggling, Volume, straggling, volumes,
+    Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, StragglerStats, Volume, straggler_stats, volumes,
 };
 pub use csv::CsvFiles;
 pub use escape::escaped;
@@ -27,4 +26,4 @@ pub use progress::Progress;
 pub use step_line::{MAX_COLUMNS, live_lines};
 pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};
 pub use table::{bytes as grouped_bytes, format_bytes, format_flops};
-pub use trace::{MemorySample, Slice, Traced, Tracer, write_trace};
+pub use trace::{MemorySample, Slice, TraceData, Tracer, write_trace};

@@ -1,32 +1,32 @@
-//! The line of a step, in so many columns.
+//! The progress line of a step.
 
 use super::Metrics;
 use super::table::format_bytes;
 use std::iter::once;
 
-/// Lines are no longer, however wide the terminal.
+/// Maximum number of columns of a line, however wide the terminal.
 pub const MAX_COLUMNS: usize = 100;
 
-/// The line of a step in `columns` columns. What does not fit is left out: first the alignment, then the number of the
-/// last step, then the last fields.
+/// Returns the line of a step in `columns` columns. If it does not fit, the alignment is dropped first, then the number of
+/// the last step, then the last fields.
 pub(super) fn step_line(metrics: &Metrics, last_step: u64, columns: usize) -> String {
     let Metrics { step, .. } = metrics;
-    let place = place(*step, last_step);
+    let label = step_label(*step, last_step);
     if metrics.skipped {
-        return format!("{place}  skipped: {}", why_skipped(metrics));
+        return format!("{label}  skipped: {}", skip_reason(metrics));
     }
-    let aligned = once(place).chain(fields(metrics, true)).collect::<Vec<_>>().join("  ");
+    let aligned = once(label).chain(fields(metrics, true)).collect::<Vec<_>>().join("  ");
     let bare = fields(metrics, false);
-    let join = |place: String, count: usize| {
-        once(place).chain(bare[..count].iter().cloned()).collect::<Vec<_>>().join("  ")
+    let join = |label: String, count: usize| {
+        once(label).chain(bare[..count].iter().cloned()).collect::<Vec<_>>().join("  ")
     };
     let shorter = once(join(format!("step {step}/{last_step}"), bare.len()))
         .chain((1..=bare.len()).rev().map(|count| join(format!("step {step}"), count)));
     first_that_fits(once(aligned).chain(shorter), columns).trim_end().to_owned()
 }
 
-/// Two lines for a live display, where the step is shown elsewhere: loss and rates, and where the time of the step went,
-/// if the engine timed it.
+/// Returns two lines for a live display, which shows the step elsewhere: loss and rates, and the parts of the step time, if
+/// the engine measured it.
 pub fn live_lines(metrics: &Metrics, columns: usize) -> String {
     format!("{}\n{}", live_line(metrics, columns), cut(&times(metrics), columns))
 }
@@ -39,7 +39,7 @@ fn live_line(metrics: &Metrics, columns: usize) -> String {
     cut(&fields, columns)
 }
 
-/// What the time of the step went into, if the engine timed it.
+/// Returns the parts of the step time, if the engine measured it.
 fn times(metrics: &Metrics) -> Vec<String> {
     let Metrics { time, step_seconds, data_seconds, .. } = metrics;
     if time.forward_seconds == 0.0 {
@@ -54,18 +54,18 @@ fn times(metrics: &Metrics) -> Vec<String> {
     parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).into()
 }
 
-/// Where a run is, in as many columns for every step.
-pub(super) fn place(step: u64, last_step: u64) -> String {
+/// Returns the step and the last step, with the same width for every step.
+pub(super) fn step_label(step: u64, last_step: u64) -> String {
     let width = last_step.to_string().len();
     format!("step {step:>width$}/{last_step}")
 }
 
-/// As many of the first fields as fit, at least one.
+/// Joins as many of the first fields as fit, at least one.
 fn cut(fields: &[String], columns: usize) -> String {
     first_that_fits((1..=fields.len()).rev().map(|count| fields[..count].join(", ")), columns)
 }
 
-/// The first of some lines that has no more than `columns` columns, else the last.
+/// Returns the first line with at most `columns` columns, or the last one.
 fn first_that_fits(lines: impl Iterator<Item = String>, columns: usize) -> String {
     let mut last = String::new();
     for line in lines {
@@ -77,8 +77,8 @@ fn first_that_fits(lines: impl Iterator<Item = String>, columns: usize) -> Strin
     last
 }
 
-/// Loss, learning rate, norm, and how well the machine is used. Aligned fields have the same width in every line, as
-/// long as the values are of usual size.
+/// Returns loss, learning rate, gradient norm, throughput, memory and utilization. Aligned fields have the same width in
+/// every line, for values of usual size.
 fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
     let Metrics { loss, lr, grad_norm, .. } = metrics;
     let width = |width: usize| if are_aligned { width } else { 0 };
@@ -93,7 +93,7 @@ fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
     learned.into_iter().chain(once(tokens)).chain(machine.iter().cloned()).collect()
 }
 
-/// Throughput, memory and utilization, as far as they are known.
+/// Returns throughput, memory and utilization, if known.
 fn machine(metrics: &Metrics) -> Vec<String> {
     let tokens = format!("{:.0} tokens/s", metrics.tokens_per_second);
     let held = (metrics.memory_bytes > 0).then(|| format_bytes(metrics.memory_bytes as f64));
@@ -105,7 +105,7 @@ fn machine(metrics: &Metrics) -> Vec<String> {
     once(tokens).chain(held).chain(utilization).collect()
 }
 
-fn why_skipped(metrics: &Metrics) -> String {
+fn skip_reason(metrics: &Metrics) -> String {
     let scale = metrics.loss_scale;
     match metrics.overflow {
         true if scale >= 1e9 => format!("the gradient overflowed, with a loss scale of {scale:e}"),
@@ -114,7 +114,7 @@ fn why_skipped(metrics: &Metrics) -> String {
     }
 }
 
-/// A number with so many decimals; one that is too large for a column by its powers of ten.
+/// Formats a number with `decimals` decimals, or in scientific notation if it is too large for a column.
 fn fixed(value: f64, decimals: usize) -> String {
     if value.is_finite() && value.abs() >= 1e5 {
         format!("{value:.2e}")

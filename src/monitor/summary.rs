@@ -1,4 +1,4 @@
-//! The summary of a run: loss, throughput and memory, and tables of what its ranks sent and held.
+//! The summary of a run: loss, throughput and memory, and tables of the traffic and memory of its ranks.
 
 use super::Metrics;
 use super::table::{bytes, format_bytes, write_table};
@@ -9,39 +9,39 @@ use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 use ulysses_kernels::memory::{ByCategory, Category};
 
-/// What one rank reports when a run ends.
+/// The summary of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankSummary {
     /// Global rank.
     pub rank: usize,
-    /// Name and counters of each of its groups.
+    /// The name and counters of each group of the rank.
     pub groups: Vec<(String, GroupStats)>,
-    /// Bytes that the Ulysses exchange must have sent by its formula.
+    /// Bytes of the Ulysses exchange, by formula.
     pub expected_exchange_bytes: u64,
-    /// Measured and expected bytes by category: parameters, gradients, optimizer state.
+    /// Measured and expected bytes of parameters, gradients and optimizer state.
     pub held_bytes: [(u64, u64); 3],
-    /// The most bytes that its thread held at a time, by what they were for.
+    /// Peak memory of the rank's thread, by category.
     pub peak_by_category: ByCategory,
 }
 
-/// What a run's steps add up to.
+/// The totals of a run's steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunTotals {
-    /// Steps, skipped ones included.
+    /// Number of steps, including skipped ones.
     pub steps: u64,
-    /// Loss of the first step that was not skipped, and its number.
+    /// Number and loss of the first step that was not skipped.
     pub first_loss: Option<(u64, f64)>,
-    /// Loss of the last step that was not skipped, and its number.
+    /// Number and loss of the last step that was not skipped.
     pub last_loss: Option<(u64, f64)>,
-    /// Tokens of all steps that were computed, masked tokens and padding included.
+    /// Tokens of all steps, including masked tokens and padding.
     pub tokens: u64,
-    /// Those of them that have a label.
+    /// Tokens with a label.
     pub label_tokens: u64,
     /// Wall time of all steps.
     pub seconds: f64,
-    /// Part of it that was spent waiting for data.
+    /// Time spent waiting for data.
     pub data_seconds: f64,
-    /// The share of the rows that is padding, of the last step's data.
+    /// The share of padding in the data of the last step.
     pub padding_share: f64,
 }
 
@@ -62,12 +62,12 @@ impl RunTotals {
     }
 }
 
-/// The end of a run.
+/// The summary of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSummary {
-    /// What rank 0 saw.
+    /// The totals on rank 0.
     pub totals: RunTotals,
-    /// Every rank's report.
+    /// The summary of every rank.
     pub ranks: Vec<RankSummary>,
 }
 
@@ -85,7 +85,7 @@ impl Display for RunSummary {
     }
 }
 
-/// A [`RunSummary`] with its tables: [`RunSummary::verbose`].
+/// A [`RunSummary`] with tables; see [`RunSummary::verbose`].
 pub struct VerboseSummary<'a>(&'a RunSummary);
 
 impl Display for VerboseSummary<'_> {
@@ -96,30 +96,30 @@ impl Display for VerboseSummary<'_> {
         let (waited, padding) = (100.0 * data_seconds / seconds, 100.0 * padding_share);
         writeln!(
             f,
-            "data        waited for in {waited:.1} % of the time; {padding:.2} % of the tokens are padding"
+            "data        {waited:.1} % of the time waiting for data; {padding:.2} % of the tokens are padding"
         )?;
-        writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange next to its formula")?;
+        writeln!(f, "\nbytes sent per rank, by axis and operation; the Ulysses exchange with its formula")?;
         write_table(f, &summary.traffic())?;
-        writeln!(f, "\nbytes stored, by the allocator (with bookkeeping) and by the ZeRO formula")?;
+        writeln!(f, "\nbytes stored per rank, by allocator (with bookkeeping) and by ZeRO formula")?;
         write_table(f, &summary.held())?;
-        writeln!(f, "\nbytes at the peak, by what they are for")?;
+        writeln!(f, "\npeak bytes per rank, by category")?;
         write_table(f, &summary.peaks())
     }
 }
 
 impl RunSummary {
-    /// The summary with what every rank sent and stored, next to the formulas.
+    /// Returns the summary with tables of the traffic and memory of every rank, next to the formulas.
     pub fn verbose(&self) -> VerboseSummary<'_> {
         VerboseSummary(self)
     }
 
-    /// The largest and the smallest peak of the ranks.
+    /// Returns the largest and the smallest peak of the ranks.
     fn peak_memory(&self) -> String {
         let peaks = self.ranks.iter().map(|rank| (rank.peak_by_category.total(), rank.rank));
-        // Of equal ones the first rank.
+        // The first of equal ranks.
         let most = peaks.clone().min_by_key(|(peak, rank)| (Reverse(*peak), *rank));
         match (most, peaks.min()) {
-            // The program's allocator does not count.
+            // The program has no counting allocator.
             (None | Some((0, _)), _) | (_, None) => "not counted".to_owned(),
             (Some((most, _)), _) if self.ranks.len() == 1 => format_bytes(most as f64),
             (Some((most, of_most)), Some((least, of_least))) => {
@@ -129,7 +129,7 @@ impl RunSummary {
         }
     }
 
-    /// A column for every operation that moved anything on any rank.
+    /// Returns a table with a column for every operation that sent bytes on any rank.
     fn traffic(&self) -> Vec<Vec<String>> {
         let columns: BTreeSet<(&str, CollectiveOp)> =
             self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
@@ -184,13 +184,13 @@ impl RunSummary {
     }
 }
 
-/// The Ulysses exchange goes by blocks where a backend can, else it is packed.
+/// Returns whether an operation is the Ulysses exchange, which is strided or packed, depending on the backend.
 fn is_exchange(op: CollectiveOp) -> bool {
     matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll)
 }
 
 impl RankSummary {
-    /// Axis, operation and bytes sent of what moved anything.
+    /// Returns axis, operation and bytes of all operations that sent bytes.
     fn traffic(&self) -> impl Iterator<Item = (&str, CollectiveOp, u64)> {
         self.groups.iter().flat_map(|(axis, stats)| {
             let sent = stats.ops.iter().map(|(op, counted)| (axis.as_str(), *op, counted.bytes_sent));
@@ -237,7 +237,7 @@ mod tests {
         let throughput = "200 tokens/s (150 with labels) over 2.0 s";
         assert!(text.contains("every step was skipped") && text.contains(throughput), "{text}");
         assert!(
-            text.contains("waited for in 25.0 % of the time; 1.75 % of the tokens are padding"),
+            text.contains("25.0 % of the time waiting for data; 1.75 % of the tokens are padding"),
             "{text}"
         );
         assert!(lines.contains(&vec!["rank", "sp", "all_to_all", "formula"]), "{text}");

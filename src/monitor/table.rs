@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Formatter};
 
-/// Right-aligned columns.
+/// Writes right-aligned columns.
 pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -16,7 +16,7 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     Ok(())
 }
 
-/// Whole bytes with separators: `1_234_567`.
+/// Formats bytes with separators: `1_234_567`.
 pub fn bytes(bytes: u64) -> String {
     let digits = bytes.to_string();
     let groups: Vec<&str> =

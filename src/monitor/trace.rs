@@ -1,9 +1,9 @@
-//! `--trace FILE`: what the ranks did when, for Perfetto or `chrome://tracing`.
+//! `--trace FILE`: a timeline of the ranks for Perfetto or `chrome://tracing`.
 //!
-//! The spans of the library (see [`tracing`]) become slices, one track for each rank. A span belongs to the rank and
-//! the step whose spans it is inside of: `rank { rank }`, and in it `step { step, done }`, which says how many steps
-//! of the run are done. What is in no step is not told. Counters tell what the rank held meanwhile, as far as somebody
-//! [notes](Tracer::note_memory) that. The file is in Chrome's Trace Event Format.
+//! The spans of the library (see [`tracing`]) become slices, with one track per rank. A span belongs to the rank and the
+//! step of the enclosing spans `rank { rank }` and `step { step, done }`, where `done` is the number of completed steps of
+//! the run. Spans outside of steps are not recorded. Counters show the memory of the rank, if it is
+//! [recorded](Tracer::record_memory). The file is in Chrome's Trace Event Format.
 
 mod memory;
 
@@ -25,31 +25,31 @@ use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 use ulysses_kernels::memory::ByCategory;
 
-/// Something that a rank did: a slice of its track.
+/// A slice of a rank's track: one span.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Slice {
     /// Global rank.
     pub rank: u64,
-    /// The span's name, with what tells it from its like.
+    /// The name of the span, with the number of the layer, step or unit.
     pub name: String,
-    /// When it began, in microseconds since 1970.
+    /// The start, in microseconds since 1970.
     pub begin_us: f64,
-    /// When it ended.
+    /// The end, in microseconds since 1970.
     pub end_us: f64,
     /// The span's fields.
     pub fields: Map<String, Value>,
 }
 
-/// What has been noted of some ranks.
+/// The recorded slices and memory of some ranks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Traced {
-    /// What they did.
+pub struct TraceData {
+    /// The slices.
     pub slices: Vec<Slice>,
-    /// What they held.
+    /// The memory samples.
     pub memory: Vec<MemorySample>,
 }
 
-impl FromIterator<Self> for Traced {
+impl FromIterator<Self> for TraceData {
     fn from_iter<I: IntoIterator<Item = Self>>(all: I) -> Self {
         all.into_iter().fold(Self::default(), |mut sum, traced| {
             sum.slices.extend(traced.slices);
@@ -59,23 +59,23 @@ impl FromIterator<Self> for Traced {
     }
 }
 
-/// A layer of a `tracing` subscriber that notes what happens in some steps.
+/// A layer of a `tracing` subscriber that records the spans of some steps.
 #[derive(Debug, Clone)]
 pub struct Tracer {
-    traced: Arc<Mutex<Traced>>,
+    traced: Arc<Mutex<TraceData>>,
     steps: u64,
     origin: Instant,
     origin_us: f64,
 }
 
-/// What the tracer notes of a span while it is open.
+/// The data of an open span.
 struct Open {
     track: Track,
     begun: Option<Instant>,
     fields: Map<String, Value>,
 }
 
-/// Where a span belongs.
+/// The rank of a span, and whether its step is traced.
 #[derive(Debug, Clone, Copy, Default)]
 struct Track {
     rank: Option<u64>,
@@ -83,21 +83,21 @@ struct Track {
 }
 
 impl Tracer {
-    /// Traces the first `steps` steps that each rank does.
+    /// Creates a tracer of the first `steps` steps of each rank.
     pub fn new(steps: u64) -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let origin_us = since_1970.as_micros() as f64;
         Self { traced: Arc::default(), steps, origin: Instant::now(), origin_us }
     }
 
-    /// Whether a step is traced before which the rank has done so many in this run.
+    /// Returns whether the step after `done` completed steps is traced.
     pub fn traces(&self, done: u64) -> bool {
         done < self.steps
     }
 
-    /// Notes what a rank held over a step that has just ended: the beginnings of its parts, and the most that it held
-    /// in each, in all and by what it was for.
-    pub fn note_memory(&self, rank: u64, parts: impl Iterator<Item = (Instant, u64, ByCategory)>) {
+    /// Records the memory of a rank in a step that has just ended: the start of each part, and its peak in total and by
+    /// category.
+    pub fn record_memory(&self, rank: u64, parts: impl Iterator<Item = (Instant, u64, ByCategory)>) {
         let parts = parts.map(|(begun, bytes, by_category)| MemorySample {
             rank,
             begin_us: self.microseconds(begun),
@@ -109,22 +109,22 @@ impl Tracer {
         self.lock().memory.extend(samples);
     }
 
-    /// Takes what is known of a rank.
-    pub fn take(&self, rank: u64) -> Traced {
+    /// Takes the data of a rank.
+    pub fn take(&self, rank: u64) -> TraceData {
         let mut traced = self.lock();
-        let Traced { slices, memory } = std::mem::take(&mut *traced);
+        let TraceData { slices, memory } = std::mem::take(&mut *traced);
         let (slices, of_others) = slices.into_iter().partition(|slice| slice.rank == rank);
         let (memory, held_by_others) = memory.into_iter().partition(|sample| sample.rank == rank);
-        *traced = Traced { slices: of_others, memory: held_by_others };
-        Traced { slices, memory }
+        *traced = TraceData { slices: of_others, memory: held_by_others };
+        TraceData { slices, memory }
     }
 
-    /// Takes what is known of all ranks of this process.
-    pub fn take_all(&self) -> Traced {
+    /// Takes the data of all ranks of this process.
+    pub fn take_all(&self) -> TraceData {
         std::mem::take(&mut *self.lock())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Traced> {
+    fn lock(&self) -> MutexGuard<'_, TraceData> {
         self.traced.lock()
     }
 
@@ -132,7 +132,7 @@ impl Tracer {
         self.origin_us + at.duration_since(self.origin).as_nanos() as f64 / 1e3
     }
 
-    /// The track of a span with these fields inside of one on `parent`.
+    /// Returns the track of a span, given the track of its parent.
     fn track(&self, metadata: &Metadata<'_>, fields: &Map<String, Value>, parent: Track) -> Track {
         let number = |key| fields.get(key).and_then(Value::as_u64);
         match metadata.name() {
@@ -180,7 +180,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tracer {
     }
 }
 
-/// What the slice of a span is called.
+/// Returns the name of a span's slice.
 fn name(span: &str, fields: &Map<String, Value>) -> String {
     let text = |key| fields.get(key).and_then(Value::as_str);
     match (span, text("op"), text("axis")) {
@@ -211,13 +211,13 @@ impl Visit for Fields {
     }
 }
 
-/// Writes what any ranks did and held as one timeline, with arrows from the rank that came last to a collective to those
-/// that waited for it. `tracks` are the names of the ranks, by rank.
+/// Writes the slices and memory of all ranks as one timeline, with arrows from the rank that arrived last at a collective
+/// to the ranks that waited for it. `tracks` are the names of the ranks, by rank.
 ///
 /// # Errors
-/// What the writer reports.
-pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &Traced) -> io::Result<()> {
-    let Traced { slices, memory } = traced;
+/// An error of the writer.
+pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &TraceData) -> io::Result<()> {
+    let TraceData { slices, memory } = traced;
     let begins = slices.iter().map(|slice| slice.begin_us).chain(memory.iter().map(|sample| sample.begin_us));
     let origin = begins.fold(f64::INFINITY, f64::min);
     let microseconds = |at: f64| (1e3 * (at - origin)).round() / 1e3;
@@ -251,14 +251,14 @@ pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &Traced) -> 
     writeln!(out, "\n]}}")
 }
 
-/// From the start of the last rank's call to the end of another's.
+/// An arrow from the start of the last rank's call to the end of another rank's.
 struct Arrow {
     name: String,
     from: (u64, f64),
     to: (u64, f64),
 }
 
-/// One rank's part in a collective.
+/// The slices of one rank in a collective.
 #[derive(Default)]
 struct Part<'a> {
     start: Option<&'a Slice>,
@@ -280,7 +280,7 @@ fn arrows(slices: &[Slice]) -> Vec<Arrow> {
     collectives.values().flat_map(arrows_within).collect()
 }
 
-/// The arrows of one collective.
+/// Returns the arrows of one collective.
 fn arrows_within(parts: &BTreeMap<u64, Part<'_>>) -> Vec<Arrow> {
     let starts = parts.values().filter_map(|part| part.start);
     let Some(last) = starts.max_by(|a, b| a.begin_us.total_cmp(&b.begin_us)) else { return Vec::new() };
@@ -289,7 +289,7 @@ fn arrows_within(parts: &BTreeMap<u64, Part<'_>>) -> Vec<Arrow> {
     let arrow = |wait: &Slice| Arrow {
         name: wait.name.clone(),
         from: (last.rank, last.begin_us),
-        // Inside of the slice that it ends in.
+        // Inside the slice that it ends in.
         to: (wait.rank, wait.begin_us.max(last.begin_us).midpoint(wait.end_us)),
     };
     waiting.map(arrow).collect()
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_lead_from_the_rank_that_came_last_to_those_that_waited() {
+    fn arrows_lead_from_the_last_rank_to_those_that_waited() {
         let slices = [
             slice(0, "start sp all_gather", (10.0, 11.0)),
             slice(0, "sp all_gather", (12.0, 40.0)),
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_belong_to_the_rank_around_them_and_only_to_steps_that_are_traced() {
+    fn spans_belong_to_the_enclosing_rank_and_only_traced_steps_are_recorded() {
         let tracer = Tracer::new(1);
         let subscriber = tracing_subscriber::registry().with(tracer.clone());
         tracing::subscriber::with_default(subscriber, || {
@@ -330,7 +330,7 @@ mod tests {
                 tracing::trace_span!("wait", op = "all_reduce", axis = "dp").in_scope(|| {});
             }
         });
-        assert_eq!(tracer.take(0), Traced::default());
+        assert_eq!(tracer.take(0), TraceData::default());
         let slices = tracer.take(3).slices;
         let names: Vec<_> = slices.iter().map(|slice| slice.name.as_str()).collect();
         assert_eq!(names, ["dp all_reduce", "step 5"], "inner spans end first, and step 6 is not traced");

@@ -1,11 +1,11 @@
-//! What all ranks of a run must have alike: processes on several machines each read their own files.
+//! Checks that all ranks have the same config, data and model: processes on several machines read their own files.
 
 use super::data_stream::TrainingData;
 use crate::config::{Config, HeldOut};
 use crate::engine::{Engine, EngineError};
 use serde_json::{Value, json};
 
-/// Compares data, config, model and the run's last step with those of the other ranks. Collective.
+/// Checks that all ranks have the same data, config, model and last step. Collective.
 pub(super) fn check_agreement(
     engine: &mut Engine,
     data: &TrainingData,
@@ -22,7 +22,7 @@ pub(super) fn check_agreement(
     ])
 }
 
-/// The settings, less what each machine may have its own: paths and threads.
+/// Returns the settings that must be equal: all but paths and threads.
 fn shared_settings(config: &Config) -> Config {
     let mut settings = config.clone();
     let ulysses = &mut settings.ulysses;

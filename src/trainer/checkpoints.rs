@@ -1,4 +1,4 @@
-//! When a run saves its state.
+//! Saves the checkpoints of a run.
 
 use super::error::TrainerError;
 use crate::checkpoint::{CheckpointError, SaveOptions, Saved, Saver};
@@ -9,31 +9,31 @@ use crate::kernels::device::DeviceKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// One rank's part in the checkpoints of a run.
+/// The checkpoints of a run, on one rank.
 pub(super) struct Checkpoints {
     config: CheckpointConfig,
     saver: Saver,
-    /// The last one that was published.
+    /// The newest published checkpoint.
     newest: Option<PathBuf>,
 }
 
 /// The outcome of a save.
 pub(super) enum SaveOutcome {
-    /// It is published.
+    /// The checkpoint is published.
     Saved(Saved),
-    /// It failed, and the config asks to train on.
+    /// The save failed, and the config says to continue.
     Failed {
         /// The step that was not saved.
         step: u64,
-        /// Why.
+        /// The cause.
         error: CheckpointError,
     },
-    /// It is being written in the background.
+    /// The checkpoint is being written in the background.
     Writing,
 }
 
 impl Checkpoints {
-    /// Makes checkpoints in `output` as the engine's config asks for, if it does. `group` holds all ranks. Collective.
+    /// Prepares checkpoints in `output`, if the engine's config enables them. `group` contains all ranks. Collective.
     pub(super) fn new(
         engine: &Engine,
         group: &Arc<dyn ProcessGroup>,
@@ -41,7 +41,7 @@ impl Checkpoints {
     ) -> Result<Option<Self>, TrainerError> {
         let Some(config) = engine.config().checkpoint.clone() else { return Ok(None) };
         let output = output.ok_or(TrainerError::NoOutput)?;
-        // A save in the background writes from a copy beside the state, where what waits elsewhere has no room.
+        // A background save needs a copy of the state, for which there is no room if state is offloaded.
         let device = match engine.workspace().options().device.is_cpu() {
             true => DeviceKind::Cpu,
             false => DeviceKind::Cuda,
@@ -54,28 +54,28 @@ impl Checkpoints {
         Ok(Some(Self { config: CheckpointConfig { background, ..config }, saver, newest: None }))
     }
 
-    /// Whether the config's interval asks for a checkpoint after a step.
+    /// Returns whether a checkpoint is due after a step.
     pub(super) fn is_due(&self, step: u64) -> bool {
         self.config.interval.is_some_and(|interval| step.is_multiple_of(interval))
     }
 
-    /// The newest checkpoint that this run has published.
+    /// Returns the newest checkpoint that this run has published.
     pub(super) fn newest(&self) -> Option<PathBuf> {
         self.newest.clone()
     }
 
-    /// Whether a checkpoint is being written in the background.
+    /// Returns whether a checkpoint is being written in the background.
     pub(super) fn is_saving(&self) -> bool {
         self.saver.is_pending()
     }
 
-    /// The outcome of the save before, if it is known by now; `waits` until it is. Collective.
+    /// Returns the outcome of the previous save, if it has ended; with `waits`, after it has ended. Collective.
     pub(super) fn settle(&mut self, waits: bool) -> Result<Option<SaveOutcome>, TrainerError> {
         let saved = if waits { self.saver.finish() } else { self.saver.poll() };
         self.outcome(saved.map_err(EngineError::from), false)
     }
 
-    /// Saves the engine, or begins to. A failure of the run's last save is an error. Collective.
+    /// Saves the engine, or starts to in the background. A failure of the run's last save is an error. Collective.
     pub(super) fn save(
         &mut self,
         engine: &mut Engine,
@@ -108,33 +108,35 @@ impl Checkpoints {
         }
     }
 
-    /// When checkpoints are saved, and which of them stay.
+    /// Describes when checkpoints are saved, and which are kept.
     pub(super) fn describe(&self) -> String {
         let CheckpointConfig { interval, keep_last, keep_best, .. } = self.config;
         let every = interval.map_or_else(String::new, |interval| format!("every {interval} steps and "));
-        let stay = match keep_last {
-            0 => "all of them stay".to_owned(),
-            keep => format!("the last {keep} stay"),
+        let kept = match keep_last {
+            0 => "keeping all".to_owned(),
+            keep => format!("keeping the last {keep}"),
         };
         let best = match keep_best {
             true => ", and the one with the lowest evaluation loss (`checkpoint.keep_best`)",
             false => "",
         };
-        format!("checkpoints: {every}after the last step; {stay} (`checkpoint.keep_last`, 0 keeps all){best}")
+        format!(
+            "checkpoints: saved {every}after the last step; {kept} (`checkpoint.keep_last`, 0 keeps all){best}"
+        )
     }
 }
 
 impl SaveOutcome {
-    /// Lines for the log.
+    /// Returns the lines for the log.
     pub(super) fn lines(&self, step: u64) -> Vec<String> {
         match self {
             Self::Writing => vec![format!("checkpoint: writing step {step} in the background")],
-            Self::Failed { error, .. } => vec![format!("{error}; training goes on")],
+            Self::Failed { error, .. } => vec![format!("{error}; training continues")],
             Self::Saved(saved) => {
                 let (path, megabytes) = (saved.path.display(), saved.bytes as f64 / 1e6);
                 let line = format!("checkpoint: {path}, {megabytes:.1} MB in {:.2} s", saved.seconds);
                 let remarks =
-                    saved.remarks.iter().map(|remark| format!("the checkpoint is safe, but {remark}"));
+                    saved.remarks.iter().map(|remark| format!("the checkpoint is valid, but {remark}"));
                 std::iter::once(line).chain(remarks).collect()
             }
         }

@@ -1,26 +1,26 @@
-//! Directories that are created before a run begins.
+//! Directories that are created before a run starts.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What was created for a run. Unless the run begins, and so [keeps](Self::keep) it, it is removed again.
+/// The directories that were created for a run. They are removed on drop, unless they are [kept](Self::keep).
 #[derive(Debug, Default)]
 pub struct CreatedDirs(Vec<PathBuf>);
 
 impl CreatedDirs {
-    /// Creates a directory with those above it, as far as they are not there.
+    /// Creates a directory and its missing parents.
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// An error of the operating system.
     pub fn create(&mut self, directory: &Path) -> io::Result<()> {
         let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
         let missing: Vec<PathBuf> = missing.map(Path::to_owned).collect();
-        // Those above come first, also where one below them cannot be created.
+        // Parents come first, even if a child cannot be created.
         self.0.extend(missing.into_iter().rev());
         std::fs::create_dir_all(directory)
     }
 
-    /// Leaves them where they are.
+    /// Keeps the directories.
     pub fn keep(mut self) {
         self.0.clear();
     }
@@ -29,7 +29,7 @@ impl CreatedDirs {
 impl Drop for CreatedDirs {
     fn drop(&mut self) {
         for directory in self.0.iter().rev() {
-            // What is not empty any more belongs to somebody else, and what could not be created is not there.
+            // Fails for directories that are not empty any more, or could not be created.
             let _ = std::fs::remove_dir(directory);
         }
     }

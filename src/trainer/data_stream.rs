@@ -1,4 +1,4 @@
-//! Training data: sequences whose length may change with the steps.
+//! [`DataStream`]: the training data, whose sequence length may change during the run.
 
 use super::error::TrainerError;
 use crate::checkpoint::{Checkpoint, CheckpointError, DataCursor};
@@ -8,36 +8,36 @@ use crate::engine::Passes;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Steps whose sequences have one length. Each phase goes through the data from its beginning, packed anew.
+/// A range of steps with one sequence length. Each phase starts at the beginning of the data, packed for its length.
 #[derive(Debug, Clone)]
 pub struct Phase {
-    /// Steps that are done before it.
+    /// Number of steps before the phase.
     pub first_step: u64,
-    /// What is trained on.
+    /// The training data.
     pub data: Dataset,
-    /// What is evaluated.
+    /// The held-out data.
     pub held_out: Option<Dataset>,
     data_hash: u64,
-    /// Of `held_out`; 0 without it.
+    /// Hash of `held_out`; 0 without it.
     held_out_hash: u64,
 }
 
-/// The datasets of a run, by phase. Cloning it copies no data.
+/// The datasets of a run, by phase. Clones share the data.
 #[derive(Debug, Clone)]
 pub struct TrainingData {
-    /// By ascending step, the first from the start.
+    /// Ordered by step; the first phase starts at step 0.
     phases: Arc<[Phase]>,
 }
 
-/// When a run is done.
+/// The end of a run.
 #[derive(Debug, Clone, Copy)]
 enum Limit {
     Steps(u64),
-    /// Number of epochs. There is only one phase then.
+    /// Number of epochs, with a single phase.
     Epochs(u64),
 }
 
-/// One rank's micro batches, phase after phase.
+/// The micro batches of one rank, phase by phase.
 #[derive(Debug)]
 pub struct DataStream {
     data: TrainingData,
@@ -51,45 +51,45 @@ pub struct DataStream {
 }
 
 impl Phase {
-    /// A phase that begins after `first_step` steps.
+    /// Creates a phase that starts after `first_step` steps.
     ///
     /// # Errors
-    /// Data that cannot be read.
+    /// When the data cannot be read.
     pub fn new(first_step: u64, data: Dataset, held_out: Option<Dataset>) -> Result<Self, DataError> {
         let data_hash = data.sampled_hash()?;
-        // Reading it here also finds ids that the model does not know before any training.
+        // This also finds ids outside the vocabulary before training starts.
         let held_out_hash = held_out.as_ref().map_or(Ok(0), Dataset::sampled_hash)?;
         Ok(Self { first_step, data, held_out, data_hash, held_out_hash })
     }
 
-    /// What a checkpoint records of the data, `samples_consumed` samples into the phase.
+    /// Returns the data position for a checkpoint, `samples_consumed` samples into the phase.
     fn cursor(&self, seed: u64, samples_consumed: u64) -> DataCursor {
         let Self { data, data_hash, .. } = self;
-        let (seq_len, num_rows) = (data.seq_len(), data.num_rows());
+        let (seq_len, num_rows) = (data.seq_len(), data.num_sequences());
         DataCursor { samples_consumed, seed, seq_len, num_rows, data_hash: Some(*data_hash) }
     }
 }
 
 impl TrainingData {
-    /// Sequences of one length, and what is held out of them for evaluation.
+    /// Creates training data of one sequence length, with held-out data for evaluation.
     ///
     /// # Errors
-    /// Data that cannot be read.
+    /// When the data cannot be read.
     pub fn new(data: impl Into<Dataset>, held_out: Option<Dataset>) -> Result<Self, DataError> {
         Ok(Self { phases: [Phase::new(0, data.into(), held_out)?].into() })
     }
 
-    /// Phases as the config's `seq_len` and `seq_len_schedule` make them, by ascending step.
+    /// Creates training data of the phases of the config's `seq_len` and `seq_len_schedule`, in order.
     ///
     /// # Errors
-    /// Phases that are not the config's.
+    /// When the phases do not match the config.
     pub fn by_phase(phases: Vec<Phase>, config: &Config) -> Result<Self, TrainerError> {
         let data = Self { phases: phases.into() };
         data.check_phases(config)?;
         Ok(data)
     }
 
-    /// All phases, at least one.
+    /// Returns all phases, at least one.
     pub fn phases(&self) -> &[Phase] {
         &self.phases
     }
@@ -106,10 +106,10 @@ impl TrainingData {
         }
     }
 
-    /// Whether a checkpoint's cursor means something here: it does only in the same samples in the same order.
+    /// Checks that the data position of a checkpoint is valid: the samples and their order must be the same.
     ///
     /// # Errors
-    /// [`CheckpointError::Mismatch`] with what differs.
+    /// [`CheckpointError::Mismatch`] with the difference.
     pub fn check_resumes(&self, checkpoint: &Checkpoint, seed: u64) -> Result<(), CheckpointError> {
         let progress = &checkpoint.manifest().progress;
         let saved = progress.data;
@@ -123,7 +123,7 @@ impl TrainingData {
             number("`seed` (--seed)", saved.seed, here.seed),
             number("`ulysses.seq_len` (--seq-len)", saved.seq_len as u64, here.seq_len as u64),
             number(
-                "the number of rows that data, packing and held-out data make",
+                "the number of sequences (data, packing and held-out data)",
                 saved.num_rows as u64,
                 here.num_rows as u64,
             ),
@@ -140,24 +140,24 @@ impl TrainingData {
         }
     }
 
-    /// Hashes of training data and held-out data by phase.
+    /// Returns the hashes of training and held-out data, by phase.
     pub(super) fn hashes(&self) -> [Vec<u64>; 2] {
         let all = |hash: fn(&Phase) -> u64| self.phases.iter().map(hash).collect();
         [all(|phase| phase.data_hash), all(|phase| phase.held_out_hash)]
     }
 
-    /// Hash of the first phase's held-out data; 0 without it.
+    /// Returns the hash of the first phase's held-out data; 0 without it.
     pub(super) fn held_out_hash(&self) -> u64 {
         self.phases[0].held_out_hash
     }
 
-    /// The phase of the step that follows `steps` others.
+    /// Returns the phase of the step after `steps` steps.
     fn phase_of_next(&self, steps: u64) -> usize {
-        // The first phase begins with the first step.
+        // The first phase starts at step 0.
         self.phases.partition_point(|phase| phase.first_step <= steps) - 1
     }
 
-    /// The phase of the last of `steps` steps.
+    /// Returns the phase of the last of `steps` steps.
     fn phase_of_last(&self, steps: u64) -> usize {
         self.phase_of_next(steps.saturating_sub(1))
     }
@@ -176,13 +176,13 @@ impl Limit {
     }
 }
 
-/// Refuses a config that does not state when the run ends.
+/// Checks that the config sets the end of the run.
 pub(super) fn check_limit(config: &Config) -> Result<(), TrainerError> {
     Limit::of(config).map(drop)
 }
 
 impl DataStream {
-    /// The beginning of the data.
+    /// Creates a stream at the beginning of the data.
     pub(super) fn new(
         data: TrainingData,
         config: &Config,
@@ -208,14 +208,14 @@ impl DataStream {
         })
     }
 
-    /// Goes on after `steps` steps, of which those in the last phase consumed `samples_consumed` samples.
+    /// Resumes after `steps` steps, whose last phase has consumed `samples_consumed` samples.
     pub(super) fn resume(&mut self, steps: u64, samples_consumed: u64) -> Result<(), TrainerError> {
         self.phase = self.data.phase_of_last(steps);
         self.loader = loader(&self.phase().data, self.options, self.limit, samples_consumed)?;
         Ok(())
     }
 
-    /// The number of the run's last step, when `steps` are done.
+    /// Returns the number of the run's last step, when `steps` steps are done.
     pub(super) fn last_step(&self, steps: u64) -> u64 {
         match self.limit {
             Limit::Steps(last) => last,
@@ -223,7 +223,7 @@ impl DataStream {
         }
     }
 
-    /// Moves on to the phase of the step that follows `steps` others; whether it is a new one.
+    /// Moves to the phase of the step after `steps` steps; returns whether it is a new phase.
     pub(super) fn begin_step(&mut self, steps: u64) -> Result<bool, TrainerError> {
         let phase = self.data.phase_of_next(steps);
         let is_new = phase != self.phase;
@@ -234,10 +234,10 @@ impl DataStream {
         Ok(is_new)
     }
 
-    /// This rank's part of the next micro step.
+    /// Returns this rank's part of the next micro step.
     ///
     /// # Errors
-    /// Data that cannot be read.
+    /// When the data cannot be read.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
         let _data = tracing::trace_span!("data").entered();
         let start = Instant::now();
@@ -247,22 +247,22 @@ impl DataStream {
         Ok(batch)
     }
 
-    /// Seconds that were spent waiting since this was asked last.
-    pub(super) fn take_waited(&mut self) -> f64 {
+    /// Returns the seconds spent waiting for data since the last call.
+    pub(super) fn take_wait_seconds(&mut self) -> f64 {
         std::mem::take(&mut self.waited).as_secs_f64()
     }
 
-    /// All the data.
+    /// Returns the training data of all phases.
     pub(super) fn data(&self) -> &TrainingData {
         &self.data
     }
 
-    /// The phase of the last step.
+    /// Returns the current phase.
     pub fn phase(&self) -> &Phase {
         &self.data.phases[self.phase]
     }
 
-    /// Micro batches so far, by phase.
+    /// Returns the number of micro batches so far, by phase.
     pub fn passes(&self) -> &[Passes] {
         &self.passes
     }
@@ -271,7 +271,7 @@ impl DataStream {
         self.passes[self.phase].evaluated += micro_batches;
     }
 
-    /// What a checkpoint records.
+    /// Returns the data position for a checkpoint.
     pub(super) fn cursor(&self) -> DataCursor {
         self.phase().cursor(self.options.seed, self.loader.cursor().samples_consumed())
     }
@@ -285,7 +285,7 @@ fn loader(
 ) -> Result<ReadAhead, TrainerError> {
     let mut loader = DataLoader::new(data.clone(), options)?;
     if let Limit::Epochs(epochs) = limit {
-        let end = epochs.checked_mul(data.num_rows() as u64).ok_or(TrainerError::TooManyEpochs)?;
+        let end = epochs.checked_mul(data.num_sequences() as u64).ok_or(TrainerError::TooManyEpochs)?;
         loader = loader.ending_at(end);
     }
     loader.set_samples_consumed(samples_consumed);

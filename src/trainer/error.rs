@@ -8,14 +8,14 @@ use crate::data::DataError;
 use crate::engine::EngineError;
 use std::path::PathBuf;
 
-/// What can go wrong in a training run.
+/// An error of a training run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainerError {
     /// A step or an evaluation failed.
     #[error(transparent)]
     Engine(Box<EngineError>),
-    /// The config lacks what a run needs.
+    /// The config is incomplete.
     #[error(transparent)]
     Config(Box<ConfigError>),
     /// The data cannot be read.
@@ -24,7 +24,7 @@ pub enum TrainerError {
     /// A checkpoint was not saved, or cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The checkpoint does not fit the run.
+    /// The checkpoint does not match the run.
     #[error("{0}; the run cannot resume")]
     CannotResume(#[source] CheckpointError),
     /// A collective failed.
@@ -36,69 +36,71 @@ pub enum TrainerError {
     /// A file of the run cannot be written.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried, with the path.
+        /// The operation that failed, with the path.
         what: String,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// `--resume` names a directory without checkpoints.
-    #[error("{}: neither a checkpoint nor an output directory that holds one", path.display())]
+    #[error("{}: neither a checkpoint nor an output directory with checkpoints", path.display())]
     NothingToResume {
         /// The directory.
         path: PathBuf,
     },
     /// Checkpoints need an output directory.
-    #[error("the run saves or resumes checkpoints, but has no output directory: give `ulysses.output`")]
+    #[error("the run saves or resumes checkpoints, but has no output directory: set `ulysses.output`")]
     NoOutput,
-    /// The output directory holds the checkpoints of another run.
+    /// The output directory contains checkpoints of another run.
     #[error(
-        "{} holds checkpoints of an earlier run, up to {newest}: resume it, or choose another output directory",
+        "{} contains checkpoints of an earlier run, up to {newest}: resume it, or choose another output directory",
         output.display()
     )]
     OutputInUse {
         /// The directory.
         output: PathBuf,
-        /// Name of its newest checkpoint.
+        /// The name of its newest checkpoint.
         newest: String,
     },
-    /// The data does not follow the config's `seq_len_schedule`.
+    /// The data does not match the config's `seq_len_schedule`.
     #[error(
-        "the training data has {found} phase(s), but `ulysses.seq_len_schedule` makes {expected}: the first begins with \
-         step 0, and each later one with a step of the schedule"
+        "the training data has {found} phase(s), but `ulysses.seq_len_schedule` has {expected}: the first must start at \
+         step 0, and each later one at a step of the schedule"
     )]
     Phases {
-        /// Phases by the config.
+        /// Phases of the config.
         expected: usize,
         /// Phases of the data.
         found: usize,
     },
     /// `ulysses.validation` without held-out data.
-    #[error("`ulysses.validation` asks for evaluations, but the training data has no held-out part")]
+    #[error("`ulysses.validation` is set, but the training data has no held-out data")]
     NoHeldOutData,
     /// `keep_best` without evaluations.
     #[error(
-        "`checkpoint.keep_best` needs the section `ulysses.validation`: the best checkpoint is the one with the lowest \
-         evaluation loss"
+        "`checkpoint.keep_best` requires `ulysses.validation`: the best checkpoint is the one with the lowest evaluation \
+         loss"
     )]
     KeepBestWithoutValidation,
-    /// Epochs of sequences of several lengths.
+    /// Epochs with several sequence lengths.
     #[error(
-        "`ulysses.epochs` and `ulysses.seq_len_schedule`: an epoch is one of rows of one length, give `ulysses.steps`"
+        "`ulysses.epochs` cannot be combined with `ulysses.seq_len_schedule`, because an epoch has one sequence length: \
+         set `ulysses.steps`"
     )]
     EpochsOfSeveralLengths,
     /// Epochs of weighted sources.
     #[error(
-        "`ulysses.epochs` and weights in `ulysses.data`: weighted sources have epochs of their own, give `ulysses.steps`"
+        "`ulysses.epochs` cannot be combined with weights in `ulysses.data`, because each source has its own epochs: set \
+         `ulysses.steps`"
     )]
     EpochsOfWeightedSources,
-    /// More samples than 64 bits count.
-    #[error("so many epochs have more samples than can be counted")]
+    /// A number of samples that overflows.
+    #[error("the number of samples in `ulysses.epochs` epochs overflows")]
     TooManyEpochs,
-    /// The held-out data has no label.
-    #[error("no token of the first {num_rows} row(s) of the data to evaluate has a label")]
+    /// The held-out data has no labels.
+    #[error("the first {num_sequences} sequence(s) of the evaluation data have no labels")]
     NoLabels {
-        /// Sequences that were looked at.
-        num_rows: u64,
+        /// Number of evaluated sequences.
+        num_sequences: u64,
     },
 }
 

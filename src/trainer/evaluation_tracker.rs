@@ -3,20 +3,20 @@
 use crate::checkpoint::{Evaluated, Evaluations};
 use crate::config::Config;
 
-/// The same on all ranks: all judge the same losses.
+/// Tracks the losses of evaluations. Equal on all ranks, because all have the same losses.
 pub(super) struct EvaluationTracker {
     pub(super) state: Evaluations,
     patience: Option<u64>,
     threshold: f64,
     keeps_best: bool,
-    /// The best checkpoint that is on the disk.
+    /// The best checkpoint on disk.
     saved_best: Option<Evaluated>,
-    /// Better ones, each better than the one before, whose saves have not ended.
+    /// Better checkpoints, in order of improvement, whose saves have not ended.
     unsaved: Vec<Evaluated>,
 }
 
 impl EvaluationTracker {
-    /// For a run whose held-out data has the hash `data_hash`.
+    /// Creates a tracker for held-out data with the hash `data_hash`.
     pub(super) fn new(config: &Config, data_hash: u64) -> Self {
         let validation = config.ulysses.validation.as_ref();
         Self {
@@ -29,8 +29,8 @@ impl EvaluationTracker {
         }
     }
 
-    /// Goes on with the record of a checkpoint, if it is of the same held-out data. The best checkpoint counts only where
-    /// it can still be found.
+    /// Restores the state of a checkpoint, if its held-out data is the same. The best checkpoint is restored only if it
+    /// still exists.
     pub(super) fn restore(&mut self, state: Evaluations, has_best: bool) {
         let data_hash = self.state.data_hash;
         if state.data_hash.is_some() && state.data_hash != data_hash {
@@ -41,12 +41,12 @@ impl EvaluationTracker {
         self.saved_best = best_checkpoint;
     }
 
-    /// Counts patience anew, as for other training data.
+    /// Restarts the patience counter, for different training data.
     pub(super) fn restart_patience(&mut self) {
         self.state.without_improvement = 0;
     }
 
-    /// The loss after a step. The model that training begins with is nobody's best checkpoint.
+    /// Records the loss after a step. The initial model is never the best checkpoint.
     pub(super) fn record(&mut self, evaluated: Evaluated) {
         self.state.add(evaluated, self.threshold);
         if self.keeps_best && evaluated.step > 0 && self.state.is_best_checkpoint(evaluated) {
@@ -55,19 +55,19 @@ impl EvaluationTracker {
         }
     }
 
-    /// Whether a step is to be saved because it is the best so far.
+    /// Returns whether a step must be saved because it is the best so far.
     pub(super) fn is_best_checkpoint(&self, step: u64) -> bool {
         self.state.best_checkpoint.is_some_and(|best| best.step == step)
     }
 
-    /// The checkpoint of a step is on the disk.
+    /// Records that the checkpoint of a step is on disk.
     pub(super) fn saved(&mut self, step: u64) {
         if let Some(at) = self.unsaved.iter().position(|best| best.step == step) {
             self.saved_best = self.unsaved.drain(..=at).next_back();
         }
     }
 
-    /// The save of a step failed: the best checkpoint is one that is, or may still be, saved.
+    /// Records that the save of a step failed. The best checkpoint is then one that is, or may still be, saved.
     pub(super) fn not_saved(&mut self, step: u64) {
         if let Some(at) = self.unsaved.iter().position(|best| best.step == step) {
             self.unsaved.remove(at);
@@ -75,12 +75,12 @@ impl EvaluationTracker {
         }
     }
 
-    /// Whether the run ends early.
+    /// Returns whether the run stops early.
     pub(super) fn stops_early(&self) -> bool {
         self.patience.is_some_and(|patience| self.state.without_improvement >= patience)
     }
 
-    /// Why it does.
+    /// Returns the reason for stopping early.
     pub(super) fn reason(&self) -> String {
         let best = self.state.best.map_or_else(String::new, |Evaluated { step, loss }| {
             format!(": the lowest is {loss:.4}, at step {step}")

@@ -1,4 +1,4 @@
-//! TensorBoard's files and CSV, where the config asks for them.
+//! TensorBoard and CSV files of metrics.
 
 use super::created_dirs::CreatedDirs;
 use super::error::TrainerError;
@@ -8,25 +8,25 @@ use serde_json::Value;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Writes metrics to the files that the config's `tensorboard` and `csv_monitor` ask for.
+/// Writes metrics to the files that the config's `tensorboard` and `csv_monitor` enable.
 #[derive(Debug)]
 pub(super) struct EventFiles {
     event_file: Option<EventFile>,
     csv: Option<CsvFiles>,
-    /// Sequences of a step: what DeepSpeed counts by.
+    /// Sequences per step: DeepSpeed counts samples.
     train_batch_size: u64,
 }
 
 const EVENT_FILE: &str = "cannot write TensorBoard's event file";
 
-/// A metric's name, the step or sample that it belongs to, and its value.
+/// The name of a metric, its step or sample, and its value.
 type Event = (String, u64, f64);
 
-/// Creates the directories that `tensorboard` and `csv_monitor` name and checks that they can be written to, before
-/// there is anything to write. `output` is for what has no path of its own.
+/// Creates the directories of `tensorboard` and `csv_monitor`, and checks in advance that they are writable. `output` is
+/// the default parent directory.
 ///
 /// # Errors
-/// A directory that cannot be written to, with the key that names it.
+/// When a directory is not writable; the error names its key.
 pub fn check_event_files(
     monitoring: &MonitoringConfig,
     output: &Path,
@@ -42,7 +42,7 @@ pub fn check_event_files(
     Ok(())
 }
 
-/// Where a monitor's files go. `output` is for what has no path of its own.
+/// Returns the directory of a monitor's files. `output` is the default parent directory.
 fn dir(files: &EventFilesConfig, output: &Path) -> Option<PathBuf> {
     let parent = match files.output_path.as_str() {
         "" => output,
@@ -51,13 +51,13 @@ fn dir(files: &EventFilesConfig, output: &Path) -> Option<PathBuf> {
     files.enabled.then(|| parent.join(&files.job_name))
 }
 
-/// The error of something that cannot be written.
+/// Returns the error of a failed write.
 pub(super) fn cannot(what: impl Into<String>) -> impl FnOnce(io::Error) -> TrainerError {
     |source| TrainerError::Io { what: what.into(), source }
 }
 
 impl EventFiles {
-    /// Begins the files; `output` is for what has no path of its own.
+    /// Creates the files; `output` is the default parent directory.
     pub(super) fn new(config: &Config, output: &Path) -> Result<Self, TrainerError> {
         let monitoring = &config.monitoring;
         let event_file = dir(&monitoring.tensorboard, output).map(|dir| {
@@ -72,7 +72,7 @@ impl EventFiles {
         Ok(Self { event_file: event_file.transpose()?, csv: csv.transpose()?, train_batch_size })
     }
 
-    /// A step: its loss, rate and scale under DeepSpeed's names, which count samples, and every metric by step.
+    /// Records a step: loss, learning rate and loss scale under DeepSpeed's names, by sample, and every metric by step.
     pub(super) fn record(&mut self, metrics: &Metrics) -> Result<(), TrainerError> {
         let samples = metrics.step * self.train_batch_size;
         let deepspeeds = [
@@ -84,18 +84,18 @@ impl EventFiles {
             .into_iter()
             .filter_map(|(name, value)| Some((format!("Train/Samples/{name}"), samples, value?)));
         let mut by_step = by_step("Train/Steps", metrics.step, serde_json::to_value(metrics));
-        // A skipped step has no loss: the 0 in its place is none.
+        // A skipped step has no loss; the 0 is a placeholder.
         by_step.retain(|(name, ..)| !metrics.skipped || !name.ends_with("/loss"));
         self.write(by_sample.chain(by_step))
     }
 
-    /// An evaluation, by step.
+    /// Records an evaluation, by step.
     pub(super) fn record_evaluation(&mut self, metrics: &EvalMetrics) -> Result<(), TrainerError> {
         let events = by_step("Eval/Steps", metrics.step, serde_json::to_value(metrics));
         self.write(events.into_iter())
     }
 
-    /// Every event to every file, whatever becomes of the others; the first failure.
+    /// Writes every event to every file, even after a failure; returns the first error.
     fn write(&mut self, events: impl Iterator<Item = Event>) -> Result<(), TrainerError> {
         let mut written = Ok(());
         for (tag, step, value) in events {
@@ -110,7 +110,7 @@ impl EventFiles {
         written
     }
 
-    /// Writes what found no room.
+    /// Writes events that waited for disk space.
     pub(super) fn flush(&mut self) -> Result<(), TrainerError> {
         let events = self.event_file.as_mut().map_or(Ok(()), EventFile::flush).map_err(cannot(EVENT_FILE));
         let csv = self.csv.as_mut().map_or(Ok(()), CsvFiles::flush);
@@ -118,7 +118,7 @@ impl EventFiles {
     }
 }
 
-/// The numbers of a record but its step.
+/// Returns the numbers of a record, except its step.
 fn by_step(prefix: &str, step: u64, record: serde_json::Result<Value>) -> Vec<Event> {
     let Ok(Value::Object(fields)) = record else { return Vec::new() };
     let numbers = fields.into_iter().filter_map(|(name, value)| Some((name, value.as_f64()?)));

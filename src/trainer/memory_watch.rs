@@ -1,4 +1,4 @@
-//! What a rank held in each part of a step: for `run.json`, and for traces.
+//! The memory of a rank in each part of a step, for `run.json` and traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::engine::Moment;
@@ -7,54 +7,54 @@ use crate::kernels::memory::{ByCategory, peak_bytes};
 use crate::monitor::Tracer;
 use serde::{Deserialize, Serialize};
 
-/// Steps of each sequence length that are watched: what a step allocates it keeps for the next, so the second is the
-/// first that is like all others.
+/// Number of watched steps per sequence length. Steps recycle storage of previous ones, so the second step is the first
+/// typical one.
 const WATCHED_STEPS: u64 = 2;
 
-/// Watches the memory of one rank in a few steps, and in those that are traced.
+/// Measures the memory of one rank in a few steps, and in traced steps.
 #[derive(Debug)]
 pub struct MemoryWatch {
-    /// Memory of a GPU is not what the allocator counts.
+    /// Whether tensors are in host memory: the allocator does not count GPU memory.
     is_on_host: bool,
     tracer: Option<Tracer>,
     rank: u64,
-    /// Steps that this process has done.
+    /// Steps of this process so far.
     done: u64,
-    /// The sequence length, and the steps that have been done with it.
+    /// The current sequence length, and the steps with it so far.
     of_length: (usize, u64),
-    /// Of the longest sequences.
+    /// The memory of a step with the longest sequences.
     longest: Option<StepMemory>,
 }
 
-/// What a rank held over a step: the most in each part of its last micro batch, and in the update.
+/// The peak memory of a rank in each part of a step: of its last micro batch, and of the update.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepMemory {
     /// The step, from 1.
     pub step: u64,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub seq_len: usize,
-    /// The parts in their order.
+    /// The parts, in order.
     pub parts: Vec<PartMemory>,
 }
 
-/// The most that a rank held in a part of a step.
+/// The peak memory of a rank in a part of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PartMemory {
-    /// The part, in the words of the plan.
+    /// The part, as named in plans.
     pub at: String,
-    /// All bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// The same by what they are for.
+    /// Bytes by category.
     pub by_category: ByCategory,
 }
 
 impl MemoryWatch {
-    /// For a global rank, whose tensors are in the host's memory or not.
+    /// Creates an observer for a global rank; `is_on_host` is whether its tensors are in host memory.
     pub fn new(tracer: Option<Tracer>, rank: usize, is_on_host: bool) -> Self {
         Self { is_on_host, tracer, rank: rank as u64, done: 0, of_length: (0, 0), longest: None }
     }
 
-    /// A step with the longest sequences so far.
+    /// Returns the memory of a step with the longest sequences so far.
     pub fn longest(self) -> Option<StepMemory> {
         self.longest
     }
@@ -77,13 +77,13 @@ impl Observer for MemoryWatch {
     fn on_step_end(&mut self, engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         let parts = engine.take_part_peaks();
         if !parts.is_empty() {
-            // While parts are watched, the peak is that of the last part.
+            // The peak is reset at each watched part.
             step.metrics.peak_memory_bytes = u64::try_from(peak_bytes()).unwrap_or(0);
         }
         let tracer = self.tracer.as_ref();
         if let Some(tracer) = tracer.filter(|tracer| tracer.traces(self.done) && !parts.is_empty()) {
             let held = parts.iter().map(|part| (part.start, part.peak.bytes, part.peak.by_category));
-            tracer.note_memory(self.rank, held);
+            tracer.record_memory(self.rank, held);
         }
         let seq_len = step.seq_len;
         let is_longest = self.longest.as_ref().is_none_or(|longest| seq_len >= longest.seq_len);

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`, and the event files beside it.
+//! `metrics.jsonl` and event files.
 
 use super::error::TrainerError;
 use super::event_files::{EventFiles, cannot};
@@ -10,28 +10,28 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 /// Writes the metrics of steps and evaluations to `metrics.jsonl`, and to the files that the config's `tensorboard` and
-/// `csv_monitor` ask for. An observer of one rank.
+/// `csv_monitor` enable. An observer for one rank.
 ///
-/// Lines that find no room on the disk wait in memory where a checkpoint that is being written takes the room, and gives
-/// it back when it fails, or where `checkpoint.on_error` asks to train on. Otherwise they end the run.
+/// When the disk is full, lines wait in memory while a checkpoint is being written (a failed save frees its space), or if
+/// `checkpoint.on_error` is "continue". Otherwise the run ends.
 #[derive(Debug)]
 pub struct MetricsFiles {
     path: PathBuf,
     writer: MetricsWriter,
     events: EventFiles,
-    /// Whether the run goes on without room.
-    goes_on: bool,
-    /// Why lines wait in memory.
+    /// Whether the run continues when the disk is full.
+    continues: bool,
+    /// The error because of which lines wait in memory.
     waiting: Option<TrainerError>,
     log: fn(&str),
 }
 
 impl MetricsFiles {
-    /// Goes on with the files in `output` after `first_step` steps, or begins them. `log` takes a line when there is no
-    /// room on the disk, and when there is again.
+    /// Resumes the files in `output` after `first_step` steps, or creates them. `log` receives a line when the disk is
+    /// full, and when there is space again.
     ///
     /// # Errors
-    /// Files that cannot be written.
+    /// When a file cannot be written.
     pub fn open(
         config: &Config,
         output: &Path,
@@ -41,9 +41,9 @@ impl MetricsFiles {
         let path = output.join("metrics.jsonl");
         let writer = MetricsWriter::resume(&path, first_step).map_err(cannot(path.display().to_string()))?;
         let checkpoint = config.checkpoint.as_ref();
-        let goes_on = checkpoint.is_some_and(|checkpoint| checkpoint.on_error == OnSaveError::Continue);
+        let continues = checkpoint.is_some_and(|checkpoint| checkpoint.on_error == OnSaveError::Continue);
         let events = EventFiles::new(config, output)?;
-        Ok(Self { path, writer, events, goes_on, waiting: None, log })
+        Ok(Self { path, writer, events, continues, waiting: None, log })
     }
 
     fn write(
@@ -52,24 +52,24 @@ impl MetricsFiles {
         events: Result<(), TrainerError>,
     ) -> Result<(), TrainerError> {
         let written = self.writer.write(metrics).map_err(self.cannot_write());
-        self.wait_for_room(events.and(written))
+        self.wait_for_space(events.and(written))
     }
 
     fn cannot_write(&self) -> impl FnOnce(std::io::Error) -> TrainerError + use<> {
         cannot(format!("cannot write {}", self.path.display()))
     }
 
-    /// Lets what finds no room wait, and says so once.
-    fn wait_for_room(&mut self, written: Result<(), TrainerError>) -> Result<(), TrainerError> {
+    /// Keeps lines in memory when the disk is full, and logs that once.
+    fn wait_for_space(&mut self, written: Result<(), TrainerError>) -> Result<(), TrainerError> {
         match written {
             Ok(()) if self.waiting.take().is_some() => {
-                (self.log)("there is room again: the metrics are complete");
+                (self.log)("disk space is available again: all metrics are written");
             }
             Ok(()) => {}
             Err(TrainerError::Io { what, source }) if is_out_of_space(&source) => {
                 let error = TrainerError::Io { what, source };
                 if self.waiting.is_none() {
-                    (self.log)(&format!("{error}; the metrics wait in memory until there is room"));
+                    (self.log)(&format!("{error}; metrics are kept in memory until disk space is available"));
                 }
                 self.waiting = Some(error);
             }
@@ -78,12 +78,12 @@ impl MetricsFiles {
         Ok(())
     }
 
-    /// Writes the lines that found no room before, or fails.
+    /// Writes the lines that wait in memory, or fails.
     fn complete(&mut self) -> Result<(), TrainerError> {
         if self.waiting.is_some() {
             let events = self.events.flush();
             let written = self.writer.flush().map_err(self.cannot_write());
-            self.wait_for_room(events.and(written))?;
+            self.wait_for_space(events.and(written))?;
         }
         self.waiting.take().map_or(Ok(()), Err)
     }
@@ -101,7 +101,7 @@ impl Observer for MetricsFiles {
     }
 
     fn after_step(&mut self, is_saving: bool) -> Result<(), ObserverError> {
-        if is_saving || self.goes_on { Ok(()) } else { Ok(self.complete()?) }
+        if is_saving || self.continues { Ok(()) } else { Ok(self.complete()?) }
     }
 
     fn on_train_end(&mut self) -> Result<(), ObserverError> {

@@ -1,20 +1,19 @@
 //! The training loop: data, evaluations, checkpoints and observers around an [`Engine`](crate::engine::Engine).
 //!
 //! ```text
-//! let mut trainer = Trainer::new(engine, &groups, data, TrainerOptions::default())?; // resumes, if asked to
+//! let mut trainer = Trainer::new(engine, &groups, data, TrainerOptions::default())?; // may resume a checkpoint
 //! trainer.observe(&mut observer);
-//! let report = trainer.train()?;   // step, evaluate, save, until the last step
+//! let report = trainer.train()?;   // steps, evaluations and checkpoints, until the last step
 //! ```
 //!
-//! - [`Trainer`]: one rank's loop. Every rank of the mesh has one.
-//! - [`TrainingData`]: datasets of a run by sequence length; [`DataStream`]: one rank's micro batches of them.
-//! - [`Observer`]: hooks for whatever follows the run. [`MetricsFiles`], [`MemoryWatch`],
+//! - [`Trainer`]: the training loop of one rank. Every rank of the mesh has one.
+//! - [`TrainingData`]: the datasets of a run, by sequence length; [`DataStream`]: their micro batches on one rank.
+//! - [`Observer`]: hooks of the training loop. [`MetricsFiles`], [`MemoryWatch`],
 //!   [`Progress`](crate::monitor::Progress) and [`RunTotals`](crate::monitor::RunTotals) are observers.
-//! - [`Resume`]: where a run goes on from.
+//! - [`Resume`]: the checkpoint that a run resumes from.
 //! - [`evaluate`]: the loss of held-out data.
 //!
-//! Everything that the config states about a run is taken from the engine's config: steps or epochs, seed, evaluations,
-//! early stopping, checkpoints.
+//! The engine's config determines steps or epochs, seed, evaluations, early stopping and checkpoints.
 
 mod agreement;
 mod checkpoints;

@@ -5,56 +5,56 @@ use crate::engine::{Engine, StepTimes};
 use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
 use std::error::Error;
 
-/// Whatever an observer fails with. It ends the run.
+/// The error of an observer, which ends the run.
 pub type ObserverError = Box<dyn Error + Send + Sync>;
 
-/// A step that has just ended.
+/// A completed step.
 #[derive(Debug, Clone)]
 pub struct StepEnd {
-    /// Metrics of the step. What an observer adds, those after it see.
+    /// The metrics of the step. Later observers see the changes of earlier ones.
     pub metrics: Metrics,
-    /// Time of each phase and each part of the model, on this rank.
+    /// The time of each phase and each part of the model, on this rank.
     pub times: StepTimes,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub seq_len: usize,
 }
 
-/// Follows a run on one rank. Hooks run on the rank's thread, in the order in which observers were added
+/// Hooks of a training run on one rank. They run on the rank's thread, in the order in which observers were added
 /// ([`Trainer::observe`](super::Trainer::observe)).
 ///
-/// Steps and evaluations have the same metrics on all ranks, but for times and memory. An observer that communicates is
-/// added on every rank.
+/// Steps and evaluations have the same metrics on all ranks, except for times and memory. An observer that communicates
+/// must be added on every rank.
 pub trait Observer {
-    /// Before a step of sequences of `seq_len` tokens.
+    /// Called before a step with sequences of `seq_len` tokens.
     ///
     /// # Errors
-    /// Any ends the run, as in all hooks.
+    /// An error ends the run, as in all hooks.
     fn on_step_begin(&mut self, _engine: &mut Engine, _seq_len: usize) -> Result<(), ObserverError> {
         Ok(())
     }
 
-    /// After a step, before its evaluation and its checkpoint.
+    /// Called after a step, before its evaluation and its checkpoint.
     fn on_step_end(&mut self, _engine: &mut Engine, _step: &mut StepEnd) -> Result<(), ObserverError> {
         Ok(())
     }
 
-    /// After an evaluation of the held-out data.
+    /// Called after an evaluation of the held-out data.
     fn on_evaluate(&mut self, _metrics: &EvalMetrics) -> Result<(), ObserverError> {
         Ok(())
     }
 
-    /// After a checkpoint was published.
+    /// Called after a checkpoint has been published.
     fn on_save(&mut self, _saved: &Saved) -> Result<(), ObserverError> {
         Ok(())
     }
 
-    /// After the evaluation and the checkpoint of a step, if they were due. `is_saving`: a checkpoint is still being
-    /// written in the background.
+    /// Called after the evaluation and the checkpoint of a step, if they were due. `is_saving` is whether a checkpoint is
+    /// still being written in the background.
     fn after_step(&mut self, _is_saving: bool) -> Result<(), ObserverError> {
         Ok(())
     }
 
-    /// After the last step.
+    /// Called after the last step.
     fn on_train_end(&mut self) -> Result<(), ObserverError> {
         Ok(())
     }

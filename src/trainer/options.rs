@@ -1,4 +1,4 @@
-//! What a run is told besides its config, and what it reports.
+//! The options and the result of a run.
 
 use super::data_stream::check_limit;
 use super::error::TrainerError;
@@ -12,23 +12,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What the config does not state about a run.
+/// Options of a run that are not in the config.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
-    /// Directory of the checkpoints; the config's `output` where there is none.
+    /// The directory of the checkpoints; by default the config's `output`.
     pub output: Option<PathBuf>,
-    /// Where the run goes on from.
+    /// The checkpoint to resume from.
     pub resume: Option<Resume>,
-    /// Begins data that is not the checkpoint's from its beginning, instead of refusing it.
+    /// If the data differs from the checkpoint's, starts at its beginning instead of failing.
     pub reset_data: bool,
-    /// The model in the vocabulary of Hugging Face's `config.json`, which exports need; null for models that have no
-    /// such description.
+    /// The model as in Hugging Face's `config.json`, required for exports; null for other models.
     pub model: Value,
-    /// The files that an export keeps, if the run started from a model directory.
+    /// The files to copy into exports, if the run started from a model directory.
     pub source: Option<HfSource>,
-    /// Set by a signal handler of the program's, for one: all ranks end after the step, and save.
+    /// When set (by a signal handler, for example), all ranks save and stop after the step.
     pub stop: Arc<AtomicBool>,
-    /// Takes lines about the run, on the first rank. By default they are `tracing` events.
+    /// Receives log lines on the first rank. By default they are `tracing` events.
     pub log: fn(&str),
 }
 
@@ -46,28 +45,27 @@ impl Default for TrainerOptions {
     }
 }
 
-/// The end of a run.
+/// The result of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainReport {
-    /// Steps that were done, with those before a resumption.
+    /// Completed steps, including those before a resume.
     pub steps: u64,
-    /// The number of the last step that there was to do.
+    /// The number of the last step according to the config.
     pub last_step: u64,
-    /// Whether [`TrainerOptions::stop`] ended it.
+    /// Whether [`TrainerOptions::stop`] ended the run.
     pub stopped: bool,
-    /// Why early stopping ended it, if it did.
+    /// The reason, if early stopping ended the run.
     pub stopped_early: Option<String>,
-    /// The newest checkpoint that it has saved.
+    /// The newest checkpoint that the run has saved.
     pub checkpoint: Option<PathBuf>,
     /// All evaluations.
     pub evaluations: Evaluations,
 }
 
-/// Refuses a config that does not state when the run ends, or asks for the best checkpoint by an evaluation that there
-/// is not.
+/// Checks that a config sets the end of the run, and evaluations if it keeps the best checkpoint.
 ///
 /// # Errors
-/// What is missing.
+/// When a setting is missing.
 pub fn check_config(config: &Config) -> Result<(), TrainerError> {
     check_limit(config)?;
     let keeps_best = config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best);

@@ -1,4 +1,4 @@
-//! Where a run goes on from.
+//! Resumes a run from a checkpoint.
 
 use super::data_stream::DataStream;
 use super::error::TrainerError;
@@ -11,21 +11,21 @@ use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::engine::{Engine, EngineError};
 use std::path::{Path, PathBuf};
 
-/// The checkpoint that a run goes on from.
+/// The checkpoint to resume from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
-    /// The newest checkpoint that verifies: of the output directory, or of the run in this one. Without any the run
-    /// begins with step 1.
+    /// The newest valid checkpoint in this directory, by default the output directory. If there is none, the run starts
+    /// at step 1.
     Newest(Option<PathBuf>),
     /// The checkpoint in this directory.
     From(PathBuf),
 }
 
 impl Resume {
-    /// By a path: a checkpoint, or an output directory that holds some. The own output directory without one.
+    /// Resolves a path: a checkpoint, or an output directory with checkpoints. `None` is the run's output directory.
     ///
     /// # Errors
-    /// A directory that holds no checkpoint.
+    /// When the directory contains no checkpoint.
     pub fn new(path: Option<PathBuf>) -> Result<Self, TrainerError> {
         let Some(path) = path else { return Ok(Self::Newest(None)) };
         let path = pointed_to(&path).unwrap_or(path);
@@ -38,7 +38,7 @@ impl Resume {
         Ok(Self::Newest(Some(path)))
     }
 
-    /// Whether the run was in another directory until now.
+    /// Returns whether the checkpoint is in another directory than `output`.
     pub fn is_from_elsewhere(&self, output: &Path) -> bool {
         match self {
             Self::Newest(None) => false,
@@ -47,10 +47,10 @@ impl Resume {
         }
     }
 
-    /// The checkpoint that the run will go on from, if it verifies: only its manifest has been read.
+    /// Returns the checkpoint that the run will resume from if it is valid; only its manifest has been read.
     ///
     /// # Errors
-    /// A checkpoint or a directory that cannot be read.
+    /// When the checkpoint or the directory cannot be read.
     pub fn candidate(&self, output: Option<&Path>) -> Result<Option<Checkpoint>, CheckpointError> {
         let dir = match self {
             Self::From(dir) => return Checkpoint::open(dir).map(Some),
@@ -59,17 +59,17 @@ impl Resume {
         let Some(dir) = dir else { return Ok(None) };
         let mut checkpoints =
             step_directories(dir)?.into_iter().map(|found| Checkpoint::open(&dir.join(found.name)));
-        // Those that are damaged will be passed over, and reported.
+        // Damaged checkpoints will be skipped and reported.
         Ok(checkpoints.find_map(Result::ok))
     }
 }
 
-/// Whether two paths lead to one directory.
+/// Returns whether two paths are the same directory.
 pub fn is_same_dir(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// The parts of a run that a checkpoint restores.
+/// The state of a run that a checkpoint restores.
 pub(super) struct Resumption<'a> {
     pub(super) engine: &'a mut Engine,
     pub(super) data: &'a mut DataStream,
@@ -78,25 +78,25 @@ pub(super) struct Resumption<'a> {
     pub(super) group: &'a dyn ProcessGroup,
     /// The run's own output directory.
     pub(super) output: Option<&'a Path>,
-    /// Whether data that is not the checkpoint's is begun from its beginning.
+    /// Whether data that differs from the checkpoint's starts at its beginning.
     pub(super) reset_data: bool,
     pub(super) log: fn(&str),
 }
 
 impl Resumption<'_> {
-    /// Restores the run that `resume` asks for, and returns its name; `None` where there is no checkpoint. Collective.
+    /// Restores the checkpoint of `resume`, and returns the id of its run; `None` if there is no checkpoint. Collective.
     pub(super) fn restore(self, resume: &Resume) -> Result<Option<String>, TrainerError> {
         let Some(checkpoint) = self.find(resume)? else { return Ok(None) };
         let manifest = checkpoint.manifest();
         let (step, seed) = (manifest.progress.step, self.engine.config().seed);
-        // The one that was looked at before the ranks started may have been passed over.
+        // The candidate that was checked before the ranks started may have been skipped.
         let mut is_reset = false;
         let samples_consumed = match self.data.data().check_resumes(&checkpoint, seed) {
             Ok(()) => manifest.progress.data.samples_consumed,
-            // A restart finds the data that it goes on with in its own checkpoints.
+            // A restarted run has its own checkpoints with the new data.
             Err(CheckpointError::Mismatch { what, saved, wanted, .. }) if self.reset_data => {
                 (self.log)(&format!(
-                    "--reset-data: {what} was {saved} and is {wanted}: from the beginning of the data"
+                    "--reset-data: {what} was {saved} and is {wanted}: training starts at the beginning of the data"
                 ));
                 is_reset = true;
                 0
@@ -115,7 +115,7 @@ impl Resumption<'_> {
         }
         (self.log)(&format!("resumed from {}", checkpoint.dir().display()));
         if step_dir_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
-            (self.log)(&format!("its directory was renamed: by its manifest it is of step {step}"));
+            (self.log)(&format!("the checkpoint's directory was renamed: its manifest says step {step}"));
         }
         Ok(Some(manifest.run_id.clone()))
     }
@@ -127,7 +127,7 @@ impl Resumption<'_> {
         };
         let found = newest(directory, self.group)?;
         for fault in found.refused {
-            (self.log)(&format!("passed over a damaged checkpoint: {fault}"));
+            (self.log)(&format!("skipped a damaged checkpoint: {fault}"));
         }
         if found.checkpoint.is_none() {
             let directory = directory.display();
@@ -136,7 +136,7 @@ impl Resumption<'_> {
         Ok(found.checkpoint)
     }
 
-    /// Whether the best checkpoint up to the one that the run goes on from is in the output directory. Collective.
+    /// Returns whether the best checkpoint of the resumed run is in the output directory. Collective.
     fn has_best(&self, resumed: &Manifest) -> Result<bool, CommError> {
         let is_here = |best: Evaluated| {
             let found = Manifest::read(&self.output?.join(step_name(best.step))).ok()?;
@@ -148,7 +148,7 @@ impl Resumption<'_> {
     }
 }
 
-/// The name of a checkpoint's directory, if it is one that a run gives.
+/// Returns the name of a checkpoint's directory, if it has the form that runs use.
 fn step_dir_name(dir: &Path) -> Option<&str> {
     dir.file_name()?.to_str().filter(|name| name.starts_with("step_"))
 }

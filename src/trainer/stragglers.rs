@@ -1,17 +1,17 @@
-//! Which rank the others wait for.
+//! Detects the slowest rank of each step.
 
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt};
 use crate::engine::Engine;
 use std::sync::Arc;
 
-/// Compares how long the ranks work in a step. An observer of every rank.
+/// Compares the compute time of the ranks in each step. An observer on every rank.
 pub(super) struct Stragglers {
-    /// Of all ranks, for this alone: its traffic is not that of a step. None where there is one rank.
+    /// A separate group of all ranks, so that its traffic does not count for a step. `None` for one rank.
     group: Option<Arc<dyn ProcessGroup>>,
 }
 
-/// The rank that worked longest, and its time relative to the mean of all.
+/// The rank with the longest compute time, and its time relative to the mean of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Slowest {
     rank: usize,
@@ -19,15 +19,14 @@ struct Slowest {
 }
 
 impl Stragglers {
-    /// Collective.
+    /// Creates the group. Collective.
     pub(super) fn new(groups: &MeshGroups) -> Result<Self, CommError> {
         let all = groups.whole()?;
         let group = if all.world_size() > 1 { all.split("stragglers", Some(0), all.rank())? } else { None };
         Ok(Self { group })
     }
 
-    /// The slowest rank of a step in which this one worked for so many seconds, and else waited for data or for
-    /// others. Collective.
+    /// Returns the slowest rank of a step, in which this rank computed for `compute_seconds`. Collective.
     fn slowest(&self, compute_seconds: f64) -> Result<Slowest, CommError> {
         let Some(group) = &self.group else { return Ok(Slowest { rank: 0, ratio: 1.0 }) };
         let slowest = slowest_of(&group.all_gather_values(&[compute_seconds])?);
@@ -57,13 +56,13 @@ mod tests {
     use crate::mesh::DeviceMesh;
 
     #[test]
-    fn the_rank_that_works_longest_is_told_with_its_share() {
+    fn the_slowest_rank_is_reported_with_its_ratio() {
         assert_eq!(slowest_of(&[1.0, 3.0, 2.0]), Slowest { rank: 1, ratio: 1.5 });
         assert_eq!(slowest_of(&[0.0, 0.0]).ratio, 1.0);
     }
 
     #[test]
-    fn every_rank_is_told_of_the_slowest() {
+    fn every_rank_knows_the_slowest() {
         let slowest = launch(3, &LaunchOptions::default(), |context| {
             let mesh = DeviceMesh::dp_sp(1, 3)?;
             let stragglers = Stragglers::new(&MeshGroups::new(&mesh, context.group.clone())?)?;

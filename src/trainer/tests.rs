@@ -4,7 +4,7 @@ use super::*;
 use crate::checkpoint::Saved;
 use crate::comm::{LaunchError, LaunchOptions, MeshGroups, launch};
 use crate::config::Config;
-use crate::data::{Corpus, PackedRows};
+use crate::data::{Corpus, PackedSequences};
 use crate::engine::{Engine, initialize};
 use crate::mesh::DeviceMesh;
 use crate::model::{Model, RandomWeights, preset};
@@ -14,11 +14,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What an observer hears.
+/// Logs the calls of an observer.
 #[derive(Default)]
-struct Heard(Vec<String>);
+struct EventLog(Vec<String>);
 
-impl Observer for Heard {
+impl Observer for EventLog {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         self.0.push(format!("step {} loss {:x}", step.metrics.step, step.metrics.loss.to_bits()));
         Ok(())
@@ -40,9 +40,9 @@ impl Observer for Heard {
     }
 }
 
-fn rows(text: &str) -> Arc<PackedRows> {
+fn sequences(text: &str) -> Arc<PackedSequences> {
     let document = text.repeat(40).bytes().map(u32::from).collect();
-    Arc::new(PackedRows::new(Corpus::from_documents([document]).unwrap(), 32).unwrap())
+    Arc::new(PackedSequences::new(Corpus::from_documents([document]).unwrap(), 32).unwrap())
 }
 
 fn config(steps: u64, changes: Value) -> Config {
@@ -57,25 +57,25 @@ fn config(steps: u64, changes: Value) -> Config {
     Config::from_json_str(&json.to_string(), "test").unwrap()
 }
 
-/// What the observer of the first rank hears of a run, and how it ends.
+/// Returns the events of the first rank's observer, and the result of the run.
 fn run(
     config: &Config,
     has_held_out: bool,
     options: &TrainerOptions,
 ) -> Result<(Vec<String>, TrainReport), LaunchError> {
     let mesh = DeviceMesh::dp_sp(1, 2).unwrap();
-    let held_out = has_held_out.then(|| rows("a lazy dog sleeps. ").into());
-    let data = TrainingData::new(rows("the quick brown fox jumps. "), held_out).unwrap();
+    let held_out = has_held_out.then(|| sequences("a lazy dog sleeps. ").into());
+    let data = TrainingData::new(sequences("the quick brown fox jumps. "), held_out).unwrap();
     let mut ranks = launch(2, &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model::llama(&preset("nano")?)?;
         let engine = initialize(model, &RandomWeights { seed: 1 }, config, &groups)?;
-        let mut heard = Heard::default();
+        let mut events = EventLog::default();
         let mut trainer = Trainer::new(engine, &groups, data.clone(), options.clone())?;
-        trainer.observe(&mut heard);
+        trainer.observe(&mut events);
         let report = trainer.train()?;
         drop(trainer);
-        Ok::<_, ObserverError>((heard.0, report))
+        Ok::<_, ObserverError>((events.0, report))
     })?;
     Ok(ranks.swap_remove(0))
 }
@@ -85,10 +85,10 @@ fn in_dir(dir: &Path, resume: Option<Resume>) -> TrainerOptions {
 }
 
 #[test]
-fn observers_hear_of_every_step_and_a_resumed_run_is_the_rest_of_an_uninterrupted_one() {
+fn observers_see_every_step_and_a_resumed_run_equals_the_rest_of_an_uninterrupted_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (heard, report) = run(&config(4, json!({})), true, &in_dir(whole.path(), None)).unwrap();
-    let what: Vec<_> = heard.iter().map(|line| line.split(" loss").next().unwrap()).collect();
+    let (events, report) = run(&config(4, json!({})), true, &in_dir(whole.path(), None)).unwrap();
+    let what: Vec<_> = events.iter().map(|line| line.split(" loss").next().unwrap()).collect();
     let expected =
         ["step 1", "step 2", "evaluation 2", "save 2", "step 3", "step 4", "evaluation 4", "save 4", "end"];
     assert_eq!(what, expected);
@@ -98,7 +98,7 @@ fn observers_hear_of_every_step_and_a_resumed_run_is_the_rest_of_an_uninterrupte
     run(&config(2, json!({})), true, &in_dir(parts.path(), Some(Resume::Newest(None)))).unwrap();
     let resumed = in_dir(parts.path(), Some(Resume::new(Some(parts.path().to_owned())).unwrap()));
     let (rest, _) = run(&config(4, json!({})), true, &resumed).unwrap();
-    assert_eq!(rest, heard[4..]);
+    assert_eq!(rest, events[4..]);
 }
 
 #[test]
@@ -112,21 +112,21 @@ fn a_run_that_is_asked_to_stop_saves_and_ends_after_the_step() {
 }
 
 #[test]
-fn what_a_run_lacks_is_named_before_the_first_step() {
+fn missing_settings_are_reported_before_the_first_step() {
     let dir = tempfile::tempdir().unwrap();
     let error = |config: &Config, has_held_out, options: &TrainerOptions| {
         let error = run(config, has_held_out, options).unwrap_err();
         std::error::Error::source(&error).unwrap().to_string()
     };
     let new = in_dir(dir.path(), None);
-    assert!(error(&config(2, json!({})), false, &new).contains("no held-out part"));
-    assert!(error(&config(2, json!({})), true, &TrainerOptions::default()).contains("give `ulysses.output`"));
+    assert!(error(&config(2, json!({})), false, &new).contains("no held-out data"));
+    assert!(error(&config(2, json!({})), true, &TrainerOptions::default()).contains("set `ulysses.output`"));
     let keep_best = json!({ "checkpoint": { "keep_best": true }, "ulysses": { "steps": 2 } });
-    assert!(error(&config(2, keep_best), true, &new).contains("`checkpoint.keep_best` needs"));
+    assert!(error(&config(2, keep_best), true, &new).contains("`checkpoint.keep_best` requires"));
     let longer = json!({ "ulysses": { "steps": 9, "seq_len": 32, "seq_len_schedule": [[4, 64]] } });
     assert!(error(&config(2, longer), true, &new).contains("has 1 phase(s)"));
     run(&config(2, json!({})), true, &new).unwrap();
-    assert!(error(&config(4, json!({})), true, &new).contains("holds checkpoints of an earlier run"));
+    assert!(error(&config(4, json!({})), true, &new).contains("contains checkpoints of an earlier run"));
     let (other, older) = (tempfile::tempdir().unwrap(), Some(Resume::From(dir.path().join("step_00000002"))));
     run(&config(4, json!({})), true, &in_dir(other.path(), None)).unwrap();
     let into_other = error(&config(6, json!({})), true, &in_dir(other.path(), older));

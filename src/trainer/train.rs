@@ -1,10 +1,10 @@
-//! [`Trainer`]: one rank's training loop.
+//! [`Trainer`]: the training loop of one rank.
 
 use super::agreement::check_agreement;
 use super::checkpoints::{Checkpoints, SaveOutcome};
 use super::data_stream::{DataStream, TrainingData};
 use super::error::TrainerError;
-use super::evaluate::{agreed_loss, evaluate, of_first};
+use super::evaluate::{broadcast_loss, broadcast_value, evaluate};
 use super::evaluation_tracker::EvaluationTracker;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
@@ -20,28 +20,28 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// One rank's training run: every rank of the mesh has one, and all call its methods alike.
+/// The training loop of one rank. Every rank of the mesh has one, and all call the same methods in the same order.
 pub struct Trainer<'a> {
     engine: Engine,
     data: DataStream,
     checkpoints: Option<Checkpoints>,
     evaluations: EvaluationTracker,
     observers: Vec<Box<dyn Observer + 'a>>,
-    /// All ranks, for what is not part of a step: its traffic is not that of a step.
+    /// A separate group of all ranks, so that its traffic does not count for a step.
     group: Arc<dyn ProcessGroup>,
     options: TrainerOptions,
     run_id: String,
-    /// Steps that were done when the run began, and when it will be done.
+    /// Steps completed at the start, and at the end of the run.
     steps: Range<u64>,
 }
 
 impl<'a> Trainer<'a> {
-    /// Makes the run of `engine` on `data` ready, and goes on where [`TrainerOptions::resume`] asks to. `groups` are
-    /// those that the engine was made on. Collective.
+    /// Prepares the training of `engine` on `data`, and resumes the checkpoint of [`TrainerOptions::resume`]. `groups` are
+    /// the groups of the engine. Collective.
     ///
     /// # Errors
-    /// A config that [`check_config`] refuses, data that does not fit it, a checkpoint that cannot be resumed, or ranks
-    /// that do not have the same config and data.
+    /// When [`check_config`] fails, the data does not match the config, a checkpoint cannot be resumed, or the ranks have
+    /// different configs or data.
     pub fn new(
         mut engine: Engine,
         groups: &MeshGroups,
@@ -65,7 +65,7 @@ impl<'a> Trainer<'a> {
         let mut data = DataStream::new(data, engine.config(), engine.placement())?;
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
-        let mut run_id = format!("{:016x}", of_first(&*group, new_run_id())?);
+        let mut run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
         if let Some(resume) = &options.resume {
             let resumption = Resumption {
                 engine: &mut engine,
@@ -85,51 +85,50 @@ impl<'a> Trainer<'a> {
         Ok(Self { engine, data, checkpoints, evaluations, observers, group, options, run_id, steps })
     }
 
-    /// Lets an observer follow the run, after those that were added before. It may be a `&mut` to one that the caller
-    /// goes on with.
+    /// Adds an observer, after the previous ones. It may be a `&mut` reference that the caller uses afterwards.
     pub fn observe(&mut self, observer: impl Observer + 'a) {
         self.observers.push(Box::new(observer));
     }
 
-    /// The model in training.
+    /// Returns the engine.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The model, to go on with.
+    /// Returns the engine, and drops the trainer.
     pub fn into_engine(self) -> Engine {
         self.engine
     }
 
-    /// The data.
+    /// Returns the data.
     pub fn data(&self) -> &DataStream {
         &self.data
     }
 
-    /// All ranks, for what is not part of a step.
+    /// Returns a group of all ranks, for communication that is not part of a step.
     pub fn group(&self) -> &dyn ProcessGroup {
         &*self.group
     }
 
-    /// What tells the run from others, through all that resume it.
+    /// Returns the id of the run, which stays the same when it is resumed.
     pub fn run_id(&self) -> &str {
         &self.run_id
     }
 
-    /// Steps that were done when the run began, and when it will be done.
+    /// Returns the steps completed at the start, and at the end of the run.
     pub fn steps(&self) -> Range<u64> {
         self.steps.clone()
     }
 
-    /// Whether there is no step left to do.
+    /// Returns whether the run is complete.
     pub fn is_done(&self) -> bool {
         self.engine.attempted_steps() >= self.steps.end || self.evaluations.stops_early()
     }
 
-    /// Trains to the last step: steps, evaluations and checkpoints as the config asks for. Collective.
+    /// Trains to the last step, with the evaluations and checkpoints of the config. Collective.
     ///
     /// # Errors
-    /// A step, an evaluation, a save or an observer that failed.
+    /// When a step, an evaluation, a save or an observer fails.
     pub fn train(&mut self) -> Result<TrainReport, TrainerError> {
         if !self.is_done() {
             self.checkpoints.iter().for_each(|checkpoints| (self.options.log)(&checkpoints.describe()));
@@ -141,7 +140,7 @@ impl<'a> Trainer<'a> {
         while !self.is_done() && !stopped {
             let step = self.step()?;
             self.evaluate_if_due(step)?;
-            stopped = self.stop_is_asked()?;
+            stopped = self.stop_is_requested()?;
             self.save_if_due(step, stopped || self.is_done())?;
             let is_saving = self.checkpoints.as_ref().is_some_and(Checkpoints::is_saving);
             self.notify(|observer, _| observer.after_step(is_saving))?;
@@ -158,20 +157,20 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// One step; its number.
+    /// Executes one step; returns its number.
     fn step(&mut self) -> Result<u64, TrainerError> {
         let done = self.engine.attempted_steps();
         let _step = tracing::debug_span!("step", step = done + 1, done = done - self.steps.start).entered();
         let start = Instant::now();
         if self.data.begin_step(done)? {
-            // Nothing of the old length is asked for again.
+            // Buffers of the old length are not needed any more.
             self.engine.workspace().clear();
         }
         let phase = self.data.phase();
         let (seq_len, padding_share) = (phase.data.seq_len(), phase.data.padding_share());
         self.notify(|observer, engine| observer.on_step_begin(engine, seq_len))?;
         let report = self.engine.train_batch(|| self.data.next_micro_batch())?;
-        let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_waited());
+        let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times();
         let time = times.shares(step_seconds, data_seconds);
         let metrics = Metrics { data_seconds, padding_share, time, ..report.metrics(step_seconds) };
@@ -190,7 +189,7 @@ impl<'a> Trainer<'a> {
             .map_err(TrainerError::Observer)
     }
 
-    /// Evaluates the held-out data after `step` steps, where the config asks for it. Collective.
+    /// Evaluates the held-out data after `step` steps, if it is due. Collective.
     fn evaluate_if_due(&mut self, step: u64) -> Result<(), TrainerError> {
         let config = self.engine.config();
         let (Some(validation), Some(held_out)) = (&config.ulysses.validation, &self.data.phase().held_out)
@@ -208,11 +207,11 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         let start = Instant::now();
-        let max_rows =
+        let max_sequences =
             validation.batches.map(|batches| batches.saturating_mul(config.train_batch_size as u64));
-        let evaluation = evaluate(&mut self.engine, held_out, max_rows)?;
+        let evaluation = evaluate(&mut self.engine, held_out, max_sequences)?;
         self.data.add_evaluated(evaluation.micro_batches);
-        let eval_loss = agreed_loss(&*self.group, evaluation.loss())?;
+        let eval_loss = broadcast_loss(&*self.group, evaluation.loss())?;
         self.evaluations.record(Evaluated { step, loss: eval_loss });
         let metrics = EvalMetrics {
             step,
@@ -224,8 +223,8 @@ impl<'a> Trainer<'a> {
         self.notify(|observer, _| observer.on_evaluate(&metrics))
     }
 
-    /// Whether any rank was asked to stop. Collective.
-    fn stop_is_asked(&self) -> Result<bool, CommError> {
+    /// Returns whether any rank was requested to stop. Collective.
+    fn stop_is_requested(&self) -> Result<bool, CommError> {
         let own = i64::from(self.options.stop.load(Ordering::Relaxed));
         Ok(self.group.all_reduce_values(&[own], ReduceOp::Max)?[0] == 1)
     }
@@ -234,7 +233,7 @@ impl<'a> Trainer<'a> {
     fn save_if_due(&mut self, step: u64, is_last: bool) -> Result<(), TrainerError> {
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
         let is_due = is_last || checkpoints.is_due(step) || self.evaluations.is_best_checkpoint(step);
-        // That an earlier save failed must not keep this one from being tried.
+        // A failed earlier save must not prevent this one.
         let earlier = checkpoints.settle(is_due)?;
         self.record_save(step, earlier)?;
         let record = self.run_record();
@@ -274,7 +273,7 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Creates the output directory of a run that saves, and refuses one that holds another run's checkpoints.
+/// Creates the output directory of a run that saves; fails if it contains checkpoints of another run.
 fn prepare_output(
     engine: &Engine,
     group: &dyn ProcessGroup,
@@ -292,7 +291,7 @@ fn prepare_output(
     let is_own = match &options.resume {
         None => false,
         Some(Resume::Newest(None)) => true,
-        // Steps up to the one that is resumed are written anew.
+        // Checkpoints up to the resumed step do not conflict with new ones.
         Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
             let candidate = resume.candidate(None)?;
             let step = candidate.map_or(0, |checkpoint| checkpoint.manifest().progress.step);
@@ -305,7 +304,7 @@ fn prepare_output(
     }
 }
 
-/// Tells runs apart; no two processes start at one moment with one number.
+/// Returns a new run id: no two processes start at the same time with the same process id.
 fn new_run_id() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let hash = blake3::hash(format!("{} {}", now.as_nanos(), std::process::id()).as_bytes());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, Saved, Saver, Storage};
 use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::{Engine, RunRecord, StepReport, initialize};
 use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
@@ -114,7 +114,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
     let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
     let tokens = (0..8 * 70_u32).map(|i| i * i % 29);
     let corpus = Corpus::from_documents([tokens.collect()]).unwrap();
-    let rows = Arc::new(PackedRows::new(corpus, 8).unwrap());
+    let rows = Arc::new(PackedSequences::new(corpus, 8).unwrap());
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     let run = |rank: ulysses::comm::RankContext| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;

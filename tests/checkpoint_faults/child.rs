@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, Saved, Saver, newest};
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::{EngineError, RunRecord, initialize};
 use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
@@ -55,7 +55,7 @@ pub(crate) fn train(dir: &Path, run: Run) -> Result<()> {
     let config = Config::from_json_str(json, "child.json")?;
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let tokens = (0..400_u32).map(|i| i * i % 31);
-    let rows = Arc::new(PackedRows::new(Corpus::from_documents([tokens.collect()])?, 16)?);
+    let rows = Arc::new(PackedSequences::new(Corpus::from_documents([tokens.collect()])?, 16)?);
     let storage = FaultyStorage::new(run.fault, run.at);
     let failure = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
@@ -72,7 +72,7 @@ fn train_rank(
     storage: &FaultyStorage,
     config: &Config,
     groups: &MeshGroups,
-    rows: Arc<PackedRows>,
+    rows: Arc<PackedSequences>,
 ) -> Result<()> {
     let all = groups.whole()?;
     let say = |line: String| {
@@ -114,7 +114,7 @@ fn train_rank(
         if report.step % STEPS_PER_SAVE == 0 {
             // If that fails, this save is tried all the same.
             settle(saver.finish().map_err(EngineError::from))?;
-            let (num_rows, seq_len) = (rows.num_rows(), rows.seq_len());
+            let (num_rows, seq_len) = (rows.num_sequences(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
             let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };
             let record = RunRecord {

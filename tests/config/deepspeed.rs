@@ -9,7 +9,7 @@ use ulysses::config::{
     Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
     RawConfig, ZeroStage,
 };
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights, preset};
@@ -27,7 +27,7 @@ fn resolve(name: &str) -> Result<Config, ConfigError> {
 fn train_two_steps(config: &Config) -> anyhow::Result<Vec<(f64, f64)>> {
     let text = b"the quick brown fox jumps over the lazy dog. ".repeat(40);
     let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
-    let rows = Arc::new(PackedRows::new(corpus, 32)?);
+    let rows = Arc::new(PackedSequences::new(corpus, 32)?);
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
@@ -97,7 +97,7 @@ fn every_file_has_its_outcome() {
 }
 
 #[test]
-fn files_that_ask_for_what_there_is_train_two_steps() {
+fn supported_files_train_two_steps() {
     for name in TRAINABLE {
         let config = resolve(name).unwrap_or_else(|error| panic!("{error}"));
         let steps = train_two_steps(&config).unwrap_or_else(|error| panic!("{name}: {error:#}"));
@@ -150,7 +150,7 @@ fn a_file_that_offloads_trains_where_its_directory_is_and_names_it_where_it_is_n
 }
 
 #[test]
-fn files_that_ask_for_more_are_refused_key_by_key() {
+fn unsupported_files_are_refused_key_by_key() {
     for (name, keys) in REFUSED {
         let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = resolve(name) else {
             panic!("{name} is refused")
@@ -161,7 +161,7 @@ fn files_that_ask_for_more_are_refused_key_by_key() {
 }
 
 #[test]
-fn what_a_file_says_is_what_is_trained() {
+fn the_settings_of_a_file_reach_training() {
     let tuned = resolve("zero3_tuned.json").unwrap();
     assert_eq!(
         (tuned.zero.stage, tuned.mesh.dp_size, tuned.gradient_accumulation_steps),

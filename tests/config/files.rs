@@ -12,7 +12,7 @@ fn config(name: &str) -> Config {
 }
 
 #[test]
-fn every_file_is_valid_complete_and_without_remarks() {
+fn every_file_is_valid_complete_and_without_notes() {
     let mut num_files = 0;
     for entry in std::fs::read_dir(configs_dir()).unwrap() {
         let path = entry.unwrap().path();
@@ -71,8 +71,8 @@ fn the_first_run_leaves_its_mesh_open_and_saves() {
 }
 
 #[test]
-fn the_file_of_the_longest_rows_bounds_all_that_can_be_bounded_without_other_results() {
-    let longest = config("longest_rows.json");
+fn the_max_seq_len_file_enables_every_memory_setting_that_keeps_results() {
+    let longest = config("max_seq_len.json");
     assert_eq!((longest.mesh.dp_size, longest.mesh.sp_size, longest.gradient_clipping), (1, 1, 1.0));
     assert!(longest.ulysses.activation_checkpointing && longest.activation_checkpointing.cpu_checkpointing);
     let tiles = (longest.ulysses.tile_tokens.map(usize::from), longest.ulysses.loss_tile_tokens);

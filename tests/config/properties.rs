@@ -1,4 +1,4 @@
-//! The config reader on hostile input: whatever the bytes, an answer, and one of bounded size.
+//! The config reader on hostile input: every input gives a config or an error, in bounded memory.
 //!
 //! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test
 //! config_properties` tries a million of each.
@@ -12,23 +12,23 @@ use std::path::PathBuf;
 use ulysses::config::{Config, ConfigError, json_schema};
 use ulysses::memory::PeakMeter;
 
-/// Most faults that are listed, and bytes that one of them may take with its excerpt.
+/// Maximum number of listed errors, and maximum bytes of one with its excerpt.
 const MAX_FAULTS: usize = 100;
 const MAX_FAULT_BYTES: usize = 4096;
 
-/// What reading a file may hold at a time: so much whatever its length, and so much for each of its bytes.
+/// Peak memory of reading a file: a constant, and a factor of its length.
 const MAX_FIXED_BYTES: u64 = 1 << 20;
 const MAX_BYTES_PER_BYTE: u64 = 1000;
 
-/// What a hundred compiled patterns, the most there may be, may hold besides.
+/// Additional memory of a hundred compiled patterns, the maximum number.
 const MAX_PATTERN_BYTES: u64 = 32 << 20;
 
 fn settings() -> Settings {
-    // Failures are shown, not stored among the sources.
+    // Failures are printed, not stored in the source tree.
     Settings { failure_persistence: None, max_shrink_iters: 2000, ..Settings::default() }
 }
 
-/// Reads `text` and holds what comes of it, and what it takes, against what is promised of every answer.
+/// Reads `text`, and checks the result and the memory that it takes.
 fn answer(text: &str) -> Result<(), TestCaseError> {
     answer_within(MAX_FIXED_BYTES, text)
 }
@@ -37,7 +37,7 @@ fn answer_within(max_fixed_bytes: u64, text: &str) -> Result<(), TestCaseError> 
     let meter = PeakMeter::start();
     let answer = Config::from_json_str(text, "c.json");
     let (held, max) = (meter.bytes(), max_fixed_bytes + MAX_BYTES_PER_BYTE * text.len() as u64);
-    prop_assert!(held <= max, "{} bytes held at a time to read {}", held, text.len());
+    prop_assert!(held <= max, "{} bytes held at the peak to read {}", held, text.len());
     match answer {
         Ok(config) => {
             let written = serde_json::to_string(&config).unwrap();

@@ -22,13 +22,13 @@ fn read_json(path: &Path) -> Value {
 }
 
 #[test]
-fn the_reference_is_what_the_code_writes() {
+fn the_reference_is_up_to_date() {
     let file = std::fs::read_to_string(root().join("docs/config.md")).unwrap();
     assert!(file == reference_markdown(), "run `ulysses config reference > docs/config.md`");
 }
 
 #[test]
-fn the_schema_is_what_the_code_writes() {
+fn the_schema_is_up_to_date() {
     let file = std::fs::read_to_string(root().join("configs/ulysses.schema.json")).unwrap();
     let written = format!("{:#}\n", json_schema());
     assert!(file == written, "run `ulysses config schema > configs/ulysses.schema.json`");

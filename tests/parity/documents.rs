@@ -7,8 +7,8 @@ use ulysses::comm::thread::LaunchError;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{
-    Corpus, DataLoader, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedRows, Packing, Placement, ReadAhead,
-    Row,
+    Corpus, DataLoader, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedSequence, PackedSequences, Packing,
+    Placement, ReadAhead,
 };
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
@@ -28,26 +28,27 @@ fn documents() -> Vec<Vec<u32>> {
     LENS.iter().enumerate().map(document).collect()
 }
 
-fn rows(documents: impl IntoIterator<Item = Vec<u32>>, packing: Packing) -> Vec<Row> {
+fn rows(documents: impl IntoIterator<Item = Vec<u32>>, packing: Packing) -> Vec<PackedSequence> {
     let corpus = Corpus::from_documents(documents).unwrap();
-    let rows = PackedRows::with_packing(corpus, SEQ_LEN, packing).unwrap();
-    (0..rows.num_rows()).map(|row| rows.row(row).unwrap()).collect()
+    let rows = PackedSequences::with_packing(corpus, SEQ_LEN, packing).unwrap();
+    (0..rows.num_sequences()).map(|row| rows.sequence(row).unwrap()).collect()
 }
 
 /// Every document in a sequence of its own.
-fn unpacked() -> Vec<Row> {
+fn unpacked() -> Vec<PackedSequence> {
     documents().into_iter().flat_map(|document| rows([document], Packing::Greedy)).collect()
 }
 
-fn batch(rows: &[Row]) -> GlobalBatch {
-    let all = |field: fn(&Row) -> &[u32]| rows.iter().flat_map(field).copied().collect::<Vec<u32>>();
+fn batch(rows: &[PackedSequence]) -> GlobalBatch {
+    let all =
+        |field: fn(&PackedSequence) -> &[u32]| rows.iter().flat_map(field).copied().collect::<Vec<u32>>();
     let labels = rows.iter().flat_map(|row| row.shift_labels.clone()).collect();
     let (ids, positions) = (all(|row| &row.input_ids), all(|row| &row.position_ids));
     GlobalBatch::new(rows.len(), SEQ_LEN, ids, Some(positions), Some(labels)).unwrap()
 }
 
 /// The sequences with the labels of one document only, and the document's number.
-fn documents_alone(rows: &[Row]) -> Vec<(u32, Row)> {
+fn documents_alone(rows: &[PackedSequence]) -> Vec<(u32  , PackedSequence)> {
     let mut alone = Vec::new();
     for row in rows {
         for bounds in row.cu_seqlens.windows(2) {
@@ -55,7 +56,10 @@ fn documents_alone(rows: &[Row]) -> Vec<(u32, Row)> {
             let mut labels = vec![IGNORED_LABEL; SEQ_LEN];
             labels[inside.clone()].copy_from_slice(&row.shift_labels[inside.clone()]);
             if labels.iter().any(|&label| label != IGNORED_LABEL) {
-                alone.push((row.input_ids[inside.start], Row { shift_labels: labels, ..row.clone() }));
+                alone.push((
+                    row.input_ids[inside.start],
+                    PackedSequence { shift_labels: labels, ..row.clone() },
+                ));
             }
         }
     }
@@ -83,13 +87,13 @@ fn on_mesh<T: Send>(
 }
 
 /// The loss of each document, by number.
-fn losses_by_document(rows: &[Row], mesh: (usize, usize)) -> Vec<(u32, f64)> {
+fn losses_by_document(rows: &[PackedSequence], mesh: (usize, usize)) -> Vec<(u32, f64)> {
     let alone = documents_alone(rows);
     let ranks = on_mesh(mesh, 1, |engine, rank| {
         let (dp, sp) = mesh;
-        let loss = |(number, row): &(u32, Row)| {
+        let loss = |(number, row): &(u32, PackedSequence)| {
             let mut global = batch(std::slice::from_ref(row));
-            global.pad_rows(dp)?;
+            global.pad_to_multiple(dp)?;
             let (dp_rank, sp_rank) = (rank.rank / sp, rank.rank % sp);
             let sum = engine.evaluate(&global.micro_batch(dp_rank..dp_rank + 1, sp, sp_rank)?)?;
             assert_eq!(sum.valid_tokens, LENS[*number as usize] as u64 - 1);
@@ -123,10 +127,10 @@ fn packed_and_unpacked_documents_have_the_same_losses_on_every_mesh() {
 
 #[test]
 fn packed_and_unpacked_steps_have_the_same_loss_and_gradient() {
-    let step = |rows: &[Row], mesh: (usize, usize)| {
+    let step = |rows: &[PackedSequence], mesh: (usize, usize)| {
         let outcomes = on_mesh(mesh, rows.len(), |engine, _| {
             let mut global = batch(rows);
-            global.pad_rows(mesh.0)?;
+            global.pad_to_multiple(mesh.0)?;
             let outcome = engine.run_global_batch(&global, 1)?;
             Ok((outcome.loss, outcome.reports[0].grad_norm))
         });
@@ -155,7 +159,7 @@ fn concatenated_documents_see_each_other() {
 
 fn loader(placement: Placement, seed: u64) -> DataLoader {
     let corpus = Corpus::from_documents(documents()).unwrap();
-    let rows = Arc::new(PackedRows::new(corpus, SEQ_LEN).unwrap());
+    let rows = Arc::new(PackedSequences::new(corpus, SEQ_LEN).unwrap());
     DataLoader::new(rows, LoaderOptions { seed, micro_batch: 2, accumulation: 1, placement }).unwrap()
 }
 

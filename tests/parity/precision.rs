@@ -166,7 +166,7 @@ fn train_with_overflow(
 ) -> Vec<Result<Vec<StepReport>, String>> {
     let problem = Problem { extra, ..main_problem(Rule::AdamW(ADAMW), None) };
     let global = global_batch(&problem.batch).unwrap();
-    let config = problem.json_config(layout(dp, sp, 2), global.batch()).unwrap();
+    let config = problem.json_config(layout(dp, sp, 2), global.batch_size()).unwrap();
     on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         // Each rank has its own counter: its layers run once per step.
         let calls = AtomicUsize::new(0);
@@ -279,7 +279,7 @@ fn a_run_that_keeps_overflowing_ends_with_the_name_of_the_first_layer() {
         for (layout, pass) in
             [(layout(1, 1, 0), 0), (layout(2, 1, 1), 1), (layout(4, 1, 2), 0), (layout(2, 2, 3), 1)]
         {
-            let config = problem.json_config(layout, global.batch()).unwrap();
+            let config = problem.json_config(layout, global.batch_size()).unwrap();
             let errors = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let per_step = problem.config.num_layers;
                 let attention = OverflowingBackward { pass, per_step, calls: AtomicUsize::new(0) };

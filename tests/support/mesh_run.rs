@@ -161,8 +161,8 @@ impl Problem {
     ) -> Result<Vec<BatchOutcome>> {
         let batch = (doubles.batch)(self.batch.clone(), layout);
         let mut global = global_batch(&batch)?;
-        global.pad_rows(layout.dp * layout.accumulation)?;
-        let config = self.json_config(layout, global.batch())?;
+        global.pad_to_multiple(layout.dp * layout.accumulation)?;
+        let config = self.json_config(layout, global.batch_size())?;
         Ok(on_mesh(&config, &self.launch_options(), |_, groups| {
             let groups = (doubles.groups)(groups);
             let mut engine = self.engine(&config, groups, doubles.attention.clone())?;

@@ -115,7 +115,7 @@ fn train_batch_completes_a_step_that_was_begun() {
 type Defect = (&'static str, fn(&mut MicroBatch));
 
 const DEFECTS: [Defect; 6] = [
-    ("number of sequences", |batch| batch.batch += 1),
+    ("number of sequences", |batch| batch.batch_size += 1),
     ("number of its local tokens", |batch| batch.input_ids.truncate(1)),
     ("number of its local labels", |batch| batch.labels.push(0)),
     ("number of its local position ids", |batch| batch.position_ids.truncate(1)),

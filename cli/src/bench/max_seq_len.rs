@@ -218,7 +218,7 @@ impl Search {
     /// Returns a length near the expected result. The plan does not count memory that is mapped but unused.
     fn expected(&self, config: &Config) -> Result<usize, Failure> {
         let Some(from) = self.args.from else {
-            let planned = workload(config, self.args.threads_per_rank)?.longest(self.budget()).or_usage()?;
+            let planned = workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
             return Ok((planned.unwrap_or(0) / 8 * 7).min(MAX_START as usize));
         };
         Ok(from as usize)
@@ -288,7 +288,7 @@ impl Search {
         let step =
             |attempt: &Attempt| StepMemory::of(&workload, longest, &self.output(longest), attempt.memory);
         Ok(Planned {
-            max_seq_len: workload.longest(self.budget()).or_usage()?,
+            max_seq_len: workload.max_seq_len(self.budget()).or_usage()?,
             step: found.map(step).transpose()?,
         })
     }

@@ -9,7 +9,7 @@ use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
 use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
-use ulysses::data::{Corpus, DataLoader, PackedRows};
+use ulysses::data::{Corpus, DataLoader, PackedSequences};
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
 use ulysses::mesh::DeviceMesh;
@@ -49,7 +49,7 @@ pub(super) struct Training {
     pub(super) source: ModelSource,
     pub(super) config: Config,
     device: DeviceKind,
-    rows: Arc<PackedRows>,
+    rows: Arc<PackedSequences>,
 }
 
 impl TrainingArgs {
@@ -103,7 +103,7 @@ impl TrainingArgs {
         let num_tokens = num_tokens.and_then(|tokens| tokens.checked_add(1)).context(too_large).or_usage()?;
         let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
         let corpus = Corpus::from_documents([tokens]).or_run()?;
-        let rows = Arc::new(PackedRows::new(corpus, seq_len).or_run()?);
+        let rows = Arc::new(PackedSequences::new(corpus, seq_len).or_run()?);
         Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
     }
 

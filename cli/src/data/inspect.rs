@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses::config::Packing;
 use ulysses::data::{
-    Corpus, DataError, Documents, IGNORED_LABEL, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Documents, IGNORED_LABEL, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Brackets around tokens with labels.
@@ -46,7 +46,7 @@ pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), F
         token_files: TokenFileOptions::default(),
     };
     let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
-    let rows = PackedRows::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
+    let rows = PackedSequences::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
     let lens = Lens::read(&documents).or_run()?;
     let mut text = String::new();
     for index in 0..documents.num_documents().min(args.samples) {
@@ -122,7 +122,7 @@ fn sample(
 }
 
 /// Summarizes the effect of label masking and packing.
-fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
+fn summary(documents: &Documents, lens: &Lens, rows: &PackedSequences) -> String {
     let (num_documents, num_tokens) = (documents.num_documents(), documents.num_tokens());
     let num_labels: usize = lens.labels.iter().sum();
     let seq_len = rows.seq_len();
@@ -134,7 +134,7 @@ fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
         ("no labels", format!("{} documents", count(&lens.labels, &|len| len == 0))),
         (
             "sequences",
-            format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_rows(), 100.0 * rows.padding_share()),
+            format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_sequences(), 100.0 * rows.padding_share()),
         ),
         (
             "longer",

@@ -3,7 +3,7 @@
 use super::Report;
 use super::table::{bytes, flops, seconds};
 use std::collections::BTreeSet;
-use ulysses::estimate::{MeshChoice, Pace};
+use ulysses::estimate::{MeshChoice, Throughput};
 
 /// A table as text. Columns that do not apply to the plan are left out.
 pub(super) struct Choices {
@@ -21,14 +21,14 @@ pub(super) fn alternatives(report: &Report) -> Choices {
     let rows = report.alternatives.iter().map(|change| {
         let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
         let cells = vec![change.change.clone(), peak, sent, flops(change.flops)];
-        columns.row(cells, change.pace.as_ref(), [longest(change.max_seq_len)])
+        columns.row(cells, change.throughput.as_ref(), [longest(change.max_seq_len)])
     });
     Choices {
         head: columns
             .head(&["change", "peak per rank", "sent per rank", "FLOPs per rank"], &["longest sequence"]),
         rows: rows.collect(),
         row_notes: vec![None; report.alternatives.len()],
-        footnote: footnote(report.alternatives.iter().filter_map(|change| change.pace.as_ref())),
+        footnote: footnote(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
     }
 }
 
@@ -44,14 +44,14 @@ pub(super) fn meshes(report: &Report) -> Choices {
         ];
         cells.extend(sent);
         let fits = if mesh.fits { "yes" } else { "no" };
-        columns.row(cells, mesh.pace.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
+        columns.row(cells, mesh.throughput.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
     });
     let head = ["dp × sp", "ZeRO stage", "peak per rank", "sent within node", "sent between nodes"];
     Choices {
         head: columns.head(&head, &["longest sequence", "fits"]),
         rows: rows.collect(),
         row_notes: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
-        footnote: footnote(report.meshes.iter().filter_map(|mesh| mesh.pace.as_ref())),
+        footnote: footnote(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref())),
     }
 }
 
@@ -75,11 +75,11 @@ impl Columns {
     fn row<const N: usize>(
         &self,
         mut cells: Vec<String>,
-        pace: Option<&Pace>,
+        throughput: Option<&Throughput>,
         with_budget: [String; N],
     ) -> Vec<String> {
         if self.has_times {
-            cells.extend(times(pace));
+            cells.extend(times(throughput));
         }
         if self.has_budget {
             cells.extend(with_budget);
@@ -88,19 +88,19 @@ impl Columns {
     }
 }
 
-fn times(pace: Option<&Pace>) -> [String; 2] {
-    match pace {
-        Some(Pace::Known { step_seconds, tokens_per_second }) => {
+fn times(throughput: Option<&Throughput>) -> [String; 2] {
+    match throughput {
+        Some(Throughput::Known { step_seconds, tokens_per_second }) => {
             [seconds(*step_seconds), format!("{tokens_per_second:.0}")]
         }
-        Some(Pace::Unknown { .. }) | None => ["–", "–"].map(str::to_owned),
+        Some(Throughput::Unknown { .. }) | None => ["–", "–"].map(str::to_owned),
     }
 }
 
-fn footnote<'a>(paces: impl Iterator<Item = &'a Pace>) -> Option<String> {
-    let lacking = paces.filter_map(|pace| match pace {
-        Pace::Known { .. } => None,
-        Pace::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
+fn footnote<'a>(throughputs: impl Iterator<Item = &'a Throughput>) -> Option<String> {
+    let lacking = throughputs.filter_map(|throughput| match throughput {
+        Throughput::Known { .. } => None,
+        Throughput::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
     });
     let lacking: BTreeSet<String> = lacking.collect();
     let keys = lacking.into_iter().collect::<Vec<_>>().join(", ");

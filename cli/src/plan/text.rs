@@ -5,7 +5,7 @@ use super::table::{bytes, flops, parameters, row, seconds, write_table};
 use super::{Budget, Features, MeshReport, Report, choices};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::Moment;
-use ulysses::estimate::{MomentMemory, Sent};
+use ulysses::estimate::{MomentMemory, SentBytes};
 use ulysses::memory::Category;
 
 /// Formats a plan as text.
@@ -149,7 +149,7 @@ impl Text<'_> {
         let plan = &self.0.rank;
         writeln!(f, "\nbytes sent per rank and step")?;
         let mut rows = vec![row(["purpose", "within node", "between nodes"])];
-        let cells = |name: String, sent: Sent| {
+        let cells = |name: String, sent: SentBytes| {
             vec![name, bytes(sent.intra_node_bytes as f64), bytes(sent.inter_node_bytes as f64)]
         };
         rows.extend(plan.sent_by_purpose.iter().map(|(purpose, sent)| cells(purpose.to_string(), *sent)));

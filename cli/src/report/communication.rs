@@ -6,7 +6,7 @@ use crate::html::table;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ulysses::comm::CallTimes;
-use ulysses::monitor::{Bandwidth, Straggling, Volume};
+use ulysses::monitor::{Bandwidth, StragglerStats, Volume};
 
 /// Returns the tables; empty if no part recorded any call.
 pub(super) fn tables(run: &RunFiles) -> String {
@@ -67,9 +67,9 @@ fn volume_row(volume: &Volume) -> Vec<String> {
 }
 
 /// Formats a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
-fn straggling_row(parts: &[Straggling]) -> Vec<String> {
-    let sum = |value: fn(&Straggling) -> f64| parts.iter().map(value).sum::<f64>();
-    let latest = |part: &Straggling| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
+fn straggling_row(parts: &[StragglerStats]) -> Vec<String> {
+    let sum = |value: fn(&StragglerStats) -> f64| parts.iter().map(value).sum::<f64>();
+    let latest = |part: &StragglerStats| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
     vec![
         format!("{} {}", parts[0].axis, parts[0].op),
         parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),
@@ -114,10 +114,10 @@ fn volumes(parts: &[&Value]) -> Vec<Volume> {
 }
 
 /// Groups the stragglers of all parts by axis and operation.
-fn straggling(parts: &[&Value]) -> Vec<Vec<Straggling>> {
-    let mut kinds: Vec<Vec<Straggling>> = Vec::new();
-    for row in of_parts::<Straggling>(parts, "straggling") {
-        let is_kind = |kind: &&mut Vec<Straggling>| (&kind[0].axis, kind[0].op) == (&row.axis, row.op);
+fn straggling(parts: &[&Value]) -> Vec<Vec<StragglerStats>> {
+    let mut kinds: Vec<Vec<StragglerStats>> = Vec::new();
+    for row in of_parts::<StragglerStats>(parts, "straggling") {
+        let is_kind = |kind: &&mut Vec<StragglerStats>| (&kind[0].axis, kind[0].op) == (&row.axis, row.op);
         match kinds.iter_mut().find(is_kind) {
             Some(kind) => kind.push(row),
             None => kinds.push(vec![row]),
@@ -155,7 +155,7 @@ mod tests {
             planned_bytes: 10 * calls,
             sent_bytes: 11 * calls,
         };
-        let straggling = Straggling {
+        let straggling = StragglerStats {
             axis: "sp".into(),
             op: CollectiveOp::AllReduce,
             calls,

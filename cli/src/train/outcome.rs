@@ -90,9 +90,9 @@ fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
         return Ok(());
     }
     let ranks: Vec<RankComms> = ranks.iter().map(|rank| rank.comms.clone()).collect();
-    let tells = |op: CollectiveOp| logger.tells(&op.to_string());
+    let shows = |op: CollectiveOp| logger.logs(&op.to_string());
     print(format_args!(
         "\n{}",
-        CommsTable { ranks: &ranks, groups: &record::groups(&run.prepared), tells: &tells }
+        CommsTable { ranks: &ranks, groups: &record::groups(&run.prepared), shows: &shows }
     ))
 }

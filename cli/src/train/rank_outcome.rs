@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use ulysses::monitor::{RankComms, RankSummary, RunTotals, Traced};
+use ulysses::monitor::{RankComms, RankSummary, RunTotals, TraceData};
 use ulysses::trainer::{StepMemory, TrainReport};
 
 /// One rank's result.
@@ -13,7 +13,7 @@ pub(super) struct RankOutcome {
     pub(super) train: TrainReport,
     pub(super) summary: RankSummary,
     /// This rank's trace of the traced steps.
-    pub(super) trace: Traced,
+    pub(super) trace: TraceData,
     pub(super) comms: RankComms,
     /// Peak bytes allocated by the rank; 0 if not counted.
     pub(super) peak_bytes: u64,

@@ -10,7 +10,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
-use ulysses::monitor::{Groups, RankComms, straggling, volumes};
+use ulysses::monitor::{Groups, RankComms, straggler_stats, volumes};
 use ulysses::trainer::StepMemory;
 
 const FILE: &str = "run.json";
@@ -142,7 +142,7 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
     record["memory_over_step"] = watched.collect();
     record["communication"] = json!({
         "calls": comms.first().map(|comms| &comms.calls),
-        "straggling": straggling(&comms, &groups(prepared)),
+        "straggling": straggler_stats(&comms, &groups(prepared)),
         "volumes": volumes(&comms),
     });
 }

@@ -36,7 +36,7 @@ impl Display for Run {
              tokens, {} thread(s) per rank",
             u8::from(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
-            data.num_rows(),
+            data.num_sequences(),
             data.seq_len(),
             launch.threads_per_rank,
         )

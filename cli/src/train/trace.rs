@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use ulysses::mesh::DeviceMesh;
-use ulysses::monitor::{Traced, Tracer, write_trace};
+use ulysses::monitor::{TraceData, Tracer, write_trace};
 
 /// Checks in advance that the file can be written.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
@@ -23,7 +23,7 @@ pub(super) fn write(
     outcomes: &[RankOutcome],
 ) -> Result<(), Failure> {
     let completed = outcomes.iter().map(|outcome| outcome.trace.clone());
-    let traced: Traced = completed.chain([tracer.take_all()]).collect();
+    let traced: TraceData = completed.chain([tracer.take_all()]).collect();
     if traced.slices.is_empty() {
         // A run without steps keeps an earlier trace.
         return Ok(());

@@ -79,7 +79,7 @@ pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
     }
     let mut ranks = args.backend.start()?;
     let check = Check::read(&args)?;
-    let rows = check.batch.batch();
+    let rows = check.batch.batch_size();
     let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage, args.device.kind()?)?;
     if !ranks.is_first() {
         return Ok(());
@@ -125,9 +125,9 @@ impl Check {
     ) -> Result<BatchOutcome, Failure> {
         let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
         let mut batch = self.batch.clone();
-        let (rows, seq_len) = (batch.batch(), batch.seq_len());
-        batch.pad_rows(dp).or_usage()?;
-        let config = self.config(dp, sp, stage, batch.batch())?;
+        let (rows, seq_len) = (batch.batch_size(), batch.seq_len());
+        batch.pad_to_multiple(dp).or_usage()?;
+        let config = self.config(dp, sp, stage, batch.batch_size())?;
         self.source.check_config(&config)?;
         self.source.check_exchange(rows, seq_len, &config)?;
         let world_size = mesh.world_size();

@@ -28,8 +28,11 @@ fn prepared_tokens_give_the_same_losses_as_text() {
     assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
     // Token ids are meaningless without their tokenizer.
     let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
-    outcome.assert_refused(1, &["text.tokens: its tokens were made by another tokenizer (vocabulary of 5,"]);
-    place.run(&prepare).assert_refused(2, &["text.tokens exists; it is not overwritten"]);
+    outcome.assert_refused(
+        1,
+        &["text.tokens: the file was prepared with another tokenizer (vocabulary size 5,"],
+    );
+    place.run(&prepare).assert_refused(2, &["text.tokens exists and is not overwritten"]);
 }
 
 #[test]

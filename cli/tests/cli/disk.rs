@@ -50,9 +50,10 @@ fn a_full_disk_for_metrics_does_not_end_a_run_without_checkpoints() {
         let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60"]);
         // The run ends because its last checkpoint is missing.
         outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 60 was not saved"]);
-        for expected in
-            ["checkpoint of step 50 was not saved", "the metrics wait in memory until there is room"]
-        {
+        for expected in [
+            "checkpoint of step 50 was not saved",
+            "metrics are kept in memory until disk space is available",
+        ] {
             assert!(outcome.stderr.contains(expected), "no {expected:?} in {outcome:?}");
         }
         let names = fs::read_dir(place.path("out")).unwrap();
@@ -140,7 +141,7 @@ fn the_age_of_a_renamed_checkpoint_comes_from_its_manifest() {
     }
     let outcome = train(&place, &["--steps", "8", "--resume"]);
     let expected =
-        "resumed from out/step_00000099\nits directory was renamed: by its manifest it is of step 5";
+        "resumed from out/step_00000099\nthe checkpoint's directory was renamed: its manifest says step 5";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     // A directory name between the two kept checkpoints replaces neither.
     fs::rename(name(99), name(9)).unwrap();

@@ -50,7 +50,7 @@ fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     let checkpoint = json!({ "interval": 3, "keep_last": 1, "keep_best": true });
     let place = workplace([2, 1], json!({}), checkpoint.clone());
     let outcome = train(&place, &["--steps", "8"]);
-    let announced = "checkpoints: every 3 steps and after the last step; the last 1 stay (`checkpoint.keep_last`, 0 keeps \
+    let announced = "checkpoints: saved every 3 steps and after the last step; keeping the last 1 (`checkpoint.keep_last`, 0 keeps \
                      all), and the one with the lowest evaluation loss (`checkpoint.keep_best`)";
     assert!(outcome.assert_done().stderr.contains(announced), "{outcome:?}");
     let (best, loss) = lowest(&evaluations(&place, "out/metrics.jsonl"));
@@ -103,7 +103,7 @@ fn a_resumed_run_stops_early_at_the_same_step() {
 fn the_model_is_evaluated_before_the_first_step_if_configured() {
     let place = workplace([1, 2], json!({ "eval_on_start": true }), json!({}));
     let outcome = train(&place, &["--steps", "3"]);
-    assert!(outcome.assert_done().stderr.contains("step 0/3  held out: loss"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("step 0/3  evaluation: loss"), "{outcome:?}");
     let at = |name| evaluations(&place, name).into_iter().map(|(step, _)| step).collect::<Vec<_>>();
     assert_eq!(at("out/metrics.jsonl"), [0, 2, 3]);
     place.run(&["report", "out"]).assert_done();
@@ -118,7 +118,7 @@ fn ten_checkpoints_are_kept_by_default_and_all_with_0() {
         checkpoint["interval"] = json!(1);
         let place = workplace([1, 1], json!({}), checkpoint);
         let outcome = train(&place, &["--steps", "12"]);
-        let said = if expected == 10 { "the last 10 stay" } else { "all of them stay" };
+        let said = if expected == 10 { "keeping the last 10" } else { "keeping all" };
         assert!(outcome.assert_done().stderr.contains(said), "{outcome:?}");
         assert_eq!(steps(&place.path("out")).unwrap().len(), expected);
     }
@@ -128,5 +128,5 @@ fn ten_checkpoints_are_kept_by_default_and_all_with_0() {
 fn the_best_checkpoint_needs_evaluations() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "checkpoint": { "keep_best": true } }));
-    train(&place, &[]).assert_refused(2, &["`checkpoint.keep_best` needs the section `ulysses.validation`"]);
+    train(&place, &[]).assert_refused(2, &["`checkpoint.keep_best` requires `ulysses.validation`"]);
 }

@@ -203,7 +203,9 @@ fn suggested_meshes_are_multiples_of_the_shard_size() {
             "ulysses": { "model": "nano", "steps": 1 },
         }),
     );
-    place.run(&["train", "other.json", "--mesh", "2x4"]).assert_refused(2, &["mics_shard_size", "dp is 2"]);
+    place
+        .run(&["train", "other.json", "--mesh", "2x4"])
+        .assert_refused(2, &["mics_shard_size", "dp 2 is not a multiple of"]);
     place.run(&["train", "other.json", "--mesh", "8x1"]).assert_done();
 }
 
@@ -235,7 +237,7 @@ fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     assert!(peak(&on_gpu) + state / 2 < peak(&on_cpu));
     changed(
         &plan(&place, &["changed.json", "--device", "cuda", "--memory-gib", "999"]),
-        "checkpoints on the GPU",
+        "activation checkpoints on the GPU",
     );
     let refused = at("nvme").run(&["plan", "changed.json", "--device", "cuda"]);
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
@@ -261,11 +263,11 @@ fn memory_saving_features_are_planned_or_listed_as_changes() {
     };
     let plain = of(json!({ "seq_len": 65536, "activation_checkpointing": true }), false);
     let (peak_without, longest_without) = changed(&plain, "as configured");
-    for feature in ["tiles of 1024 tokens", "checkpoints in a file"] {
+    for feature in ["tiles of 1024 tokens", "activation checkpoints in a file"] {
         let (peak, longest) = changed(&plain, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
-    changed(&plain, "2 chunks of heads");
+    changed(&plain, "2 head chunks");
     let (peak, longest) = changed(&plain, "ZeRO stage 1 with optimizer state in a file");
     assert!(peak < peak_without && longest > longest_without, "{peak}, {longest}");
     let (less, _) = changed(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
@@ -277,7 +279,7 @@ fn memory_saving_features_are_planned_or_listed_as_changes() {
     let (peak, longest) = changed(&frugal, "as configured");
     assert_eq!(frugal["features"]["head_chunks"], 2);
     assert_eq!(frugal["budget"]["max_seq_len"], longest);
-    for feature in ["all heads at once", "all tokens at once", "checkpoints in memory"] {
+    for feature in ["all heads at once", "all tokens at once", "activation checkpoints in memory"] {
         let (peak_without, longest_without) = changed(&frugal, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }

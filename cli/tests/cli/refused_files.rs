@@ -91,8 +91,8 @@ fn unreadable_data_is_refused() {
     std::fs::create_dir(place.path("nothing_in_it")).unwrap();
     for (data, expected) in [
         ("missing.txt", "does not exist; give a file of text or tokens, a directory, or a pattern"),
-        ("empty.txt", "holds no text"),
-        ("nothing_in_it", "holds no text"),
+        ("empty.txt", "contains no text"),
+        ("nothing_in_it", "contains no text"),
         ("binary.dat", "is not valid UTF-8 text"),
         ("binaries", "1 not UTF-8"),
         ("one.txt", "no next token to predict"),

@@ -116,7 +116,7 @@ fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     outcome.assert_refused(1, &["step_00000010/exp_avg.00000-of-00001.safetensors: damaged"]);
     let outcome = place.run(&["train", "c.json", "--steps", "12", "--resume"]);
     assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
-    assert!(outcome.stderr.contains("passed over a damaged checkpoint: out/step_00000010"), "{outcome:?}");
+    assert!(outcome.stderr.contains("skipped a damaged checkpoint: out/step_00000010"), "{outcome:?}");
     assert_eq!(place.losses("out/metrics.jsonl").len(), 12);
     for step in ["5", "10", "12"] {
         place.run(&["checkpoint", "verify", &format!("out/step_{step:0>8}")]).assert_done();
@@ -204,8 +204,7 @@ fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     on_other(&["--reset-data"]).assert_refused(2, &["--resume"]);
     on_other(&["--resume"]).assert_refused(2, &["--reset-data"]);
     let outcome = on_other(&["--resume", "--reset-data"]);
-    let expected =
-        "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: from the beginning of the data";
+    let expected = "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: training starts at the beginning of the data";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     // Step, schedule and optimizer continue: metrics and learning rate are those of one run.
     let metrics = place.metrics("out/metrics.jsonl");

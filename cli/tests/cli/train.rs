@@ -398,7 +398,7 @@ fn the_flag_overrides_mesh_rules_and_an_unmatched_selector_is_noted() {
     for preset in ["elastic", "sharded"] {
         selected(preset, &[]).assert_refused(
             2,
-            &["`ulysses.mesh_rules` gives", preset, "at ZeRO stage 3", "`zero_optimization.stage` is 0"],
+            &["of `ulysses.mesh_rules` for", preset, "at ZeRO stage 3", "`zero_optimization.stage` is 0"],
         );
     }
     place.write_config("none.json", json!({ "ulysses": { "steps": 1 } }));
@@ -427,10 +427,9 @@ fn a_preset_is_a_mesh_and_names_its_stage() {
     let written: serde_json::Value = serde_json::from_str(&written).unwrap();
     assert_eq!(written["zero_optimization"]["mics_shard_size"], 2);
     place.write_config("s.json", json!({ "zero_optimization": { "stage": 3, "mics_shard_size": 4 } }));
-    place.run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"]).assert_refused(
-        2,
-        &["the number of ZeRO's partitions", "4 by `mics_shard_size`", "2 by the flag --mesh"],
-    );
+    place
+        .run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"])
+        .assert_refused(2, &["ZeRO's shard size", "4 by `mics_shard_size`", "2 by the flag --mesh"]);
 }
 
 #[test]
@@ -458,7 +457,7 @@ fn a_run_ends_with_a_summary_and_verbose_adds_tables() {
     assert_eq!(lines[3], "checkpoint  out/step_00000004");
     assert!(lines[4].starts_with("output      out (metrics in out/metrics.jsonl;"), "{outcome:?}");
     let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
-    for table in ["bytes sent, by axis", "bytes stored", "bytes at the peak", "data        waited for in"] {
+    for table in ["bytes sent per rank", "bytes stored", "peak bytes", "waiting for data"] {
         assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
     }
 }
@@ -476,7 +475,7 @@ fn notes_are_counted_and_warnings_are_shown() {
     let counted =
         "config: 2 notes, 2 values set by \"auto\"; list them with `ulysses config resolve c.json`\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
-    assert!(stderr.contains("warning: `gradient_clipping` is not given: no clipping"), "{stderr}");
+    assert!(stderr.contains("warning: `gradient_clipping` is not set: gradients are"), "{stderr}");
     let all = place.run(&["config", "resolve", "c.json"]);
     for note in
         ["note: `dump_state`", "note: `memory_breakdown`", "warning: `gradient_clipping`", "auto: `seed`"]

@@ -1,18 +1,19 @@
-//! How a section of the file is defined: as a struct whose fields are its keys.
+//! The definition of a section of the file: a struct whose fields are its keys.
 //!
 //! ```text
 //! keys! {
 //!     /// When and how checkpoints are saved.
 //!     #[derive(Clone, Debug, PartialEq)]
 //!     pub struct CheckpointConfig {
-//!         /// Checkpoints to keep; 0 keeps all.
+//!         /// Number of checkpoints to keep; 0 keeps all.
 //!         pub keep_last: usize = index().integer(10),
 //!     }
 //! }
 //! ```
 //!
-//! The struct, the row of the [vocabulary](crate::config::vocabulary) with which a file is checked and documented, the reader of the file and the
-//! writer of the resolved file all are this definition. A field without a definition is a group of keys in the same object.
+//! The definition generates the struct, the entries of the [vocabulary](crate::config::vocabulary) that check and
+//! document a file, the reader, and the writer of the resolved config. A field without a definition is a group of keys
+//! in the same object.
 
 mod variants;
 pub(crate) mod words;
@@ -24,38 +25,38 @@ use crate::config::vocabulary::{Key, Value, complete, join};
 use serde_json::{Map, Value as Json};
 use std::num::NonZero;
 
-/// A type that stands for a JSON object, or for some keys of one.
+/// A type that represents a JSON object, or some keys of one.
 pub(crate) trait Keys: Sized {
-    /// Its keys, in the section at `path`.
+    /// Returns the keys of the type, in the section at `path`.
     fn declare(path: &str) -> Vec<Key>;
 
-    /// Its values as a checked file has them, or as they are without the file's. What stands in for a faulty value is
-    /// never used: it has been reported.
+    /// Reads the values of a checked file, or the defaults. An invalid value reads as a placeholder, which is
+    /// never used because the error has been reported.
     fn from_section(section: &Section<'_>) -> Self;
 
-    /// Adds its keys and values to `object`, so that they are read as what they are.
+    /// Adds the keys and values to `object`; reading them back gives an equal value.
     fn write_into(&self, object: &mut Map<String, Json>);
 
-    /// Whether a file has no section for it.
+    /// Returns whether the section is omitted when it is written.
     fn is_left_out(&self) -> bool {
         false
     }
 }
 
-/// A type that stands for the value of a key.
+/// A type that represents the value of a key.
 pub(crate) trait Setting: Sized {
-    /// The key with what only the type knows: the names of a choice, the keys of a section.
+    /// Completes the key with what the type determines: the names of a choice, the keys of a section.
     fn complete(key: Key, _path: &str) -> Key {
         key
     }
 
-    /// What the file says, or else what stands for the key; `None` where nothing does.
+    /// Returns the value in the file, or the default; `None` if there is neither.
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self>;
 
-    /// The same with a stand-in for a faulty value.
+    /// Like [`find`](Self::find), with a placeholder for an invalid value.
     fn read(section: &Section<'_>, name: &'static str) -> Self;
 
-    /// As the file has it; `None` where the key is left out.
+    /// Returns the value as JSON; `None` if the key is omitted.
     fn written(&self) -> Option<Json>;
 }
 
@@ -85,7 +86,7 @@ impl<T: Keys> Setting for T {
     }
 }
 
-/// The keys of the section `T` at `path`, ours and then DeepSpeed's.
+/// Returns the keys of the section `T` at `path`: ours, then DeepSpeed's.
 pub(crate) fn section_keys<T: Keys>(
     path: &str,
     changed_default: Option<(&str, &'static str)>,
@@ -99,7 +100,7 @@ pub(crate) fn section_keys<T: Keys>(
     complete(keys, path, None)
 }
 
-/// The key of a field of type `T`.
+/// Returns the key of a field of type `T`.
 pub(crate) fn declared<T: Setting>(key: Key, path: &str) -> Key {
     T::complete(key, &join(path, key.name))
 }
@@ -122,7 +123,7 @@ impl<T: Setting> Setting for Option<T> {
     }
 }
 
-/// Types that a getter of [`Section`] reads.
+/// Implements [`Setting`] for types that a getter of [`Section`] reads.
 macro_rules! plain {
     ($($type:ty: |$section:ident, $name:ident| $find:expr, $stand_in:expr;)*) => { $(
         impl Setting for $type {
@@ -152,7 +153,7 @@ plain! {
     String: |section, name| section.text(name), String::new();
 }
 
-/// Defines a section; see the module.
+/// Defines a section; see the module documentation.
 macro_rules! keys {
     (
         $(#[$meta:meta])*
@@ -214,7 +215,7 @@ macro_rules! keys {
     };
 }
 
-/// Defines an enum whose variants are the names of a choice, in any case.
+/// Defines an enum whose variants are the names of a choice (case-insensitive).
 macro_rules! choices {
     ($(#[$meta:meta])* $vis:vis enum $enum:ident {
         $( $(#[$variant_meta:meta])* $variant:ident = $name:literal, )*
@@ -224,10 +225,10 @@ macro_rules! choices {
         $vis enum $enum { $( $(#[$variant_meta])* $variant, )* }
 
         impl $enum {
-            /// The choices by their names.
+            /// The names of the choices with their values.
             $vis const CHOICES: &'static [(&'static str, Self)] = &[$( ($name, Self::$variant), )*];
 
-            /// Its name in a file.
+            /// Returns the name in a config file.
             $vis fn name(self) -> &'static str {
                 match self { $( Self::$variant => $name, )* }
             }

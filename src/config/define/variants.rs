@@ -1,15 +1,15 @@
-//! Sections with a `type` and the `params` that it has: the optimizer and the scheduler.
+//! Sections with a `type` and its `params`: the optimizer and the scheduler.
 
 use super::words::{key, section};
 use crate::config::vocabulary::{Key, Value, Variant, complete, join, refused_names};
 use serde_json::{Map, Value as Json, json};
 
-/// The type `name` of the section at `path`, with its parameters.
+/// Returns the type `name` of the section at `path`, with its parameters.
 pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant {
     Variant { name, params: complete(params.to_vec(), &join(path, "params"), Some(name)) }
 }
 
-/// The keys of such a section; `about` is what its type is.
+/// Returns the keys of such a section; `about` documents the type.
 pub(crate) fn declare_variants(path: &str, about: &'static str, variants: Vec<Variant>) -> Vec<Key> {
     let (variants, refused): (&[_], _) = (variants.leak(), refused_names(&join(path, "type")));
     vec![
@@ -23,8 +23,8 @@ pub(crate) fn write_variant(object: &mut Map<String, Json>, name: &str, params: 
     object.extend([("type".to_owned(), json!(name)), ("params".to_owned(), Json::Object(params))]);
 }
 
-/// Defines an enum of types, each with its names in a file (the first is written) and its parameters, which are keys as in
-/// [`keys!`](super).
+/// Defines an enum of types, each with its names in a file (the first one is written) and its parameters, which are
+/// keys as in [`keys!`](super).
 macro_rules! variants {
     ($(#[$meta:meta])* $vis:vis enum $enum:ident { $(
         $(#[doc = $variant_doc:literal])+
@@ -39,7 +39,7 @@ macro_rules! variants {
         )* }
 
         impl $enum {
-            /// The types of the section at `path`.
+            /// Returns the types of the section at `path`.
             fn variants(path: &str) -> Vec<$crate::config::vocabulary::Variant> {
                 let mut variants = Vec::new();
                 $(
@@ -52,15 +52,15 @@ macro_rules! variants {
                 variants
             }
 
-            /// The type called `name` with these parameters.
+            /// Reads the type `name` with these parameters.
             fn of_type(name: &str, params: &$crate::config::reader::Section<'_>) -> Self {
                 match name {
                     $( $($name)|+ => Self::$variant { $( $field: keys!(@read params, $type, $field, $key), )* }, )*
-                    _ => Self::default(), // a fault that has been reported
+                    _ => Self::default(), // the error has been reported
                 }
             }
 
-            /// Its name and its parameters.
+            /// Returns the name and the parameters.
             fn name_and_params(&self) -> (&'static str, serde_json::Map<String, serde_json::Value>) {
                 let mut params = serde_json::Map::new();
                 let name = match self { $(

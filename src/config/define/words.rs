@@ -1,30 +1,29 @@
-//! The words in which keys are defined: `count().integer(10).or_null()`.
+//! Builders of key definitions: `count().integer(10).or_null()`.
 //!
-//! A definition stands behind a field of a section ([`keys!`](super)), whose name and documentation are those of the
-//! key; its type, its range, its default and what `"auto"` stands for are said here.
+//! A definition follows a field of a section ([`keys!`](super)). The field gives the name and the documentation of the
+//! key, the definition its type, range, default and the value of `"auto"`.
 
 use crate::config::vocabulary::{Auto, Default, Key, Literal, Max, Range, Value};
 
-/// From 0 to 1, and not 1.
+/// From 0 to 1, excluding 1.
 const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
 
-/// A key; the methods change what differs from an honoured one without a default. The field gives its name and what it is
-/// about.
+/// A supported key without default. The methods change it; the field gives its name and documentation.
 pub(crate) const fn key(value: Value) -> Key {
     Key::new(value)
 }
 
-/// A section, or an array: the type of the field knows what is in it.
+/// A section or an array; the type of the field determines its contents.
 pub(crate) const fn section() -> Key {
     key(Value::Section(&[]))
 }
 
-/// One of several names: the type of the field knows them.
+/// One of several names, which the type of the field determines.
 pub(crate) const fn choice() -> Key {
     key(Value::Choice(&[]))
 }
 
-/// A flag that is off unless given.
+/// A flag that is off by default.
 pub(crate) const fn flag() -> Key {
     key(Value::Boolean).boolean(false)
 }
@@ -48,7 +47,7 @@ pub(crate) const fn number() -> Key {
     at_least(0.0)
 }
 
-/// A number that can be divided by.
+/// A number that is safe to divide by.
 pub(crate) const fn positive() -> Key {
     at_least(1e-30)
 }
@@ -62,7 +61,7 @@ pub(crate) const fn fraction() -> Key {
     key(Value::Number(Range { min: 0.0, max: Max::AtMost(1.0) }))
 }
 
-/// A share that leaves something on both sides.
+/// A number between 0 and 1, excluding both.
 pub(crate) const fn inside_0_1() -> Key {
     key(Value::Number(Range { min: 1e-9, max: Max::Below(1.0) }))
 }
@@ -75,19 +74,19 @@ pub(crate) const fn two_below_1() -> Key {
     key(Value::TwoNumbers(BELOW_1))
 }
 
-/// A text that is not empty.
+/// A non-empty string.
 pub(crate) const fn text() -> Key {
     key(Value::Text)
 }
 
 impl Key {
-    /// The same with the name and the documentation of its field.
+    /// Sets the name and the documentation, from the field.
     pub(crate) const fn of_field(self, field: &'static str, docs: &'static str) -> Self {
         let name = if self.name.is_empty() { field } else { self.name };
         Self { name, about: docs.trim_ascii(), ..self }
     }
 
-    /// Another name than that of the field.
+    /// Sets a name that differs from the field's.
     pub(crate) const fn named(self, name: &'static str) -> Self {
         Self { name, ..self }
     }
@@ -116,7 +115,7 @@ impl Key {
         self.default(Literal::TwoNumbers(default))
     }
 
-    /// No fixed default: it follows from `what`.
+    /// Sets a default that follows from `what`.
     pub(crate) const fn derived(self, what: &'static str) -> Self {
         Self { default: Default::Derived(what), ..self }
     }
@@ -125,7 +124,7 @@ impl Key {
         Self { default: Default::Required, ..self }
     }
 
-    /// What `"auto"` becomes.
+    /// Sets the value of `"auto"`.
     pub(crate) const fn auto(self, becomes: Literal) -> Self {
         Self { auto: Auto::Is(becomes), ..self }
     }
@@ -134,17 +133,17 @@ impl Key {
         Self { auto: Auto::Derived(from), ..self }
     }
 
-    /// `null` stands for an absent key.
+    /// Accepts `null` for an absent key.
     pub(crate) const fn or_null(self) -> Self {
         Self { or_null: true, ..self }
     }
 
-    /// Of a section: true or false may stand for it.
+    /// Accepts true or false instead of a section.
     pub(crate) const fn or_switch(self) -> Self {
         Self { value: Value::SwitchOrSection(&[]), ..self }
     }
 
-    /// Of a section: the key `name` in it has another default than in others of its type.
+    /// Sets another default for the key `name` of a section.
     pub(crate) const fn with_default(self, name: &'static str, default: &'static str) -> Self {
         Self { changed_default: Some((name, default)), ..self }
     }

@@ -8,11 +8,11 @@ use std::fmt::{self, Write};
 
 /// No key has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no key is called `{key}`{}", suggestion(.suggestions))]
+#[error("unknown key `{key}`{}", suggestion(.suggestions))]
 pub struct UnknownKey {
-    /// What was asked for.
+    /// The name.
     pub key: String,
-    /// The paths of keys that may have been meant.
+    /// The paths of similar keys.
     pub suggestions: Vec<String>,
 }
 
@@ -23,8 +23,8 @@ fn suggestion(suggestions: &[String]) -> String {
     }
 }
 
-/// Says what a key does, in a few lines of plain text: by its path, by its last name where several sections have it, or
-/// by the name that Hugging Face's Trainer has for it.
+/// Describes a key in a few lines of plain text. `key` is a path, the last name of a path, or the name of the setting in
+/// Hugging Face's Trainer.
 ///
 /// # Errors
 /// When no key has this name.
@@ -32,7 +32,7 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
     let entries = entries();
     let mut found: Vec<_> = entries.iter().filter(|entry| entry.path == key).collect();
     if found.is_empty() {
-        // Before the last names: `block_size` is more often Hugging Face's than that of `aio`.
+        // Synonyms come first: `block_size` more often means Hugging Face's than that of `aio`.
         if let Some(text) = synonym(key, &entries) {
             return Ok(text);
         }
@@ -49,7 +49,7 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
     Ok(found.into_iter().map(explanation).collect::<Vec<_>>().join("\n"))
 }
 
-/// Our key for another program's name.
+/// Describes our key for another program's name.
 fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
     if key.rsplit('.').next() == Some(*name) {
@@ -61,7 +61,7 @@ fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
 }
 
-/// The replacement for the name of an optimizer or a scheduler that does not exist here.
+/// Returns the replacement for an optimizer or a scheduler that is not supported.
 fn refused_name(name: &str, entries: &[Entry]) -> Option<String> {
     entries.iter().find_map(|entry| {
         let Value::Variant { refused, .. } = entry.key.value else { return None };
@@ -108,7 +108,7 @@ pub(crate) fn default_text(entry: &Entry) -> String {
     }
 }
 
-/// What `"auto"` becomes, where it is not the default.
+/// Returns the value of `"auto"`, if it is not the default.
 pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
     match entry.key.auto {
         Auto::AsDefault => None,
@@ -119,23 +119,23 @@ pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
 
 pub(crate) fn effect_text(key: &Key) -> String {
     match key.effect {
-        Effect::Honoured => match key.value {
+        Effect::Supported => match key.value {
             Value::Variant { refused: refused @ [_, ..], .. } => {
                 let names: Vec<_> = refused.iter().map(|refused| refused.name).collect();
-                format!("honoured; refused with an alternative: {}", names.join(", "))
+                format!("supported; refused, with an alternative: {}", names.join(", "))
             }
-            _ => "honoured".to_owned(),
+            _ => "supported".to_owned(),
         },
-        Effect::Moot(why) => format!("no effect: {why}"),
-        Effect::Idle => "only read by a feature that is refused when it is on".to_owned(),
+        Effect::NoEffect(why) => format!("no effect: {why}"),
+        Effect::Idle => "read only by a feature that is refused when enabled".to_owned(),
         Effect::Refused { harmless: Harmless::NothingEnabled, reason } => {
-            format!("refused where it says `\"enabled\": true`: {reason}")
+            format!("refused with `\"enabled\": true`: {reason}")
         }
         Effect::Refused { harmless: Harmless::Values([]), reason } => format!("refused: {reason}"),
         Effect::Refused { harmless: Harmless::Values(values), reason } => {
             format!("refused, except {}: {reason}", accepted(values))
         }
-        Effect::Renamed(to) => format!("another name of `{to}`, with a note"),
+        Effect::Renamed(to) => format!("alias of `{to}`"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the vocabulary says of itself: explanations, the reference and the JSON Schema.
+//! Documentation generated from the vocabulary: explanations, the reference and the JSON Schema.
 
 mod explain;
 mod reference;

@@ -1,12 +1,12 @@
-//! `docs/config.md`, written from the vocabulary.
+//! `docs/config.md`, generated from the vocabulary.
 
 use super::explain::{auto_text, default_text, effect_text};
 use crate::config::config::entries;
 use crate::config::vocabulary::{DEEPSPEED_VERSION, Effect, Entry, Value};
 use std::fmt::Write;
 
-/// The reference of all keys, in Markdown. `docs/config.md` is this text; a test compares them,
-/// and `ulysses config reference > docs/config.md` writes it anew.
+/// Returns the reference of all keys, in Markdown. `docs/config.md` is this text, as a test checks;
+/// `ulysses config reference > docs/config.md` regenerates it.
 pub fn reference_markdown() -> String {
     let preface = include_str!("reference_preface.md").replace("{version}", DEEPSPEED_VERSION);
     let entries = entries();
@@ -20,7 +20,7 @@ pub fn reference_markdown() -> String {
     text
 }
 
-/// The titles and rows of the tables, in the order of their first keys.
+/// Returns the titles and rows of the tables, in the order of their first keys.
 fn tables(entries: &[Entry]) -> Vec<(String, String)> {
     let mut tables: Vec<(String, String)> = Vec::new();
     for entry in entries.iter().filter(|entry| !is_section(entry)) {
@@ -46,11 +46,11 @@ fn counts(entries: &[Entry]) -> String {
     let count =
         |is: fn(Effect) -> bool| entries.iter().filter(|e| !is_section(e) && is(e.key.effect)).count();
     format!(
-        "Of {} keys, {} are honoured, {} have no effect, {} are refused \
-         unless they are off, {} only matter to those, and {} are other names.\n",
+        "Of {} keys, {} are supported, {} have no effect, {} are refused unless they are off, {} are read only by \
+         refused features, and {} are aliases.\n",
         entries.iter().filter(|entry| !is_section(entry)).count(),
-        count(|effect| matches!(effect, Effect::Honoured)),
-        count(|effect| matches!(effect, Effect::Moot(_))),
+        count(|effect| matches!(effect, Effect::Supported)),
+        count(|effect| matches!(effect, Effect::NoEffect(_))),
         count(|effect| matches!(effect, Effect::Refused { .. })),
         count(|effect| matches!(effect, Effect::Idle)),
         count(|effect| matches!(effect, Effect::Renamed(_))),

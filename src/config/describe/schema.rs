@@ -1,4 +1,4 @@
-//! `configs/ulysses.schema.json`, written from the vocabulary.
+//! `configs/ulysses.schema.json`, generated from the vocabulary.
 
 use super::explain::effect_text;
 use crate::config::config::root;
@@ -7,11 +7,11 @@ use crate::config::vocabulary::{
 };
 use serde_json::{Map, Value, json};
 
-/// A JSON Schema (draft 2020-12) of the config file, for editors. `configs/ulysses.schema.json` is
-/// this value; a test compares them, and `ulysses config schema` writes it anew.
+/// Returns a JSON Schema (draft 2020-12) of the config file, for editors. `configs/ulysses.schema.json` is this
+/// value, as a test checks; `ulysses config schema` regenerates it.
 ///
-/// It takes names of choices only as they are written here, while the reader takes any case; and of contradictions
-/// between keys it knows only which ZeRO stages have something to offload.
+/// Unlike the reader, the schema accepts names of choices in one case only. Of the contradictions between keys, it
+/// checks only the ZeRO stages of offload.
 pub fn json_schema() -> Value {
     let Value::Object(keys) = object(root()) else { return Value::Null };
     let mut schema = Map::new();
@@ -25,7 +25,7 @@ pub fn json_schema() -> Value {
     schema
 }
 
-/// What `offload_param` and `offload_optimizer` ask of `stage`.
+/// Returns the stages that `offload_param` and `offload_optimizer` require.
 fn stages_of_offload() -> Value {
     let off = json!({ "properties": { "device": { "enum": ["none", "auto"] } } });
     json!([
@@ -51,7 +51,7 @@ fn object(keys: &'static [Key]) -> Value {
     object
 }
 
-/// The section whose `type` is the variant's.
+/// Returns the schema of the section with the variant's `type`.
 fn variant_of(params: &str, variant: &Variant) -> Value {
     let mut alternative = json!({ "properties": { "type": { "const": variant.name } } });
     alternative["properties"][params] = object(variant.params);
@@ -81,13 +81,13 @@ fn property(key: &'static Key) -> Value {
 
 fn description(key: &Key) -> String {
     match (key.about, effect_text(key)) {
-        (about, _) if matches!(key.effect, Effect::Honoured) => about.to_owned(),
+        (about, _) if matches!(key.effect, Effect::Supported) => about.to_owned(),
         ("", effect) => effect,
         (about, effect) => format!("{about} Here: {effect}."),
     }
 }
 
-/// The harmless values, without those that JSON Schema takes for equal, and `"auto"`.
+/// Returns the harmless values, without those that JSON Schema considers equal, and `"auto"`.
 fn literals(key: &Key, values: &[Literal]) -> Vec<Value> {
     let mut values: Vec<_> = values.iter().map(|literal| literal.to_json()).collect();
     values.dedup_by(|a, b| a.as_f64().is_some() && a.as_f64() == b.as_f64());
@@ -100,7 +100,7 @@ fn literals(key: &Key, values: &[Literal]) -> Vec<Value> {
     values
 }
 
-/// Lets `"auto"` and `null` stand for the value where they may.
+/// Adds `"auto"` and `null` as alternatives where the key accepts them.
 fn with_words(key: &Key, schema: Value) -> Value {
     let mut alternatives = vec![schema];
     if key.value.takes_auto() {

@@ -1,7 +1,7 @@
-//! Holds a file against the [`vocabulary`](crate::config::vocabulary): unknown and duplicate keys, types
-//! and ranges, what is refused, and what leaves a note.
+//! Checks a file against the [`vocabulary`](crate::config::vocabulary): unknown and duplicate keys, types and
+//! ranges, refused keys, and keys that cause a note.
 //!
-//! After it, a reader meets only values that are valid or reported.
+//! After the check, every value is valid or has been reported.
 
 use super::diagnostic::Problem;
 use super::document::{abbreviated, describe};
@@ -15,7 +15,7 @@ use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
 use std::collections::HashMap;
 
-/// Reports every fault of `object`, whose keys are `keys`, and of what is in it.
+/// Reports every error of `object`, whose keys are `keys`, and of its contents.
 pub(crate) fn check(report: &Report<'_>, object: &Object<'_>, keys: &'static [Key]) {
     Checker { report }.section("", Some(object), first_byte(object.range), keys);
 }
@@ -25,7 +25,7 @@ struct Checker<'r, 't> {
 }
 
 impl Checker<'_, '_> {
-    /// An absent section (`None`) still lacks its required keys; `anchor` is where they are reported.
+    /// Checks a section. Required keys of an absent one (`None`) are reported at `anchor`.
     fn section(&self, path: &str, object: Option<&Object<'_>>, anchor: Range, keys: &'static [Key]) {
         let properties = object.map_or(&[][..], |object| &object.properties);
         let mut first_seen = HashMap::new();
@@ -49,7 +49,7 @@ impl Checker<'_, '_> {
                     self.report.add(anchor, path, || Problem::MissingKey { expected: kind.to_string() });
                 }
                 (_, Kind::Params(variants)) => {
-                    if let Some(variant) = variant_beside(properties, variants) {
+                    if let Some(variant) = variant_of_siblings(properties, variants) {
                         self.section(&path, None, anchor, variant.params);
                     }
                 }
@@ -63,18 +63,18 @@ impl Checker<'_, '_> {
         section: &str,
         key: &'static Key,
         property: &ObjectProp<'_>,
-        beside: &[ObjectProp<'_>],
+        siblings: &[ObjectProp<'_>],
     ) {
         let (path, value) = (join(section, key.name), &property.value);
         if let Effect::Renamed(to) = key.effect {
             let target = join(section, to);
-            if beside.iter().any(|other| other.name.as_str() == to) {
-                let reason = format!("another name of `{target}`, which is given too: leave this one out");
+            if siblings.iter().any(|other| other.name.as_str() == to) {
+                let reason = format!("an alias of `{target}`, which is also set: remove one of them");
                 return self.report.add(property.name.range(), path, || Problem::Unsupported { reason });
             }
-            let note = format!("`{path}` is another name of `{target}`, which is the one to write");
+            let note = format!("`{path}` is an alias of `{target}`: use `{target}`");
             self.report.note(Note::info(note));
-            self.remark_on_new_name(section, to, key, value);
+            self.note_effect_of_target(section, to, key, value);
         }
         if key.or_null && matches!(value, Value::NullKeyword(_)) {
             return;
@@ -82,18 +82,18 @@ impl Checker<'_, '_> {
         if is_auto(value, key) {
             self.report.add_auto(Auto { path: path.clone(), key });
             if matches!(key.default, Default::Required) && matches!(key.auto, AutoRule::AsDefault) {
-                let expected = format!("{}; nothing tells what \"auto\" could be", key.value);
+                let expected = format!("{}; \"auto\" has no value for this key", key.value);
                 self.invalid(&path, value, value.range(), expected);
             }
-            return self.remark(&path, key, None);
+            return self.note_no_effect(&path, key, None);
         }
-        if self.value(&path, key.value, value, beside) {
+        if self.value(&path, key.value, value, siblings) {
             self.effect(&path, key, value);
         }
     }
 
-    /// Reports what is wrong with the type or range of `value`; whether nothing is.
-    fn value(&self, path: &str, kind: Kind, value: &Value<'_>, beside: &[ObjectProp<'_>]) -> bool {
+    /// Reports a value of the wrong type or out of range; returns whether it is valid.
+    fn value(&self, path: &str, kind: Kind, value: &Value<'_>, siblings: &[ObjectProp<'_>]) -> bool {
         let range = value.range();
         match (kind, value) {
             (Kind::Section(keys) | Kind::SwitchOrSection(keys), Value::Object(object)) => {
@@ -121,14 +121,13 @@ impl Checker<'_, '_> {
             }
             (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
-                let note =
-                    format!("`{path}` as a whole is true or false in old files only: set `{path}.stage`");
+                let note = format!("`{path}` as a boolean is deprecated: set `{path}.stage`");
                 self.report.note(Note::info(note));
                 return true;
             }
             (Kind::Params(variants), Value::Object(object)) => {
-                // Without a type nobody knows which keys there may be.
-                if let Some(variant) = variant_beside(beside, variants) {
+                // Without a type, the valid keys are unknown.
+                if let Some(variant) = variant_of_siblings(siblings, variants) {
                     self.section(path, Some(object), first_byte(range), variant.params);
                 }
                 return true;
@@ -164,7 +163,7 @@ impl Checker<'_, '_> {
         valid
     }
 
-    /// Reports the texts that are no `known` names; whether there are none.
+    /// Reports names that are not `known`; returns whether all are.
     fn names(&self, path: &str, elements: &[Value<'_>], known: &'static [&'static str]) -> bool {
         let mut valid = true;
         for (index, element) in elements.iter().enumerate() {
@@ -180,7 +179,7 @@ impl Checker<'_, '_> {
 
     fn effect(&self, path: &str, key: &'static Key, value: &Value<'_>) {
         let Effect::Refused { harmless, reason } = key.effect else {
-            return self.remark(path, key, Some(value));
+            return self.note_no_effect(path, key, Some(value));
         };
         let is_harmless = match harmless {
             Harmless::Values(values) => values.iter().any(|literal| equals(value, *literal)),
@@ -192,9 +191,9 @@ impl Checker<'_, '_> {
         }
     }
 
-    /// Notes what has no effect. `value` is what the file asks for; none where that is `"auto"`.
-    fn remark(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
-        let Effect::Moot(why) = key.effect else { return };
+    /// Notes a key without effect. `value` is the value in the file, `None` for `"auto"`.
+    fn note_no_effect(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
+        let Effect::NoEffect(why) = key.effect else { return };
         let text = format!("`{path}` has no effect: {why}");
         let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
         let asks_for_another = value.is_some_and(|value| !is_default(value));
@@ -202,12 +201,12 @@ impl Checker<'_, '_> {
         self.report.note(if is_missed { Note::warning(text) } else { Note::info(text) });
     }
 
-    /// What the key that an old name stands for does.
-    fn remark_on_new_name(&self, section: &str, to: &'static str, old: &'static Key, value: &Value<'_>) {
+    /// Notes an alias whose target has no effect.
+    fn note_effect_of_target(&self, section: &str, to: &'static str, old: &'static Key, value: &Value<'_>) {
         let (entries, target) = (entries_of(self.report.root), join(section, to));
         let new = entries.iter().find(|entry| entry.path == target && !std::ptr::eq(entry.key, old));
         if let Some(new) = new {
-            self.remark(&target, new.key, Some(value));
+            self.note_no_effect(&target, new.key, Some(value));
         }
     }
 
@@ -217,8 +216,8 @@ impl Checker<'_, '_> {
     }
 }
 
-/// The variant that the key `type` names.
-pub(crate) fn variant_beside(
+/// Returns the variant that the key `type` names.
+pub(crate) fn variant_of_siblings(
     properties: &[ObjectProp<'_>],
     variants: &'static [Variant],
 ) -> Option<&'static Variant> {
@@ -231,7 +230,7 @@ pub(crate) fn variant_beside(
     }
 }
 
-/// Whether `value` is the word that leaves a key to be filled in.
+/// Returns whether `value` is `"auto"`, and the key accepts it.
 pub(crate) fn is_auto(value: &Value<'_>, key: &Key) -> bool {
     key.value.takes_auto() && matches!(value, Value::StringLit(text) if text.value == "auto")
 }
@@ -277,7 +276,7 @@ fn equals(value: &Value<'_>, literal: Literal) -> bool {
     }
 }
 
-/// Whether the word `enabled` is set to anything but false, however deep.
+/// Returns whether any nested `enabled` is true.
 fn enables_something(value: &Value<'_>) -> bool {
     match value {
         Value::Object(object) => object.properties.iter().any(|property| match &property.value {
@@ -293,7 +292,7 @@ fn is_text(value: &Value<'_>) -> bool {
     matches!(value, Value::StringLit(_))
 }
 
-/// Where faults of a section as a whole are shown: at its opening brace.
+/// Returns the range where errors of a whole section are shown: its opening brace.
 fn first_byte(range: Range) -> Range {
     Range { start: range.start, end: range.start + 1 }
 }

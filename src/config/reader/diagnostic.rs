@@ -1,19 +1,19 @@
-//! What can be wrong with a config file, and where.
+//! The errors of a config file, with their positions.
 
 use std::fmt;
 use std::ops::Range;
 
-/// A place in a config file; both numbers start at 1, columns count characters. See also [`Position::FLAG`].
+/// A position in a config file, or [`Position::FLAG`]. Lines and columns count from 1, columns in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Position {
     /// The line.
     pub line: usize,
-    /// The character within the line.
+    /// The column.
     pub column: usize,
 }
 
 impl Position {
-    /// Of what a flag such as `--set` gives instead of the file.
+    /// The position of values that a flag such as `--set` gives.
     pub const FLAG: Self = Self { line: 0, column: 0 };
 }
 
@@ -26,24 +26,24 @@ impl fmt::Display for Position {
     }
 }
 
-/// One fault in a config file.
+/// An error in a config file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnostic {
-    /// Where it stands.
+    /// The position of the error.
     pub position: Position,
-    /// The path of the key it belongs to (`zero_optimization.stage`); empty for the file as a whole.
+    /// The path of the key (`zero_optimization.stage`); empty for the whole file.
     pub key: String,
     /// The problem.
     pub problem: Problem,
-    /// The line that it stands on.
+    /// The line in question.
     pub excerpt: Excerpt,
 }
 
-/// A line of the file, or the part of a long one around a fault, with the fault marked.
+/// A line of the file, or part of a long one, with the error marked.
 ///
-/// It prints as plain text of two lines, the same on a terminal, in a log and in a test. (The
-/// `miette` crate draws such excerpts too; it would bring ten crates for what is done here in
-/// fifty lines, and its drawings are either for terminals or without the source.)
+/// It prints as two lines of plain text, the same on a terminal, in a log and in a test. (The
+/// `miette` crate prints such excerpts too, but has ten dependencies and other formats for
+/// terminals and plain text.)
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excerpt {
     line: usize,
@@ -54,7 +54,7 @@ pub struct Excerpt {
 }
 
 impl Excerpt {
-    /// The part of `text` around the beginning of `range`, in bytes, which is on line `line`.
+    /// Creates the excerpt of `text` around the start of `range`, in bytes, on line `line`.
     pub(crate) fn new(text: &str, line: usize, range: Range<usize>) -> Self {
         const MAX_BEFORE: usize = 60;
         const MAX_CHARS: usize = 100;
@@ -66,7 +66,7 @@ impl Excerpt {
         let on_line =
             |from: &str, max_chars| from.chars().take(max_chars).take_while(|&char| char != '\n').count();
         let shown = text[shown_start..].chars().take(on_line(&text[shown_start..], MAX_CHARS));
-        // What a terminal would act on is not passed through.
+        // A terminal would interpret control characters.
         let shown: String = shown.map(|char| if char.is_control() { ' ' } else { char }).collect();
         let width = on_line(&text[start..end.max(start)], MAX_CHARS - indent).max(1);
         Self { line, text: shown.trim_end().to_owned(), indent, width }
@@ -74,12 +74,12 @@ impl Excerpt {
 }
 
 impl Excerpt {
-    /// A flag, which stands for itself.
+    /// Creates the excerpt of a flag: the flag itself.
     pub(crate) fn of_flag(flag: &str) -> Self {
         Self { line: Position::FLAG.line, text: flag.to_owned(), indent: 0, width: 0 }
     }
 
-    /// The place of a fault: `file:line:column`, or the flag.
+    /// Returns the location of an error: `file:line:column`, or the flag.
     pub(crate) fn place(&self, file: &str, position: Position) -> String {
         match position {
             Position::FLAG => self.text.clone(),
@@ -87,19 +87,19 @@ impl Excerpt {
         }
     }
 
-    /// The excerpt below it; empty for a flag, which `place` has shown already.
+    /// Returns the excerpt to print below the message; empty for a flag, which `place` already shows.
     pub(crate) fn below(&self) -> String {
         if self.line == Position::FLAG.line { String::new() } else { format!("\n{self}") }
     }
 }
 
-/// The last boundary between characters that is not after `offset`.
+/// Returns the last character boundary at or before `offset`.
 fn char_boundary(text: &str, offset: usize) -> usize {
     let boundaries = (0..=offset.min(text.len())).rev();
     boundaries.into_iter().find(|&offset| text.is_char_boundary(offset)).unwrap_or(0)
 }
 
-/// `  3 |   "gradient_clipping": -0.5`, and the carets below it.
+/// Prints `  3 |   "gradient_clipping": -0.5`, with carets below.
 impl fmt::Display for Excerpt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { line, text, indent, width } = self;
@@ -107,56 +107,56 @@ impl fmt::Display for Excerpt {
     }
 }
 
-/// The kinds of fault.
+/// The kinds of error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Problem {
     /// The text is not JSON.
     Syntax {
-        /// What the parser objects to.
+        /// The error of the parser.
         message: String,
     },
-    /// Brackets are nested deeper than any config needs.
+    /// Brackets are nested too deeply.
     TooDeep {
-        /// The deepest nesting that is read.
+        /// The maximum depth.
         limit: usize,
     },
-    /// The vocabulary has no such key here.
+    /// The section has no such key.
     UnknownKey {
-        /// The path of the known key that was most likely meant.
+        /// The path of the most similar known key.
         suggestion: Option<String>,
-        /// The keys that this section knows.
+        /// The keys of the section.
         known: Vec<&'static str>,
     },
-    /// A text is none of the names that are known here.
+    /// A string is not one of the valid names.
     UnknownName {
-        /// What is there.
+        /// The string.
         name: String,
-        /// The known name that was most likely meant.
+        /// The most similar valid name.
         suggestion: Option<&'static str>,
-        /// The names that would be valid.
+        /// The valid names.
         known: &'static [&'static str],
     },
     /// A key appears twice in one section.
     DuplicateKey {
-        /// Where it appeared first.
+        /// The position of the first one.
         first: Position,
     },
-    /// A key that has no default is missing.
+    /// A required key is missing.
     MissingKey {
-        /// What its value has to be.
+        /// The valid values.
         expected: String,
     },
     /// The value has the wrong type or is out of range.
     InvalidValue {
-        /// What would be valid.
+        /// The valid values.
         expected: String,
-        /// What is there.
+        /// The value in the file.
         found: String,
     },
-    /// The value is well-formed, but this version cannot do it.
+    /// The value is well-formed, but not supported.
     Unsupported {
-        /// What this version does instead, and what to write.
+        /// What is supported instead, and what to write.
         reason: String,
     },
 }
@@ -166,7 +166,7 @@ impl fmt::Display for Diagnostic {
         let key = &self.key;
         match &self.problem {
             Problem::Syntax { message } => write!(f, "not valid JSON: {message}"),
-            Problem::TooDeep { limit } => write!(f, "nested too deeply: at most {limit} levels are read"),
+            Problem::TooDeep { limit } => write!(f, "nested too deeply: at most {limit} levels are allowed"),
             Problem::UnknownKey { suggestion, known } => {
                 write!(f, "unknown key `{key}`")?;
                 if let Some(suggestion) = suggestion {
@@ -186,7 +186,7 @@ impl fmt::Display for Diagnostic {
                 }
                 write!(f, " (valid here: {})", known.join(", "))
             }
-            Problem::DuplicateKey { first } => write!(f, "duplicate key `{key}`, given before at {first}"),
+            Problem::DuplicateKey { first } => write!(f, "duplicate key `{key}`, first set at {first}"),
             Problem::MissingKey { expected } => write!(f, "missing key `{key}`: expected {expected}"),
             Problem::InvalidValue { expected, found } if key.is_empty() => {
                 write!(f, "expected {expected}, found {found}")

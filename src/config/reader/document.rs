@@ -1,9 +1,9 @@
-//! Strict JSON text to a tree that keeps the position of every key and value.
+//! Parses strict JSON into a tree with the position of every key and value.
 //!
-//! `serde_json` forgets where a value stood, so `jsonc-parser` (the parser of
-//! dprint and Deno) builds the tree, with all its extensions to JSON turned off.
-//! What it still lets through (control characters in strings, Unicode spaces)
-//! is then refused by `serde_json`.
+//! `serde_json` drops positions, so `jsonc-parser` (the parser of dprint and
+//! Deno) builds the tree, with all its extensions to JSON disabled. Text that it
+//! still accepts (control characters in strings, Unicode spaces) is then
+//! rejected by `serde_json`.
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use crate::config::error::ConfigError;
@@ -14,10 +14,10 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// The largest file that is read.
+/// Maximum size of a file.
 const MAX_FILE_BYTES: usize = 16 << 20;
 
-/// The deepest nesting that is read; the vocabulary needs three levels.
+/// Maximum nesting; the vocabulary needs three levels.
 const MAX_DEPTH: usize = 64;
 
 const STRICT: ParseOptions = ParseOptions {
@@ -33,11 +33,11 @@ const STRICT: ParseOptions = ParseOptions {
     allow_extended_string_escapes: false,
 };
 
-/// The text of a file of at most [`MAX_FILE_BYTES`]; `what` is what errors call it.
+/// Reads a file of at most [`MAX_FILE_BYTES`]; errors call it `what`.
 pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigError> {
     let read_error = |reason| ConfigError::Read { what, path: path.to_owned(), reason };
     let mut text = String::new();
-    // One byte more than allowed tells a file that is too large from one that just fits.
+    // One byte more than allowed, to detect a file that is too large.
     let file = File::open(path).map_err(read_error)?;
     let mut limited = file.take(MAX_FILE_BYTES as u64 + 1);
     match limited.read_to_string(&mut text) {
@@ -47,7 +47,7 @@ pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigErro
     }
 }
 
-/// Parses the text of a file, whose root has to be an object; `file` is what errors call it.
+/// Parses the text of a file, whose root must be an object; errors call it `file`.
 pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, ConfigError> {
     if text.len() > MAX_FILE_BYTES {
         return Err(too_large(file));
@@ -63,7 +63,7 @@ fn too_large(file: &str) -> ConfigError {
     ConfigError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
 }
 
-/// Parses `text`, whose root has to be an object.
+/// Parses `text`, whose root must be an object.
 pub(crate) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
     check_depth(text)?;
     let parsed = jsonc_parser::parse_to_ast(text, &CollectOptions::default(), &STRICT)
@@ -78,7 +78,7 @@ pub(crate) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
     }
 }
 
-/// The line and column of a byte offset.
+/// Returns the line and column of a byte offset.
 pub(crate) fn position_at(text: &str, offset: usize) -> Position {
     let before = &text.as_bytes()[..offset.min(text.len())];
     let line_start = before.iter().rposition(|&byte| byte == b'\n').map_or(0, |newline| newline + 1);
@@ -89,7 +89,7 @@ pub(crate) fn position_at(text: &str, offset: usize) -> Position {
     }
 }
 
-/// How error messages call a value.
+/// Describes a value for error messages.
 pub(crate) fn describe(value: &Value<'_>) -> String {
     match value {
         Value::StringLit(string) => format!("the string \"{}\"", abbreviated(&string.value)),
@@ -101,7 +101,7 @@ pub(crate) fn describe(value: &Value<'_>) -> String {
     }
 }
 
-/// A text from the file, short enough for a message.
+/// Shortens and escapes a string of the file for a message.
 pub(crate) fn abbreviated(text: &str) -> String {
     const MAX_CHARS: usize = 60;
     match text.char_indices().nth(MAX_CHARS) {
@@ -110,7 +110,7 @@ pub(crate) fn abbreviated(text: &str) -> String {
     }
 }
 
-/// Refuses deep nesting before any recursive parser sees it.
+/// Rejects deep nesting before a recursive parser sees it.
 fn check_depth(text: &str) -> Result<(), Box<Diagnostic>> {
     let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
     for (offset, byte) in text.bytes().enumerate() {

@@ -1,4 +1,4 @@
-//! From text to the values of a section, with every fault of a file found on the way.
+//! Reads text into the values of a section, and collects every error of a file.
 
 mod check;
 mod diagnostic;

@@ -8,16 +8,16 @@ use std::ops::Deref;
 pub enum Severity {
     /// The run does what the file asks for: the note names an old key, or one without effect.
     Info,
-    /// Results, memory or files differ from what the file asks for, or from what DeepSpeed does with it.
+    /// Results, memory or files differ from what the file asks for, or from DeepSpeed's.
     Warning,
 }
 
-/// Something that the user should know. It dereferences to its text.
+/// A note for the user. It dereferences to its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// Warnings are shown when a run starts, the others are counted.
+    /// The severity: warnings are shown when a run starts, other notes are counted.
     pub severity: Severity,
-    /// The note itself, a sentence or two in one line.
+    /// The text, one line.
     pub text: String,
 }
 

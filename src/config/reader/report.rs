@@ -1,4 +1,4 @@
-//! The faults and remarks of one file, collected while its sections are read.
+//! Collects the errors and notes of a file while its sections are read.
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use super::document::{abbreviated, position_at};
@@ -8,15 +8,15 @@ use crate::config::vocabulary::{Effect, Key, entries_of, join, nearest, synonym_
 use jsonc_parser::common::Range;
 use std::cell::RefCell;
 
-/// How many faults of one file are listed.
+/// Maximum number of errors that are listed.
 const MAX_LISTED: usize = 100;
 
-/// Collects the faults of one file.
+/// Collects the errors and notes of a file.
 pub(crate) struct Report<'t> {
     text: &'t str,
     /// The keys at the top of the file.
     pub(super) root: &'static [Key],
-    /// Flags that give values, by the offsets from which on these lie: behind the text.
+    /// Flags that give values, by their first offset, which is after the end of the text.
     flags: Vec<(usize, String)>,
     state: RefCell<State>,
 }
@@ -28,14 +28,14 @@ struct State {
     remarks: Remarks,
 }
 
-/// What a faultless file leaves to be said.
+/// The notes and `"auto"` keys of a valid file.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Remarks {
     pub(crate) notes: Vec<Note>,
     pub(crate) autos: Vec<Auto>,
 }
 
-/// A key that is given as `"auto"`.
+/// A key whose value is `"auto"`.
 #[derive(Clone, Debug)]
 pub(crate) struct Auto {
     pub(crate) path: String,
@@ -47,7 +47,7 @@ impl<'t> Report<'t> {
         Self { text, root, flags: Vec::new(), state: RefCell::default() }
     }
 
-    /// The same of a file with values that flags give, by the offsets from which on these lie.
+    /// Adds flags that give values, by their first offset.
     pub(crate) fn with_flags(self, flags: Vec<(usize, String)>) -> Self {
         Self { flags, ..self }
     }
@@ -56,7 +56,7 @@ impl<'t> Report<'t> {
         self.flags.iter().rev().find(|(start, _)| *start <= offset).map(|(_, flag)| flag.as_str())
     }
 
-    /// The remarks, or the faults in the order of the file, if there are any.
+    /// Returns the notes, or the errors in the order of the file.
     pub(crate) fn finish(self, file: &str) -> Result<Remarks, ConfigError> {
         let State { mut diagnostics, omitted, remarks } = self.state.into_inner();
         if diagnostics.is_empty() {
@@ -73,7 +73,7 @@ impl<'t> Report<'t> {
         }
     }
 
-    /// Where a range begins, with the line around it.
+    /// Returns the start of a range, with its line.
     pub(crate) fn place(&self, range: Range) -> (Position, Excerpt) {
         let position = self.position(range.start);
         if let Some(flag) = self.flag_at(range.start) {
@@ -82,7 +82,7 @@ impl<'t> Report<'t> {
         (position, Excerpt::new(self.text, position.line, range.start..range.end))
     }
 
-    /// Adds a fault; beyond the limit it is only counted, so `problem` may be costly.
+    /// Adds an error. Beyond the limit, errors are only counted and `problem` is not called.
     pub(crate) fn add(&self, range: Range, key: String, problem: impl FnOnce() -> Problem) {
         if self.state.borrow().diagnostics.len() == MAX_LISTED {
             self.state.borrow_mut().omitted += 1;
@@ -93,11 +93,11 @@ impl<'t> Report<'t> {
         self.state.borrow_mut().diagnostics.push(diagnostic);
     }
 
-    /// Adds a key that its section, whose keys are `keys`, does not have.
+    /// Adds an unknown key of a section whose keys are `keys`.
     pub(crate) fn add_unknown_key(&self, range: Range, section: &str, name: &str, keys: &'static [Key]) {
         let path = join(section, &abbreviated(name));
         self.add(range, path, || {
-            // `steps` at the top is `ulysses.steps` rather than a part of `steps_per_print`.
+            // `steps` at the top level means `ulysses.steps`, not `steps_per_print`.
             let known = || keys.iter().map(|key| key.name);
             let suggestion = called_here(name, self.root)
                 .or_else(|| home_of(name, self.root))
@@ -106,7 +106,7 @@ impl<'t> Report<'t> {
         });
     }
 
-    /// Adds a text at `path` that is none of the names that are `known` there.
+    /// Adds a string at `path` that is not one of the `known` names.
     pub(crate) fn add_unknown_name(
         &self,
         range: Range,
@@ -121,7 +121,7 @@ impl<'t> Report<'t> {
         });
     }
 
-    /// Adds something the user should know.
+    /// Adds a note.
     pub(crate) fn note(&self, note: Note) {
         self.state.borrow_mut().remarks.notes.push(note);
     }
@@ -131,17 +131,17 @@ impl<'t> Report<'t> {
     }
 }
 
-/// The key of the file that other programs call `name`.
+/// Returns the key that other programs call `name`.
 fn called_here(name: &str, root: &'static [Key]) -> Option<String> {
     let key = synonym_of(name)?.key;
     entries_of(root).into_iter().map(|entry| entry.path).find(|path| path == key)
 }
 
-/// The only place in the file where a key called `name` does something.
+/// Returns the path of the key `name`, if only one section supports it.
 fn home_of(name: &str, root: &'static [Key]) -> Option<String> {
     let mut homes: Vec<_> = entries_of(root).into_iter().filter(|entry| entry.key.name == name).collect();
     if homes.len() > 1 {
-        homes.retain(|entry| matches!(entry.key.effect, Effect::Honoured));
+        homes.retain(|entry| matches!(entry.key.effect, Effect::Supported));
         homes.dedup_by(|a, b| a.path == b.path); // the variants of a `params` section
     }
     match homes.as_slice() {

@@ -1,10 +1,10 @@
 //! Typed access to the sections of a file that has been [checked](super::check).
 //!
-//! A getter gives what the file says, else what `"auto"` or the absence of the key stands for by
-//! the [`vocabulary`](crate::config::vocabulary): defaults are written there and nowhere else. A faulty
-//! value reads as if it were absent; it has been reported, so the config never comes to be.
+//! A getter returns the value in the file, or else the value of `"auto"` or the default in the
+//! [`vocabulary`](crate::config::vocabulary), the only place that defines defaults. An invalid value reads as absent; it
+//! has been reported, so no config results.
 
-use super::check::{is_auto, variant_beside};
+use super::check::{is_auto, variant_of_siblings};
 use super::diagnostic::{Position, Problem};
 use super::document::describe;
 use super::note::Note;
@@ -13,17 +13,17 @@ use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Ki
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
 
-/// One object of the file, or an absent one, which reads like an empty one.
+/// An object of the file; an absent one reads as an empty one.
 pub(crate) struct Section<'a> {
     report: &'a Report<'a>,
     path: String,
     object: Option<&'a Object<'a>>,
     keys: &'static [Key],
-    /// Whether the file has `true` in its place.
+    /// Whether the file has `true` instead of the section.
     is_switched_on: bool,
 }
 
-/// What stands for a key.
+/// The value of a key: in the file, or the default.
 enum Found<'a> {
     Given(&'a Value<'a>),
     Known(Literal),
@@ -34,12 +34,12 @@ impl<'a> Section<'a> {
         Self { object: Some(object), ..Self::absent(report, keys) }
     }
 
-    /// A section that is not there, with these keys.
+    /// Creates an absent section with these keys.
     pub(crate) fn absent(report: &'a Report<'a>, keys: &'static [Key]) -> Self {
         Self { report, path: String::new(), object: None, keys, is_switched_on: false }
     }
 
-    /// The section at `name`.
+    /// Returns the section at `name`.
     pub(crate) fn section(&self, name: &'static str) -> Section<'a> {
         let (object, is_switched_on) = match self.property(name).map(|property| &property.value) {
             Some(Value::Object(object)) => (Some(object), false),
@@ -49,15 +49,15 @@ impl<'a> Section<'a> {
         let keys = match find(self.keys, name).map(|key| key.value) {
             Some(Kind::Section(keys) | Kind::SwitchOrSection(keys)) => keys,
             Some(Kind::Params(variants)) => {
-                let beside = self.object.map_or(&[][..], |object| &object.properties);
-                variant_beside(beside, variants).map_or(&[][..], |variant| variant.params)
+                let siblings = self.object.map_or(&[][..], |object| &object.properties);
+                variant_of_siblings(siblings, variants).map_or(&[][..], |variant| variant.params)
             }
             _ => &[],
         };
         Section { report: self.report, path: join(&self.path, name), object, keys, is_switched_on }
     }
 
-    /// The sections of the array at `name`; what is no object has been reported, or is a text.
+    /// Returns the sections of the array at `name`; elements that are strings read as empty sections.
     pub(crate) fn sections(&self, name: &'static str) -> Vec<Section<'a>> {
         let (Some(Value::Array(array)), Some(Kind::Sections(keys) | Kind::TextOrSections(keys))) =
             (self.property(name).map(|property| &property.value), find(self.keys, name).map(|key| key.value))
@@ -72,7 +72,8 @@ impl<'a> Section<'a> {
         array.elements.iter().enumerate().map(section).collect()
     }
 
-    /// The texts of the array at `name`, in the places of [`sections`](Self::sections); none where a section stands.
+    /// Returns the strings of the array at `name`, with `None` for sections, by the indices of
+    /// [`sections`](Self::sections).
     pub(crate) fn texts(&self, name: &'static str) -> Vec<Option<String>> {
         let text = |value: &Value<'_>| match value {
             Value::StringLit(text) => Some(text.value.to_string()),
@@ -84,7 +85,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// The pairs of the array at `name`; what is none has been reported.
+    /// Returns the pairs of the array at `name`; other elements have been reported.
     pub(crate) fn pairs(&self, name: &'static str) -> Vec<[u64; 2]> {
         let pair = |value: &Value<'_>| match value {
             Value::Array(array) => match array.elements.as_slice() {
@@ -99,7 +100,8 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// The pairs of a pattern and a mesh of the array at `name`, each with its index; what is none has been reported.
+    /// Returns the pairs of a pattern and a mesh in the array at `name`, with their indices; other elements have been
+    /// reported.
     pub(crate) fn rules(&self, name: &'static str) -> Vec<(usize, String, Option<String>)> {
         let rule = |(index, value): (usize, &Value<'_>)| match value {
             Value::Array(array) => match array.elements.as_slice() {
@@ -125,29 +127,29 @@ impl<'a> Section<'a> {
         self.object.is_some()
     }
 
-    /// The names of the keys that the file gives.
+    /// Returns the names of the keys in the file.
     pub(crate) fn given(&self) -> impl Iterator<Item = &'a str> {
         let properties = self.object.map_or(&[][..], |object| &object.properties);
         properties.iter().map(|property| property.name.as_str())
     }
 
-    /// Whether the file has `true` in the place of the section.
+    /// Returns whether the file has `true` instead of the section.
     pub(crate) fn is_switched_on(&self) -> bool {
         self.is_switched_on
     }
 
-    /// Whether the file names the key, be it as `"auto"`.
+    /// Returns whether the file has the key, including as `"auto"`.
     pub(crate) fn names(&self, name: &str) -> bool {
         self.property(name).is_some()
     }
 
-    /// Whether the key is left to be filled in.
+    /// Returns whether the value of the key is `"auto"`.
     pub(crate) fn is_auto(&self, name: &str) -> bool {
         let Some(key) = find(self.keys, name) else { return false };
         self.property(name).is_some_and(|property| is_auto(&property.value, key))
     }
 
-    /// Where the value of the key stands.
+    /// Returns the range of the key's value.
     pub(crate) fn range(&self, name: &str) -> Option<Range> {
         Some(self.property(name)?.value.range())
     }
@@ -193,19 +195,19 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// What the named choice stands for.
+    /// Returns the value of the named choice.
     pub(crate) fn choice<T: Copy>(&self, name: &'static str, choices: &[(&str, T)]) -> Option<T> {
         let chosen = self.text(name)?;
         choices.iter().find(|(choice, _)| chosen.eq_ignore_ascii_case(choice)).map(|(_, value)| *value)
     }
 
-    /// The name, as the vocabulary spells it, of the optimizer or scheduler that the section is.
+    /// Returns the `type` of an optimizer or scheduler section, as the vocabulary spells it.
     pub(crate) fn variant(&self) -> Option<&'static str> {
         let Kind::Variant { variants, .. } = find(self.keys, "type")?.value else { return None };
-        variant_beside(&self.object?.properties, variants).map(|variant| variant.name)
+        variant_of_siblings(&self.object?.properties, variants).map(|variant| variant.name)
     }
 
-    /// Two counts, each with its position.
+    /// Returns two counts with their positions.
     pub(crate) fn two_counts(&self, name: &'static str) -> Option<[(usize, Position); 2]> {
         let count = |value: &Value<'_>| {
             let count = integer_in(value).filter(|&count| count > 0)?;
@@ -231,22 +233,22 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// Adds something the user may want to know: the run does what the file asks for.
+    /// Adds a note: the run does what the file asks for.
     pub(crate) fn note(&self, note: String) {
         self.report.note(Note::info(note));
     }
 
-    /// Adds something the user must know: the run differs from what the file asks for, or from DeepSpeed's.
+    /// Adds a warning: the run differs from what the file asks for, or from DeepSpeed.
     pub(crate) fn warn(&self, note: String) {
         self.report.note(Note::warning(note));
     }
 
-    /// Reports that the value of `name`, right by itself, does not fit the rest of the file.
+    /// Reports that the value of `name`, valid by itself, contradicts the rest of the file.
     pub(crate) fn contradiction(&self, name: &str, expected: &str) {
         self.contradiction_within(name, &[], expected);
     }
 
-    /// The same of an element of the arrays at `name`: at `[2, 0]` is the first one of the third.
+    /// Reports a contradiction of an element of the arrays at `name`; `[2, 0]` is the first element of the third.
     pub(crate) fn contradiction_within(&self, name: &str, indices: &[usize], expected: &str) {
         let Some(property) = self.property(name) else { return };
         let (mut value, mut path) = (&property.value, join(&self.path, name));
@@ -272,7 +274,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// The property called `name`, or by another name of it.
+    /// Returns the property `name`, or an alias of it.
     fn property(&self, name: &str) -> Option<&'a ObjectProp<'a>> {
         let object = self.object?;
         let renamed = |key: &&Key| matches!(key.effect, Effect::Renamed(to) if to == name);

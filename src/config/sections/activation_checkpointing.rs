@@ -8,7 +8,7 @@ keys! {
     /// How checkpointed activations are stored; `ulysses.activation_checkpointing` switches checkpointing on.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct ActivationCheckpointingConfig {
-        /// Moves checkpoints out of the way until the backward pass: from a GPU to the host's memory, from a CPU to a file.
+        /// Offloads activation checkpoints until the backward pass: from a GPU to host memory, from a CPU to a file.
         pub cpu_checkpointing: bool = flag(),
     }
 }
@@ -17,7 +17,7 @@ impl ActivationCheckpointingConfig {
     pub(crate) fn check(&self, section: &Section<'_>, is_on: bool) {
         if self.cpu_checkpointing && !is_on {
             let expected =
-                "false, unless `ulysses.activation_checkpointing` is true: there are no checkpoints";
+                "false, unless `ulysses.activation_checkpointing` is true: nothing is checkpointed";
             section.contradiction("cpu_checkpointing", expected);
         }
     }

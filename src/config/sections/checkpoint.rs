@@ -1,4 +1,4 @@
-//! The `checkpoint` section: when a run saves its state, and how.
+//! The `checkpoint` section: when and how a run saves its state.
 
 use crate::config::define::words::{choice, count, flag, index};
 use crate::config::define::{Keys, choices, keys};
@@ -8,40 +8,40 @@ keys! {
     /// When and how checkpoints are saved.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct CheckpointConfig {
-        /// Steps between two checkpoints; without it the last step only is saved.
+        /// Steps between checkpoints; if absent, only the last step is saved.
         pub interval: Option<u64> = count(),
-        /// Checkpoints to keep: older ones are removed once a new one was saved and read back. 0 keeps all.
+        /// Number of checkpoints to keep: older ones are removed after a new one has been saved and verified. 0 keeps all.
         pub keep_last: usize = index().integer(10),
-        /// Saves each step whose evaluation loss is the lowest so far, and keeps the best of them in addition to the last ones;
-        /// the file `best` names it. Needs `ulysses.validation`.
+        /// Saves every step with the lowest evaluation loss so far, and keeps the best in addition to the last checkpoints; the
+        /// file `best` names it. Requires `ulysses.validation`.
         pub keep_best: bool = flag(),
-        /// Writes from a copy of the state while training goes on.
+        /// Saves in the background, from a copy of the state, while training continues.
         pub background: bool = flag().named("async"),
-        /// What a save that fails does to the run.
+        /// What happens to the run when a save fails.
         pub on_error: OnSaveError = choice().text("stop"),
     }
 }
 
 choices! {
-    /// What a save that fails, for one because the disk is full, does to the run.
+    /// What happens to the run when a save fails, because the disk is full, for example.
     pub enum OnSaveError {
-        /// Ends it with an error.
+        /// The run ends with an error.
         #[default]
         Stop = "stop",
-        /// Reports it and trains on; the next interval saves again.
+        /// The run logs the error and continues; the next interval saves again.
         Continue = "continue",
     }
 }
 
 impl CheckpointConfig {
-    /// Whether the section asks for checkpoints. One that has DeepSpeed's keys only does not: there the script saves.
-    pub(crate) fn is_asked_for(section: &Section<'_>) -> bool {
+    /// Returns whether the section enables checkpoints. DeepSpeed's keys alone do not: there, the script saves.
+    pub(crate) fn is_enabled(section: &Section<'_>) -> bool {
         let own = Self::declare("checkpoint");
         let is_own = |name: &str| own.iter().any(|key| key.name == name);
         let asks = section.given().next().is_none() || section.given().any(is_own);
         if !asks {
-            let note = "`checkpoint` has keys of DeepSpeed's only, so nothing is saved: `checkpoint.interval` asks for \
-                        checkpoints every so many steps, and after the last";
+            let note = "`checkpoint` has only keys of DeepSpeed, so nothing is saved: set `checkpoint.interval` to save a \
+                        checkpoint every `interval` steps and after the last";
             section.warn(note.to_owned());
         }
         asks
@@ -53,7 +53,7 @@ mod tests {
     use crate::config::Config;
 
     #[test]
-    fn a_section_with_deepspeeds_keys_only_saves_nothing_and_says_so() {
+    fn a_section_with_only_deepspeeds_keys_saves_nothing_and_warns() {
         let read = |section: &str| {
             let text = format!("{{\"train_batch_size\": 1, \"checkpoint\": {section}}}");
             let config = Config::from_json_str(&text, "c.json").unwrap();

@@ -1,4 +1,4 @@
-//! `ulysses.data` and `ulysses.validation`: what a run is trained and judged on.
+//! `ulysses.data` and `ulysses.validation`: training and held-out data.
 
 use crate::config::define::words::{count, flag, inside_0_1, number, positive, text};
 use crate::config::define::{Keys, Setting, choices, keys, section_keys};
@@ -6,16 +6,16 @@ use crate::config::reader::Section;
 use crate::config::vocabulary::{Key, Value};
 use serde_json::{Map, Value as Json, json};
 
-/// Most sources of one run; limits what a hostile file takes.
+/// Maximum number of sources; bounds the memory that a hostile file can take.
 const MAX_SOURCES: usize = 10_000;
 
 keys! {
-    /// One path of the data.
+    /// One data source.
     #[derive(Clone, Debug, PartialEq)]
     pub struct DataSource {
-        /// A file of text, JSONL or tokens, a directory, or a pattern.
+        /// A text, JSONL or token file, a directory, or a glob pattern.
         pub path: String = text().required(),
-        /// Its share of the samples, relative to the other weights. All sources have one, or none.
+        /// The source's share of the samples, relative to the other weights. Set it for all sources or for none.
         pub weight: Option<f64> = positive(),
     }
 }
@@ -54,7 +54,7 @@ impl Setting for Vec<DataSource> {
         Self::find(section, name).unwrap_or_default()
     }
 
-    /// A path without a weight by itself.
+    /// Writes a single source without weight as a plain path.
     fn written(&self) -> Option<Json> {
         let source = |source: &DataSource| match source.weight {
             None => Some(Json::from(source.path.as_str())),
@@ -69,55 +69,55 @@ impl Setting for Vec<DataSource> {
 }
 
 choices! {
-    /// How documents come to be rows. A corpus of one document gives the same rows each way.
+    /// How documents are packed into sequences. A corpus of one document gives the same sequences each way.
     ///
-    /// Nothing is dropped: every token is in one row, whichever the packing.
+    /// Nothing is dropped: every token is in exactly one sequence.
     pub enum Packing {
-        /// Documents that fit into a row are not cut, and share rows so that little is left empty. Longer ones are
-        /// cut into rows of their own; what is left of one shares a row. Attention stays inside a document.
+        /// Best-fit packing: documents that fit into a sequence are not cut. Longer ones fill whole sequences; the rest
+        /// shares one. Attention stays within a document.
         #[default]
         Greedy = "greedy",
-        /// Documents are laid end to end and cut where rows end. Attention stays inside a document.
+        /// Documents are concatenated and cut every `seq_len` tokens. Attention stays within a document.
         Cut = "cut",
-        /// Documents are laid end to end, and the rows know nothing of them, as in nanoGPT: attention reaches across
-        /// borders, and the last token of a document is to predict the first of the next.
+        /// Documents are concatenated and their bounds ignored, as in nanoGPT: attention crosses bounds, and the last token
+        /// of a document predicts the first of the next.
         Concat = "concat",
     }
 }
 
 keys! {
-    /// Data that is held out, and when its loss is computed.
+    /// Held-out data, and when it is evaluated.
     #[derive(Clone, Debug, PartialEq)]
     pub struct ValidationConfig {
-        /// What is held out.
+        /// The held-out data.
         pub data: HeldOut,
-        /// Steps between two evaluations.
+        /// Steps between evaluations.
         pub interval: Option<u64> = count().named("eval_interval").derived("the last step only"),
-        /// Batches of `train_batch_size` rows that are evaluated.
-        pub batches: Option<u64> = count().named("eval_batches").derived("all rows"),
+        /// Batches of `train_batch_size` sequences per evaluation.
+        pub batches: Option<u64> = count().named("eval_batches").derived("all sequences"),
         /// Evaluates before the first step too.
         pub eval_on_start: bool = flag(),
-        /// Ends the run after so many evaluations in a row without improvement of the loss.
+        /// Ends the run after this many consecutive evaluations without an improvement of the loss.
         pub early_stopping_patience: Option<u64> = count().derived("never"),
-        /// What an improvement on the lowest loss must exceed to count for `early_stopping_patience`, in nats per token.
+        /// Minimum improvement of the lowest loss that counts for `early_stopping_patience`, in nats per token.
         pub early_stopping_threshold: f64 = number().number(0.0),
     }
 }
 
-/// Where held-out data is from.
+/// The source of the held-out data.
 #[derive(Clone, Debug, PartialEq)]
 pub enum HeldOut {
-    /// Data of its own.
+    /// A separate data source.
     Path(String),
-    /// This share of the documents of each source.
+    /// This share of the documents of each training source.
     Fraction(f64),
 }
 
 keys! {
     struct HeldOutKeys {
-        /// A file of text, JSONL or tokens, a directory, or a pattern.
+        /// A text, JSONL or token file, a directory, or a glob pattern.
         data: Option<String> = text(),
-        /// Instead of `data`: the share of each source's documents that is held out.
+        /// The share of each source's documents that is held out, instead of `data`.
         fraction: Option<f64> = inside_0_1(),
     }
 }
@@ -142,7 +142,7 @@ impl Keys for HeldOut {
 }
 
 impl ValidationConfig {
-    /// Reports a section in `ulysses` that has no data or too much.
+    /// Reports a `validation` section with neither or both of `data` and `fraction`.
     pub(crate) fn check(ulysses: &Section<'_>) {
         let section = ulysses.section("validation");
         let is_given = |key| section.names(key) && !section.is_auto(key);
@@ -152,12 +152,12 @@ impl ValidationConfig {
     }
 }
 
-/// A later length of the rows.
+/// A later sequence length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SeqLenChange {
-    /// Steps that are done before.
+    /// Number of steps before the change.
     pub step: u64,
-    /// Tokens per row from then on.
+    /// Tokens per sequence after it.
     pub seq_len: usize,
 }
 

@@ -6,17 +6,17 @@ use crate::config::mesh_shape::{SizeOrigin, StatedSize};
 use crate::config::reader::Section;
 
 keys! {
-    /// The mesh. Flags, `mesh_param`, rules and the number of ranks have a say in it too.
+    /// The sizes of the mesh. Flags, `mesh_param`, `ulysses.mesh_rules` and the number of ranks determine them too.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct MeshConfig {
-        /// Ranks that take different rows.
-        pub dp_size: usize = count().named("data_parallel_size").derived("1, or what fills the world"),
-        /// Ranks that share each row.
+        /// Data-parallel ranks: they process different sequences.
+        pub dp_size: usize = count().named("data_parallel_size").derived("the world size / sp, or 1"),
+        /// Sequence-parallel ranks: they share each sequence.
         pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
     }
 }
 
-/// The sizes of dp and of sp, as often as the file states them.
+/// Returns every size of dp and of sp that the file states.
 pub(crate) fn stated_sizes(root: &Section<'_>) -> (Vec<StatedSize>, Vec<StatedSize>) {
     let stated = |key, size, position| StatedSize { size, origin: SizeOrigin::Key { key, position } };
     let axis = |key| Some(stated(key, root.count(key)?, root.position(root.range(key)?)));

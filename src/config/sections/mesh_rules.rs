@@ -1,4 +1,4 @@
-//! `ulysses.mesh_rules`: meshes by the machine that a run finds itself on.
+//! `ulysses.mesh_rules`: the mesh by machine.
 
 use crate::config::define::Setting;
 use crate::config::error::ConfigError;
@@ -9,15 +9,15 @@ use crate::config::vocabulary::{Key, Value};
 use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset, RuledMesh, TrainingShape};
 use serde_json::{Value as Json, json};
 
-/// More is no list that somebody has written.
+/// Maximum number of rules; bounds the time that a hostile file can take.
 const MAX_RULES: usize = 1000;
 
-/// A pattern of machines and their mesh.
+/// A rule: a pattern of machines and their mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshRule {
-    /// A regular expression that the whole selector must match.
+    /// A regular expression that must match the whole selector.
     pub pattern: String,
-    /// `DPxSP`, `dp=…,sp=…` or a preset's name; `None` sets aside what the file says of the mesh.
+    /// `DPxSP`, `dp=…,sp=…` or a preset's name; `None` ignores the mesh sizes of the file.
     pub mesh: Option<String>,
 }
 
@@ -51,7 +51,7 @@ impl Setting for Vec<MeshRule> {
 }
 
 impl MeshRule {
-    /// Reports a pattern or a mesh that is none, where it stands.
+    /// Reports an invalid pattern or mesh at its position in the file.
     fn check(&self, section: &Section<'_>, name: &str, index: usize) {
         if let Err((_, error)) = Self::compile(std::slice::from_ref(self)) {
             let error = error.to_string();
@@ -59,7 +59,7 @@ impl MeshRule {
             let expected = format!("a regular expression in rule {index} ({reason})");
             section.contradiction_within(name, &[index, 0], &expected);
         }
-        // The sizes that a machine's ranks would give an axis are not known here.
+        // Inferred sizes depend on the number of ranks, which is not known here.
         let anywhere = Cluster { nodes: 1, ranks_per_node: 1 };
         let is_open = |error: &MeshError| {
             matches!(error, MeshError::CannotInfer { .. } | MeshError::WorldSizeMismatch { .. })
@@ -70,33 +70,33 @@ impl MeshRule {
         }
     }
 
-    /// The rules with their patterns compiled.
+    /// Compiles the patterns of the rules.
     pub(crate) fn compile(rules: &[Self]) -> Result<MeshRules, (usize, regex::Error)> {
         let pairs = rules.iter().map(|rule| (rule.pattern.clone(), rule.mesh.clone()));
         MeshRules::new(&pairs.collect::<Vec<_>>())
     }
 }
 
-/// What a rule that applies puts in the place of the file's mesh.
+/// The mesh of the rule that applies, which replaces the file's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ruled {
-    /// Its sizes; none where it leaves them to the number of ranks.
+pub(crate) struct AppliedRule {
+    /// The sizes; `None` if they follow from the number of ranks.
     pub(crate) shape: Option<TrainingShape>,
-    /// What it names them by.
+    /// The preset that the rule names.
     preset: Option<Preset>,
 }
 
 impl RawConfig {
-    /// Whether [`Overrides::mesh_selector`] has something to choose among.
+    /// Returns whether the config has `ulysses.mesh_rules`.
     pub fn has_mesh_rules(&self) -> bool {
         !self.config.ulysses.mesh_rules.is_empty()
     }
 
-    /// The rule that applies, if one does: none where a flag gives the mesh.
-    pub(crate) fn ruled(&self, overrides: &Overrides) -> Result<Option<Ruled>, ConfigError> {
+    /// Returns the rule that applies, if any; a flag that sets the mesh overrides all rules.
+    pub(crate) fn applied_rule(&self, overrides: &Overrides) -> Result<Option<AppliedRule>, ConfigError> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
         let Some(selector) = selector else { return Ok(None) };
-        // Patterns that are none were refused when the file was read.
+        // Invalid patterns were rejected when the file was read.
         let Ok(rules) = MeshRule::compile(&self.config.ulysses.mesh_rules) else { return Ok(None) };
         let cluster = overrides.world_size.map(|ranks| {
             let ranks_per_node = overrides.ranks_per_node.filter(|of_node| ranks.is_multiple_of(*of_node));
@@ -105,9 +105,9 @@ impl RawConfig {
         });
         match rules.select(selector) {
             RuledMesh::Unruled => Ok(None),
-            RuledMesh::Cleared => Ok(Some(Ruled::default())),
+            RuledMesh::Cleared => Ok(Some(AppliedRule::default())),
             RuledMesh::Mesh(mesh) => match sizes_of(mesh, cluster) {
-                Ok(shape) => Ok(Some(Ruled { shape: Some(shape), preset: Preset::named(mesh) })),
+                Ok(shape) => Ok(Some(AppliedRule { shape: Some(shape), preset: Preset::named(mesh) })),
                 Err(source) => Err(ConfigError::MeshRule {
                     file: self.file.clone(),
                     selector: selector.clone(),
@@ -118,20 +118,21 @@ impl RawConfig {
         }
     }
 
-    /// A preset that stands for a ZeRO stage is another mesh at any other, whoever names it.
+    /// Checks that the ZeRO stage is the one that the preset implies.
     pub(crate) fn check_preset(
         &self,
-        ruled: Option<&Ruled>,
+        applied_rule: Option<&AppliedRule>,
         overrides: &Overrides,
     ) -> Result<(), ConfigError> {
         let selector = overrides.mesh_selector.as_deref().unwrap_or_default();
-        let (preset, source) = match (overrides.preset, ruled.and_then(|ruled| ruled.preset)) {
-            (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
-            (None, Some(preset)) => {
-                (preset, format!("`{}`, which `ulysses.mesh_rules` gives `{selector}`,", preset.name()))
-            }
-            (None, None) => return Ok(()),
-        };
+        let (preset, source) =
+            match (overrides.preset, applied_rule.and_then(|applied_rule| applied_rule.preset)) {
+                (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
+                (None, Some(preset)) => {
+                    (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
+                }
+                (None, None) => return Ok(()),
+            };
         match (preset.zero_stage(), u8::from(self.config.zero.stage)) {
             (Some(wanted), stage) if wanted != stage => Err(ConfigError::PresetStage {
                 file: self.file.clone(),
@@ -143,22 +144,27 @@ impl RawConfig {
         }
     }
 
-    /// What the user should know of rules that none of is for this machine.
-    pub(crate) fn note_on_rules(&self, ruled: Option<&Ruled>, overrides: &Overrides) -> Option<String> {
+    /// Returns a note if there are rules, but none matches this machine.
+    pub(crate) fn note_on_rules(
+        &self,
+        applied_rule: Option<&AppliedRule>,
+        overrides: &Overrides,
+    ) -> Option<String> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none())?;
-        (ruled.is_none() && self.has_mesh_rules())
-            .then(|| format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh is the file's"))
+        (applied_rule.is_none() && self.has_mesh_rules()).then(|| {
+            format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh sizes of the file apply")
+        })
     }
 }
 
-/// The sizes of a mesh given as text, or by a preset's name, on the ranks that there are, where that is known.
+/// Parses the sizes of a mesh, given as text or as a preset's name, for a cluster if it is known.
 ///
 /// # Errors
-/// When it is no mesh of these axes, or none for as many ranks.
+/// When the text is not a valid mesh, or does not fit the number of ranks.
 pub fn sizes_of(text: &str, cluster: Option<Cluster>) -> Result<TrainingShape, MeshError> {
     let mesh = match Preset::parse(text, cluster)? {
         Some((preset, cluster)) => preset.mesh(cluster)?,
-        // The sizes of a mesh that has them all say how many ranks there are.
+        // Without -1, the sizes determine the number of ranks.
         None => match DeviceMesh::parse(text, None) {
             Err(MeshError::InferWithoutWorldSize { .. }) => {
                 DeviceMesh::parse(text, cluster.map(Cluster::world_size))?

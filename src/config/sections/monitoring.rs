@@ -1,4 +1,4 @@
-//! What a run tells of itself besides `metrics.jsonl`: `wall_clock_breakdown`, `comms_logger`, `flops_profiler`,
+//! Logs, profilers and monitors besides `metrics.jsonl`: `wall_clock_breakdown`, `comms_logger`, `flops_profiler`,
 //! `tensorboard` and `csv_monitor`.
 
 use crate::config::define::words::{count, flag, key, section, text};
@@ -11,11 +11,11 @@ keys! {
     /// DeepSpeed's logs, profilers and monitors. All are off by default.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct MonitoringConfig {
-        /// Prints the time of the phases of a step.
+        /// Prints the time of each phase of a step.
         pub wall_clock_breakdown: bool = flag(),
-        /// Logs collectives.
+        /// The log of collectives.
         pub comms_logger: CommsLoggerConfig = section(),
-        /// Profiles operations.
+        /// The profile of one step.
         pub flops_profiler: FlopsProfilerConfig = section(),
         /// Writes metrics for TensorBoard.
         pub tensorboard: EventFilesConfig = section().with_default("job_name", "tensorboard"),
@@ -25,16 +25,16 @@ keys! {
 }
 
 keys! {
-    /// A table of all collectives when the run ends.
+    /// The log of collectives.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct CommsLoggerConfig {
         /// Prints a table of all collectives when the run ends.
         pub enabled: bool = flag(),
-        /// Logs each collective when it completes, at level `info`: RUST_LOG=info shows it.
+        /// Logs each collective when it completes, at level `info` (shown with RUST_LOG=info).
         pub verbose: bool = flag(),
-        /// Counts all operations.
+        /// Includes all operations.
         pub prof_all: bool = flag().boolean(true),
-        /// The operations that are counted where `prof_all` is false.
+        /// The operations to include if `prof_all` is false.
         pub prof_ops: Vec<String> = key(Value::Names(&COLLECTIVE_NAMES)).derived("`[]`"),
     }
 }
@@ -45,11 +45,11 @@ keys! {
     pub struct FlopsProfilerConfig {
         /// Prints a profile of one step.
         pub enabled: bool = flag(),
-        /// The step, from 1.
+        /// The step to profile, from 1.
         pub profile_step: u64 = count().integer(1),
-        /// Tells the parts of the model besides the sums.
+        /// Prints the parts of the model in addition to the totals.
         pub detailed: bool = flag().boolean(true),
-        /// Where the profile goes; standard error without it.
+        /// The file to write the profile to; by default standard error.
         pub output_file: Option<String> = text().or_null(),
     }
 }
@@ -60,14 +60,14 @@ keys! {
     pub struct EventFilesConfig {
         /// Writes the metrics of steps and evaluations to the files of this section.
         pub enabled: bool = flag(),
-        /// The directory above that of the job; empty: the run's output.
+        /// The parent directory; empty: the run's output directory.
         pub output_path: String = key(Value::AnyText).text(""),
-        /// The directory of the job.
+        /// The directory of the files, in `output_path`.
         pub job_name: String = key(Value::AnyText),
     }
 }
 
-/// The collectives of DeepSpeed by the names of its log, and ours: each with the one of ours that it stands for, if any.
+/// The names of collectives in DeepSpeed's log and here, each with our collective, if there is one.
 const COLLECTIVES: &[(&str, Option<&str>)] = &[
     ("all_reduce", Some("all_reduce")),
     ("all_reduce_coalesced", Some("all_reduce")),
@@ -104,7 +104,7 @@ const COLLECTIVE_NAMES: [&str; COLLECTIVES.len()] = {
     names
 };
 
-/// An array of names, in lower case.
+/// An array of names, converted to lower case.
 impl Setting for Vec<String> {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
         let names = section.texts(name).into_iter().flatten();
@@ -121,25 +121,25 @@ impl Setting for Vec<String> {
 }
 
 impl CommsLoggerConfig {
-    /// Whether an operation is in the table.
-    pub fn tells(&self, op: &str) -> bool {
-        let op = counted_as(op);
-        self.prof_all || self.prof_ops.iter().any(|named| op.is_some() && counted_as(named) == op)
+    /// Returns whether the log includes an operation.
+    pub fn logs(&self, op: &str) -> bool {
+        let op = our_collective(op);
+        self.prof_all || self.prof_ops.iter().any(|named| op.is_some() && our_collective(named) == op)
     }
 
-    /// Notes the names of what is never called.
+    /// Notes operations that are never called.
     pub(crate) fn check(&self, section: &Section<'_>) {
         let is_never_called =
             |name: &&String| COLLECTIVES.iter().any(|(known, ours)| known == name && ours.is_none());
         for name in self.prof_ops.iter().filter(is_never_called) {
-            let note = format!("`comms_logger.prof_ops`: \"{name}\" is an operation that nothing here calls");
+            let note = format!("`comms_logger.prof_ops`: \"{name}\" is never called here");
             section.note(note);
         }
     }
 }
 
-/// The operation of ours that a name stands for.
-fn counted_as(name: &str) -> Option<&'static str> {
+/// Returns our collective for a name.
+fn our_collective(name: &str) -> Option<&'static str> {
     COLLECTIVES.iter().find(|(known, _)| *known == name).and_then(|(_, ours)| *ours)
 }
 
@@ -156,13 +156,13 @@ mod tests {
     #[test]
     fn operations_are_chosen_by_the_names_that_deepspeed_has_for_them() {
         let ops = ["all_reduce", "all_gather", "all_to_all_strided", "reduce_scatter", "send", "split"];
-        let told = |prof_ops: &[&str]| ops.map(|op| logger(prof_ops).tells(op));
-        let two = told(&["all_gather_into_tensor", "all_to_all_single"]);
+        let logged = |prof_ops: &[&str]| ops.map(|op| logger(prof_ops).logs(op));
+        let two = logged(&["all_gather_into_tensor", "all_to_all_single"]);
         assert_eq!(two, [false, true, true, false, false, false]);
         // These begin with, or end in, the name of another operation.
-        assert_eq!(told(&["all_gather_object", "reduce"]), [false; 6]);
-        assert_eq!(told(&["isend"]), [false, false, false, false, true, false]);
-        assert!(CommsLoggerConfig { prof_all: true, ..logger(&[]) }.tells("split"));
+        assert_eq!(logged(&["all_gather_object", "reduce"]), [false; 6]);
+        assert_eq!(logged(&["isend"]), [false, false, false, false, true, false]);
+        assert!(CommsLoggerConfig { prof_all: true, ..logger(&[]) }.logs("split"));
     }
 
     fn read(prof_ops: &str) -> Result<Config, String> {

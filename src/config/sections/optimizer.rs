@@ -11,10 +11,10 @@ const LR: Key = number().number(1e-3).auto(Literal::Number(5e-5));
 
 const BETAS: Key = two_below_1().two_numbers([0.9, 0.999]).auto(Literal::TwoNumbers([0.9, 0.999]));
 
-/// Above 0, so that the zero gradients of padding do not become NaN.
+/// Above 0, because the zero gradients of padding must not become NaN.
 const EPS: Key = at_least(f32::MIN_POSITIVE as f64).number(1e-8).auto(Literal::Number(1e-8));
 
-/// 0, as in DeepSpeed for `AdamW` too (PyTorch's AdamW has 0.01).
+/// 0, as in DeepSpeed, for `AdamW` too (PyTorch's AdamW has 0.01).
 const WEIGHT_DECAY: Key = number().number(0.0).auto(Literal::Number(0.0));
 
 variants! {
@@ -22,8 +22,7 @@ variants! {
     #[derive(Clone, Debug, PartialEq)]
     #[non_exhaustive]
     pub enum OptimizerConfig {
-        /// Adam or AdamW, which DeepSpeed makes the same `FusedAdam`: its `Adam` decays weights like AdamW unless
-        /// `adam_w_mode` is false.
+        /// Adam or AdamW. Both are DeepSpeed's `FusedAdam`: `Adam` decays weights like AdamW unless `adam_w_mode` is false.
         Adam: "Adam", "AdamW" {
             /// Learning rate; a scheduler may replace it.
             lr: f64 = LR,
@@ -33,7 +32,7 @@ variants! {
             eps: f64 = EPS,
             /// Decay of the weights.
             weight_decay: f64 = WEIGHT_DECAY,
-            /// Decays the weights themselves (AdamW) rather than the gradients (L2).
+            /// Decoupled weight decay (AdamW) instead of L2 regularization of the gradients.
             adam_w_mode: bool = flag().boolean(true),
             /// Divides the moments by 1 − betaᵗ.
             bias_correction: bool = flag().boolean(true),
@@ -42,36 +41,36 @@ variants! {
         Sgd: "SGD" {
             /// Learning rate; a scheduler may replace it.
             lr: f64 = LR,
-            /// Decay rate of the momentum; 0 for no buffer.
+            /// Momentum; 0 needs no momentum buffer.
             momentum: f64 = below_1().number(0.0),
-            /// Nesterov's momentum.
+            /// Nesterov momentum.
             nesterov: bool = flag(),
             /// Decay of the weights.
             weight_decay: f64 = WEIGHT_DECAY,
         }
-        /// Lion: steps of equal length in the direction of the momentum's sign. (The paper has the betas 0.9 and 0.99.)
+        /// Lion: steps of equal size in the direction of the momentum's sign. (The paper's betas are 0.9 and 0.99.)
         Lion: "Lion" {
             /// Learning rate; a scheduler may replace it.
             lr: f64 = LR,
-            /// Weight of the momentum in the direction of a step, and its decay rate.
+            /// Weight of the momentum in the update direction, and decay rate of the momentum.
             betas: [f64; 2] = BETAS,
             /// Decay of the weights.
             weight_decay: f64 = WEIGHT_DECAY,
         }
-        /// Adagrad in PyTorch's form, with its defaults: steps shrink with the sum of all squared gradients.
+        /// Adagrad in PyTorch's form, with its defaults: steps shrink with the accumulated squared gradients.
         Adagrad: "Adagrad" {
             /// Learning rate; a scheduler may replace it.
             lr: f64 = LR.number(1e-2),
-            /// Divides the rate of step t by 1 + (t − 1) · `lr_decay`.
+            /// Divides the learning rate of step t by 1 + (t − 1) · `lr_decay`.
             lr_decay: f64 = number().number(0.0),
             /// Added to the root of the second moment.
             eps: f64 = EPS.number(1e-10),
             /// Decay of the weights.
             weight_decay: f64 = WEIGHT_DECAY,
-            /// What the sum of squared gradients starts from.
+            /// Initial value of the accumulated squared gradients.
             initial_accumulator_value: f64 = number().number(0.0),
         }
-        /// LAMB: Adam's direction, with a step for each parameter tensor in proportion to its norm.
+        /// LAMB: Adam's direction, with a step size proportional to the norm of each parameter tensor.
         Lamb: "Lamb" {
             /// Learning rate; a scheduler may replace it.
             lr: f64 = LR,
@@ -81,9 +80,9 @@ variants! {
             eps: f64 = EPS,
             /// Decay of the weights.
             weight_decay: f64 = WEIGHT_DECAY,
-            /// Multiplies the step by √(1 − beta₂ᵗ) / (1 − beta₁ᵗ); the trust ratio is that of moments without correction.
+            /// Multiplies the step by √(1 − beta₂ᵗ) / (1 − beta₁ᵗ); the trust ratio uses uncorrected moments.
             bias_correction: bool = flag().boolean(true),
-            /// Lower bound of a tensor's trust ratio ‖parameter‖ / ‖direction‖.
+            /// Lower bound of a tensor's trust ratio, ‖parameter‖ / ‖direction‖.
             min_coeff: f64 = number().number(0.01),
             /// Upper bound of the trust ratio.
             max_coeff: f64 = number().number(10.0),
@@ -96,7 +95,7 @@ impl Keys for OptimizerConfig {
         declare_variants(path, "The update rule.", Self::variants(path))
     }
 
-    /// An absent one is AdamW with its defaults.
+    /// Reads the section; an absent one is AdamW with its defaults.
     fn from_section(section: &Section<'_>) -> Self {
         let of_type = |name| Self::of_type(name, &section.section("params"));
         section.variant().map_or_else(Self::default, of_type)
@@ -109,7 +108,7 @@ impl Keys for OptimizerConfig {
 }
 
 impl Default for OptimizerConfig {
-    /// AdamW with its defaults.
+    /// Returns AdamW with its defaults.
     fn default() -> Self {
         // A declaration leaks its keys.
         static DEFAULT: LazyLock<OptimizerConfig> = LazyLock::new(|| {
@@ -121,7 +120,7 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// The learning rate without a scheduler.
+    /// Returns the learning rate without a scheduler.
     pub fn lr(&self) -> f64 {
         match self {
             Self::Adam { lr, .. }
@@ -132,7 +131,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The same optimizer with other betas, where it has betas.
+    /// Returns the optimizer with other betas, if it has betas.
     #[must_use]
     pub fn with_betas(mut self, new: [f64; 2]) -> Self {
         match &mut self {
@@ -142,7 +141,7 @@ impl OptimizerConfig {
         self
     }
 
-    /// The same optimizer with another weight decay.
+    /// Returns the optimizer with another weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, new: f64) -> Self {
         match &mut self {
@@ -157,7 +156,7 @@ impl OptimizerConfig {
 
     pub(crate) fn check(&self, section: &Section<'_>) {
         if !section.is_present() {
-            let note = "no `optimizer` is given: AdamW with its defaults, lr 0.001 and no weight decay";
+            let note = "`optimizer` is not set: AdamW with lr 0.001 and weight decay 0 is used";
             return section.warn(note.to_owned());
         }
         let params = section.section("params");
@@ -167,7 +166,7 @@ impl OptimizerConfig {
                 params.contradiction("adam_w_mode", expected);
             }
             Self::Sgd { momentum: 0.0, nesterov: true, .. } => {
-                params.contradiction("nesterov", "false, or a `momentum` above 0 beside it");
+                params.contradiction("nesterov", "false, or a `momentum` above 0");
             }
             Self::Lamb { min_coeff, max_coeff, .. } if min_coeff > max_coeff => {
                 let given = if params.names("min_coeff") { "min_coeff" } else { "max_coeff" };

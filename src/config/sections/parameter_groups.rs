@@ -1,4 +1,4 @@
-//! `ulysses.parameter_groups`: parameters that are trained with settings of their own.
+//! `ulysses.parameter_groups`: parameters with their own optimizer settings.
 
 use crate::config::define::words::{flag, number, text};
 use crate::config::define::{Keys, Setting, keys, section_keys};
@@ -7,41 +7,41 @@ use crate::config::vocabulary::{Key, Value};
 use regex::{RegexSet, RegexSetBuilder};
 use serde_json::Value as Json;
 
-/// Limits that keep a hostile file from taking time and memory.
+/// Limits on the time and memory that a hostile file can take.
 const MAX_GROUPS: usize = 100;
 const MAX_PATTERN_BYTES: usize = 1000;
 const MAX_COMPILED_BYTES: usize = 1 << 18;
 
 keys! {
-    /// Settings of the parameters whose names match a pattern, in place of the optimizer's. A
-    /// parameter is in the first group that it matches.
+    /// Settings that replace the optimizer's for parameters whose names match a pattern. A
+    /// parameter belongs to the first group that it matches.
     #[derive(Clone, Debug, PartialEq)]
     pub struct ParameterGroup {
-        /// A regular expression, looked for anywhere in a parameter's full name.
+        /// A regular expression that matches any part of a parameter's full name.
         pub pattern: NamePattern = text().named("match").required(),
         /// Multiplies the learning rate.
         pub lr_scale: Option<f64> = number().derived("1.0"),
-        /// Replaces the optimizer's `lr`; a schedule scales both in proportion.
+        /// Replaces the optimizer's `lr`; a scheduler scales both in proportion.
         pub lr: Option<f64> = number().derived("the optimizer's"),
-        /// Replaces the optimizer's.
+        /// Replaces the optimizer's `weight_decay`.
         pub weight_decay: Option<f64> = number().derived("the optimizer's"),
-        /// Leaves the parameters as they are: no gradient, no optimizer state.
+        /// Freezes the parameters: no gradient, no optimizer state.
         pub frozen: bool = flag(),
     }
 }
 
 impl ParameterGroup {
-    /// The group of the parameter called `name`; none where the optimizer's settings apply.
+    /// Returns the group of the parameter `name`, or `None` if the optimizer's settings apply.
     pub fn of<'a>(groups: &'a [Self], name: &str) -> Option<&'a Self> {
         groups.iter().find(|group| group.pattern.matches(name))
     }
 
-    /// Whether the parameter called `name` is frozen.
+    /// Returns whether the parameter `name` is frozen.
     pub fn is_frozen(groups: &[Self], name: &str) -> bool {
         Self::of(groups, name).is_some_and(|group| group.frozen)
     }
 
-    /// How fast the parameters are trained.
+    /// Returns the learning rate of the group.
     pub fn rate(&self) -> GroupRate {
         match self.lr {
             Some(lr) => GroupRate::Own(lr),
@@ -49,20 +49,20 @@ impl ParameterGroup {
         }
     }
 
-    /// Reports settings of the groups in `ulysses` that contradict each other or the optimizer.
+    /// Reports group settings that contradict each other or the optimizer.
     pub(crate) fn check_all(ulysses: &Section<'_>, optimizer_lr: f64) {
         let groups = ulysses.sections("parameter_groups");
         for group in groups.iter().take(MAX_GROUPS) {
             if group.boolean("frozen") {
                 for key in ["lr", "lr_scale", "weight_decay"] {
-                    group.contradiction(key, "no such setting of parameters that are `frozen`");
+                    group.contradiction(key, "no such key next to `frozen`: true");
                 }
             } else if group.names("lr_scale") {
                 group.contradiction("lr", "either `lr` or `lr_scale`");
             } else if optimizer_lr == 0.0 {
                 group.contradiction(
                     "lr",
-                    "an optimizer with a rate above 0, as the schedule scales both alike",
+                    "an optimizer with `lr` above 0, because the schedule scales both in proportion",
                 );
             }
         }
@@ -95,15 +95,15 @@ impl Setting for Vec<ParameterGroup> {
 /// The learning rate of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GroupRate {
-    /// The optimizer's, times this.
+    /// A factor of the optimizer's rate.
     Scaled(f64),
-    /// This in place of the optimizer's.
+    /// A rate that replaces the optimizer's.
     Own(f64),
 }
 
 impl GroupRate {
-    /// The rate of a step for which the schedule says `scheduled`, where the optimizer's own is `optimizer_lr`. The
-    /// schedule scales a group's own rate as it does the optimizer's, as PyTorch's `LambdaLR` does.
+    /// Returns the group's rate for a step with the rate `scheduled`; `optimizer_lr` is the optimizer's `lr`. The
+    /// schedule scales a group's own rate in the same proportion, as PyTorch's `LambdaLR` does.
     pub fn at(self, scheduled: f64, optimizer_lr: f64) -> f64 {
         match self {
             Self::Scaled(factor) => scheduled * factor,
@@ -112,27 +112,27 @@ impl GroupRate {
     }
 }
 
-/// A regular expression that is looked for anywhere in the full name of a parameter.
+/// A regular expression that matches any part of a parameter's full name.
 #[derive(Clone, Debug, Default)]
 pub struct NamePattern {
-    /// As it was written.
+    /// The pattern as written.
     text: String,
-    /// Of this one pattern; of none, which matches nothing, where it stands in for a faulty one.
+    /// The compiled pattern; empty, matching nothing, for an invalid one.
     set: RegexSet,
 }
 
 impl NamePattern {
-    /// Whether the name of a parameter fits.
+    /// Returns whether the pattern matches a parameter's name.
     pub fn matches(&self, name: &str) -> bool {
         self.set.is_match(name)
     }
 
-    /// As it was written.
+    /// Returns the pattern as written.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// The error says what would be valid.
+    /// Compiles a pattern; the error says what would be valid.
     fn new(pattern: &str) -> Result<Self, String> {
         if pattern.len() > MAX_PATTERN_BYTES {
             return Err(format!("a regular expression of at most {MAX_PATTERN_BYTES} bytes"));

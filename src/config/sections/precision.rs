@@ -7,53 +7,53 @@ use crate::config::vocabulary::{Key, Literal};
 use candle_core::DType;
 use serde_json::{Map, Value as Json, json};
 
-/// The number format of parameters and activations. Reductions, master weights and optimizer
-/// state are f32 in all of them.
+/// The dtype of parameters and activations. Reductions, master weights and optimizer state are
+/// always f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Precision {
-    /// 32 bits throughout.
+    /// f32 throughout.
     #[default]
     F32,
-    /// `bf16`: the range of f32, so the loss needs no scale.
+    /// `bf16`: same range as f32, so the loss needs no scale.
     Bf16 {
-        /// Whether a step whose gradient is not finite is skipped; default true.
+        /// Whether a step with a non-finite gradient is skipped; default true.
         check_grad_overflow: bool,
     },
-    /// `fp16`: the loss is scaled, so that small gradients do not vanish.
+    /// `fp16`: the loss is scaled so that small gradients do not underflow.
     Fp16 {
-        /// The factor of the loss.
+        /// The loss scale.
         loss_scale: LossScale,
     },
 }
 
-/// The factor that the loss is multiplied with before the backward pass.
+/// The factor that multiplies the loss before the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LossScale {
-    /// `loss_scale` above 0: always the same.
+    /// A constant: `loss_scale` above 0.
     Static(f64),
-    /// `loss_scale` 0: adapted to overflows.
+    /// A scale that adapts to overflows: `loss_scale` 0.
     Dynamic(DynamicLossScale),
 }
 
 keys! {
-    /// How a dynamic loss scale moves: doubled after a while without overflow, halved by overflows.
+    /// The dynamic loss scale: doubled after a window without overflow, halved by overflows.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct DynamicLossScale {
-        /// An adapted scale starts at 2 to this.
+        /// Initial dynamic loss scale, as a power of 2.
         pub initial_scale_power: u32 = integer(0, 127).integer(16),
         /// Steps without overflow before the scale doubles.
         pub loss_scale_window: u64 = count().integer(1000),
         /// Overflows before the scale is halved.
         pub hysteresis: u64 = count().integer(2),
-        /// Any step without overflow refills the hysteresis.
+        /// Resets the hysteresis at every step without overflow.
         pub consecutive_hysteresis: bool = flag(),
-        /// The smallest adapted scale.
+        /// Minimum dynamic loss scale.
         pub min_loss_scale: u64 = count().integer(1),
     }
 }
 
 impl Precision {
-    /// The section that asks for this format; `None` for f32.
+    /// Returns the section that enables this precision; `None` for f32.
     pub fn section(self) -> Option<&'static str> {
         match self {
             Self::F32 => None,
@@ -62,7 +62,7 @@ impl Precision {
         }
     }
 
-    /// Element type of parameters and activations.
+    /// Returns the dtype of parameters and activations.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -71,7 +71,7 @@ impl Precision {
         }
     }
 
-    /// Whether a step whose gradient is not finite is passed over; else it is an error.
+    /// Returns whether a step with a non-finite gradient is skipped; otherwise it is an error.
     pub fn skips_overflow(self) -> bool {
         match self {
             Self::F32 => false,
@@ -80,14 +80,14 @@ impl Precision {
         }
     }
 
-    /// Reports two formats at once, and a scale that f32 cannot undo.
+    /// Reports two enabled precisions, and a loss scale whose reciprocal f32 cannot represent.
     pub(crate) fn check(root: &Section<'_>) {
         let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
         let (is_fp16, is_bf16) = (fp16.boolean("enabled"), bf16.boolean("enabled"));
         if is_fp16 && is_bf16 {
-            bf16.contradiction("enabled", "false, as `fp16.enabled` is true: a run has one format");
+            bf16.contradiction("enabled", "false, because `fp16.enabled` is true: a run has one dtype");
         }
-        // Its reciprocal scales gradients back, in f32.
+        // The reciprocal unscales gradients, in f32.
         let is_extreme = |scale: f64| scale > 0.0 && !(1e-30..=1e30).contains(&scale);
         if is_fp16 && !is_bf16 && fp16.number("loss_scale").is_some_and(is_extreme) {
             fp16.contradiction("loss_scale", "0, or a number from 1e-30 to 1e30");
@@ -108,9 +108,9 @@ keys! {
     struct Fp16Section {
         /// Trains in fp16 with a scaled loss.
         enabled: bool = flag().auto(Literal::Boolean(false)),
-        /// Factor of the loss; 0 adapts it.
+        /// The loss scale; 0 for a dynamic one.
         loss_scale: f64 = number().number(0.0),
-        /// How it is adapted.
+        /// The dynamic loss scale.
         rule: DynamicLossScale,
     }
 }
@@ -119,7 +119,7 @@ keys! {
     struct Bf16Section {
         /// Trains in bf16.
         enabled: bool = flag().auto(Literal::Boolean(false)),
-        /// Skips steps whose gradient is not finite.
+        /// Skips steps with a non-finite gradient.
         check_grad_overflow: bool = flag().boolean(true),
     }
 }
@@ -137,7 +137,7 @@ impl Keys for Precision {
             }
             (true, false) => Self::Fp16 { loss_scale: LossScale::Dynamic(fp16.rule) },
             (false, true) => Self::Bf16 { check_grad_overflow: bf16.check_grad_overflow },
-            (false, false) | (true, true) => Self::F32, // the latter is a fault
+            (false, false) | (true, true) => Self::F32, // the latter has been reported
         }
     }
 

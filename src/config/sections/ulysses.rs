@@ -1,4 +1,4 @@
-//! The `ulysses` section: what DeepSpeed leaves to the training script.
+//! The `ulysses` section: settings that DeepSpeed leaves to the training script.
 
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::mesh_rules::MeshRule;
@@ -11,96 +11,94 @@ use std::time::Duration;
 use ulysses_kernels::device::DeviceKind;
 
 keys! {
-    /// What DeepSpeed leaves to the training script.
+    /// Settings that DeepSpeed leaves to the training script.
     #[derive(Clone, Debug, PartialEq)]
     pub struct UlyssesConfig {
-        /// A preset, or a directory in Hugging Face's layout.
+        /// A preset's name, or a model directory in Hugging Face's layout.
         pub model: Option<String> = text(),
-        /// A file of text, JSONL or tokens, a directory, or a pattern; or several of them, one after the other or, as
-        /// objects with weights, mixed.
+        /// A text, JSONL or token file, a directory, or a glob pattern; or an array of them: concatenated or, as objects with
+        /// weights, mixed.
         pub data: Vec<DataSource> = section(),
-        /// The field of a JSON line, or column of a Parquet file, that holds the text.
+        /// The field of a JSON line, or the column of a Parquet file, that contains the text.
         pub text_field: String = text().text("text"),
-        /// The token between documents in token files that do not say where these end (nanoGPT's and llm.c's); without
-        /// it such a file is one document.
+        /// The token that separates documents in token files without document bounds (nanoGPT's and llm.c's); if absent,
+        /// such a file is one document.
         pub end_of_document: Option<u32> = integer(0, u32::MAX as u64 - 1),
-        /// A Hugging Face `tokenizer.json`.
+        /// The path of a Hugging Face `tokenizer.json`.
         pub tokenizer: Option<String> = text().derived("the one in the model's directory, or bytes"),
-        /// The directory for metrics and the resolved config.
+        /// The output directory: metrics, resolved config and checkpoints.
         pub output: Option<String> = text().derived("`runs/NAME-N`"),
-        /// Tokens per row, over all sequence-parallel ranks.
+        /// Tokens per sequence, over all sequence-parallel ranks.
         pub seq_len: Option<usize> = count(),
-        /// Optimizer steps to train.
+        /// Number of optimizer steps.
         pub steps: Option<u64> = count(),
-        /// Times that the data is gone through, instead of `steps`; what the last step lacks is masked.
+        /// Number of epochs, instead of `steps`; the last step is padded with masked sequences.
         pub epochs: Option<u64> = count(),
-        /// Tokens per row later on: `[[step, seq_len], …]`, each from the step after the given one; the data is packed
-        /// anew.
+        /// Later values of `seq_len`: `[[step, seq_len], …]`, each effective after `step` steps; the data is repacked.
         pub seq_len_schedule: Vec<SeqLenChange> = section(),
-        /// Documents in rows. `greedy`: those that fit are not cut; `cut`: end to end, cut at row ends; `concat`: the same,
-        /// attending across documents.
+        /// How documents are packed into sequences. `greedy`: documents that fit are not cut; `cut`: concatenated and cut every
+        /// `seq_len` tokens; `concat`: as `cut`, with attention across documents.
         pub packing: Packing = choice().text("greedy"),
-        /// Held-out data, whose loss is computed as training goes on.
+        /// Held-out data, evaluated during training.
         pub validation: Option<ValidationConfig> = section(),
-        /// CPU threads of one rank.
+        /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
-        /// What carries the communication.
-        pub backend: Backend =
-            choice().derived("what connects the processes that a launcher has started, else `thread`"),
-        /// Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches all of `--mesh-selector`, or without
-        /// it of `HOST/cpu` or `HOST/` and the GPU's name, gives the mesh, in the place of the sizes above; null leaves it
-        /// to the number of ranks. `--mesh` comes before any rule.
+        /// The communication backend.
+        pub backend: Backend = choice().derived("the launcher's backend if processes were launched, else `thread`"),
+        /// Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches the whole of `--mesh-selector` (default:
+        /// `HOST/cpu`, or `HOST/` and the GPU's name) replaces the mesh sizes of the file; a null mesh follows from the number
+        /// of ranks. `--mesh` overrides all rules.
         pub mesh_rules: Vec<MeshRule> = section(),
-        /// How ranks watch over their communication.
+        /// Checks and timeouts of collectives.
         pub comm: CommConfig = section(),
         /// Recomputes activations in the backward pass.
         pub activation_checkpointing: bool = flag(),
-        /// Of so many layers one is recomputed, the others keep their state.
+        /// Recomputes one layer in this many; the others keep their activations.
         pub activation_checkpointing_interval: usize = count().integer(1),
-        /// Tokens that norms, projections and the MLP work on at a time.
+        /// Tile size, in tokens, of norms, projections and the MLP.
         pub tile_tokens: Option<NonZero<usize>> = count().derived("all"),
-        /// Parts in which the heads pass through attention and its exchange; at most the KV heads.
+        /// Number of head chunks that attention and its exchange process in turn; at most the number of KV heads.
         pub head_chunks: usize = count().integer(1),
-        /// The directory of files for what is offloaded.
-        pub offload_path: Option<String> = text().derived("the system's for temporary files"),
-        /// Tokens whose logits exist at a time.
+        /// The directory of offload files.
+        pub offload_path: Option<String> = text().derived("the system's temporary directory"),
+        /// Tile size, in tokens, of the logits and the loss.
         pub loss_tile_tokens: usize = count().integer(1024),
-        /// Parameters with settings of their own; each is in the first group that it matches.
+        /// Parameter groups with their own settings; a parameter belongs to the first group that it matches.
         pub parameter_groups: Vec<ParameterGroup> = section(),
     }
 }
 
 keys! {
-    /// How ranks watch over their communication.
+    /// Checks and timeouts of collectives.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct CommConfig {
-        /// Compares the calls of all ranks before data moves, and names the one that differs. Threads always do; between
-        /// processes it costs a message per pair of ranks.
+        /// Compares the collective calls of all ranks before data moves, and reports the rank that differs. The thread backend
+        /// always does; between processes it costs one message per pair of ranks.
         pub check: CommCheck = choice().text("off"),
-        /// How long a rank waits for the others in an operation before the run fails.
+        /// Timeout of a collective; the run fails when it expires.
         pub timeout_seconds: u64 = count().integer(300),
     }
 }
 
 choices! {
-    /// Whether the calls of all ranks are compared where that costs messages.
+    /// Whether ranks that are processes compare their collective calls.
     pub enum CommCheck {
-        /// They are not.
+        /// Calls are not compared.
         #[default]
         Off = "off",
-        /// They are.
+        /// Calls are compared.
         On = "on",
     }
 }
 
 choices! {
-    /// What carries the communication between ranks.
+    /// The communication backend.
     #[non_exhaustive]
     pub enum Backend {
         /// Ranks are threads of one process.
         #[default]
         Thread = "thread",
-        /// The same, each with a GPU of its own and NCCL between them.
+        /// Ranks are threads or processes, each with its own GPU, connected by NCCL.
         Nccl = "nccl",
         /// Ranks are processes of an MPI job.
         Mpi = "mpi",
@@ -108,19 +106,19 @@ choices! {
 }
 
 impl Backend {
-    /// What its ranks compute on, as long as nobody says otherwise.
+    /// Returns the device that the backend's ranks compute on by default.
     pub fn device(self) -> DeviceKind {
         if self == Self::Nccl { DeviceKind::Cuda } else { DeviceKind::Cpu }
     }
 }
 
 impl CommConfig {
-    /// Whether the calls of all ranks are compared where that costs messages.
+    /// Returns whether ranks that are processes compare their collective calls.
     pub fn is_checked(&self) -> bool {
         self.check == CommCheck::On
     }
 
-    /// How long a rank waits for the others.
+    /// Returns the timeout of a collective.
     pub fn timeout(&self) -> Duration {
         Duration::from_secs(self.timeout_seconds)
     }
@@ -129,7 +127,7 @@ impl CommConfig {
 impl UlyssesConfig {
     pub(crate) fn check(&self, section: &Section<'_>, optimizer_lr: f64) {
         if self.steps.is_some() && self.epochs.is_some() {
-            section.contradiction("epochs", "no such key beside `steps`: give one of them");
+            section.contradiction("epochs", "either `steps` or `epochs`, not both");
         }
         if self.activation_checkpointing_interval > 1 && !self.activation_checkpointing {
             let expected = "1, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";

@@ -10,24 +10,24 @@ use serde_json::{Map, Value as Json};
 use ulysses_kernels::device::DeviceKind;
 
 keys! {
-    /// What ZeRO partitions, over which ranks, and where it is between its uses.
+    /// What ZeRO partitions, over which ranks, and where it is offloaded to.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct ZeroConfig {
-        /// What is partitioned over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters. With dp 1 there is one
+        /// What is partitioned over dp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. With dp 1 there is one
         /// partition: every rank of an sp group stores the whole model state.
         pub stage: ZeroStage = integer(0, 3).integer(0),
-        /// Neighbours along dp that partition among them what the next ones hold once more (MiCS; PyTorch's HSDP):
-        /// more memory, shorter ways. -1: all of dp.
+        /// Shard size of hybrid sharding (MiCS; PyTorch's HSDP): consecutive dp ranks that partition the state; the other groups
+        /// of this size hold replicas. Takes more memory, communicates over shorter distances. -1: all of dp.
         pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
-        /// Keeps parameters elsewhere between uses; stage 3 only.
+        /// Offloads parameters between uses; stage 3 only.
         pub offload_param: Offload = section().or_null(),
-        /// Keeps and updates optimizer state elsewhere; from stage 1 on.
+        /// Offloads optimizer state between uses; stages 1 to 3.
         pub offload_optimizer: Offload = section().or_null(),
     }
 }
 
 impl ZeroConfig {
-    /// The same at another stage, without the offload that the stage has nothing for.
+    /// Sets the stage, and switches off the offload that the stage does not support.
     pub fn set_stage(&mut self, stage: ZeroStage) {
         self.stage = stage;
         if !stage.partitions_optimizer() {
@@ -54,8 +54,8 @@ impl ZeroConfig {
     }
 }
 
-/// The sizes of ZeRO's partitions, as often as the file states them. MiCS is off below 1, ZeRO++'s second partition,
-/// which is 1 by default, at 1.
+/// Returns every shard size that the file states. `mics_shard_size` is off below 1, `zero_hpz_partition_size` (ZeRO++)
+/// at its default, 1.
 pub(crate) fn stated_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
     let stated = |key, least| {
         let size = zero.count(key).filter(|&size| size >= least)?;
@@ -66,23 +66,23 @@ pub(crate) fn stated_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
     sizes.into_iter().flatten().collect()
 }
 
-/// Where state is between its uses.
+/// Where state is stored between uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Offload {
-    /// Where it is used.
+    /// Not offloaded.
     #[default]
     None,
-    /// In the host's memory, which is where ranks on a CPU use it anyway.
+    /// In host memory; no effect for ranks on a CPU.
     Cpu,
-    /// In an unnamed file in this directory; without one in that of `ulysses.offload_path`.
+    /// In an unnamed file in this directory, by default `ulysses.offload_path`.
     Nvme(Option<String>),
 }
 
 keys! {
     struct OffloadSection {
-        /// Where what the section is of waits between its uses: "cpu" is the host's memory, where a CPU's are anyway; "nvme" a file, from a CPU only.
+        /// Where the state is stored between uses: "cpu" is host memory (no effect for ranks on a CPU), "nvme" a file (ranks on a CPU only).
         device: OffloadDevice = choice().text("none"),
-        /// The directory of that file; without it `ulysses.offload_path`.
+        /// The directory of that file; by default `ulysses.offload_path`.
         nvme_path: Option<String> = text().or_null(),
     }
 }
@@ -125,7 +125,7 @@ impl Keys for Offload {
 }
 
 impl Offload {
-    /// Its name in a file.
+    /// Returns its name in a config file.
     pub fn device(&self) -> &'static str {
         match self {
             Self::None => "none",
@@ -134,12 +134,12 @@ impl Offload {
         }
     }
 
-    /// Whether it is in a file.
+    /// Returns whether the state is in a file.
     pub fn is_in_file(&self) -> bool {
         matches!(self, Self::Nvme(_))
     }
 
-    /// Whether it is away between its uses, from where ranks on such a device use it.
+    /// Returns whether the state moves between uses, for ranks on `device`.
     pub fn is_moved_from(&self, device: DeviceKind) -> bool {
         match self {
             Self::None => false,
@@ -166,11 +166,11 @@ impl Setting for ZeroStage {
     }
 }
 
-/// What ZeRO partitions over the data-parallel ranks; each stage includes those before it.
+/// What ZeRO partitions over the data-parallel ranks; each stage includes the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(into = "u8")]
 pub enum ZeroStage {
-    /// Stage 0: nothing; every rank holds everything (DeepSpeed's default).
+    /// Stage 0: nothing; every rank stores the whole model state (DeepSpeed's default).
     #[default]
     Disabled,
     /// Stage 1: the optimizer state.
@@ -185,22 +185,22 @@ impl ZeroStage {
     /// All stages, in order.
     pub const ALL: [Self; 4] = [Self::Disabled, Self::OptimizerStates, Self::Gradients, Self::Parameters];
 
-    /// The stage with this number, if it is 0 to 3.
+    /// Returns the stage with this number, 0 to 3.
     pub fn from_number(number: u64) -> Option<Self> {
         Self::ALL.into_iter().find(|&stage| u64::from(u8::from(stage)) == number)
     }
 
-    /// Whether each rank keeps only its partition of the optimizer state.
+    /// Returns whether each rank stores only its partition of the optimizer state.
     pub fn partitions_optimizer(self) -> bool {
         self >= Self::OptimizerStates
     }
 
-    /// Whether each rank keeps only its partition of the gradients.
+    /// Returns whether each rank stores only its partition of the gradients.
     pub fn partitions_gradients(self) -> bool {
         self >= Self::Gradients
     }
 
-    /// Whether each rank keeps only its partition of the parameters.
+    /// Returns whether each rank stores only its partition of the parameters.
     pub fn partitions_parameters(self) -> bool {
         self >= Self::Parameters
     }

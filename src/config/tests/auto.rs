@@ -85,11 +85,11 @@ fn other_autos_count_as_absent() {
     assert_eq!(auto(&config, "zero_optimization.stage"), (Some(0.into()), "the default".into()));
     assert_eq!(auto(&config, "bf16.enabled"), (Some(false.into()), TRAINER.into()));
     let (bucket, source) = auto(&config, "zero_optimization.reduce_bucket_size");
-    assert_eq!((bucket, source.as_str()), (None, "no effect: a bucket is a layer"));
+    assert_eq!((bucket, source.as_str()), (None, "no effect: communication is bucketed by layer"));
 }
 
 #[test]
-fn auto_is_refused_where_nothing_tells_the_value() {
+fn auto_is_refused_where_it_has_no_value() {
     let text = r#"{"train_batch_size": 1, "scheduler":
         {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}}"#;
     assert!(

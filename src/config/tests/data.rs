@@ -7,7 +7,7 @@ fn ulysses(members: &str) -> Config {
 }
 
 /// The error of a file whose `ulysses` section has the given members, without place and file.
-fn fault(members: &str) -> String {
+fn error_of(members: &str) -> String {
     let message = message(&format!("{{\"train_batch_size\": 1, \"ulysses\": {{{members}}}}}"));
     message.split_once(": ").unwrap().1.to_owned()
 }
@@ -26,26 +26,26 @@ fn data_is_a_path_or_paths_or_paths_with_weights() {
 #[test]
 fn sources_that_make_no_mixture_are_refused() {
     let expected = "`ulysses.data`: expected a weight for every source, or for none, found an array";
-    assert!(fault(r#""data": ["a", {"path": "b", "weight": 1}]"#).starts_with(expected));
+    assert!(error_of(r#""data": ["a", {"path": "b", "weight": 1}]"#).starts_with(expected));
     for (members, expected) in [
         (r#""data": [{"weight": 1}]"#, "`ulysses.data[0].path`"),
         (r#""data": [{"path": "a", "weight": 0}]"#, "`ulysses.data[0].weight`: expected a number ≥ 1e-30"),
-        (r#""data": ["a", 7]"#, "`ulysses.data[1]`: expected a string that is not empty"),
-        (r#""data": ["a", ""]"#, "`ulysses.data[1]`: expected a string that is not empty"),
-        (r#""data": []"#, "`ulysses.data`: expected a string that is not empty, or an array of such strings"),
+        (r#""data": ["a", 7]"#, "`ulysses.data[1]`: expected a non-empty string"),
+        (r#""data": ["a", ""]"#, "`ulysses.data[1]`: expected a non-empty string"),
+        (r#""data": []"#, "`ulysses.data`: expected a non-empty string, or an array of such strings"),
         (r#""data": [{"file": "a"}]"#, "`ulysses.data[0].file`"),
         (r#""packing": "tight""#, "expected one of \"greedy\", \"cut\", \"concat\""),
     ] {
-        let fault = fault(members);
-        assert!(fault.contains(expected), "{fault}");
+        let error = error_of(members);
+        assert!(error.contains(expected), "{error}");
     }
 }
 
 #[test]
 fn steps_and_epochs_exclude_each_other_and_flags_decide() {
     assert_eq!(
-        fault(r#""steps": 5, "epochs": 2"#),
-        "`ulysses.epochs`: expected no such key beside `steps`: give one of them, found 2"
+        error_of(r#""steps": 5, "epochs": 2"#),
+        "`ulysses.epochs`: expected either `steps` or `epochs`, not both, found 2"
     );
     let text = r#"{"train_batch_size": 1, "ulysses": {"steps": 5}}"#;
     let raw = RawConfig::from_json_str(text, "c.json").unwrap();
@@ -75,13 +75,13 @@ fn a_schedule_of_lengths_ascends() {
         ),
         ("5", "`ulysses.seq_len_schedule`: expected an array of pairs of integers"),
     ] {
-        let fault = fault(&format!("\"seq_len_schedule\": {schedule}"));
-        assert!(fault.contains(expected), "{fault}");
+        let error = error_of(&format!("\"seq_len_schedule\": {schedule}"));
+        assert!(error.contains(expected), "{error}");
     }
 }
 
 #[test]
-fn validation_has_data_of_its_own_or_a_share() {
+fn validation_has_its_own_data_or_a_fraction() {
     let validation =
         |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).ulysses.validation.unwrap();
     let plain = ValidationConfig {
@@ -106,18 +106,18 @@ fn validation_has_data_of_its_own_or_a_share() {
     let expected = plain;
     assert_eq!(validation(r#""fraction": 0.25"#), expected);
     for members in ["", r#""data": "v", "fraction": 0.1"#] {
-        let fault = fault(&format!("\"validation\": {{{members}}}"));
+        let error = error_of(&format!("\"validation\": {{{members}}}"));
         assert!(
-            fault.starts_with("`ulysses.validation`: expected either `data` or `fraction` in it"),
-            "{fault}"
+            error.starts_with("`ulysses.validation`: expected either `data` or `fraction` in it"),
+            "{error}"
         );
     }
     assert_eq!(
-        fault(r#""validation": {"data": ["v"]}"#),
-        "`ulysses.validation.data`: expected a string that is not empty, found an array of 1"
+        error_of(r#""validation": {"data": ["v"]}"#),
+        "`ulysses.validation.data`: expected a non-empty string, found an array of 1"
     );
     for fraction in ["0", "1", "-0.5"] {
-        let fault = fault(&format!("\"validation\": {{\"fraction\": {fraction}}}"));
-        assert!(fault.contains("`ulysses.validation.fraction`: expected a number"), "{fault}");
+        let error = error_of(&format!("\"validation\": {{\"fraction\": {fraction}}}"));
+        assert!(error.contains("`ulysses.validation.fraction`: expected a number"), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn text_that_is_not_json_is_placed() {
+fn invalid_json_is_located() {
     assert_eq!(
         message("{\n  \"seed\": 1,\n  \"steps_per_print\": 5,\n}"),
         "c.json:3:23: not valid JSON: Trailing commas are not allowed"
@@ -97,7 +97,7 @@ fn keys_are_valid_only_for_their_type() {
 fn duplicate_keys_name_both_places() {
     assert_eq!(
         message("{\n  \"seed\": 1,\n  \"seed\": 1\n}"),
-        "c.json:3:3: duplicate key `seed`, given before at line 2, column 3"
+        "c.json:3:3: duplicate key `seed`, first set at line 2, column 3"
     );
 }
 
@@ -130,15 +130,15 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"gradient_clipping": 2e400}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 2e400",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found 2e400",
         ),
         (
             r#"{"gradient_clipping": 1e39}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 1e39",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found 1e39",
         ),
         (
             r#"{"gradient_clipping": -0.5}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found -0.5",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found -0.5",
         ),
         (
             r#"{"wall_clock_breakdown": "yes"}"#,
@@ -172,7 +172,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"ulysses": {"parameter_groups": [{}]}}"#,
-            "c.json:1:35: missing key `ulysses.parameter_groups[0].match`: expected a string that is not empty",
+            "c.json:1:35: missing key `ulysses.parameter_groups[0].match`: expected a non-empty string",
         ),
         (
             r#"{"ulysses": {"parameter_groups": [{"match": "a"}, "b"]}}"#,
@@ -185,7 +185,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"ulysses": {"model": ""}}"#,
-            "c.json:1:23: `ulysses.model`: expected a string that is not empty, found the string \"\"",
+            "c.json:1:23: `ulysses.model`: expected a non-empty string, found the string \"\"",
         ),
         (
             r#"{"ulysses": {"seq_len": true}}"#,
@@ -193,7 +193,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"optimizer": {"type": "nadam", "params": {"any": 1}}}"#,
-            "c.json:1:24: `optimizer.type`: \"NAdam\": this version has Adam, AdamW, SGD, Lion, Adagrad and LAMB: use \"AdamW\"",
+            "c.json:1:24: `optimizer.type`: \"NAdam\": the optimizers are Adam, AdamW, SGD, Lion, Adagrad and LAMB: use \"AdamW\"",
         ),
         (
             r#"{"optimizer": {"type": "Leon"}}"#,
@@ -209,7 +209,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"optimizer": {"type": "SGD", "params": {"nesterov": true}}}"#,
-            "c.json:1:54: `optimizer.params.nesterov`: expected false, or a `momentum` above 0 beside it, found true",
+            "c.json:1:54: `optimizer.params.nesterov`: expected false, or a `momentum` above 0, found true",
         ),
         (
             r#"{"scheduler": {"type": "WarmupDecayLR"}}"#,
@@ -217,7 +217,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#,
-            "c.json:1:49: `bf16.enabled`: expected false, as `fp16.enabled` is true: a run has one format, found true",
+            "c.json:1:49: `bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
         ),
     ];
     for (text, expected) in cases {
@@ -226,7 +226,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
 }
 
 #[test]
-fn a_missing_eps_floor_is_refused_because_padding_would_become_nan() {
+fn a_zero_eps_is_refused_because_padding_would_become_nan() {
     let text =
         |eps: &str| format!("{{\"optimizer\": {{\"type\": \"Adam\", \"params\": {{\"eps\": {eps}}}}}}}");
     assert!(message(&text("0")).contains("`optimizer.params.eps`"));
@@ -234,7 +234,7 @@ fn a_missing_eps_floor_is_refused_because_padding_would_become_nan() {
 }
 
 #[test]
-fn all_faults_of_a_file_are_reported_at_once_in_its_order() {
+fn all_errors_of_a_file_are_reported_at_once_in_its_order() {
     let text = "{\n  \"train_batch_size\": 0,\n  \"sede\": 1,\n  \"ulysses\": { \"steps\": 1.5 },\n  \
                 \"zero_optimization\": { \"stage\": -1 },\n  \"train_batch_size\": 4\n}";
     let error = RawConfig::from_json_str(text, "c.json");
@@ -262,10 +262,10 @@ fn columns_count_characters_not_bytes() {
 }
 
 #[test]
-fn a_fault_is_shown_with_its_line_and_a_mark() {
+fn an_error_is_shown_with_its_line_and_a_mark() {
     assert_eq!(
         full_message("{\n  \"gradient_clipping\": -0.5,\n  \"sed\": 1\n}"),
-        "c.json:2:24: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found -0.5\n\
+        "c.json:2:24: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found -0.5\n\
          \u{20}   2 |   \"gradient_clipping\": -0.5,\n      |                        ^^^^\n\
          c.json:3:3: unknown key `sed`, did you mean `seed`?\n    3 |   \"sed\": 1\n      |   ^^^^^"
     );
@@ -277,7 +277,7 @@ fn a_fault_is_shown_with_its_line_and_a_mark() {
 }
 
 #[test]
-fn an_excerpt_of_a_long_line_is_its_part_around_the_fault() {
+fn an_excerpt_of_a_long_line_is_its_part_around_the_error() {
     let text = format!("{{{}\"größe\": [{}1]}}", " ".repeat(500), "1,".repeat(500));
     let message = full_message(&text);
     let [_, line, mark] = message.lines().collect::<Vec<_>>()[..] else { panic!("{message}") };
@@ -287,13 +287,13 @@ fn an_excerpt_of_a_long_line_is_its_part_around_the_fault() {
 }
 
 #[test]
-fn what_a_terminal_acts_on_is_not_repeated() {
+fn control_characters_are_not_printed() {
     let message = full_message("{ \"\u{1b}[31mred\": 1,\t\"seed\" }");
     assert!(!message.contains(['\u{1b}', '\t']), "{message:?}");
 }
 
 #[test]
-fn contradictions_between_keys_are_found_where_they_stand() {
+fn contradictions_between_keys_are_reported_at_their_position() {
     let cases = [
         (
             r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#,
@@ -309,7 +309,7 @@ fn contradictions_between_keys_are_found_where_they_stand() {
         ),
         (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,
-            "`bf16.enabled`: expected false, as `fp16.enabled` is true: a run has one format, found true",
+            "`bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
         ),
     ];
     for (text, expected) in cases {
@@ -326,7 +326,7 @@ fn contradictions_between_keys_are_found_where_they_stand() {
 }
 
 #[test]
-fn settings_of_a_group_that_contradict_each_other_are_refused() {
+fn contradicting_settings_of_a_group_are_refused() {
     let of_group = |group: &str, lr: f64| {
         let optimizer = format!(r#"{{"type": "AdamW", "params": {{"lr": {lr}}}}}"#);
         let groups = format!(r#"{{"parameter_groups": [{{"match": "a", {group}}}]}}"#);
@@ -337,14 +337,14 @@ fn settings_of_a_group_that_contradict_each_other_are_refused() {
         (
             r#""frozen": true, "lr_scale": 2"#,
             1e-3,
-            "[0].lr_scale`: expected no such setting of parameters that are `frozen`, found 2",
+            "[0].lr_scale`: expected no such key next to `frozen`: true, found 2",
         ),
         (
             r#""frozen": true, "lr": 2, "weight_decay": 0"#,
             1e-3,
-            "[0].weight_decay`: expected no such setting of parameters that are `frozen`, found 0",
+            "[0].weight_decay`: expected no such key next to `frozen`: true, found 0",
         ),
-        (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with a rate above 0"),
+        (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with `lr` above 0"),
     ] {
         let message = of_group(group, lr);
         assert!(message.contains(&format!("`ulysses.parameter_groups{expected}")), "{message}");
@@ -352,7 +352,7 @@ fn settings_of_a_group_that_contradict_each_other_are_refused() {
 }
 
 #[test]
-fn patterns_that_would_take_much_time_or_memory_are_refused() {
+fn patterns_that_take_too_much_time_or_memory_are_refused() {
     let of_patterns = |patterns: &[&str]| {
         let groups: Vec<_> = patterns.iter().map(|pattern| format!("{{\"match\": \"{pattern}\"}}")).collect();
         message(&format!("{{\"ulysses\": {{\"parameter_groups\": [{}]}}}}", groups.join(", ")))
@@ -366,7 +366,7 @@ fn patterns_that_would_take_much_time_or_memory_are_refused() {
 }
 
 #[test]
-fn a_faulty_mesh_rule_is_marked_where_it_stands() {
+fn an_invalid_mesh_rule_is_reported_at_its_position() {
     let text = "{\"train_batch_size\": 1, \"ulysses\": {\"mesh_rules\": [\n  [\"a\"],\n  [\"b(\", \"1x2\"],\n  [\"c\", \"2x\"]\n]}}";
     let message = full_message(text);
     for marked in [

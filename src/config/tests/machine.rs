@@ -35,8 +35,8 @@ fn read(json: &Value) -> Result<MachineProfile, ConfigError> {
     MachineProfile::from_json_str(&json.to_string(), "m.json")
 }
 
-/// The one fault of a profile after `change`, without its excerpt.
-fn fault(change: impl FnOnce(&mut Value)) -> String {
+/// The one error of a profile after `change`, without its excerpt.
+fn error_of(change: impl FnOnce(&mut Value)) -> String {
     let mut json = profile().to_json();
     change(&mut json);
     let message = read(&json).unwrap_err().to_string();
@@ -46,7 +46,7 @@ fn fault(change: impl FnOnce(&mut Value)) -> String {
 }
 
 #[test]
-fn what_is_written_is_read_again() {
+fn a_written_profile_reads_back() {
     assert_eq!(read(&profile().to_json()).unwrap(), profile());
     let full = MachineProfile {
         rates: RatesByFormat { bf16: profile().rates.f32, fp16: profile().rates.f32, f32: None },
@@ -61,31 +61,31 @@ fn what_is_written_is_read_again() {
 }
 
 #[test]
-fn faults_are_named_with_their_key_and_what_would_be_valid() {
+fn errors_name_the_key_and_the_valid_values() {
     let rate = "rates.f32.product_flops_per_second";
     for (found, value) in [("0", json!(0)), ("-1.0", json!(-1.0)), ("an array of 0", json!([]))] {
-        let message = fault(|json| json["rates"]["f32"]["product_flops_per_second"] = value);
+        let message = error_of(|json| json["rates"]["f32"]["product_flops_per_second"] = value);
         assert!(message.contains(&format!("`{rate}`: expected a number ≥ 1e-30")), "{message}");
         assert!(message.ends_with(&format!("found {found}")), "{message}");
     }
-    let message = fault(|json| json["links"]["intra_node"]["all_gather_bytes_per_second"] = json!("auto"));
-    assert!(message.contains("nothing tells what \"auto\" could be"), "{message}");
-    let message = fault(|json| json["rank_per_node"] = json!(8));
+    let message = error_of(|json| json["links"]["intra_node"]["all_gather_bytes_per_second"] = json!("auto"));
+    assert!(message.contains("\"auto\" has no value for this key"), "{message}");
+    let message = error_of(|json| json["rank_per_node"] = json!(8));
     assert!(message.contains("unknown key `rank_per_node`, did you mean `ranks_per_node`?"), "{message}");
     // A key of the config is none of a profile.
-    let message = fault(|json| json["steps"] = json!(8));
+    let message = error_of(|json| json["steps"] = json!(8));
     assert!(message.contains("unknown key `steps`") && !message.contains("ulysses"), "{message}");
     let message =
-        fault(|json| drop(json["rates"]["f32"].as_object_mut().unwrap().remove("peak_flops_per_second")));
+        error_of(|json| drop(json["rates"]["f32"].as_object_mut().unwrap().remove("peak_flops_per_second")));
     assert!(message.contains("missing key `rates.f32.peak_flops_per_second`"), "{message}");
-    let message = fault(|json| drop(json.as_object_mut().unwrap().remove("links")));
+    let message = error_of(|json| drop(json.as_object_mut().unwrap().remove("links")));
     assert!(message.contains("missing key `links`: expected an object"), "{message}");
-    let message = fault(|json| json["version"] = json!(2));
+    let message = error_of(|json| json["version"] = json!(2));
     assert!(message.contains("`version`: expected an integer from 1 to 1, found 2"), "{message}");
 }
 
 #[test]
-fn what_is_no_profile_at_all_is_an_error() {
+fn a_file_that_is_not_a_profile_is_an_error() {
     assert!(matches!(MachineProfile::from_file("no/such/file.json"), Err(ConfigError::Read { .. })));
     assert!(matches!(MachineProfile::from_json_str("[]", "m.json"), Err(ConfigError::Invalid { .. })));
 }

@@ -28,7 +28,7 @@ fn full_message(text: &str) -> String {
     }
 }
 
-/// The config of a file that has the given members beside a batch size.
+/// The config of a file with the given members and a batch size.
 fn config_with(members: &str) -> Config {
     let text = format!("{{\"train_micro_batch_size_per_gpu\": 1, {members}}}");
     Config::from_json_str(&text, "c.json").unwrap_or_else(|error| panic!("{error}"))

@@ -173,7 +173,7 @@ fn defaults_that_differ_from_deepspeed_leave_a_note() {
 }
 
 #[test]
-fn what_differs_from_what_the_file_asks_for_is_a_warning_and_defaults_are_none() {
+fn a_setting_that_is_not_followed_is_a_warning_unless_it_is_the_default() {
     let severities = |section: &str| {
         let notes = config_with(&format!(
             "\"gradient_clipping\": 0, \"optimizer\": {{\"type\": \"Adam\"}}, {section}"
@@ -253,8 +253,8 @@ fn a_mesh_flag_that_contradicts_the_file_is_an_error_showing_both() {
     let error = raw.resolve(&Overrides { mesh: Some((2, 2)), ..Overrides::default() }).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "c.json: the mesh is contradictory: sp is 4 by `mesh_param` (line 3, column 21), but 2 by the flag --mesh; \
-         the world size is the product of the mesh, so neither can be taken for right: make them equal or leave one out"
+        "c.json: the mesh sizes contradict each other: sp is 4 by `mesh_param` (line 3, column 21), but 2 by the flag \
+         --mesh; make them equal or remove one"
     );
 }
 
@@ -265,7 +265,7 @@ fn a_mesh_that_contradicts_itself_within_the_file_is_an_error_showing_both() {
             .split(';')
             .next(),
         Some(
-            "c.json: the mesh is contradictory: dp is 2 by `mesh_param` (line 3, column 16), \
+            "c.json: the mesh sizes contradict each other: dp is 2 by `mesh_param` (line 3, column 16), \
              but 4 by `data_parallel_size` (line 4, column 23)"
         )
     );
@@ -351,6 +351,6 @@ fn settings_without_a_default_name_their_key_and_flag() {
     let error = config_with("\"seed\": 1").require_seq_len().unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`ulysses.seq_len` is not set: give it in the config file, or as --seq-len"
+        "`ulysses.seq_len` is not set: set it in the config file, or pass --seq-len"
     );
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 #[test]
 fn deep_nesting_is_refused() {
     let deep = format!("{{\"seed\": {}{}}}", "[".repeat(64), "]".repeat(64));
-    assert_eq!(message(&deep), "c.json:1:73: nested too deeply: at most 64 levels are read");
+    assert_eq!(message(&deep), "c.json:1:73: nested too deeply: at most 64 levels are allowed");
     let allowed = format!("{{\"seed\": {}{}}}", "[".repeat(63), "]".repeat(63));
     assert!(message(&allowed).contains("`seed`: expected an integer"));
     let bottomless = "{\"a\":".repeat(1 << 20);
@@ -48,7 +48,7 @@ fn a_file_of_100_mb_is_refused_after_its_first_16() {
 }
 
 #[test]
-fn faults_at_the_end_of_a_long_line_are_shown_with_its_end() {
+fn errors_at_the_end_of_a_long_line_are_shown_with_its_end() {
     let faults = "\"k\":0,".repeat(99);
     let text = format!("{{{}{faults}\"seed\":-1}}", " ".repeat(15 << 20));
     let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = RawConfig::from_json_str(&text, "c.json")
@@ -73,7 +73,7 @@ fn files_that_cannot_be_read_are_named() {
 }
 
 #[test]
-fn a_million_faults_are_counted_but_not_listed() {
+fn a_million_errors_are_counted_but_not_listed() {
     let started = Instant::now();
     let unknown: String = (0..1_000_000).map(|index| format!("\"k{index}\":0,")).collect();
     let duplicate = "\"seed\":1,".repeat(1_000_000);

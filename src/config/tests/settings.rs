@@ -21,7 +21,7 @@ fn refusal(text: &str, settings: &Settings) -> String {
 const FILE: &str = "{\n  \"train_batch_size\": 8,\n  \"optimizer\": { \"type\": \"Adam\" }\n}";
 
 #[test]
-fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
+fn settings_apply_in_order_and_other_flags_come_last() {
     let settings = set(&[
         "train_batch_size=16",
         "zero_optimization.stage=1",
@@ -51,7 +51,7 @@ fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
 }
 
 #[test]
-fn faults_of_settings_name_the_flag_and_those_of_the_file_their_line() {
+fn errors_of_settings_name_the_flag_and_those_of_the_file_their_line() {
     let fault = |text: &str| refusal(FILE, &set(&[text]));
     assert_eq!(
         fault("zero_optimization.stge=3"),
@@ -81,7 +81,7 @@ fn faults_of_settings_name_the_flag_and_those_of_the_file_their_line() {
 }
 
 #[test]
-fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule() {
+fn the_lr_flag_needs_no_optimizer_and_must_agree_with_the_schedule() {
     let lr = |lr| Settings { lr: Some(lr), ..Settings::default() };
     let config = resolved("{\"train_batch_size\": 1}", &lr(0.25));
     assert_eq!(
@@ -92,7 +92,7 @@ fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule()
     let own = with(r#"{"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}"#);
     assert_eq!(
         refusal(&own, &lr(0.25)),
-        "--lr: expected 0.001, the rate of the schedule (to change that one too: --set \
+        "--lr: expected 0.001, the rate of the schedule (to change both: --set \
          scheduler.params.warmup_max_lr=0.25), found 0.25"
     );
     let both = Settings { lr: Some(0.25), ..set(&["scheduler.params.warmup_max_lr=0.25"]) };
@@ -111,7 +111,7 @@ fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule()
 }
 
 #[test]
-fn a_batch_size_of_the_command_line_keeps_the_micro_batch() {
+fn the_batch_size_flag_keeps_the_micro_batch() {
     let sizes = |text: &str, size| {
         let config = resolved(text, &Settings { batch_size: Some(size), ..Settings::default() });
         (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps)
@@ -131,60 +131,63 @@ fn a_batch_size_of_the_command_line_keeps_the_micro_batch() {
 
 fn partly(text: &str) -> (serde_json::Value, Vec<&'static str>, String) {
     let raw = RawConfig::from_json_str(text, "c.json").unwrap();
-    let PartlyResolved { config, written, open } =
-        raw.resolve_partly(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"));
+    let PartiallyResolved { config, written, open } =
+        raw.resolve_partially(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"));
     assert!(config.autos.iter().all(|auto| open.iter().all(|open| open.key != auto.key)), "{config:?}");
     let is_given = |key: &str| !key.starts_with("ulysses.");
     let open: Vec<_> = open.into_iter().filter(|open| is_given(open.key)).collect();
-    let waits_for = open.iter().map(|open| open.waits_for.as_str()).collect::<Vec<_>>().join("; ");
-    (written, open.iter().map(|open| open.key).collect(), waits_for)
+    let needs = open.iter().map(|open| open.needs.as_str()).collect::<Vec<_>>().join("; ");
+    (written, open.iter().map(|open| open.key).collect(), needs)
 }
 
 #[test]
-fn what_can_be_resolved_is_and_the_rest_says_what_it_waits_for() {
-    let (written, open, waits_for) = partly(
+fn partial_resolution_lists_what_open_values_need() {
+    let (written, open, needs) = partly(
         r#"{"train_micro_batch_size_per_gpu": 2, "scheduler":
             {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}"#,
     );
-    assert_eq!((open, waits_for.contains("--steps")), (vec!["scheduler.params.total_num_steps"], true));
+    assert_eq!((open, needs.contains("--steps")), (vec!["scheduler.params.total_num_steps"], true));
     assert_eq!(written["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&written["train_batch_size"], &written["optimizer"]["type"]), (&json!(2), &json!("Adam")));
 
-    let (written, open, waits_for) = partly(
+    let (written, open, needs) = partly(
         r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
             "sequence_parallel_size": 2}"#,
     );
     assert_eq!(open, ["data_parallel_size"]);
-    assert!(waits_for.contains("--mesh: the batch sizes need dp 4, such as 4x2"), "{waits_for}");
+    assert!(needs.contains("--mesh: the batch sizes need dp 4, such as 4x2"), "{needs}");
     assert_eq!(written["data_parallel_size"], json!(4));
     assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
 
-    let (written, open, waits_for) =
+    let (written, open, needs) =
         partly(r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 4}}"#);
-    assert_eq!((open, waits_for.contains("a multiple of dp 4")), (vec!["data_parallel_size"], true));
+    assert_eq!((open, needs.contains("a multiple of dp 4")), (vec!["data_parallel_size"], true));
     assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
 
-    let (written, open, waits_for) = partly(r#"{"gradient_accumulation_steps": 3}"#);
-    assert_eq!((open, waits_for.contains("--batch-size")), (vec!["train_batch_size"], true));
+    let (written, open, needs) = partly(r#"{"gradient_accumulation_steps": 3}"#);
+    assert_eq!((open, needs.contains("--batch-size")), (vec!["train_batch_size"], true));
     assert_eq!((written.get("train_batch_size"), &written["gradient_accumulation_steps"]), (None, &json!(3)));
 }
 
 #[test]
-fn what_contradicts_itself_whatever_comes_is_still_refused() {
+fn contradictions_are_refused_in_partial_resolution_too() {
     for (text, expected) in [
         (r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}"#, "is not a multiple of"),
         (
             r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#,
-            "leave one of the three out",
+            "remove one of the three",
         ),
         (
             r#"{"train_batch_size": 8, "data_parallel_size": 1, "zero_optimization": {"mics_shard_size": 4}}"#,
-            "dp is 1",
+            "dp 1 is not a multiple of",
         ),
-        (r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#, "contradictory"),
+        (
+            r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#,
+            "contradict each other",
+        ),
     ] {
         let raw = RawConfig::from_json_str(text, "c.json").unwrap();
-        let error = raw.resolve_partly(&Overrides::default()).unwrap_err().to_string();
+        let error = raw.resolve_partially(&Overrides::default()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -197,12 +200,12 @@ fn a_file_of_any_size_takes_settings() {
 }
 
 #[test]
-fn an_accumulation_that_a_flag_gives_must_fit_the_batch_size_of_another() {
+fn accumulation_and_batch_size_flags_must_agree() {
     let settings = |set: Settings| Settings { batch_size: Some(8), ..set };
     let file =
         r#"{"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#;
     let config = resolved(file, &settings(set(&[])));
     assert_eq!((config.train_batch_size, config.gradient_accumulation_steps), (8, 4));
     let refused = refusal(file, &settings(set(&["gradient_accumulation_steps=3"])));
-    assert!(refused.contains("leave one of the three out"), "{refused}");
+    assert!(refused.contains("remove one of the three"), "{refused}");
 }

@@ -131,7 +131,7 @@ fn with_value(entry: &Entry, value: Value) -> String {
     file.to_string()
 }
 
-/// What training is told, without what the user is told.
+/// Returns the settings of the config, without notes.
 fn settings(text: &str) -> Config {
     let config = Config::from_json_str(text, "c.json").unwrap_or_else(|error| panic!("{text}\n{error}"));
     Config { notes: vec![], autos: vec![], ..config }
@@ -145,13 +145,13 @@ fn notes(text: &str) -> Vec<Note> {
 const WITHOUT_ALTERNATIVE: [&str; 2] = ["ulysses.backend", "type"];
 
 #[test]
-fn every_honoured_key_changes_the_config() {
+fn every_supported_key_changes_the_config() {
     let mut num_keys = 0;
     for entry in leaves() {
-        let is_honoured = matches!(entry.key.effect, Effect::Honoured);
+        let is_supported = matches!(entry.key.effect, Effect::Supported);
         let has_alternative = !WITHOUT_ALTERNATIVE.contains(&entry.path.as_str()) && entry.key.name != "type";
         let is_fixed = entry.variant == Some("AdamW") && entry.key.name == "adam_w_mode";
-        if is_honoured && has_alternative && !is_fixed {
+        if is_supported && has_alternative && !is_fixed {
             let changed = match entry.path.as_str() {
                 // They are on in the surroundings.
                 "fp16.enabled" | "bf16.enabled" => json!(false),
@@ -174,7 +174,7 @@ fn every_honoured_key_changes_the_config() {
 fn every_key_without_effect_leaves_one_note_and_the_config_as_it_is() {
     let mut num_keys = 0;
     for entry in leaves() {
-        let Effect::Moot(why) = entry.key.effect else { continue };
+        let Effect::NoEffect(why) = entry.key.effect else { continue };
         let text = with_value(&entry, sample(entry.key));
         let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", entry.path));
         assert_eq!(notes(&text).iter().filter(is_note).count(), 1, "{text} {:?}", notes(&text));
@@ -221,7 +221,7 @@ fn idle_keys_are_checked_but_change_nothing() {
 }
 
 #[test]
-fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
+fn an_alias_is_read_as_its_target_with_a_note() {
     for entry in leaves() {
         let Effect::Renamed(to) = entry.key.effect else { continue };
         let target =
@@ -231,21 +231,21 @@ fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
         assert_eq!(settings(&text), settings(&direct), "{text}");
         let notes = notes(&text);
         assert!(
-            notes.iter().any(|note| note.contains(&target) && note.contains("another name")),
+            notes.iter().any(|note| note.contains(&target) && note.contains("is an alias of")),
             "{notes:?}"
         );
     }
     let both = r#"{"train_batch_size": 1, "bf16": {}, "bfloat16": {}}"#;
     assert_eq!(
         message(both),
-        "c.json:1:37: `bfloat16`: another name of `bf16`, which is given too: leave this one out"
+        "c.json:1:37: `bfloat16`: an alias of `bf16`, which is also set: remove one of them"
     );
     let config = config_with(r#""bfloat16": {"enabled": true}"#);
     assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
 }
 
 #[test]
-fn the_old_form_of_zero_is_stage_1() {
+fn zero_as_a_boolean_is_stage_1() {
     let config = config_with(r#""zero_optimization": true, "allgather_size": 5e8"#);
     assert_eq!(config.zero.stage, ZeroStage::OptimizerStates);
     assert!(config.notes.iter().any(|note| note.contains("`zero_optimization.stage`")), "{:?}", config.notes);
@@ -253,7 +253,7 @@ fn the_old_form_of_zero_is_stage_1() {
 }
 
 #[test]
-fn the_table_is_sound() {
+fn the_table_is_consistent() {
     for entry in entries() {
         for (_, keys) in entry.key.value.sections() {
             let mut names: Vec<_> = keys.iter().map(|key| key.name).collect();
@@ -282,12 +282,12 @@ fn the_table_is_sound() {
 fn explanations_say_what_a_key_does() {
     assert_eq!(
         explain("gradient_clipping").unwrap(),
-        "gradient_clipping\n  what     Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed \
-         0.19's default is 1.)\n  value    a number ≥ 0 that f32 can hold\n  default  0.0\n  auto     1.0\n  \
-         here     honoured\n"
+        "gradient_clipping\n  what     Maximum norm of the global gradient; 0 disables clipping. (DeepSpeed \
+         0.19's default is 1.)\n  value    a number ≥ 0 that f32 can represent\n  default  0.0\n  auto     1.0\n  \
+         here     supported\n"
     );
     let stage = explain("zero_optimization.stage").unwrap();
-    assert!(stage.contains("an integer from 0 to 3") && stage.contains("honoured"), "{stage}");
+    assert!(stage.contains("an integer from 0 to 3") && stage.contains("supported"), "{stage}");
     let by_last_name = explain("overlap_comm").unwrap();
     assert!(by_last_name.starts_with("zero_optimization.overlap_comm\n"), "{by_last_name}");
     assert!(explain("offload_param.device").is_err());
@@ -297,7 +297,7 @@ fn explanations_say_what_a_key_does() {
     }
     let synonym = explain("warmup_ratio").unwrap();
     assert!(synonym.starts_with(
-        "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a share of them\n\n\
+        "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a ratio\n\n\
          scheduler.params.warmup_num_steps (of WarmupLR)\n"
     ));
     for synonym in crate::config::vocabulary::synonyms() {
@@ -310,7 +310,7 @@ fn explanations_say_what_a_key_does() {
     );
     assert_eq!(
         explain("zero_optimisation.stge").unwrap_err().to_string(),
-        "no key is called `zero_optimisation.stge`, did you mean `zero_optimization.stage`?"
+        "unknown key `zero_optimisation.stge`, did you mean `zero_optimization.stage`?"
     );
-    assert_eq!(explain("~").unwrap_err().to_string(), "no key is called `~`");
+    assert_eq!(explain("~").unwrap_err().to_string(), "unknown key `~`");
 }

@@ -1,4 +1,4 @@
-//! DeepSpeed's keys that are not ours: `deepspeed_keys.txt`, which explains its columns itself.
+//! DeepSpeed's keys that are not fields of a section: `deepspeed_keys.txt`, whose first lines explain its columns.
 
 use super::key::{Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value};
 use std::sync::LazyLock;
@@ -7,19 +7,19 @@ static TABLE: LazyLock<Vec<Section>> = LazyLock::new(|| parse(include_str!("deep
 
 struct Section {
     path: &'static str,
-    /// What a section that is all DeepSpeed's is about.
+    /// The documentation of a section that is entirely DeepSpeed's.
     about: Option<&'static str>,
     lines: Vec<&'static str>,
 }
 
 struct Row {
-    /// The types whose parameter it is; all of them where it names none.
+    /// The types that have the parameter; all if empty.
     types: Vec<&'static str>,
     key: Key,
 }
 
-/// The keys of the section at `path`: `own`, then those of the table. `of_type` is the optimizer or scheduler whose
-/// parameters they are.
+/// Returns the keys of the section at `path`: `own`, then those of the table. `of_type` is the optimizer or scheduler
+/// that the parameters belong to.
 pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'static [Key] {
     let mut keys = own;
     for line in TABLE.iter().filter(|section| section.path == path).flat_map(|section| &section.lines) {
@@ -35,7 +35,7 @@ pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'st
             keys.push(Key { name, about, ..Key::new(value) });
         }
     }
-    // Another name takes what the key takes.
+    // An alias accepts the values of its target.
     let values: Vec<_> = keys.iter().map(|key| (key.name, key.value)).collect();
     for key in &mut keys {
         if let Effect::Renamed(to) = key.effect
@@ -47,7 +47,7 @@ pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'st
     keys.leak()
 }
 
-/// The names that the key at `path` refuses with a reason.
+/// Returns the names that the key at `path` refuses, with the reasons.
 pub(crate) fn refused_names(path: &str) -> &'static [Refused] {
     let sections = TABLE.iter().filter(|section| section.path.strip_prefix("names of ") == Some(path));
     let names = sections.flat_map(|section| &section.lines).filter_map(|line| refused_name(line));
@@ -74,7 +74,7 @@ fn parse(text: &'static str) -> Vec<Section> {
     sections
 }
 
-/// The key of a line; `None` for a line that is no row, of which a test finds none.
+/// Parses a line into a key; `None` for an invalid line (a test checks that there are none).
 fn row(line: &'static str) -> Option<Row> {
     let mut cells = line.split('|').map(str::trim);
     let mut cell = || cells.next().unwrap_or_default();
@@ -100,7 +100,7 @@ fn row(line: &'static str) -> Option<Row> {
 fn kind(value: &'static str) -> Option<Value> {
     let number = |max| Value::Number(Range { min: 0.0, max });
     Some(match value {
-        // The value of another name is that of the key.
+        // An alias has the value of its target.
         "any" | "" => Value::Anything,
         "flag" => Value::Boolean,
         "count" => Value::Integer { min: 1, max: u64::MAX },
@@ -121,10 +121,10 @@ fn kind(value: &'static str) -> Option<Value> {
 fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
     let refused = |harmless| Effect::Refused { harmless, reason };
     Some(match status {
-        "no effect" | "missed" => Effect::Moot(reason),
+        "no effect" | "missed" => Effect::NoEffect(reason),
         "idle" => Effect::Idle,
         "renamed" => Effect::Renamed(reason),
-        "honoured" => Effect::Honoured,
+        "supported" => Effect::Supported,
         "refused" => refused(Harmless::Values(&[])),
         "refused if enabled" => refused(Harmless::NothingEnabled),
         _ => {
@@ -134,7 +134,7 @@ fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
     })
 }
 
-/// A value as JSON writes it.
+/// Parses a JSON value.
 fn literal(text: &'static str) -> Option<Literal> {
     match text {
         "null" => Some(Literal::Null),
@@ -156,7 +156,7 @@ mod tests {
     use crate::config::config::entries;
 
     #[test]
-    fn every_line_of_the_table_is_a_row_and_every_section_is_reached() {
+    fn every_line_of_the_table_is_valid_and_every_section_is_reached() {
         for Section { path, lines, .. } in TABLE.iter() {
             let names_of = path.strip_prefix("names of ");
             for line in lines {

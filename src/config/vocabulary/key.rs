@@ -1,28 +1,28 @@
-//! What the table says about one key.
+//! The definition of a key.
 
 use std::fmt;
 
-/// A key of the config file, as a field of a section or a row of DeepSpeed's table defines it: the reader, the diagnostics,
-/// `config explain`, the reference in `docs/` and the JSON Schema only repeat it.
+/// A key of the config file, defined by a field of a section or a row of DeepSpeed's table. The reader, the
+/// diagnostics, `config explain`, the reference in `docs/` and the JSON Schema are derived from it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Key {
     pub(crate) name: &'static str,
     pub(crate) value: Value,
-    /// What it sets, in one sentence.
+    /// The documentation: what the key sets.
     pub(crate) about: &'static str,
     pub(crate) default: Default,
     pub(crate) auto: Auto,
     pub(crate) effect: Effect,
-    /// Whether `null` stands for an absent key, as where DeepSpeed's default is `None`.
+    /// Whether `null` means an absent key, as for DeepSpeed's default `None`.
     pub(crate) or_null: bool,
-    /// Whether a run without its effect differs in memory, results or files from what the key asks for.
+    /// Whether ignoring the key changes memory, results or files, which is a warning.
     pub(crate) is_missed: bool,
-    /// Of a section: a key in it, and its default where the type of the section has another.
+    /// For a section: a key in it with a changed default.
     pub(crate) changed_default: Option<(&'static str, &'static str)>,
 }
 
 impl Key {
-    /// An honoured key without a default of its own, still without a name.
+    /// Creates a supported key without name and default.
     pub(crate) const fn new(value: Value) -> Self {
         Self {
             name: "",
@@ -30,7 +30,7 @@ impl Key {
             about: "",
             default: Default::Derived("not set"),
             auto: Auto::AsDefault,
-            effect: Effect::Honoured,
+            effect: Effect::Supported,
             or_null: false,
             is_missed: false,
             changed_default: None,
@@ -51,37 +51,37 @@ pub(crate) enum Value {
     Signed,
     Number(Range),
     Text,
-    /// A text that may be empty.
+    /// A string that may be empty.
     AnyText,
-    /// One of the names, in any case.
+    /// One of the names (case-insensitive).
     Choice(&'static [&'static str]),
-    /// Two integers from 1 on, which the text names.
+    /// Two integers ≥ 1, described by the text.
     TwoCounts(&'static str),
     TwoNumbers(Range),
     List,
-    /// An array of names, in any case.
+    /// An array of names (case-insensitive).
     Names(&'static [&'static str]),
     Section(&'static [Key]),
     /// An array of sections.
     Sections(&'static [Key]),
-    /// A text, or an array of texts and sections.
+    /// A string, or an array of strings and sections.
     TextOrSections(&'static [Key]),
-    /// An array of pairs of integers from 1 on; the text says what a pair is.
+    /// An array of pairs of integers ≥ 1, described by the text.
     Pairs(&'static str),
     /// An array of pairs of a pattern and a mesh or null.
     Rules,
-    /// Such a pair.
+    /// A pair of a pattern and a mesh or null.
     Rule,
-    /// A section, or its old form: whether it is on.
+    /// A section, or a boolean (deprecated).
     SwitchOrSection(&'static [Key]),
-    /// The name of a variant, in any case; other names are refused with a reason.
+    /// The name of a variant (case-insensitive); `refused` names are errors with a reason.
     Variant {
         variants: &'static [Variant],
         refused: &'static [Refused],
     },
-    /// A section whose keys the variant named by `type` beside it has.
+    /// A section with the keys of the variant that the adjacent `type` names.
     Params(&'static [Variant]),
-    /// Not looked into.
+    /// Any value; not checked.
     Anything,
 }
 
@@ -92,14 +92,14 @@ pub(crate) struct Variant {
     pub(crate) params: &'static [Key],
 }
 
-/// A name that DeepSpeed or PyTorch knows and this version cannot do.
+/// A name that DeepSpeed or PyTorch has, and that is not supported.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Refused {
     pub(crate) name: &'static str,
     pub(crate) reason: &'static str,
 }
 
-/// Finite numbers that `f32` can hold, from `min` on.
+/// Finite numbers that `f32` can represent, from `min` to `max`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Range {
     pub(crate) min: f64,
@@ -113,53 +113,53 @@ pub(crate) enum Max {
     Below(f64),
 }
 
-/// What holds without the key.
+/// The default of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Default {
     Is(Literal),
-    /// It follows from something else; says from what.
+    /// The default follows from what the text names.
     Derived(&'static str),
-    /// There is none: in a section that is given, the key is required.
+    /// None: the key is required if its section is present.
     Required,
 }
 
-/// What `"auto"` becomes.
+/// The value of `"auto"`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Auto {
-    /// What holds without the key: DeepSpeed drops `"auto"` values.
+    /// The default: DeepSpeed drops `"auto"` values.
     AsDefault,
-    /// What the integration in Hugging Face's Trainer fills in from the defaults of its arguments.
+    /// The default of the argument that Hugging Face's Trainer fills in.
     Is(Literal),
-    /// It follows from something else; says from what.
+    /// The value follows from what the text names.
     Derived(&'static str),
 }
 
-/// What the key does in this version.
+/// The effect of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Effect {
-    Honoured,
-    /// Accepted with a note that says why nothing changes.
-    Moot(&'static str),
-    /// Part of a feature that is refused as soon as it is switched on; without it the key is idle.
+    Supported,
+    /// Accepted, with a note that gives the reason.
+    NoEffect(&'static str),
+    /// Read only by a feature that is refused when enabled.
     Idle,
-    /// Only the harmless values are accepted.
+    /// Refused, except for harmless values.
     Refused {
         harmless: Harmless,
         reason: &'static str,
     },
-    /// An old name, or another one, of the key with this name in the same section.
+    /// An alias of the key with this name in the same section.
     Renamed(&'static str),
 }
 
-/// The values of a refused key that ask for nothing.
+/// The values of a refused key that disable the feature.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Harmless {
     Values(&'static [Literal]),
-    /// Objects that nowhere say `"enabled": true`.
+    /// Objects without `"enabled": true`.
     NothingEnabled,
 }
 
-/// A JSON value that can stand in a constant.
+/// A JSON value that can be a constant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Literal {
     Null,
@@ -171,8 +171,8 @@ pub(crate) enum Literal {
 }
 
 impl Value {
-    /// Whether `"auto"` may stand for the value. Where any text is valid it is a text, and what a
-    /// section, a type or a mesh could be nobody but the user knows.
+    /// Returns whether the key accepts `"auto"`. Where any string is valid, it is a string; sections,
+    /// types and meshes have no automatic value.
     pub(crate) fn takes_auto(self) -> bool {
         matches!(
             self,
@@ -187,7 +187,7 @@ impl Value {
         )
     }
 
-    /// The keys of a section, whichever its variant.
+    /// Returns the keys of a section, for each variant.
     pub(crate) fn sections(self) -> Vec<(Option<&'static str>, &'static [Key])> {
         match self {
             Self::Section(keys)
@@ -232,7 +232,7 @@ impl Range {
     }
 }
 
-/// "≥ 0 and < 1".
+/// Prints the range, such as "≥ 0 and < 1".
 impl fmt::Display for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.min {
@@ -240,14 +240,14 @@ impl fmt::Display for Range {
             min => write!(f, "≥ {min:e}")?,
         }
         match self.max {
-            Max::Unbounded => write!(f, " that f32 can hold"),
+            Max::Unbounded => write!(f, " that f32 can represent"),
             Max::AtMost(max) => write!(f, " and ≤ {max}"),
             Max::Below(max) => write!(f, " and < {max}"),
         }
     }
 }
 
-/// What would be valid, in words.
+/// Prints the valid values.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -256,16 +256,16 @@ impl fmt::Display for Value {
             Self::Integer { min, max } => write!(f, "an integer from {min} to {max}"),
             Self::Signed => f.write_str("an integer"),
             Self::Number(range) => write!(f, "a number {range}"),
-            Self::Text => f.write_str("a string that is not empty"),
+            Self::Text => f.write_str("a non-empty string"),
             Self::AnyText => f.write_str("a string"),
             Self::Choice(names) => write_one_of(f, names),
             Self::TwoCounts(what) => write!(f, "an array of {what}"),
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
             Self::List => f.write_str("an array"),
-            Self::Names(names) => write!(f, "an array of names out of \"{}\"", names.join("\", \"")),
+            Self::Names(names) => write!(f, "an array of names from \"{}\"", names.join("\", \"")),
             Self::Sections(_) => f.write_str("an array of objects"),
             Self::TextOrSections(_) => {
-                f.write_str("a string that is not empty, or an array of such strings and objects")
+                f.write_str("a non-empty string, or an array of such strings and objects")
             }
             Self::Pairs(_) => f.write_str("an array of pairs of integers ≥ 1"),
             Self::Rules => f.write_str("an array of pairs [pattern, mesh]"),

@@ -1,10 +1,10 @@
 //! The vocabulary: all keys, DeepSpeed's and those of the `ulysses` section.
 //!
-//! Keys that do something are the fields of the [sections](crate::config::sections), in the words of [`define`](crate::config::define); all others of
-//! DeepSpeed's are rows of a table ([`deepspeed`]). The list follows DeepSpeed's sources (`runtime/config.py`,
-//! `runtime/constants.py`, `runtime/zero/config.py` and the configs that they include) at the version below. What an ignored
-//! key would change decides what becomes of it: results, promised memory or files that somebody waits for make it an error,
-//! speed makes it a note.
+//! Supported keys are fields of the [sections](crate::config::sections), defined with [`define`](crate::config::define);
+//! DeepSpeed's other keys are rows of a table ([`deepspeed`]). The list follows DeepSpeed's sources
+//! (`runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and the configs that they include) at the
+//! version below. A key that is not supported is an error if ignoring it would change results, memory or output files,
+//! and a note if it would only change speed.
 
 mod deepspeed;
 mod key;
@@ -16,10 +16,10 @@ pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, 
 pub(crate) use synonyms::synonyms;
 pub(crate) use synonyms::{Synonym, synonym_of};
 
-/// The version of DeepSpeed whose keys the table has, next to those of earlier 0.19 versions that it has removed.
+/// The version of DeepSpeed whose keys are known, in addition to removed keys of earlier 0.19 versions.
 pub const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// A key with its place in the table.
+/// A key with its path.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     /// The path, as in `zero_optimization.stage`.
@@ -29,7 +29,7 @@ pub(crate) struct Entry {
     pub(crate) key: &'static Key,
 }
 
-/// Every key of a file, sections before what is in them.
+/// Returns every key of a file, sections before their contents.
 pub(crate) fn entries_of(root: &'static [Key]) -> Vec<Entry> {
     let mut entries = Vec::new();
     collect("", None, root, &mut entries);
@@ -41,7 +41,7 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
         let path = join(section, key.name);
         entries.push(Entry { path: path.clone(), variant, key });
         if matches!(key.effect, Effect::Renamed(_)) {
-            continue; // its keys are those of the section that it stands for
+            continue; // its keys are those of the section it is an alias of
         }
         for (own_variant, keys) in key.value.sections() {
             collect(&path, own_variant.or(variant), keys, entries);
@@ -49,17 +49,17 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
     }
 }
 
-/// The key called `name`.
+/// Returns the key `name`.
 pub(crate) fn find(keys: &'static [Key], name: &str) -> Option<&'static Key> {
     keys.iter().find(|key| key.name == name)
 }
 
-/// The path of a key.
+/// Returns the path of a key.
 pub(crate) fn join(section: &str, key: &str) -> String {
     if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 
-/// The known name that `name` most likely meant.
+/// Returns the known name that is most similar to `name`.
 pub(crate) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Option<&'static str> {
     const MAX_NAME_BYTES: usize = 100; // edit distance is quadratic
     const MIN_SIMILARITY: f64 = 0.6;

@@ -1,12 +1,12 @@
-//! Our keys for the arguments of Hugging Face's Trainer and other usual names.
+//! Our keys for the arguments of Hugging Face's Trainer and other common names.
 
-/// A name that this vocabulary does not have, and the key that does the same.
+/// A name that is not a key, and the key that does the same.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Synonym {
     pub(crate) name: &'static str,
     /// The path of the key.
     pub(crate) key: &'static str,
-    /// How its value differs; empty where it does not.
+    /// How its value differs; empty if it does not.
     pub(crate) remark: &'static str,
 }
 
@@ -18,8 +18,8 @@ const SYNONYMS: &[Synonym] = &[
     synonym("learning_rate", "optimizer.params.lr"),
     synonym("lr", "optimizer.params.lr"),
     synonym("weight_decay", "optimizer.params.weight_decay"),
-    Synonym { remark: "the first of the two", ..synonym("adam_beta1", "optimizer.params.betas") },
-    Synonym { remark: "the second of the two", ..synonym("adam_beta2", "optimizer.params.betas") },
+    Synonym { remark: "the first element", ..synonym("adam_beta1", "optimizer.params.betas") },
+    Synonym { remark: "the second element", ..synonym("adam_beta2", "optimizer.params.betas") },
     synonym("adam_epsilon", "optimizer.params.eps"),
     Synonym { remark: "\"AdamW\" for \"adamw_torch\"", ..synonym("optim", "optimizer.type") },
     Synonym {
@@ -28,7 +28,7 @@ const SYNONYMS: &[Synonym] = &[
     },
     synonym("warmup_steps", "scheduler.params.warmup_num_steps"),
     Synonym {
-        remark: "in steps, not as a share of them",
+        remark: "in steps, not as a ratio",
         ..synonym("warmup_ratio", "scheduler.params.warmup_num_steps")
     },
     synonym("max_grad_norm", "gradient_clipping"),
@@ -45,7 +45,7 @@ const SYNONYMS: &[Synonym] = &[
     synonym("save_interval", "checkpoint.interval"),
     synonym("save_total_limit", "checkpoint.keep_last"),
     Synonym {
-        remark: "the checkpoint that `best` in the output directory names; none is loaded",
+        remark: "the file `best` in the output directory names the checkpoint; it is not loaded",
         ..synonym("load_best_model_at_end", "checkpoint.keep_best")
     },
     synonym("eval_on_start", "ulysses.validation.eval_on_start"),
@@ -72,7 +72,7 @@ pub(crate) fn synonyms() -> &'static [Synonym] {
     SYNONYMS
 }
 
-/// Our key for `name`.
+/// Returns our key for `name`.
 pub(crate) fn synonym_of(name: &str) -> Option<&'static Synonym> {
     SYNONYMS.iter().find(|synonym| synonym.name == name)
 }

@@ -1,4 +1,4 @@
-//! Where in the text of a conversation the answers are.
+//! Locates the answers in the text of a conversation.
 
 use super::python::{failed, is_space};
 use super::{Conversation, RenderedChat};
@@ -6,15 +6,15 @@ use minijinja::{Error, ErrorKind, Value, context};
 use regex::Regex;
 use std::ops::Range;
 
-/// Stand around an answer in a rendered text. Unicode keeps these characters for such inner use; a conversation
-/// that holds them is refused.
+/// Mark an answer in a rendered text. Unicode reserves these noncharacters for internal use; a conversation that
+/// contains them is refused.
 pub(in crate::data) const ANSWER_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
-/// Bytes in which the ends of two texts are compared.
+/// Bytes that are compared at once at the ends of two texts.
 const END_BYTES: usize = 24;
 
 impl Conversation<'_> {
-    /// The answers of the messages with these numbers.
+    /// Returns the answers of the messages with these indices.
     pub(super) fn answers(
         &self,
         full: &str,
@@ -22,7 +22,7 @@ impl Conversation<'_> {
     ) -> Result<Vec<Range<usize>>, Error> {
         let mut answers: Vec<Range<usize>> = Vec::new();
         for index in messages {
-            // The text of no messages says little: it may lack what a template begins with.
+            // The rendering of no messages may lack the start of the template.
             let found = match index {
                 0 => self
                     .by_exchange(full, index)?
@@ -43,7 +43,7 @@ impl Conversation<'_> {
         Ok(answers)
     }
 
-    /// The text that the message adds to the text before it, where that is how the text begins.
+    /// Returns the range that the message adds to the previous text, if that is a prefix.
     fn by_prefix(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
         let before = self.try_text(&self.messages[..index], true)?;
         let through = self.try_text(&self.messages[..=index], false)?;
@@ -55,7 +55,8 @@ impl Conversation<'_> {
         })
     }
 
-    /// The range that changes when another message replaces this one, if nothing else changes, and the end of its turn.
+    /// Returns the range that changes when another message replaces this one, if nothing else changes, and the end of
+    /// its turn.
     fn by_exchange(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
         let mark = ANSWER_MARKS[0];
         let mut exchanged = self.messages.clone();
@@ -70,7 +71,7 @@ impl Conversation<'_> {
         };
         let end = full.len() - tail;
         let common = &full[end..end + common_prefix(&full[end..], end_of_turn.trim_end())];
-        // Half of a token that the next turn begins with alike ends nothing.
+        // A partial token that the next turn starts with too does not end the turn.
         let common = match common.len() == end_of_turn.trim_end().len() {
             true => common,
             false => &common[..common.rfind(['>', ']', '\n']).map_or(0, |at| at + 1)],
@@ -80,7 +81,7 @@ impl Conversation<'_> {
         Ok(Some(start..end + common.trim_end().len()))
     }
 
-    /// The text, where the template makes one of such messages.
+    /// Returns the rendering, if the template accepts these messages.
     fn try_text(&self, messages: &[Value], prompt: bool) -> Result<Option<String>, Error> {
         match self.text(messages, prompt) {
             Ok(text) => Ok(Some(text)),
@@ -90,7 +91,7 @@ impl Conversation<'_> {
     }
 }
 
-/// Where the answer begins: white space before it is part of it, except for what the prompt ends with.
+/// Returns the start of the answer, which includes preceding white space that is not the end of the prompt.
 fn behind_prompt(full: &str, start: usize, prompt: &str) -> Option<usize> {
     let (head, prompt_head) = (full[..start].trim_end(), prompt.trim_end());
     let mut from = head.len().saturating_sub(END_BYTES);
@@ -103,20 +104,20 @@ fn behind_prompt(full: &str, start: usize, prompt: &str) -> Option<usize> {
     is_prompt.then_some(head.len() + space.len()).filter(|at| *at <= start)
 }
 
-/// Bytes that two texts begin with alike.
+/// Returns the length of the common prefix of two texts.
 fn common_prefix(left: &str, right: &str) -> usize {
     let pairs = left.chars().zip(right.chars());
     pairs.take_while(|(left, right)| left == right).map(|(left, _)| left.len_utf8()).sum()
 }
 
-/// Bytes that two texts end with alike.
+/// Returns the length of the common suffix of two texts.
 fn common_suffix(left: &str, right: &str) -> usize {
     let pairs = left.chars().rev().zip(right.chars().rev());
     pairs.take_while(|(left, right)| left == right).map(|(left, _)| left.len_utf8()).sum()
 }
 
-/// The template with `{% generation %}` and its end, which only `transformers` knows, as text around an answer.
-/// Blocks stay in their places, so that white space is cut where it was, and what is set inside stays inside.
+/// Replaces `{% generation %}` and its end, an extension of `transformers`, by marks around an answer. The blocks
+/// themselves remain, so that white space control and scoping do not change.
 pub(super) fn with_marks(source: &str) -> Result<(String, bool), Error> {
     let tag = |name: &str| {
         Regex::new(&format!(r"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")).map_err(|error| failed(error.to_string()))

@@ -1,4 +1,4 @@
-//! Arguments of a filter, test, function or method, by position or by name.
+//! Positional and keyword arguments of a filter, test, function or method.
 
 use super::python::failed;
 use minijinja::value::Kwargs;
@@ -32,7 +32,7 @@ impl Arguments {
         Ok(Self { callee, positional: values, named })
     }
 
-    /// Arguments by the names of the parameters, in their order.
+    /// Binds the arguments to parameters, in their order.
     pub(super) fn bind<const N: usize>(self, parameters: [&str; N]) -> Result<[Option<Value>; N], Error> {
         let Self { callee, positional, named } = self;
         if positional.len() > N {
@@ -51,7 +51,7 @@ impl Arguments {
         Ok(bound)
     }
 
-    /// All arguments, of a call that has none by name.
+    /// Returns the positional arguments of a call without keyword arguments.
     pub(super) fn positional(self) -> Result<Vec<Value>, Error> {
         match self.named.first() {
             None => Ok(self.positional),
@@ -59,12 +59,12 @@ impl Arguments {
         }
     }
 
-    /// Arguments by position, and by name.
+    /// Returns the positional and the keyword arguments.
     pub(super) fn into_parts(self) -> (Vec<Value>, Vec<(String, Value)>) {
         (self.positional, self.named)
     }
 
-    /// Takes the first argument by position.
+    /// Takes the first positional argument.
     pub(super) fn take_first(&mut self) -> Value {
         match self.positional.is_empty() {
             true => Value::UNDEFINED,

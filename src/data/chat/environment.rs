@@ -11,13 +11,13 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Rest, ValueOrKwargs, from_args};
 use minijinja::{Environment, Error, State, Value};
 
-/// White space as `transformers` sets Jinja up.
+/// The white space control of `transformers`.
 pub(super) fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
 }
 
-/// `strftime_now` is not defined: data must not depend on the day. Templates that use it have a date of their own
-/// for that case.
+/// `strftime_now` is not defined, because data must not depend on the date. Templates that use it have a default
+/// date.
 pub(super) fn environment() -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(limits::MAX_INSTRUCTIONS));
@@ -44,12 +44,12 @@ pub(super) fn environment() -> Environment<'static> {
     environment
 }
 
-/// The function that a program calls in place of an instruction.
+/// Registers the functions that a program calls instead of instructions.
 fn add_operators(environment: &mut Environment<'static>) {
     for (name, operator) in OPERATORS {
         let unbounded = move |values: Rest<ValueOrKwargs>| operator(&arguments(name, values)?.positional()?);
         environment.add_filter(name, unbounded);
-        // A chain of comparisons has both values as one, and goes on with the second of them.
+        // A chained comparison has both values as one, and continues with the second one.
         let chained = move |pair: Value| operator(&[pair.get_item_by_index(0)?, pair.get_item_by_index(1)?]);
         environment.add_filter(format!("chained-{name}"), chained);
     }
@@ -59,7 +59,7 @@ fn add_operators(environment: &mut Environment<'static>) {
         let call = move |values: Rest<ValueOrKwargs>| bounded(method(name, arguments(name, values)?)?);
         environment.add_filter(names.call, call);
         let attribute = move |value: Value| match py(&value) {
-            // A namespace and `loop` have what a template or the engine gives them.
+            // A namespace and `loop` have the attributes that a template or the engine sets.
             Py::Other | Py::Undefined => get_item(&value, &Value::from(name)),
             _ => Ok(Method::of(&value, name).map_or_else(|| get_item(&value, &Value::from(name)), Ok)?),
         };
@@ -81,7 +81,7 @@ fn add_functions(environment: &mut Environment<'static>) {
     environment.add_function("dict", |values: Rest<ValueOrKwargs>| keywords("dict", values));
 }
 
-/// A dict of one dict and arguments by name, as `dict` and `namespace` take.
+/// Creates a dict of a dict and keyword arguments, for `dict` and `namespace`.
 fn keywords(callee: &'static str, values: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let (positional, named) = arguments(callee, values)?.into_parts();
     let mut found = match positional.as_slice() {
@@ -100,7 +100,7 @@ fn arguments(callee: &'static str, values: Rest<ValueOrKwargs>) -> Result<Argume
     Arguments::new(callee, values)
 }
 
-/// Counts what a call has made.
+/// Counts the result of a call.
 fn bounded(value: Value) -> Result<Value, Error> {
     charge_value(&value)?;
     Ok(value)

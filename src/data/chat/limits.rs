@@ -1,4 +1,4 @@
-//! Limits of a template. A template comes with a model from anywhere, so a small file must not occupy a machine.
+//! Limits of a template. Templates are untrusted: a small file must not exhaust time or memory.
 
 use super::failed;
 use minijinja::machinery::{Token, tokenize};
@@ -7,41 +7,41 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 use std::cell::Cell;
 
-/// Instructions of one text: seconds, and far beyond a conversation of thousands of messages.
+/// Maximum instructions per rendering: seconds, far more than a conversation of thousands of messages needs.
 pub(super) const MAX_INSTRUCTIONS: u64 = 20_000_000;
 
-/// Instructions of all the texts that tell where the answers of one conversation are.
+/// Maximum instructions of all renderings that locate the answers of one conversation.
 pub(super) const MAX_TOTAL_INSTRUCTIONS: u64 = 2_000_000_000;
 
-/// Bytes that the operations of one text may read and make. No value of it can be larger.
+/// Maximum bytes that the operations of one rendering read and write; also bounds the size of each value.
 const MAX_BYTES: usize = 1 << 28;
 
-/// Values inside of each other. Messages have 128 levels at most, as their JSON.
+/// Maximum nesting of values. Messages have at most 128 levels, the limit of their JSON.
 pub(super) const MAX_DEPTH: usize = 200;
 
-/// Macros that call each other, and blocks inside of each other: each takes some of a thread's stack.
+/// Maximum nesting of macro calls and blocks, each of which takes stack.
 pub(super) const MAX_RECURSION: usize = 120;
 
-/// Bytes of a template; published ones have less than 30 thousand.
+/// Maximum bytes of a template; published ones have less than 30 thousand.
 const MAX_SOURCE_BYTES: usize = 1 << 20;
 
-/// Tokens of one `{{ … }}` or `{% … %}`. The compiler calls itself for each.
+/// Maximum tokens of one `{{ … }}` or `{% … %}`; the compiler recurses for each.
 const MAX_TAG_TOKENS: usize = 1000;
 
 /// The cost of one element of a list.
 const ELEMENT_BYTES: usize = 32;
 
 thread_local! {
-    /// Bytes that are left to the text that this thread is making.
+    /// Bytes that remain for the rendering of this thread.
     static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Starts a text.
+/// Starts a rendering.
 pub(super) fn start() {
     BYTES_LEFT.set(MAX_BYTES);
 }
 
-/// Counts bytes of an operation, before they are made.
+/// Counts the bytes of an operation in advance.
 pub(super) fn charge(bytes: usize) -> Result<(), Error> {
     let left = BYTES_LEFT.get().checked_sub(bytes).ok_or_else(|| {
         let message = format!("it takes operations on more than {} MiB of values", MAX_BYTES >> 20);
@@ -51,12 +51,12 @@ pub(super) fn charge(bytes: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Counts elements of a list.
+/// Counts the elements of a list.
 pub(super) fn charge_elements(count: usize) -> Result<(), Error> {
     charge(count.saturating_mul(ELEMENT_BYTES))
 }
 
-/// Counts a value by its bytes or by its own elements.
+/// Counts the bytes or the elements of a value.
 pub(super) fn charge_value(value: &Value) -> Result<(), Error> {
     match value.kind() {
         ValueKind::String => charge(value.as_str().map_or(0, str::len)),
@@ -65,8 +65,7 @@ pub(super) fn charge_value(value: &Value) -> Result<(), Error> {
     }
 }
 
-/// Checks a template for what the compiler itself has no bound for: the length of an expression, and constants
-/// that it would compute.
+/// Checks the limits that the compiler does not have: the length of an expression, and the size of constants.
 pub(super) fn check_source(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
     if source.len() > MAX_SOURCE_BYTES {
         return Err(failed(format!("the template has {} bytes; {MAX_SOURCE_BYTES} are valid", source.len())));
@@ -81,7 +80,7 @@ pub(super) fn check_source(source: &str, syntax: &SyntaxConfig) -> Result<(), Er
                 "line {line}: a tag has more than {MAX_TAG_TOKENS} names, values and signs"
             )));
         }
-        // A constant that is repeated is made while compiling.
+        // Repetitions of constants are computed by the compiler.
         if tag.multiplies && (tag.raises || tag.product.saturating_mul(tag.literal_bytes) > 1 << 20) {
             return Err(failed(format!("line {line}: a tag makes a constant of more than a MiB")));
         }

@@ -1,8 +1,8 @@
-//! Conversations as text, by the template that comes with a tokenizer, and where in the text the answers are.
+//! Renders conversations with the tokenizer's chat template, and locates the answers in the text.
 //!
-//! The text is what `apply_chat_template` of `transformers` gives: `minijinja` runs the template, and `python` has
-//! the operators, methods and filters of Python and Jinja. What is not the same there is an error here. `limits`
-//! bounds what a template costs.
+//! The text equals that of `apply_chat_template` in `transformers`: `minijinja` runs the template, and `python` implements
+//! the operators, methods and filters of Python and Jinja. Anything that would differ is an error. `limits` bounds the
+//! cost of a template.
 
 mod answers;
 mod arguments;
@@ -25,7 +25,7 @@ use std::ops::Range;
 
 pub(super) use answers::ANSWER_MARKS;
 
-/// The names of what a message thinks, the standard one first.
+/// The field names of a message's reasoning, the standard one first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// A Jinja template in the dialect of Hugging Face's `chat_template`.
@@ -39,29 +39,29 @@ pub(super) struct ChatTemplate {
     marks_answers: bool,
 }
 
-/// A conversation as text.
+/// A rendered conversation.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct RenderedChat {
     pub(super) text: String,
-    /// Bytes of the text that the model is to learn, in order.
+    /// The byte ranges of the text to train on, in order.
     pub(super) answers: Vec<Range<usize>>,
 }
 
 impl ChatTemplate {
     pub(super) fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
-        // As Jinja reads it.
+        // As Jinja does.
         let (source, marks_answers) = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n"))?;
         let syntax = environment::syntax()?;
         Program::new(&source, &syntax)?;
         Ok(Self { source, syntax, environment: environment::environment(), special_tokens, marks_answers })
     }
 
-    /// The conversation, and where assistants answer in it.
+    /// Renders a conversation and locates the assistant's answers.
     ///
-    /// A template that says where, by `{% generation %}`, is believed. For any other, an answer is what a message
-    /// adds to the text of those before it and the prompt to answer them: its content and the token that ends the
-    /// turn. White space after that has no labels. Where the text before an answer is another one without the
-    /// answer, the place is found by exchanging the message.
+    /// `{% generation %}` in a template marks the answers. Otherwise, an answer is the text that a message adds to the
+    /// rendering of the previous messages with the generation prompt: its content and the token that ends the turn.
+    /// White space after that has no labels. If the text before an answer changes without the answer, the answer is
+    /// located by replacing the message.
     pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>) -> Result<RenderedChat, Error> {
         let conversation = Conversation {
             template: self,
@@ -82,7 +82,7 @@ impl ChatTemplate {
 
 #[cfg(test)]
 impl ChatTemplate {
-    /// The text of a template that knows no conversation.
+    /// Renders a template with other values than a conversation.
     pub(super) fn evaluate(&self, values: &Map<String, Json>) -> Result<String, Error> {
         limits::start();
         let root = value(&Json::Object(values.clone()))?;
@@ -90,7 +90,7 @@ impl ChatTemplate {
     }
 }
 
-/// A conversation whose text is asked for, whole and in parts.
+/// A conversation, rendered as a whole and in parts.
 struct Conversation<'a> {
     template: &'a ChatTemplate,
     program: Program<'a>,
@@ -111,7 +111,7 @@ impl Conversation<'_> {
         limits::start();
         let root = context! { ..conversation, ..special_tokens };
         let result = self.program.run(&self.template.environment, root);
-        // How far a text came that failed is unknown.
+        // The cost of a failed rendering is unknown.
         let num_instructions = result.as_ref().map_or(limits::MAX_INSTRUCTIONS, |(_, used)| *used);
         let left = self.instructions_left.get().checked_sub(num_instructions);
         self.instructions_left.set(left.ok_or_else(|| out_of_fuel(limits::MAX_TOTAL_INSTRUCTIONS))?);
@@ -127,7 +127,7 @@ fn out_of_fuel(instructions: u64) -> Error {
     Error::new(ErrorKind::OutOfFuel, format!("it takes more than {instructions} instructions"))
 }
 
-/// A message as a template sees it: what it thinks stands under the names that templates read.
+/// Returns a message as templates see it: its reasoning under all names that templates read.
 fn message(message: &Json) -> Result<Value, Error> {
     let Json::Object(fields) = message else { return Err(failed("a message is no object with a `role`")) };
     let found = REASONING.iter().find_map(|name| fields.get(*name).filter(|value| !value.is_null()));
@@ -143,7 +143,7 @@ fn value(json: &Json) -> Result<Value, Error> {
     Value::deserialize(json).map_err(|error| Error::new(ErrorKind::CannotDeserialize, error.to_string()))
 }
 
-/// An error of a template.
+/// Returns an error of a template.
 fn failed(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }

@@ -1,4 +1,4 @@
-//! Jinja's tests: what stands behind `is`.
+//! Jinja's tests, the right-hand side of `is`.
 
 use super::arguments::Arguments;
 use super::python::{Py, compare, equal, failed, is_in, py};
@@ -38,7 +38,7 @@ pub(super) const PREDICATES: [(&str, Predicate); 34] = [
     ("none", |value, _| Ok(value.is_none())),
     ("number", |value, _| Ok(py(value).float().is_some())),
     ("odd", |value, _| Ok(remainder(value, &Value::from(2))? == 1)),
-    // Whatever has a length and items.
+    // Any value with a length and items.
     ("sequence", |value, _| match py(value) {
         Py::Lazy(_) => Err(failed("`is sequence` of an iterator is not supported")),
         other => Ok(matches!(other, Py::Undefined | Py::Str(_) | Py::List | Py::Tuple | Py::Dict)),

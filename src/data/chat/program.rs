@@ -1,11 +1,11 @@
-//! A template as instructions of the engine, in which Python's operators stand for the engine's own.
+//! A compiled template in which Python's operators replace the engine's.
 //!
-//! The engine reads templates and runs them. What an operator, a method or the output gives is Python's affair, and
-//! what it costs is ours to bound, so each of these instructions becomes a call of a filter with the operator's name.
+//! The engine parses and runs templates. Operators, methods and output must have Python's semantics and a bounded cost,
+//! so each of these instructions is replaced by a call of a filter with the operator's name.
 
 use super::limits::{self, check_source};
 use super::python::{METHODS, check_nested, failed};
-use crate::data::caught::caught;
+use crate::data::catch_panic::catch_panic;
 use minijinja::machinery::{
     CompiledTemplate, Instruction, Instructions, TemplateConfig, eval, make_string_output,
 };
@@ -14,13 +14,13 @@ use minijinja::{AutoEscape, Environment, Error, Value};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Filters are looked up by name, each time.
+/// Filters are looked up by name at each call.
 const NO_CACHE: u8 = u8::MAX;
 
-/// A flag of loops that call themselves.
+/// The flag of recursive loops.
 const RECURSIVE: u8 = 2;
 
-/// Instructions that are ready to run.
+/// A compiled template.
 pub(super) struct Program<'source> {
     instructions: Instructions<'source>,
 }
@@ -33,12 +33,12 @@ impl<'source> Program<'source> {
             syntax_config: syntax.clone(),
             default_auto_escape: Arc::new(|_| AutoEscape::None),
         };
-        let compiled = caught(|| CompiledTemplate::new("chat template", source, &config));
+        let compiled = catch_panic(|| CompiledTemplate::new("chat template", source, &config));
         let compiled = compiled.unwrap_or_else(|panic| Err(failed(panic)))?;
         Ok(Self { instructions: rewritten(&compiled.instructions)? })
     }
 
-    /// The text, and how many instructions it took.
+    /// Returns the text and the number of executed instructions.
     pub(super) fn run<'env>(
         &'env self,
         environment: &'env Environment<'env>,
@@ -56,19 +56,19 @@ impl<'source> Program<'source> {
             let consumed = state.fuel_levels().map_or(0, |(consumed, _)| consumed);
             Ok((text, consumed))
         };
-        caught(run).unwrap_or_else(|panic| Err(failed(panic)))
+        catch_panic(run).unwrap_or_else(|panic| Err(failed(panic)))
     }
 }
 
 fn rewritten<'source>(compiled: &Instructions<'source>) -> Result<Instructions<'source>, Error> {
     let instructions: Vec<_> = (0..).map_while(|index| compiled.get(index)).collect();
     let mut replaced = Vec::with_capacity(instructions.len());
-    // Where each instruction begins among the new ones, and where they end.
+    // The new index of each instruction, followed by the number of new instructions.
     let mut places = vec![0];
     let mut is_default = false;
     for (index, instruction) in (0..).zip(instructions) {
         let line = compiled.get_line(index).unwrap_or(0);
-        // Defaults of parameters are computed from the last to the first, which Python does the other way.
+        // The engine evaluates parameter defaults from last to first, Python from first to last.
         is_default = match instruction {
             Instruction::IsUndefined => true,
             Instruction::StoreLocal(_) => false,
@@ -102,7 +102,7 @@ fn rewritten<'source>(compiled: &Instructions<'source>) -> Result<Instructions<'
     Ok(program)
 }
 
-/// The replacement of an instruction, or why it cannot be used.
+/// Returns the replacement of an instruction, or an error if it is not supported.
 fn replacement<'source>(
     instruction: &Instruction<'source>,
 ) -> Result<Vec<Instruction<'source>>, &'static str> {
@@ -110,7 +110,7 @@ fn replacement<'source>(
     let filter = |name, num_arguments| I::ApplyFilter(name, Some(num_arguments), NO_CACHE);
     let binary = |name| Ok(vec![filter(name, 2)]);
     match instruction {
-        // The formatter counts what it writes.
+        // The formatter counts its output.
         I::EmitRaw(text) => Ok(vec![I::LoadConst(Value::from(*text)), I::Emit]),
         I::Add => binary("+"),
         I::Sub => binary("-"),
@@ -165,7 +165,7 @@ fn replacement<'source>(
     }
 }
 
-/// By the name of the comparison: the engine does not export its type.
+/// Matches the comparison by name, because the engine does not export its type.
 fn chained(operator: &str) -> &'static str {
     match operator {
         "Eq" => "chained-==",

@@ -1,4 +1,4 @@
-//! Text into a file of tokens, once, so that runs open it instead of tokenising.
+//! [`prepare`]: tokenizes text into a token file once, for runs to open.
 
 mod unfinished;
 
@@ -10,28 +10,28 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 use unfinished::Unfinished;
 
-/// What to tokenise, and into which file.
+/// Options of [`prepare`].
 #[derive(Debug, Clone, Copy)]
 pub struct PrepareOptions<'a> {
-    /// Files, directories and patterns, as for [`Corpus::open`](super::Corpus::open); all of them text.
+    /// Text files, directories and patterns, as for [`Corpus::open`](super::Corpus::open).
     pub inputs: &'a [PathBuf],
     /// The file to write, which must not exist.
     pub output: &'a Path,
-    /// Makes the tokens; the file names it.
+    /// The tokenizer, whose hash the file contains.
     pub tokenizer: &'a Tokenizer,
-    /// The field of a JSON line, or column of a Parquet file, that holds the text.
+    /// The field of a JSON line, or the column of a Parquet file, that contains the text.
     pub text_field: &'a str,
 }
 
-/// How far a preparation is.
+/// The progress of a preparation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrepareProgress {
-    /// Bytes of the input files that are done.
+    /// Processed bytes of the input files.
     pub done_bytes: u64,
-    /// Bytes of all input files.
+    /// Total bytes of the input files.
     pub total_bytes: u64,
-    /// Bytes of text, or of lines, that this call has tokenised.
+    /// Bytes of text or lines that this call has tokenized.
     pub text_bytes: u64,
     /// Tokens so far.
     pub num_tokens: u64,
@@ -39,27 +39,27 @@ pub struct PrepareProgress {
     pub num_documents: u64,
 }
 
-/// What became of a preparation.
+/// The result of a preparation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
     /// The final counts.
     pub progress: PrepareProgress,
-    /// Whether it continued one that was cut short.
+    /// Whether it resumed an interrupted preparation.
     pub is_resumed: bool,
-    /// What this call has found beside the data.
+    /// The entries that this call skipped.
     pub skipped: Skipped,
 }
 
-/// Tokenises text into a file of our own format.
+/// Tokenizes text into a file of our own format.
 ///
-/// Until the file is whole it grows in the directory `OUTPUT.partial`, and `report` is called whenever what was
-/// written is safe on the disk. The same call, after whatever ended the one before, goes on from there; the
-/// file's bytes are the same as without the interruption. The file appears under its name in one step.
+/// The unfinished file grows in the directory `OUTPUT.partial`; `report` is called whenever data has been synced to
+/// disk. After an interruption, the same call resumes, and the resulting file has the same bytes. The finished file
+/// appears under its name atomically.
 ///
 /// # Errors
-/// When an input is missing, damaged or holds tokens already, no document holds a token, the output exists or
-/// cannot be written, or what is there was begun with other inputs or by a process that is still at work.
+/// When an input is missing, damaged or a token file, no document contains a token, the output exists or cannot be
+/// written, or the unfinished file has other inputs or is in use by another process.
 pub fn prepare(
     options: &PrepareOptions<'_>,
     mut report: impl FnMut(&PrepareProgress),
@@ -110,10 +110,10 @@ pub fn prepare(
     Ok(Prepared { progress, is_resumed, skipped })
 }
 
-/// The input files and what identifies their contents.
+/// The input files, identified by size and modification time.
 struct Inputs {
     files: Vec<SourceFile>,
-    /// Size and time of the last change, in nanoseconds, of each.
+    /// Size and modification time in nanoseconds of each file.
     states: Vec<(u64, u128)>,
 }
 
@@ -130,7 +130,7 @@ impl Inputs {
         Ok(Self { files, states })
     }
 
-    /// Changes with everything that changes the tokens.
+    /// Returns a hash of everything that affects the tokens.
     fn fingerprint(&self, options: &PrepareOptions<'_>) -> String {
         let mut hash = blake3::Hasher::new();
         hash.update(&options.tokenizer.fingerprint());
@@ -153,7 +153,8 @@ impl Inputs {
 }
 
 fn state(path: &Path) -> Result<(u64, u128), FileError> {
-    let failed = |source| FileError::Io { path: path.to_owned(), operation: "read the file's state", source };
+    let failed =
+        |source| FileError::Io { path: path.to_owned(), operation: "read the file's metadata", source };
     let metadata = fs::metadata(path).map_err(failed)?;
     let changed = metadata.modified().map_err(failed)?.duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok((metadata.len(), changed.as_nanos()))

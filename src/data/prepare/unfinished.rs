@@ -1,8 +1,8 @@
 //! A token file that is being written.
 //!
-//! `OUTPUT.partial` holds what will be the file up to its tokens (`tokens`), then what comes behind them
-//! (`labels`, `ends`), and `progress.json`: how much of these counts, and where the inputs go on. The latter is
-//! replaced in one step after the former are safe, so at any moment it tells the truth about them.
+//! `OUTPUT.partial` contains the file up to its tokens (`tokens`), the sections that follow (`labels`, `ends`), and
+//! `progress.json`: the valid length of these, and the position in the inputs. `progress.json` is replaced atomically
+//! after the other files have been synced, so it is always consistent with them.
 
 use crate::data::source::{Document, Position};
 use crate::data::storage::{HEADER_BYTES, Header, ignored_label};
@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 
 const PROGRESS: &str = "progress.json";
 
-/// How much of the files counts.
+/// The contents of `progress.json`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Progress {
-    /// Of inputs, tokenizer and options.
+    /// Hash of inputs, tokenizer and options.
     fingerprint: String,
     position: Position,
     num_tokens: u64,
@@ -30,7 +30,7 @@ struct Progress {
 pub(super) struct Unfinished {
     directory: PathBuf,
     progress: Progress,
-    /// Bytes of a token.
+    /// Bytes per token.
     width: usize,
     vocab_size: usize,
     tokenizer: [u8; 32],
@@ -39,7 +39,7 @@ pub(super) struct Unfinished {
     ends: Part,
 }
 
-/// A file that only grows.
+/// A section of the file, which only grows.
 #[derive(Debug)]
 struct Part {
     path: PathBuf,
@@ -47,7 +47,7 @@ struct Part {
 }
 
 impl Unfinished {
-    /// Begins a file, or goes on where the last call stopped, which is the place in the inputs that is returned.
+    /// Creates an unfinished file or resumes one; returns the position in the inputs.
     pub(super) fn open(
         output: &Path,
         tokenizer: &Tokenizer,
@@ -57,7 +57,7 @@ impl Unfinished {
         name.push(".partial");
         let directory = PathBuf::from(name);
         fs::create_dir_all(&directory).map_err(failed(&directory, "create the directory"))?;
-        // Who reads the directory above takes none of this for data (https://bford.info/cachedir).
+        // Readers of the parent directory skip tagged directories (https://bford.info/cachedir).
         let tag = directory.join("CACHEDIR.TAG");
         fs::write(&tag, "Signature: 8a477f597d28d172789f06886806bc55\n")
             .map_err(failed(&tag, "create the file"))?;
@@ -80,30 +80,31 @@ impl Unfinished {
         let position = progress.position;
         let tokenizer = tokenizer.hash();
         let mut unfinished = Self { directory, progress, width, vocab_size, tokenizer, tokens, labels, ends };
-        unfinished.forget_what_is_not_recorded()?;
+        unfinished.truncate_to_progress()?;
         Ok((unfinished, position))
     }
 
-    fn forget_what_is_not_recorded(&mut self) -> Result<(), DataError> {
+    /// Drops everything after the recorded progress.
+    fn truncate_to_progress(&mut self) -> Result<(), DataError> {
         let Progress { num_tokens, num_documents, has_labels, .. } = self.progress;
         let bytes = num_tokens * self.width as u64;
         if num_tokens == 0 {
-            // The header's place; the header itself comes last.
-            self.tokens.cut(0)?;
+            // Space for the header, which is written last.
+            self.tokens.truncate(0)?;
             self.tokens.write(&[0; HEADER_BYTES])?;
         } else {
-            self.tokens.cut(HEADER_BYTES as u64 + bytes)?;
+            self.tokens.truncate(HEADER_BYTES as u64 + bytes)?;
         }
-        self.labels.cut(if has_labels { bytes } else { 0 })?;
-        Ok(self.ends.cut(8 * num_documents)?)
+        self.labels.truncate(if has_labels { bytes } else { 0 })?;
+        Ok(self.ends.truncate(8 * num_documents)?)
     }
 
-    /// Tokens and documents so far.
+    /// Returns the number of tokens and documents so far.
     pub(super) fn counts(&self) -> (u64, u64) {
         (self.progress.num_tokens, self.progress.num_documents)
     }
 
-    /// Appends a document, whose ids and labels are in the vocabulary; an empty one vanishes.
+    /// Appends a document, whose ids and labels must be in the vocabulary; an empty one is dropped.
     pub(super) fn push(&mut self, document: &Document) -> Result<(), DataError> {
         if document.tokens.is_empty() {
             return Ok(());
@@ -132,7 +133,7 @@ impl Unfinished {
         Ok(self.ends.write(&self.progress.num_tokens.to_le_bytes())?)
     }
 
-    /// Every token so far was its own label.
+    /// Adds the labels of the previous documents, whose tokens are their own labels.
     fn begin_labels(&mut self) -> Result<(), DataError> {
         self.progress.has_labels = true;
         self.tokens.flush()?;
@@ -140,7 +141,7 @@ impl Unfinished {
         Ok(self.labels.append(&mut source, HEADER_BYTES as u64)?)
     }
 
-    /// Returns once all that was pushed, which is what the inputs hold before `position`, would survive anything.
+    /// Syncs everything that was pushed, the contents of the inputs before `position`, to disk.
     pub(super) fn save(&mut self, position: Position) -> Result<(), DataError> {
         for part in [&mut self.tokens, &mut self.labels, &mut self.ends] {
             part.sync()?;
@@ -158,7 +159,7 @@ impl Unfinished {
         Ok(write().map_err(failed(&path, "write the file"))?)
     }
 
-    /// Puts the parts together and gives the file its name.
+    /// Concatenates the parts and renames the file to `output`.
     pub(super) fn publish(mut self, output: &Path) -> Result<(), DataError> {
         let Progress { num_tokens, num_documents, has_labels, .. } = self.progress;
         let header = Header {
@@ -182,7 +183,7 @@ impl Unfinished {
         let begin = file.seek(SeekFrom::Start(0)).and_then(|_| file.write_all(&header.encode()));
         begin.and_then(|()| file.sync_all()).map_err(failed(&self.tokens.path, "write the file"))?;
         fs::rename(&self.tokens.path, output).map_err(failed(output, "create the file"))?;
-        // The name outlives a loss of power before what it could be made again from goes.
+        // The rename must be durable before the parts are removed.
         let parent =
             output.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         if cfg!(unix) {
@@ -193,7 +194,7 @@ impl Unfinished {
         self.discard()
     }
 
-    /// Removes the directory.
+    /// Removes the directory of the unfinished file.
     pub(super) fn discard(self) -> Result<(), DataError> {
         Ok(fs::remove_dir_all(&self.directory).map_err(failed(&self.directory, "remove the directory"))?)
     }
@@ -207,23 +208,23 @@ impl Part {
         Ok(Self { path, file })
     }
 
-    /// Goes on after `bytes`, which the file has at least.
-    fn cut(&mut self, bytes: u64) -> Result<(), FileError> {
+    /// Truncates the file to `bytes`; it must not be shorter.
+    fn truncate(&mut self, bytes: u64) -> Result<(), FileError> {
         let file = self.file.get_mut();
-        let file_bytes = file.metadata().map_err(failed(&self.path, "read the file's state"))?.len();
+        let file_bytes = file.metadata().map_err(failed(&self.path, "read the file's metadata"))?.len();
         if file_bytes < bytes {
             let path = self.path.clone();
             return Err(FileError::Truncated { path, offset: 0, needed_bytes: bytes, file_bytes });
         }
-        let cut = file.set_len(bytes).and_then(|()| file.seek(SeekFrom::Start(bytes)));
-        cut.map(drop).map_err(failed(&self.path, "cut the file"))
+        let truncated = file.set_len(bytes).and_then(|()| file.seek(SeekFrom::Start(bytes)));
+        truncated.map(drop).map_err(failed(&self.path, "truncate the file"))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         self.file.write_all(bytes).map_err(failed(&self.path, "write the file"))
     }
 
-    /// Appends what a file holds from `offset` on.
+    /// Appends the contents of a file from `offset` on.
     fn append(&mut self, source: &mut File, offset: u64) -> Result<(), FileError> {
         let copied = source.seek(SeekFrom::Start(offset)).and_then(|_| io::copy(source, &mut self.file));
         copied.map(drop).map_err(failed(&self.path, "write the file"))

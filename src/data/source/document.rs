@@ -1,4 +1,4 @@
-//! A document becomes tokens.
+//! Tokenizes documents.
 
 use super::lines::{Line, parse};
 use super::records::{Content, Record};
@@ -10,39 +10,39 @@ use std::error::Error as _;
 use std::ops::Range;
 use std::path::Path;
 
-/// A document's tokens.
+/// A tokenized document.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::data) struct Document {
     pub(in crate::data) tokens: Vec<u32>,
-    /// What each token counts for as a target, where not every one counts for itself.
+    /// The label of each token, if labels differ from tokens.
     pub(in crate::data) labels: Option<Vec<i64>>,
 }
 
-/// Turns records into tokens.
+/// Tokenizes records.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Encoder<'a> {
     pub(in crate::data) tokenizer: &'a Tokenizer,
-    /// The field of a JSON line that holds its text.
+    /// The field of a JSON line that contains its text.
     pub(in crate::data) text_field: &'a str,
-    /// Ids and labels that a line gives must be below, and below `u32::MAX`.
+    /// The exclusive limit of ids and labels in JSON lines, in addition to `u32::MAX`.
     pub(in crate::data) vocab_size: usize,
 }
 
-/// A line, for errors.
+/// The position of a line, for errors.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     path: &'a Path,
     line: u64,
 }
 
-/// Starts the threads that tokenize, unless they run already or the caller is one of a pool: rayon panics where it
-/// cannot.
+/// Starts the tokenization threads, unless they run already or the caller is in a pool. Rayon itself would panic on
+/// failure.
 pub(in crate::data) fn start_threads() -> Result<(), DataError> {
     if rayon::current_thread_index().is_some() {
         return Ok(());
     }
     let started = rayon::ThreadPoolBuilder::new().build_global();
-    // Without a cause, the error says that they run.
+    // An error without a cause means that they run already.
     match started.as_ref().err().and_then(|error| error.source()?.downcast_ref::<std::io::Error>()) {
         Some(source) => {
             Err(DataError::NoThreads { source: std::io::Error::new(source.kind(), source.to_string()) })
@@ -52,8 +52,7 @@ pub(in crate::data) fn start_threads() -> Result<(), DataError> {
 }
 
 impl Encoder<'_> {
-    /// Documents in the order of their records. The error is that of the first record that has one, not of the
-    /// fastest.
+    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order.
     pub(in crate::data) fn encode_all(&self, records: &[Record]) -> Result<Vec<Document>, DataError> {
         let documents: Vec<_> = records.par_iter().map(|record| self.encode(record)).collect();
         documents.into_iter().collect()
@@ -78,7 +77,7 @@ impl Encoder<'_> {
         Ok(Document { tokens: self.tokenizer.encode(text, path)?, labels: None })
     }
 
-    /// Prompt and completion are one text, as at generation; what ends it is learnt with the completion.
+    /// Tokenizes prompt and completion as one text, as in generation; the end-of-text token is trained on.
     fn completion(&self, prompt: &str, completion: String, path: &Path) -> Result<Document, DataError> {
         let mut text = format!("{prompt}{completion}");
         if let Some(end) = self.tokenizer.end_of_text().filter(|end| !completion.ends_with(*end)) {
@@ -91,19 +90,19 @@ impl Encoder<'_> {
     fn chat(&self, messages: &[Json], tools: Option<&Json>, place: Place<'_>) -> Result<Document, DataError> {
         let template = self.tokenizer.chat().ok_or_else(|| {
             place.error(
-                "`messages` need a chat template, which the tokenizer does not bring: put its \
-                 tokenizer_config.json or chat_template.jinja beside its tokenizer.json",
+                "`messages` need a chat template, which the tokenizer does not have: put its \
+                 tokenizer_config.json or chat_template.jinja next to its tokenizer.json",
             )
         })?;
         let rendered = self.render(template, messages, tools, place)?;
         if rendered.answers.iter().all(Range::is_empty) {
             let answers = messages.iter().any(|message| message["role"] == "assistant");
             return Err(place.error(match answers {
-                true => "no message has an answer to train on: the chat template adds no text for the role `assistant`",
-                false => "no message has an answer to train on: none is of the role `assistant`",
+                true => "no answer to train on: the chat template adds no text for the role `assistant`",
+                false => "no answer to train on: no message has the role `assistant`",
             }));
         }
-        // The template writes the special tokens itself.
+        // The template adds the special tokens.
         self.answers(&rendered, false, place.path)
     }
 
@@ -116,22 +115,22 @@ impl Encoder<'_> {
     ) -> Result<RenderedChat, DataError> {
         let written = messages.iter().map(Json::to_string);
         if written.chain(tools.map(Json::to_string)).any(|text| text.contains(ANSWER_MARKS)) {
-            return Err(place.error("U+FDD0 and U+FDD1 are no characters of a text"));
+            return Err(place.error("the noncharacters U+FDD0 and U+FDD1 are not allowed in text"));
         }
         template.render(messages, tools).map_err(|source| {
             FileError::ChatTemplate { path: place.path.to_owned(), line: place.line, source }.into()
         })
     }
 
-    /// Tokens of a text of which only the answers are learnt. A token that reaches into an answer counts.
+    /// Tokenizes a text in which only the answers are trained on, including tokens that overlap an answer.
     fn answers(&self, rendered: &RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
         let (tokens, places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
         let mut answers = rendered.answers.iter().peekable();
         let mut label = |token: u32, place: &Range<usize>| {
             // Tokens and answers ascend.
             while answers.next_if(|answer| answer.end <= place.start).is_some() {}
-            let is_learnt = answers.peek().is_some_and(|answer| answer.start < place.end);
-            if is_learnt && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
+            let is_answer = answers.peek().is_some_and(|answer| answer.start < place.end);
+            if is_answer && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
         };
         let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
         Ok(Document { tokens, labels: Some(labels) })

@@ -1,4 +1,4 @@
-//! Which files a path means.
+//! Resolves paths, directories and patterns to files.
 
 use crate::data::DataError;
 use crate::data::storage::{FileFormat, TokenFile};
@@ -8,18 +8,18 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Tell the output directory of a run: its lock, which stays, and the metrics of versions that had none. A run that
-/// reads the directory that it writes to has already renamed earlier metrics.
+/// Files that mark the output directory of a run: its lock, and the metrics of versions without lock. A run that reads
+/// the directory that it writes to has already renamed earlier metrics.
 const MARKS_OF_A_RUN: [&str; 2] = [".lock", "metrics.jsonl"];
 
-/// What a directory holds that is not training text.
+/// The entries of directories that are not training text, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Skipped {
     /// Files and directories whose name starts with a dot.
     pub hidden: usize,
-    /// What programs have written: directories tagged as caches (`CACHEDIR.TAG`, as cargo's
-    /// `target` is), and the metrics, configs and checkpoints of earlier training runs.
+    /// Program output: directories tagged as caches (`CACHEDIR.TAG`, such as cargo's `target`), and the metrics,
+    /// configs and checkpoints of training runs.
     pub outputs: usize,
     /// Files that are not valid UTF-8.
     pub not_text: usize,
@@ -30,7 +30,7 @@ pub struct Skipped {
 }
 
 impl Skipped {
-    /// Number of entries skipped; a directory counts as one.
+    /// Returns the number of skipped entries; a directory counts as one.
     pub fn total(&self) -> usize {
         self.hidden + self.outputs + self.not_text + self.empty + self.special
     }
@@ -54,29 +54,29 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// What a file is read as.
+/// The kind of a source file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) enum SourceKind {
     /// One document of UTF-8 text.
     Text,
-    /// A document per line.
+    /// One document per line.
     JsonLines,
-    /// A document per row.
+    /// One document per row.
     Parquet,
+    /// A token file.
     Tokens(FileFormat),
 }
 
-/// A file to read.
+/// A source file.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct SourceFile {
     pub(in crate::data) path: PathBuf,
     pub(in crate::data) kind: SourceKind,
-    /// Given by name or pattern, rather than found in a directory: it must be usable.
+    /// Whether the file was given by name or pattern, so that it must be usable, rather than found in a directory.
     pub(in crate::data) is_named: bool,
 }
 
-/// The files that a path means: itself, those below it, or those that match it as a pattern. In each case they
-/// are in the order of their paths.
+/// Returns the files of a path: itself, the files of a directory, or those that match a pattern, ordered by path.
 pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
     match fs::metadata(path) {
         Ok(_) => named(path, skipped),
@@ -93,7 +93,7 @@ pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<
                 })?;
                 files.extend(named(&found, skipped)?);
             }
-            // Megatron's pair is one source, whichever of its names match.
+            // A Megatron pair is one source, even if both names match.
             files.dedup_by(|next, file| {
                 let pair = SourceKind::Tokens(FileFormat::Megatron);
                 next.kind == pair
@@ -110,7 +110,7 @@ fn is_pattern(path: &Path) -> bool {
     path.to_string_lossy().contains(['*', '?', '['])
 }
 
-/// What exists under a name.
+/// Returns the files of an existing path.
 fn named(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
     let metadata = fs::metadata(path).map_err(|source| read_error(path, source))?;
     if metadata.is_dir() {
@@ -126,7 +126,7 @@ fn named(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataErro
     Ok(vec![SourceFile { path: path.to_owned(), kind, is_named: true }])
 }
 
-/// The kinds that only a name tells.
+/// Returns the kind of a file, if its extension determines it.
 fn by_extension(path: &Path) -> Option<SourceKind> {
     match path.extension().and_then(OsStr::to_str)? {
         "jsonl" | "ndjson" => Some(SourceKind::JsonLines),
@@ -135,7 +135,7 @@ fn by_extension(path: &Path) -> Option<SourceKind> {
     }
 }
 
-/// The files below `root`. Links to files are followed, links to directories are not: they may form a circle.
+/// Returns the files below `root`. Links to files are followed, links to directories are not: they may form cycles.
 fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
     let mut files = Vec::new();
     let mut directories = vec![root.to_owned()];
@@ -148,7 +148,7 @@ fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, Data
             let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
             let name = entry.file_name();
             let is_cache = file_type.is_dir() && path.join("CACHEDIR.TAG").exists();
-            // A run that read what an earlier one wrote would train on other data each time.
+            // A run that read the output of earlier runs would train on different data each time.
             let is_of_a_run = holds_a_run && is_written_by_a_run(&name.to_string_lossy());
             if name.to_string_lossy().starts_with('.') {
                 skipped.hidden += 1;
@@ -170,8 +170,8 @@ fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, Data
     Ok(files.into_iter().filter_map(source).collect())
 }
 
-/// What a file in a directory is. A `.bin` may be anything there, so it is taken for tokens only when it or the
-/// index beside it says so; the index is read with its `.bin`.
+/// Returns the kind of a file in a directory. A `.bin` file may be anything, so it is a token file only if its header or
+/// an index next to it says so. An index is read with its `.bin`.
 fn found_kind(path: &Path) -> Result<Option<SourceKind>, DataError> {
     if let Some(kind) = by_extension(path) {
         return Ok(Some(kind));
@@ -183,9 +183,8 @@ fn found_kind(path: &Path) -> Result<Option<SourceKind>, DataError> {
     })
 }
 
-/// `metrics.jsonl`, `config.json`, `run.json`, and those of earlier runs in the same place (`metrics.1.jsonl`);
-/// the run's checkpoints and what names the newest of them; its report, and its monitors' files where their
-/// directories have no other names.
+/// Returns whether a run writes a file of this name: `metrics.jsonl`, `config.json`, `run.json` and their predecessors
+/// (`metrics.1.jsonl`), checkpoints, `latest`, the report, and monitor directories with default names.
 fn is_written_by_a_run(name: &str) -> bool {
     if ["latest", "report.html", "tensorboard", "csv"].contains(&name) || name.starts_with("step_") {
         return true;
@@ -198,7 +197,7 @@ fn is_written_by_a_run(name: &str) -> bool {
     }
 }
 
-/// The error of a path that cannot be read.
+/// Returns the error of a path that cannot be read.
 pub(super) fn read_error(path: &Path, source: io::Error) -> DataError {
     let path = path.to_owned();
     match source.kind() {

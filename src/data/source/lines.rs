@@ -1,4 +1,4 @@
-//! What a line of a JSONL file holds.
+//! Parses the lines of a JSONL file.
 
 use super::document::Encoder;
 use crate::data::{DataError, FileError, IGNORED_LABEL};
@@ -8,11 +8,11 @@ use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A line by what its fields say that it is.
+/// A line, by its kind.
 #[derive(Debug)]
 pub(super) enum Line {
     Text(String),
-    /// Tokenised by the user, whose labels are as many as tokens, each ignored or an id.
+    /// Tokens of the user, with one label per token, each an id or ignored.
     Tokens {
         tokens: Vec<u32>,
         labels: Option<Vec<i64>>,
@@ -27,8 +27,7 @@ pub(super) enum Line {
     },
 }
 
-/// The fields of a line, each still as it is written: only those that are used are read, and what they are read
-/// as is no larger than what they are written as.
+/// The unparsed fields of a line. Only used fields are parsed, so a value takes no more memory than its text.
 struct Fields<'a> {
     fields: BTreeMap<String, &'a RawValue>,
     path: &'a Path,
@@ -63,8 +62,7 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         None => {
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
             Err(fields.error(format!(
-                "neither `{text_field}` nor `input_ids`, `messages`, or `prompt` with `completion`; its fields \
-                 are: {}",
+                "no field `{text_field}`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: {}",
                 found.join(", ")
             )))
         }
@@ -72,7 +70,7 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
 }
 
 impl Fields<'_> {
-    /// A field that is there and not null.
+    /// Parses a field, unless it is absent or null.
     fn get<'b, T: Deserialize<'b>>(&'b self, name: &str) -> Result<Option<T>, DataError> {
         match self.fields.get(name) {
             Some(raw) => self.read(name, raw),
@@ -87,8 +85,7 @@ impl Fields<'_> {
         })
     }
 
-    /// Checks that a field's numbers are what they are written as. An integer of more than 64 bits would become a
-    /// float, and its text another one.
+    /// Checks that the integers of a field fit 64 bits. A larger one would become a float and print differently.
     fn check_numbers(&self, name: &str) -> Result<(), DataError> {
         let mut rest = self.fields.get(name).map_or("", |raw| raw.get());
         while let Some(at) = rest.find(['"', '-', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9']) {
@@ -103,7 +100,7 @@ impl Fields<'_> {
             let is_exact = number.contains(['.', 'e', 'E'])
                 || (number != "-0" && (number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok()));
             if !is_exact {
-                return Err(self.error(format!("`{name}` holds {number}; integers have 64 bits at most")));
+                return Err(self.error(format!("`{name}` contains {number}; integers must fit 64 bits")));
             }
             rest = behind;
         }
@@ -114,9 +111,8 @@ impl Fields<'_> {
         let labels: Option<Vec<i64>> = self.get("labels")?;
         if let Some(labels) = labels.as_ref().filter(|labels| labels.len() != tokens.len()) {
             let (labels, tokens) = (labels.len(), tokens.len());
-            return Err(
-                self.error(format!("{labels} `labels` for {tokens} `input_ids`; every token has one"))
-            );
+            return Err(self
+                .error(format!("{labels} `labels` for {tokens} `input_ids`; every token needs one label")));
         }
         let ids = 0..u32::try_from(vocab_size).unwrap_or(u32::MAX);
         let is_id = |id: i64| u32::try_from(id).is_ok_and(|id| ids.contains(&id));
@@ -138,19 +134,19 @@ impl Fields<'_> {
     }
 }
 
-/// The rest of the source after a string whose opening quote has been read.
+/// Returns the rest of the source after a string whose opening quote has been read.
 fn behind_string(mut string: &str) -> &str {
     while let Some(at) = string.find(['"', '\\']) {
         match string[at..].starts_with('"') {
             true => return &string[at + 1..],
-            // The character behind a backslash is no end, and has one byte or is no JSON.
+            // An escaped character does not end the string, and is one byte in valid JSON.
             false => string = string.get(at + 2..).unwrap_or_default(),
         }
     }
     ""
 }
 
-/// What the reader says, without its own idea of the place: it has seen one line, or one field of it.
+/// Returns the parser's message without its position, which is relative to one line or one field.
 fn without_place(error: &serde_json::Error) -> String {
     let (message, place) =
         (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));

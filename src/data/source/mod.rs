@@ -1,4 +1,4 @@
-//! Where documents come from: which files a path means, and what is in them.
+//! Reads documents: resolves paths to files, and reads and tokenizes their contents.
 
 mod document;
 mod files;

@@ -1,4 +1,4 @@
-//! The rows of a Parquet file's text column.
+//! Reads the text column of a Parquet file.
 
 use crate::data::{DataError, FileError};
 use parquet::basic::Type;
@@ -11,10 +11,10 @@ use std::fs::File;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
-/// Rows that are decoded at once.
+/// Number of rows that are decoded at once.
 const ROWS: usize = 256;
 
-/// Reads one column, row by row.
+/// Reads one column row by row.
 pub(super) struct Rows {
     file: SerializedFileReader<File>,
     column: usize,
@@ -43,7 +43,7 @@ impl Rows {
         Ok(rows)
     }
 
-    /// The next row's text, empty for a null; `row` names it in errors.
+    /// Returns the text of the next row, empty for null; `row` is its index for errors.
     pub(super) fn next(&mut self, path: &Path, row: u64) -> Result<Option<String>, DataError> {
         let failed = |source| FileError::Parquet { path: path.to_owned(), row, source };
         while self.ready.is_empty() {
@@ -71,30 +71,34 @@ impl Rows {
     }
 }
 
-/// Calls the library, which panics on some damaged files.
+/// Calls the library, and converts its panics on damaged files into errors.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
-    // After an error nothing of the reader is used again.
-    std::panic::catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
-        Err(ParquetError::General("the file is damaged in a way that its decoder does not expect".into()))
-    })
+    // The reader is not used after an error.
+    std::panic::catch_unwind(AssertUnwindSafe(read))
+        .unwrap_or_else(|_| Err(ParquetError::General("the file is damaged: the decoder panicked".into())))
 }
 
-/// The column of strings that a name means.
+/// Returns the index of the string column `name`.
 fn text_column(file: &SerializedFileReader<File>, name: &str) -> Result<usize, ParquetError> {
     let schema = file.metadata().file_metadata().schema_descr();
     let columns = schema.columns();
     let Some(at) = columns.iter().position(|column| column.path().string() == name) else {
         let names: Vec<_> = columns.iter().take(20).map(|column| column.path().string()).collect();
-        return Err(ParquetError::General(format!("no column `{name}`; there are: {}", names.join(", "))));
+        return Err(ParquetError::General(format!(
+            "no column `{name}`; the columns are: {}",
+            names.join(", ")
+        )));
     };
     if columns[at].physical_type() != Type::BYTE_ARRAY || columns[at].max_rep_level() > 0 {
         let found = columns[at].physical_type();
-        return Err(ParquetError::General(format!("column `{name}` holds {found}, not one string per row")));
+        return Err(ParquetError::General(format!(
+            "column `{name}` contains {found}, not one string per row"
+        )));
     }
     Ok(at)
 }
 
-/// The next rows of a group; none at its end.
+/// Reads the next rows of a row group; none at its end.
 fn read_rows(group: &mut ColumnReaderImpl<ByteArrayType>) -> Result<Vec<String>, ParquetError> {
     let (mut levels, mut values) = (Vec::<i16>::new(), Vec::<ByteArray>::new());
     let (rows, _, _) = group.read_records(ROWS, Some(&mut levels), None, &mut values)?;

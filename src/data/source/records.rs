@@ -1,4 +1,4 @@
-//! Documents as they lie in files, in batches, from any place on.
+//! Reads untokenized documents from files, in batches, from any position.
 
 use super::files::{SourceFile, SourceKind, read_error};
 use crate::data::{DataError, FileError, Skipped};
@@ -8,10 +8,10 @@ use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes of text that are handed out together: enough to occupy every core, little beside a machine's memory.
+/// Bytes of text per batch: enough to use every core, little compared with the machine's memory.
 const BATCH_BYTES: usize = 8 << 20;
 
-/// A document that is not tokenised yet.
+/// An untokenized document.
 #[derive(Debug)]
 pub(in crate::data) struct Record {
     pub(super) path: Arc<PathBuf>,
@@ -21,49 +21,49 @@ pub(in crate::data) struct Record {
 #[derive(Debug)]
 pub(super) enum Content {
     Text(String),
-    /// A line of JSON, counted from 1. Whether it is UTF-8 is seen where it is parsed.
+    /// A line of JSON, counted from 1. UTF-8 is checked by the parser.
     Line {
         number: u64,
         bytes: Vec<u8>,
     },
 }
 
-/// Documents that follow each other.
+/// Consecutive documents.
 #[derive(Debug)]
-pub(in crate::data) struct Batch {
+pub(in crate::data) struct RecordBatch {
     pub(in crate::data) records: Vec<Record>,
     /// Bytes of text and lines.
     pub(in crate::data) bytes: usize,
-    /// Where the next batch begins.
+    /// The position of the next batch.
     pub(in crate::data) next: Position,
 }
 
-/// A place between documents.
+/// A position between documents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::data) struct Position {
-    /// Files before this place.
+    /// The index of the file.
     pub(in crate::data) file: usize,
-    /// Bytes of the file before it, where the file holds lines.
+    /// The byte offset in a file of lines.
     pub(in crate::data) offset: u64,
-    /// Lines or rows of the file before it.
+    /// Lines or rows of the file before the position.
     pub(in crate::data) record: u64,
 }
 
 impl Position {
-    /// After all of `files`.
+    /// Returns the position after all `files`.
     pub(in crate::data) fn end(files: &[SourceFile]) -> Self {
         Self { file: files.len(), ..Self::default() }
     }
 }
 
-/// Reads the documents of files, in order.
+/// Reads the documents of files in order.
 #[derive(Debug)]
 pub(in crate::data) struct Records<'a> {
     files: &'a [SourceFile],
     text_field: &'a str,
     position: Position,
-    /// The file at the position, once it is open.
+    /// The open file at the position.
     open: Option<(Arc<PathBuf>, Open)>,
     pub(in crate::data) skipped: Skipped,
 }
@@ -79,14 +79,14 @@ enum Open {
 }
 
 impl<'a> Records<'a> {
-    /// Starts at a place of `files`, none of which holds tokens.
+    /// Starts at a position of `files`, none of which may be a token file.
     pub(in crate::data) fn new(files: &'a [SourceFile], text_field: &'a str, position: Position) -> Self {
         Self { files, text_field, position, open: None, skipped: Skipped::default() }
     }
 
-    /// The next documents, or `None` after the last.
-    pub(in crate::data) fn next_batch(&mut self) -> Result<Option<Batch>, DataError> {
-        let mut batch = Batch { records: Vec::new(), bytes: 0, next: self.position };
+    /// Returns the next documents, or `None` after the last.
+    pub(in crate::data) fn next_batch(&mut self) -> Result<Option<RecordBatch>, DataError> {
+        let mut batch = RecordBatch { records: Vec::new(), bytes: 0, next: self.position };
         while batch.bytes < BATCH_BYTES && self.position.file < self.files.len() {
             match self.next_record()? {
                 Some(record) => {
@@ -103,7 +103,7 @@ impl<'a> Records<'a> {
         Ok((!batch.records.is_empty()).then_some(batch))
     }
 
-    /// The next document of the file at the position.
+    /// Returns the next document of the current file.
     fn next_record(&mut self) -> Result<Option<Record>, DataError> {
         let (path, open) = match &mut self.open {
             Some(open) => open,
@@ -135,7 +135,7 @@ impl<'a> Records<'a> {
 }
 
 impl Record {
-    /// Bytes of text.
+    /// Returns the bytes of text.
     pub(super) fn len(&self) -> usize {
         match &self.content {
             Content::Text(text) => text.len(),
@@ -167,7 +167,7 @@ fn open(file: &SourceFile, text_field: &str, position: Position) -> Result<(Arc<
     Ok((Arc::new(path.clone()), open))
 }
 
-/// The next line that is not blank, without its end.
+/// Returns the next non-blank line, without its line ending.
 fn next_line(
     reader: &mut impl BufRead,
     path: &Path,
@@ -188,7 +188,7 @@ fn next_line(
     }
 }
 
-/// The file's text, or `None` when it is not valid UTF-8.
+/// Returns the text of a file, or `None` if it is not valid UTF-8.
 fn read_text(path: &Path) -> Result<Option<String>, DataError> {
     let bytes = fs::read(path).map_err(|source| read_error(path, source))?;
     Ok(String::from_utf8(bytes).ok())

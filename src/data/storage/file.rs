@@ -1,14 +1,14 @@
-//! Reads at places of a file, never through a mapping.
+//! Reads files at offsets (`pread`), without memory mapping.
 //!
-//! A mapped file that shrinks ends the process with a SIGBUS; a read at a place past the end is an error. The
-//! page cache serves both alike, and a row is far larger than what a system call costs.
+//! A mapped file that shrinks kills the process with SIGBUS; a read past the end is an error. Both use the page cache,
+//! and a sequence is large enough for the cost of a system call not to matter.
 
 use crate::data::FileError;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file of which pieces are read, and its size when it was opened.
+/// A file that is read at offsets, with its size at opening.
 #[derive(Debug)]
 pub(super) struct DataFile {
     file: File,
@@ -28,12 +28,12 @@ impl DataFile {
         &self.path
     }
 
-    /// Bytes when the file was opened.
+    /// Returns the size of the file at opening.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Fills a buffer from a place in the file.
+    /// Fills a buffer from `offset`.
     pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), FileError> {
         match read_exact_at(&self.file, buffer, offset) {
             Ok(()) => Ok(()),
@@ -44,21 +44,21 @@ impl DataFile {
         }
     }
 
-    /// `N` bytes from a place in the file.
+    /// Reads `N` bytes from `offset`.
     pub(super) fn array<const N: usize>(&self, offset: u64) -> Result<[u8; N], FileError> {
         let mut bytes = [0; N];
         self.read(offset, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// The first bytes of the file, as many as there are.
+    /// Reads the first `N` bytes of the file, or fewer if it is shorter.
     pub(super) fn beginning<const N: usize>(&self) -> Result<Vec<u8>, FileError> {
         let mut bytes = vec![0; N.min(usize::try_from(self.len).unwrap_or(N))];
         self.read(0, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// The error of a number that cannot be true.
+    /// Returns the error of an invalid number.
     pub(super) fn field(
         &self,
         offset: u64,
@@ -69,7 +69,7 @@ impl DataFile {
         FileError::Field { path: self.path.clone(), offset, field, found, valid: valid.into() }
     }
 
-    /// The error of bytes that are not there.
+    /// Returns the error of missing bytes.
     pub(super) fn truncated(&self, offset: u64, needed_bytes: u64) -> FileError {
         let file_bytes = self.file.metadata().map_or(self.len, |metadata| metadata.len());
         FileError::Truncated { path: self.path.clone(), offset, needed_bytes, file_bytes }

@@ -1,10 +1,10 @@
-//! What a format's header or index says about its tokens.
+//! The layout of a token file, from its header or index.
 
 use super::table::Table;
 use super::{DataFile, FileFormat};
 use crate::data::FileError;
 
-/// The number type of a token, little-endian.
+/// The integer type of a token, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TokenType {
     U8,
@@ -25,7 +25,7 @@ impl TokenType {
         }
     }
 
-    /// The number that `width` bytes stand for.
+    /// Decodes `width` bytes.
     pub(super) fn decode(self, bytes: &[u8]) -> i64 {
         let mut wide = [0; 8];
         wide[..bytes.len()].copy_from_slice(bytes);
@@ -39,30 +39,30 @@ impl TokenType {
     }
 }
 
-/// Where documents end.
+/// The bounds of documents.
 #[derive(Debug)]
 pub(super) enum DocumentBounds {
-    /// The file does not say: it is one document.
+    /// None: the file is one document.
     One,
-    /// Found by reading the file once.
+    /// Ends that were found by scanning the file.
     Found(Vec<usize>),
-    /// A table in the token file.
+    /// A table of ends in the token file.
     Ends(Table),
-    /// An index of its own: where sequences start, in bytes, and which sequences documents start with.
+    /// A separate index: the starts of sequences, in bytes, and the first sequence of each document.
     Index { file: DataFile, pointers: Table, starts: Option<Table>, width: u64 },
 }
 
-/// What a file holds, and where.
+/// The layout of a token file.
 #[derive(Debug)]
 pub(super) struct Layout {
     pub(super) format: FileFormat,
     pub(super) token_type: TokenType,
     pub(super) tokens_at: u64,
     pub(super) num_tokens: usize,
-    /// Labels of the same type, its largest value standing for ignored.
+    /// The offset of the labels, which have the same type; its largest value means ignored.
     pub(super) labels_at: Option<u64>,
     pub(super) documents: DocumentBounds,
-    /// Size of the vocabulary and hash of the tokenizer, where the file says.
+    /// Vocabulary size and hash of the tokenizer, if the file contains them.
     pub(super) made_by: Option<(usize, [u8; 32])>,
 }
 
@@ -73,12 +73,12 @@ impl DocumentBounds {
             Self::Found(ends) => ends.len(),
             Self::Ends(table) => table.len(),
             Self::Index { pointers, starts: None, .. } => pointers.len(),
-            // One more start than documents.
+            // There is one more start than documents.
             Self::Index { starts: Some(starts), .. } => starts.len() - 1,
         }
     }
 
-    /// One past the last token of a document, as the file says: at most `num_tokens`.
+    /// Returns the end of a document, at most `num_tokens`.
     pub(super) fn end(&self, index: usize, tokens: &DataFile, num_tokens: usize) -> Result<usize, FileError> {
         match self {
             Self::One => Ok(num_tokens),
@@ -114,7 +114,7 @@ impl DocumentBounds {
     }
 }
 
-/// `found` if it is at most `max`.
+/// Returns `found` if it is at most `max`.
 fn checked(
     file: &DataFile,
     offset: u64,

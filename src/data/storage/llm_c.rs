@@ -1,21 +1,21 @@
-//! nanoGPT's and llm.c's `.bin`.
+//! The `.bin` formats of nanoGPT and llm.c.
 
 use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
-/// 256 numbers of 32 bits.
+/// The header: 256 32-bit integers.
 const HEADER_BYTES: u64 = 1024;
 
-/// First number of the header, and the version, which stands second, that goes with it: GPT-2's 16-bit and
-/// Llama 3's 32-bit tokens (`dev/data/data_common.py` of llm.c).
+/// Magic number, version and token type: GPT-2's 16-bit and Llama 3's 32-bit tokens (`dev/data/data_common.py` of
+/// llm.c).
 const KINDS: [(u32, u32, TokenType); 2] = [(20_240_520, 1, TokenType::U16), (20_240_801, 7, TokenType::U32)];
 
-/// Whether a file begins as llm.c's do. nanoGPT's cannot: the magic number's halves are no ids of GPT-2.
+/// Returns whether a file has llm.c's magic number. nanoGPT's files cannot: its halves are not ids of GPT-2.
 pub(super) fn is_llm_c(beginning: &[u8]) -> bool {
     KINDS.iter().any(|(magic, _, _)| beginning.starts_with(&magic.to_le_bytes()))
 }
 
-/// llm.c's header: magic, version, number of tokens.
+/// Reads llm.c's header: magic, version, number of tokens.
 pub(super) fn llm_c(file: &DataFile) -> Result<Layout, FileError> {
     if file.len() < HEADER_BYTES {
         return Err(file.truncated(0, HEADER_BYTES));
@@ -43,7 +43,7 @@ pub(super) fn llm_c(file: &DataFile) -> Result<Layout, FileError> {
     Ok(headerless(FileFormat::LlmC, token_type, HEADER_BYTES, claimed as usize))
 }
 
-/// 16-bit tokens and nothing else.
+/// Returns the layout of nanoGPT's files: 16-bit tokens without header.
 pub(super) fn nano_gpt(file: &DataFile) -> Result<Layout, FileError> {
     let (token_type, file_bytes) = (TokenType::U16, file.len());
     let width = token_type.width();

@@ -1,16 +1,16 @@
-//! Megatron's `.idx`, which says how the `.bin` beside it is cut.
+//! Megatron's `.idx`, the index of the `.bin` file next to it.
 //!
-//! As `megatron/core/datasets/indexed_dataset.py` writes it: magic, version (8 bytes), type code (1), number of
-//! sequences and of document starts (8 each); then the lengths of the sequences (4 each), where each begins in
-//! the `.bin`, in bytes (8 each), and the sequence that each document starts with (8 each), closed by the number
-//! of sequences. What follows (the modes of multimodal sequences) is not read.
+//! The format of `megatron/core/datasets/indexed_dataset.py`: magic, version (8 bytes), type code (1), number of
+//! sequences and of document starts (8 each); then the lengths of the sequences (4 each), their byte offsets in the
+//! `.bin` (8 each), and the first sequence of each document (8 each), followed by the number of sequences. The rest
+//! (the modes of multimodal sequences) is not read.
 
 use super::table::Table;
 use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
-/// Where the type code, the counts and the lengths stand.
+/// Offsets of the type code, the counts and the lengths.
 const CODE_AT: u64 = 17;
 const SEQUENCES_AT: u64 = 18;
 const STARTS_AT: u64 = 26;
@@ -34,7 +34,7 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
     let starts_at = pointers_at + 8 * num_sequences as u64;
     let (pointers, starts) = (Table::new(pointers_at, num_sequences), Table::new(starts_at, num_starts));
 
-    // The end of the last sequence is the end of the tokens: an index of another file shows here.
+    // The last sequence must end at the end of the tokens, unless the index is of another file.
     let last = num_sequences - 1;
     let last_length = i32::from_le_bytes(index.array(LENGTHS_AT + 4 * last as u64)?);
     let last_start = pointers.get(&index, last)?;
@@ -55,7 +55,7 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
     if pointers.get(&index, 0)? != 0 {
         return Err(index.field(pointers_at, "the first sequence's pointer", pointers.get(&index, 0)?, "0"));
     }
-    // Some writers leave the starts of documents out: every sequence is one then.
+    // Some writers omit the document starts; then every sequence is a document.
     let starts = (num_starts > 1).then_some(starts);
     if let Some(starts) = &starts {
         for (at, expected, field) in
@@ -87,7 +87,7 @@ fn token_type(index: &DataFile) -> Result<TokenType, FileError> {
     }
 }
 
-/// Numbers of sequences, at least one, and of document starts, whose tables lie in the file.
+/// Reads the numbers of sequences, at least one, and of document starts; checks that their tables fit the file.
 fn counts(index: &DataFile) -> Result<(usize, usize), FileError> {
     let (sequences, starts) = (number(index, SEQUENCES_AT)?, number(index, STARTS_AT)?);
     if sequences == 0 {
@@ -103,7 +103,7 @@ fn counts(index: &DataFile) -> Result<(usize, usize), FileError> {
         let valid = format!("at most {available}, which the file has room for");
         return Err(index.field(STARTS_AT, "the number of document indices", starts, valid));
     }
-    // Both tables are in a file, so they fit 64 bits; memory is not taken for them.
+    // Both tables are in a file, so they fit 64 bits; they are not loaded into memory.
     let fits = |count: u64| {
         usize::try_from(count)
             .map_err(|_| index.field(SEQUENCES_AT, "a count", count, "what this machine can address"))

@@ -4,21 +4,21 @@ use super::TokenStore;
 use crate::data::{DataError, IGNORED_LABEL};
 use std::ops::Range;
 
-/// A label that stands for [`IGNORED_LABEL`] and cannot be a token: a vocabulary fits 32 bits.
+/// The value of [`IGNORED_LABEL`], which cannot be a token.
 const IGNORED: u32 = u32::MAX;
 
-/// The tokens of all documents, in order, and where each document ends.
+/// The tokens of all documents in order, with the ends of documents.
 #[derive(Debug, Default)]
 pub(in crate::data) struct MemoryTokens {
     tokens: Vec<u32>,
-    /// Absent as long as every label is its token.
+    /// `None` as long as every token is its own label.
     labels: Option<Vec<u32>>,
     document_ends: Vec<usize>,
 }
 
 impl MemoryTokens {
-    /// Appends a document; an empty one vanishes. `labels` are as many as `tokens`, each ignored or below
-    /// `u32::MAX`; without them every token is its own label.
+    /// Appends a document; an empty one is dropped. There must be one label per token, each ignored or below
+    /// `u32::MAX`; without labels, every token is its own label.
     pub(in crate::data) fn push(&mut self, tokens: &[u32], labels: Option<&[i64]>) {
         if tokens.is_empty() {
             return;
@@ -29,7 +29,7 @@ impl MemoryTokens {
         self.tokens.extend(tokens);
         if let Some(all) = &mut self.labels {
             match labels {
-                // Every label that is no id is ignored.
+                // Labels that are not ids are ignored.
                 Some(labels) => {
                     all.extend(labels.iter().map(|&label| u32::try_from(label).unwrap_or(IGNORED)))
                 }
@@ -69,7 +69,7 @@ impl TokenStore for MemoryTokens {
         self.labels.is_some()
     }
 
-    fn is_held_to(&self, _vocab_size: usize) -> bool {
+    fn checks_vocab(&self, _vocab_size: usize) -> bool {
         false
     }
 }

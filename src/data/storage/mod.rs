@@ -1,6 +1,6 @@
-//! Where tokens lie: in memory, or in a file that is read as rows ask for it.
+//! Token stores: in memory, or in files that are read on access.
 //!
-//! The README beside `data` describes the layouts.
+//! The README of `data` describes the file formats.
 
 mod file;
 mod layout;
@@ -21,29 +21,29 @@ use super::DataError;
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// Tokens that are cut into documents, none of them empty.
+/// The tokens of documents, none of them empty.
 pub(super) trait TokenStore: Debug + Send + Sync {
     fn num_tokens(&self) -> usize;
 
     fn num_documents(&self) -> usize;
 
-    /// One past the last token of a document that exists.
+    /// Returns the end of an existing document.
     fn document_end(&self, index: usize) -> Result<usize, DataError>;
 
-    /// Appends the tokens of a range that exists.
+    /// Appends the tokens of an existing range.
     fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError>;
 
-    /// Appends the unshifted labels of a range that exists.
+    /// Appends the unshifted labels of an existing range.
     fn read_labels(&self, range: Range<usize>, labels: &mut Vec<i64>) -> Result<(), DataError>;
 
-    /// Whether some label may not be its token.
+    /// Returns whether labels may differ from tokens.
     fn has_labels(&self) -> bool;
 
-    /// Whether reading fails rather than returning an id of `vocab_size` or more.
-    fn is_held_to(&self, vocab_size: usize) -> bool;
+    /// Returns whether reads check that ids are below `vocab_size`.
+    fn checks_vocab(&self, vocab_size: usize) -> bool;
 }
 
-/// The document that holds a token: the first that ends after it.
+/// Returns the document of a token: the first that ends after it.
 pub(super) fn document_at(store: &dyn TokenStore, token: usize) -> Result<usize, DataError> {
     let (mut low, mut high) = (0, store.num_documents());
     while low < high {

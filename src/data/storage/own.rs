@@ -1,6 +1,6 @@
-//! Our own format: a header, tokens, labels, document ends.
+//! Our own format: header, tokens, labels, document ends.
 //!
-//! The README of `data` has the table of the header.
+//! The README of `data` describes the header.
 
 use super::table::Table;
 use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
@@ -12,10 +12,10 @@ const CHECKSUM_AT: usize = 96;
 const VERSION: u32 = 1;
 const HAS_LABELS: u64 = 1;
 
-/// What the header says.
+/// The header of our own format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct Header {
-    /// Bytes of a token.
+    /// Bytes per token.
     pub(in crate::data) width: usize,
     pub(in crate::data) num_tokens: u64,
     pub(in crate::data) num_documents: u64,
@@ -24,7 +24,7 @@ pub(in crate::data) struct Header {
     pub(in crate::data) tokenizer: [u8; 32],
 }
 
-/// The label that stands for ignored in `width` bytes; also the largest vocabulary that they hold.
+/// Returns the value of an ignored label in `width` bytes, which is also the maximum vocabulary size.
 pub(in crate::data) fn ignored_label(width: usize) -> u32 {
     if width == 2 { u16::MAX.into() } else { u32::MAX }
 }
@@ -34,7 +34,7 @@ impl Header {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        // 2 or 4.
+        // The width is 2 or 4.
         bytes[12..16].copy_from_slice(&(self.width as u32).to_le_bytes());
         let flags = if self.has_labels { HAS_LABELS } else { 0 };
         let numbers = [self.num_tokens, self.num_documents, flags, self.vocab_size];
@@ -47,7 +47,7 @@ impl Header {
         bytes
     }
 
-    /// Bytes of the tokens, or of the labels, with their padding.
+    /// Returns the bytes of the tokens or of the labels, with padding.
     pub(in crate::data) fn section_bytes(&self) -> Option<u64> {
         self.num_tokens.checked_mul(self.width as u64)?.checked_next_multiple_of(8)
     }
@@ -69,7 +69,7 @@ impl Header {
             wide[..width].copy_from_slice(&bytes[at..at + width]);
             u64::from_le_bytes(wide)
         };
-        // Before the checksum: another version may have another.
+        // Before the checksum, whose algorithm may depend on the version.
         if number(8, 4) != u64::from(VERSION) {
             return Err(file.field(8, "the version", number(8, 4), VERSION.to_string()));
         }
@@ -93,12 +93,12 @@ impl Header {
     }
 }
 
-/// Whether a file begins as ours do.
+/// Returns whether a file has our magic number.
 pub(super) fn is_own(beginning: &[u8]) -> bool {
     beginning.starts_with(MAGIC)
 }
 
-/// Reads the header, and checks that the file is as long as it says.
+/// Reads the header, and checks the size of the file.
 pub(super) fn own(file: &DataFile) -> Result<Layout, FileError> {
     let header = Header::read(file)?;
     let counts = "as many as the file has room for";

@@ -4,20 +4,20 @@ use super::DataFile;
 use crate::data::FileError;
 use parking_lot::Mutex;
 
-/// Entries that are read at once: a walk over all documents makes few system calls.
+/// Entries that are read at once, to reduce system calls.
 const BLOCK: usize = 1024;
 
-/// `len` little-endian 64-bit integers at a place of a file. One block of them is kept.
+/// `len` little-endian 64-bit integers in a file, with one cached block.
 #[derive(Debug)]
 pub(super) struct Table {
     at: u64,
     len: usize,
-    /// The last block read and its number.
+    /// The cached block and its index.
     block: Mutex<(usize, Vec<u8>)>,
 }
 
 impl Table {
-    /// A table that lies within the file, as the caller has made sure.
+    /// Creates a table, which must be within the file.
     pub(super) fn new(at: u64, len: usize) -> Self {
         Self { at, len, block: Mutex::new((usize::MAX, Vec::new())) }
     }
@@ -26,12 +26,12 @@ impl Table {
         self.len
     }
 
-    /// Where an entry stands.
+    /// Returns the offset of an entry.
     pub(super) fn offset(&self, index: usize) -> u64 {
         self.at + 8 * index as u64
     }
 
-    /// An entry below `len`.
+    /// Returns an entry; `index` must be below `len`.
     pub(super) fn get(&self, file: &DataFile, index: usize) -> Result<u64, FileError> {
         let (number, within) = (index / BLOCK, index % BLOCK);
         let mut block = self.block.lock();

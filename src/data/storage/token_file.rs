@@ -1,4 +1,4 @@
-//! A file of tokens, of any layout, as a store.
+//! [`TokenFile`]: a token store in a file.
 
 use super::llm_c::{is_llm_c, llm_c, nano_gpt};
 use super::megatron::megatron;
@@ -9,20 +9,20 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Bytes that are read at once, and the most that reading takes besides its result.
+/// Bytes that are read at once; also the maximum memory of a read in addition to its result.
 const CHUNK_BYTES: usize = 1 << 16;
 
-/// The layouts of token files that are read.
+/// The formats of token files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FileFormat {
-    /// 16-bit tokens and nothing else.
+    /// nanoGPT's `.bin`: 16-bit tokens without header.
     NanoGpt,
-    /// llm.c's header of 1024 bytes, then 16- or 32-bit tokens.
+    /// llm.c's `.bin`: a header of 1024 bytes, then 16- or 32-bit tokens.
     LlmC,
     /// Megatron's pair of `.idx` and `.bin`.
     Megatron,
-    /// What `ulysses data prepare` writes.
+    /// Our own format, written by `ulysses data prepare`.
     Own,
 }
 
@@ -37,20 +37,20 @@ impl fmt::Display for FileFormat {
     }
 }
 
-/// What a token file is held to.
+/// Options for reading a token file.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TokenFileOptions {
-    /// Reading an id of this or more is an error; without it, an id of more than 32 bits is, or one that is
-    /// outside the vocabulary that the file names.
+    /// The vocabulary size: reading a larger id is an error. By default, ids are checked against the vocabulary size
+    /// in the file, if any, and against 32 bits.
     pub vocab_size: Option<usize>,
-    /// The token between documents in a layout that does not say where they end. The file is read through once
-    /// to find it. nanoGPT puts it after a document, llm.c before.
+    /// The token that separates documents in formats without document bounds. The file is scanned once to find it.
+    /// nanoGPT writes it after a document, llm.c before.
     pub end_of_document: Option<u32>,
 }
 
-/// Tokens in a file. Nothing is read but what is asked for, and opening reads headers only.
+/// A token file. Opening reads only headers; tokens are read on access.
 ///
-/// Every id is checked when it is read, against [`TokenFileOptions::vocab_size`].
+/// Every id is checked against [`TokenFileOptions::vocab_size`] when it is read.
 #[derive(Debug)]
 pub struct TokenFile {
     file: DataFile,
@@ -59,10 +59,9 @@ pub struct TokenFile {
 }
 
 impl TokenFile {
-    /// The layout that a file's beginning or its name shows: `None` where it is text for all that they say.
+    /// Detects the format of a file by its magic number or name; `None` for text.
     ///
-    /// Our own files and llm.c's are known by their first bytes, Megatron's by the index beside them, and a
-    /// `.bin` without either is nanoGPT's.
+    /// Our own format and llm.c's have a magic number, Megatron's has an index, and any other `.bin` is nanoGPT's.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -80,10 +79,10 @@ impl TokenFile {
         })
     }
 
-    /// Opens a file of a known layout; of Megatron's pair either name may be given.
+    /// Opens a file of a known format; for a Megatron pair, either name is valid.
     ///
     /// # Errors
-    /// When a file cannot be read, is not of this layout, is cut short, or holds no token.
+    /// When a file cannot be read, has another format, is truncated, or contains no tokens.
     pub fn open(path: &Path, format: FileFormat, options: TokenFileOptions) -> Result<Self, DataError> {
         let tokens: PathBuf = match format {
             FileFormat::Megatron => path.with_extension("bin"),
@@ -103,7 +102,7 @@ impl TokenFile {
             return Err(FileError::NoTokens { path: tokens }.into());
         }
         let of_file = layout.made_by.map(|(vocab_size, _)| vocab_size);
-        // Ids have 32 bits, the largest of which stands for an ignored label.
+        // Ids have 32 bits; the largest one is reserved for ignored labels.
         let limits = [of_file, options.vocab_size, Some(u32::MAX as usize)];
         let vocab_size = limits.into_iter().flatten().min().unwrap_or_default();
         let mut opened = Self { file, layout, vocab_size };
@@ -121,27 +120,27 @@ impl TokenFile {
         Ok(opened)
     }
 
-    /// The file's layout.
+    /// Returns the format of the file.
     pub fn format(&self) -> FileFormat {
         self.layout.format
     }
 
-    /// The file with the tokens.
+    /// Returns the path of the file with the tokens.
     pub fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// Bytes of a token.
+    /// Returns the bytes per token.
     pub fn token_bytes(&self) -> usize {
         self.layout.token_type.width()
     }
 
-    /// Whether some tokens count for something else than themselves.
+    /// Returns whether the file contains labels.
     pub fn has_labels(&self) -> bool {
         self.layout.labels_at.is_some()
     }
 
-    /// Vocabulary size and BLAKE3 of the tokenizer that made the tokens, where the file says.
+    /// Returns the vocabulary size and the BLAKE3 of the tokenizer, if the file contains them.
     pub fn made_by(&self) -> Option<(usize, [u8; 32])> {
         self.layout.made_by
     }
@@ -162,7 +161,7 @@ impl TokenFile {
         Ok(ends)
     }
 
-    /// Hands out the elements of a section, in order.
+    /// Calls `each` with the elements of a section, in order.
     fn decode(
         &self,
         section: u64,
@@ -182,7 +181,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// An id of the vocabulary, or where it is not one.
+    /// Returns an id of the vocabulary, or an error with its offset.
     fn checked(&self, section: u64, at: usize, id: i64) -> Result<u32, FileError> {
         let known = u32::try_from(id).ok().filter(|&known| (known as usize) < self.vocab_size);
         known.ok_or_else(|| FileError::TokenOutOfVocab {
@@ -238,7 +237,7 @@ impl TokenStore for TokenFile {
         Self::has_labels(self)
     }
 
-    fn is_held_to(&self, vocab_size: usize) -> bool {
+    fn checks_vocab(&self, vocab_size: usize) -> bool {
         self.vocab_size <= vocab_size
     }
 }

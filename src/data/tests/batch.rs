@@ -3,15 +3,15 @@ use crate::mesh::shard_range;
 
 const NONE: i64 = IGNORED_LABEL;
 
-/// Two rows of six tokens `10·(row+1) + position`; the second row holds two documents.
-fn two_rows() -> GlobalBatch {
-    let input_ids = (0..2).flat_map(|row| (0..6).map(move |at| 10 * (row + 1) + at)).collect();
+/// Two sequences of six tokens `10·(sequence+1) + position`; the second sequence holds two documents.
+fn two_sequences() -> GlobalBatch {
+    let input_ids = (0..2).flat_map(|sequence| (0..6).map(move |at| 10 * (sequence + 1) + at)).collect();
     let position_ids = vec![0, 1, 2, 3, 4, 5, 0, 1, 0, 1, 2, 3];
     GlobalBatch::new(2, 6, input_ids, Some(position_ids), None).unwrap()
 }
 
 #[test]
-fn shards_differ_by_one_token_and_tile_the_row() {
+fn shards_differ_by_one_token_and_tile_the_sequence() {
     let lens: Vec<_> = (0..3).map(|rank| shard_range(64, 3, rank).len()).collect();
     assert_eq!(lens, [22, 21, 21]);
     for (seq_len, sp_size) in [(64, 3), (64, 4), (5, 5), (7, 2), (1, 1), (3, 8)] {
@@ -24,7 +24,7 @@ fn shards_differ_by_one_token_and_tile_the_row() {
 
 #[test]
 fn documents_and_labels_follow_from_positions() {
-    let batch = two_rows();
+    let batch = two_sequences();
     assert_eq!(batch.cu_seqlens(), [vec![0, 6], vec![0, 2, 6]]);
     assert_eq!(batch.shift_labels(), [11, 12, 13, 14, 15, NONE, 21, NONE, 23, 24, 25, NONE]);
     // A document starts where a position is not its predecessor plus 1, also when it does not start at 0.
@@ -35,7 +35,7 @@ fn documents_and_labels_follow_from_positions() {
 }
 
 #[test]
-fn rows_without_positions_are_single_documents_and_given_labels_are_kept() {
+fn sequences_without_positions_are_single_documents_and_given_labels_are_kept() {
     let batch = GlobalBatch::new(2, 3, vec![1, 2, 3, 4, 5, 6], None, None).unwrap();
     assert_eq!(batch.position_ids(), [0, 1, 2, 0, 1, 2]);
     assert_eq!(batch.shift_labels(), [2, 3, NONE, 5, 6, NONE]);
@@ -46,39 +46,39 @@ fn rows_without_positions_are_single_documents_and_given_labels_are_kept() {
 }
 
 #[test]
-fn a_micro_batch_is_a_block_of_rows_and_tokens() {
-    let middle = two_rows().micro_batch(0..2, 4, 1).unwrap();
+fn a_micro_batch_is_a_block_of_sequences_and_tokens() {
+    let middle = two_sequences().micro_batch(0..2, 4, 1).unwrap();
     // 6 tokens over 4 ranks: 2, 2, 1, 1.
-    assert_eq!((middle.batch, middle.seq_len, middle.shard.clone()), (2, 6, 2..4));
+    assert_eq!((middle.batch_size, middle.seq_len, middle.shard.clone()), (2, 6, 2..4));
     assert_eq!(middle.seq_len_local(), 2);
     assert_eq!(middle.input_ids, [12, 13, 22, 23]);
     assert_eq!(
         middle.labels,
         [13, 14, 23, 24],
-        "the second label of each row is the next shard's first token"
+        "the second label of each sequence is the next shard's first token"
     );
     assert_eq!(middle.position_ids, [2, 3, 0, 1]);
-    assert_eq!(*middle.cu_seqlens, [vec![0, 6], vec![0, 2, 6]], "of the whole rows");
-    let second_row = two_rows().micro_batch(1..2, 3, 0).unwrap();
-    assert_eq!((second_row.input_ids, second_row.labels), (vec![20, 21], vec![21, NONE]));
-    assert_eq!(*second_row.cu_seqlens, [[0, 2, 6]]);
+    assert_eq!(*middle.cu_seqlens, [vec![0, 6], vec![0, 2, 6]], "of the whole sequences");
+    let second_sequence = two_sequences().micro_batch(1..2, 3, 0).unwrap();
+    assert_eq!((second_sequence.input_ids, second_sequence.labels), (vec![20, 21], vec![21, NONE]));
+    assert_eq!(*second_sequence.cu_seqlens, [[0, 2, 6]]);
 }
 
 #[test]
-fn shards_laid_side_by_side_are_the_rows() {
-    let batch = two_rows();
+fn concatenated_shards_equal_the_sequences() {
+    let batch = two_sequences();
     for sp_size in 1..=6 {
         let shards: Vec<_> =
             (0..sp_size).map(|rank| batch.micro_batch(0..2, sp_size, rank).unwrap()).collect();
-        for row in 0..2 {
+        for sequence in 0..2 {
             let side_by_side: Vec<_> = shards
                 .iter()
                 .flat_map(|shard| {
-                    let tokens = row * shard.seq_len_local()..(row + 1) * shard.seq_len_local();
+                    let tokens = sequence * shard.seq_len_local()..(sequence + 1) * shard.seq_len_local();
                     tokens.map(|at| (shard.input_ids[at], shard.labels[at], shard.position_ids[at]))
                 })
                 .collect();
-            let whole: Vec<_> = (row * 6..(row + 1) * 6)
+            let whole: Vec<_> = (sequence * 6..(sequence + 1) * 6)
                 .map(|at| (batch.input_ids()[at], batch.shift_labels()[at], batch.position_ids()[at]))
                 .collect();
             assert_eq!(side_by_side, whole);
@@ -89,20 +89,20 @@ fn shards_laid_side_by_side_are_the_rows() {
 }
 
 #[test]
-fn padding_rows_are_fully_masked() {
-    let mut batch = two_rows();
+fn padding_sequences_are_fully_masked() {
+    let mut batch = two_sequences();
     let before = batch.clone();
-    assert_eq!(batch.pad_rows(2).unwrap(), 0);
+    assert_eq!(batch.pad_to_multiple(2).unwrap(), 0);
     assert_eq!(batch, before);
-    assert_eq!(batch.pad_rows(5).unwrap(), 3);
-    assert_eq!(batch.batch(), 5);
+    assert_eq!(batch.pad_to_multiple(5).unwrap(), 3);
+    assert_eq!(batch.batch_size(), 5);
     let padding = batch.micro_batch(2..5, 1, 0).unwrap();
     assert_eq!(padding.num_valid_tokens(), 0);
     assert_eq!(padding.input_ids, [0; 18]);
     assert_eq!(padding.position_ids, [0, 1, 2, 3, 4, 5].repeat(3));
     assert_eq!(*padding.cu_seqlens, [[0, 6]; 3]);
     assert_eq!(batch.micro_batch(0..2, 1, 0).unwrap(), before.micro_batch(0..2, 1, 0).unwrap());
-    assert!(matches!(batch.pad_rows(0), Err(DataError::Zero { .. })));
+    assert!(matches!(batch.pad_to_multiple(0), Err(DataError::Zero { .. })));
 }
 
 #[test]
@@ -119,20 +119,22 @@ fn tensors_of_wrong_length_are_named() {
     assert_eq!(wrong(make(2, 3, 6, Some(7), None)), ("position_ids", 7));
     assert_eq!(wrong(make(2, 3, 6, None, Some(3))), ("shift_labels", 3));
     assert_eq!(wrong(make(usize::MAX, 3, 6, None, None)), ("input_ids", 6), "the product overflows");
-    assert!(matches!(make(0, 3, 0, None, None), DataError::NoRows));
+    assert!(matches!(make(0, 3, 0, None, None), DataError::NoSequences));
     assert!(matches!(make(2, 0, 0, None, None), DataError::InvalidSeqLen { seq_len: 0 }));
     assert_eq!(
         make(2, 3, 5, None, None).to_string(),
-        "input_ids has 5 elements; [batch, seq_len] = [2, 3] takes 6"
+        "input_ids has 5 elements; [batch_size, seq_len] = [2, 3] takes 6"
     );
 }
 
 #[test]
-fn shards_that_cannot_be_are_errors() {
-    let batch = two_rows();
-    for rows in [0..3, 1..1, 2..3] {
-        let error = batch.micro_batch(rows.clone(), 1, 0).unwrap_err();
-        assert!(matches!(&error, DataError::RowsOutOfRange { rows: found, available: 2 } if *found == rows));
+fn invalid_shards_are_errors() {
+    let batch = two_sequences();
+    for sequences in [0..3, 1..1, 2..3] {
+        let error = batch.micro_batch(sequences.clone(), 1, 0).unwrap_err();
+        assert!(
+            matches!(&error, DataError::SequencesOutOfRange { sequences: found, available: 2 } if *found == sequences)
+        );
     }
     for (sp_size, sp_rank) in [(2, 2), (0, 0)] {
         let error = batch.micro_batch(0..1, sp_size, sp_rank).unwrap_err();
@@ -144,17 +146,17 @@ fn shards_that_cannot_be_are_errors() {
 
 #[test]
 fn ids_outside_the_vocabulary_are_located() {
-    let batch = two_rows();
+    let batch = two_sequences();
     batch.check_vocab(26).unwrap();
     let error = batch.check_vocab(23).unwrap_err();
-    assert_eq!(error.to_string(), "token id 23 at row 1, position 3 is outside the vocabulary 0..23");
+    assert_eq!(error.to_string(), "token id 23 in sequence 1, position 3 is outside the vocabulary 0..23");
     for label in [-1, 30, i64::MIN] {
         let labels = vec![NONE, 29, label];
         let batch = GlobalBatch::new(1, 3, vec![0; 3], None, Some(labels)).unwrap();
         let error = batch.check_vocab(30).unwrap_err();
-        let DataError::LabelOutOfVocab { row, position, label: found, .. } = error else {
+        let DataError::LabelOutOfVocab { sequence, position, label: found, .. } = error else {
             panic!("{error:?}")
         };
-        assert_eq!((row, position, found), (0, 2, label));
+        assert_eq!((sequence, position, found), (0, 2, label));
     }
 }

@@ -98,7 +98,7 @@ fn ascii_json_has_no_control_characters_and_names_of_the_engine_are_refused() {
 
 /// The cost of a template is bounded, and an error says so.
 #[test]
-fn a_template_cannot_occupy_the_machine() {
+fn a_template_cannot_exhaust_the_machine() {
     let loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
     let grows =
         "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}";

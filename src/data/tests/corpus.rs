@@ -69,7 +69,7 @@ fn a_directory_is_one_document_per_text_file_in_path_order() {
 }
 
 #[test]
-fn what_training_runs_have_written_is_no_training_text() {
+fn output_of_training_runs_is_skipped() {
     let root = tempfile::tempdir().unwrap();
     write(root.path(), "a.txt", "text");
     write(root.path(), "runs/tiny-1/metrics.jsonl", "{}");

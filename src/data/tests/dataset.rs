@@ -9,7 +9,7 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
             let mixture = Mixture::new(weights, seed);
             let mut counts = vec![0_u64; weights.len()];
             for sample in 0..5000 {
-                let (source, index) = mixture.place(sample);
+                let (source, index) = mixture.locate(sample);
                 assert_eq!(index, counts[source], "each source's samples come in order");
                 counts[source] += 1;
                 for (count, weight) in counts.iter().zip(weights) {
@@ -24,11 +24,11 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
 
 #[test]
 fn a_mixture_is_found_at_any_sample_and_depends_on_the_seed() {
-    let place = |seed, sample| Mixture::new(&[0.5, 0.3, 0.2], seed).place(sample);
+    let locate = |seed, sample| Mixture::new(&[0.5, 0.3, 0.2], seed).locate(sample);
     let far = u64::MAX - 10;
-    let (source, index) = place(1, far);
+    let (source, index) = locate(1, far);
     assert!(index < far && source < 3);
-    let sources = |seed| (0..100).map(|sample| place(seed, sample).0).collect::<Vec<_>>();
+    let sources = |seed| (0..100).map(|sample| locate(seed, sample).0).collect::<Vec<_>>();
     assert_eq!(sources(1), sources(1));
     assert_ne!(sources(1), sources(2));
 }
@@ -43,10 +43,10 @@ fn firsts(loader: &mut DataLoader, samples: usize) -> Vec<u32> {
 }
 
 #[test]
-fn sources_of_a_mixture_have_epochs_of_their_own() {
-    // 2 rows against 8, equally often.
+fn sources_of_a_mixture_have_their_own_epochs() {
+    // 2 sequences against 8, equally often.
     let other = Corpus::from_documents([(5000..5032).collect()]).unwrap();
-    let other = PackedRows::new(other, 4).unwrap();
+    let other = PackedSequences::new(other, 4).unwrap();
     let data = Dataset::mixture([(packed(&[8], 4), 1.0), (other, 1.0)]).unwrap();
     let mut loader = DataLoader::new(data, single(3)).unwrap();
     let seen = firsts(&mut loader, 16);
@@ -58,53 +58,54 @@ fn sources_of_a_mixture_have_epochs_of_their_own() {
 }
 
 #[test]
-fn concatenated_sources_are_seen_once_an_epoch_and_share_no_row() {
+fn concatenated_sources_are_seen_once_an_epoch_and_share_no_sequence() {
     let sources = [&[5][..], &[3, 9], &[4]].map(|lens| packed(lens, 4));
     let data = Dataset::concatenated(sources).unwrap();
-    assert_eq!(data.num_rows(), 2 + 3 + 1);
+    assert_eq!(data.num_sequences(), 2 + 3 + 1);
     let mut loader = DataLoader::new(data.clone(), single(0)).unwrap();
     let mut seen = firsts(&mut loader, 6);
     seen.sort_unstable();
-    let row = |source, row| data.row(source, row).unwrap().input_ids[0];
-    let mut expected = [row(0, 0), row(0, 1), row(1, 0), row(1, 1), row(1, 2), row(2, 0)];
+    let sequence = |source, sequence| data.sequence(source, sequence).unwrap().input_ids[0];
+    let mut expected =
+        [sequence(0, 0), sequence(0, 1), sequence(1, 0), sequence(1, 1), sequence(1, 2), sequence(2, 0)];
     expected.sort_unstable();
     assert_eq!(seen, expected);
     assert_eq!((loader.epoch(), data.padding_share()), (1, 3.0 / 24.0));
-    let in_order = DataLoader::once_in_row_order(data.clone(), single(0)).unwrap();
-    assert_eq!(firsts(&mut in_order.clone(), 3), [row(0, 0), row(0, 1), row(1, 0)]);
+    let in_order = DataLoader::once_in_order(data.clone(), single(0)).unwrap();
+    assert_eq!(firsts(&mut in_order.clone(), 3), [sequence(0, 0), sequence(0, 1), sequence(1, 0)]);
 }
 
 #[test]
-fn data_that_ends_is_filled_up_with_masked_rows() {
-    let rows = std::sync::Arc::new(packed(&[20], 4));
+fn the_end_of_the_data_is_padded_with_masked_sequences() {
+    let sequences = std::sync::Arc::new(packed(&[20], 4));
     let options = LoaderOptions { micro_batch: 2, ..single(0) };
-    let mut loader = DataLoader::new(rows, options).unwrap().ending_at(5);
+    let mut loader = DataLoader::new(sequences, options).unwrap().ending_at(5);
     assert_eq!(loader.steps_left(), Some(3));
     let batches: Vec<_> = (0..4).map(|_| loader.next_micro_batch().unwrap()).collect();
     let valid: Vec<_> = batches.iter().map(MicroBatch::num_valid_tokens).collect();
     assert_eq!(valid.iter().sum::<usize>(), 19);
-    assert_eq!((valid[3], batches[2].batch, loader.steps_left()), (0, 2, Some(0)));
+    assert_eq!((valid[3], batches[2].batch_size, loader.steps_left()), (0, 2, Some(0)));
     assert_eq!(batches[2].input_ids[4..], [0; 4]);
 }
 
 #[test]
-fn impossible_datasets_are_errors() {
+fn invalid_datasets_are_errors() {
     let error = Dataset::concatenated([]).unwrap_err();
-    assert!(matches!(error, DataError::NoRows), "{error:?}");
+    assert!(matches!(error, DataError::NoSequences), "{error:?}");
     let error = Dataset::concatenated([packed(&[5], 4), packed(&[5], 5)]).unwrap_err();
     assert!(matches!(error, DataError::SeqLensDiffer { first: 4, other: 5 }), "{error:?}");
     for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let error = Dataset::mixture([(packed(&[5], 4), weight)]).unwrap_err();
         assert!(matches!(error, DataError::InvalidWeight { .. }), "{error:?}");
     }
-    let error = Dataset::concatenated([packed(&[5], 4)]).unwrap().row(1, 0).unwrap_err();
+    let error = Dataset::concatenated([packed(&[5], 4)]).unwrap().sequence(1, 0).unwrap_err();
     assert!(matches!(error, DataError::NoSource { index: 1, available: 1 }), "{error:?}");
 }
 
 #[test]
-fn the_hash_tells_packing_and_weights_apart() {
+fn the_hash_depends_on_packing_and_weights() {
     let lens = [5, 3, 9];
-    let packed = |packing| PackedRows::with_packing(documents(&lens), 4, packing).unwrap();
+    let packed = |packing| PackedSequences::with_packing(documents(&lens), 4, packing).unwrap();
     let hash = |data: Result<Dataset, DataError>| data.unwrap().sampled_hash().unwrap();
     let mixed =
         |weight| hash(Dataset::mixture([(packed(Packing::Cut), 1.0), (packed(Packing::Cut), weight)]));

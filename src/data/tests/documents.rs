@@ -32,7 +32,7 @@ fn a_split_takes_whole_documents_and_every_one_once() {
 }
 
 #[test]
-fn something_is_left_on_both_sides_of_every_split() {
+fn both_sides_of_a_split_are_never_empty() {
     for fraction in [1e-9, 0.5, 1.0 - 1e-9] {
         let [training, held_out] = Documents::split(documents(&[3, 4]), fraction).unwrap();
         assert_eq!((training.num_documents(), held_out.num_documents()), (1, 1));
@@ -56,17 +56,21 @@ fn the_end_of_a_single_document_is_held_out() {
 }
 
 #[test]
-fn a_selection_packs_as_if_the_rest_did_not_exist() {
+fn a_selection_packs_independently_of_the_rest() {
     let [training, _] = Documents::split(documents(&LENS), 0.3).unwrap();
     let tokens = all_tokens(&training);
     let own = (0..training.num_documents()).map(|index| tokens[training.document(index).unwrap()].to_vec());
     let own = std::sync::Arc::new(Corpus::from_documents(own).unwrap());
     for packing in [Packing::Greedy, Packing::Cut, Packing::Concat] {
-        let selected = PackedRows::with_packing(training.clone(), 6, packing).unwrap();
-        let expected = PackedRows::with_packing(own.clone(), 6, packing).unwrap();
-        assert_eq!(selected.num_rows(), expected.num_rows());
-        for row in 0..expected.num_rows() {
-            assert_eq!(selected.row(row).unwrap(), expected.row(row).unwrap(), "{packing:?} row {row}");
+        let selected = PackedSequences::with_packing(training.clone(), 6, packing).unwrap();
+        let expected = PackedSequences::with_packing(own.clone(), 6, packing).unwrap();
+        assert_eq!(selected.num_sequences(), expected.num_sequences());
+        for sequence in 0..expected.num_sequences() {
+            assert_eq!(
+                selected.sequence(sequence).unwrap(),
+                expected.sequence(sequence).unwrap(),
+                "{packing:?} sequence {sequence}"
+            );
         }
     }
 }
@@ -95,7 +99,7 @@ fn ranges_beyond_the_documents_are_errors() {
 }
 
 #[test]
-fn other_data_has_another_hash() {
+fn different_data_has_a_different_hash() {
     let hash = |lens: &[usize]| Documents::from(documents(lens)).sampled_hash().unwrap();
     let changed = |at: usize| {
         let mut tokens = document(0, 100);

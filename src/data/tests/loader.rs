@@ -5,35 +5,40 @@ use std::sync::Arc;
 const SEQ_LEN: usize = 6;
 const SEED: u64 = 7;
 
-/// 11 rows, the last one padded, with documents that cross rows.
-fn eleven_rows() -> Arc<PackedRows> {
-    let rows = packed(&[9, 1, 14, 3, 20, 8, 9], SEQ_LEN);
-    assert_eq!(rows.num_rows(), 11);
-    Arc::new(rows)
+/// 11 sequences, the last one padded, with documents that cross sequences.
+fn eleven_sequences() -> Arc<PackedSequences> {
+    let sequences = packed(&[9, 1, 14, 3, 20, 8, 9], SEQ_LEN);
+    assert_eq!(sequences.num_sequences(), 11);
+    Arc::new(sequences)
 }
 
-fn loader(rows: &Arc<PackedRows>, mesh: &DeviceMesh, rank: usize, accumulation: usize) -> DataLoader {
+fn loader(
+    sequences: &Arc<PackedSequences>,
+    mesh: &DeviceMesh,
+    rank: usize,
+    accumulation: usize,
+) -> DataLoader {
     let placement = Placement::of(mesh, rank).unwrap();
     let micro_batch = 4 / (accumulation * placement.dp_size);
     let options = LoaderOptions { seed: SEED, micro_batch, accumulation, placement };
-    DataLoader::new(rows.clone(), options).unwrap()
+    DataLoader::new(sequences.clone(), options).unwrap()
 }
 
-/// The rows of `num_steps` steps of 4 samples, in global order, put together from what all ranks receive.
+/// The sequences of `num_steps` steps of 4 samples, in global order, put together from what all ranks receive.
 fn assembled(
-    rows: &Arc<PackedRows>,
+    sequences: &Arc<PackedSequences>,
     dp: usize,
     sp: usize,
     accumulation: usize,
     num_steps: usize,
-) -> Vec<Row> {
+) -> Vec<PackedSequence> {
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
-    let mut loaders: Vec<_> = (0..dp * sp).map(|rank| loader(rows, &mesh, rank, accumulation)).collect();
+    let mut loaders: Vec<_> = (0..dp * sp).map(|rank| loader(sequences, &mesh, rank, accumulation)).collect();
     let mut assembled = Vec::new();
     for _ in 0..num_steps * accumulation {
         let parts: Vec<_> = loaders.iter_mut().map(|loader| loader.next_micro_batch().unwrap()).collect();
         for shards in parts.chunks(sp) {
-            assembled.extend((0..shards[0].batch).map(|row| whole_row(shards, row)));
+            assembled.extend((0..shards[0].batch_size).map(|sequence| whole_sequence(shards, sequence)));
         }
     }
     for loader in &loaders {
@@ -42,49 +47,53 @@ fn assembled(
     assembled
 }
 
-fn whole_row(shards: &[MicroBatch], row: usize) -> Row {
-    fn join<T: Copy>(shards: &[MicroBatch], row: usize, field: impl Fn(&MicroBatch) -> &[T]) -> Vec<T> {
-        let cut = |shard| field(shard).chunks(shard.seq_len_local()).nth(row).unwrap();
+fn whole_sequence(shards: &[MicroBatch], sequence: usize) -> PackedSequence {
+    fn join<T: Copy>(shards: &[MicroBatch], sequence: usize, field: impl Fn(&MicroBatch) -> &[T]) -> Vec<T> {
+        let cut = |shard| field(shard).chunks(shard.seq_len_local()).nth(sequence).unwrap();
         shards.iter().flat_map(|shard| cut(shard).iter().copied()).collect()
     }
     assert!(shards.iter().all(|shard| shard.cu_seqlens == shards[0].cu_seqlens));
-    Row {
-        input_ids: join(shards, row, |shard| &shard.input_ids),
-        shift_labels: join(shards, row, |shard| &shard.labels),
-        position_ids: join(shards, row, |shard| &shard.position_ids),
-        cu_seqlens: shards[0].cu_seqlens[row].clone(),
+    PackedSequence {
+        input_ids: join(shards, sequence, |shard| &shard.input_ids),
+        shift_labels: join(shards, sequence, |shard| &shard.labels),
+        position_ids: join(shards, sequence, |shard| &shard.position_ids),
+        cu_seqlens: shards[0].cu_seqlens[sequence].clone(),
     }
 }
 
 #[test]
-fn every_mesh_sees_the_same_rows_in_the_same_order() {
-    let rows = eleven_rows();
+fn every_mesh_sees_the_same_sequences_in_the_same_order() {
+    let sequences = eleven_sequences();
     // 8 steps of 4 samples cross two epoch boundaries in the middle of a step.
     let order: Vec<usize> = (0..3).flat_map(|epoch| epoch_order(SEED, epoch, 11)).take(32).collect();
-    let expected: Vec<_> = order.into_iter().map(|row| rows.row(row).unwrap()).collect();
+    let expected: Vec<_> = order.into_iter().map(|sequence| sequences.sequence(sequence).unwrap()).collect();
     for (dp, sp, accumulation) in
         [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 4, 2), (2, 2, 2), (2, 5, 1), (4, 6, 1)]
     {
-        assert_eq!(assembled(&rows, dp, sp, accumulation, 8), expected, "dp {dp} sp {sp} acc {accumulation}");
+        assert_eq!(
+            assembled(&sequences, dp, sp, accumulation, 8),
+            expected,
+            "dp {dp} sp {sp} acc {accumulation}"
+        );
     }
 }
 
 #[test]
 fn an_epoch_sees_every_token_of_every_document_once() {
-    let rows = eleven_rows();
-    let seen = assembled(&rows, 2, 3, 2, 11);
+    let sequences = eleven_sequences();
+    let seen = assembled(&sequences, 2, 3, 2, 11);
     for epoch in seen.chunks(11) {
-        let mut tokens: Vec<u32> = epoch.iter().flat_map(|row| row.input_ids.clone()).collect();
+        let mut tokens: Vec<u32> = epoch.iter().flat_map(|sequence| sequence.input_ids.clone()).collect();
         tokens.retain(|&token| token != 0);
         tokens.sort_unstable();
         // Tokens ascend through the corpus.
-        assert_eq!(tokens, corpus::tokens_of(rows.corpus()).concat());
+        assert_eq!(tokens, corpus::tokens_of(sequences.corpus()).concat());
     }
 }
 
 #[test]
-fn ranks_take_contiguous_rows_of_each_micro_step() {
-    let rows = eleven_rows();
+fn ranks_take_contiguous_sequences_of_each_micro_step() {
+    let sequences = eleven_sequences();
     let order = epoch_order(SEED, 0, 11);
     let options = |dp_rank| LoaderOptions {
         seed: SEED,
@@ -93,11 +102,13 @@ fn ranks_take_contiguous_rows_of_each_micro_step() {
         placement: Placement { dp_size: 2, dp_rank, ..Placement::single() },
     };
     for dp_rank in 0..2 {
-        let mut loader = DataLoader::new(rows.clone(), options(dp_rank)).unwrap();
+        let mut loader = DataLoader::new(sequences.clone(), options(dp_rank)).unwrap();
         for accumulation_step in 0..2 {
             let first = (accumulation_step * 2 + dp_rank) * 2;
-            let expected: Vec<u32> =
-                order[first..first + 2].iter().flat_map(|&row| rows.row(row).unwrap().input_ids).collect();
+            let expected: Vec<u32> = order[first..first + 2]
+                .iter()
+                .flat_map(|&sequence| sequences.sequence(sequence).unwrap().input_ids)
+                .collect();
             assert_eq!(loader.next_micro_batch().unwrap().input_ids, expected);
         }
         assert_eq!(loader.samples_consumed(), 8);
@@ -106,24 +117,26 @@ fn ranks_take_contiguous_rows_of_each_micro_step() {
 
 #[test]
 fn a_loader_resumes_on_another_mesh_where_it_stopped() {
-    let rows = eleven_rows();
-    let uninterrupted = assembled(&rows, 1, 1, 1, 6);
-    let mut seen = assembled(&rows, 2, 2, 1, 3);
-    let mut resumed = loader(&rows, &DeviceMesh::dp_sp(1, 1).unwrap(), 0, 2);
+    let sequences = eleven_sequences();
+    let uninterrupted = assembled(&sequences, 1, 1, 1, 6);
+    let mut seen = assembled(&sequences, 2, 2, 1, 3);
+    let mut resumed = loader(&sequences, &DeviceMesh::dp_sp(1, 1).unwrap(), 0, 2);
     resumed.next_micro_batch().unwrap();
     resumed.set_samples_consumed(12);
     assert_eq!(resumed.epoch(), 1);
     for _ in 0..6 {
         let part = resumed.next_micro_batch().unwrap();
-        seen.extend((0..part.batch).map(|row| whole_row(std::slice::from_ref(&part), row)));
+        seen.extend(
+            (0..part.batch_size).map(|sequence| whole_sequence(std::slice::from_ref(&part), sequence)),
+        );
     }
     assert_eq!(seen, uninterrupted);
 }
 
 #[test]
-fn rows_that_fill_the_last_batch_are_not_counted_as_consumed() {
-    let rows = eleven_rows();
-    let mut loader = loader(&rows, &DeviceMesh::dp_sp(1, 1).unwrap(), 0, 1).ending_at(11);
+fn sequences_that_fill_the_last_batch_are_not_counted_as_consumed() {
+    let sequences = eleven_sequences();
+    let mut loader = loader(&sequences, &DeviceMesh::dp_sp(1, 1).unwrap(), 0, 1).ending_at(11);
     assert_eq!(loader.steps_left(), Some(3));
     for _ in 0..3 {
         loader.next_micro_batch().unwrap();
@@ -134,20 +147,23 @@ fn rows_that_fill_the_last_batch_are_not_counted_as_consumed() {
     assert_eq!(resumed.steps_left(), Some(3));
     let part = resumed.next_micro_batch().unwrap();
     let second_epoch = epoch_order(SEED, 1, 11);
-    for (row, &expected) in second_epoch[..4].iter().enumerate() {
-        assert_eq!(whole_row(std::slice::from_ref(&part), row), rows.row(expected).unwrap());
+    for (sequence, &expected) in second_epoch[..4].iter().enumerate() {
+        assert_eq!(
+            whole_sequence(std::slice::from_ref(&part), sequence),
+            sequences.sequence(expected).unwrap()
+        );
     }
 }
 
 #[test]
 fn a_micro_batch_may_be_larger_than_the_corpus() {
-    let rows = Arc::new(packed(&[5], 4));
+    let sequences = Arc::new(packed(&[5], 4));
     let options = LoaderOptions { seed: 0, micro_batch: 5, accumulation: 1, placement: Placement::single() };
-    let mut loader = DataLoader::new(rows, options).unwrap();
+    let mut loader = DataLoader::new(sequences, options).unwrap();
     let batch = loader.next_micro_batch().unwrap();
-    let firsts: Vec<u32> = batch.input_ids.chunks(4).map(|row| row[0]).collect();
+    let firsts: Vec<u32> = batch.input_ids.chunks(4).map(|sequence| sequence[0]).collect();
     for epoch in firsts.chunks_exact(2) {
-        assert_eq!(epoch.iter().sum::<u32>(), 1000 + 1004, "both rows: {firsts:?}");
+        assert_eq!(epoch.iter().sum::<u32>(), 1000 + 1004, "both sequences: {firsts:?}");
     }
     assert_eq!((loader.epoch(), loader.samples_consumed()), (2, 5));
 }
@@ -168,11 +184,11 @@ fn the_order_is_pinned_and_depends_on_seed_and_epoch() {
 }
 
 #[test]
-fn every_row_reaches_every_place_about_equally_often() {
+fn every_sequence_reaches_every_position_about_equally_often() {
     let mut counts = [[0_u32; 4]; 4];
     for epoch in 0..4000 {
-        for (place, row) in epoch_order(3, epoch, 4).into_iter().enumerate() {
-            counts[place][row] += 1;
+        for (place, sequence) in epoch_order(3, epoch, 4).into_iter().enumerate() {
+            counts[place][sequence] += 1;
         }
     }
     // 1000 expected, standard deviation 27.
@@ -194,9 +210,9 @@ fn placement_comes_from_the_mesh() {
 }
 
 #[test]
-fn impossible_loaders_are_errors() {
+fn invalid_loaders_are_errors() {
     let good = LoaderOptions { seed: 0, micro_batch: 1, accumulation: 1, placement: Placement::single() };
-    let fail = |options| DataLoader::new(eleven_rows(), options).unwrap_err();
+    let fail = |options| DataLoader::new(eleven_sequences(), options).unwrap_err();
     assert!(matches!(
         fail(LoaderOptions { micro_batch: 0, ..good }),
         DataError::Zero { name: "micro_batch" }
@@ -214,7 +230,7 @@ fn impossible_loaders_are_errors() {
     assert!(matches!(placed(1, 0, 2, 3), DataError::RankOutOfRange { axis: "sp", rank: 3, size: 2 }));
     assert!(matches!(placed(0, 0, 1, 0), DataError::RankOutOfRange { axis: "dp", .. }));
     assert!(matches!(placed(1, 0, 7, 0), DataError::SeqLenBelowSp { seq_len: SEQ_LEN, sp_size: 7 }));
-    let mut loader = DataLoader::new(eleven_rows(), good).unwrap();
+    let mut loader = DataLoader::new(eleven_sequences(), good).unwrap();
     loader.set_samples_consumed(u64::MAX);
     assert!(matches!(loader.next_micro_batch(), Err(DataError::CursorOverflow { .. })));
     loader.set_samples_consumed(u64::MAX - 1);

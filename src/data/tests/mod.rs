@@ -28,6 +28,6 @@ fn documents(lens: &[usize]) -> Corpus {
 }
 
 /// Documents laid end to end.
-fn packed(lens: &[usize], seq_len: usize) -> PackedRows {
-    PackedRows::with_packing(documents(lens), seq_len, Packing::Cut).unwrap()
+fn packed(lens: &[usize], seq_len: usize) -> PackedSequences {
+    PackedSequences::with_packing(documents(lens), seq_len, Packing::Cut).unwrap()
 }

@@ -56,7 +56,7 @@ fn a_row_of_parquet_is_a_document_whatever_groups_nulls_and_compression() {
 }
 
 #[test]
-fn a_column_that_is_missing_or_no_text_is_named() {
+fn a_missing_or_non_text_column_is_named() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("a.parquet");
     write_rows(&path, &[5], Compression::UNCOMPRESSED);
@@ -67,8 +67,8 @@ fn a_column_that_is_missing_or_no_text_is_named() {
         let message = format!("{:#}", anyhow::Error::from(error));
         assert!(message.contains(expected) && message.contains("a.parquet"), "{message}");
     };
-    refuse("content", "no column `content`; there are: id, text");
-    refuse("id", "column `id` holds INT64, not one string per row");
+    refuse("content", "no column `content`; the columns are: id, text");
+    refuse("id", "column `id` contains INT64, not one string per row");
 }
 
 #[test]
@@ -76,17 +76,17 @@ fn a_damaged_parquet_file_is_an_error_or_other_text_and_never_a_panic() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("a.parquet");
     write_rows(&path, &[40, 20], Compression::SNAPPY);
-    let sound = std::fs::read(&path).unwrap();
+    let valid = std::fs::read(&path).unwrap();
     let mut refused = 0;
-    for (at, change) in (0..sound.len()).flat_map(|at| [0x01, 0x80, 0xff].map(|change| (at, change))) {
-        let mut damaged = sound.clone();
+    for (at, change) in (0..valid.len()).flat_map(|at| [0x01, 0x80, 0xff].map(|change| (at, change))) {
+        let mut damaged = valid.clone();
         damaged[at] ^= change;
         std::fs::write(&path, damaged).unwrap();
         refused += usize::from(Corpus::load(&path, &Tokenizer::bytes()).is_err());
     }
-    for length in 0..sound.len() {
-        std::fs::write(&path, &sound[..length]).unwrap();
+    for length in 0..valid.len() {
+        std::fs::write(&path, &valid[..length]).unwrap();
         Corpus::load(&path, &Tokenizer::bytes()).unwrap_err();
     }
-    assert!(refused > sound.len() / 2, "{refused} of {} changes were noticed", 3 * sound.len());
+    assert!(refused > valid.len() / 2, "{refused} of {} changes were noticed", 3 * valid.len());
 }

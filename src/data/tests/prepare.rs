@@ -35,7 +35,7 @@ fn run(
 }
 
 #[test]
-fn an_interrupted_preparation_goes_on_and_writes_the_same_bytes() {
+fn an_interrupted_preparation_resumes_and_writes_the_same_bytes() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let (inputs, whole, resumed) = (inputs(root), root.join("whole.tokens"), root.join("resumed.tokens"));
@@ -64,14 +64,14 @@ fn an_interrupted_preparation_goes_on_and_writes_the_same_bytes() {
     }
     let finished = run(&inputs, &resumed, |_| panic!("all was done")).unwrap();
     assert!(finished.is_resumed);
-    assert_eq!(text_bytes, prepared.progress.text_bytes, "nothing is tokenised twice");
+    assert_eq!(text_bytes, prepared.progress.text_bytes, "nothing is tokenized twice");
     assert_eq!(finished.progress.num_tokens, prepared.progress.num_tokens);
     assert!(fs::read(&whole).unwrap() == fs::read(&resumed).unwrap());
     assert!(!root.join("resumed.tokens.partial").exists());
 }
 
 #[test]
-fn what_cannot_be_prepared_is_refused_and_nothing_is_overwritten() {
+fn invalid_inputs_are_refused_and_nothing_is_overwritten() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     write(root, "a.txt", "text");
@@ -92,9 +92,9 @@ fn what_cannot_be_prepared_is_refused_and_nothing_is_overwritten() {
     // What was begun is of other inputs.
     assert!(matches!(prepare("b.txt"), Err(DataError::OtherPreparation { .. })));
     prepare("a.txt").unwrap();
-    let sound = fs::read(&output).unwrap();
+    let valid = fs::read(&output).unwrap();
     assert!(matches!(prepare("a.txt"), Err(DataError::OutputExists { .. })));
-    assert_eq!(fs::read(&output).unwrap(), sound);
+    assert_eq!(fs::read(&output).unwrap(), valid);
     let again = run(std::slice::from_ref(&output), &root.join("b.tokens"), |_| {}).unwrap_err();
     assert!(matches!(again, DataError::File(FileError::AlreadyTokens { .. })), "{again:?}");
 }

@@ -7,7 +7,7 @@ fn loader() -> DataLoader {
 }
 
 #[test]
-fn batches_come_as_from_the_loader_and_the_cursor_is_that_of_the_consumer() {
+fn batches_equal_those_of_the_loader_and_the_cursor_is_the_consumers() {
     let (mut direct, mut ahead) = (loader(), ReadAhead::new(loader()));
     for _ in 0..20 {
         assert_eq!(ahead.next_micro_batch().unwrap(), direct.next_micro_batch().unwrap());
@@ -16,7 +16,7 @@ fn batches_come_as_from_the_loader_and_the_cursor_is_that_of_the_consumer() {
 }
 
 #[test]
-fn errors_of_the_loader_arrive_where_they_happen() {
+fn errors_of_the_loader_arrive_in_order() {
     let mut loader = loader();
     loader.set_samples_consumed(u64::MAX - 6);
     let mut ahead = ReadAhead::new(loader);

@@ -88,7 +88,7 @@ fn broken_lines_are_refused_with_file_and_line() {
         (b"{\"text\":5}", "x.jsonl, line 3, `text`"),
         (
             b"{\"txt\":\"a\",\"id\":1}",
-            "line 3: neither `text` nor `input_ids`, `messages`, or `prompt` with `completion`; its fields are: id, txt",
+            "line 3: no field `text`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: id, txt",
         ),
         (b"{\"input_ids\":[1,-2]}", "x.jsonl, line 3, `input_ids`"),
         (b"{\"input_ids\":[1,4294967295]}", "`input_ids`[1] is 4294967295; the vocabulary is 0..4294967295"),

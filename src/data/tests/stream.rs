@@ -9,7 +9,8 @@ const STEPS: usize = 9;
 
 fn datasets() -> Vec<(&'static str, Dataset)> {
     let lens = |seed: usize| (0..24).map(|index| 1 + (index * 7 + seed) % 31).collect::<Vec<_>>();
-    let pack = |seed, packing| PackedRows::with_packing(documents(&lens(seed)), SEQ_LEN, packing).unwrap();
+    let pack =
+        |seed, packing| PackedSequences::with_packing(documents(&lens(seed)), SEQ_LEN, packing).unwrap();
     let two = |packing| [pack(1, packing), pack(2, packing)];
     let weighted = two(Packing::Greedy).into_iter().zip([1.0, 2.5]);
     vec![
@@ -42,9 +43,9 @@ fn stream_hash(data: &Dataset, dp: usize, sp: usize, accumulation: usize, steps:
         for _ in 0..accumulation {
             let parts: Vec<_> = loaders.iter_mut().map(|loader| loader.next_micro_batch().unwrap()).collect();
             for shards in parts.chunks(sp) {
-                assert!(shards.iter().all(|shard| shard.rows_hash == shards[0].rows_hash));
-                for row in 0..shards[0].batch {
-                    hash_row(&mut hasher, shards, row);
+                assert!(shards.iter().all(|shard| shard.batch_hash == shards[0].batch_hash));
+                for sequence in 0..shards[0].batch_size {
+                    hash_sequence(&mut hasher, shards, sequence);
                 }
             }
         }
@@ -53,15 +54,15 @@ fn stream_hash(data: &Dataset, dp: usize, sp: usize, accumulation: usize, steps:
     hashes
 }
 
-fn hash_row(hasher: &mut blake3::Hasher, shards: &[MicroBatch], row: usize) {
+fn hash_sequence(hasher: &mut blake3::Hasher, shards: &[MicroBatch], sequence: usize) {
     for shard in shards {
-        for at in row * shard.seq_len_local()..(row + 1) * shard.seq_len_local() {
+        for at in sequence * shard.seq_len_local()..(sequence + 1) * shard.seq_len_local() {
             hasher.update(&shard.input_ids[at].to_le_bytes());
             hasher.update(&shard.labels[at].to_le_bytes());
             hasher.update(&shard.position_ids[at].to_le_bytes());
         }
     }
-    shards[0].cu_seqlens[row].iter().for_each(|bound| {
+    shards[0].cu_seqlens[sequence].iter().for_each(|bound| {
         hasher.update(&bound.to_le_bytes());
     });
 }
@@ -71,7 +72,7 @@ fn dp_1_2_and_4_see_the_same_stream_before_and_after_a_resume() {
     let all: Vec<usize> = (0..STEPS).collect();
     for (name, data) in datasets() {
         let expected = stream_hash(&data, 1, 1, 1, &all);
-        assert!(data.num_rows() < STEPS * TRAIN_BATCH, "{name}: the stream takes more than an epoch");
+        assert!(data.num_sequences() < STEPS * TRAIN_BATCH, "{name}: the stream takes more than an epoch");
         for (dp, sp, accumulation) in [(1, 1, 8), (2, 1, 1), (2, 3, 2), (4, 1, 2), (4, 2, 1), (1, 4, 1)] {
             let label = format!("{name}: dp {dp} sp {sp} accumulation {accumulation}");
             assert_eq!(stream_hash(&data, dp, sp, accumulation, &all), expected, "{label}");
@@ -82,12 +83,12 @@ fn dp_1_2_and_4_see_the_same_stream_before_and_after_a_resume() {
 }
 
 #[test]
-fn ranks_that_hold_other_rows_have_other_hashes() {
+fn ranks_with_different_sequences_have_different_hashes() {
     let (_, data) = datasets().swap_remove(0);
     let batch = |seed, sp_rank| {
         let placement = Placement { sp_size: 2, sp_rank, ..Placement::single() };
         let options = LoaderOptions { seed, micro_batch: 2, accumulation: 1, placement };
-        DataLoader::new(data.clone(), options).unwrap().next_micro_batch().unwrap().rows_hash
+        DataLoader::new(data.clone(), options).unwrap().next_micro_batch().unwrap().batch_hash
     };
     assert_eq!(batch(1, 0), batch(1, 1));
     assert_ne!(batch(1, 0), batch(2, 1));

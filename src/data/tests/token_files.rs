@@ -1,4 +1,4 @@
-//! Files of tokens, sound and broken.
+//! Valid and damaged token files.
 
 use super::corpus::{tokens_of, write};
 use super::*;
@@ -170,7 +170,7 @@ fn no_id_outside_the_vocabulary_gets_out_of_a_file() {
     assert!(error.to_string().contains("n.bin: byte 2: token id 300"), "{error}");
     file_error(corpus.read_labels(1..2, &mut Vec::new()));
     corpus.read_tokens(2..3, &mut tokens).unwrap();
-    // Not read through, since reading is held to as little; a file that is held to more is.
+    // Not scanned, because reads check against a smaller vocabulary; a file with a larger one is scanned.
     assert_eq!(corpus.first_outside(300).unwrap(), None);
     assert_eq!(held(301).first_outside(300).unwrap(), Some((1, 300)));
     assert_eq!(held(301).first_outside(301).unwrap(), None);
@@ -222,19 +222,19 @@ fn broken_token_files_are_refused_with_file_and_place() {
     assert_eq!(folder.load("d.idx").unwrap().num_documents(), 2);
     let huge = u64::MAX.to_le_bytes();
     let cases: &[(&str, Vec<u8>, &str)] = &[
-        ("odd.bin", vec![1, 2, 3], "odd.bin: 3 bytes are no whole number of 2-byte tokens"),
-        ("empty.bin", vec![], "empty.bin: holds no token"),
-        ("c.bin", gpt2([magic, 1, 0], &[]), "c.bin: holds no token"),
+        ("odd.bin", vec![1, 2, 3], "odd.bin: 3 bytes are not a multiple of the token size"),
+        ("empty.bin", vec![], "empty.bin: contains no tokens"),
+        ("c.bin", gpt2([magic, 1, 0], &[]), "c.bin: contains no tokens"),
         ("c.bin", gpt2([magic, 2, 1], &[1]), "byte 4: the version is 2; valid is 1"),
-        ("c.bin", gpt2([magic, 1, 2], &[1]), "bytes 1024 to 1028 are needed and the file has 1026"),
-        ("c.bin", gpt2([magic, 1, -1], &[1]), "are needed and the file has 1026"),
+        ("c.bin", gpt2([magic, 1, 2], &[1]), "bytes 1024 to 1028 are needed, but the file has 1026"),
+        ("c.bin", gpt2([magic, 1, -1], &[1]), "are needed, but the file has 1026"),
         ("c.bin", gpt2([magic, 1, 1], &[1, 2]), "byte 8: the number of tokens is 1; valid is 2"),
         (
             "c.bin",
             gpt2([magic, 1, 1], &[])[..100].to_vec(),
-            "bytes 0 to 1024 are needed and the file has 100",
+            "bytes 0 to 1024 are needed, but the file has 100",
         ),
-        ("d.idx", vec![], "d.idx: bytes 0 to 9 are needed and the file has 0"),
+        ("d.idx", vec![], "d.idx: truncated: bytes 0 to 9 are needed, but the file has 0"),
         ("d.idx", b"TNTIDX\0\0\0".to_vec(), "d.idx: byte 0: expected Megatron's magic"),
         ("d.idx", wrong(9, &[2]), "byte 9: the version is 2"),
         ("d.idx", wrong(17, &[6]), "byte 17: the type code is 6"),
@@ -275,14 +275,14 @@ fn broken_token_files_are_refused_with_file_and_place() {
 fn a_damaged_header_of_our_own_is_refused_wherever_it_is_damaged() {
     let folder = Folder::new();
     let path = folder.prepared();
-    let sound = fs::read(&path).unwrap();
-    assert_eq!(sound.len(), 128 + 16 + 16);
+    let valid = fs::read(&path).unwrap();
+    assert_eq!(valid.len(), 128 + 16 + 16);
     assert_eq!(
         tokens_of(&Corpus::load(&path, &Tokenizer::bytes()).unwrap()),
         [vec![97, 98, 99], vec![100, 101]]
     );
     for at in 0..128 {
-        let mut bytes = sound.clone();
+        let mut bytes = valid.clone();
         bytes[at] ^= 1;
         fs::write(&path, bytes).unwrap();
         let error = file_error(Corpus::load(&path, &Tokenizer::bytes()));
@@ -294,7 +294,7 @@ fn a_damaged_header_of_our_own_is_refused_wherever_it_is_damaged() {
         assert!(expected, "{at}: {error}");
     }
     for (bytes, expected) in
-        [(&sound[..159], "bytes 0 to 160 are needed"), (&[&sound[..], &[0]].concat(), "160 bytes, not 161")]
+        [(&valid[..159], "bytes 0 to 160 are needed"), (&[&valid[..], &[0]].concat(), "160 bytes, not 161")]
     {
         fs::write(&path, bytes).unwrap();
         let message = file_error(Corpus::load(&path, &Tokenizer::bytes())).to_string();

@@ -1,4 +1,4 @@
-//! Which tokens of a conversation are learnt.
+//! Which tokens of a conversation are trained on.
 
 use super::corpus::write;
 use super::*;
@@ -51,7 +51,7 @@ fn tokenizer(root: &Path, template: Option<&str>) -> Tokenizer {
     Tokenizer::from_file(&root.join("tokenizer.json")).unwrap()
 }
 
-/// The text of all tokens, and of those that are learnt, piece by piece.
+/// The text of all tokens, and of those that are trained on, piece by piece.
 fn texts(root: &Path, tokenizer: &Tokenizer, line: &Json) -> (String, Vec<String>) {
     write(root, "x.jsonl", line.to_string());
     let corpus = Corpus::load(&root.join("x.jsonl"), tokenizer).unwrap();
@@ -61,18 +61,18 @@ fn texts(root: &Path, tokenizer: &Tokenizer, line: &Json) -> (String, Vec<String
     let file: Json = serde_json::from_slice(&std::fs::read(root.join("tokenizer.json")).unwrap()).unwrap();
     let vocab = file["model"]["vocab"].as_object().unwrap();
     let text = |id: u32| vocab.iter().find(|(_, found)| **found == id).unwrap().0.as_str();
-    let mut learnt = vec![String::new()];
+    let mut trained = vec![String::new()];
     for (&token, &label) in tokens.iter().zip(&labels) {
         match label {
-            IGNORED_LABEL => learnt.push(String::new()),
+            IGNORED_LABEL => trained.push(String::new()),
             label => {
                 assert_eq!(label, i64::from(token));
-                learnt.last_mut().unwrap().push_str(text(token));
+                trained.last_mut().unwrap().push_str(text(token));
             }
         }
     }
-    learnt.retain(|piece| !piece.is_empty());
-    (tokens.into_iter().map(text).collect(), learnt)
+    trained.retain(|piece| !piece.is_empty());
+    (tokens.into_iter().map(text).collect(), trained)
 }
 
 fn chat() -> Json {
@@ -88,14 +88,14 @@ fn chatml_learns_answers_and_the_end_of_their_turns() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let tokenizer = tokenizer(root, Some(CHATML));
-    let (text, learnt) = texts(root, &tokenizer, &chat());
+    let (text, trained) = texts(root, &tokenizer, &chat());
     assert_eq!(
         text,
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n\
          <|im_start|>assistant\nIt is 2.<|im_end|>\n<|im_start|>user\nIt is 2.<|im_end|>\n\
          <|im_start|>assistant\nYes,\nyes <|im_end|>\n"
     );
-    assert_eq!(learnt, ["It is 2.<|im_end|>", "Yes,\nyes <|im_end|>"]);
+    assert_eq!(trained, ["It is 2.<|im_end|>", "Yes,\nyes <|im_end|>"]);
 }
 
 #[test]
@@ -103,14 +103,14 @@ fn llama_3_learns_answers_and_the_end_of_their_turns() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let tokenizer = tokenizer(root, Some(LLAMA_3));
-    let (text, learnt) = texts(root, &tokenizer, &chat());
+    let (text, trained) = texts(root, &tokenizer, &chat());
     let turn = |role: &str, content: &str| {
         format!("<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>")
     };
     let turns =
         [("user", "1+1?"), ("assistant", "It is 2."), ("user", "It is 2."), ("assistant", "Yes,\nyes")];
     assert_eq!(text, format!("<|bos|>{}", turns.map(|(role, content)| turn(role, content)).concat()));
-    assert_eq!(learnt, ["It is 2.<|eot_id|>", "Yes,\nyes<|eot_id|>"]);
+    assert_eq!(trained, ["It is 2.<|eot_id|>", "Yes,\nyes<|eot_id|>"]);
 }
 
 #[test]
@@ -119,17 +119,17 @@ fn a_template_that_marks_its_answers_is_believed() {
     let root = root.path();
     let template = "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n[{% generation %}\n{{ m.content }};\
         {%- endgeneration -%} \n]{% else %}({{ m.content }}){% endif %}\n{% endfor %}";
-    let (text, learnt) = texts(root, &tokenizer(root, Some(template)), &chat());
+    let (text, trained) = texts(root, &tokenizer(root, Some(template)), &chat());
     assert_eq!(
         text,
         "(1+1?)\n[It is 2.;](It is 2.)\n[Yes,\nyes ;]".replace(")\n", ")"),
         "as jinja2 cuts white space"
     );
-    assert_eq!(learnt, ["It is 2.;", "Yes,\nyes ;"]);
+    assert_eq!(trained, ["It is 2.;", "Yes,\nyes ;"]);
 }
 
 #[test]
-fn a_template_whose_answers_cannot_be_told_is_refused() {
+fn a_template_whose_answers_cannot_be_located_is_refused() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let refused = |template: &str, line: &Json| {
@@ -146,7 +146,7 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });
-    assert!(refused(CHATML, &question).contains("no message has an answer to train on: none is of the role"));
+    assert!(refused(CHATML, &question).contains("no answer to train on: no message has the role"));
     let silent = refused("{{ messages[0].content }}", &chat());
     assert!(silent.contains("the chat template adds no text for the role `assistant`"), "{silent}");
     let marked = json!({ "messages": [{ "role": "assistant", "content": "\u{fdd0}" }] });
@@ -162,8 +162,8 @@ fn a_conversation_may_begin_with_the_assistant_and_its_numbers_keep_their_digits
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let messages = json!([{ "role": "assistant", "content": "Hi" }, { "role": "user", "content": "?" }]);
-    let (_, learnt) = texts(root, &tokenizer(root, Some(CHATML)), &json!({ "messages": messages }));
-    assert_eq!(learnt, ["Hi<|im_end|>"]);
+    let (_, trained) = texts(root, &tokenizer(root, Some(CHATML)), &json!({ "messages": messages }));
+    assert_eq!(trained, ["Hi<|im_end|>"]);
     for (number, is_exact) in [("18446744073709551615", true), ("18446744073709551616", false), ("-0", false)]
     {
         let call = format!("[{{\"role\":\"assistant\",\"content\":\"9\\\\\",\"n\":[1.5,{number}]}}]");
@@ -171,7 +171,7 @@ fn a_conversation_may_begin_with_the_assistant_and_its_numbers_keep_their_digits
         let found = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(CHATML)));
         assert_eq!(found.is_ok(), is_exact, "{number}: {found:?}");
         let message = found.err().map_or_else(String::new, |error| error.to_string());
-        assert!(is_exact || message.contains("x.jsonl, line 1: `messages` holds"), "{message}");
+        assert!(is_exact || message.contains("x.jsonl, line 1: `messages` contains"), "{message}");
     }
 }
 
@@ -202,7 +202,7 @@ fn a_tokenizer_that_panics_is_an_error_that_names_the_file() {
     write(root, "x.jsonl", "{\"text\":\"abc\"}\n");
     let error = Tokenizer::from_file(&path).and_then(|panics| Corpus::load(&root.join("x.jsonl"), &panics));
     let message = format!("{:#}", anyhow::Error::new(error.unwrap_err()));
-    assert!(message.contains("it panics: ") && message.contains("x.jsonl"), "{message}");
+    assert!(message.contains("the library panicked: ") && message.contains("x.jsonl"), "{message}");
 }
 
 #[test]
@@ -212,8 +212,8 @@ fn a_completion_is_learnt_with_what_ends_it_and_its_prompt_is_not() {
     let with_end = tokenizer(root, None);
     let line = |completion: &str| json!({ "prompt": "2+2=", "completion": completion });
     for completion in ["4.", "4.</s>"] {
-        let (text, learnt) = texts(root, &with_end, &line(completion));
-        assert_eq!((text.as_str(), learnt), ("2+2=4.</s>", vec!["4.</s>".to_owned()]));
+        let (text, trained) = texts(root, &with_end, &line(completion));
+        assert_eq!((text.as_str(), trained), ("2+2=4.</s>", vec!["4.</s>".to_owned()]));
     }
     // Bytes have no token that ends a text.
     write(root, "x.jsonl", line("4.").to_string());

@@ -1,4 +1,4 @@
-//! The arithmetic of a step's time, on machines that exist on paper only.
+//! Step times on idealized machines.
 
 mod choices;
 mod counted;
@@ -52,7 +52,7 @@ fn with_link(change: impl FnOnce(&mut LinkRates)) -> MachineProfile {
     MachineProfile { links: Links { intra_node: Some(link), inter_node: None }, ..machine() }
 }
 
-/// The preset `nano` on rows of 64 tokens, one for each dp rank.
+/// The preset `nano` on sequences of 64 tokens, one for each dp rank.
 fn nano(dp: usize, sp: usize, changes: Value) -> Workload {
     let mut json = json!({
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "mesh_param": [dp, sp],
@@ -86,18 +86,18 @@ fn seconds(workload: &Workload, machine: &MachineProfile) -> f64 {
     time.total_seconds
 }
 
-/// Of products: q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
+/// Weights of the matmuls: q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
 const HEAD: f64 = 64.0 * 256.0;
 const WEIGHTS: f64 = 2.0 * (64.0 * 192.0 + 3.0 * 64.0 * 172.0) + HEAD;
 
 #[test]
-fn products_take_six_flops_a_weight_and_token_and_the_logits_once_more() {
+fn matmuls_take_six_flops_a_weight_and_token_and_the_logits_once_more() {
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e9);
     assert_close(seconds(&nano(1, 1, json!({})), &machine), 64.0 * (6.0 * WEIGHTS + 2.0 * HEAD) / 1e9);
     let time = nano(1, 1, json!({})).step_time(&machine).unwrap();
     assert_close(time.recompute_seconds, 64.0 * 2.0 * HEAD / 1e9);
     assert_close(time.tokens_per_second, 64.0 / time.total_seconds);
-    // The logits' second time is no work of the model's, attention is.
+    // The recomputed logits do not count as model FLOPs, attention does.
     let attention = 2.0 * 12.0 * 2080.0 * 64.0;
     assert_close(time.mfu, (64.0 * 6.0 * WEIGHTS + attention) / time.total_seconds / 1e12);
 }
@@ -128,7 +128,7 @@ fn the_exchange_takes_its_bytes_by_the_bandwidth_of_an_all_to_all() {
 #[test]
 fn every_collective_takes_its_latency() {
     let machine = with_link(|link| link.latency_seconds = 1.0);
-    // Four exchanges in each of two layers, the sum of four units over sp, the rows and the loss.
+    // Four exchanges in each of two layers, the sum of four units over sp, the batch hashes and the loss.
     assert_close(seconds(&nano(1, 2, json!({})), &machine), 8.0 + 4.0 + 2.0);
     // Four reductions over dp, and the loss.
     assert_close(seconds(&nano(2, 1, json!({})), &machine), 4.0 + 1.0);
@@ -260,18 +260,18 @@ fn what_overlaps_costs_as_much_as_the_longer_of_the_two_and_nothing_is_lost() {
     apart.rates.f32.as_mut().unwrap().product_flops_per_second = 1e11;
     let together = MachineProfile { overlaps_communication: true, ..apart.clone() };
     let [apart, together] = [apart, together].map(|machine| workload.step_time(&machine).unwrap());
-    assert_eq!(apart.parts.products_seconds, together.parts.products_seconds);
+    assert_eq!(apart.parts.matmul_seconds, together.parts.matmul_seconds);
     assert_eq!(apart.hidden_seconds, 0.0);
     // All of the communication is either waited for or hidden.
     let all = apart.parts.zero_seconds;
     assert!(together.hidden_seconds > 0.2 * all, "{together:?}");
     assert!((together.parts.zero_seconds + together.hidden_seconds - all).abs() < 1e-12);
     assert!(together.total_seconds < apart.total_seconds);
-    assert!(together.total_seconds >= together.parts.products_seconds.max(all));
+    assert!(together.total_seconds >= together.parts.matmul_seconds.max(all));
 }
 
 #[test]
-fn recomputation_takes_time_and_is_no_work_of_the_model() {
+fn recomputation_takes_time_and_is_not_model_flops() {
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e9);
     let of = |checkpointing: bool| {
         let workload = nano(1, 1, json!({ "ulysses": { "activation_checkpointing": checkpointing } }));
@@ -303,7 +303,7 @@ fn what_leaves_the_node_goes_by_the_other_link_and_the_slower_one_counts() {
 }
 
 #[test]
-fn a_rate_that_is_needed_and_not_known_is_named() {
+fn a_required_rate_that_is_missing_is_named() {
     let message =
         |workload: Workload, machine: &MachineProfile| workload.step_time(machine).unwrap_err().to_string();
     let bf16 = nano(1, 1, json!({ "bf16": { "enabled": true } }));
@@ -311,8 +311,8 @@ fn a_rate_that_is_needed_and_not_known_is_named() {
     let alone = MachineProfile { links: Links::default(), file_bytes_per_second: None, ..machine() };
     assert!(message(nano(1, 2, json!({})), &alone).contains("`links.intra_node`"));
     let spread = Workload { ranks_per_node: 1, ..nano(2, 1, json!({})) };
-    let told = message(spread, &alone);
-    assert!(told.contains("`links.inter_node`, but the mesh communicates along dp"), "{told}");
+    let text = message(spread, &alone);
+    assert!(text.contains("`links.inter_node`, but the mesh communicates along dp"), "{text}");
     let offload = json!({ "zero_optimization": { "stage": 1, "offload_optimizer": { "device": "nvme" } } });
     assert!(message(nano(1, 1, offload), &alone).contains("`file_bytes_per_second`"));
     assert_eq!(seconds(&nano(1, 1, json!({})), &alone), 0.0);

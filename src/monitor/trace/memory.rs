@@ -1,30 +1,30 @@
-//! What ranks held, as counters of a trace.
+//! The memory of ranks, as counters of a trace.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use ulysses_kernels::memory::{ByCategory, Category, live_by_category, live_bytes};
 
-/// What a rank held from a moment on, until its next sample: the most in a part of a step, or what is left after it.
+/// The memory of a rank from one time to its next sample: the peak in a part of a step, or the rest after the step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct MemorySample {
     /// Global rank.
     pub rank: u64,
-    /// From when on, in microseconds since 1970.
+    /// The start, in microseconds since 1970.
     pub begin_us: f64,
-    /// Bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// What for.
+    /// Bytes by category.
     pub by_category: ByCategory,
 }
 
 impl MemorySample {
-    /// What this thread holds now.
+    /// Returns the memory of this thread now.
     pub(super) fn now(rank: u64, begin_us: f64) -> Self {
         let bytes = u64::try_from(live_bytes()).unwrap_or(0);
         Self { rank, begin_us, bytes, by_category: live_by_category() }
     }
 
-    /// The counter of what things are for and, since a counter's values may be drawn on top of each other, another one of all.
+    /// Returns a counter by category and, because a counter's values may be stacked, a separate one of the total.
     pub(super) fn events(&self, ts: f64) -> [Value; 2] {
         let names = Category::ALL.map(|category| category.name().to_owned());
         let by_category: Map<String, Value> =

@@ -1,11 +1,11 @@
 //! Learning-rate schedules with DeepSpeed's names, parameters and values.
 //!
-//! Each schedule is a pure function of the optimizer step: step 0 is the first
-//! update. DeepSpeed keeps state instead: its scheduler sets a first value when it
-//! is constructed and steps *after* each update. So the value at step `n > 0` is
-//! the one that its iteration `n − 1` computes, and the warm-up schedules start
-//! with their minimum twice. A skipped step (overflow, no valid token) does not
-//! count as an optimizer step.
+//! Each schedule is a pure function of the optimizer step; step 0 is the first
+//! update. DeepSpeed's schedulers are stateful: they set a first value when they
+//! are constructed, and step *after* each update. The value at step `n > 0` is
+//! therefore that of DeepSpeed's iteration `n − 1`, and warm-up schedules start
+//! with their minimum twice. A skipped step (overflow, no valid token) is not an
+//! optimizer step.
 
 mod one_cycle;
 mod range_test;
@@ -26,15 +26,15 @@ use serde_json::{Map, Value as Json};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum SchedulerConfig {
-    /// Warm up, then stay.
+    /// Warm-up, then constant.
     WarmupLr(WarmupLr),
-    /// Warm up, then fall linearly to where the warm-up began.
+    /// Warm-up, then linear decay.
     WarmupDecayLr(WarmupDecayLr),
-    /// Warm up, then fall along a half cosine.
+    /// Warm-up, then cosine decay.
     WarmupCosineLr(WarmupCosineLr),
-    /// Rise and fall once, then decay.
+    /// One cycle up and down, then decay.
     OneCycle(OneCycle),
-    /// Grow without bound, to find the largest rate that trains.
+    /// Unbounded growth, to find the largest usable rate.
     LrRangeTest(LrRangeTest),
 }
 
@@ -82,7 +82,7 @@ impl Keys for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// The same with the optimizer's rate where the section leaves the highest one to `"auto"`.
+    /// Replaces a maximum rate of `"auto"` by the optimizer's rate.
     pub(crate) fn with_base_lr(self, section: &Section<'_>, base_lr: f64) -> Self {
         match self {
             Self::WarmupDecayLr(rule) if section.section("params").is_auto("warmup_max_lr") => {
@@ -92,7 +92,7 @@ impl SchedulerConfig {
         }
     }
 
-    /// The same schedule, its decay ending at `steps`.
+    /// Sets the step at which the decay ends.
     pub(crate) fn ending_at(self, steps: u64) -> Self {
         match self {
             Self::WarmupDecayLr(rule) => {
@@ -105,7 +105,7 @@ impl SchedulerConfig {
         }
     }
 
-    /// Refuses `--lr` where the schedule has a highest rate of its own that is another one.
+    /// Rejects an `--lr` that differs from the rate of the schedule.
     pub(crate) fn check_lr(&self, lr: f64) -> Result<(), ConfigError> {
         let (key, own) = match self {
             Self::WarmupLr(rule) => ("warmup_max_lr", rule.warmup_max_lr.unwrap_or(lr)),
@@ -117,23 +117,24 @@ impl SchedulerConfig {
         if own == lr {
             return Ok(());
         }
-        let expected = format!(
-            "{own}, the rate of the schedule (to change that one too: --set scheduler.params.{key}={lr})"
-        );
+        let expected =
+            format!("{own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr})");
         Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
     }
 
-    /// What a user of these parameters should know.
+    /// Returns notes on the parameters.
     pub(crate) fn notes(&self, optimizer: &OptimizerConfig) -> Vec<String> {
         let short = |total: u64, warmup: u64| {
             (total < warmup).then(|| {
                 format!(
-                    "`scheduler.params.total_num_steps` {total} ends before the warm-up of {warmup} steps"
+                    "`scheduler.params.total_num_steps` {total} is less than the warm-up of {warmup} steps"
                 )
             })
         };
         let no_betas = |optimizer: &str| {
-            format!("`scheduler.params.cycle_momentum` has no effect on {optimizer}: it cycles betas")
+            format!(
+                "`scheduler.params.cycle_momentum` has no effect: it cycles betas, which {optimizer} does not have"
+            )
         };
         let note = match self {
             Self::WarmupDecayLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
@@ -141,7 +142,7 @@ impl SchedulerConfig {
             Self::OneCycle(rule) if rule.cycle_momentum => match optimizer {
                 OptimizerConfig::Adam { .. } | OptimizerConfig::Lion { .. } | OptimizerConfig::Lamb { .. } => {
                     rule.first_step_with_invalid_momentum().map(|step| {
-                        format!("`scheduler.params.decay_mom_rate` raises the first beta to 1 at step {step}: stop before")
+                        format!("`scheduler.params.decay_mom_rate` raises the first beta to 1 at step {step}: train fewer steps")
                     })
                 }
                 OptimizerConfig::Sgd { .. } => Some(no_betas("SGD")),
@@ -153,7 +154,7 @@ impl SchedulerConfig {
     }
 }
 
-/// The learning rate of every optimizer step.
+/// The learning rate as a function of the optimizer step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LrSchedule {
     scheduler: Option<SchedulerConfig>,
@@ -161,18 +162,18 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// The schedule of a `scheduler` section. `base_lr` is the optimizer's own rate, which
-    /// WarmupCosineLR scales and WarmupLR takes for a missing `warmup_max_lr`.
+    /// Creates the schedule of a `scheduler` section. `base_lr` is the optimizer's `lr`, which
+    /// WarmupCosineLR scales and which is WarmupLR's default for `warmup_max_lr`.
     pub fn new(scheduler: &SchedulerConfig, base_lr: f64) -> Self {
         Self { scheduler: Some(scheduler.clone()), base_lr }
     }
 
-    /// The same rate at every step.
+    /// Creates a constant schedule.
     pub fn constant(base_lr: f64) -> Self {
         Self { scheduler: None, base_lr }
     }
 
-    /// The learning rate of the optimizer step `step`, counted from 0.
+    /// Returns the learning rate of the optimizer step `step`, counted from 0.
     pub fn lr_at(&self, step: u64) -> f64 {
         match &self.scheduler {
             None => self.base_lr,
@@ -184,8 +185,8 @@ impl LrSchedule {
         }
     }
 
-    /// The optimizer's betas at the optimizer step `step`, where the schedule cycles them
-    /// (OneCycle with `cycle_momentum`); otherwise the optimizer's own apply.
+    /// Returns the betas at the optimizer step `step`, if the schedule cycles them (OneCycle with
+    /// `cycle_momentum`); otherwise the optimizer's betas apply.
     pub fn momentum_at(&self, step: u64) -> Option<[f64; 2]> {
         match &self.scheduler {
             Some(SchedulerConfig::OneCycle(rule)) => rule.betas_at(step),

@@ -5,39 +5,39 @@ use crate::config::define::words::{below_1, count, flag, index, number};
 
 keys! {
     /// One cycle from `cycle_min_lr` up to `cycle_max_lr` and back, then a decay below the minimum:
-    /// `cycle_min_lr / (1 + decay_lr_rate × decay intervals)`. The optimizer's first beta moves against it, from
+    /// `cycle_min_lr / (1 + decay_lr_rate × decay intervals)`. The optimizer's first beta moves inversely, from
     /// `cycle_max_mom` down and back, then `cycle_max_mom × (1 + decay_mom_rate × decay intervals)`: it *grows*, as in
-    /// DeepSpeed, and passes 1 if training goes on.
+    /// DeepSpeed, and eventually exceeds 1.
     #[derive(Clone, Debug, PartialEq)]
     pub struct OneCycle {
-        /// Lower end of the cycle.
+        /// Minimum learning rate of the cycle.
         pub cycle_min_lr: f64 = number().required(),
-        /// Upper end of the cycle.
+        /// Maximum learning rate of the cycle.
         pub cycle_max_lr: f64 = number().required(),
-        /// How fast the rate falls after the cycle.
+        /// Decay of the learning rate per interval after the cycle.
         pub decay_lr_rate: f64 = number().number(0.0),
-        /// Length of the rising half.
+        /// Steps of the rising half.
         pub cycle_first_step_size: u64 = count().integer(2000),
-        /// Length of the falling half.
-        pub cycle_second_step_size: Option<u64> = index().derived("that of the rising one").or_null(),
-        /// Stairs of the rising half; 0 is smooth.
+        /// Steps of the falling half.
+        pub cycle_second_step_size: Option<u64> = index().derived("`cycle_first_step_size`").or_null(),
+        /// Stairs of the rising half; 0 for a smooth one.
         pub cycle_first_stair_count: u64 = index().integer(0),
         /// Stairs of the falling half.
-        pub cycle_second_stair_count: Option<u64> = index().derived("that of the rising one").or_null(),
-        /// Length of one decay interval; 0 for no decay.
+        pub cycle_second_stair_count: Option<u64> = index().derived("`cycle_first_stair_count`").or_null(),
+        /// Steps per decay interval; 0 for no decay.
         pub decay_step_size: u64 = index().integer(0),
-        /// Whether the optimizer's first beta cycles too.
+        /// Cycles the optimizer's first beta too.
         pub cycle_momentum: bool = flag().boolean(true),
-        /// Lower end for the beta.
+        /// Minimum of the first beta.
         pub cycle_min_mom: f64 = below_1().number(0.8),
-        /// Upper end for the beta.
+        /// Maximum of the first beta.
         pub cycle_max_mom: f64 = below_1().number(0.9),
-        /// How fast the beta grows after the cycle.
+        /// Growth of the first beta per interval after the cycle.
         pub decay_mom_rate: f64 = number().number(0.0),
     }
 }
 
-/// While DeepSpeed cycles the first beta, it pins the second.
+/// The second beta while the first one cycles, as in DeepSpeed.
 const SECOND_BETA: f64 = 0.99;
 
 impl OneCycle {
@@ -53,7 +53,7 @@ impl OneCycle {
             return None;
         }
         let beta = match self.phase(step) {
-            // DeepSpeed starts from the minimum and jumps to the maximum with the second step.
+            // DeepSpeed starts at the minimum, and jumps to the maximum at the second step.
             Phase::Cycle { .. } if step == 0 => self.cycle_min_mom,
             Phase::Cycle { height } => {
                 self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
@@ -63,7 +63,7 @@ impl OneCycle {
         Some([beta, SECOND_BETA])
     }
 
-    /// The first step at which the growing beta is no longer below 1.
+    /// Returns the first step at which the growing beta is not below 1.
     pub(crate) fn first_step_with_invalid_momentum(&self) -> Option<u64> {
         if self.decay_mom_rate == 0.0 || self.decay_step_size == 0 || self.cycle_max_mom == 0.0 {
             return None;
@@ -81,7 +81,7 @@ impl OneCycle {
         }
     }
 
-    /// How far up the cycle a step within it is, from 0 to 1.
+    /// Returns the height of a step within the cycle, from 0 to 1.
     fn height_at(&self, step: u64) -> f64 {
         let (position, length, stairs) = if step <= self.cycle_first_step_size {
             (step, self.cycle_first_step_size, self.cycle_first_stair_count)
@@ -102,10 +102,10 @@ impl OneCycle {
     }
 }
 
-/// What the schedule is doing.
+/// The phase of the schedule.
 enum Phase {
     /// The cycle, at a height from 0 (minimum) to 1 (maximum).
     Cycle { height: f64 },
-    /// The decay, so many intervals after the cycle's end.
+    /// The decay, `intervals` after the end of the cycle.
     Decay { intervals: f64 },
 }

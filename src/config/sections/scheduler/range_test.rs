@@ -4,16 +4,16 @@ use crate::config::define::keys;
 use crate::config::define::words::{count, flag, number};
 
 keys! {
-    /// Multiplies the rate by `1 + lr_range_test_step_rate × intervals`.
+    /// Multiplies the learning rate by `1 + lr_range_test_step_rate × intervals`.
     #[derive(Clone, Debug, PartialEq)]
     pub struct LrRangeTest {
-        /// Rate at the start.
+        /// Initial learning rate.
         pub lr_range_test_min_lr: f64 = number().number(1e-3),
-        /// Length of one interval.
+        /// Steps per interval.
         pub lr_range_test_step_size: u64 = count().integer(2000),
         /// Growth per interval.
         pub lr_range_test_step_rate: f64 = number().number(1.0),
-        /// Whether to grow once per interval rather than at every step.
+        /// Grows once per interval instead of at every step.
         pub lr_range_test_staircase: bool = flag(),
     }
 }

@@ -7,18 +7,18 @@ use std::f64::consts::PI;
 
 const MIN_LR: Key = number().number(0.0).auto(Literal::Number(0.0));
 
-/// `"auto"` is the Trainer's `warmup_steps`, 0 by default; every schedule warms up for 2 at least.
+/// `"auto"` is the Trainer's `warmup_steps`, 0 by default; every schedule warms up for at least 2 steps.
 const NUM_STEPS: Key = index().integer(1000).auto(Literal::Integer(0));
 
 const TOTAL_NUM_STEPS: Key =
-    count().required().auto_derived("the steps to train: `ulysses.steps` or `--steps`");
+    count().required().auto_derived("the number of steps: `ulysses.steps` or `--steps`");
 
 const FROM_OPTIMIZER: &str = "the optimizer's `lr`";
 
 choices! {
-    /// The form of the warm-up.
+    /// The shape of the warm-up.
     pub enum WarmupType {
-        /// `ln(t + 1) / ln(warmup_num_steps)`: steep at first.
+        /// `ln(t + 1) / ln(warmup_num_steps)`.
         #[default]
         Log = "log",
         /// `t / warmup_num_steps`.
@@ -27,7 +27,7 @@ choices! {
 }
 
 impl WarmupType {
-    /// How far the warm-up has come at `iteration`, from 0 to 1; `None` once it is over.
+    /// Returns the progress of the warm-up at `iteration`, from 0 to 1; `None` after its end.
     fn progress(self, iteration: u64, num_steps: u64) -> Option<f64> {
         let num_steps = effective_warmup(num_steps);
         (iteration < num_steps).then(|| match self {
@@ -37,22 +37,22 @@ impl WarmupType {
     }
 }
 
-/// DeepSpeed warms up for at least two steps, as `ln 1` cannot be a divisor.
+/// DeepSpeed warms up for at least two steps, because the formula divides by the logarithm.
 fn effective_warmup(num_steps: u64) -> u64 {
     num_steps.max(2)
 }
 
 keys! {
-    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then stays there.
+    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then stays constant.
     #[derive(Clone, Debug, PartialEq)]
     pub struct WarmupLr {
-        /// Rate at the start.
+        /// Initial learning rate.
         pub warmup_min_lr: f64 = MIN_LR,
-        /// Rate after the warm-up.
+        /// Learning rate after the warm-up.
         pub warmup_max_lr: Option<f64> = number().derived(FROM_OPTIMIZER),
-        /// Length of the warm-up; less than 2 is read as 2.
+        /// Warm-up steps; values below 2 count as 2.
         pub warmup_num_steps: u64 = NUM_STEPS,
-        /// Form of the warm-up.
+        /// Shape of the warm-up.
         pub warmup_type: WarmupType = choice().text("log"),
     }
 }
@@ -67,19 +67,19 @@ impl WarmupLr {
 }
 
 keys! {
-    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then falls linearly back to
+    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then decays linearly to
     /// `warmup_min_lr` at `total_num_steps`.
     #[derive(Clone, Debug, PartialEq)]
     pub struct WarmupDecayLr {
-        /// Where the decay ends.
+        /// The step at which the decay ends.
         pub total_num_steps: u64 = TOTAL_NUM_STEPS,
-        /// Rate at the start.
+        /// Initial learning rate.
         pub warmup_min_lr: f64 = MIN_LR,
-        /// Rate after the warm-up.
+        /// Learning rate after the warm-up.
         pub warmup_max_lr: f64 = number().number(1e-3).auto_derived(FROM_OPTIMIZER),
-        /// Length of the warm-up; less than 2 is read as 2.
+        /// Warm-up steps; values below 2 count as 2.
         pub warmup_num_steps: u64 = NUM_STEPS,
-        /// Form of the warm-up.
+        /// Shape of the warm-up.
         pub warmup_type: WarmupType = choice().text("log"),
     }
 }
@@ -98,19 +98,19 @@ impl WarmupDecayLr {
 }
 
 keys! {
-    /// Warms up from `warmup_min_ratio` to 1, then falls along a half cosine to `cos_min_ratio`
-    /// at `total_num_steps`; the ratios scale the optimizer's `lr`. The very first step is 0 all the same.
+    /// Warms up from `warmup_min_ratio` to 1, then decays along a half cosine to `cos_min_ratio`
+    /// at `total_num_steps`; the ratios scale the optimizer's `lr`. The first step is 0, as in DeepSpeed.
     #[derive(Clone, Debug, PartialEq)]
     pub struct WarmupCosineLr {
-        /// Where the decay ends.
+        /// The step at which the decay ends.
         pub total_num_steps: u64 = TOTAL_NUM_STEPS,
-        /// Ratio to the optimizer's `lr` at the start.
+        /// Initial ratio to the optimizer's `lr`.
         pub warmup_min_ratio: f64 = fraction().number(0.0),
-        /// Length of the warm-up; less than 2 is read as 2.
+        /// Warm-up steps; values below 2 count as 2.
         pub warmup_num_steps: u64 = NUM_STEPS,
-        /// Ratio to the optimizer's `lr` at the end.
+        /// Final ratio to the optimizer's `lr`.
         pub cos_min_ratio: f64 = fraction().number(1e-4),
-        /// Form of the warm-up.
+        /// Shape of the warm-up.
         pub warmup_type: WarmupType = choice().text("log"),
     }
 }
@@ -125,7 +125,7 @@ impl WarmupCosineLr {
         base_lr * ratio
     }
 
-    /// From 1 at the end of the warm-up to 0 at the end of training and ever after.
+    /// Returns the cosine factor: 1 at the end of the warm-up, 0 from the end of the decay on.
     fn half_cosine(&self, iteration: u64) -> f64 {
         let warmup = effective_warmup(self.warmup_num_steps);
         let decay_steps = self.total_num_steps.saturating_sub(warmup).max(1);

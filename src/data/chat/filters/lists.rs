@@ -1,4 +1,4 @@
-//! Filters of lists, dictionaries and generators.
+//! Filters for lists, dicts and generators.
 
 use super::{count, is_true, one};
 use crate::data::chat::arguments::Arguments;
@@ -9,7 +9,7 @@ use crate::data::chat::python::{
 use minijinja::value::Tuple;
 use minijinja::{Error, State, Value};
 
-/// `value` where no attribute is asked for, else what a path such as `function.name` or `0` leads to.
+/// Returns `value`, or the item at a path such as `function.name` or `0`, if one is given.
 fn attribute(value: Value, path: Option<&Value>) -> Result<Value, Error> {
     let Some(path) = path.filter(|path| !path.is_none()) else { return Ok(value) };
     let Py::Str(path) = py(path) else { return get_item(&value, path) };
@@ -17,7 +17,7 @@ fn attribute(value: Value, path: Option<&Value>) -> Result<Value, Error> {
     path.split('.').try_fold(value, |value, name| get_item(&value, &part(name)))
 }
 
-/// The key by which strings compare where case does not count.
+/// Returns the sort key of a string, optionally case-insensitive.
 fn folded(value: Value, case_sensitive: bool) -> Value {
     match value.as_str() {
         Some(text) if !case_sensitive => Value::from(text.to_lowercase()),
@@ -99,7 +99,7 @@ pub(super) fn sort(arguments: Arguments) -> Result<Value, Error> {
     sorted(keyed, is_true(reverse))
 }
 
-/// Values by their keys; equal ones stay in order, in both directions.
+/// Sorts values by their keys; stable in both directions.
 fn sorted(mut keyed: Vec<(Value, Value)>, reverse: bool) -> Result<Value, Error> {
     let mut problem = None;
     charge_elements(keyed.len())?;
@@ -195,7 +195,7 @@ pub(super) fn map(state: &mut State<'_, '_>, mut arguments: Arguments) -> Result
     Ok(Lazy::generator(mapped))
 }
 
-/// The values, or their attributes, that a test is true of, or those that it is not true of.
+/// Returns the values for which a test on them or on an attribute is true, or those for which it is false.
 pub(super) fn select(
     state: &mut State<'_, '_>,
     mut arguments: Arguments,
@@ -223,7 +223,7 @@ pub(super) fn select(
     Ok(Lazy::generator(selected))
 }
 
-/// The smallest or largest; the first of equal ones.
+/// Returns the smallest or largest value; the first of equal ones.
 pub(super) fn extreme(
     arguments: Arguments,
     is_better: fn(std::cmp::Ordering) -> bool,

@@ -1,4 +1,4 @@
-//! Jinja's filters that published templates use.
+//! The filters of Jinja that published templates use.
 
 mod lists;
 
@@ -57,7 +57,7 @@ pub(super) const FILTERS: [(&str, Filter); 38] = [
     ("upper", |_, arguments| Ok(Value::from(text(arguments)?.to_uppercase()))),
 ];
 
-/// The value that a filter without parameters is applied to.
+/// Returns the value of a filter without parameters.
 fn one(arguments: Arguments) -> Result<Value, Error> {
     let [value] = arguments.bind(["value"])?;
     Ok(value.unwrap_or(Value::UNDEFINED))
@@ -71,7 +71,7 @@ fn is_true(value: Option<Value>) -> bool {
     value.is_some_and(|value| value.is_true())
 }
 
-/// An int that is a parameter and must not be large for its own sake.
+/// Returns an int parameter, which must be small.
 fn count(value: Option<Value>, default: usize, name: &str) -> Result<usize, Error> {
     let Some(value) = value else { return Ok(default) };
     let count = py(&value).int().and_then(|count| usize::try_from(count).ok());
@@ -107,7 +107,7 @@ fn float(arguments: Arguments) -> Result<Value, Error> {
     Ok(number.map_or_else(|| default.unwrap_or_else(|| Value::from(0.0)), Value::from))
 }
 
-/// `float(text)`, without the words and underscores that Python knows too.
+/// `float(text)`, without words and underscores, which Python accepts too.
 fn parsed_float(text: &str) -> Option<f64> {
     let text = strip(text, None, [true, true]);
     let is_number =
@@ -154,7 +154,7 @@ fn indent(arguments: Arguments) -> Result<Value, Error> {
             " ".repeat(width)
         }
     };
-    // Jinja adds the line break, so that a last, empty line is one.
+    // Jinja adds the line break so that an empty last line is kept.
     let text = format!("{text}\n");
     let lines = split_lines(&text, false);
     charge(text.len().saturating_add(lines.len().saturating_mul(indention.len())))?;
@@ -185,7 +185,7 @@ fn round(arguments: Arguments) -> Result<Value, Error> {
     }
     match py(&value) {
         Py::Float(value) if value.is_finite() => {
-            // The digits are exact, and a half is rounded to the even digit, in both languages.
+            // Both languages round exact digits, half to even.
             let rounded = format!("{value:.precision$}").parse::<f64>();
             rounded.map(Value::from).map_err(|_| failed(format!("{} cannot be rounded", float_repr(value))))
         }
@@ -196,7 +196,7 @@ fn round(arguments: Arguments) -> Result<Value, Error> {
     }
 }
 
-/// Words begin after white space, a hyphen or an opening bracket.
+/// Words start after white space, a hyphen or an opening bracket.
 fn title(text: &str) -> Result<String, Error> {
     let (mut titled, mut is_inside) = (String::with_capacity(text.len()), false);
     for character in text.chars() {

@@ -1,4 +1,4 @@
-//! `%` and `str.format`, as far as templates use them.
+//! The subset of `%` and `str.format` that templates use.
 
 use super::{Py, failed, py, to_str, write_repr, write_str};
 use crate::data::chat::arguments::Arguments;
@@ -18,11 +18,11 @@ pub(in crate::data::chat) fn percent(text: &str, values: &[Value]) -> Result<Val
             out.push('%');
             continue;
         }
-        let value = values.next().ok_or_else(|| failed("`%` has more places than values"))?;
+        let value = values.next().ok_or_else(|| failed("`%` has more placeholders than values"))?;
         spec.write(kind, value, &mut out)?;
     }
     if values.next().is_some() {
-        return Err(failed("`%` has more values than places"));
+        return Err(failed("`%` has more values than placeholders"));
     }
     out.push_str(rest);
     Ok(Value::from(out))
@@ -47,7 +47,7 @@ impl Spec {
             None => (None, text),
         };
         let mut chars = text.chars();
-        let kind = chars.next().ok_or_else(|| failed("`%` ends a text"))?;
+        let kind = chars.next().ok_or_else(|| failed("`%` at the end of a text"))?;
         let left = flags.contains('-');
         Ok((Self { left, zeros: flags.contains('0') && !left, width, precision }, kind, chars.as_str()))
     }
@@ -74,7 +74,7 @@ impl Spec {
             }
             ('f', value) => {
                 let value = value.float().filter(|value| value.is_finite());
-                let value = value.ok_or_else(|| failed("`%f` of what is no finite number"))?;
+                let value = value.ok_or_else(|| failed("`%f` of a value that is not a finite number"))?;
                 let precision = precision.unwrap_or(6);
                 if precision > 1000 {
                     return Err(failed("`%f` with a precision over 1000 is not supported"));
@@ -112,7 +112,7 @@ fn number(text: &str) -> Result<(usize, &str), Error> {
     Ok((number.map_err(|_| failed("`%` with a width or precision that is too large"))?, rest))
 }
 
-/// `text.format(…)` of fields that are empty, an index or a name.
+/// `text.format(…)` with empty fields, indices or names.
 pub(super) fn format(text: &str, arguments: Arguments) -> Result<Value, Error> {
     let (positional, named) = arguments.into_parts();
     let (mut out, mut rest, mut next) = (String::new(), text, 0..);

@@ -44,9 +44,9 @@ struct Writer {
     text: String,
     ensure_ascii: bool,
     sort_keys: bool,
-    /// Indentation of a level, where values have lines of their own.
+    /// Indentation per level, if values are on separate lines.
     indent: Option<String>,
-    /// Between items, and between key and value.
+    /// Separators between items, and between key and value.
     item: String,
     key: String,
 }

@@ -1,4 +1,4 @@
-//! Values that Python computes lazily, while they are iterated over.
+//! Values that Python computes lazily during iteration.
 
 use super::failed;
 use minijinja::value::{Enumerator, Object, ObjectRepr};
@@ -6,8 +6,8 @@ use minijinja::{Error, Value};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// A generator, which can be iterated over once and is true even where it is empty, or a view, which is as good as
-/// a list and prints otherwise.
+/// A generator, which can be iterated once and is true even if empty, or a view, which behaves like a list but prints
+/// differently.
 #[derive(Debug)]
 pub(in crate::data::chat) struct Lazy {
     elements: Mutex<Vec<Value>>,
@@ -29,7 +29,7 @@ impl Lazy {
         Value::from_object(Self { elements: Mutex::new(elements), is_generator: false })
     }
 
-    /// The remaining values.
+    /// Returns the remaining values.
     pub(super) fn take(&self) -> Result<Vec<Value>, Error> {
         let mut elements = self.elements.lock();
         if self.is_generator {
@@ -39,7 +39,7 @@ impl Lazy {
         Ok(elements.clone())
     }
 
-    /// The first that is left.
+    /// Returns the first remaining value.
     pub(in crate::data::chat) fn take_first(&self) -> Option<Value> {
         let mut elements = self.elements.lock();
         match self.is_generator && !elements.is_empty() {

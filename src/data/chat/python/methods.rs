@@ -8,12 +8,12 @@ use minijinja::value::{Object, ObjectRepr, Tuple};
 use minijinja::{Error, Value};
 use std::sync::Arc;
 
-/// A method by its name, and the names that programs call it by: to look it up, and to call it.
+/// A method: its name, and the names by which programs look it up and call it.
 pub(in crate::data::chat) struct MethodName {
     pub(in crate::data::chat) name: &'static str,
     pub(in crate::data::chat) attribute: &'static str,
     pub(in crate::data::chat) call: &'static str,
-    /// Types that have it: str, dict, list and tuple.
+    /// The types that have it: str, dict, list and tuple.
     types: [bool; 3],
 }
 
@@ -25,8 +25,7 @@ macro_rules! methods {
     };
 }
 
-/// Every method of the three types. Those that change their value are refused when they are called, as
-/// `transformers` refuses them.
+/// All methods of the three types. Calls of mutating methods are refused, as in `transformers`.
 pub(in crate::data::chat) const METHODS: &[MethodName] = methods! {
     [true, false, false]: "capitalize" "casefold" "center" "encode" "endswith" "expandtabs" "find" "format"
         "format_map" "isalnum" "isalpha" "isascii" "isdecimal" "isdigit" "isidentifier" "islower" "isnumeric"
@@ -39,7 +38,7 @@ pub(in crate::data::chat) const METHODS: &[MethodName] = methods! {
     [false, true, true]: "clear" "copy" "pop";
 };
 
-/// A method that is looked up and not called, which is true and defined.
+/// A bound method that is not called; it is true and defined.
 #[derive(Debug)]
 pub(in crate::data::chat) struct Method;
 
@@ -50,7 +49,7 @@ impl Object for Method {
 }
 
 impl Method {
-    /// The method of a value, where it has it.
+    /// Returns the method of a value, if its type has it.
     pub(in crate::data::chat) fn of(value: &Value, name: &str) -> Option<Value> {
         has(value, name).then(|| Value::from_object(Self))
     }
@@ -179,14 +178,14 @@ fn string<'a>(method: &str, value: &'a Value) -> Result<&'a str, Error> {
     value.as_str().ok_or_else(|| failed(format!("`{method}` takes a str, not {}", py(value).name())))
 }
 
-/// How often at most; a negative number stands for no bound.
+/// Returns the maximum count; a negative number means no limit.
 fn limit(count: Option<Value>) -> Result<Option<usize>, Error> {
     let Some(count) = count else { return Ok(None) };
     let count = py(&count).int().ok_or_else(|| failed("a count is no int"))?;
     Ok(usize::try_from(count).ok())
 }
 
-/// The parts with a text between them.
+/// Joins parts with a separator.
 pub(in crate::data::chat) fn join(parts: &[&str], between: &str) -> Result<String, Error> {
     let bytes: usize = parts.iter().map(|part| part.len()).sum();
     charge(bytes.saturating_add(between.len().saturating_mul(parts.len())))?;

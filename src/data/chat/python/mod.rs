@@ -1,7 +1,7 @@
-//! Python's values, as far as templates see them: how they print, compare and are looked into.
+//! Python's values as templates see them: printing, comparison and access.
 //!
-//! `transformers` renders a template with Jinja in Python, and a model has seen the text that this makes. So what a
-//! template may do either gives that text here or is an error.
+//! `transformers` renders a template with Jinja in Python, and models are trained on that text. Every operation of a
+//! template therefore gives the same text here, or is an error.
 
 mod format;
 mod json;
@@ -23,7 +23,7 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, Value};
 use std::cmp::Ordering;
 
-/// A value by its type in Python.
+/// A value by its Python type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Py<'a> {
     Undefined,
@@ -41,7 +41,7 @@ pub(super) enum Py<'a> {
     Other,
 }
 
-/// Two numbers, as floats where one is a float.
+/// Two numbers, both floats if one is a float.
 pub(super) enum Numbers {
     Ints(i128, i128),
     Floats(f64, f64),
@@ -60,7 +60,7 @@ pub(super) fn py(value: &Value) -> Py<'_> {
             None if value.is_tuple() => Py::Tuple,
             None => Py::List,
         },
-        // A namespace is a map to the engine, and no dictionary to Python.
+        // A namespace is a map for the engine, but not a dict in Python.
         ValueKind::Map if !is_namespace(value) && !is_loop(value) => Py::Dict,
         _ => Py::Other,
     }
@@ -79,7 +79,7 @@ fn is_loop(value: &Value) -> bool {
 }
 
 impl Py<'_> {
-    /// Python's name of the type, for errors.
+    /// Returns Python's name of the type, for errors.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Undefined => "an undefined value",
@@ -96,7 +96,7 @@ impl Py<'_> {
         }
     }
 
-    /// An int, which a bool is too.
+    /// Returns an int; a bool is an int too.
     pub(super) fn int(self) -> Option<i128> {
         match self {
             Self::Int(value) => Some(value),
@@ -120,12 +120,12 @@ pub(super) fn numbers(left: Py<'_>, right: Py<'_>) -> Option<Numbers> {
     }
 }
 
-/// An int as a value.
+/// Returns an int as a value.
 pub(super) fn int(value: i128) -> Value {
     i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
 }
 
-/// The elements that Python's `iter` gives.
+/// Returns the elements of Python's `iter`.
 pub(super) fn elements(value: &Value) -> Result<Vec<Value>, Error> {
     match py(value) {
         Py::Undefined => Ok(Vec::new()),
@@ -139,7 +139,7 @@ pub(super) fn elements(value: &Value) -> Result<Vec<Value>, Error> {
     }
 }
 
-/// Keys and values of a dictionary, in order.
+/// Returns the keys and values of a dict, in order.
 pub(super) fn pairs(value: &Value) -> Result<Vec<(Value, Value)>, Error> {
     charge_elements(2 * value.len().unwrap_or(0))?;
     let pairs = value.as_object().filter(|_| py(value) == Py::Dict).and_then(|map| map.try_iter_pairs());
@@ -191,7 +191,7 @@ pub(super) fn write_repr(value: &Value, text: &mut String, depth: usize) -> Resu
             text.push('}');
         }
         other @ (Py::Lazy(_) | Py::Other) => {
-            return Err(failed(format!("{} is printed, which gives no text to train on", other.name())));
+            return Err(failed(format!("printing {} is not supported", other.name())));
         }
     }
     Ok(())
@@ -214,14 +214,14 @@ fn check_depth(depth: usize) -> Result<(), Error> {
     }
 }
 
-/// Checks a value that is put into another one: its depth, and that no namespace holds itself.
+/// Checks a value that is stored in another one: its depth, and that no namespace contains itself.
 pub(super) fn check_nested(value: &Value, depth: usize) -> Result<(), Error> {
     check_depth(depth)?;
     charge(16)?;
     match py(value) {
         Py::List | Py::Tuple => value.try_iter()?.try_for_each(|value| check_nested(&value, depth + 1)),
         Py::Dict => pairs(value)?.iter().try_for_each(|(key, value)| match py(key) {
-            // Python finds `1` by `true` and `1.0`, too.
+            // In Python, `true` and `1.0` equal the key `1`.
             Py::Bool(_) => Err(failed("true and false as keys of a dict are not supported")),
             _ => check_nested(value, depth + 1),
         }),
@@ -298,7 +298,7 @@ fn all_equal<'a>(
     pairs.find_map(different).unwrap_or(Ok(true))
 }
 
-/// How two numbers compare; not at all where one is NaN.
+/// Compares two numbers; `None` if one is NaN.
 fn compare_numbers(left: Py<'_>, right: Py<'_>) -> Option<Option<Ordering>> {
     Some(match numbers(left, right)? {
         Numbers::Ints(left, right) => Some(left.cmp(&right)),
@@ -306,7 +306,7 @@ fn compare_numbers(left: Py<'_>, right: Py<'_>) -> Option<Option<Ordering>> {
     })
 }
 
-/// How two values compare by `<`; not at all where one is NaN.
+/// Compares two values by `<`; `None` if one is NaN.
 pub(super) fn compare(left: &Value, right: &Value, depth: usize) -> Result<Option<Ordering>, Error> {
     check_depth(depth)?;
     charge(16)?;

@@ -1,4 +1,4 @@
-//! Python's operators. A template's program calls them in the place of the engine's own.
+//! Python's operators. A compiled template calls them instead of the engine's.
 
 use super::{
     Lazy, METHODS, Method, Numbers, Py, compare, elements, equal, failed, int, numbers, percent, py,
@@ -11,7 +11,7 @@ use std::cmp::Ordering;
 
 type Operator = fn(&[Value]) -> Result<Value, Error>;
 
-/// By the names that programs call them by, which no template can write.
+/// The operators by their internal names, which a template cannot contain.
 pub(in crate::data::chat) const OPERATORS: [(&str, Operator); 21] = [
     ("+", |values| add(&values[0], &values[1])),
     ("-", |values| arithmetic(&values[0], &values[1], "-", i128::checked_sub, |a, b| a - b)),
@@ -89,7 +89,7 @@ fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     Ok(if py(value) == Py::Tuple { Tuple::from(elements).into() } else { Value::from(elements) })
 }
 
-/// Exact where both ints are floats, too.
+/// Exact if both ints are representable as floats.
 fn divide(left: &Value, right: &Value) -> Result<Value, Error> {
     let [dividend, divisor] = match numbers(py(left), py(right)) {
         Some(Numbers::Ints(left, right)) if left.unsigned_abs().max(right.unsigned_abs()) > 1 << 53 => {
@@ -105,7 +105,7 @@ fn divide(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// Quotient and remainder, which has the sign of the divisor.
+/// Returns quotient and remainder; the remainder has the sign of the divisor.
 fn floor_divide(left: &Value, right: &Value) -> Result<[Value; 2], Error> {
     match numbers(py(left), py(right)) {
         Some(Numbers::Ints(_, 0)) => Err(failed("division by zero")),
@@ -187,7 +187,7 @@ pub(in crate::data::chat) fn is_in(value: &Value, container: &Value) -> Result<b
     }
 }
 
-/// `container[key]`, which Jinja makes undefined where Python has an error, and a method where there is no item.
+/// `container[key]`: undefined in Jinja where Python raises an error, and a method if there is no item.
 pub(in crate::data::chat) fn get_item(container: &Value, key: &Value) -> Result<Value, Error> {
     let found = match (py(container), py(key)) {
         (Py::Undefined, key) => {
@@ -278,7 +278,7 @@ impl Lazy {
         let distance = if step > 0 { stop.saturating_sub(start) } else { start.saturating_sub(stop) };
         let count = distance.max(0).div_euclid(step.saturating_abs())
             + i128::from(distance.max(0) % step.saturating_abs() != 0);
-        // Jinja's own bound.
+        // The limit of Jinja.
         let count = usize::try_from(count).ok().filter(|count| *count <= 100_000);
         let count = count.ok_or_else(|| failed("`range` has more than 100000 numbers"))?;
         charge_elements(count)?;

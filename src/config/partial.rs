@@ -8,24 +8,24 @@ use super::overrides::Overrides;
 use super::raw::RawConfig;
 use serde_json::{Value, json};
 
-/// A config as far as it can be resolved.
+/// A config that is resolved as far as possible.
 #[derive(Clone, Debug)]
-pub struct PartlyResolved {
-    /// The config, with presumed values in place of those that are [open](Self::open).
+pub struct PartiallyResolved {
+    /// The config, with assumed values in place of [open](Self::open) ones.
     pub config: Config,
-    /// It as it is written: what is open is as the file has it, or is presumed and fits.
+    /// The config as JSON; open values are those of the file, or assumed ones that fit.
     pub written: Value,
-    /// The values that wait for a flag or for another key.
-    pub open: Vec<OpenValue>,
+    /// The values that depend on an unset flag or key.
+    pub open: Vec<UnresolvedValue>,
 }
 
-/// A value that nothing gives yet.
+/// A value that is not determined yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenValue {
+pub struct UnresolvedValue {
     /// The path of the key.
     pub key: &'static str,
-    /// The flag or key that would give it.
-    pub waits_for: String,
+    /// The flag or key that determines it.
+    pub needs: String,
 }
 
 const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
@@ -33,25 +33,24 @@ const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl RawConfig {
-    /// Like [`resolve`](Self::resolve), but goes on where the steps, the mesh or the batch size are still to come, and
-    /// says so.
+    /// Like [`resolve`](Self::resolve), but assumes unset steps, mesh or batch sizes, and reports them as open.
     ///
     /// # Errors
-    /// When the config contradicts itself, whatever is still to come.
-    pub fn resolve_partly(&self, overrides: &Overrides) -> Result<PartlyResolved, ConfigError> {
+    /// When the config is invalid whatever the open values are.
+    pub fn resolve_partially(&self, overrides: &Overrides) -> Result<PartiallyResolved, ConfigError> {
         let (mut raw, mut overrides, mut open) = (self.clone(), overrides.clone(), Vec::new());
-        // Each round settles one of three causes.
+        // Each round resolves one of three causes.
         let mut config = loop {
             match raw.resolve(&overrides) {
                 Ok(config) => break config,
                 Err(error) if open.len() > BATCH_KEYS.len() => return Err(error),
-                Err(error) => open.push(raw.presume(&mut overrides, error)?),
+                Err(error) => open.push(raw.assume(&mut overrides, error)?),
             }
         };
         open.extend(unset(&config));
-        let is_open = |key: &str| open.iter().any(|value: &OpenValue| value.key == key);
+        let is_open = |key: &str| open.iter().any(|value: &UnresolvedValue| value.key == key);
         config.autos.retain(|auto| !is_open(&auto.key));
-        // Only sizes of a config that is too strange to write could fail here.
+        // Serialization fails only for sizes that JSON cannot hold.
         let mut written = serde_json::to_value(&config).unwrap_or_default();
         if is_open(TOTAL_NUM_STEPS) {
             written["scheduler"]["params"]["total_num_steps"] = json!("auto");
@@ -62,34 +61,38 @@ impl RawConfig {
                 self.gradient_accumulation_steps.map(|passes| (BATCH_KEYS[2].to_owned(), json!(passes))),
             );
         }
-        Ok(PartlyResolved { config, written, open })
+        Ok(PartiallyResolved { config, written, open })
     }
 
-    /// Fills in what an error says is missing, or gives the error back.
-    fn presume(&mut self, overrides: &mut Overrides, error: ConfigError) -> Result<OpenValue, ConfigError> {
+    /// Assumes the value that the error says is missing, or returns the error.
+    fn assume(
+        &mut self,
+        overrides: &mut Overrides,
+        error: ConfigError,
+    ) -> Result<UnresolvedValue, ConfigError> {
         let knows_dp = overrides.mesh.is_some() || !self.dp_sizes.is_empty();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
                 self.decays_to_last_step = false;
-                Ok(OpenValue { key, waits_for: "--steps, or `ulysses.steps`".to_owned() })
+                Ok(UnresolvedValue { key, needs: "--steps, or `ulysses.steps`".to_owned() })
             }
             ConfigError::Batch { reason, .. } => match **reason {
                 BatchError::Unset => {
-                    // One row for each rank, as no mesh contradicts it.
+                    // One sequence per rank fits every mesh.
                     self.micro_batch_size = Some(1);
-                    let waits_for = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
-                    Ok(OpenValue { key: BATCH_KEYS[0], waits_for })
+                    let needs = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
+                    Ok(UnresolvedValue { key: BATCH_KEYS[0], needs })
                 }
                 BatchError::Contradiction { train, micro, accumulation, .. }
                     if !knows_dp && train.is_multiple_of(micro * accumulation) =>
                 {
-                    Ok(self.presume_dp(overrides, train / (micro * accumulation), "the batch sizes need"))
+                    Ok(self.assume_dp(overrides, train / (micro * accumulation), "the batch sizes need"))
                 }
                 _ => Err(error),
             },
             ConfigError::Mesh { reason, .. } => match **reason {
                 MeshShapeError::ShardSize { shard_size, .. } if !knows_dp => {
-                    Ok(self.presume_dp(overrides, shard_size.size, "ZeRO's partitions need a multiple of"))
+                    Ok(self.assume_dp(overrides, shard_size.size, "ZeRO's partitions need a multiple of"))
                 }
                 _ => Err(error),
             },
@@ -97,18 +100,18 @@ impl RawConfig {
         }
     }
 
-    fn presume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> OpenValue {
+    fn assume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> UnresolvedValue {
         let sp = self.sp_sizes.first().map_or(1, |stated| stated.size);
         overrides.mesh = Some((dp, sp));
-        OpenValue {
+        UnresolvedValue {
             key: "data_parallel_size",
-            waits_for: format!("--mesh: {why} dp {dp}, such as {dp}x{sp}"),
+            needs: format!("--mesh: {why} dp {dp}, such as {dp}x{sp}"),
         }
     }
 }
 
-/// A required value that nothing gives.
-fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
+/// Returns the required values that are not set.
+fn unset(config: &Config) -> impl Iterator<Item = UnresolvedValue> + use<> {
     let ulysses = &config.ulysses;
     let lacks = [
         (ulysses.model.is_none(), "ulysses.model", "--model"),
@@ -116,7 +119,9 @@ fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
         (ulysses.seq_len.is_none(), "ulysses.seq_len", "--seq-len"),
         (ulysses.steps.is_none() && ulysses.epochs.is_none(), "ulysses.steps", "--steps or --epochs"),
     ];
-    let open =
-        |(_, key, flag): (bool, _, &str)| OpenValue { key, waits_for: format!("{flag} of `ulysses train`") };
+    let open = |(_, key, flag): (bool, _, &str)| UnresolvedValue {
+        key,
+        needs: format!("{flag} of `ulysses train`"),
+    };
     lacks.into_iter().filter(|(lacks, ..)| *lacks).map(open)
 }

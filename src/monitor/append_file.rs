@@ -1,4 +1,4 @@
-//! A file that grows as a run goes on, and that a full disk does not spoil.
+//! A file that a run appends to, and that a full disk does not corrupt.
 
 use crate::regular_file;
 use std::fmt::Display;
@@ -6,38 +6,38 @@ use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::Path;
 
-/// The most bytes that wait for room.
+/// Maximum bytes that wait in memory for disk space.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-/// Appends whole records. One that finds no room, or room for a part of it only, waits in memory and goes before the
+/// Appends whole records. When the disk is full, a record or the rest of it waits in memory, and is written before the
 /// next one.
 #[derive(Debug)]
-pub(super) struct Appended<W: Write = File> {
+pub(super) struct AppendFile<W: Write = File> {
     file: W,
     waiting: Vec<u8>,
 }
 
-impl<W: Write> Appended<W> {
+impl<W: Write> AppendFile<W> {
     pub(super) fn new(file: W) -> Self {
         Self { file, waiting: Vec::new() }
     }
 
-    /// Appends a record once [`flush`](Self::flush) is called.
+    /// Adds a record, which [`flush`](Self::flush) writes.
     pub(super) fn push(&mut self, record: &[u8]) -> io::Result<()> {
         if self.waiting.len() + record.len() > MAX_WAITING_BYTES {
-            return Err(io::Error::other(format!("{MAX_WAITING_BYTES} bytes wait for room already")));
+            return Err(io::Error::other(format!("{MAX_WAITING_BYTES} bytes are waiting for disk space")));
         }
         self.waiting.extend_from_slice(record);
         Ok(())
     }
 
-    /// Appends a record, so that a reader sees it at once.
+    /// Appends a record; readers see it immediately.
     pub(super) fn append(&mut self, record: &[u8]) -> io::Result<()> {
         self.push(record)?;
         self.flush()
     }
 
-    /// Writes what waits, as far as there is room.
+    /// Writes waiting records, as far as there is disk space.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         let mut written = 0;
         let mut result = Ok(());
@@ -54,9 +54,9 @@ impl<W: Write> Appended<W> {
     }
 }
 
-impl Appended {
-    /// Goes on behind `lines`, which replace the content of a file. It has another name until it is complete: a crash or
-    /// a full disk must not lose what there was.
+impl AppendFile {
+    /// Replaces the contents of a file by `lines`, and appends to it. The new file has another name until it is complete,
+    /// so that a crash or a full disk does not lose the old contents.
     pub(super) fn replacing(path: &Path, lines: impl IntoIterator<Item: Display>) -> io::Result<Self> {
         let mut unfinished = path.as_os_str().to_owned();
         unfinished.push(".part");
@@ -70,19 +70,19 @@ impl Appended {
     }
 }
 
-impl<W: Write> Drop for Appended<W> {
-    /// There may be room by now.
+impl<W: Write> Drop for AppendFile<W> {
+    /// Tries again to write waiting records.
     fn drop(&mut self) {
         let _ = self.flush();
     }
 }
 
-/// Whether an error says that there is no room: what was to be written waits, and may be tried again.
+/// Returns whether an error means that the disk is full. The records wait in memory and can be written later.
 pub fn is_out_of_space(error: &io::Error) -> bool {
     [ErrorKind::StorageFull, ErrorKind::QuotaExceeded, ErrorKind::FileTooLarge].contains(&error.kind())
 }
 
-/// The text of a file that may not be there.
+/// Returns the text of a file, or an empty string if it does not exist.
 pub(super) fn read_if_there(path: &std::path::Path) -> io::Result<String> {
     match regular_file::read_to_string(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),
@@ -94,7 +94,7 @@ pub(super) fn read_if_there(path: &std::path::Path) -> io::Result<String> {
 mod tests {
     use super::*;
 
-    /// A disk with room for so many bytes.
+    /// A disk with a limited number of free bytes.
     #[derive(Default)]
     struct Disk {
         room: usize,
@@ -118,9 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn records_that_find_no_room_wait_in_order_until_there_is() {
+    fn records_wait_in_order_while_the_disk_is_full() {
         let mut disk = Disk { room: 6, ..Disk::default() };
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         file.append(b"one\n").unwrap();
         for record in [b"two\n", b"six\n"] {
             assert!(is_out_of_space(&file.append(record).unwrap_err()));
@@ -132,9 +132,9 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_written_in_the_end_if_it_can_be() {
+    fn waiting_records_are_written_on_drop() {
         let mut disk = Disk::default();
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         assert!(file.append(b"one\n").is_err());
         file.file.room = 100;
         drop(file);
@@ -142,9 +142,9 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded() {
+    fn waiting_bytes_are_bounded() {
         let mut disk = Disk::default();
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         let error = file.append(&vec![0; MAX_WAITING_BYTES + 1]).unwrap_err();
         assert!(!is_out_of_space(&error), "{error}");
     }
