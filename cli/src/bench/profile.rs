@@ -170,11 +170,11 @@ impl Bench<'_> {
         if device != DeviceKind::Cpu {
             return Ok(None);
         }
-        let use_ = Use { holds: "the benchmark", key: "--offload-path" };
+        let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };
         let directory = self.args.offload_path.as_deref();
         // Fails before ranks start.
-        OffloadStore::in_file(use_, directory).or_usage()?;
-        let measure = |rank: &RankContext| self.file_of(rank, use_, directory);
+        OffloadStore::in_file(label, directory).or_usage()?;
+        let measure = |rank: &RankContext| self.file_of(rank, label, directory);
         on_ranks(ranks, options, measure).map(Some)
     }
 

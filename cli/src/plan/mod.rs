@@ -192,7 +192,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let workload = Workload { config, model, document_len, ranks_per_node, device };
-    let max_seq_len = budget_bytes.map(|bytes| workload.longest(bytes)).transpose().or_usage()?.flatten();
+    let max_seq_len = budget_bytes.map(|bytes| workload.max_seq_len(bytes)).transpose().or_usage()?.flatten();
     let workload = match (workload.config.ulysses.seq_len, max_seq_len) {
         (None, Some(longest)) => workload.with_seq_len(longest),
         (None, None) if budget_bytes.is_some() => {
