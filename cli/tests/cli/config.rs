@@ -88,7 +88,7 @@ fn explain_shows_a_key_and_suggests_similar_ones() {
     let outcome = place.run(&["config", "explain", "zero_optimization.contiguous_gradients"]);
     outcome.assert_done();
     assert!(
-        outcome.stdout.contains("no effect: the gradients of a layer always are contiguous"),
+        outcome.stdout.contains("no effect: the gradients of a layer are always contiguous"),
         "{}",
         outcome.stdout
     );
