@@ -138,7 +138,7 @@ impl Host {
     }
 
     /// Returns the value of rank 0. Collective.
-    pub(super) fn from_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
+    pub(super) fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
         let Some(process) = &mut self.process else { return Ok(own) };
         process.all_gather(&own)?.into_iter().next().context("a job has a process").or_run()
     }

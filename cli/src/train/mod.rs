@@ -37,7 +37,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let acquired =
         host.is_first().then(|| output::acquire(&config_path, &prepared.config, trace_path)).transpose();
     let (output, _lock) = host.agree(acquired)?.unzip();
-    let output = host.from_first(output.unwrap_or_default())?;
+    let output = host.value_of_first(output.unwrap_or_default())?;
     let record = record::begin(&prepared, &config_path);
     let run = Run { prepared, output, tracer: trace.as_ref().map(|(_, tracer)| tracer.clone()), record };
     log_line(&run);
