@@ -69,7 +69,7 @@ fn shapes_that_do_not_fit_are_refused() {
         tensors.insert("input_ids".to_owned(), flat);
     });
     flat.assert_refused(2, &["input_ids", "[128]", "[batch, seq_len]"]);
-    for (shape, expected) in [((0, 64), "at least one row"), ((2, 0), "seq_len 0"), ((2, 1), "seq_len = 1")] {
+    for (shape, expected) in [((0, 64), "at least one sequence"), ((2, 0), "seq_len 0"), ((2, 1), "seq_len = 1")] {
         let outcome = verify(|tensors| {
             let ids = Tensor::zeros(shape, DType::I64, &Device::Cpu).unwrap();
             *tensors = Tensors::from([("input_ids".to_owned(), ids)]);
@@ -89,7 +89,7 @@ fn values_out_of_range_are_refused_with_row_and_position() {
         ("shift_labels", -5, "label -5"),
     ] {
         let outcome = verify(|tensors| set(tensors, name, 1, 5, value));
-        outcome.assert_refused(2, &["b.safetensors", expected, "row 1, position 5"]);
+        outcome.assert_refused(2, &["b.safetensors", expected, "1, position 5"]);
     }
 }
 
