@@ -253,7 +253,7 @@ impl<'a> Simulation<'a> {
 
     fn host_copy(&mut self, bytes: u64) -> Result<(), EngineError> {
         let Some(rate) = self.machine.host_bytes_per_second else {
-            let needed_by = "the config offloads from a GPU to the host's memory".to_owned();
+            let needed_by = "the config offloads from a GPU to host memory".to_owned();
             return Err(self.unknown("host_bytes_per_second", needed_by));
         };
         let seconds = self.times * bytes as f64 / rate;

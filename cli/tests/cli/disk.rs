@@ -174,7 +174,7 @@ fn a_full_disk_stops_the_run_or_not_as_configured() {
     let outcome = run_in_little_space(&place, &resume);
     // Step 10 may fail, but a run fails if its last step is not saved.
     assert!(
-        outcome.stderr.contains("step 10 was not saved") && outcome.stderr.contains("goes on"),
+        outcome.stderr.contains("step 10 was not saved") && outcome.stderr.contains("training continues"),
         "{outcome:?}"
     );
     outcome.assert_refused(1, &["checkpoint of step 12 was not saved"]);

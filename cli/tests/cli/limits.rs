@@ -19,8 +19,8 @@ fn threads_that_cannot_start_are_named() {
     let refused = |arguments: &[&str], expected: &str| {
         place.run_with(arguments, &[NO_THREADS]).assert_refused(1, &[expected]);
     };
-    refused(&["train", "text.json"], "cannot start the threads that tokenize");
-    refused(&["data", "prepare", "text.txt", "--output", "t.tok"], "cannot start the threads that tokenize");
+    refused(&["train", "text.json"], "cannot start the tokenization threads");
+    refused(&["data", "prepare", "text.txt", "--output", "t.tok"], "cannot start the tokenization threads");
     refused(&["bench", "collectives", "--repeats", "1"], "cannot start the thread of rank 0");
     assert!(!place.path("t.tok").exists());
 }

@@ -90,7 +90,7 @@ fn unreadable_data_is_refused() {
     place.write("binaries/a.dat", [0x80_u8, 0xff]);
     std::fs::create_dir(place.path("nothing_in_it")).unwrap();
     for (data, expected) in [
-        ("missing.txt", "does not exist; give a file of text or tokens, a directory, or a pattern"),
+        ("missing.txt", "does not exist; give a text or token file, a directory, or a pattern"),
         ("empty.txt", "contains no text"),
         ("nothing_in_it", "contains no text"),
         ("binary.dat", "is not valid UTF-8 text"),
