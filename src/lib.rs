@@ -99,7 +99,7 @@ pub use trainer::Trainer;
 /// What a training program needs: `use ulysses::prelude::*;`.
 pub mod prelude {
     pub use crate::candle::{Device, Tensor};
-    pub use crate::checkpoint::Saved;
+    pub use crate::checkpoint::SavedCheckpoint;
     pub use crate::comm::{LaunchOptions, MeshGroups, ProcessGroup, RankContext, launch};
     pub use crate::config::Config;
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};

@@ -3,7 +3,7 @@
 use super::{Failure, OrFail, note};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{MANIFEST, pointed_to, steps};
+use ulysses::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::kernels::attention::grouped_heads;
@@ -31,7 +31,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
-        _ if dir.is_file() && pointed_to(dir).is_none() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
+        _ if dir.is_file() && read_pointer(dir).is_none() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
         true => anyhow!(
             "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
              --output DIR` makes one of it"
@@ -80,9 +80,9 @@ pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
 
 /// Whether a run has written `dir`, or a checkpoint of one.
 fn holds_checkpoints(dir: &Path) -> bool {
-    pointed_to(dir).is_some()
+    read_pointer(dir).is_some()
         || dir.join(MANIFEST).exists()
-        || steps(dir).is_ok_and(|steps| !steps.is_empty())
+        || saved_steps(dir).is_ok_and(|steps| !steps.is_empty())
 }
 
 /// The directory that `model` names, unless it names a preset.

@@ -30,7 +30,7 @@ pub fn step_name(step: u64) -> String {
 }
 
 /// The checkpoint that a file like [`LATEST`] or [`BEST`] names, which lies beside it. `None` for anything else.
-pub fn pointed_to(path: &Path) -> Option<PathBuf> {
+pub fn read_pointer(path: &Path) -> Option<PathBuf> {
     let (file, _) = regular_file::open(path).ok()?;
     let mut text = String::new();
     file.take(MAX_POINTER_BYTES).read_to_string(&mut text).ok()?;
@@ -41,7 +41,7 @@ pub fn pointed_to(path: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// A directory that cannot be listed. What is no directory has no steps.
-pub fn steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
+pub fn saved_steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
     let io = || CheckpointError::io("list", directory);
     let entries = match std::fs::read_dir(directory) {
         Err(error) if [NotFound, NotADirectory].contains(&error.kind()) => return Ok(Vec::new()),
@@ -77,11 +77,11 @@ impl StepDirectory {
     }
 }
 
-/// The directories that [`steps`] finds, newest first by what their manifests state: a directory that was renamed, or
+/// The directories that [`saved_steps`] finds, newest first by what their manifests state: a directory that was renamed, or
 /// copied under another name, is as old as it ever was.
 ///
 /// # Errors
-/// As [`steps`].
+/// As [`saved_steps`].
 pub fn step_directories(directory: &Path) -> Result<Vec<StepDirectory>, CheckpointError> {
     let of = |step| {
         let name = step_name(step);
@@ -89,7 +89,7 @@ pub fn step_directories(directory: &Path) -> Result<Vec<StepDirectory>, Checkpoi
         let stated = Manifest::read(&directory.join(&name)).map_or(step, |manifest| manifest.progress.step);
         StepDirectory { step: stated, name }
     };
-    let mut directories: Vec<StepDirectory> = steps(directory)?.into_iter().map(of).collect();
+    let mut directories: Vec<StepDirectory> = saved_steps(directory)?.into_iter().map(of).collect();
     directories.sort_by_key(|directory| (Reverse(directory.step), directory.is_renamed()));
     Ok(directories)
 }
@@ -180,7 +180,7 @@ impl StepDirectories {
     pub(super) fn prune(&self, verified: u64, keep: usize, best: Option<u64>) -> Result<(), CheckpointError> {
         let mut kept = 0;
         let is_ours = |step: &u64| *step <= verified && Some(*step) != best;
-        for step in steps(&self.path)?.into_iter().filter(is_ours) {
+        for step in saved_steps(&self.path)?.into_iter().filter(is_ours) {
             let is_sound = match Manifest::read(&self.of(step)) {
                 Ok(manifest) if manifest.progress.step != step => continue,
                 Ok(_) => true,

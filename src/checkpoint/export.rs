@@ -2,7 +2,7 @@
 
 use super::header::Header;
 use super::load::Checkpoint;
-use super::shard::{TensorFile, Written};
+use super::state_file::{TensorFileWriter, WrittenFile};
 use super::{CheckpointError, Storage};
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -34,7 +34,7 @@ pub struct ExportOptions<'a> {
 
 /// An export that was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Exported {
+pub struct ExportedModel {
     /// Its weight files.
     pub files: Vec<PathBuf>,
     /// Bytes of all of them.
@@ -72,7 +72,7 @@ pub fn export(
     output: &Path,
     options: ExportOptions<'_>,
     storage: &dyn Storage,
-) -> Result<Exported, CheckpointError> {
+) -> Result<ExportedModel, CheckpointError> {
     if output.symlink_metadata().is_ok() {
         let exists = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
         return Err(CheckpointError::io("create", output)(exists));
@@ -90,8 +90,8 @@ pub fn export(
             Ok(exported)
         });
     match written {
-        Ok(Exported { files, bytes }) => {
-            Ok(Exported { files: files.iter().map(|file| output.join(file)).collect(), bytes })
+        Ok(ExportedModel { files, bytes }) => {
+            Ok(ExportedModel { files: files.iter().map(|file| output.join(file)).collect(), bytes })
         }
         Err(error) => {
             let _ = storage.remove_dir_all(&unfinished);
@@ -107,7 +107,7 @@ fn write_all(
     options: ExportOptions<'_>,
     config: Option<&Value>,
     storage: &dyn Storage,
-) -> Result<Exported, CheckpointError> {
+) -> Result<ExportedModel, CheckpointError> {
     let groups = group_by_size(places(checkpoint, options.dtype), options.max_file_bytes);
     let (mut files, mut bytes, mut weight_map) = (Vec::new(), 0, Map::new());
     for (index, group) in groups.iter().enumerate() {
@@ -143,7 +143,7 @@ fn write_all(
     if let Some(generation) = source.map(|source| &source.generation_config).filter(|json| !json.is_null()) {
         write_text(storage, &dir.join(GENERATION_CONFIG), generation)?;
     }
-    Ok(Exported { files, bytes })
+    Ok(ExportedModel { files, bytes })
 }
 
 fn write_weights(
@@ -159,7 +159,7 @@ fn write_weights(
         let parameter = &checkpoint.layouts()[unit].parameters()[parameter];
         header.push(&parameter.name, dtype.stored(), parameter.shape.clone());
     }
-    let mut file = TensorFile::create(storage, path, &header)?;
+    let mut file = TensorFileWriter::create(storage, path, &header)?;
     let mut reader = checkpoint.reader();
     for &(unit, parameter, _) in group {
         let elements = reader.parameter((unit, 0), parameter)?;
@@ -173,7 +173,7 @@ fn write_weights(
             ExportDtype::F16 => file.write(&elements, |element| f16::from_f32(element).to_le_bytes())?,
         }
     }
-    let Written { bytes, .. } = file.finish()?;
+    let WrittenFile { bytes, .. } = file.finish()?;
     Ok(bytes)
 }
 

@@ -3,8 +3,8 @@
 use super::CheckpointError;
 use super::directory::step_directories;
 use super::manifest::{Manifest, UnitEntry};
-use super::save::{agree, refused};
-use super::shard::Shard;
+use super::save::{all_or_refused, gather_results};
+use super::state_file::StateFile;
 use crate::comm::ProcessGroup;
 use crate::model::HfSource;
 use crate::zero::FlatLayout;
@@ -64,12 +64,9 @@ impl Checkpoint {
 
     /// As [`verify`](Self::verify), every `of`-th file from `first` on.
     fn verify_share(&self, first: usize, of: usize) -> Result<(), CheckpointError> {
-        self.manifest
-            .files
-            .iter()
-            .skip(first)
-            .step_by(of)
-            .try_for_each(|entry| Shard::open(&self.dir, &self.manifest, &self.layouts, entry)?.verify(entry))
+        self.manifest.files.iter().skip(first).step_by(of).try_for_each(|entry| {
+            StateFile::open(&self.dir, &self.manifest, &self.layouts, entry)?.verify(entry)
+        })
     }
 
     /// Refuses a checkpoint of other units or of other kinds of state.
@@ -117,7 +114,7 @@ impl Checkpoint {
 
     /// A reader of its tensors, which opens a file when it first needs it.
     pub fn reader(&self) -> Reader<'_> {
-        Reader { checkpoint: self, shards: HashMap::new() }
+        Reader { checkpoint: self, files: HashMap::new() }
     }
 }
 
@@ -136,7 +133,7 @@ fn differently_frozen<'a>(saved: &'a [UnitEntry], wanted: &'a [UnitEntry]) -> Op
 pub struct Reader<'a> {
     checkpoint: &'a Checkpoint,
     /// By index of the kind, and partition.
-    shards: HashMap<(usize, usize), Shard>,
+    files: HashMap<(usize, usize), StateFile>,
 }
 
 impl Reader<'_> {
@@ -162,7 +159,11 @@ impl Reader<'_> {
             let held = layout.partition(partition);
             let end = range.end.min(held.end);
             let part = &mut out[start - range.start..end - range.start];
-            self.shard(kind, partition)?.read(layout.name(), start - held.start..end - held.start, part)?;
+            self.state_file(kind, partition)?.read(
+                layout.name(),
+                start - held.start..end - held.start,
+                part,
+            )?;
             start = end;
         }
         Ok(())
@@ -186,16 +187,16 @@ impl Reader<'_> {
         Ok(elements)
     }
 
-    fn shard(&mut self, kind: usize, partition: usize) -> Result<&mut Shard, CheckpointError> {
+    fn state_file(&mut self, kind: usize, partition: usize) -> Result<&mut StateFile, CheckpointError> {
         let Checkpoint { dir, manifest, layouts } = self.checkpoint;
-        match self.shards.entry((kind, partition)) {
+        match self.files.entry((kind, partition)) {
             std::collections::hash_map::Entry::Occupied(open) => Ok(open.into_mut()),
             std::collections::hash_map::Entry::Vacant(place) => {
                 let name = super::file_name(&manifest.kinds[kind], partition, manifest.num_partitions);
                 let Some(entry) = manifest.files.iter().find(|file| file.name == name) else {
                     unreachable!("a manifest that was read names a file for every partition and kind")
                 };
-                Ok(place.insert(Shard::open(dir, manifest, layouts, entry)?))
+                Ok(place.insert(StateFile::open(dir, manifest, layouts, entry)?))
             }
         }
     }
@@ -203,7 +204,7 @@ impl Reader<'_> {
 
 /// What [`newest`] came to.
 #[derive(Debug)]
-pub struct Newest {
+pub struct NewestCheckpoint {
     /// The newest checkpoint that verifies; none when there is no checkpoint at all.
     pub checkpoint: Option<Checkpoint>,
     /// What is wrong with those that are newer.
@@ -222,7 +223,7 @@ pub fn open_verified(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint,
         Ok(checkpoint)
     });
     let answer = opened.as_ref().map(|_| ()).map_err(ToString::to_string);
-    refused(agree(group, &answer)?)?;
+    all_or_refused(gather_results(group, &answer)?)?;
     opened
 }
 
@@ -232,20 +233,21 @@ pub fn open_verified(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint,
 /// # Errors
 /// [`CheckpointError::NoneVerifies`] when there are checkpoints and all are damaged, or failed
 /// communication.
-pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<Newest, CheckpointError> {
+pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<NewestCheckpoint, CheckpointError> {
     // The first rank's list: directories change, and all ranks must look at the same steps.
     let listed = if group.rank() == 0 { step_directories(directory) } else { Ok(Vec::new()) };
-    let listed = refused(agree(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
+    let listed =
+        all_or_refused(gather_results(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
     let mut faults = Vec::new();
     for found in listed {
         match open_verified(&directory.join(found.name), group) {
-            Ok(checkpoint) => return Ok(Newest { checkpoint: Some(checkpoint), refused: faults }),
+            Ok(checkpoint) => return Ok(NewestCheckpoint { checkpoint: Some(checkpoint), refused: faults }),
             Err(CheckpointError::Refused { reason, .. }) => faults.push(reason),
             Err(other) => return Err(other),
         }
     }
     match faults.first() {
-        None => Ok(Newest { checkpoint: None, refused: faults }),
+        None => Ok(NewestCheckpoint { checkpoint: None, refused: faults }),
         Some(newest) => {
             Err(CheckpointError::NoneVerifies { directory: directory.to_owned(), newest: newest.clone() })
         }

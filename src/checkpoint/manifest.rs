@@ -1,6 +1,6 @@
 //! `manifest.json`: what a checkpoint is, and the hash of every file of it.
 
-use super::{CheckpointError, Evaluations};
+use super::{CheckpointError, EvaluationSummary};
 use crate::model::HfSource;
 use crate::regular_file;
 use crate::zero::FlatLayout;
@@ -89,8 +89,8 @@ pub struct TrainingProgress {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub consecutive_skips: u64,
     /// The evaluations up to here.
-    #[serde(default, skip_serializing_if = "Evaluations::is_empty")]
-    pub evaluations: Evaluations,
+    #[serde(default, skip_serializing_if = "EvaluationSummary::is_empty")]
+    pub evaluations: EvaluationSummary,
 }
 
 fn is_zero(number: &u64) -> bool {
@@ -108,7 +108,8 @@ pub struct DataCursor {
     /// Tokens of a sample.
     pub seq_len: usize,
     /// Samples of an epoch.
-    pub num_rows: usize,
+    #[serde(rename = "num_rows")]
+    pub num_sequences: usize,
     /// Hash of a sample of the data, its packing and the weights of its sources.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_hash: Option<u64>,

@@ -23,19 +23,19 @@ mod load;
 mod lock;
 mod manifest;
 mod save;
-mod shard;
+mod state_file;
 mod storage;
 
 pub use diff::{Comparison, Comparisons, diff};
-pub use directory::{BEST, LATEST, StepDirectory, pointed_to, step_directories, step_name, steps};
+pub use directory::{BEST, LATEST, StepDirectory, read_pointer, saved_steps, step_directories, step_name};
 pub use error::CheckpointError;
-pub use evaluations::{Evaluated, Evaluations};
-pub use export::{ExportDtype, ExportOptions, Exported, export};
-pub use load::{Checkpoint, Newest, Reader, newest, open_verified};
+pub use evaluations::{EvaluationResult, EvaluationSummary};
+pub use export::{ExportDtype, ExportOptions, ExportedModel, export};
+pub use load::{Checkpoint, NewestCheckpoint, Reader, newest, open_verified};
 pub use lock::OutputLock;
 pub use manifest::{
     DataCursor, FORMAT_VERSION, FileEntry, LossScalerState, MANIFEST, Manifest, MeshSizes, ParameterEntry,
     TrainingProgress, UnitEntry, file_name,
 };
-pub use save::{SaveOptions, Saved, Saver};
+pub use save::{SaveOptions, SavedCheckpoint, Saver};
 pub use storage::{LocalStorage, Storage, StorageFile};

@@ -7,7 +7,7 @@
 
 use super::directory::{BEST, LATEST, StepDirectories};
 use super::manifest::{FileEntry, Manifest};
-use super::shard::{Shard, write_shard};
+use super::state_file::{StateFile, write_state_file};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::zero::{KeptPart, ZeroError, ZeroOptimizer};
@@ -25,7 +25,7 @@ use ulysses_kernels::tensor::to_vec;
 pub struct SaveOptions {
     /// Checkpoints to keep; all of them without a number. With one, each new checkpoint is
     /// read back and verified before an older one is removed. The best one by evaluation loss
-    /// ([`Evaluations::best_checkpoint`](super::Evaluations::best_checkpoint)) stays beside them.
+    /// ([`EvaluationSummary::best_checkpoint`](super::EvaluationSummary::best_checkpoint)) stays beside them.
     pub keep_last: Option<usize>,
     /// Write from a copy, while training goes on.
     pub background: bool,
@@ -33,7 +33,7 @@ pub struct SaveOptions {
 
 /// A checkpoint that was published.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Saved {
+pub struct SavedCheckpoint {
     /// Its step.
     pub step: u64,
     /// Its directory.
@@ -44,7 +44,7 @@ pub struct Saved {
     pub seconds: f64,
     /// What did not work although the checkpoint is safe: removing older ones, for example.
     /// On the first rank of the group only.
-    pub remarks: Vec<String>,
+    pub warnings: Vec<String>,
 }
 
 /// One rank's part in saving. All methods that are called collective are called by all ranks of
@@ -56,30 +56,30 @@ pub struct Saver {
     options: SaveOptions,
     /// The partition that this rank writes, if it writes one.
     partition: Option<usize>,
-    pending: Option<Pending>,
+    pending: Option<PendingSave>,
 }
 
 /// A save that has been begun.
 #[derive(Debug)]
-struct Pending {
+struct PendingSave {
     manifest: Manifest,
     started: Instant,
-    work: Work,
+    work: WriteState,
 }
 
 #[derive(Debug)]
-enum Work {
-    Done(Outcome),
+enum WriteState {
+    Done(WriteResult),
     /// The thread returns the copy that it wrote from, for the rank's thread to free: memory is
     /// counted by thread.
-    Running(JoinHandle<(Partition, Outcome)>),
+    Running(JoinHandle<(PartitionState, WriteResult)>),
 }
 
 /// The files that a rank wrote, or why it could not.
-type Outcome = Result<Vec<FileEntry>, String>;
+type WriteResult = Result<Vec<FileEntry>, String>;
 
 /// A rank's partition by kind and unit; the units that have nothing in it are left out.
-type Partition = Vec<Vec<KeptPart>>;
+type PartitionState = Vec<Vec<KeptPart>>;
 
 impl Saver {
     /// Makes checkpoints in `directory`, which exists and is this job's alone. `group` holds all
@@ -99,7 +99,7 @@ impl Saver {
     ) -> Result<Self, CheckpointError> {
         let directories = StepDirectories { path: directory.to_owned(), storage };
         let cleaned = if group.rank() == 0 { directories.clean() } else { Ok(()) };
-        refused(agree(&*group, &cleaned.map_err(|error| error.to_string()))?)?;
+        all_or_refused(gather_results(&*group, &cleaned.map_err(|error| error.to_string()))?)?;
         Ok(Self { group, directories, options, partition, pending: None })
     }
 
@@ -118,25 +118,25 @@ impl Saver {
         &mut self,
         state: &ZeroOptimizer,
         manifest: Manifest,
-    ) -> Result<Option<Saved>, CheckpointError> {
+    ) -> Result<Option<SavedCheckpoint>, CheckpointError> {
         let before = self.finish()?;
         let (started, step) = (Instant::now(), manifest.progress.step);
         let begun = if self.group.rank() == 0 { self.directories.begin(step) } else { Ok(()) };
-        self.check(step, agree(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
+        self.check(step, gather_results(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
         let work = match self.partition {
-            None => Work::Done(Ok(Vec::new())),
+            None => WriteState::Done(Ok(Vec::new())),
             Some(partition) => {
                 let job = self.job(&manifest, partition);
                 let parts = state_parts(state);
-                if self.options.background { spawn(job, &parts) } else { Work::Done(job.write(&parts)) }
+                if self.options.background { spawn(job, &parts) } else { WriteState::Done(job.write(&parts)) }
             }
         };
-        self.pending = Some(Pending { manifest, started, work });
+        self.pending = Some(PendingSave { manifest, started, work });
         Ok(before)
     }
 
-    fn job(&self, manifest: &Manifest, partition: usize) -> Job {
-        Job {
+    fn job(&self, manifest: &Manifest, partition: usize) -> WriteJob {
+        WriteJob {
             storage: self.directories.storage.clone(),
             dir: self.directories.unpublished(manifest.progress.step),
             manifest: manifest.clone(),
@@ -149,11 +149,11 @@ impl Saver {
     ///
     /// # Errors
     /// As [`finish`](Self::finish).
-    pub fn poll(&mut self) -> Result<Option<Saved>, CheckpointError> {
+    pub fn poll(&mut self) -> Result<Option<SavedCheckpoint>, CheckpointError> {
         let Some(pending) = &self.pending else { return Ok(None) };
         let finished = match &pending.work {
-            Work::Done(_) => 1,
-            Work::Running(thread) => i64::from(thread.is_finished()),
+            WriteState::Done(_) => 1,
+            WriteState::Running(thread) => i64::from(thread.is_finished()),
         };
         let all_finished = self.group.all_reduce_values(&[finished], ReduceOp::Min)?[0] == 1;
         if all_finished { self.finish() } else { Ok(None) }
@@ -164,25 +164,25 @@ impl Saver {
     /// # Errors
     /// [`CheckpointError::NotSaved`], the same on all ranks, when something failed on one of
     /// them: then no file is left and training may go on. Failed communication is another.
-    pub fn finish(&mut self) -> Result<Option<Saved>, CheckpointError> {
-        let Some(Pending { mut manifest, started, work }) = self.pending.take() else { return Ok(None) };
+    pub fn finish(&mut self) -> Result<Option<SavedCheckpoint>, CheckpointError> {
+        let Some(PendingSave { mut manifest, started, work }) = self.pending.take() else { return Ok(None) };
         let step = manifest.progress.step;
         let written = match work {
-            Work::Done(outcome) => outcome,
-            Work::Running(thread) => match thread.join() {
+            WriteState::Done(outcome) => outcome,
+            WriteState::Running(thread) => match thread.join() {
                 Ok((_snapshot, outcome)) => outcome,
                 Err(_) => Err("the thread that writes the checkpoint panicked".into()),
             },
         };
-        let outcomes = agree(&*self.group, &written)?;
+        let outcomes = gather_results(&*self.group, &written)?;
         manifest.files = self.check(step, outcomes)?.into_iter().flatten().collect();
         let bytes = manifest.total_bytes();
         let published = if self.group.rank() == 0 { self.publish(&manifest) } else { Ok(Vec::new()) };
-        let outcomes = agree(&*self.group, &published.map_err(|error| error.to_string()))?;
-        let remarks = self.check(step, outcomes)?.swap_remove(0);
-        let remarks = if self.group.rank() == 0 { remarks } else { Vec::new() };
+        let outcomes = gather_results(&*self.group, &published.map_err(|error| error.to_string()))?;
+        let warnings = self.check(step, outcomes)?.swap_remove(0);
+        let warnings = if self.group.rank() == 0 { warnings } else { Vec::new() };
         let (path, seconds) = (self.directories.of(step), started.elapsed().as_secs_f64());
-        Ok(Some(Saved { step, path, bytes, seconds, remarks }))
+        Ok(Some(SavedCheckpoint { step, path, bytes, seconds, warnings }))
     }
 
     /// The first rank's part: the manifest, the rename, and what only tidies up.
@@ -204,7 +204,7 @@ impl Saver {
 
     /// The ranks' values, or the first rank's failure, after which nothing is left on the disk.
     fn check<T>(&self, step: u64, outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
-        let values: Result<Vec<T>, CheckpointError> = refused(outcomes);
+        let values: Result<Vec<T>, CheckpointError> = all_or_refused(outcomes);
         values.map_err(|error| {
             if self.group.rank() == 0 {
                 self.directories.abandon(step);
@@ -221,7 +221,7 @@ impl Saver {
 }
 
 /// What writes one partition's files.
-struct Job {
+struct WriteJob {
     storage: Arc<dyn Storage>,
     dir: PathBuf,
     manifest: Manifest,
@@ -229,9 +229,9 @@ struct Job {
     read_back: bool,
 }
 
-impl Job {
+impl WriteJob {
     /// Writes the file of every kind, all at once: while one waits for the disk, another is hashed.
-    fn write(&self, partition: &Partition) -> Outcome {
+    fn write(&self, partition: &PartitionState) -> WriteResult {
         std::thread::scope(|scope| {
             let files = self.manifest.kinds.iter().zip(partition);
             // All are started before the first is waited for.
@@ -252,24 +252,24 @@ impl Job {
 
     fn write_kind(&self, kind: &str, units: &[KeptPart]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
-        let entry = write_shard(&*self.storage, dir, manifest, (kind, self.partition), units)?;
+        let entry = write_state_file(&*self.storage, dir, manifest, (kind, self.partition), units)?;
         if self.read_back {
-            Shard::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
+            StateFile::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
         }
         Ok(entry)
     }
 }
 
 /// Writes from a copy, in a thread.
-fn spawn(job: Job, parts: &Partition) -> Work {
+fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
     let copy = |part: &KeptPart| {
         let tensor = part.tensor()?;
         Ok(KeptPart::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
     };
     let copies = parts.iter().map(|units| units.iter().map(copy).collect()).collect();
-    let copies: Partition = match copies {
+    let copies: PartitionState = match copies {
         Ok(copies) => copies,
-        Err(error) => return Work::Done(Err(ZeroError::to_string(&error))),
+        Err(error) => return WriteState::Done(Err(ZeroError::to_string(&error))),
     };
     let name = format!("checkpoint-{}", job.partition);
     let run = move || {
@@ -277,20 +277,20 @@ fn spawn(job: Job, parts: &Partition) -> Work {
         (copies, outcome)
     };
     match std::thread::Builder::new().name(name).spawn(run) {
-        Ok(thread) => Work::Running(thread),
-        Err(error) => Work::Done(Err(format!("cannot start a thread: {error}"))),
+        Ok(thread) => WriteState::Running(thread),
+        Err(error) => WriteState::Done(Err(format!("cannot start a thread: {error}"))),
     }
 }
 
 /// This rank's partition where it lies.
-fn state_parts(state: &ZeroOptimizer) -> Partition {
+fn state_parts(state: &ZeroOptimizer) -> PartitionState {
     let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
     let of_kind = |kind| (0..units).filter_map(move |unit| state.state_part(unit, kind));
     (0..kinds).map(|kind| of_kind(kind).collect()).collect()
 }
 
 /// Tells every rank what every rank has come to.
-pub(super) fn agree<T: Serialize + DeserializeOwned>(
+pub(super) fn gather_results<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     local: &Result<T, String>,
 ) -> Result<Vec<Result<T, String>>, CheckpointError> {
@@ -302,7 +302,7 @@ pub(super) fn agree<T: Serialize + DeserializeOwned>(
 }
 
 /// All values, or [`CheckpointError::Refused`] with the first rank that has none.
-pub(super) fn refused<T>(outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
+pub(super) fn all_or_refused<T>(outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
     let refuse = |(rank, outcome): (usize, Result<T, String>)| {
         outcome.map_err(|reason| CheckpointError::Refused { rank, reason })
     };

@@ -3,7 +3,7 @@
 use super::data_stream::check_limit;
 use super::error::TrainerError;
 use super::resume::Resume;
-use crate::checkpoint::Evaluations;
+use crate::checkpoint::EvaluationSummary;
 use crate::config::Config;
 use crate::model::HfSource;
 use serde::{Deserialize, Serialize};
@@ -60,7 +60,7 @@ pub struct TrainReport {
     /// The newest checkpoint that it has saved.
     pub checkpoint: Option<PathBuf>,
     /// All evaluations.
-    pub evaluations: Evaluations,
+    pub evaluations: EvaluationSummary,
 }
 
 /// Refuses a config that does not state when the run ends, or asks for the best checkpoint by an evaluation that there

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::checkpoint::{
-    Checkpoint, LATEST, LocalStorage, OutputLock, Storage, StorageFile, newest, step_name, steps,
+    Checkpoint, LATEST, LocalStorage, OutputLock, Storage, StorageFile, newest, saved_steps, step_name,
 };
 
 /// What somebody does to `latest`.
@@ -59,8 +59,8 @@ fn a_latest_that_cannot_be_replaced_does_not_undo_a_checkpoint() {
     fs::create_dir_all(dir.path().join(LATEST).join("inside")).unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         let saved = rank.save(dir.path())?;
-        assert_eq!(saved.remarks.len(), 1);
-        assert!(saved.remarks[0].contains("rename"), "{:?}", saved.remarks);
+        assert_eq!(saved.warnings.len(), 1);
+        assert!(saved.warnings[0].contains("rename"), "{:?}", saved.warnings);
         Checkpoint::open(&saved.path)?.verify()?;
         Ok(())
     });
@@ -76,8 +76,8 @@ fn links_files_and_odd_names_are_no_steps() {
     {
         fs::create_dir(dir.path().join(name)).unwrap();
     }
-    assert_eq!(steps(dir.path()).unwrap(), [0]);
-    assert!(steps(&dir.path().join("nowhere")).unwrap().is_empty());
+    assert_eq!(saved_steps(dir.path()).unwrap(), [0]);
+    assert!(saved_steps(&dir.path().join("nowhere")).unwrap().is_empty());
 }
 
 /// Breaks files on their way to the disk, once it is told to.
@@ -148,7 +148,7 @@ fn the_last_verified_checkpoint_stays_when_the_next_one_is_written_wrong() {
         assert!(message.contains("step 3 was not saved: rank 0"), "{message}");
         Ok(())
     });
-    assert_eq!(steps(dir.path()).unwrap(), [2]);
+    assert_eq!(saved_steps(dir.path()).unwrap(), [2]);
     Checkpoint::open(&dir.path().join(step_name(2))).unwrap().verify().unwrap();
 }
 
@@ -163,7 +163,7 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
         }
         Ok(())
     });
-    assert_eq!(steps(dir.path()).unwrap(), [4, 3]);
+    assert_eq!(saved_steps(dir.path()).unwrap(), [4, 3]);
     // Step 4 is lost; the run goes on from 3 and saves 4 again.
     fs::write(dir.path().join(step_name(4)).join("manifest.json"), "").unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
@@ -173,7 +173,7 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
         rank.train(1)?;
         rank.save_with(&mut saver)
     });
-    assert_eq!(steps(dir.path()).unwrap(), [4]);
+    assert_eq!(saved_steps(dir.path()).unwrap(), [4]);
     Checkpoint::open(&dir.path().join(step_name(4))).unwrap().verify().unwrap();
 }
 

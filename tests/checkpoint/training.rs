@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, Saved, Saver, Storage};
+use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, SavedCheckpoint, Saver, Storage};
 use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
@@ -64,12 +64,12 @@ impl Trainee {
         Ok(Saver::new(self.all.clone(), storage, dir, partition, options)?)
     }
 
-    pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<Saved> {
+    pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<SavedCheckpoint> {
         let data = DataCursor {
             samples_consumed: self.loader.samples_consumed(),
             seed: SEED,
             seq_len: 8,
-            num_rows: 70,
+            num_sequences: 70,
             data_hash: None,
         };
         let record = RunRecord {
@@ -83,7 +83,7 @@ impl Trainee {
         Ok(saver.finish()?.unwrap())
     }
 
-    pub(crate) fn save(&mut self, dir: &Path) -> Result<Saved> {
+    pub(crate) fn save(&mut self, dir: &Path) -> Result<SavedCheckpoint> {
         let mut saver = self.saver(dir, None, Arc::new(LocalStorage))?;
         self.save_with(&mut saver)
     }

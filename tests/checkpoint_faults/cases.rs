@@ -7,7 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output};
 use tempfile::TempDir;
-use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name, steps};
+use ulysses::checkpoint::{Checkpoint, Comparison, diff, saved_steps, step_name};
 
 pub(crate) const ALL: [(&str, fn()); 6] = [
     ("a_run_killed_at_any_operation_of_a_save_goes_on_as_if_it_had_not_been", killed_anywhere),
@@ -60,7 +60,7 @@ fn reference() -> (TempDir, Told) {
     let told = run(dir.path(), Run::without_fault());
     assert!(told.output.status.success(), "{told:?}");
     assert_eq!((told.resumed, told.saved.as_slice()), (0, &[2, STEPS][..]));
-    assert_eq!(steps(dir.path()).unwrap(), [STEPS], "one checkpoint is kept");
+    assert_eq!(saved_steps(dir.path()).unwrap(), [STEPS], "one checkpoint is kept");
     (dir, told)
 }
 
@@ -74,7 +74,7 @@ fn assert_recovers(dir: &Path, failed: &Told, (reference_dir, reference): &(Temp
     assert_eq!(told.steps, expected, "{label}: steps after {}", told.resumed);
     // A child that finds the last step saved has nothing to save, and so nothing to remove.
     let kept: &[u64] = if told.resumed == STEPS { &[STEPS, 2] } else { &[STEPS] };
-    assert!([kept, &[STEPS]].contains(&steps(dir).unwrap().as_slice()), "{label}");
+    assert!([kept, &[STEPS]].contains(&saved_steps(dir).unwrap().as_slice()), "{label}");
     assert_no_leftovers(dir, label);
     let open = |dir: &Path| {
         let checkpoint = Checkpoint::open(&dir.join(step_name(STEPS))).unwrap();
@@ -129,7 +129,7 @@ fn rank_dies() {
         assert_eq!(failed.output.status.code(), Some(1), "{label}: {failed:?}");
         let stderr = String::from_utf8_lossy(&failed.output.stderr);
         assert!(stderr.contains("the storage panics"), "{label}: {stderr}");
-        for step in steps(dir.path()).unwrap() {
+        for step in saved_steps(dir.path()).unwrap() {
             Checkpoint::open(&dir.path().join(step_name(step))).unwrap().verify().unwrap();
         }
         assert_recovers(dir.path(), &failed, &reference, &label);
@@ -146,7 +146,7 @@ fn full_and_stops() {
         assert_eq!(failed.output.status.code(), Some(1), "{label}: {failed:?}");
         let stderr = String::from_utf8_lossy(&failed.output.stderr);
         assert!(stderr.contains("step 4 was not saved") && stderr.contains("No space left"), "{stderr}");
-        assert_eq!(steps(dir.path()).unwrap(), [2], "{label}");
+        assert_eq!(saved_steps(dir.path()).unwrap(), [2], "{label}");
         assert_no_leftovers(dir.path(), &label);
         assert_recovers(dir.path(), &failed, &reference, &label);
     }
@@ -160,7 +160,7 @@ fn full_and_goes_on() {
         assert!(failed.output.status.success(), "{failed:?}");
         assert_eq!((failed.saved.len(), failed.not_saved), (0, 2), "{failed:?}");
         assert_eq!(failed.steps, reference.1.steps, "training is not touched");
-        assert!(steps(dir.path()).unwrap().is_empty());
+        assert!(saved_steps(dir.path()).unwrap().is_empty());
         assert_no_leftovers(dir.path(), "full");
     }
 }
@@ -209,7 +209,7 @@ pub(crate) fn small_disk() {
     assert_eq!(failed.saved, [2], "{failed:?}");
     let stderr = String::from_utf8_lossy(&failed.output.stderr);
     assert!(stderr.contains("step 4 was not saved") && stderr.contains("No space left"), "{stderr}");
-    assert_eq!(steps(kept.path()).unwrap(), [2]);
+    assert_eq!(saved_steps(kept.path()).unwrap(), [2]);
     assert_no_leftovers(kept.path(), "a small disk");
     assert_recovers(kept.path(), &failed, &reference, "a small disk");
 }

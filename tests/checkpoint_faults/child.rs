@@ -4,7 +4,7 @@ use crate::storage::{Fault, FaultyStorage};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, Saved, Saver, newest};
+use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, SavedCheckpoint, Saver, newest};
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
@@ -92,7 +92,7 @@ fn train_rank(
     let options = SaveOptions { keep_last: Some(1), background: run.background };
     let partition = engine.groups().written_partition();
     let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, partition, options)?;
-    let settle = |outcome: Result<Option<Saved>, EngineError>| match outcome {
+    let settle = |outcome: Result<Option<SavedCheckpoint>, EngineError>| match outcome {
         Ok(None) => Ok(()),
         Ok(Some(saved)) => {
             say(format!("saved {}", saved.step));
@@ -114,9 +114,9 @@ fn train_rank(
         if report.step % STEPS_PER_SAVE == 0 {
             // If that fails, this save is tried all the same.
             settle(saver.finish().map_err(EngineError::from))?;
-            let (num_rows, seq_len) = (rows.num_rows(), rows.seq_len());
+            let (num_sequences, seq_len) = (rows.num_rows(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
-            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };
+            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_sequences, data_hash: None };
             let record = RunRecord {
                 run_id: "child".into(),
                 model: model().to_hf_json(),

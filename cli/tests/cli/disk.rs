@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
-use ulysses::checkpoint::{step_name, steps};
+use ulysses::checkpoint::{saved_steps, step_name};
 
 /// Runs where no file may grow beyond about 50 KB: no shard fits, metrics do.
 fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {
@@ -146,11 +146,11 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
     fs::rename(name(99), name(9)).unwrap();
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));
     train(&place, &["--steps", "10", "--resume"]).assert_done();
-    assert_eq!(steps(&place.path("out")).unwrap(), [10, 9, 8]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [10, 9, 8]);
     // Nor is it lost where the run saves a step of its name.
     fs::rename(name(9), name(15)).unwrap();
     train(&place, &["--steps", "15", "--resume"]).assert_done();
-    assert_eq!(steps(&place.path("out")).unwrap(), [15, 10]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [15, 10]);
     let moved = place.run(&["checkpoint", "verify", "out/moved_step_00000005"]);
     moved.assert_done();
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use ulysses::checkpoint::{OutputLock, steps};
+use ulysses::checkpoint::{OutputLock, saved_steps};
 
 /// What a resumed run must repeat; the other metrics are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
@@ -63,7 +63,7 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
         assert_eq!(repeated(&place, "parts/metrics.jsonl"), repeated(&place, "whole/metrics.jsonl"));
         let outcome = place.run(&["checkpoint", "diff", "parts", "whole"]);
         assert!(outcome.assert_done().stdout.contains("steps 12 and 12"), "{outcome:?}");
-        assert_eq!(steps(&place.path("parts")).unwrap(), [12, 10, 5]);
+        assert_eq!(saved_steps(&place.path("parts")).unwrap(), [12, 10, 5]);
     }
 }
 
@@ -330,7 +330,7 @@ fn a_signal_saves_the_step_and_ends_with_75() {
         write_config(&place, "c.json", json!({ "mesh_param": [2, 2], "checkpoint": checkpoint }));
         assert_eq!(signal(start_endless(&place), &[name]), 75, "{name} {checkpoint}");
         let done = place.metrics("out/metrics.jsonl").len() as u64;
-        assert_eq!(steps(&place.path("out")).unwrap()[0], done, "the last step is saved");
+        assert_eq!(saved_steps(&place.path("out")).unwrap()[0], done, "the last step is saved");
         place.run(&["checkpoint", "verify", "out"]).assert_done();
         let total = (done + 2).to_string();
         place.run(&["train", "c.json", "--steps", &total, "--resume"]).assert_done();
@@ -363,7 +363,7 @@ fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothin
         let done = place.metrics("out/metrics.jsonl").len();
         let expected = format!("stopped by a signal after step {done}; nothing was saved: the config has no");
         assert!(said.contains(&expected) && said.contains("the run ends after this step"), "{said}");
-        assert!(steps(&place.path("out")).unwrap().is_empty());
+        assert!(saved_steps(&place.path("out")).unwrap().is_empty());
         assert!(
             place.read_json("out/run.json")["totals"]["steps"].as_u64().is_some(),
             "the record is complete"

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use ulysses_kernels::tensor::{to_vec, with_slice};
 
 /// A safetensors file that is being written, tensor after tensor, and hashed on the way.
-pub(super) struct TensorFile {
+pub(super) struct TensorFileWriter {
     path: PathBuf,
     file: Box<dyn StorageFile>,
     hasher: blake3::Hasher,
@@ -24,12 +24,12 @@ pub(super) struct TensorFile {
 }
 
 /// Size and hash of a file that was written and will survive a loss of power.
-pub(super) struct Written {
+pub(super) struct WrittenFile {
     pub(super) bytes: u64,
     pub(super) blake3: String,
 }
 
-impl TensorFile {
+impl TensorFileWriter {
     /// Creates the file and writes its header.
     pub(super) fn create(
         storage: &dyn Storage,
@@ -70,9 +70,9 @@ impl TensorFile {
     }
 
     /// Makes the file last.
-    pub(super) fn finish(mut self) -> Result<Written, CheckpointError> {
+    pub(super) fn finish(mut self) -> Result<WrittenFile, CheckpointError> {
         self.file.sync().map_err(CheckpointError::io("fsync", &self.path))?;
-        Ok(Written { bytes: self.bytes, blake3: self.hasher.finalize().to_hex().to_string() })
+        Ok(WrittenFile { bytes: self.bytes, blake3: self.hasher.finalize().to_hex().to_string() })
     }
 }
 
@@ -101,7 +101,7 @@ pub(super) fn expected_header(
 }
 
 /// Writes the file of one kind of one partition.
-pub(super) fn write_shard(
+pub(super) fn write_state_file(
     storage: &dyn Storage,
     dir: &Path,
     manifest: &Manifest,
@@ -110,7 +110,7 @@ pub(super) fn write_shard(
 ) -> Result<FileEntry, CheckpointError> {
     let name = file_name(kind, partition, manifest.num_partitions);
     let header = expected_header(manifest, &manifest.layouts(), kind, partition);
-    let mut file = TensorFile::create(storage, dir.join(&name), &header)?;
+    let mut file = TensorFileWriter::create(storage, dir.join(&name), &header)?;
     for unit in units {
         // One at a time, where they are in a file.
         let unit = unit.tensor().map_err(std::io::Error::other);
@@ -123,20 +123,20 @@ pub(super) fn write_shard(
         };
         written.map_err(std::io::Error::other).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
-    let Written { bytes, blake3 } = file.finish()?;
+    let WrittenFile { bytes, blake3 } = file.finish()?;
     Ok(FileEntry { name, kind: kind.to_owned(), partition, bytes, blake3 })
 }
 
 /// A file whose header is what the manifest calls for.
 #[derive(Debug)]
-pub(super) struct Shard {
+pub(super) struct StateFile {
     path: PathBuf,
     file: File,
     header: Header,
     data_start: u64,
 }
 
-impl Shard {
+impl StateFile {
     /// Opens a file and checks its size and header, not its content.
     pub(super) fn open(
         dir: &Path,
