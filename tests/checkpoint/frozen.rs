@@ -92,12 +92,12 @@ fn freezing_or_unfreezing_at_a_resumption_is_refused_by_the_parameter_s_name() {
         (
             "{}",
             FROZEN,
-            "parameter model.layers.0.self_attn.q_proj.weight was trained when it was saved and is frozen in this run",
+            "parameter model.layers.0.self_attn.q_proj.weight is trained in the checkpoint, but frozen in this run",
         ),
         (
             FROZEN,
             "{}",
-            "parameter model.layers.0.self_attn.q_proj.weight was frozen when it was saved and is trained in this run",
+            "parameter model.layers.0.self_attn.q_proj.weight is frozen in the checkpoint, but trained in this run",
         ),
     ] {
         let dir = tempfile::tempdir().unwrap();

@@ -83,14 +83,14 @@ fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
         let file = place.path("out/step_00000010").join(name);
         let sound = fs::read(&file).unwrap();
         make_pipe(&file);
-        let pipe = format!("{name}: it is a named pipe, a regular file is needed");
+        let pipe = format!("{name}: not a regular file but a named pipe");
         place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&pipe]);
         let outcome = train(&place, &["--steps", "12", "--resume=out", "--output", &format!("from-{name}")]);
         assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
         assert!(outcome.stderr.contains(&pipe), "{outcome:?}");
         fs::remove_file(&file).unwrap();
         symlink("/dev/null", &file).unwrap();
-        let device = format!("{name}: it is a device, a regular file is needed");
+        let device = format!("{name}: not a regular file but a device");
         place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&device]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, sound).unwrap();
@@ -100,7 +100,7 @@ fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
         let valid = fs::read(&file).unwrap();
         make_pipe(&file);
         let outcome = train(&place, &["--steps", "12", "--resume"]);
-        outcome.assert_refused(1, &[name, "it is a named pipe, a regular file is needed"]);
+        outcome.assert_refused(1, &[name, "not a regular file but a named pipe"]);
         place.run(&["report", "out"]).assert_refused(2, &[name, "it is a named pipe"]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, valid).unwrap();
@@ -120,7 +120,7 @@ fn links_in_the_output_directory_are_not_written_through() {
     );
     fs::remove_file(place.path("out/.lock")).unwrap();
     symlink(place.path("mine"), place.path("out/.lock")).unwrap();
-    let expected = "out/.lock: it is a symbolic link, a regular file is needed";
+    let expected = "out/.lock: not a regular file but a symbolic link";
     train(&place, &["--steps", "6", "--resume"]).assert_refused(1, &[expected]);
     assert_eq!(place.read("mine"), "not ours");
 }

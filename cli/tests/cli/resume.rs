@@ -137,11 +137,11 @@ fn runs_are_not_mixed() {
     let outcome = train(&["--resume=out/step_00000005"]);
     outcome.assert_refused(2, &["out holds step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
-        .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
+        .assert_refused(2, &["(--seed) is 1234 in the checkpoint, but 9 in this run", "export"]);
     train(&["--resume", "--seq-len", "32"])
-        .assert_refused(2, &["(--seq-len) was 64 when it was saved and is 32 in this run", "--reset-data"]);
+        .assert_refused(2, &["(--seq-len) is 64 in the checkpoint, but 32 in this run", "--reset-data"]);
     let outcome = train(&["--resume", "--seq-len", "32"]);
-    let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) was 64";
+    let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) is 64";
     assert!(outcome.stderr.lines().any(|line| line.starts_with(cause)), "the cause comes first: {outcome:?}");
     assert!(!place.path("out/config.1.json").exists(), "a refused run writes nothing");
     train(&["--resume=nowhere"])
@@ -149,11 +149,11 @@ fn runs_are_not_mixed() {
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
     let expected =
-        ["`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved", "is parameters in"];
+        ["the optimizer state is parameters, exp_avg, exp_avg_sq in the checkpoint", "but parameters in"];
     let outcome = train(&["--resume"]);
     outcome.assert_refused(2, &expected);
     assert!(
-        outcome.stderr.contains("error: out/step_00000007: the state that `optimizer` keeps was"),
+        outcome.stderr.contains("error: out/step_00000007: the optimizer state is"),
         "the cause comes first: {outcome:?}"
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
