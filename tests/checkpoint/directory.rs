@@ -1,4 +1,4 @@
-//! What lies in an output directory beside checkpoints, which of them stay, and who owns it.
+//! Output directories: pointer files, retention of checkpoints, and the lock.
 
 use crate::training::{on_mesh, setup};
 use std::fs;
@@ -11,11 +11,11 @@ use ulysses::checkpoint::{
     Checkpoint, LATEST, LocalStorage, OutputLock, Storage, StorageFile, newest, saved_steps, step_name,
 };
 
-/// What somebody does to `latest`.
+/// A change that a user makes to `latest`.
 type Change<'a> = &'a (dyn Fn(&Path) + Sync);
 
 #[test]
-fn latest_is_a_hint_that_cannot_mislead() {
+fn resuming_ignores_latest() {
     let elsewhere = tempfile::tempdir().unwrap();
     let set: [(&str, Change<'_>); 8] = [
         ("missing", &|latest| fs::remove_file(latest).unwrap()),
@@ -54,7 +54,7 @@ fn latest_is_a_hint_that_cannot_mislead() {
 }
 
 #[test]
-fn a_latest_that_cannot_be_replaced_does_not_undo_a_checkpoint() {
+fn a_failure_to_replace_latest_keeps_the_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir_all(dir.path().join(LATEST).join("inside")).unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
@@ -67,7 +67,7 @@ fn a_latest_that_cannot_be_replaced_does_not_undo_a_checkpoint() {
 }
 
 #[test]
-fn links_files_and_odd_names_are_no_steps() {
+fn links_files_and_other_names_are_not_steps() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(1, 1, 0), |rank| rank.save(dir.path()));
     symlink(dir.path().join(step_name(0)), dir.path().join(step_name(9))).unwrap();
@@ -80,7 +80,7 @@ fn links_files_and_odd_names_are_no_steps() {
     assert!(saved_steps(&dir.path().join("nowhere")).unwrap().is_empty());
 }
 
-/// Breaks files on their way to the disk, once it is told to.
+/// A storage that corrupts written files once it is enabled.
 #[derive(Debug, Default)]
 struct BadDisk(Arc<AtomicBool>);
 
@@ -132,7 +132,7 @@ impl StorageFile for BadFile {
 }
 
 #[test]
-fn the_last_verified_checkpoint_stays_when_the_next_one_is_written_wrong() {
+fn a_corrupt_write_does_not_remove_the_last_verified_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 1, 1), |rank| {
         let disk = BadDisk::default();
@@ -153,7 +153,7 @@ fn the_last_verified_checkpoint_stays_when_the_next_one_is_written_wrong() {
 }
 
 #[test]
-fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
+fn keep_last_does_not_count_damaged_newer_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         let mut saver = rank.saver(dir.path(), Some(2), Arc::new(LocalStorage))?;
@@ -164,7 +164,7 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
         Ok(())
     });
     assert_eq!(saved_steps(dir.path()).unwrap(), [4, 3]);
-    // Step 4 is lost; the run goes on from 3 and saves 4 again.
+    // Step 4 is lost; the run resumes from 3 and saves 4 again.
     fs::write(dir.path().join(step_name(4)).join("manifest.json"), "").unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         rank.resume(dir.path())?;
@@ -178,7 +178,7 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
 }
 
 #[test]
-fn a_second_job_is_told_who_holds_the_directory() {
+fn a_second_job_gets_an_error_with_the_lock_holder() {
     let dir = tempfile::tempdir().unwrap();
     let first = OutputLock::acquire(dir.path(), "job 17 on node-a").unwrap();
     let error = OutputLock::acquire(dir.path(), "job 18").unwrap_err().to_string();
