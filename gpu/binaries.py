@@ -1,11 +1,11 @@
-"""Reads cargo's messages, and prints the name and the path of every binary for the folder of gpu/build.sh."""
+"""Prints the name and path of every binary in cargo's messages, for gpu/build.sh."""
 
 import json
 import sys
 
 
 def name(target: dict, is_test: bool) -> str | None:
-    """`ulysses`, `test_kernels` and `test_ulysses` (the libraries' own tests), `test_NAME` or `bench_NAME`."""
+    """Returns `ulysses`, `test_kernels` and `test_ulysses` (the libraries' own tests), `test_NAME` or `bench_NAME`."""
     [kind] = target["kind"][:1]
     if kind == "bench":
         return f"bench_{target['name']}"

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Makes the folder to run on a machine with GPUs, where neither cargo nor this repository is needed:
-# binaries, fixtures, configs, kernels and check.sh. No GPU is needed here; docs/gpu.md has the rest.
+# Builds a self-contained folder to test on a GPU machine without cargo and this repository: binaries, fixtures,
+# configs, kernels and check.sh. The build needs no GPU; see docs/gpu.md.
 #
-#     gpu/build.sh [FOLDER]         FOLDER: target/gpu-folder without it
+#     gpu/build.sh [FOLDER]         FOLDER: default target/gpu-folder
 #
-# candle's kernels are compiled for $CUDA_COMPUTE_CAP (80 without it). They travel as PTX, which the
-# driver compiles for any newer GPU.
+# candle's kernels are compiled to PTX for $CUDA_COMPUTE_CAP (default 80); the driver compiles PTX for newer GPUs.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +17,7 @@ main() {
     prepare_toolchain
     local scratch
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/gpu-folder-XXXXXX")
-    # shellcheck disable=SC2064 # The folder's name is to be expanded now.
+    # shellcheck disable=SC2064 # Expand the folder's name now.
     trap "rm -rf '$scratch'" EXIT
     collect_binaries "$scratch/bin"
     check_glibc "$scratch/bin"
@@ -42,7 +41,7 @@ prepare_toolchain() {
     export CUDAFORGE_THREADS=${CUDAFORGE_THREADS:-$(nproc)} CARGO_TARGET_DIR=target/cuda
 }
 
-# Builds the program, the test binaries and all benches, and names them as check.sh knows them.
+# Builds the program, the test binaries and all benches, with the names that check.sh uses.
 collect_binaries() { # in folder $1
     local wanted=(--lib --benches) test
     for test in "${TESTS[@]}"; do
@@ -59,7 +58,7 @@ collect_binaries() { # in folder $1
     done
 }
 
-# The newest symbol of glibc that a binary asks for says on which systems it starts.
+# The newest glibc symbol of the binaries determines the oldest supported system.
 check_glibc() { # of the binaries in folder $1
     local newest
     newest=$(objdump -T "$1"/* | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1)
@@ -68,7 +67,7 @@ check_glibc() { # of the binaries in folder $1
     fi
 }
 
-# One archive with a window wide enough to see that the binaries share candle and its kernels.
+# One archive with a large window, which deduplicates candle and its kernels across binaries.
 pack() { # folder bin of $1 as archive $2
     tar -C "$1" --sort=name --owner=0 --group=0 -c bin | xz --threads=1 --lzma2=preset=3,dict=256MiB >"$2"
 }

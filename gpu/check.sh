@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, from the folder that `gpu/build.sh` made, and writes one JSON:
-# each check with its status (passed, failed, not run and why), its time and the end of its output. A check
-# that passes without having used a GPU (lib/libwitness.so sees to that) counts as not run.
+# Runs all GPU checks from a folder built by `gpu/build.sh`, and writes a JSON report: status (passed, failed, or not
+# run with a reason), time and last output of each check. A check that passes without using a GPU counts as not run;
+# lib/libwitness.so detects this.
 #
-#     ./check.sh [RESULTS]          RESULTS: folder for report.json and logs, `results` without it
+#     ./check.sh [RESULTS]          RESULTS: folder for report.json and logs, default `results`
 #
-# Exit code: 0 nothing failed, 1 a check failed, 2 this machine cannot run any of it.
+# Exit code: 0 no check failed, 1 a check failed, 2 this machine cannot run any check.
 set -euo pipefail
 
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,7 +20,7 @@ OUTPUT_LINES=60
 checks_json=()
 declare -A count=([passed]=0 [failed]=0 ["not run"]=0)
 
-# What the tests read: the device that they use, where their fixtures are, how many run at once.
+# Environment of the tests: device, fixtures and number of test threads.
 export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$folder RUST_TEST_THREADS=4
 
 run_checks() {
@@ -69,7 +69,7 @@ require_gpu() {
         cannot "nvidia-smi lists no GPU on this machine, so nothing was run"
 }
 
-# The binaries share most of their bytes, so they come as one archive.
+# The binaries share most of their bytes, so they are in one archive.
 unpack() {
     [[ -d bin ]] && return
     echo "unpacking bin.tar.xz …" >&2
@@ -88,7 +88,7 @@ require_libraries() {
         "driver for CUDA 13 (libcuda), the CUDA 13 toolkit or PyTorch for CUDA 13; add their folders to LD_LIBRARY_PATH"
 }
 
-# Runs a command of this folder or of the system: name $1, command $2…
+# Runs a command of this folder or the system: name $1, command $2…
 check() {
     local name=$1 command=${*:2} log=$results/$1.log started=$SECONDS code=0
     export ULYSSES_GPU_WITNESS=$results/$1.launches
@@ -102,7 +102,7 @@ check() {
     judge "$name" "$code" $((SECONDS - started)) "$command"
 }
 
-# Tells what an exit code $2 of check $1 means, which took $3 seconds for command $4.
+# Records the result of check $1 from its exit code $2, seconds $3 and command $4.
 judge() {
     local log=$results/$1.log
     if (($2 == 124)); then
@@ -123,7 +123,7 @@ tests() {
     check "$1" "bin/test_$2" "${@:3}"
 }
 
-# Runs the backend's conformance suite with $1 ranks, where the machine and its NCCL can.
+# Runs the backend's conformance suite with $1 ranks, if the machine and its NCCL support it.
 nccl_tests() {
     local name=comm_conformance_nccl_$1_ranks version gpus
     version=$(nccl_version) gpus=$(nvidia-smi -L | grep -c '^GPU ')
@@ -156,7 +156,7 @@ pytorch_peer() {
     fi
 }
 
-# Keeps a result: name $1, status $2, reason $3, seconds $4, command $5.
+# Records a result: name $1, status $2, reason $3, seconds $4, command $5.
 record() {
     local log=$results/$1.log output="" launches=null
     [[ ! -f $log ]] || output=$(tail -n "$OUTPUT_LINES" "$log")

@@ -1,5 +1,5 @@
-/* Stands in for libcurand.so.10 where a machine has none: PyTorch's packages no longer bring it. candle makes a
- * generator with every device. This library makes one that refuses to draw: random numbers here come from the host. */
+/* A stub of libcurand.so.10 for machines without it, such as those with only PyTorch's packages. candle creates a
+ * generator for every device. This generator fails to draw; ulysses draws random numbers on the CPU. */
 
 enum { SUCCESS = 0, INTERNAL_ERROR = 999 };
 
@@ -22,7 +22,7 @@ int curandSetGeneratorOffset(void *generator, unsigned long long offset) {
     return (void)generator, (void)offset, SUCCESS;
 }
 
-/* The arguments do not matter: the System V ABI lets a callee ignore them. */
+/* The System V ABI allows a callee to ignore its arguments. */
 #define REFUSES(name) \
     int name(void) { return INTERNAL_ERROR; }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles the CUDA kernels without a GPU and holds them to the rules, which gpu/kernels_check tells.
+# Compiles the CUDA kernels without a GPU and checks the rules of gpu/kernels_check.
 #
 #     gpu/kernels-check.sh [--write]
 set -euo pipefail

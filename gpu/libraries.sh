@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Puts the CUDA 13 libraries of this machine into LD_LIBRARY_PATH: source it before running anything of
-# this folder. They are looked for in the toolkit's folders and in the packages that PyTorch comes with.
+# Adds this machine's CUDA 13 libraries to LD_LIBRARY_PATH, from the toolkit's folders and PyTorch's packages.
+# Source it before running anything in this folder.
 
 wheel_folders() {
     command -v python3 >/dev/null || return 0
@@ -16,7 +16,7 @@ library_folders() {
         [[ -d $folder ]] && echo "$folder"
     done
     wheel_folders
-    # Last, for what the machine lacks: the CUDA runtime, and a stand-in for cuRAND.
+    # Last, as a fallback: the CUDA runtime, and a stub of cuRAND.
     echo "$(dirname "${BASH_SOURCE[0]}")/lib"
 }
 

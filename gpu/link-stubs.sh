@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes what a machine without a driver, cuBLAS, cuRAND and NCCL lacks to link `--features cuda,nccl`:
-# shared libraries of the right names whose functions do nothing. They go to CUDA_HOME/lib/stubs, where
-# NVIDIA's toolkit keeps its own and where cudarc's build script looks. Nothing is to be run with them.
+# Creates stub libraries to link `--features cuda,nccl` on a machine without a driver, cuBLAS, cuRAND and NCCL. They
+# are in CUDA_HOME/lib/stubs, as in NVIDIA's toolkit, where cudarc's build script looks. Their functions do nothing,
+# so binaries must not run with them.
 #
 #     gpu/link-stubs.sh CUDA_HOME
 set -euo pipefail
@@ -17,7 +17,7 @@ import json, os, sys
 print(os.path.join(os.path.dirname(manifest), "src"))'
 }
 
-# The functions that a module of cudarc declares: all that can be referenced.
+# Lists the functions that a module of cudarc declares: all that binaries can reference.
 bound_functions() { # of the module in folder $1
     grep -oE '^ +fn [A-Za-z0-9_]+\(' "$1/sys/mod.rs" | grep -oE '[A-Za-z0-9_]+\($' | tr -d '(' | sort -u
 }

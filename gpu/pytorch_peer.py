@@ -1,4 +1,4 @@
-"""PyTorch's own figures on the same GPU, to lay beside ours: `python3 pytorch_peer.py [--device cpu]`.
+"""PyTorch benchmarks on the same GPU, for comparison: `python3 pytorch_peer.py [--device cpu]`.
 
 Prints one JSON object per line. Bandwidths count every byte that must be read or written once; rates of
 attention count 4 (forward) and 10 (backward) floating point operations per visible pair and head element.
@@ -15,7 +15,7 @@ REPEATS = 20
 
 
 def best_seconds(run, device: str) -> float:
-    """The best of several runs, each timed from an idle device to an idle device."""
+    """Returns the best of several runs, each between device synchronizations."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     best = float("inf")
     for _ in range(REPEATS):
@@ -49,7 +49,7 @@ def elementwise(dtype: torch.dtype, device: str, rows: int, d: int) -> None:
 
 
 def attention(dtype: torch.dtype, device: str, seq_len: int, heads: int = 16, head_dim: int = 64) -> None:
-    """Causal attention on one row."""
+    """Causal attention on one sequence."""
     shape = (1, heads, seq_len, head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     flops = heads * head_dim * seq_len * (seq_len + 1) / 2
@@ -63,7 +63,7 @@ def attention(dtype: torch.dtype, device: str, seq_len: int, heads: int = 16, he
 
 
 class Block(torch.nn.Module):
-    """A Llama-style layer, as the preset `base` has six: 512 wide, 8 heads, SwiGLU of 1376."""
+    """A Llama-style layer of the preset `base`: hidden size 512, 8 heads, SwiGLU size 1376."""
 
     def __init__(self, d: int = 512, heads: int = 8, ffn: int = 1376):
         super().__init__()
@@ -90,7 +90,7 @@ class Block(torch.nn.Module):
 
 
 def train_step(dtype: torch.dtype, device: str, seq_len: int, vocab: int = 256, d: int = 512) -> None:
-    """One step of the preset `base` on one row: forward, backward, clipping, AdamW. bf16 by autocast."""
+    """One step of the preset `base` on one sequence: forward, backward, clipping, AdamW. bf16 by autocast."""
     layers = [torch.nn.Embedding(vocab, d), *(Block() for _ in range(6))]
     model = torch.nn.Sequential(*layers, torch.nn.RMSNorm(d), torch.nn.Linear(d, vocab, bias=False)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")

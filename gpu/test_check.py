@@ -1,4 +1,4 @@
-"""`check.sh` on made-up folders and machines: what it runs, how it judges it, and what it reports."""
+"""Tests of `check.sh` on fake folders and machines: checks that it runs, their status, and the report."""
 
 import json
 import os

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Fetches the CUDA 13.0 compilers as pinned PyPI wheels and unpacks them into one folder, laid out
-# as NVIDIA's installer does it: `bin/nvcc`, `include/`, `lib/`, `nvvm/`. Prints that folder.
+# Fetches the CUDA 13.0 compilers as pinned PyPI wheels, unpacks them into one folder with the layout of NVIDIA's
+# installer (`bin/nvcc`, `include/`, `lib/`, `nvvm/`), and prints its path.
 #
 #     CUDA_HOME=$(gpu/toolchain.sh)
 #
-# The folder is $ULYSSES_CUDA_HOME or target/cuda-13.0. It appears whole or not at all, and is made
-# again only when the pinned versions change. Needs python3 with pip, and no GPU and no driver.
+# The folder is $ULYSSES_CUDA_HOME or target/cuda-13.0. It is created atomically, and again
+# only if the pinned versions change. Needs python3 with pip, but no GPU and no driver.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -40,7 +40,7 @@ unpack_wheels() { # from folder $1 into folder $2
     chmod +x "$2"/nvidia/cu13/bin/* "$2"/nvidia/cu13/nvvm/bin/*
 }
 
-# The names that compilers and linkers look for; wheels carry only the versioned ones.
+# Links the unversioned names that compilers and linkers look for; the wheels have only versioned names.
 add_development_names() { # in folder $1
     ln -s lib "$1/lib64"
     ln -s libcudart.so.13 "$1/lib/libcudart.so"
@@ -52,7 +52,7 @@ install() {
     parent=$(dirname "$cuda_home")
     mkdir -p "$parent"
     scratch=$(mktemp -d "$parent/.cuda-XXXXXX")
-    # shellcheck disable=SC2064 # The folder's name is to be expanded now.
+    # shellcheck disable=SC2064 # Expand the folder's name now.
     trap "rm -rf '$scratch'" EXIT
     download_wheels "$scratch/wheels"
     unpack_wheels "$scratch/wheels" "$scratch/unpacked"

@@ -1,6 +1,6 @@
-/* Loaded before libcuda by check.sh, to tell whether a program has used a GPU at all: a test that ignores the device
- * it is asked for passes on the CPU just as well. When the program makes a CUDA context, the file named by
- * ULYSSES_GPU_WITNESS comes to be; at the end it holds the number of kernels launched through the driver's interface. */
+/* Preloaded by check.sh to detect whether a program used a GPU: a test that ignores the requested device would also
+ * pass on the CPU. Creating a CUDA context creates the file ULYSSES_GPU_WITNESS. At exit, this file has the number of
+ * kernels launched through the driver API. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

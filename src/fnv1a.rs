@@ -1,17 +1,18 @@
-//! FNV-1a, 64 bits (RFC 9923): unlike those of `std`'s hashers, its values are the same in every release and
-//! on every platform, so ranks may compare them and files keep them.
+//! 64-bit FNV-1a (RFC 9923). Unlike `std`'s hashers, its values are stable across releases and platforms, so ranks
+//! may compare them and files may store them.
 
-/// What a hash starts from.
+/// Initial value of a hash.
 pub(crate) const OFFSET_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
 const PRIME: u64 = 0x0100_0000_01b3;
 
-/// Takes in one byte. Whole words may take its place: faster, with other values. A change of `word` alone always
-/// changes the result: multiplying by an odd number can be undone.
+/// Hashes one byte, or one word (faster, but with a different result).
+///
+/// Different words always give different results, because multiplication by an odd number is invertible.
 pub(crate) const fn step(hash: u64, word: u64) -> u64 {
     (hash ^ word).wrapping_mul(PRIME)
 }
 
-/// The hash of bytes that come piece by piece.
+/// An incremental hasher.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fnv1a(u64);
 
@@ -35,7 +36,7 @@ impl Fnv1a {
     }
 }
 
-/// The hash of `bytes`.
+/// Returns the hash of `bytes`.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let mut hash = Fnv1a::default();
     hash.write(bytes);
@@ -47,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_are_those_of_the_published_test_vectors() {
+    fn hashes_match_the_published_test_vectors() {
         let vectors =
             [("", 0xcbf2_9ce4_8422_2325), ("a", 0xaf63_dc4c_8601_ec8c), ("foobar", 0x8594_4171_f739_67e8)];
         for (text, expected) in vectors {
@@ -56,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_hash_alike_however_they_are_cut() {
+    fn incremental_hash_equals_the_hash_of_the_whole() {
         let mut pieces = Fnv1a::default();
         [&b"foo"[..], b"", b"bar"].into_iter().for_each(|piece| pieces.write(piece));
         assert_eq!(pieces.finish(), hash(b"foobar"));

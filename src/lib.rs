@@ -106,7 +106,7 @@ pub use trainer::Trainer;
 /// The types of a training program: `use ulysses::prelude::*;`.
 pub mod prelude {
     pub use crate::candle::{Device, Tensor};
-    pub use crate::checkpoint::Saved;
+    pub use crate::checkpoint::SavedCheckpoint;
     pub use crate::comm::{
         LaunchOptions, MeshGroups, ProcessGroup, ProcessGroupExt, RankContext, ReduceOp, launch,
     };

@@ -1,19 +1,17 @@
-//! Files that somebody else may have replaced: only regular files are opened, and no more of them is read than they
-//! held then.
+//! Safe reads of files from the user: only regular files, up to their size when opened.
 //!
-//! A named pipe waits for its writer for ever, and a device like `/dev/zero` never ends. Symbolic links are followed
-//! to what they name.
+//! Reading a named pipe could block forever, and a device such as `/dev/zero` never ends. Symbolic links are followed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::path::Path;
 
-/// Opens a file for reading; with it comes its size.
+/// Opens a regular file for reading, and returns it with its size.
 ///
 /// # Errors
-/// Anything but a regular file, which is named, and what the operating system reports.
+/// Fails if the path is not a regular file or cannot be opened.
 pub fn open(path: &Path) -> Result<(File, u64)> {
-    // Before it is opened, as opening a device may do something; and after, as the name may have changed hands.
+    // Checked before opening, which may have side effects on a device, and after, as the path may have been replaced.
     check(&std::fs::metadata(path)?)?;
     let mut options = OpenOptions::new();
     options.read(true);
@@ -25,10 +23,10 @@ pub fn open(path: &Path) -> Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
-/// Reads a file, up to the size that it has when it is opened.
+/// Reads a file, up to its size when opened.
 ///
 /// # Errors
-/// As [`open`].
+/// Fails like [`open`].
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let (file, size) = open(path)?;
     let mut bytes = Vec::new();
@@ -36,43 +34,43 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The same of a file of text.
+/// Reads a text file, up to its size when opened.
 ///
 /// # Errors
-/// As [`open`], and bytes that are not UTF-8.
+/// Fails like [`open`], or if the content is not UTF-8.
 pub fn read_to_string(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|error| Error::new(ErrorKind::InvalidData, error))
 }
 
-/// Refuses what is not a regular file.
+/// Checks that the metadata is that of a regular file.
 ///
 /// # Errors
-/// Its kind, and that a regular file is needed.
+/// Returns an error with the actual kind of file.
 pub fn check(metadata: &std::fs::Metadata) -> Result<()> {
     if metadata.is_file() {
         return Ok(());
     }
-    Err(Error::other(format!("it is {}, a regular file is needed", kind(metadata.file_type()))))
+    Err(Error::other(format!("not a regular file but {}", kind(metadata.file_type()))))
 }
 
-fn kind(of: std::fs::FileType) -> &'static str {
+fn kind(file_type: std::fs::FileType) -> &'static str {
     #[cfg(unix)]
     {
         use std::os::unix::fs::FileTypeExt;
-        if of.is_fifo() {
+        if file_type.is_fifo() {
             return "a named pipe";
         }
-        if of.is_char_device() || of.is_block_device() {
+        if file_type.is_char_device() || file_type.is_block_device() {
             return "a device";
         }
-        if of.is_socket() {
+        if file_type.is_socket() {
             return "a socket";
         }
     }
-    match of {
-        of if of.is_dir() => "a directory",
-        of if of.is_symlink() => "a symbolic link",
-        _ => "something else",
+    match file_type {
+        other if other.is_dir() => "a directory",
+        other if other.is_symlink() => "a symbolic link",
+        _ => "a special file",
     }
 }
 
@@ -93,9 +91,9 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         assert_eq!(read_to_string(&link).unwrap(), "as it is");
         let refused = |path: &Path| read(path).unwrap_err().to_string();
-        assert_eq!(refused(&pipe), "it is a named pipe, a regular file is needed");
-        assert_eq!(refused(&endless), "it is a device, a regular file is needed");
-        assert_eq!(refused(dir.path()), "it is a directory, a regular file is needed");
+        assert_eq!(refused(&pipe), "not a regular file but a named pipe");
+        assert_eq!(refused(&endless), "not a regular file but a device");
+        assert_eq!(refused(dir.path()), "not a regular file but a directory");
         assert_eq!(open(&dir.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
     }
 }

@@ -1,33 +1,34 @@
-//! What every reader of safetensors files does: the header's bytes, and elements in chunks.
+//! Shared parts of the safetensors readers: header bytes, and chunked reads of elements.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
-/// Bytes of the number at a file's beginning that states the header's length.
+/// Size of the header-length field at the start of a file.
 const LENGTH_BYTES: u64 = 8;
 
-/// Longest header that is read: that of the safetensors library.
+/// Maximum header size, as in the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes that are read and decoded at a time. They stay in a core's cache meanwhile.
+/// Size of a chunk that is read and decoded at once. It fits in a core's cache.
 pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
-/// Why a header cannot be read.
+/// A failure to read a header.
 pub(crate) enum HeaderError {
-    /// What the system reports.
+    /// An I/O error.
     Io(io::Error),
-    /// What is wrong with the file.
+    /// An invalid file, with the reason.
     Invalid(String),
 }
 
-/// The JSON text of a file's header, and where the data begins. What the file claims is held against
-/// `file_bytes` before anything is allocated for it.
+/// Returns the JSON text of a file's header, and the offset of the data.
+///
+/// It checks the header length against `file_bytes` before it allocates memory.
 pub(crate) fn read_header(
     file: &mut (impl Read + Seek),
     file_bytes: u64,
 ) -> Result<(Vec<u8>, u64), HeaderError> {
     let invalid = |reason: String| Err(HeaderError::Invalid(reason));
     if file_bytes < LENGTH_BYTES {
-        return invalid(format!("its {file_bytes} bytes are too few for a safetensors header"));
+        return invalid(format!("file has {file_bytes} bytes, too few for a safetensors header"));
     }
     let mut length = [0; LENGTH_BYTES as usize];
     file.seek(SeekFrom::Start(0)).map_err(HeaderError::Io)?;
@@ -36,8 +37,8 @@ pub(crate) fn read_header(
     let available = file_bytes - LENGTH_BYTES;
     if length > available.min(MAX_HEADER_BYTES) {
         return invalid(format!(
-            "the header claims {length} bytes; the file has {available} more, and the longest header that is \
-             read has {MAX_HEADER_BYTES}"
+            "header length is {length} bytes; the file has {available} more bytes, and the maximum is \
+             {MAX_HEADER_BYTES}"
         ));
     }
     let mut json = vec![0; length as usize];
@@ -45,7 +46,9 @@ pub(crate) fn read_header(
     Ok((json, LENGTH_BYTES + length))
 }
 
-/// Fills `out` with the elements of `N` bytes that begin at byte `start`. `read_at` reads whole chunks, from a byte on.
+/// Reads `out.len()` elements of `N` bytes, starting at byte `start`.
+///
+/// `read_at(offset, buffer)` must fill the buffer with the bytes at `offset`.
 pub(crate) fn read_elements<const N: usize>(
     start: u64,
     out: &mut [f32],

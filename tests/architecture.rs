@@ -1,8 +1,6 @@
-//! The rules of the source tree, checked by reading it: who may import whom, where `unsafe`
-//! may stand, how long a file may be, and what must lie beside what.
+//! Rules of the source tree: allowed imports, allowed `unsafe`, maximum file length, required READMEs and op folders.
 //!
-//! Every checker takes paths and texts, so the second half of this file runs it on made-up
-//! sources that break its rule.
+//! Every checker takes paths and texts. The second half of this file runs them on fake sources that violate the rules.
 
 #[path = "support/file_graph.rs"]
 mod file_graph;
@@ -12,9 +10,9 @@ mod source_tree;
 use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens};
 use std::path::Path;
 
-/// What each module of `src/` may import besides itself and the leaves; `kernels` is the crate below. That
-/// `kernels/` knows nothing of `src/`, nor `src/` of `cli/`, is Cargo's own rule. `CONTRIBUTING.md` has
-/// the same table, with what the modules hold.
+/// Allowed imports of each module of `src/`, besides itself and the leaves. `kernels` is the crate `ulysses-kernels`.
+/// Cargo itself prevents imports of `src/` in `kernels/`, and of `cli/` in `src/`. `CONTRIBUTING.md` has the same
+/// table with descriptions.
 const MAY_IMPORT: [(&str, &[&str]); 12] = [
     ("mesh", &[]),
     ("comm", &["mesh", "kernels"]),
@@ -47,7 +45,7 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
     ("trainer", &["comm", "config", "kernels", "model", "data", "checkpoint", "monitor", "engine"]),
 ];
 
-/// Modules that all others may import and that import none, and those of the kernels that stand for plain tensors.
+/// Modules that import no others and that all may import, and the basic tensor modules of the kernels.
 const LEAVES: [&str; 7] = [
     "fnv1a",
     "regular_file",
@@ -58,7 +56,7 @@ const LEAVES: [&str; 7] = [
     "kernels::tensor",
 ];
 
-/// Where `unsafe` may stand.
+/// Folders and files that may contain `unsafe`.
 const MAY_BE_UNSAFE: [&str; 6] = [
     "kernels/",
     "src/comm/thread/",
@@ -68,7 +66,7 @@ const MAY_BE_UNSAFE: [&str; 6] = [
     "cli/src/settings.rs",
 ];
 
-/// Files that lead to one another, and why they may: each is one idea in several files.
+/// Allowed dependency cycles between files, and their reasons.
 const CIRCLES: [(&str, &str); 8] = [
     (
         "kernels/src/device/dry.rs kernels/src/memory.rs kernels/src/tensor.rs",
@@ -102,7 +100,7 @@ const CIRCLES: [(&str, &str); 8] = [
     ("src/zero/param_group_ranges.rs src/zero/unit.rs", "a unit's parameters in the ranges of their groups"),
 ];
 
-/// Folders that hide something hard, and so explain it.
+/// Folders that need a README.
 const NEEDS_README: [&str; 6] =
     ["kernels/src/attention", "src/checkpoint", "src/comm", "src/data", "src/sequence_parallel", "src/zero"];
 
@@ -114,7 +112,7 @@ fn may_import(module: &str) -> Option<&'static [&'static str]> {
     of_leaf.or_else(|| MAY_IMPORT.iter().find(|(name, _)| *name == module).map(|(_, imports)| *imports))
 }
 
-/// Modules import only what the table allows. `lib.rs` stands above the modules.
+/// Checks that modules import only what the table allows. `lib.rs` may import all.
 fn check_imports(sources: &[Source]) -> Vec<Violation> {
     let mut violations = Vec::new();
     for import in imports(sources) {
@@ -142,7 +140,7 @@ fn check_unsafe(sources: &[Source]) -> Vec<Violation> {
     let mut violations = Vec::new();
     for source in sources.iter().filter(guarded).filter(forbidden) {
         let found = tokens(source).into_iter().filter(|token| token.text == "unsafe");
-        let rule = format!("`unsafe` may stand only in {}", MAY_BE_UNSAFE.join(", "));
+        let rule = format!("`unsafe` is allowed only in {}", MAY_BE_UNSAFE.join(", "));
         violations.extend(found.map(|token| Violation::new(source, token.line, rule.clone())));
     }
     violations
@@ -164,15 +162,14 @@ fn check_stubs(sources: &[Source]) -> Vec<Violation> {
 fn check_length(sources: &[Source]) -> Vec<Violation> {
     let long = |source: &&Source| source.text.lines().count() > MAX_LINES;
     let violation = |source: &Source| {
-        let rule =
-            format!("a file has at most {MAX_LINES} lines, this one has {}", source.text.lines().count());
+        let rule = format!("file has {} lines; the maximum is {MAX_LINES}", source.text.lines().count());
         Violation::new(source, MAX_LINES + 1, rule)
     };
     sources.iter().filter(long).map(violation).collect()
 }
 
-/// A CUDA kernel belongs to the op of the same name: `kernels/cuda/rope.cu` to `kernels/src/rope`, and
-/// `kernels/cuda/lamb.cu` to `kernels/src/optimizer/lamb`.
+/// Checks that every CUDA kernel has an op of the same name: `kernels/cuda/rope.cu` has `kernels/src/rope`, and
+/// `kernels/cuda/lamb.cu` has `kernels/src/optimizer/lamb`.
 fn check_kernels(files: &[String]) -> Vec<Violation> {
     let has_op = |stem: &str| {
         let of_op = files.iter().filter_map(|path| path.strip_prefix("kernels/src/"));
@@ -185,7 +182,7 @@ fn check_kernels(files: &[String]) -> Vec<Violation> {
         .map(|(path, stem)| Violation {
             path: path.clone(),
             line: 1,
-            rule: format!("a kernel has an op of the same name: there is no {stem} in kernels/src"),
+            rule: format!("no op {stem} in kernels/src; a kernel needs an op of the same name"),
         })
         .collect()
 }
@@ -193,11 +190,11 @@ fn check_kernels(files: &[String]) -> Vec<Violation> {
 fn check_readmes(files: &[String]) -> Vec<Violation> {
     let readmes = NEEDS_README.iter().map(|folder| format!("{folder}/README.md"));
     let missing = readmes.filter(|readme| !files.contains(readme));
-    let rule = "this folder hides something hard, so a README.md explains it".to_owned();
+    let rule = "folder has no README.md, which must explain its algorithms".to_owned();
     missing.map(|path| Violation { path, line: 1, rule: rule.clone() }).collect()
 }
 
-/// The rows of `CONTRIBUTING.md`'s table that are missing or say something else.
+/// Returns the rows of `CONTRIBUTING.md`'s table that are missing or different.
 fn check_contributing(text: &str) -> Vec<Violation> {
     let mut violations = Vec::new();
     for (module, allowed) in MAY_IMPORT {
@@ -206,7 +203,7 @@ fn check_contributing(text: &str) -> Vec<Violation> {
         let found = text.lines().enumerate().find(|(_, line)| line.starts_with(&start));
         let (index, line) = found.unwrap_or((0, "no row"));
         if !line.ends_with(&format!("| {expected} |")) {
-            let rule = format!("`{module}` may import {expected}, but here is: {line}");
+            let rule = format!("`{module}` may import {expected}, but the table has: {line}");
             violations.push(Violation { path: "CONTRIBUTING.md".into(), line: index + 1, rule });
         }
     }
@@ -229,12 +226,12 @@ fn modules_import_only_what_the_table_allows() {
     assert_none(&check_imports(&sources));
     for (module, _) in MAY_IMPORT.iter().filter(|(module, _)| !["mesh", "config"].contains(module)) {
         let found = imports(&sources).iter().any(|import| import.from == *module);
-        assert!(found, "no import found in `{module}`: is the table stale, or the scanner blind?");
+        assert!(found, "no import found in `{module}`: outdated table, or a bug in the scanner?");
     }
 }
 
 #[test]
-fn the_table_of_contributing_is_the_one_that_is_checked() {
+fn contributing_has_the_same_table() {
     assert_none(&check_contributing(&std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap()));
 }
 
@@ -243,11 +240,11 @@ fn unsafe_code_stays_in_kernels_and_backends() {
     let sources = read_rust_files(root(), &RUST_FOLDERS);
     assert_none(&check_unsafe(&sources));
     let kernel = sources.iter().find(|source| source.path == "kernels/src/gemm/mod.rs").unwrap();
-    assert!(tokens(kernel).iter().any(|token| token.text == "unsafe"), "the scanner must see it where it is");
+    assert!(tokens(kernel).iter().any(|token| token.text == "unsafe"), "the scanner must find it");
 }
 
 #[test]
-fn there_are_no_stubs_and_no_endless_files() {
+fn there_are_no_stubs_and_no_long_files() {
     let sources = read_rust_files(root(), &RUST_FOLDERS);
     assert!(RUST_FOLDERS.iter().all(|folder| sources.iter().any(|source| source.path.starts_with(folder))));
     assert_none(&check_stubs(&sources));
@@ -255,7 +252,7 @@ fn there_are_no_stubs_and_no_endless_files() {
 }
 
 #[test]
-fn hard_folders_are_explained_and_kernels_belong_to_ops() {
+fn required_readmes_exist_and_kernels_have_ops() {
     let files = repository_files(root());
     assert!(files.contains(&"src/lib.rs".to_owned()));
     assert_none(&check_readmes(&files));
@@ -263,22 +260,22 @@ fn hard_folders_are_explained_and_kernels_belong_to_ops() {
 }
 
 #[test]
-fn files_take_names_from_one_another_in_one_direction() {
+fn files_have_no_unlisted_dependency_cycles() {
     let sources = read_rust_files(root(), &["kernels/src", "src", "cli/src"]);
     let mut found = Vec::new();
     for root in ["kernels/src/", "src/", "cli/src/"] {
         let graph = file_graph::Crate::read(root, &sources);
-        assert!(graph.arrows().len() > 100, "the scanner is blind in {root}");
+        assert!(graph.arrows().len() > 100, "the scanner finds too few dependencies in {root}");
         found.extend(file_graph::circles(&graph.arrows()).into_iter().map(|files| files.join(" ")));
     }
     let listed = CIRCLES.map(|(files, _)| files.to_owned());
     let added: Vec<_> = found.iter().filter(|circle| !listed.contains(circle)).collect();
     let gone: Vec<_> = listed.iter().filter(|circle| !found.contains(circle)).collect();
-    assert!(added.is_empty(), "files that lead to one another: {added:#?}");
-    assert!(gone.is_empty(), "CIRCLES lists what is none any more: {gone:#?}");
+    assert!(added.is_empty(), "new dependency cycles of files: {added:#?}");
+    assert!(gone.is_empty(), "CIRCLES lists cycles that no longer exist: {gone:#?}");
 }
 
-// The checkers on made-up sources.
+// Tests of the checkers on fake sources.
 
 fn sources(files: &[(&str, &str)]) -> Vec<Source> {
     files.iter().map(|(path, text)| Source { path: (*path).into(), text: (*text).into() }).collect()
@@ -289,14 +286,14 @@ fn lines(violations: &[Violation]) -> Vec<(&str, usize)> {
 }
 
 #[test]
-fn an_import_that_the_table_forbids_is_named_with_its_file_and_line() {
-    let made_up = sources(&[
+fn a_forbidden_import_is_reported_with_file_and_line() {
+    let fake = sources(&[
         ("src/model/mod.rs", "//! Docs.\nuse ulysses_kernels::rope;\nuse crate::comm::ProcessGroup;\n"),
         ("src/data/mod.rs", "fn f() {\n    ulysses_kernels::rope::forward();\n}\n"),
         ("src/mesh/mod.rs", "use crate::{fnv1a, zero::Layout};\nuse ulysses_kernels::memory;"),
         ("src/comm/thread/group.rs", "use super::super::super::model::Layer;"),
     ]);
-    let violations = check_imports(&made_up);
+    let violations = check_imports(&fake);
     assert_eq!(
         lines(&violations),
         [
@@ -313,8 +310,8 @@ fn an_import_that_the_table_forbids_is_named_with_its_file_and_line() {
 }
 
 #[test]
-fn what_the_table_allows_and_what_is_no_import_passes() {
-    let made_up = sources(&[
+fn allowed_imports_and_mentions_in_text_pass() {
+    let fake = sources(&[
         (
             "src/zero/mod.rs",
             "use crate::comm::{Pending, mesh};\nuse ulysses_kernels::{gemm, memory};\nfn f() {}",
@@ -323,24 +320,24 @@ fn what_the_table_allows_and_what_is_no_import_passes() {
         ("src/mesh/mod.rs", "// use crate::zero;\nconst TEXT: &str = \"crate::zero::x\";"),
         ("src/lib.rs", "pub use crate::engine::initialize;"),
     ]);
-    assert_none(&check_imports(&made_up));
+    assert_none(&check_imports(&fake));
 }
 
 #[test]
 fn test_code_may_import_anything() {
-    let made_up = sources(&[
+    let fake = sources(&[
         ("src/mesh/mod.rs", "#[cfg(test)]\nmod checks;\n#[cfg(test)]\n#[allow(unused)]\nuse crate::comm::X;"),
         ("src/mesh/checks.rs", "use crate::comm::launch;"),
         ("src/mesh/checks/more.rs", "use crate::comm::launch;"),
         ("src/mesh/draw.rs", "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::comm::launch;\n}\n"),
     ]);
-    assert_none(&check_imports(&made_up));
+    assert_none(&check_imports(&fake));
     let after = sources(&[("src/mesh/mod.rs", "#[cfg(test)]\nmod tests {}\nuse crate::comm::X;")]);
     assert_eq!(lines(&check_imports(&after)), [("src/mesh/mod.rs", 3)]);
 }
 
 #[test]
-fn a_module_without_a_row_is_named() {
+fn a_module_without_a_row_is_reported() {
     let violations = check_imports(&sources(&[("src/extra.rs", "use crate::comm::X;")]));
     assert_eq!(lines(&violations), [("src/extra.rs", 1)]);
     let violations = check_imports(&sources(&[("src/engine/mod.rs", "use crate::extra::X;")]));
@@ -348,19 +345,19 @@ fn a_module_without_a_row_is_named() {
 }
 
 #[test]
-fn unsafe_is_found_in_code_and_not_in_prose() {
-    let made_up = sources(&[
+fn unsafe_is_found_in_code_and_not_in_comments() {
+    let fake = sources(&[
         ("src/engine/step.rs", "// unsafe\n#![deny(unsafe_code)]\nfn f() {\n    unsafe { g() }\n}\n"),
         ("src/zero/unit.rs", "fn f() { vec![unsafe { g() }]; }"),
         ("kernels/src/simd.rs", "unsafe fn f() {}"),
         ("tests/comm/memory.rs", "unsafe impl Send for A {}"),
     ]);
-    assert_eq!(lines(&check_unsafe(&made_up)), [("src/engine/step.rs", 4), ("src/zero/unit.rs", 1)]);
+    assert_eq!(lines(&check_unsafe(&fake)), [("src/engine/step.rs", 4), ("src/zero/unit.rs", 1)]);
 }
 
 #[test]
-fn a_circle_of_files_is_found_through_imports_paths_and_names_that_are_handed_on() {
-    let made_up = sources(&[
+fn cycles_are_found_through_imports_paths_and_reexports() {
+    let fake = sources(&[
         ("src/lib.rs", "mod a;\nmod b;\nmod c;\npub use b::B;"),
         ("src/a/mod.rs", "mod inner;\npub use inner::A;"),
         ("src/a/inner.rs", "use crate::B;\npub struct A;"),
@@ -368,28 +365,28 @@ fn a_circle_of_files_is_found_through_imports_paths_and_names_that_are_handed_on
         ("src/c.rs", "use super::a::A;\npub fn g() {}\n#[cfg(test)]\nmod tests { use crate::lone::L; }"),
         ("src/lone.rs", "use std::sync::Arc;\nuse crate::{c::g, b};\npub struct L;"),
     ]);
-    let graph = file_graph::Crate::read("src/", &made_up);
+    let graph = file_graph::Crate::read("src/", &fake);
     assert_eq!(file_graph::circles(&graph.arrows()), [["src/a/inner.rs", "src/b.rs", "src/c.rs"]]);
     let without = sources(&[("src/a.rs", "use crate::b::B;"), ("src/b.rs", "pub struct B;")]);
     assert!(file_graph::circles(&file_graph::Crate::read("src/", &without).arrows()).is_empty());
 }
 
 #[test]
-fn stubs_and_long_files_are_named() {
+fn stubs_and_long_files_are_reported() {
     let stubs = format!("fn f() {{ {}!() }}\nfn g() {{ {}!(\"later\") }}", "todo", "unimplemented");
     let long = "\n".repeat(MAX_LINES + 1);
-    let made_up = sources(&[
+    let fake = sources(&[
         ("src/data/mod.rs", &stubs),
         ("examples/long.rs", &long),
         ("tests/exact.rs", &long[1..]),
         ("tests/prose.rs", "/// todo! is not allowed\nfn todo() {}"),
     ]);
-    assert_eq!(lines(&check_stubs(&made_up)), [("src/data/mod.rs", 1), ("src/data/mod.rs", 2)]);
-    assert_eq!(lines(&check_length(&made_up)), [("examples/long.rs", MAX_LINES + 1)]);
+    assert_eq!(lines(&check_stubs(&fake)), [("src/data/mod.rs", 1), ("src/data/mod.rs", 2)]);
+    assert_eq!(lines(&check_length(&fake)), [("examples/long.rs", MAX_LINES + 1)]);
 }
 
 #[test]
-fn a_kernel_without_an_op_and_a_folder_without_a_readme_are_named() {
+fn a_kernel_without_an_op_and_a_missing_readme_are_reported() {
     let cuda = ["rope.cu", "lamb.cu", "gemm.cu", "orphan.cu", "README.md"]
         .map(|name| format!("kernels/cuda/{name}"));
     let ops = ["rope/mod.rs", "optimizer/lamb/mod.rs", "gemm.rs"].map(|name| format!("kernels/src/{name}"));
@@ -401,7 +398,7 @@ fn a_kernel_without_an_op_and_a_folder_without_a_readme_are_named() {
 }
 
 #[test]
-fn a_table_that_says_something_else_is_named() {
+fn a_different_table_is_reported() {
     let text = std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
     let changed = text.replace("| comm, config, kernels |", "| comm, config, kernels, model |");
     let violations = check_contributing(&changed);

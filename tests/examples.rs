@@ -74,7 +74,7 @@ fn the_mesh_lists_the_groups_of_every_rank() {
             "dp peers of rank 5 are [1, 3, 5, 7]",
             "the same mesh: true",
             "rank 6: 22  8 28",
-            "no axis `tp` in this mesh",
+            "unknown axis `tp`; the axes of this mesh",
         ],
     );
 }

@@ -8,8 +8,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
-    Checkpoint, Comparison, ExportDtype, ExportOptions, Exported, LocalStorage, MANIFEST, Manifest, diff,
-    export, pointed_to, step_directories,
+    Checkpoint, Comparison, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST, Manifest,
+    diff, export, read_pointer, step_directories,
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};
@@ -100,7 +100,7 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
 
 /// Opens the checkpoint that an argument names.
 fn open(dir: &Path) -> Result<Checkpoint, Failure> {
-    let pointed = pointed_to(dir);
+    let pointed = read_pointer(dir);
     let dir = pointed.as_deref().unwrap_or(dir);
     if dir.join(MANIFEST).exists() {
         return Checkpoint::open(dir).or_run();
@@ -240,6 +240,6 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
         tokenizer: tokenizer.as_deref(),
     };
     let exported = export(&checkpoint, &args.output, options, &LocalStorage);
-    let Exported { files, bytes } = exported.context("the export failed").or_run()?;
+    let ExportedModel { files, bytes } = exported.context("the export failed").or_run()?;
     print(format_args!("{}: {} weight file(s), {bytes} bytes\n", args.output.display(), files.len()))
 }

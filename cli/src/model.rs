@@ -3,7 +3,7 @@
 use super::{Failure, OrFail, log_line};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{MANIFEST, pointed_to, steps};
+use ulysses::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::kernels::attention::grouped_heads;
@@ -30,7 +30,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
-        _ if dir.is_file() && pointed_to(dir).is_none() => anyhow!("{model}: expected a model directory with config.json and weights, found a file"),
+        _ if dir.is_file() && read_pointer(dir).is_none() => anyhow!("{model}: expected a model directory with config.json and weights, found a file"),
         true => anyhow!(
             "{model}: expected a model, found a checkpoint or an output directory; convert it with `ulysses checkpoint \
              export {model} --output DIR`"
@@ -79,9 +79,9 @@ pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
 
 /// Whether `dir` is a checkpoint or contains one.
 fn holds_checkpoints(dir: &Path) -> bool {
-    pointed_to(dir).is_some()
+    read_pointer(dir).is_some()
         || dir.join(MANIFEST).exists()
-        || steps(dir).is_ok_and(|steps| !steps.is_empty())
+        || saved_steps(dir).is_ok_and(|steps| !steps.is_empty())
 }
 
 /// Returns the directory that `model` names, unless it names a preset.

@@ -1,4 +1,4 @@
-"""Compiles every CUDA kernel without a GPU and holds it to the rules: `just kernels-check [--write]`.
+"""Compiles every CUDA kernel without a GPU and checks its resources: `just kernels-check [--write]`.
 
 Each `kernels/cuda/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning, and
 no kernel may keep anything in local memory: a stack frame or spilled registers. The table of registers in `docs/gpu.md` must be the one that comes out
@@ -17,12 +17,12 @@ from kernels_check.ptxas import Usage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Kernels that may use local memory, as (kernel, architecture), each with the reason that justifies it.
+# Kernels that may use local memory, as (kernel, architecture), with the reason.
 MAY_USE_LOCAL_MEMORY: dict[tuple[str, str], str] = {}
 
 
 def toolchain() -> Path:
-    """The folder of the pinned compilers, fetched where it is missing."""
+    """Returns the folder of the pinned compilers, fetched if missing."""
     done = subprocess.run([REPOSITORY / "gpu/toolchain.sh"], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         sys.exit("kernels-check: the CUDA compilers are missing (see above)")
@@ -30,7 +30,7 @@ def toolchain() -> Path:
 
 
 def compile_all(cuda_home: Path, sources: list[Path]) -> dict[str, list[Usage]]:
-    """What every kernel of every file uses, by the file's name."""
+    """Returns the resources of every kernel, by file name."""
     nvrtc = Nvrtc(cuda_home)
 
     def compile_one(source: Path) -> list[Usage]:
@@ -42,7 +42,7 @@ def compile_all(cuda_home: Path, sources: list[Path]) -> dict[str, list[Usage]]:
 
 
 def local_memory_errors(usages: dict[str, list[Usage]], may: dict[tuple[str, str], str]) -> list[str]:
-    """Kernels that use local memory without leave, and leave that no kernel needs any more."""
+    """Returns errors: kernels with disallowed local memory, and unused exceptions."""
     errors = []
     using = set()
     for file, of_file in usages.items():
@@ -62,7 +62,7 @@ def local_memory_errors(usages: dict[str, list[Usage]], may: dict[tuple[str, str
 
 
 def table_errors(document: Path, current: str, write: bool) -> list[str]:
-    """Whether the document's table is the current one; with `write`, it is afterwards."""
+    """Checks that the document's table is current, or updates it with `write`."""
     text = document.read_text()
     if table.split(text)[1] == current:
         return []
@@ -73,7 +73,7 @@ def table_errors(document: Path, current: str, write: bool) -> list[str]:
 
 
 def check(cuda_home: Path, kernels: Path, document: Path, write: bool = False) -> list[str]:
-    """Runs all checks, prints the table, and returns what is wrong."""
+    """Runs all checks, prints the table, and returns the errors."""
     sources = sorted(kernels.glob("*.cu"))
     if not sources:
         return [f"there is no kernel in {kernels}"]

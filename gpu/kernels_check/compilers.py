@@ -1,4 +1,4 @@
-"""The two compilers that every kernel has to pass, from the pinned wheels: nvcc and NVRTC."""
+"""The two compilers of the kernels, from the pinned wheels: nvcc and NVRTC."""
 
 import ctypes
 import subprocess
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 ARCHITECTURES = ("80", "90", "100")
-# As `kernels/src/device/cuda/module.rs` asks for it.
+# The same options as in `kernels/src/device/cuda/module.rs`.
 LANGUAGE = "--std=c++17"
 COMMON_INCLUDE = '#include "common.cuh"'
 
@@ -16,7 +16,7 @@ class CompileError(Exception):
 
 
 def nvcc_report(cuda_home: Path, source: Path) -> str:
-    """Compiles `source` for all architectures; returns what `ptxas -v` said of its kernels."""
+    """Compiles `source` for all architectures; returns the report of `ptxas -v`."""
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     strict = ["-Xptxas", "-v", "-Werror", "all-warnings"]
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as fatbin:
@@ -28,7 +28,7 @@ def nvcc_report(cuda_home: Path, source: Path) -> str:
 
 
 def inlined(source: Path) -> str:
-    """The text that is compiled at run time, where no include path exists: `common.cuh` is pasted in."""
+    """Returns the source for run-time compilation, which has no include path: `common.cuh` is inlined."""
     text = source.read_text()
     if COMMON_INCLUDE in text:
         text = text.replace(COMMON_INCLUDE, (source.parent / "common.cuh").read_text())
@@ -36,10 +36,10 @@ def inlined(source: Path) -> str:
 
 
 class Nvrtc:
-    """The run-time compiler. It needs no driver to make SASS for a named architecture."""
+    """The run-time compiler. It needs no driver to compile SASS for a given architecture."""
 
     def __init__(self, cuda_home: Path):
-        # NVRTC opens its builtins by bare name; a library of that name that is already loaded will do.
+        # NVRTC opens its builtins by file name, so the library must be loaded already.
         ctypes.CDLL(str(cuda_home / "lib/libnvrtc-builtins.so.13.0"), mode=ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(str(cuda_home / "lib/libnvrtc.so.13"))
 

@@ -1,10 +1,9 @@
-"""What ptxas says of each kernel (`-Xptxas -v`), as data."""
+"""Parses the resources of each kernel from the output of `ptxas -v`."""
 
 import re
 from dataclasses import dataclass
 
-# The wording is that of the pinned ptxas. A report that was not understood is an error, so that it
-# cannot pass for one without spills.
+# The patterns match the pinned ptxas. An unknown report is an error: it must not pass as one without spills.
 ENTRY = re.compile(r"Compiling entry function '(?P<kernel>[^']+)' for '(?P<arch>sm_\d+\w*)'")
 PROPERTIES = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
@@ -14,7 +13,7 @@ SHARED = re.compile(r"(?P<shared>\d+) bytes smem")
 
 
 class UnreadableReport(Exception):
-    """The output is not what the pinned ptxas prints."""
+    """The output does not have the format of the pinned ptxas."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,12 @@ class Usage:
         return self.spill_stores > 0 or self.spill_loads > 0
 
     def uses_local_memory(self) -> bool:
-        """A stack frame is one for spilled registers, or for an array whose index is not known when compiling."""
+        """Returns whether the kernel uses local memory: for spilled registers, or for arrays with a dynamic index."""
         return self.stack > 0 or self.spills()
 
 
 def parse(report: str) -> list[Usage]:
-    """Reads one ptxas report: for each entry function its name, its properties, and what it used."""
+    """Parses a ptxas report: name, properties and resources of each entry function."""
     usages = []
     entries = list(ENTRY.finditer(report))
     ends = [entry.start() for entry in entries[1:]] + [len(report)]
@@ -50,7 +49,7 @@ def parse(report: str) -> list[Usage]:
 
 
 def _usage(entry: re.Match, block: str) -> Usage:
-    # Functions that were not inlined come after the kernel, each with properties of its own.
+    # Functions that were not inlined follow the kernel, each with its own properties.
     properties = list(PROPERTIES.finditer(block))
     used = USED.search(block)
     if not properties or used is None:

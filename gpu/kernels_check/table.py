@@ -8,11 +8,11 @@ END = "<!-- kernels-check: end -->"
 
 
 class NoMarkers(Exception):
-    """The document has no place for the table."""
+    """The document has no markers for the table."""
 
 
 def render(usages: dict[str, list[Usage]]) -> str:
-    """One row per kernel of every file; a cell is registers per thread / static shared bytes per block."""
+    """Returns one row per kernel of every file; a cell is registers per thread / static shared bytes per block."""
     header = " | ".join(f"sm_{arch}" for arch in ARCHITECTURES)
     lines = [f"| file | kernel | {header} |", "|---|---" + "|---:" * len(ARCHITECTURES) + "|"]
     for file in sorted(usages):
@@ -29,7 +29,7 @@ def _cell(usage: Usage) -> str:
 
 
 def split(document: str) -> tuple[str, str, str]:
-    """The document before the table, the table, and the document after it."""
+    """Splits the document into the text before the table, the table, and the text after it."""
     before, begin, rest = document.partition(BEGIN)
     table, end, after = rest.partition(END)
     if not begin or not end:
@@ -38,6 +38,6 @@ def split(document: str) -> tuple[str, str, str]:
 
 
 def replaced(document: str, table: str) -> str:
-    """The document with this table between its markers."""
+    """Returns the document with this table between its markers."""
     before, _, after = split(document)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""The kernels check, run on reports and kernels that break its rules."""
+"""Tests of the kernels check on reports and kernels that violate its rules."""
 
 import io
 import tempfile
@@ -31,7 +31,7 @@ extern "C" __global__ void copies(float* out, const float* in) { out[threadIdx.x
 """
 COMMON = "__device__ __forceinline__ float twice(float x) { return 2.0f * x; }\n"
 
-# 64 values stay alive in each of 2048 threads of a multiprocessor, which leaves 32 registers a thread.
+# 64 live values in each of 2048 threads of a multiprocessor, which has 32 registers per thread.
 SPILLS = """\
 extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* out, const float* in) {
     float r[64];
@@ -98,7 +98,7 @@ class Tables(unittest.TestCase):
 
 
 class Kernels(unittest.TestCase):
-    """Runs the pinned compilers on made-up kernels."""
+    """Runs the pinned compilers on test kernels."""
 
     @classmethod
     def setUpClass(cls):

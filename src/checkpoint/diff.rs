@@ -1,22 +1,22 @@
-//! Two checkpoints element by element, whatever meshes saved them.
+//! Comparison of two checkpoints, element by element, independent of their meshes.
 
 use super::CheckpointError;
 use super::load::Checkpoint;
 use std::collections::BTreeMap;
 
-/// How one parameter (or one kind of its state) of two checkpoints compares.
+/// The comparison of one kind of state of one parameter in two checkpoints.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Comparison {
-    /// Every element has the same bits.
+    /// All elements are bit-equal.
     Equal,
     /// Some elements differ.
     Differs {
-        /// How many.
+        /// Number of differing elements.
         elements: usize,
-        /// The largest absolute difference; NaN where one side is.
+        /// Largest absolute difference; NaN if either side has NaN.
         largest: f64,
     },
-    /// The shapes differ: first, second.
+    /// The shapes differ: shape in the first checkpoint, shape in the second.
     Shapes(Vec<usize>, Vec<usize>),
     /// Only the first checkpoint has it.
     OnlyFirst,
@@ -24,25 +24,25 @@ pub enum Comparison {
     OnlySecond,
 }
 
-/// Kind, parameter, and how they compare; of everything that either checkpoint has, by name.
+/// Comparisons by (kind, parameter name), for everything in either checkpoint.
 pub type Comparisons = BTreeMap<(String, String), Comparison>;
 
 /// Compares every kind of state of every parameter.
 ///
 /// # Errors
-/// A checkpoint that cannot be read.
+/// Fails if a checkpoint cannot be read.
 pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Comparisons, CheckpointError> {
-    let (places, mut others) = (places(first), places(second));
+    let (indices, mut others) = (tensor_indices(first), tensor_indices(second));
     let (mut reader, mut other_reader) = (first.reader(), second.reader());
     let mut comparisons = Comparisons::new();
-    for (name, place) in places {
+    for (name, index) in indices {
         let comparison = match others.remove(&name) {
             None => Comparison::OnlyFirst,
-            Some(other) if shape(first, place) != shape(second, other) => {
-                Comparison::Shapes(shape(first, place).to_vec(), shape(second, other).to_vec())
+            Some(other) if shape(first, index) != shape(second, other) => {
+                Comparison::Shapes(shape(first, index).to_vec(), shape(second, other).to_vec())
             }
             Some(other) => {
-                let (at, parameter) = place;
+                let (at, parameter) = index;
                 let (other_at, other_parameter) = other;
                 compare(
                     &reader.parameter(at, parameter)?,
@@ -56,23 +56,23 @@ pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Comparisons, Chec
     Ok(comparisons)
 }
 
-/// `(unit, kind)` and index within the unit.
-type Place = ((usize, usize), usize);
+/// `(unit, kind)`, and the parameter's index within the unit.
+type TensorIndex = ((usize, usize), usize);
 
-fn places(checkpoint: &Checkpoint) -> BTreeMap<(String, String), Place> {
-    let mut places = BTreeMap::new();
+fn tensor_indices(checkpoint: &Checkpoint) -> BTreeMap<(String, String), TensorIndex> {
+    let mut indices = BTreeMap::new();
     for (kind, kind_name) in checkpoint.manifest().kinds.iter().enumerate() {
         let layouts = checkpoint.layouts().iter().enumerate();
         for (unit, layout) in layouts.filter(|(_, layout)| checkpoint.manifest().has(layout, kind_name)) {
             for (index, parameter) in layout.parameters().iter().enumerate() {
-                places.insert((kind_name.clone(), parameter.name.clone()), ((unit, kind), index));
+                indices.insert((kind_name.clone(), parameter.name.clone()), ((unit, kind), index));
             }
         }
     }
-    places
+    indices
 }
 
-fn shape(checkpoint: &Checkpoint, ((unit, _), parameter): Place) -> &[usize] {
+fn shape(checkpoint: &Checkpoint, ((unit, _), parameter): TensorIndex) -> &[usize] {
     &checkpoint.layouts()[unit].parameters()[parameter].shape
 }
 
@@ -83,7 +83,7 @@ fn compare(first: &[f32], second: &[f32]) -> Comparison {
         return Comparison::Equal;
     }
     let distances = differing().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
-    // Not `f64::max`, which passes over NaN.
+    // `f64::max` would ignore NaN.
     let largest =
         distances.fold(0.0, |largest: f64, distance| if distance <= largest { largest } else { distance });
     Comparison::Differs { elements, largest }

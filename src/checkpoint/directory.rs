@@ -1,7 +1,7 @@
-//! The directory that a run's checkpoints lie in, and how one appears there or vanishes.
+//! The output directory of a run: its checkpoints appear and disappear atomically.
 //!
-//! What is being made or removed has a name that begins with a dot, so a name `step_…` never
-//! means half a checkpoint: it comes and goes by a rename.
+//! A checkpoint that is being written or removed has a hidden name. Renames publish and retire it, so a
+//! directory `step_…` is never partial.
 
 use super::manifest::Manifest;
 use super::{CheckpointError, Storage};
@@ -12,36 +12,41 @@ use std::io::ErrorKind::{NotADirectory, NotFound};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Name of the file that names the newest checkpoint. It is a hint for people and scripts;
-/// nothing here reads it, so it cannot mislead a resuming run.
+/// Name of the file that points to the newest checkpoint.
+///
+/// It is for users and scripts. Resuming without an explicit path does not read it.
 pub const LATEST: &str = "latest";
 
-/// Name of the file that names the checkpoint with the lowest evaluation loss (`keep_best`): a hint like [`LATEST`].
+/// Name of the file that points to the checkpoint with the lowest evaluation loss (`keep_best`).
 pub const BEST: &str = "best";
 
 const STEP_PREFIX: &str = "step_";
 
-/// The most bytes read of a file that names a checkpoint.
+/// Maximum number of bytes read from a pointer file.
 const MAX_POINTER_BYTES: u64 = 64;
 
-/// Name of the directory of a step's checkpoint.
+/// Returns the directory name of a step's checkpoint.
 pub fn step_name(step: u64) -> String {
     format!("{STEP_PREFIX}{step:08}")
 }
 
-/// The checkpoint that a file like [`LATEST`] or [`BEST`] names, which lies beside it. `None` for anything else.
-pub fn pointed_to(path: &Path) -> Option<PathBuf> {
+/// Returns the checkpoint that a file such as [`LATEST`] or [`BEST`] points to, in the same directory.
+///
+/// Returns `None` if the file is not such a pointer.
+pub fn read_pointer(path: &Path) -> Option<PathBuf> {
     let (file, _) = regular_file::open(path).ok()?;
     let mut text = String::new();
     file.take(MAX_POINTER_BYTES).read_to_string(&mut text).ok()?;
     Some(path.with_file_name(step_name(step_of(text.trim_end())?)))
 }
 
-/// The steps that have a directory, newest first. Links are no directories of ours.
+/// Returns the steps that have a checkpoint directory, newest first. Symbolic links are ignored.
+///
+/// The result is empty if `directory` is missing or not a directory.
 ///
 /// # Errors
-/// A directory that cannot be listed. What is no directory has no steps.
-pub fn steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
+/// Fails if the directory cannot be listed.
+pub fn saved_steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
     let io = || CheckpointError::io("list", directory);
     let entries = match std::fs::read_dir(directory) {
         Err(error) if [NotFound, NotADirectory].contains(&error.kind()) => return Ok(Vec::new()),
@@ -61,46 +66,47 @@ pub fn steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
     Ok(steps)
 }
 
-/// The directory of a checkpoint, or of what is left of one.
+/// The directory of a checkpoint, possibly damaged.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepDirectory {
-    /// The step that its manifest states; the one that its name stands for where the manifest cannot be read.
+    /// The step in its manifest, or the step in its name if the manifest cannot be read.
     pub step: u64,
-    /// Its name.
+    /// The directory's name.
     pub name: String,
 }
 
 impl StepDirectory {
-    /// Whether somebody has given it the name of another step.
+    /// Returns whether the directory has the name of another step.
     pub fn is_renamed(&self) -> bool {
         self.name != step_name(self.step)
     }
 }
 
-/// The directories that [`steps`] finds, newest first by what their manifests state: a directory that was renamed, or
-/// copied under another name, is as old as it ever was.
+/// Returns the checkpoint directories, newest first by the step in their manifests.
+///
+/// A renamed or copied directory keeps the step of its manifest.
 ///
 /// # Errors
-/// As [`steps`].
+/// Fails like [`saved_steps`].
 pub fn step_directories(directory: &Path) -> Result<Vec<StepDirectory>, CheckpointError> {
     let of = |step| {
         let name = step_name(step);
-        // One that is damaged stays where its name puts it, to be reported in its turn.
+        // A damaged checkpoint is sorted by its name, so that it is reported.
         let stated = Manifest::read(&directory.join(&name)).map_or(step, |manifest| manifest.progress.step);
         StepDirectory { step: stated, name }
     };
-    let mut directories: Vec<StepDirectory> = steps(directory)?.into_iter().map(of).collect();
+    let mut directories: Vec<StepDirectory> = saved_steps(directory)?.into_iter().map(of).collect();
     directories.sort_by_key(|directory| (Reverse(directory.step), directory.is_renamed()));
     Ok(directories)
 }
 
-/// The step that a directory's name stands for.
+/// Returns the step in a directory's name.
 fn step_of(name: &str) -> Option<u64> {
     let step = name.strip_prefix(STEP_PREFIX)?.parse().ok()?;
     (name == step_name(step)).then_some(step)
 }
 
-/// One output directory on one storage.
+/// The output directory and its storage.
 #[derive(Debug, Clone)]
 pub(super) struct StepDirectories {
     pub(super) path: PathBuf,
@@ -112,7 +118,7 @@ impl StepDirectories {
         self.path.join(step_name(step))
     }
 
-    /// Where a step is written before it is published.
+    /// Returns the path where a step is written before it is published.
     pub(super) fn unpublished(&self, step: u64) -> PathBuf {
         self.hidden(step, "saving")
     }
@@ -121,21 +127,21 @@ impl StepDirectories {
         self.path.join(format!(".{}.{state}", step_name(step)))
     }
 
-    /// Makes an empty directory to write a step in.
+    /// Creates an empty directory for a step.
     pub(super) fn begin(&self, step: u64) -> Result<(), CheckpointError> {
         let path = self.unpublished(step);
         self.remove_if_there(&path)?;
         self.storage.create_dir(&path).map_err(CheckpointError::io("create", &path))
     }
 
-    /// Gives up a step that was begun. There is nothing to do about a failure: the next run
-    /// removes what is left.
+    /// Removes an unpublished step. Failures are ignored: the next run removes leftovers.
     pub(super) fn abandon(&self, step: u64) {
         let _ = self.remove_if_there(&self.unpublished(step));
     }
 
-    /// Writes the manifest into a step that is otherwise complete, and gives it its name. A checkpoint of another step
-    /// that somebody has given this name is moved aside.
+    /// Writes the manifest of a step whose other files are complete, and renames the step to its final name.
+    ///
+    /// A checkpoint of another step with this name is moved aside.
     pub(super) fn publish(&self, step: u64, manifest: &str) -> Result<(), CheckpointError> {
         let (from, to) = (self.unpublished(step), self.of(step));
         self.write_file(&from.join(super::manifest::MANIFEST), manifest)?;
@@ -143,9 +149,9 @@ impl StepDirectories {
         if let Ok(other) = Manifest::read(&to)
             && other.progress.step != step
         {
-            self.rename(&to, &self.free_name(&format!("moved_{}", step_name(other.progress.step))))?;
+            self.rename(&to, &self.unused_path(&format!("moved_{}", step_name(other.progress.step))))?;
         }
-        // A checkpoint of this step that does not verify, or the run would have gone on from it.
+        // An existing checkpoint of this step did not verify; otherwise the run would have resumed from it.
         let replaced = self.hidden(step, "replaced");
         if to.symlink_metadata().is_ok() {
             self.remove_if_there(&replaced)?;
@@ -156,8 +162,8 @@ impl StepDirectories {
         self.remove_if_there(&replaced)
     }
 
-    /// `name`, or the first of `name.1`, `name.2` and so on that nothing has.
-    fn free_name(&self, name: &str) -> PathBuf {
+    /// Returns the first unused path of `name`, `name.1`, `name.2`, ….
+    fn unused_path(&self, name: &str) -> PathBuf {
         let names = (0_u64..).map(|n| if n == 0 { name.to_owned() } else { format!("{name}.{n}") });
         let mut paths = names.map(|name| self.path.join(name));
         paths
@@ -165,7 +171,7 @@ impl StepDirectories {
             .unwrap_or_else(|| unreachable!("names do not end"))
     }
 
-    /// Points a file, [`LATEST`] or [`BEST`], to a step.
+    /// Points the file [`LATEST`] or [`BEST`] to a step.
     pub(super) fn write_pointer(&self, name: &str, step: u64) -> Result<(), CheckpointError> {
         let unpublished = self.path.join(format!(".{name}.saving"));
         self.write_file(&unpublished, &format!("{}\n", step_name(step)))?;
@@ -173,21 +179,21 @@ impl StepDirectories {
         self.sync(&self.path)
     }
 
-    /// Removes all but the newest `keep` of the steps up to `verified`, which must be one that
-    /// has been verified: it always stays, and what is newer than it is not ours to judge. Nor is a directory whose
-    /// manifest states another step than its name: somebody has put it there. A damaged one takes no other's place, and
-    /// `best` stays in addition to those `keep`.
+    /// Removes all but the newest `keep` valid steps up to `verified`, a step that was just verified.
+    ///
+    /// Newer steps stay, as do directories whose manifest states another step than their name. A damaged
+    /// checkpoint does not count towards `keep`. `best` stays in addition.
     pub(super) fn prune(&self, verified: u64, keep: usize, best: Option<u64>) -> Result<(), CheckpointError> {
         let mut kept = 0;
-        let is_ours = |step: &u64| *step <= verified && Some(*step) != best;
-        for step in steps(&self.path)?.into_iter().filter(is_ours) {
-            let is_sound = match Manifest::read(&self.of(step)) {
+        let is_candidate = |step: &u64| *step <= verified && Some(*step) != best;
+        for step in saved_steps(&self.path)?.into_iter().filter(is_candidate) {
+            let is_valid = match Manifest::read(&self.of(step)) {
                 Ok(manifest) if manifest.progress.step != step => continue,
                 Ok(_) => true,
                 Err(_) => false,
             };
             if kept < keep.max(1) {
-                kept += usize::from(is_sound);
+                kept += usize::from(is_valid);
                 continue;
             }
             let removed = self.hidden(step, "removed");
@@ -198,8 +204,7 @@ impl StepDirectories {
         Ok(())
     }
 
-    /// Removes what earlier runs left half-made or half-removed. Only the job that owns the
-    /// directory may call it.
+    /// Removes partial checkpoints of earlier runs. The caller must hold the directory's lock.
     pub(super) fn clean(&self) -> Result<(), CheckpointError> {
         let io = || CheckpointError::io("list", &self.path);
         for entry in std::fs::read_dir(&self.path).map_err(io())? {

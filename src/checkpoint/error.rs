@@ -1,20 +1,20 @@
-//! What can be wrong with a checkpoint, and what can go wrong while one is made.
+//! Errors of saving, verifying and loading checkpoints.
 
 use crate::comm::CommError;
 use std::path::PathBuf;
 
-/// Why there is no checkpoint, or why one is refused.
+/// A failure to save, verify, load or export a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file system refused something.
+    /// A file operation failed.
     #[error("cannot {operation} {}: {source}", path.display())]
     Io {
-        /// What was tried, as in "cannot {operation} …".
+        /// The operation, as in "cannot {operation} …".
         operation: &'static str,
-        /// With which file or directory.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's reason.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// The manifest is damaged or contradicts itself.
@@ -25,37 +25,37 @@ pub enum CheckpointError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The checkpoint was written by a later version of this program.
-    #[error("{}: format version {found}; this version reads up to {supported}", path.display())]
+    /// The checkpoint was written by a newer version of this program.
+    #[error("{}: format version {found} is too new; this version reads up to {supported}", path.display())]
     NewerFormat {
         /// The manifest.
         path: PathBuf,
         /// Its version.
         found: u64,
-        /// The latest that is read.
+        /// The newest supported version.
         supported: u64,
     },
-    /// A file has not the length that the manifest states.
-    #[error("{}: {found} bytes, the manifest states {expected}", path.display())]
+    /// The size of a file differs from the manifest.
+    #[error("{}: file has {found} bytes, but the manifest states {expected}", path.display())]
     FileSize {
         /// The file.
         path: PathBuf,
-        /// Bytes by the manifest.
+        /// Size in the manifest.
         expected: u64,
-        /// Bytes there are.
+        /// Actual size.
         found: u64,
     },
-    /// A file has other content than was written.
-    #[error("{}: damaged: its BLAKE3 is {found}, the manifest states {expected}", path.display())]
+    /// The hash of a file differs from the manifest.
+    #[error("{}: file is damaged: its BLAKE3 hash is {found}, but the manifest states {expected}", path.display())]
     FileHash {
         /// The file.
         path: PathBuf,
-        /// Hash by the manifest.
+        /// Hash in the manifest.
         expected: String,
-        /// Hash of what there is.
+        /// Actual hash.
         found: String,
     },
-    /// A file is no safetensors file, or belongs to another checkpoint.
+    /// A file is not a safetensors file, or belongs to another checkpoint.
     #[error("{}: {reason}", path.display())]
     Header {
         /// The file.
@@ -63,7 +63,7 @@ pub enum CheckpointError {
         /// What is wrong with its header.
         reason: String,
     },
-    /// A tensor is not what the manifest calls for.
+    /// A tensor does not match the manifest.
     #[error("{}: tensor {tensor}: {reason}", path.display())]
     Tensor {
         /// The file.
@@ -73,8 +73,8 @@ pub enum CheckpointError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A parameter would become an infinity in the dtype of an export.
-    #[error("parameter {name}: {value} is beyond the range of {dtype}: export another dtype")]
+    /// A parameter would overflow in the dtype of an export.
+    #[error("parameter {name}: {value} is out of range for {dtype}; export with another dtype")]
     OutOfRange {
         /// The parameter.
         name: String,
@@ -83,19 +83,19 @@ pub enum CheckpointError {
         /// The dtype.
         dtype: &'static str,
     },
-    /// A sound checkpoint that is not of this model, optimizer or run.
-    #[error("{}: {what} was {saved} when it was saved and is {wanted} in this run", path.display())]
+    /// A valid checkpoint of another model, optimizer or run.
+    #[error("{}: {what} is {saved} in the checkpoint, but {wanted} in this run", path.display())]
     Mismatch {
         /// The checkpoint.
         path: PathBuf,
         /// What differs.
         what: String,
-        /// In the checkpoint.
+        /// Value in the checkpoint.
         saved: String,
-        /// What would fit.
+        /// Value in this run.
         wanted: String,
     },
-    /// Something on one rank kept a checkpoint from being saved; nothing was published.
+    /// A rank failed to save its part; nothing was published.
     #[error("checkpoint of step {step} was not saved: rank {rank}: {reason}")]
     NotSaved {
         /// The step.
@@ -105,20 +105,20 @@ pub enum CheckpointError {
         /// Its reason.
         reason: String,
     },
-    /// One rank or more could not open or verify a checkpoint.
+    /// At least one rank could not open or verify a checkpoint.
     #[error("rank {rank}: {reason}")]
     Refused {
-        /// The first rank that refused, within the group that loads.
+        /// The first rank that failed, within the group that loads.
         rank: usize,
         /// Its reason.
         reason: String,
     },
-    /// There are checkpoints, and none of them verifies.
-    #[error("{}: no checkpoint verifies; the newest: {newest}", directory.display())]
+    /// No checkpoint in the directory is valid.
+    #[error("{}: no valid checkpoint; error of the newest: {newest}", directory.display())]
     NoneVerifies {
-        /// Where they are.
+        /// The directory.
         directory: PathBuf,
-        /// What is wrong with the newest of them.
+        /// The error of the newest checkpoint.
         newest: String,
     },
     /// Another job writes to the directory.
@@ -126,7 +126,7 @@ pub enum CheckpointError {
     InUse {
         /// The directory.
         directory: PathBuf,
-        /// What the lock file says of the job that holds it.
+        /// The job that holds the lock, according to the lock file.
         holder: String,
     },
     /// A collective failed.
@@ -135,7 +135,7 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// Makes the conversion for `map_err` of an operation on a path.
+    /// Returns a converter for `map_err` of an operation on a path.
     pub(super) fn io(
         operation: &'static str,
         path: &std::path::Path,

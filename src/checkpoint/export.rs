@@ -1,8 +1,8 @@
-//! A checkpoint's parameters in Hugging Face's layout.
+//! Export of a checkpoint's parameters in Hugging Face's layout.
 
 use super::header::Header;
 use super::load::Checkpoint;
-use super::shard::{TensorFile, Written};
+use super::state_file::{TensorFileWriter, WrittenFile};
 use super::{CheckpointError, Storage};
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -10,40 +10,40 @@ use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// The numbers that are exported.
+/// The dtype of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportDtype {
-    /// The master parameters as they are.
+    /// The f32 master parameters, unchanged.
     F32,
-    /// Rounded to nearest, ties to even.
+    /// bfloat16, rounded to nearest, ties to even.
     Bf16,
-    /// Rounded to nearest, ties to even.
+    /// float16, rounded to nearest, ties to even.
     F16,
 }
 
-/// What an export consists of.
+/// Options of [`export`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExportOptions<'a> {
-    /// The numbers.
+    /// Dtype of the weights.
     pub dtype: ExportDtype,
-    /// Most bytes of tensors in a file; a tensor that is larger has a file of its own.
+    /// Maximum tensor bytes per file. A larger tensor gets its own file.
     pub max_file_bytes: u64,
-    /// A `tokenizer.json` to copy, with the files that belong to it from the same directory.
+    /// A `tokenizer.json` to copy, with the related files of its directory.
     pub tokenizer: Option<&'a Path>,
 }
 
-/// An export that was written.
+/// A written export.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Exported {
-    /// Its weight files.
+pub struct ExportedModel {
+    /// Weight files.
     pub files: Vec<PathBuf>,
-    /// Bytes of all of them.
+    /// Total bytes of the weight files.
     pub bytes: u64,
 }
 
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// What belongs to a `tokenizer.json`, where it is there.
+/// Files to copy with a `tokenizer.json`, if present.
 const TOKENIZER_COMPANIONS: [&str; 9] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -56,23 +56,25 @@ const TOKENIZER_COMPANIONS: [&str; 9] = [
     GENERATION_CONFIG,
 ];
 
-/// A parameter by unit and index, and its bytes in the export.
-type Place = (usize, usize, u64);
+/// A parameter as (unit, index in the unit, bytes in the export).
+type ParameterSize = (usize, usize, u64);
 
-/// Writes `output`, which must not exist: `config.json`, `model.safetensors` (or numbered files
-/// and their index), the tokenizer. Of the model that the run started from, `config.json` keeps every field but the
-/// dtype, and `generation_config.json` is the same. A model without a description has no `config.json`. It appears complete or not at all. One parameter is in
-/// memory at a time.
+/// Exports the parameters to the new directory `output`.
+///
+/// It writes `config.json`, `model.safetensors` (or numbered files and their index) and the tokenizer. If the run
+/// started from a model directory, `config.json` has all its fields except the dtype, and
+/// `generation_config.json` is copied. A model without a description has no `config.json`. The directory appears
+/// atomically. Only one parameter is in memory at once.
 ///
 /// # Errors
-/// A checkpoint whose model description is no JSON object, one that cannot be read, a parameter that is beyond the
-/// dtype's range, or a file that cannot be written.
+/// Fails if `output` exists, the model description is not a JSON object, a file cannot be read or written, or a
+/// parameter is out of range for the dtype.
 pub fn export(
     checkpoint: &Checkpoint,
     output: &Path,
     options: ExportOptions<'_>,
     storage: &dyn Storage,
-) -> Result<Exported, CheckpointError> {
+) -> Result<ExportedModel, CheckpointError> {
     if output.symlink_metadata().is_ok() {
         let exists = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
         return Err(CheckpointError::io("create", output)(exists));
@@ -80,7 +82,7 @@ pub fn export(
     let config = config_json(checkpoint, options.dtype)?;
     let name = output.file_name().unwrap_or_default().to_string_lossy();
     let unfinished = output.with_file_name(format!(".{name}.saving"));
-    // What an export that was killed left; nobody else has such a name.
+    // A leftover of a killed export.
     let _ = storage.remove_dir_all(&unfinished);
     storage.create_dir(&unfinished).map_err(CheckpointError::io("create", &unfinished))?;
     let written =
@@ -90,8 +92,8 @@ pub fn export(
             Ok(exported)
         });
     match written {
-        Ok(Exported { files, bytes }) => {
-            Ok(Exported { files: files.iter().map(|file| output.join(file)).collect(), bytes })
+        Ok(ExportedModel { files, bytes }) => {
+            Ok(ExportedModel { files: files.iter().map(|file| output.join(file)).collect(), bytes })
         }
         Err(error) => {
             let _ = storage.remove_dir_all(&unfinished);
@@ -100,15 +102,15 @@ pub fn export(
     }
 }
 
-/// Writes every file; names are relative to `dir`.
+/// Writes all files to `dir`. The returned file names are relative to it.
 fn write_all(
     checkpoint: &Checkpoint,
     dir: &Path,
     options: ExportOptions<'_>,
     config: Option<&Value>,
     storage: &dyn Storage,
-) -> Result<Exported, CheckpointError> {
-    let groups = group_by_size(places(checkpoint, options.dtype), options.max_file_bytes);
+) -> Result<ExportedModel, CheckpointError> {
+    let groups = group_by_size(parameter_sizes(checkpoint, options.dtype), options.max_file_bytes);
     let (mut files, mut bytes, mut weight_map) = (Vec::new(), 0, Map::new());
     for (index, group) in groups.iter().enumerate() {
         let name = match groups.len() {
@@ -143,23 +145,23 @@ fn write_all(
     if let Some(generation) = source.map(|source| &source.generation_config).filter(|json| !json.is_null()) {
         write_text(storage, &dir.join(GENERATION_CONFIG), generation)?;
     }
-    Ok(Exported { files, bytes })
+    Ok(ExportedModel { files, bytes })
 }
 
 fn write_weights(
     checkpoint: &Checkpoint,
     path: PathBuf,
-    group: &[Place],
+    group: &[ParameterSize],
     dtype: ExportDtype,
     storage: &dyn Storage,
 ) -> Result<u64, CheckpointError> {
-    // What transformers asks a file for before it reads it.
+    // transformers requires this metadata.
     let mut header = Header::new([("format", "pt".to_owned())]);
     for &(unit, parameter, _) in group {
         let parameter = &checkpoint.layouts()[unit].parameters()[parameter];
         header.push(&parameter.name, dtype.stored(), parameter.shape.clone());
     }
-    let mut file = TensorFile::create(storage, path, &header)?;
+    let mut file = TensorFileWriter::create(storage, path, &header)?;
     let mut reader = checkpoint.reader();
     for &(unit, parameter, _) in group {
         let elements = reader.parameter((unit, 0), parameter)?;
@@ -173,12 +175,12 @@ fn write_weights(
             ExportDtype::F16 => file.write(&elements, |element| f16::from_f32(element).to_le_bytes())?,
         }
     }
-    let Written { bytes, .. } = file.finish()?;
+    let WrittenFile { bytes, .. } = file.finish()?;
     Ok(bytes)
 }
 
 impl ExportDtype {
-    /// The dtype of the model that a run started from, by its name in PyTorch.
+    /// Returns the dtype with the given PyTorch name.
     pub fn from_hf_name(name: &str) -> Option<Self> {
         [Self::F32, Self::Bf16, Self::F16].into_iter().find(|dtype| dtype.hf_name() == name)
     }
@@ -199,7 +201,7 @@ impl ExportDtype {
         }
     }
 
-    /// Whether rounding makes an infinity of a number.
+    /// Returns whether a finite element rounds to infinity.
     fn overflows(self, element: f32) -> bool {
         element.is_finite()
             && match self {
@@ -210,7 +212,7 @@ impl ExportDtype {
     }
 }
 
-fn places(checkpoint: &Checkpoint, dtype: ExportDtype) -> Vec<Place> {
+fn parameter_sizes(checkpoint: &Checkpoint, dtype: ExportDtype) -> Vec<ParameterSize> {
     let element_bytes = dtype.stored().bitsize() as u64 / 8;
     let of_unit = |(unit, layout): (usize, &crate::zero::FlatLayout)| {
         let bytes = |p: &crate::zero::FlatParameter| p.numel() as u64 * element_bytes;
@@ -220,24 +222,24 @@ fn places(checkpoint: &Checkpoint, dtype: ExportDtype) -> Vec<Place> {
     checkpoint.layouts().iter().enumerate().flat_map(of_unit).collect()
 }
 
-/// Fills one file after the other, in order.
-fn group_by_size(places: Vec<Place>, max_bytes: u64) -> Vec<Vec<Place>> {
-    let mut groups: Vec<Vec<Place>> = vec![Vec::new()];
-    let mut held = 0;
-    for place in places {
-        if held + place.2 > max_bytes && held > 0 {
+/// Groups parameters into files, in order.
+fn group_by_size(parameters: Vec<ParameterSize>, max_bytes: u64) -> Vec<Vec<ParameterSize>> {
+    let mut groups: Vec<Vec<ParameterSize>> = vec![Vec::new()];
+    let mut group_bytes = 0;
+    for parameter in parameters {
+        if group_bytes + parameter.2 > max_bytes && group_bytes > 0 {
             groups.push(Vec::new());
-            held = 0;
+            group_bytes = 0;
         }
-        held += place.2;
+        group_bytes += parameter.2;
         if let Some(last) = groups.last_mut() {
-            last.push(place);
+            last.push(parameter);
         }
     }
     groups
 }
 
-/// None of a model that has no description: a program's own.
+/// Returns the `config.json`, or `None` if the model has no description.
 fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Option<Value>, CheckpointError> {
     const TIED: &str = "tie_word_embeddings";
     let manifest = checkpoint.manifest();
@@ -245,22 +247,22 @@ fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Option<Val
         return Ok(None);
     }
     let Value::Object(mut config) = manifest.model.clone() else {
-        let reason = "its description of the model is no JSON object".to_owned();
+        let reason = "the model description is not a JSON object".to_owned();
         return Err(CheckpointError::Manifest { path: checkpoint.dir().join(super::MANIFEST), reason });
     };
     if let Some(Value::Object(of_source)) = manifest.source.as_ref().map(|source| &source.config) {
         let is_tied = config.remove(TIED).unwrap_or(Value::Bool(false));
         config.clone_from(of_source);
-        // The source may describe a head as tied for which it has weights of its own.
+        // The source may declare a tied head although it has separate weights for it.
         config.insert(TIED.into(), is_tied);
     }
-    // transformers 5 writes `dtype`, and reads it first.
+    // transformers 5 writes `dtype`, which takes precedence.
     let keys =
         ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect::<Vec<_>>();
     for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
         config.insert(key.into(), json!(dtype.hf_name()));
     }
-    // The longest rows that it has seen; some programs refuse longer ones.
+    // The training sequence length; some programs refuse longer sequences.
     config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
     Ok(Some(Value::Object(config)))
 }

@@ -1,4 +1,4 @@
-//! The header of a safetensors file: what a file must hold, and what it says that it holds.
+//! Headers of safetensors files: expected and actual.
 
 use super::CheckpointError;
 use crate::safetensors_file::{self, HeaderError};
@@ -13,10 +13,10 @@ use std::io::{Read, Seek};
 use std::ops::Range;
 use std::path::Path;
 
-/// Key of the free-form strings.
+/// Key of the metadata strings.
 const METADATA: &str = "__metadata__";
 
-/// Tensors in the order in which they lie in a file, and strings about the file.
+/// A header: the tensors in file order, and the metadata strings.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Header {
     metadata: BTreeMap<String, String>,
@@ -24,31 +24,31 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// A header without tensors.
+    /// Creates a header without tensors.
     pub(super) fn new<const N: usize>(metadata: [(&str, String); N]) -> Self {
         let metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         Self { metadata, tensors: Vec::new() }
     }
 
-    /// Appends a tensor behind those that there are.
+    /// Appends a tensor after the existing ones.
     pub(super) fn push(&mut self, name: impl Into<String>, dtype: Dtype, shape: Vec<usize>) {
         let start = self.data_bytes();
         let end = start + shape.iter().product::<usize>() * dtype.bitsize() / 8;
         self.tensors.push((name.into(), TensorInfo { dtype, shape, data_offsets: (start, end) }));
     }
 
-    /// Bytes of all tensors.
+    /// Returns the total bytes of the tensors.
     pub(super) fn data_bytes(&self) -> usize {
         self.tensors.last().map_or(0, |(_, info)| info.data_offsets.1)
     }
 
-    /// Bytes of a tensor within the data.
+    /// Returns the byte range of a tensor within the data.
     pub(super) fn tensor(&self, name: &str) -> Option<Range<usize>> {
         let (_, info) = self.tensors.iter().find(|(known, _)| known == name)?;
         Some(info.data_offsets.0..info.data_offsets.1)
     }
 
-    /// What the file begins with: the length, then JSON, padded so that the data is aligned.
+    /// Encodes the header: its length, then JSON, padded to align the data.
     pub(super) fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
         let mut object = Map::new();
         if !self.metadata.is_empty() {
@@ -62,7 +62,7 @@ impl Header {
         Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
     }
 
-    /// Reads the header of a file of `file_bytes`, and where its data begins.
+    /// Reads the header of a file of `file_bytes`. Returns it with the offset of the data.
     pub(super) fn read(
         file: &mut (impl Read + Seek),
         file_bytes: u64,
@@ -79,12 +79,12 @@ impl Header {
         Ok((header, data_start))
     }
 
-    /// Refuses a header that differs from `expected` in anything; the tensor at fault is named.
+    /// Checks that the header equals `expected`. The error names the first different tensor.
     pub(super) fn check(&self, expected: &Self, path: &Path) -> Result<(), CheckpointError> {
         for (key, wanted) in &expected.metadata {
             let found = self.metadata.get(key).map_or("missing", String::as_str);
             if found != wanted {
-                let reason = format!("its `{key}` is {found}, the manifest calls for {wanted}");
+                let reason = format!("its `{key}` is {found}, expected {wanted}");
                 return Err(CheckpointError::Header { path: path.to_owned(), reason });
             }
         }
@@ -94,24 +94,24 @@ impl Header {
         let mut seen = HashSet::new();
         for (name, info) in &self.tensors {
             if !seen.insert(name) {
-                return refuse(name, "it is there twice".into());
+                return refuse(name, "listed twice".into());
             }
             let Some((_, wanted)) = expected.tensors.iter().find(|(known, _)| known == name) else {
-                return refuse(name, "the manifest does not call for it".into());
+                return refuse(name, "not in the manifest".into());
             };
             if info.dtype != wanted.dtype {
-                return refuse(name, format!("it is {:?}, it must be {:?}", info.dtype, wanted.dtype));
+                return refuse(name, format!("dtype is {:?}, expected {:?}", info.dtype, wanted.dtype));
             }
             if info.shape != wanted.shape {
-                return refuse(name, format!("its shape is {:?}, it must be {:?}", info.shape, wanted.shape));
+                return refuse(name, format!("shape is {:?}, expected {:?}", info.shape, wanted.shape));
             }
             if info.data_offsets != wanted.data_offsets {
                 let (found, wanted) = (info.data_offsets, wanted.data_offsets);
-                return refuse(name, format!("it lies at bytes {found:?}, it must lie at {wanted:?}"));
+                return refuse(name, format!("byte range is {found:?}, expected {wanted:?}"));
             }
         }
         match expected.tensors.iter().find(|(name, _)| !seen.contains(name)) {
-            Some((missing, _)) => refuse(missing, "it is missing".into()),
+            Some((missing, _)) => refuse(missing, "missing".into()),
             None => Ok(()),
         }
     }
@@ -123,7 +123,7 @@ impl<'de> Deserialize<'de> for Header {
     }
 }
 
-/// Keeps entries that are there twice, which a map would hide.
+/// A visitor that keeps duplicate entries, which a map would hide.
 struct HeaderVisitor;
 
 impl<'de> Visitor<'de> for HeaderVisitor {

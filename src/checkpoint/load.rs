@@ -1,10 +1,10 @@
-//! [`Checkpoint`]: opening, verifying and reading what was saved.
+//! [`Checkpoint`]: opening, verifying and reading a checkpoint.
 
 use super::CheckpointError;
 use super::directory::step_directories;
 use super::manifest::{Manifest, UnitEntry};
-use super::save::{agree, refused};
-use super::shard::Shard;
+use super::save::{all_or_refused, gather_results};
+use super::state_file::StateFile;
 use crate::comm::ProcessGroup;
 use crate::model::HfSource;
 use crate::zero::FlatLayout;
@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A checkpoint with a sound manifest.
+/// An opened checkpoint, whose manifest is valid.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -21,61 +21,56 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Reads a checkpoint's manifest.
+    /// Opens a checkpoint by reading its manifest.
     ///
     /// # Errors
-    /// As [`Manifest::read`].
+    /// Fails like [`Manifest::read`].
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(dir)?;
         Ok(Self { dir: dir.to_owned(), layouts: manifest.layouts(), manifest })
     }
 
-    /// Its directory.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Its manifest.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The same checkpoint with the files of the model directory that its run started from. Checkpoints of earlier
-    /// versions lack them.
+    /// Sets the source model files, which checkpoints of earlier versions lack.
     #[must_use]
     pub fn with_source(mut self, source: HfSource) -> Self {
         self.manifest.source = Some(source);
         self
     }
 
-    /// The units in the partitions of this checkpoint.
+    /// Returns the layouts of the units, partitioned as in this checkpoint.
     pub fn layouts(&self) -> &[FlatLayout] {
         &self.layouts
     }
 
-    /// Reads every file and compares size, header and hash with the manifest.
+    /// Verifies size, header and hash of every file against the manifest.
     ///
     /// # Errors
-    /// The first file that is missing or is not what was written, with the tensor at fault
-    /// where one is.
+    /// Returns an error about the first missing or damaged file, and the tensor if known.
     pub fn verify(&self) -> Result<(), CheckpointError> {
         self.verify_share(0, 1)
     }
 
-    /// As [`verify`](Self::verify), every `of`-th file from `first` on.
-    fn verify_share(&self, first: usize, of: usize) -> Result<(), CheckpointError> {
-        self.manifest
-            .files
-            .iter()
-            .skip(first)
-            .step_by(of)
-            .try_for_each(|entry| Shard::open(&self.dir, &self.manifest, &self.layouts, entry)?.verify(entry))
+    /// Verifies every `step`-th file, starting with file `first`.
+    fn verify_share(&self, first: usize, step: usize) -> Result<(), CheckpointError> {
+        self.manifest.files.iter().skip(first).step_by(step).try_for_each(|entry| {
+            StateFile::open(&self.dir, &self.manifest, &self.layouts, entry)?.verify(entry)
+        })
     }
 
-    /// Refuses a checkpoint of other units or of other kinds of state.
+    /// Checks that the checkpoint has the given units and kinds of state.
     ///
     /// # Errors
-    /// [`CheckpointError::Mismatch`], which names the first difference.
+    /// Returns [`CheckpointError::Mismatch`] with the first difference.
     pub fn check_fits<'a>(
         &self,
         units: impl Iterator<Item = &'a FlatLayout>,
@@ -110,18 +105,18 @@ impl Checkpoint {
         }
         if self.manifest.kinds != kinds {
             let saved = self.manifest.kinds.join(", ");
-            return mismatch("the state that `optimizer` keeps", saved, kinds.join(", "));
+            return mismatch("the optimizer state", saved, kinds.join(", "));
         }
         Ok(())
     }
 
-    /// A reader of its tensors, which opens a file when it first needs it.
+    /// Returns a reader of the tensors, which opens files on demand.
     pub fn reader(&self) -> Reader<'_> {
-        Reader { checkpoint: self, shards: HashMap::new() }
+        Reader { checkpoint: self, files: HashMap::new() }
     }
 }
 
-/// The first parameter that is frozen on one side only, and whether that is the first side.
+/// Returns the first parameter that is frozen on one side only, and whether it is frozen in `saved`.
 fn differently_frozen<'a>(saved: &'a [UnitEntry], wanted: &'a [UnitEntry]) -> Option<(&'a str, bool)> {
     let flat = |units: &'a [UnitEntry]| {
         let of_unit = |unit: &'a UnitEntry| unit.parameters.iter().map(|p| (p.name.as_str(), unit.frozen));
@@ -131,23 +126,24 @@ fn differently_frozen<'a>(saved: &'a [UnitEntry], wanted: &'a [UnitEntry]) -> Op
     flat(saved).find(|(name, frozen)| wanted.get(name).is_some_and(|wanted| wanted != frozen))
 }
 
-/// Reads ranges of a checkpoint's flat buffers, whatever partitions they lie in.
+/// A reader of ranges of a checkpoint's flat buffers, across partitions.
 #[derive(Debug)]
 pub struct Reader<'a> {
     checkpoint: &'a Checkpoint,
-    /// By index of the kind, and partition.
-    shards: HashMap<(usize, usize), Shard>,
+    /// Open files by (index of the kind, partition).
+    files: HashMap<(usize, usize), StateFile>,
 }
 
 impl Reader<'_> {
-    /// Reads elements `range` of a unit's flat buffer, padding excluded. Only these bytes, and
-    /// the headers of the files that hold them, are read.
+    /// Reads elements `range` of a unit's flat buffer, without padding.
+    ///
+    /// It reads only these bytes and the headers of the files.
     ///
     /// # Errors
-    /// A file that cannot be read or is not what the manifest calls for.
+    /// Fails if a file cannot be read or does not match the manifest.
     ///
     /// # Panics
-    /// When there is no such unit or kind, or `out` is not as long as `range`.
+    /// Panics if the unit or kind does not exist, or the length of `out` is not that of `range`.
     pub fn read(
         &mut self,
         (unit, kind): (usize, usize),
@@ -159,93 +155,94 @@ impl Reader<'_> {
         let mut start = range.start;
         while start < range.end {
             let partition = start / layout.partition_numel();
-            let held = layout.partition(partition);
-            let end = range.end.min(held.end);
+            let available = layout.partition(partition);
+            let end = range.end.min(available.end);
             let part = &mut out[start - range.start..end - range.start];
-            self.shard(kind, partition)?.read(layout.name(), start - held.start..end - held.start, part)?;
+            self.state_file(kind, partition)?.read(
+                layout.name(),
+                start - available.start..end - available.start,
+                part,
+            )?;
             start = end;
         }
         Ok(())
     }
 
-    /// One parameter of one kind of state, whole.
+    /// Reads one kind of state of a whole parameter. `at` is `(unit, kind)`.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// Fails like [`read`](Self::read).
     ///
     /// # Panics
-    /// When there is no such unit, kind or parameter.
-    pub fn parameter(
-        &mut self,
-        place: (usize, usize),
-        parameter: usize,
-    ) -> Result<Vec<f32>, CheckpointError> {
-        let range = self.checkpoint.layouts[place.0].parameters()[parameter].range();
+    /// Panics if the unit, kind or parameter does not exist.
+    pub fn parameter(&mut self, at: (usize, usize), parameter: usize) -> Result<Vec<f32>, CheckpointError> {
+        let range = self.checkpoint.layouts[at.0].parameters()[parameter].range();
         let mut elements = vec![0.0; range.len()];
-        self.read(place, range, &mut elements)?;
+        self.read(at, range, &mut elements)?;
         Ok(elements)
     }
 
-    fn shard(&mut self, kind: usize, partition: usize) -> Result<&mut Shard, CheckpointError> {
+    fn state_file(&mut self, kind: usize, partition: usize) -> Result<&mut StateFile, CheckpointError> {
         let Checkpoint { dir, manifest, layouts } = self.checkpoint;
-        match self.shards.entry((kind, partition)) {
+        match self.files.entry((kind, partition)) {
             std::collections::hash_map::Entry::Occupied(open) => Ok(open.into_mut()),
-            std::collections::hash_map::Entry::Vacant(place) => {
+            std::collections::hash_map::Entry::Vacant(vacant) => {
                 let name = super::file_name(&manifest.kinds[kind], partition, manifest.num_partitions);
                 let Some(entry) = manifest.files.iter().find(|file| file.name == name) else {
-                    unreachable!("a manifest that was read names a file for every partition and kind")
+                    unreachable!("a valid manifest has a file for every partition and kind")
                 };
-                Ok(place.insert(Shard::open(dir, manifest, layouts, entry)?))
+                Ok(vacant.insert(StateFile::open(dir, manifest, layouts, entry)?))
             }
         }
     }
 }
 
-/// What [`newest`] came to.
+/// The result of [`newest`].
 #[derive(Debug)]
-pub struct Newest {
-    /// The newest checkpoint that verifies; none when there is no checkpoint at all.
+pub struct NewestCheckpoint {
+    /// The newest valid checkpoint, or `None` if the directory has no checkpoints.
     pub checkpoint: Option<Checkpoint>,
-    /// What is wrong with those that are newer.
+    /// The errors of newer, invalid checkpoints.
     pub refused: Vec<String>,
 }
 
-/// Opens and verifies a checkpoint together: each rank reads its share of the files. All ranks
-/// get the same answer. Collective over `group`.
+/// Opens and verifies a checkpoint. Collective over `group`.
+///
+/// Each rank verifies its share of the files. All ranks get the same result.
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] with the first rank that found a fault, or failed
-/// communication.
+/// Returns [`CheckpointError::Refused`] with the first rank that failed. Also fails if communication fails.
 pub fn open_verified(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint, CheckpointError> {
     let opened = Checkpoint::open(dir).and_then(|checkpoint| {
         checkpoint.verify_share(group.rank(), group.world_size())?;
         Ok(checkpoint)
     });
-    let answer = opened.as_ref().map(|_| ()).map_err(ToString::to_string);
-    refused(agree(group, &answer)?)?;
+    let local = opened.as_ref().map(|_| ()).map_err(ToString::to_string);
+    all_or_refused(gather_results(group, &local)?)?;
     opened
 }
 
-/// The newest checkpoint of a directory that verifies. `latest` is not asked: what verifies is
-/// known better by looking. Collective over `group`.
+/// Finds the newest valid checkpoint of a directory. Collective over `group`.
+///
+/// It verifies the checkpoints themselves and does not read `latest`.
 ///
 /// # Errors
-/// [`CheckpointError::NoneVerifies`] when there are checkpoints and all are damaged, or failed
-/// communication.
-pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<Newest, CheckpointError> {
-    // The first rank's list: directories change, and all ranks must look at the same steps.
+/// Returns [`CheckpointError::NoneVerifies`] if all checkpoints are damaged. Also fails if communication fails.
+pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<NewestCheckpoint, CheckpointError> {
+    // The first rank's list for all, because the directory may change meanwhile.
     let listed = if group.rank() == 0 { step_directories(directory) } else { Ok(Vec::new()) };
-    let listed = refused(agree(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
-    let mut faults = Vec::new();
+    let listed =
+        all_or_refused(gather_results(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
+    let mut errors = Vec::new();
     for found in listed {
         match open_verified(&directory.join(found.name), group) {
-            Ok(checkpoint) => return Ok(Newest { checkpoint: Some(checkpoint), refused: faults }),
-            Err(CheckpointError::Refused { reason, .. }) => faults.push(reason),
+            Ok(checkpoint) => return Ok(NewestCheckpoint { checkpoint: Some(checkpoint), refused: errors }),
+            Err(CheckpointError::Refused { reason, .. }) => errors.push(reason),
             Err(other) => return Err(other),
         }
     }
-    match faults.first() {
-        None => Ok(Newest { checkpoint: None, refused: faults }),
+    match errors.first() {
+        None => Ok(NewestCheckpoint { checkpoint: None, refused: errors }),
         Some(newest) => {
             Err(CheckpointError::NoneVerifies { directory: directory.to_owned(), newest: newest.clone() })
         }

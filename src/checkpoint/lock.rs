@@ -1,4 +1,4 @@
-//! [`OutputLock`]: one job per output directory.
+//! [`OutputLock`]: exclusive access of one job to an output directory.
 
 use super::CheckpointError;
 use crate::regular_file;
@@ -9,27 +9,27 @@ use std::path::Path;
 /// Name of the lock file.
 const LOCK: &str = ".lock";
 
-/// Bytes of the lock file that a message quotes.
+/// Maximum number of bytes that an error message quotes from the lock file.
 const MAX_HOLDER_BYTES: u64 = 1000;
 
-/// The right to write to an output directory, until it is dropped.
+/// An exclusive lock on an output directory, released on drop.
 ///
-/// The operating system holds the lock (`flock`), so a job that was killed holds none. The
-/// file stays: removing it would let two jobs lock two files of one name.
+/// The operating system releases the lock (`flock`) of a killed job. The file stays: if it were removed, two jobs
+/// could lock two files of the same name.
 #[derive(Debug)]
 pub struct OutputLock {
     _file: File,
 }
 
 impl OutputLock {
-    /// Takes the lock of a directory, which exists, for the job that `holder` describes.
+    /// Locks an existing directory for the job that `holder` describes.
     ///
     /// # Errors
-    /// [`CheckpointError::InUse`] with the description of the job that holds it.
+    /// Returns [`CheckpointError::InUse`] with the description of the job that holds the lock.
     pub fn acquire(directory: &Path, holder: &str) -> Result<Self, CheckpointError> {
         let path = directory.join(LOCK);
         let io = |operation| CheckpointError::io(operation, &path);
-        // What a link names is not ours to empty, and a pipe holds no lock.
+        // The target of a symbolic link must not be truncated, and a pipe cannot be locked.
         if let Ok(metadata) = path.symlink_metadata() {
             regular_file::check(&metadata).map_err(io("open"))?;
         }
@@ -43,7 +43,7 @@ impl OutputLock {
             Err(TryLockError::Error(error)) => return Err(io("lock")(error)),
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // Whoever cannot be read holds it all the same.
+                // The directory is in use even if the holder cannot be read.
                 let _ = file.take(MAX_HOLDER_BYTES).read_to_string(&mut holder);
                 let directory = directory.to_owned();
                 return Err(CheckpointError::InUse { directory, holder: holder.trim().to_owned() });

@@ -1,17 +1,15 @@
-//! Checkpoints: saved by partition, published at once or not at all, verified before they are
-//! used, and loaded on any mesh.
+//! Checkpoints: saved by partition, published atomically, verified before use, and loaded on any mesh.
 //!
 //! A checkpoint is a directory `step_00000100` with one safetensors file per (dp partition,
-//! kind of state) and a [`Manifest`] that has the size and the BLAKE3 of every file.
+//! kind of state) and a [`Manifest`] with the size and BLAKE3 hash of every file.
 //!
-//! - [`Saver`]: the protocol that the ranks follow. [`Storage`]: the file operations it is
-//!   made of.
-//! - [`newest`], [`open_verified`]: which checkpoint a run goes on from.
-//! - [`Checkpoint`], [`Reader`]: any range of any unit, from whatever partitions hold it.
-//! - [`export`]: the parameters in Hugging Face's layout; [`diff`]: two checkpoints compared.
-//! - [`OutputLock`]: one job per output directory.
+//! - [`Saver`]: the collective save protocol. [`Storage`]: its file operations.
+//! - [`newest`], [`open_verified`]: selection of the checkpoint to resume from.
+//! - [`Checkpoint`], [`Reader`]: reads of any range of any unit, across partitions.
+//! - [`export`]: export in Hugging Face's layout. [`diff`]: comparison of two checkpoints.
+//! - [`OutputLock`]: exclusive access to an output directory.
 //!
-//! The folder's README has the format and the protocol, and what follows from their order.
+//! The README of this folder documents the format and the protocol.
 
 mod diff;
 mod directory;
@@ -23,19 +21,19 @@ mod load;
 mod lock;
 mod manifest;
 mod save;
-mod shard;
+mod state_file;
 mod storage;
 
 pub use diff::{Comparison, Comparisons, diff};
-pub use directory::{BEST, LATEST, StepDirectory, pointed_to, step_directories, step_name, steps};
+pub use directory::{BEST, LATEST, StepDirectory, read_pointer, saved_steps, step_directories, step_name};
 pub use error::CheckpointError;
-pub use evaluations::{Evaluated, Evaluations};
-pub use export::{ExportDtype, ExportOptions, Exported, export};
-pub use load::{Checkpoint, Newest, Reader, newest, open_verified};
+pub use evaluations::{EvaluationResult, EvaluationSummary};
+pub use export::{ExportDtype, ExportOptions, ExportedModel, export};
+pub use load::{Checkpoint, NewestCheckpoint, Reader, newest, open_verified};
 pub use lock::OutputLock;
 pub use manifest::{
     DataCursor, FORMAT_VERSION, FileEntry, LossScalerState, MANIFEST, Manifest, MeshSizes, ParameterEntry,
     TrainingProgress, UnitEntry, file_name,
 };
-pub use save::{SaveOptions, Saved, Saver};
+pub use save::{SaveOptions, SavedCheckpoint, Saver};
 pub use storage::{LocalStorage, Storage, StorageFile};

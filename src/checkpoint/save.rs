@@ -1,13 +1,12 @@
-//! [`Saver`]: how the ranks save a checkpoint together.
+//! [`Saver`]: the collective protocol that saves a checkpoint.
 //!
-//! Every collective is called on the rank's own thread. With `background` only the writing of
-//! files moves to another thread, on a copy of the state; the ranks ask each other after every
-//! step whether all have finished, and publish then. So a backend need not allow calls from
-//! several threads.
+//! Collectives always run on the rank's own thread. With `background`, another thread writes the files from a copy
+//! of the state. The ranks check after every step whether all threads have finished, and then publish. A backend
+//! therefore need not allow calls from several threads.
 
 use super::directory::{BEST, LATEST, StepDirectories};
 use super::manifest::{FileEntry, Manifest};
-use super::shard::{Shard, write_shard};
+use super::state_file::{StateFile, write_state_file};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::zero::{StateSlice, ZeroError, ZeroOptimizer};
@@ -20,76 +19,78 @@ use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Instant;
 use ulysses_kernels::tensor::to_vec;
 
-/// How checkpoints are saved.
+/// Options of a [`Saver`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SaveOptions {
-    /// Checkpoints to keep; all of them without a number. With one, each new checkpoint is
-    /// read back and verified before an older one is removed. The best one by evaluation loss
-    /// ([`Evaluations::best_checkpoint`](super::Evaluations::best_checkpoint)) stays beside them.
+    /// Number of checkpoints to keep; `None` keeps all.
+    ///
+    /// If set, each new checkpoint is read back and verified before an older one is removed. The best checkpoint
+    /// ([`EvaluationSummary::best_checkpoint`](super::EvaluationSummary::best_checkpoint)) is kept in addition.
     pub keep_last: Option<usize>,
-    /// Write from a copy, while training goes on.
+    /// Whether a thread writes the files from a copy while training continues.
     pub background: bool,
 }
 
-/// A checkpoint that was published.
+/// A published checkpoint.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Saved {
-    /// Its step.
+pub struct SavedCheckpoint {
+    /// The step.
     pub step: u64,
-    /// Its directory.
+    /// The directory.
     pub path: PathBuf,
-    /// Bytes of all its files but the manifest.
+    /// Total bytes of the files, without the manifest.
     pub bytes: u64,
-    /// From the beginning of the save to its publication.
+    /// Seconds from the start of the save to its publication.
     pub seconds: f64,
-    /// What did not work although the checkpoint is safe: removing older ones, for example.
-    /// On the first rank of the group only.
-    pub remarks: Vec<String>,
+    /// Failures that do not affect this checkpoint, such as failing to remove older ones.
+    ///
+    /// Empty except on the first rank of the group.
+    pub warnings: Vec<String>,
 }
 
-/// One rank's part in saving. All methods that are called collective are called by all ranks of
-/// the group, in the same order.
+/// One rank's part in saving.
+///
+/// All ranks of the group must call the collective methods in the same order.
 #[derive(Debug)]
 pub struct Saver {
     group: Arc<dyn ProcessGroup>,
     directories: StepDirectories,
     options: SaveOptions,
-    /// The partition that this rank writes, if it writes one.
+    /// The partition that this rank writes, if any.
     partition: Option<usize>,
-    pending: Option<Pending>,
+    pending: Option<PendingSave>,
 }
 
-/// A save that has been begun.
+/// A save in progress.
 #[derive(Debug)]
-struct Pending {
+struct PendingSave {
     manifest: Manifest,
     started: Instant,
-    work: Work,
+    work: WriteState,
 }
 
 #[derive(Debug)]
-enum Work {
-    Done(Outcome),
-    /// The thread returns the copy that it wrote from, for the rank's thread to free: memory is
-    /// counted by thread.
-    Running(JoinHandle<(Partition, Outcome)>),
+enum WriteState {
+    Done(WriteResult),
+    /// The thread returns its copy of the state, which the rank's thread frees: memory is counted per thread.
+    Running(JoinHandle<(PartitionState, WriteResult)>),
 }
 
-/// The files that a rank wrote, or why it could not.
-type Outcome = Result<Vec<FileEntry>, String>;
+/// The files that a rank wrote, or its error.
+type WriteResult = Result<Vec<FileEntry>, String>;
 
 /// A rank's partition by kind and unit; the units that have nothing in it are left out.
-type Partition = Vec<Vec<StateSlice>>;
+type PartitionState = Vec<Vec<StateSlice>>;
 
 impl Saver {
-    /// Makes checkpoints in `directory`, which exists and is this job's alone. `group` holds all
-    /// ranks of the mesh and serves nothing else; its first rank creates and publishes.
-    /// `partition` is the dp rank on the ranks with sp rank 0, which write, and nothing on the
-    /// others: a partition is written once. Collective; removes what earlier jobs left
-    /// half-made.
+    /// Creates a saver for an existing `directory`, and removes partial checkpoints of earlier jobs. Collective.
+    ///
+    /// The job must hold the directory's lock. `group` has all ranks of the mesh and no other use; its first rank
+    /// creates and publishes directories. `partition` is the dp rank on ranks with sp rank 0, which write it, and
+    /// `None` on the others.
     ///
     /// # Errors
-    /// Leftovers that cannot be removed, or failed communication.
+    /// Fails if a partial checkpoint cannot be removed, or communication fails.
     pub fn new(
         group: Arc<dyn ProcessGroup>,
         storage: Arc<dyn Storage>,
@@ -99,44 +100,45 @@ impl Saver {
     ) -> Result<Self, CheckpointError> {
         let directories = StepDirectories { path: directory.to_owned(), storage };
         let cleaned = if group.rank() == 0 { directories.clean() } else { Ok(()) };
-        refused(agree(&*group, &cleaned.map_err(|error| error.to_string()))?)?;
+        all_or_refused(gather_results(&*group, &cleaned.map_err(|error| error.to_string()))?)?;
         Ok(Self { group, directories, options, partition, pending: None })
     }
 
-    /// Whether a save has been begun and not completed.
+    /// Returns whether a save is in progress.
     pub fn is_pending(&self) -> bool {
         self.pending.is_some()
     }
 
-    /// Begins to save: with `background` it copies this rank's partition and returns, without
-    /// it this rank's files are written when it returns. The `manifest` lacks its files.
-    /// Returns what the save before came to, which is completed first. Collective.
+    /// Starts a save, after finishing the previous one, whose result it returns. Collective.
+    ///
+    /// With `background` it returns after copying this rank's partition; otherwise after writing the rank's files.
+    /// The saver fills in the files of `manifest`.
     ///
     /// # Errors
-    /// As [`finish`](Self::finish).
+    /// Fails like [`finish`](Self::finish).
     pub fn begin(
         &mut self,
         state: &ZeroOptimizer,
         manifest: Manifest,
-    ) -> Result<Option<Saved>, CheckpointError> {
-        let before = self.finish()?;
+    ) -> Result<Option<SavedCheckpoint>, CheckpointError> {
+        let previous = self.finish()?;
         let (started, step) = (Instant::now(), manifest.progress.step);
         let begun = if self.group.rank() == 0 { self.directories.begin(step) } else { Ok(()) };
-        self.check(step, agree(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
+        self.all_or_abandon(step, gather_results(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
         let work = match self.partition {
-            None => Work::Done(Ok(Vec::new())),
+            None => WriteState::Done(Ok(Vec::new())),
             Some(partition) => {
                 let job = self.job(&manifest, partition);
                 let parts = state_parts(state);
-                if self.options.background { spawn(job, &parts) } else { Work::Done(job.write(&parts)) }
+                if self.options.background { spawn(job, &parts) } else { WriteState::Done(job.write(&parts)) }
             }
         };
-        self.pending = Some(Pending { manifest, started, work });
-        Ok(before)
+        self.pending = Some(PendingSave { manifest, started, work });
+        Ok(previous)
     }
 
-    fn job(&self, manifest: &Manifest, partition: usize) -> Job {
-        Job {
+    fn job(&self, manifest: &Manifest, partition: usize) -> WriteJob {
+        WriteJob {
             storage: self.directories.storage.clone(),
             dir: self.directories.unpublished(manifest.progress.step),
             manifest: manifest.clone(),
@@ -145,47 +147,47 @@ impl Saver {
         }
     }
 
-    /// Completes the save under way if all ranks have written their files. Collective.
+    /// Finishes the save in progress if all ranks have written their files. Collective.
     ///
     /// # Errors
-    /// As [`finish`](Self::finish).
-    pub fn poll(&mut self) -> Result<Option<Saved>, CheckpointError> {
+    /// Fails like [`finish`](Self::finish).
+    pub fn poll(&mut self) -> Result<Option<SavedCheckpoint>, CheckpointError> {
         let Some(pending) = &self.pending else { return Ok(None) };
         let finished = match &pending.work {
-            Work::Done(_) => 1,
-            Work::Running(thread) => i64::from(thread.is_finished()),
+            WriteState::Done(_) => 1,
+            WriteState::Running(thread) => i64::from(thread.is_finished()),
         };
         let all_finished = self.group.all_reduce_values(&[finished], ReduceOp::Min)?[0] == 1;
         if all_finished { self.finish() } else { Ok(None) }
     }
 
-    /// Waits for the save under way, if there is one, and publishes it. Collective.
+    /// Waits for the save in progress, if any, and publishes it. Collective.
     ///
     /// # Errors
-    /// [`CheckpointError::NotSaved`], the same on all ranks, when something failed on one of
-    /// them: then no file is left and training may go on. Failed communication is another.
-    pub fn finish(&mut self) -> Result<Option<Saved>, CheckpointError> {
-        let Some(Pending { mut manifest, started, work }) = self.pending.take() else { return Ok(None) };
+    /// Returns the same [`CheckpointError::NotSaved`] on all ranks if one rank failed. Its files are removed and
+    /// training may continue. Also fails if communication fails.
+    pub fn finish(&mut self) -> Result<Option<SavedCheckpoint>, CheckpointError> {
+        let Some(PendingSave { mut manifest, started, work }) = self.pending.take() else { return Ok(None) };
         let step = manifest.progress.step;
         let written = match work {
-            Work::Done(outcome) => outcome,
-            Work::Running(thread) => match thread.join() {
+            WriteState::Done(outcome) => outcome,
+            WriteState::Running(thread) => match thread.join() {
                 Ok((_snapshot, outcome)) => outcome,
-                Err(_) => Err("the thread that writes the checkpoint panicked".into()),
+                Err(_) => Err("the checkpoint thread panicked".into()),
             },
         };
-        let outcomes = agree(&*self.group, &written)?;
-        manifest.files = self.check(step, outcomes)?.into_iter().flatten().collect();
+        let outcomes = gather_results(&*self.group, &written)?;
+        manifest.files = self.all_or_abandon(step, outcomes)?.into_iter().flatten().collect();
         let bytes = manifest.total_bytes();
         let published = if self.group.rank() == 0 { self.publish(&manifest) } else { Ok(Vec::new()) };
-        let outcomes = agree(&*self.group, &published.map_err(|error| error.to_string()))?;
-        let remarks = self.check(step, outcomes)?.swap_remove(0);
-        let remarks = if self.group.rank() == 0 { remarks } else { Vec::new() };
+        let outcomes = gather_results(&*self.group, &published.map_err(|error| error.to_string()))?;
+        let warnings = self.all_or_abandon(step, outcomes)?.swap_remove(0);
+        let warnings = if self.group.rank() == 0 { warnings } else { Vec::new() };
         let (path, seconds) = (self.directories.of(step), started.elapsed().as_secs_f64());
-        Ok(Some(Saved { step, path, bytes, seconds, remarks }))
+        Ok(Some(SavedCheckpoint { step, path, bytes, seconds, warnings }))
     }
 
-    /// The first rank's part: the manifest, the rename, and what only tidies up.
+    /// Writes the manifest, publishes the directory and removes old checkpoints. Runs on the first rank.
     fn publish(&self, manifest: &Manifest) -> Result<Vec<String>, CheckpointError> {
         let (step, directories) = (manifest.progress.step, &self.directories);
         let text = manifest.to_text().map_err(|error| CheckpointError::Manifest {
@@ -196,21 +198,24 @@ impl Saver {
         let best = manifest.progress.evaluations.best_checkpoint.map(|best| best.step);
         let latest = directories.write_pointer(LATEST, step);
         let pointed = best.map_or(Ok(()), |best| directories.write_pointer(BEST, best));
-        // Last: what the files named before is removed only when they name what stays.
+        // Pruning comes last: the pointers must not name a removed checkpoint.
         let pruned = self.options.keep_last.map_or(Ok(()), |keep| directories.prune(step, keep, best));
         let tidied = [latest, pointed, pruned];
         Ok(tidied.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect())
     }
 
-    /// The ranks' values, or the first rank's failure, after which nothing is left on the disk.
-    fn check<T>(&self, step: u64, outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
-        let values: Result<Vec<T>, CheckpointError> = refused(outcomes);
+    /// Returns the values of all ranks, or removes the step and returns the first failure.
+    fn all_or_abandon<T>(
+        &self,
+        step: u64,
+        outcomes: Vec<Result<T, String>>,
+    ) -> Result<Vec<T>, CheckpointError> {
+        let values: Result<Vec<T>, CheckpointError> = all_or_refused(outcomes);
         values.map_err(|error| {
             if self.group.rank() == 0 {
                 self.directories.abandon(step);
             }
-            // A rank that left at once with this error would fail the group, perhaps before the
-            // first rank has heard of it.
+            // A rank that exits at once would fail the group, perhaps before the first rank has this result.
             let _ = self.group.barrier();
             match error {
                 CheckpointError::Refused { rank, reason } => CheckpointError::NotSaved { step, rank, reason },
@@ -220,8 +225,8 @@ impl Saver {
     }
 }
 
-/// What writes one partition's files.
-struct Job {
+/// A job that writes the files of one partition.
+struct WriteJob {
     storage: Arc<dyn Storage>,
     dir: PathBuf,
     manifest: Manifest,
@@ -229,12 +234,12 @@ struct Job {
     read_back: bool,
 }
 
-impl Job {
-    /// Writes the file of every kind, all at once: while one waits for the disk, another is hashed.
-    fn write(&self, partition: &Partition) -> Outcome {
+impl WriteJob {
+    /// Writes the files of all kinds in parallel: one file waits for the disk while another is hashed.
+    fn write(&self, partition: &PartitionState) -> WriteResult {
         std::thread::scope(|scope| {
             let files = self.manifest.kinds.iter().zip(partition);
-            // All are started before the first is waited for.
+            // Start all threads before waiting for the first.
             let threads: Vec<_> = files
                 .map(|(kind, units)| {
                     let run = move || self.write_kind(kind, units).map_err(|error| error.to_string());
@@ -252,24 +257,24 @@ impl Job {
 
     fn write_kind(&self, kind: &str, units: &[StateSlice]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
-        let entry = write_shard(&*self.storage, dir, manifest, (kind, self.partition), units)?;
+        let entry = write_state_file(&*self.storage, dir, manifest, (kind, self.partition), units)?;
         if self.read_back {
-            Shard::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
+            StateFile::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
         }
         Ok(entry)
     }
 }
 
 /// Writes from a copy, in a thread.
-fn spawn(job: Job, parts: &Partition) -> Work {
+fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
     let copy = |part: &StateSlice| {
         let tensor = part.tensor()?;
         Ok(StateSlice::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
     };
     let copies = parts.iter().map(|units| units.iter().map(copy).collect()).collect();
-    let copies: Partition = match copies {
+    let copies: PartitionState = match copies {
         Ok(copies) => copies,
-        Err(error) => return Work::Done(Err(ZeroError::to_string(&error))),
+        Err(error) => return WriteState::Done(Err(ZeroError::to_string(&error))),
     };
     let name = format!("checkpoint-{}", job.partition);
     let run = move || {
@@ -277,32 +282,32 @@ fn spawn(job: Job, parts: &Partition) -> Work {
         (copies, outcome)
     };
     match std::thread::Builder::new().name(name).spawn(run) {
-        Ok(thread) => Work::Running(thread),
-        Err(error) => Work::Done(Err(format!("cannot start a thread: {error}"))),
+        Ok(thread) => WriteState::Running(thread),
+        Err(error) => WriteState::Done(Err(format!("cannot start a thread: {error}"))),
     }
 }
 
-/// This rank's partition where it lies.
-fn state_parts(state: &ZeroOptimizer) -> Partition {
+/// Returns this rank's partition, without copying.
+fn state_parts(state: &ZeroOptimizer) -> PartitionState {
     let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
     let of_kind = |kind| (0..units).filter_map(move |unit| state.state_part(unit, kind));
     (0..kinds).map(|kind| of_kind(kind).collect()).collect()
 }
 
-/// Tells every rank what every rank has come to.
-pub(super) fn agree<T: Serialize + DeserializeOwned>(
+/// All-gathers the ranks' results.
+pub(super) fn gather_results<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     local: &Result<T, String>,
 ) -> Result<Vec<Result<T, String>>, CheckpointError> {
     let text = serde_json::to_vec(local).unwrap_or_else(|error| error.to_string().into_bytes());
     let parse = |text: Vec<u8>| {
-        serde_json::from_slice(&text).unwrap_or_else(|error| Err(format!("sent no answer: {error}")))
+        serde_json::from_slice(&text).unwrap_or_else(|error| Err(format!("sent an invalid result: {error}")))
     };
     Ok(group.all_gather_varied(&text)?.into_iter().map(parse).collect())
 }
 
-/// All values, or [`CheckpointError::Refused`] with the first rank that has none.
-pub(super) fn refused<T>(outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
+/// Returns all values, or [`CheckpointError::Refused`] with the first failed rank.
+pub(super) fn all_or_refused<T>(outcomes: Vec<Result<T, String>>) -> Result<Vec<T>, CheckpointError> {
     let refuse = |(rank, outcome): (usize, Result<T, String>)| {
         outcome.map_err(|reason| CheckpointError::Refused { rank, reason })
     };

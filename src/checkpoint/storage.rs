@@ -1,44 +1,41 @@
-//! The file operations that a save consists of.
+//! The file operations of a save.
 //!
-//! Everything that a save does to a disk goes through [`Storage`], one call per write, fsync
-//! and rename. So a test can end the process at each of them, or run out of space, without a
-//! line of test code in the product. Reading needs no such seam: what was damaged is a file.
+//! All writes of a save go through [`Storage`], with one call per write, fsync and rename. Fault tests implement
+//! it to kill the process at each operation, or to run out of disk space. Reads need no abstraction: tests damage
+//! the files.
 
 use std::fmt::Debug;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// A file system as far as saving needs one.
+/// The file-system operations that saving needs.
 pub trait Storage: Send + Sync + Debug {
     /// Creates a directory, which must not exist.
     ///
     /// # Errors
-    /// What the operating system reports; so for all methods.
+    /// Returns the error of the operating system. This applies to all methods.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates an empty file, in the place of one that has the name. A symbolic link of the name is replaced too, not
-    /// followed.
+    /// Creates an empty file, replacing an existing one. A symbolic link is replaced, not followed.
     ///
     /// # Errors
     /// See [`create_dir`](Self::create_dir).
     fn create(&self, path: &Path) -> io::Result<Box<dyn StorageFile>>;
 
-    /// Gives a file or directory another name, in one step: afterwards either name exists.
-    /// An existing file of the new name is replaced.
+    /// Renames a file or directory atomically, replacing an existing file.
     ///
     /// # Errors
     /// See [`create_dir`](Self::create_dir).
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Returns once what was created, renamed or removed in a directory will survive a loss of
-    /// power.
+    /// Makes files created, renamed or removed in a directory durable (fsync).
     ///
     /// # Errors
     /// See [`create_dir`](Self::create_dir).
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes a directory and all that it holds.
+    /// Removes a directory and its content.
     ///
     /// # Errors
     /// See [`create_dir`](Self::create_dir).
@@ -47,10 +44,10 @@ pub trait Storage: Send + Sync + Debug {
 
 /// A file that is being written.
 pub trait StorageFile: Write + Send {
-    /// Returns once what was written will survive a loss of power.
+    /// Makes the written data durable (fsync).
     ///
     /// # Errors
-    /// What the operating system reports.
+    /// Returns the error of the operating system.
     fn sync(&mut self) -> io::Result<()>;
 }
 
@@ -75,7 +72,7 @@ impl Storage for LocalStorage {
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        // Only Unix opens directories as files, and only there this is needed.
+        // Only Unix can open directories as files, and only Unix needs this.
         if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
     }
 

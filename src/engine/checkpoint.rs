@@ -2,8 +2,8 @@
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, Evaluations, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions,
-    Saved, Saver, TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, EvaluationSummary, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes,
+    SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
 };
 use crate::comm::ProcessGroup;
 use crate::data::{DataError, DataLoader};
@@ -26,7 +26,7 @@ pub struct RunRecord {
     /// Position in the data.
     pub data: DataCursor,
     /// Results of the evaluations so far.
-    pub evaluations: Evaluations,
+    pub evaluations: EvaluationSummary,
 }
 
 impl RunRecord {
@@ -42,10 +42,16 @@ impl RunRecord {
             samples_consumed: loader.samples_consumed(),
             seed: loader.options().seed,
             seq_len: data.seq_len(),
-            num_rows: data.num_sequences(),
+            num_sequences: data.num_sequences(),
             data_hash: Some(data.sampled_hash()?),
         };
-        Ok(Self { run_id: run_id.into(), model, source: None, data, evaluations: Evaluations::default() })
+        Ok(Self {
+            run_id: run_id.into(),
+            model,
+            source: None,
+            data,
+            evaluations: EvaluationSummary::default(),
+        })
     }
 }
 
@@ -75,7 +81,7 @@ impl Engine {
         &mut self,
         saver: &mut Saver,
         run: RunRecord,
-    ) -> Result<Option<Saved>, EngineError> {
+    ) -> Result<Option<SavedCheckpoint>, EngineError> {
         self.check_usable()?;
         let sent = self.bytes_sent();
         self.check_replicas()?;

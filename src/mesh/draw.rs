@@ -1,23 +1,23 @@
-//! A mesh as plain text for a terminal of 80 columns.
+//! Text drawings of meshes for a terminal of 80 columns.
 
 use super::{DeviceMesh, notation};
 use std::fmt::Write as _;
 
 pub(super) const WIDTH: usize = 80;
-/// Rows of a grid, and grids of a mesh with more than two axes, that are drawn before some are left out.
+/// Maximum number of rows per grid, and of grids for a mesh with more than two axes.
 const MAX_ROWS: usize = 16;
 const MAX_GRIDS: usize = 4;
-/// Groups of an axis that are listed before some are left out.
+/// Maximum number of groups listed per axis.
 const MAX_GROUPS: usize = 12;
 const ELLIPSIS: &str = "…";
 
-/// Draws who stands where and who shares a group, at most 80 columns wide for axis names of usual length.
+/// Draws the ranks and groups of a mesh, at most 80 columns wide for axis names of usual length.
 ///
-/// The ranks over the last two axes come as a grid (one per coordinate of the axes before them), then the
-/// groups of each axis, then what the `dp` and `sp` groups do. Long listings are cut with `…`.
+/// The drawing has a grid of the last two axes (one per coordinate of the other axes), the groups of each axis,
+/// and the purpose of the `dp` and `sp` groups. Long lists are truncated with `…`.
 pub fn draw(mesh: &DeviceMesh) -> String {
     let ranks = if mesh.world_size() == 1 { "rank" } else { "ranks" };
-    // Without the rank map that `Display` adds: the grid shows it.
+    // Unlike `Display`, this omits the rank map, which the grid shows.
     let axes = notation::axes(mesh.axis_names(), mesh.shape());
     let mut text = format!("mesh {axes}: {} {ranks}\n", mesh.world_size());
     draw_grids(mesh, &mut text);
@@ -46,7 +46,7 @@ fn draw_grids(mesh: &DeviceMesh, text: &mut String) {
     }
 }
 
-/// `pod=0, pp=1`: where a grid lies on the axes before the last two.
+/// Formats the coordinate of a grid on the leading axes: `pod=0, pp=1`.
 fn leading_coordinate(mesh: &DeviceMesh, num_leading: usize, mut grid: usize) -> String {
     let mut parts = Vec::new();
     for axis in (0..num_leading).rev() {
@@ -58,7 +58,7 @@ fn leading_coordinate(mesh: &DeviceMesh, num_leading: usize, mut grid: usize) ->
     parts.join(", ")
 }
 
-/// Coordinates of the last axis above the line, of the one before it left of the line, ranks inside.
+/// Draws ranks with the coordinates of the last axis as columns and of the second to last as rows.
 fn draw_grid(corner: &str, num_columns: usize, has_rows: bool, ranks: &[usize], text: &mut String) {
     let cell = ranks.iter().max().map_or(1, |&rank| digits(rank)).max(digits(num_columns - 1)) + 1;
     let margin = corner.chars().count().max(digits(ranks.len() / num_columns)) + 2;
@@ -88,7 +88,7 @@ fn draw_groups(mesh: &DeviceMesh, text: &mut String) {
     let indent = name_width + 16;
     let width = WIDTH.saturating_sub(indent);
     for name in mesh.axis_names() {
-        // The names are the mesh's own, so the groups exist.
+        // The axis exists, so this cannot fail.
         let groups = mesh.all_groups(name).unwrap_or_default();
         let size = groups.first().map_or(0, Vec::len);
         let lists = elide(groups.len(), MAX_GROUPS).into_iter().map(|group| match group {
@@ -102,10 +102,10 @@ fn draw_groups(mesh: &DeviceMesh, text: &mut String) {
 
 fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
     let sentence_sp = match mesh.axis_size("sp") {
-        Ok(1) => {
-            Some("sp = 1: every rank holds whole sequences, no attention heads are exchanged.".to_owned())
+        Ok(1) => Some("sp = 1: each rank has whole sequences; attention heads are not exchanged.".to_owned()),
+        Ok(sp) => {
+            Some(format!("sp groups exchange attention heads: each sequence is sharded over {sp} ranks."))
         }
-        Ok(sp) => Some(format!("sp groups exchange attention heads: {sp} ranks share each sequence.")),
         Err(_) => None,
     };
     let sentence_dp = match mesh.axis_size("dp") {
@@ -119,7 +119,7 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
     }
 }
 
-/// `[0 1 2 3]`, cut to a line of `width` columns.
+/// Formats ranks as `[0 1 2 3]`, truncated to `width` columns.
 pub(super) fn list(ranks: &[usize], width: usize) -> String {
     let widest = ranks.iter().max().map_or(1, |&rank| digits(rank));
     let max_entries = (width.saturating_sub(1) / (widest + 1)).max(3);
@@ -129,7 +129,7 @@ pub(super) fn list(ranks: &[usize], width: usize) -> String {
     format!("[{}]", entries.join(" "))
 }
 
-/// Joins words by spaces into lines of at most `width` columns; a longer word has a line of its own.
+/// Wraps words into lines of at most `width` columns; a longer word gets its own line.
 fn wrap(words: impl Iterator<Item = String>, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in words {
@@ -144,7 +144,7 @@ fn wrap(words: impl Iterator<Item = String>, width: usize) -> Vec<String> {
     lines
 }
 
-/// Indices `0..len`, at most `max` entries of which one `None` stands for those left out before the last.
+/// Returns indices `0..len`, truncated to `max` entries: `None` replaces those omitted before the last.
 fn elide(len: usize, max: usize) -> Vec<Option<usize>> {
     if len <= max {
         return (0..len).map(Some).collect();

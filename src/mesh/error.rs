@@ -1,66 +1,66 @@
-//! What can be wrong with a mesh or a request to one.
+//! Errors of meshes.
 
-/// An invalid mesh, or a request that a mesh cannot serve.
+/// An invalid mesh, or an invalid operation on a mesh.
 ///
-/// Lists of axes are carried in the order of the mesh, so a message can say what would be valid.
+/// Lists of axes are in the order of the mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
-    /// A mesh, slice or flattening without any axis.
-    #[error("at least one axis is needed, none was given")]
+    /// A mesh, slice or flattening without axes.
+    #[error("no axis given; at least one is required")]
     NoAxes,
-    /// An axis name that the notation `name=size,…` could not carry.
-    #[error("invalid axis name `{name}`: use letters, digits, `_`, `-` or `.`, at least one")]
+    /// An axis name that the notation `name=size,…` cannot represent.
+    #[error("invalid axis name `{name}`: use letters, digits, `_`, `-` or `.`, at least one character")]
     InvalidName {
-        /// The name as given.
+        /// The given name.
         name: String,
     },
-    /// Two axes of one name (aliases count as the name they stand for).
-    #[error("axis `{name}` is named twice; every axis needs its own name")]
+    /// Two axes with the same name, aliases resolved.
+    #[error("duplicate axis `{name}`; axis names must be unique")]
     DuplicateName {
         /// The repeated name, with aliases resolved.
         name: String,
     },
-    /// A size that is neither positive nor the `-1` to infer.
-    #[error("axis `{axis}` has size {size}; valid are sizes from 1, and -1 for one axis to infer")]
+    /// A size that is neither positive nor `-1`.
+    #[error("axis `{axis}` has size {size}; valid sizes are 1 or more, or -1 for one axis to infer")]
     InvalidSize {
         /// The axis.
         axis: String,
-        /// Its size as given.
+        /// The given size.
         size: i64,
     },
     /// More than one `-1`.
-    #[error("sizes of {} are all -1; at most one axis can be inferred", axes.join(", "))]
+    #[error("axes {} have size -1; at most one size can be inferred", axes.join(", "))]
     SeveralInferred {
         /// The axes of size `-1`.
         axes: Vec<String>,
     },
-    /// A `-1` without a number of ranks to infer it from.
-    #[error("axis `{axis}` has size -1, which needs a known world size; give its size or the world size")]
+    /// A `-1` without a world size to infer it from.
+    #[error("axis `{axis}` has size -1, but the world size is unknown; give its size or the world size")]
     InferWithoutWorldSize {
         /// The axis to infer.
         axis: String,
     },
-    /// A `-1` for which no integer fits.
+    /// A `-1` that no integer satisfies.
     #[error(
-        "axis `{axis}` cannot be inferred: the other sizes multiply to {known}, which does not divide {total}"
+        "size of axis `{axis}` cannot be inferred: the product of the other sizes, {known}, does not divide {total}"
     )]
     CannotInfer {
         /// The axis to infer.
         axis: String,
         /// Product of the given sizes.
         known: usize,
-        /// The number of ranks to reach.
+        /// The required number of ranks.
         total: usize,
     },
     /// The product of the sizes is not the number of ranks.
-    #[error("mesh {mesh} takes {product} ranks, but there are {world_size}")]
+    #[error("mesh {mesh} needs {product} ranks, but the world size is {world_size}")]
     WorldSizeMismatch {
         /// The mesh in the notation `name=size,…`.
         mesh: String,
         /// The product of its sizes.
         product: usize,
-        /// The number of ranks given.
+        /// The given number of ranks.
         world_size: usize,
     },
     /// A mesh larger than any cluster: a typing error that must not exhaust memory.
@@ -71,41 +71,41 @@ pub enum MeshError {
         /// The largest number of ranks supported.
         limit: usize,
     },
-    /// A rank that stands at two coordinates.
-    #[error("rank {rank} is listed twice; every coordinate needs its own rank")]
+    /// A rank at two coordinates.
+    #[error("duplicate rank {rank}; ranks must be unique")]
     DuplicateRank {
         /// The repeated rank.
         rank: usize,
     },
-    /// A name that is no axis of this mesh.
-    #[error("no axis `{axis}` in this mesh; its axes are {}", axes.join(", "))]
+    /// A name that is not an axis of the mesh.
+    #[error("unknown axis `{axis}`; the axes of this mesh are {}", axes.join(", "))]
     UnknownAxis {
-        /// The name asked for.
+        /// The requested name.
         axis: String,
-        /// The axes there are.
+        /// The axes of the mesh.
         axes: Vec<String>,
     },
-    /// Axes asked for in another order than the mesh's, or twice.
+    /// Requested axes that are repeated, or not in the order of the mesh.
     #[error(
-        "axes {} are repeated or out of order; the valid order here is {}", requested.join(", "), valid.join(", ")
+        "axes {} are repeated or out of order; the valid order is {}", requested.join(", "), valid.join(", ")
     )]
     AxisOrder {
-        /// The axes as asked for.
+        /// The requested axes.
         requested: Vec<String>,
         /// The same axes, once each, in the order of the mesh.
         valid: Vec<String>,
     },
-    /// A rank that the mesh does not hold.
-    #[error("rank {rank} is not a member of this mesh; its ranks are {members}")]
+    /// A rank that is not in the mesh.
+    #[error("rank {rank} is not in this mesh; its ranks are {members}")]
     NotAMember {
-        /// The rank asked for.
+        /// The requested rank.
         rank: usize,
-        /// The mesh's ranks, in words.
+        /// The ranks of the mesh, formatted.
         members: String,
     },
-    /// A coordinate with another number of entries than the mesh has axes.
+    /// A coordinate whose length is not the number of axes.
     #[error(
-        "a coordinate with {given} entries was given; this mesh needs one per axis of {}", axes.join(", ")
+        "coordinate has {given} entries; this mesh needs one per axis: {}", axes.join(", ")
     )]
     CoordinateLength {
         /// Entries given.
@@ -113,8 +113,8 @@ pub enum MeshError {
         /// The axes of the mesh.
         axes: Vec<String>,
     },
-    /// A coordinate past the end of an axis.
-    #[error("coordinate {coordinate} is outside axis `{axis}`, whose coordinates are below {size}")]
+    /// A coordinate outside an axis.
+    #[error("coordinate {coordinate} on axis `{axis}` is out of range; valid coordinates are below {size}")]
     CoordinateOutOfRange {
         /// The axis.
         axis: String,
@@ -123,39 +123,41 @@ pub enum MeshError {
         /// The size of the axis.
         size: usize,
     },
-    /// Sizes that do not multiply to the axis they are to replace.
-    #[error("axis `{axis}` of size {size} cannot become {into}, whose sizes multiply to {product}")]
+    /// Sizes whose product is not the size of the axis to split.
+    #[error(
+        "axis `{axis}` of size {size} cannot be split into {into}: the product of the sizes is {product}"
+    )]
     UnflattenSize {
         /// The axis to split.
         axis: String,
         /// Its size.
         size: usize,
-        /// The axes asked for, in the notation `name=size,…`.
+        /// The requested axes, in the notation `name=size,…`.
         into: String,
         /// The product of their sizes.
         product: usize,
     },
-    /// Submeshes of different ranks, which no single rank could see as one mesh.
-    #[error("submeshes {first} and {other} share no rank; take all of them for the same rank")]
+    /// Submeshes without a common rank.
+    #[error("submeshes {first} and {other} share no rank; take all submeshes for the same rank")]
     NoCommonRank {
         /// The first submesh.
         first: String,
-        /// The submesh without a rank in common with it and those before.
+        /// The submesh that shares no rank with the previous ones.
         other: String,
     },
-    /// Submeshes that run along the same axis of their mesh.
-    #[error("submeshes {first} and {other} both run along axis `{axis}`; each axis can be joined once")]
+    /// Two submeshes along the same axis of their mesh.
+    #[error("submeshes {first} and {other} both run along axis `{axis}`; each axis may be used once")]
     OverlappingAxes {
-        /// The submesh that runs along the axis first.
+        /// The first submesh along the axis.
         first: String,
-        /// The submesh that does so again.
+        /// The second submesh along the axis.
         other: String,
-        /// The axis of the mesh they were taken from.
+        /// The axis of the original mesh.
         axis: String,
     },
-    /// Not one name and one size of each side for every axis.
+    /// Different numbers of axis names, sizes within a node and sizes between nodes.
     #[error(
-        "a hybrid mesh has one size per axis within a node and one between nodes, got {axes} axes, {intra} size(s) \
+        "a hybrid mesh needs one size within a node and one between nodes per axis; got {axes} axes, {intra} size(s) \
          within a node and {inter} between nodes"
     )]
     HybridLengths {
@@ -166,18 +168,18 @@ pub enum MeshError {
         /// Number of sizes between nodes.
         inter: usize,
     },
-    /// One side of a hybrid mesh is wrong by itself.
+    /// Invalid sizes within a node or between nodes.
     #[error("{side}: {source}")]
     Side {
         /// `within a node` or `between nodes`.
         side: &'static str,
-        /// What is wrong with it.
+        /// The error of these sizes.
         source: Box<MeshError>,
     },
-    /// No axis can run across the nodes.
+    /// No axis whose size is a multiple of the number of nodes.
     #[error(
-        "no axis of {mesh} divides by the {nodes} nodes that it should run across; give the sizes within a node and \
-         between nodes one by one"
+        "no axis size of {mesh} is a multiple of the {nodes} nodes; give the sizes within a node and between nodes \
+         explicitly"
     )]
     NoAxisAcrossNodes {
         /// The mesh in the notation `name=size,…`.
@@ -185,7 +187,7 @@ pub enum MeshError {
         /// Number of nodes.
         nodes: usize,
     },
-    /// Devices on more or fewer nodes than the mesh has.
+    /// A number of nodes other than that of the mesh.
     #[error("the mesh has {nodes} nodes, but the devices are on {found}")]
     NodeCount {
         /// Nodes of the mesh.
@@ -193,29 +195,27 @@ pub enum MeshError {
         /// Nodes of the devices.
         found: usize,
     },
-    /// A node with more or fewer devices than the mesh has on each.
-    #[error("the mesh has {ranks_per_node} ranks on each node, but node {node} has {found} devices")]
+    /// A number of devices on a node other than that of the mesh.
+    #[error("the mesh has {ranks_per_node} ranks per node, but node {node} has {found} devices")]
     UnevenNode {
         /// The node.
         node: usize,
-        /// Ranks on a node of the mesh.
+        /// Ranks per node of the mesh.
         ranks_per_node: usize,
         /// Devices of the node.
         found: usize,
     },
-    /// A preset without a number of ranks to take its sizes from.
+    /// A preset without a cluster to infer its sizes from.
     #[error(
-        "the mesh `{preset}` takes its sizes from the processes of a job, and there are none here: write \
+        "mesh preset `{preset}` needs the number of nodes and ranks, which is unknown here; write \
          `{preset}=NODESxRANKS`, such as `{preset}=2x8`"
     )]
     PresetWithoutCluster {
         /// Its name.
         preset: String,
     },
-    /// Text that is no mesh.
-    #[error(
-        "cannot read `{text}` as a mesh: {reason}; write DPxSP such as `2x4`, or axes such as `dp=2,sp=4`"
-    )]
+    /// Text that is not a mesh.
+    #[error("invalid mesh `{text}`: {reason}; write DPxSP such as `2x4`, or axes such as `dp=2,sp=4`")]
     Notation {
         /// The text.
         text: String,

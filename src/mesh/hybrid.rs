@@ -1,21 +1,21 @@
-//! Meshes over several nodes: within a node ranks are close, between nodes far.
+//! Meshes over several nodes, with fast links within a node and slower links between nodes.
 //!
 //! JAX and axlearn call the two ICI and DCN.
 
 use super::{DeviceMesh, MeshError, num_ranks_of, resolve_axes};
 use std::collections::BTreeMap;
 
-/// The nodes of a cluster, each with as many ranks.
+/// A cluster of nodes with the same number of ranks each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cluster {
     /// Number of nodes.
     pub nodes: usize,
-    /// Ranks on each of them.
+    /// Ranks per node.
     pub ranks_per_node: usize,
 }
 
 impl Cluster {
-    /// Number of ranks.
+    /// Returns the total number of ranks.
     pub fn world_size(self) -> usize {
         self.nodes.saturating_mul(self.ranks_per_node)
     }
@@ -24,15 +24,15 @@ impl Cluster {
 /// A device of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
-    /// Its global rank.
+    /// Global rank.
     pub rank: usize,
-    /// The node that it is on.
+    /// Index of its node.
     pub node: usize,
 }
 
-/// The shape of a mesh within a node and between nodes: along each axis, the mesh has the product of both.
+/// A mesh shape as the product of a shape within a node and a shape between nodes.
 ///
-/// Along an axis the coordinates of a node are neighbours, so an axis that is split has its near ranks first:
+/// Along a split axis, ranks of the same node are adjacent:
 ///
 /// ```
 /// use ulysses::mesh::{Cluster, HybridMeshShape};
@@ -53,12 +53,13 @@ pub struct HybridMeshShape {
 }
 
 impl HybridMeshShape {
-    /// Sizes of the axes within a node and between nodes. Of each side one size may be `-1`, inferred from the
-    /// cluster.
+    /// Creates a shape from the axis sizes within a node and between nodes.
+    ///
+    /// One size of each list may be `-1`, which is inferred from the cluster.
     ///
     /// # Errors
-    /// When there is not one name and one size of each side for every axis, or the sizes of a side do not multiply
-    /// to the ranks of a node or to the nodes.
+    /// Fails if an axis lacks a name or a size, or the products of the sizes are not the ranks per node and the
+    /// number of nodes.
     pub fn new(
         axis_names: &[&str],
         intra: &[i64],
@@ -69,22 +70,22 @@ impl HybridMeshShape {
         if intra_len != axes || inter_len != axes {
             return Err(MeshError::HybridLengths { axes, intra: intra_len, inter: inter_len });
         }
-        let (names, intra) = side("within a node", axis_names, intra, cluster.ranks_per_node)?;
-        let (_, inter) = side("between nodes", axis_names, inter, cluster.nodes)?;
+        let (names, intra) = resolve_side("within a node", axis_names, intra, cluster.ranks_per_node)?;
+        let (_, inter) = resolve_side("between nodes", axis_names, inter, cluster.nodes)?;
         Ok(Self { axis_names: names, intra, inter })
     }
 
-    /// Splits a plain shape over the nodes: the first axis whose size the number of nodes divides runs across them,
-    /// the others stay within a node. One size may be `-1`.
+    /// Splits a plain shape over the nodes. The first axis whose size is a multiple of the number of nodes runs
+    /// across them; the others stay within a node. One size may be `-1`.
     ///
     /// # Errors
-    /// When the sizes do not multiply to the ranks of the cluster, or no axis divides by the number of nodes.
+    /// Fails if the product of the sizes is not the world size, or no axis is a multiple of the number of nodes.
     pub fn split(axis_names: &[&str], shape: &[i64], cluster: Cluster) -> Result<Self, MeshError> {
         if shape.len() != axis_names.len() {
             let axes = axis_names.len();
             return Err(MeshError::HybridLengths { axes, intra: shape.len(), inter: axes });
         }
-        let (axis_names, mut intra) = whole(axis_names, shape, cluster.world_size())?;
+        let (axis_names, mut intra) = resolve_exact(axis_names, shape, cluster.world_size())?;
         let mut inter = vec![1; intra.len()];
         let Some(axis) = intra.iter().position(|size| size.is_multiple_of(cluster.nodes)) else {
             let mesh = super::notation::axes(&axis_names, &intra);
@@ -95,49 +96,50 @@ impl HybridMeshShape {
         Ok(Self { axis_names, intra, inter })
     }
 
-    /// Names of the axes, aliases resolved.
+    /// Returns the names of the axes, aliases resolved.
     pub fn axis_names(&self) -> &[String] {
         &self.axis_names
     }
 
-    /// Sizes within a node.
+    /// Returns the sizes within a node.
     pub fn intra(&self) -> &[usize] {
         &self.intra
     }
 
-    /// Sizes between nodes.
+    /// Returns the sizes between nodes.
     pub fn inter(&self) -> &[usize] {
         &self.inter
     }
 
-    /// Sizes of the whole mesh.
+    /// Returns the sizes of the whole mesh.
     pub fn shape(&self) -> Vec<usize> {
         self.intra.iter().zip(&self.inter).map(|(intra, inter)| intra * inter).collect()
     }
 
-    /// Ranks on a node.
+    /// Returns the number of ranks per node.
     pub fn ranks_per_node(&self) -> usize {
         self.intra.iter().product()
     }
 
-    /// Number of nodes.
+    /// Returns the number of nodes.
     pub fn nodes(&self) -> usize {
         self.inter.iter().product()
     }
 
-    /// The mesh, when the ranks of a node follow each other: with L ranks on a node, the coordinate that lies at
-    /// `local` within node `node` has rank `node · L + local`, both counted row-major.
+    /// Returns the mesh for consecutive ranks on each node.
+    ///
+    /// With L ranks per node, position `local` of node `node` has rank `node · L + local`, both row-major.
     ///
     /// # Errors
-    /// When the mesh has more than [`MAX_RANKS`](super::MAX_RANKS) ranks.
+    /// Fails if the mesh has more than [`MAX_RANKS`](super::MAX_RANKS) ranks.
     pub fn mesh(&self) -> Result<DeviceMesh, MeshError> {
         self.arrange(|node, local| node * self.ranks_per_node() + local)
     }
 
-    /// The mesh over these devices, in any order: nodes are taken by their number, the devices of a node by rank.
+    /// Returns the mesh over the given devices, in any order. Nodes are sorted by index, devices of a node by rank.
     ///
     /// # Errors
-    /// When they are not as many nodes of as many devices as the shape has, or a rank is there twice.
+    /// Fails if the number of nodes or of devices per node differs from the shape, or a rank is listed twice.
     pub fn mesh_over(&self, devices: &[Device]) -> Result<DeviceMesh, MeshError> {
         let mut by_node: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for device in devices {
@@ -157,12 +159,12 @@ impl HybridMeshShape {
         self.arrange(|node, local| by_node[node][local])
     }
 
-    /// The mesh with the rank at each place of each node.
+    /// Builds the mesh from the rank at each local position of each node.
     fn arrange(&self, rank: impl Fn(usize, usize) -> usize) -> Result<DeviceMesh, MeshError> {
         let shape = self.shape();
         let num_ranks = num_ranks_of(&self.axis_names, &shape)?;
         let ranks = (0..num_ranks).map(|position| {
-            let (node, local) = self.place(position, &shape);
+            let (node, local) = self.node_and_local(position, &shape);
             rank(node, local)
         });
         let sizes: Vec<i64> = shape.iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect();
@@ -170,8 +172,8 @@ impl HybridMeshShape {
         DeviceMesh::with_ranks(&axes, ranks.collect())
     }
 
-    /// The node of a position in the mesh, and the place on it, both row-major.
-    fn place(&self, mut position: usize, shape: &[usize]) -> (usize, usize) {
+    /// Returns the node of a mesh position and its local position there, both row-major.
+    fn node_and_local(&self, mut position: usize, shape: &[usize]) -> (usize, usize) {
         let (mut node, mut local) = (0, 0);
         let (mut node_stride, mut local_stride) = (1, 1);
         for axis in (0..shape.len()).rev() {
@@ -186,17 +188,21 @@ impl HybridMeshShape {
     }
 }
 
-/// The sizes of one side, which multiply to `total`.
-fn side(
+/// Resolves the sizes within a node or between nodes; their product must be `total`.
+fn resolve_side(
     side: &'static str,
     names: &[&str],
     sizes: &[i64],
     total: usize,
 ) -> Result<(Vec<String>, Vec<usize>), MeshError> {
-    whole(names, sizes, total).map_err(|source| MeshError::Side { side, source: Box::new(source) })
+    resolve_exact(names, sizes, total).map_err(|source| MeshError::Side { side, source: Box::new(source) })
 }
 
-fn whole(names: &[&str], sizes: &[i64], total: usize) -> Result<(Vec<String>, Vec<usize>), MeshError> {
+fn resolve_exact(
+    names: &[&str],
+    sizes: &[i64],
+    total: usize,
+) -> Result<(Vec<String>, Vec<usize>), MeshError> {
     let axes: Vec<(&str, i64)> = names.iter().copied().zip(sizes.iter().copied()).collect();
     let (names, shape) = resolve_axes(&axes, Some(total))?;
     let product = num_ranks_of(&names, &shape)?;
@@ -220,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_shapes_are_split_along_the_first_axis_that_divides() {
+    fn plain_shapes_are_split_along_the_first_divisible_axis() {
         // The cases of axlearn's tests for two granules of 16 devices.
         assert_eq!(split(&[2, 16]), Ok((vec![1, 16], vec![2, 1])));
         assert_eq!(split(&[1, 2, 16]), Ok((vec![1, 1, 16], vec![1, 2, 1])));
@@ -231,31 +237,31 @@ mod tests {
     }
 
     #[test]
-    fn a_shape_without_an_axis_for_the_nodes_is_refused() {
+    fn a_shape_without_a_divisible_axis_is_an_error() {
         let cluster = Cluster { nodes: 4, ranks_per_node: 2 };
         let error = HybridMeshShape::split(&["a", "b", "c"], &[2, 2, 2], cluster).unwrap_err();
         assert_eq!(error, MeshError::NoAxisAcrossNodes { mesh: "a=2,b=2,c=2".into(), nodes: 4 });
-        assert!(error.to_string().contains("divides by the 4 nodes"), "{error}");
+        assert!(error.to_string().contains("is a multiple of the 4 nodes"), "{error}");
     }
 
     #[test]
-    fn both_sides_infer_one_size_and_name_themselves_when_wrong() {
+    fn both_sides_infer_one_size_and_errors_name_the_side() {
         let cluster = Cluster { nodes: 4, ranks_per_node: 8 };
         let new = |intra: &[i64], inter: &[i64]| HybridMeshShape::new(&["dp", "sp"], intra, inter, cluster);
         let shape = new(&[-1, 4], &[2, -1]).unwrap();
         assert_eq!((shape.intra(), shape.inter(), shape.shape()), (&[2, 4][..], &[2, 2][..], vec![4, 8]));
         assert_eq!((shape.nodes(), shape.ranks_per_node(), shape.axis_names()[1].as_str()), (4, 8, "sp"));
         let message = |intra: &[i64], inter: &[i64]| new(intra, inter).unwrap_err().to_string();
-        assert!(message(&[2, 2], &[2, 2]).starts_with("within a node: mesh dp=2,sp=2 takes 4 ranks"));
-        assert!(message(&[2, 4], &[2, 3]).starts_with("between nodes: mesh dp=2,sp=3 takes 6 ranks"));
-        assert!(message(&[-1, -1], &[4, 1]).starts_with("within a node: sizes of dp, sp are all -1"));
+        assert!(message(&[2, 2], &[2, 2]).starts_with("within a node: mesh dp=2,sp=2 needs 4 ranks"));
+        assert!(message(&[2, 4], &[2, 3]).starts_with("between nodes: mesh dp=2,sp=3 needs 6 ranks"));
+        assert!(message(&[-1, -1], &[4, 1]).starts_with("within a node: axes dp, sp have size -1"));
         assert!(message(&[8], &[4, 1]).contains("2 axes, 1 size(s) within a node and 2 between nodes"));
         assert!(HybridMeshShape::split(&["dp"], &[2, 4], cluster).is_err());
     }
 
     #[test]
-    fn every_axis_stays_on_its_nodes_whatever_is_split() {
-        // Coordinates of a node are found by dividing: written out, not by the closed form.
+    fn coordinates_follow_the_shapes_within_and_between_nodes() {
+        // Expected coordinates are written out, independent of the implementation's formula.
         let cluster = Cluster { nodes: 6, ranks_per_node: 8 };
         let shape = HybridMeshShape::new(&NAMES, &[2, 1, 4], &[1, 3, 2], cluster).unwrap();
         let mesh = shape.mesh().unwrap();
@@ -268,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_come_in_any_order() {
+    fn devices_may_be_in_any_order() {
         let cluster = Cluster { nodes: 2, ranks_per_node: 4 };
         let shape = HybridMeshShape::new(&["dp", "sp"], &[2, 2], &[2, 1], cluster).unwrap();
         let device = |rank: usize| Device { rank, node: rank / 4 };
@@ -276,9 +282,9 @@ mod tests {
         let shuffled: Vec<Device> = [5, 0, 7, 2, 1, 6, 3, 4].map(device).to_vec();
         assert_eq!(shape.mesh_over(&shuffled), shape.mesh());
         assert_eq!(shape.mesh_over(&in_order), shape.mesh());
-        // Ranks that a scheduler has dealt out in turn: 0, 2, 4, 6 are on node 10, the others on node 11.
-        let dealt: Vec<Device> = (0..8).map(|rank| Device { rank, node: 10 + rank % 2 }).collect();
-        assert_eq!(shape.mesh_over(&dealt).unwrap().ranks(), [0, 2, 4, 6, 1, 3, 5, 7]);
+        // A scheduler's round-robin placement: ranks 0, 2, 4, 6 on node 10, the others on node 11.
+        let round_robin: Vec<Device> = (0..8).map(|rank| Device { rank, node: 10 + rank % 2 }).collect();
+        assert_eq!(shape.mesh_over(&round_robin).unwrap().ranks(), [0, 2, 4, 6, 1, 3, 5, 7]);
         let error = shape.mesh_over(&in_order[..7]).unwrap_err();
         assert_eq!(error, MeshError::UnevenNode { node: 1, ranks_per_node: 4, found: 3 });
         assert_eq!(shape.mesh_over(&in_order[..4]), Err(MeshError::NodeCount { nodes: 2, found: 1 }));

@@ -1,12 +1,12 @@
-//! Device meshes: which rank stands where, and who shares a group with whom.
+//! Device meshes: the coordinate of each rank, and the process groups along each axis.
 //!
-//! A [`DeviceMesh`] is pure integers: named axes, their sizes, and the global rank at each coordinate. It
+//! A [`DeviceMesh`] holds only integers: named axes, their sizes, and the global rank at each coordinate. It
 //! creates no communicators; `comm` turns its ordered lists of ranks into process groups.
 //!
-//! Ranks are row-major, the last axis fastest, unless an order is given. With axes `dp, sp` the peers that
-//! exchange attention heads are therefore neighbours, on one node where that is possible. A
-//! [`HybridMeshShape`] says which part of each axis is within a node, a [`Preset`] names a mesh by what it is for,
-//! and [`MeshRules`] choose one by the machine.
+//! Ranks are row-major, the last axis fastest, unless the caller gives another order. With axes `dp, sp`, the
+//! ranks that exchange attention heads are therefore adjacent, if possible on the same node. A
+//! [`HybridMeshShape`] splits each axis into a part within a node and a part between nodes. A [`Preset`] derives
+//! a mesh from its purpose, such as `fsdp`. [`MeshRules`] select a mesh by machine.
 //!
 //! ```
 //! use ulysses::mesh::DeviceMesh;
@@ -20,13 +20,13 @@
 
 mod draw;
 mod error;
+mod hsdp;
 mod hybrid;
-mod nodes;
+mod node_layout;
 mod notation;
 mod preset;
 mod rules;
-mod shard;
-mod sharding;
+mod shard_range;
 mod slice;
 mod svg;
 #[cfg(test)]
@@ -34,23 +34,23 @@ mod tests;
 
 pub use draw::draw;
 pub use error::MeshError;
+pub use hsdp::{REPLICAS_AXIS, SHARD_AXIS, TrainingShape};
 pub use hybrid::{Cluster, Device, HybridMeshShape};
-pub use nodes::{Reach, draw_nodes};
+pub use node_layout::{AxisPlacement, draw_nodes};
 pub use preset::Preset;
-pub use rules::{MeshRules, RuledMesh};
-pub use shard::shard_range;
-pub use sharding::{REPLICAS_AXIS, SHARD_AXIS, TrainingShape};
+pub use rules::{MeshRules, RuleMatch};
+pub use shard_range::shard_range;
 pub use svg::svg;
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;
 
-/// Most ranks a mesh may have; more is a typing error, and must not exhaust memory.
+/// Maximum number of ranks in a mesh. A larger size is a typing error, which must not exhaust memory.
 pub const MAX_RANKS: usize = 1 << 20;
 
-/// Ranks arranged on named axes.
+/// An n-dimensional arrangement of ranks on named axes.
 ///
-/// Meshes are equal when names, shape and the rank at every coordinate are.
+/// Two meshes are equal if their axis names, shapes and rank maps are equal.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct DeviceMesh {
     axis_names: Vec<String>,
@@ -62,11 +62,11 @@ pub struct DeviceMesh {
 impl DeviceMesh {
     /// Arranges ranks `0..world_size` row-major on `axes`, the last one fastest.
     ///
-    /// One size may be `-1`: it is inferred from `world_size`. Without a world size the product of the sizes
-    /// is the world size. `data_parallel` and `sequence_parallel` are accepted for `dp` and `sp`.
+    /// One size may be `-1`, which is inferred from `world_size`. If `world_size` is `None`, the product of the
+    /// sizes is the world size. `data_parallel` and `sequence_parallel` are aliases of `dp` and `sp`.
     ///
     /// # Errors
-    /// When a name is invalid or repeated, a size is, or the sizes do not multiply to `world_size`.
+    /// Fails if a name is invalid or repeated, a size is invalid, or the product of the sizes is not `world_size`.
     pub fn new(axes: &[(&str, i64)], world_size: Option<usize>) -> Result<Self, MeshError> {
         let (axis_names, shape) = resolve_axes(axes, world_size)?;
         let num_ranks = num_ranks_of(&axis_names, &shape)?;
@@ -77,12 +77,12 @@ impl DeviceMesh {
         Ok(Self { axis_names, shape, ranks: (0..num_ranks).collect() })
     }
 
-    /// Arranges the given ranks on `axes`: `ranks` lists them by coordinate, the last axis fastest.
+    /// Arranges the given ranks on `axes`, in row-major order of their coordinates.
     ///
     /// The ranks need not be `0..n`: a mesh may cover a part of the world. One size may be `-1`.
     ///
     /// # Errors
-    /// As [`new`](Self::new) with as many ranks as are listed, and when a rank is listed twice.
+    /// Fails like [`new`](Self::new) with `world_size = ranks.len()`, or if a rank is listed twice.
     pub fn with_ranks(axes: &[(&str, i64)], ranks: Vec<usize>) -> Result<Self, MeshError> {
         let row_major = Self::new(axes, Some(ranks.len()))?;
         let mut seen = HashSet::with_capacity(ranks.len());
@@ -92,71 +92,71 @@ impl DeviceMesh {
         Ok(Self { ranks, ..row_major })
     }
 
-    /// The mesh of this crate's training runs: `dp` data-parallel rows of `sp` sequence-parallel ranks.
+    /// Returns the standard training mesh: axes `dp` (data parallel) and `sp` (sequence parallel).
     ///
     /// # Errors
-    /// When a size is zero or the mesh is larger than [`MAX_RANKS`].
+    /// Fails if a size is zero or the mesh has more than [`MAX_RANKS`] ranks.
     pub fn dp_sp(dp: usize, sp: usize) -> Result<Self, MeshError> {
-        // A size beyond i64 is beyond MAX_RANKS as well, so saturating does not hide it.
+        // A size beyond i64 also exceeds MAX_RANKS, so saturation does not hide it.
         let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
         Self::new(&[("dp", size(dp)), ("sp", size(sp))], None)
     }
 
-    /// Sizes of the axes.
+    /// Returns the sizes of the axes.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Names of the axes, aliases resolved.
+    /// Returns the names of the axes, aliases resolved.
     pub fn axis_names(&self) -> &[String] {
         &self.axis_names
     }
 
-    /// Whether the mesh has the axis.
+    /// Returns whether the mesh has the axis.
     pub fn has_axis(&self, name: &str) -> bool {
         self.axis_index(name).is_ok()
     }
 
-    /// The size of an axis.
+    /// Returns the size of an axis.
     ///
     /// # Errors
-    /// When the mesh has no such axis.
+    /// Fails if the mesh has no such axis.
     pub fn axis_size(&self, name: &str) -> Result<usize, MeshError> {
         Ok(self.shape[self.axis_index(name)?])
     }
 
-    /// Number of ranks in this mesh; for a slice, the ranks of the slice.
+    /// Returns the number of ranks in this mesh. For a slice, this is the size of the slice.
     pub fn world_size(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The global ranks in row-major order of their coordinates.
+    /// Returns the global ranks in row-major order of their coordinates.
     pub fn ranks(&self) -> &[usize] {
         &self.ranks
     }
 
-    /// Where a rank stands, one entry per axis.
+    /// Returns the coordinate of a rank, one entry per axis.
     ///
     /// # Errors
-    /// When the rank is not a member.
+    /// Fails if the rank is not in the mesh.
     pub fn coordinate(&self, global_rank: usize) -> Result<Vec<usize>, MeshError> {
         let position = self.position(global_rank)?;
         Ok(self.strides().iter().zip(&self.shape).map(|(stride, size)| position / stride % size).collect())
     }
 
-    /// Where a rank stands along one axis.
+    /// Returns the coordinate of a rank along one axis.
     ///
     /// # Errors
-    /// When the rank is not a member or the mesh has no such axis.
+    /// Fails if the rank is not in the mesh or the mesh has no such axis.
     pub fn coordinate_on(&self, axis: &str, global_rank: usize) -> Result<usize, MeshError> {
         let axis = self.axis_index(axis)?;
         Ok(self.coordinate(global_rank)?[axis])
     }
 
-    /// The global rank at a coordinate: the inverse of [`coordinate`](Self::coordinate).
+    /// Returns the global rank at a coordinate: the inverse of [`coordinate`](Self::coordinate).
     ///
     /// # Errors
-    /// When the coordinate has another number of entries than there are axes, or lies outside one.
+    /// Fails if the coordinate does not have one entry per axis, or an entry is outside its axis.
     pub fn rank_at(&self, coordinate: &[usize]) -> Result<usize, MeshError> {
         if coordinate.len() != self.shape.len() {
             let axes = self.axis_names.clone();
@@ -172,10 +172,9 @@ impl DeviceMesh {
         Ok(self.ranks[position])
     }
 
-    /// A hash of names, shape and rank map that is the same on every platform and in every run.
+    /// Returns a hash of names, shape and rank map, stable across platforms and runs.
     ///
-    /// All ranks compare it when they start: ranks that disagree about the mesh would otherwise wait for each
-    /// other in different groups.
+    /// All ranks compare it at startup. Ranks with different meshes would otherwise deadlock in different groups.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Fnv1a::default();
         hash.write_len(self.shape.len());
@@ -196,7 +195,7 @@ impl DeviceMesh {
             .ok_or_else(|| MeshError::UnknownAxis { axis: name.to_owned(), axes: self.axis_names.clone() })
     }
 
-    /// Index into `ranks`. The usual mesh, in which rank and position agree, needs no search.
+    /// Returns the index of a rank in `ranks`. The identity rank map needs no search.
     fn position(&self, global_rank: usize) -> Result<usize, MeshError> {
         if self.ranks.get(global_rank) == Some(&global_rank) {
             return Ok(global_rank);
@@ -207,7 +206,7 @@ impl DeviceMesh {
             .ok_or_else(|| MeshError::NotAMember { rank: global_rank, members: notation::ranks(&self.ranks) })
     }
 
-    /// Distance in `ranks` between neighbours along each axis.
+    /// Returns the stride of each axis in `ranks`.
     fn strides(&self) -> Vec<usize> {
         let mut strides = vec![1; self.shape.len()];
         for axis in (1..self.shape.len()).rev() {
@@ -216,7 +215,7 @@ impl DeviceMesh {
         strides
     }
 
-    /// Replaces the rank map of freshly named axes; callers guarantee that `ranks` fits and is distinct.
+    /// Builds a mesh from its parts. The caller guarantees that `ranks` has the right length and no duplicates.
     fn from_parts(axis_names: Vec<String>, shape: Vec<usize>, ranks: Vec<usize>) -> Result<Self, MeshError> {
         check_names(&axis_names)?;
         debug_assert_eq!(shape.iter().product::<usize>(), ranks.len());
@@ -224,7 +223,7 @@ impl DeviceMesh {
     }
 }
 
-/// The name an axis goes by here: DeepSpeed's `data_parallel` and `sequence_parallel` are `dp` and `sp`.
+/// Resolves the aliases of axis names: DeepSpeed's `data_parallel` and `sequence_parallel` are `dp` and `sp`.
 pub fn canonical_axis_name(name: &str) -> &str {
     match name {
         "data_parallel" => "dp",
@@ -233,7 +232,7 @@ pub fn canonical_axis_name(name: &str) -> &str {
     }
 }
 
-/// Checks names and sizes and infers a `-1` so that the sizes multiply to `total`.
+/// Checks names and sizes, and infers a size of `-1` such that the product of the sizes is `total`.
 fn resolve_axes(axes: &[(&str, i64)], total: Option<usize>) -> Result<(Vec<String>, Vec<usize>), MeshError> {
     let names: Vec<String> = axes.iter().map(|(name, _)| canonical_axis_name(name).to_owned()).collect();
     check_names(&names)?;
@@ -287,7 +286,7 @@ fn check_names(names: &[String]) -> Result<(), MeshError> {
     Ok(())
 }
 
-/// The product of the sizes, at most [`MAX_RANKS`].
+/// Returns the product of the sizes, at most [`MAX_RANKS`].
 fn num_ranks_of(names: &[String], shape: &[usize]) -> Result<usize, MeshError> {
     let product = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
     product

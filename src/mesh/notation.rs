@@ -1,19 +1,19 @@
-//! Meshes as text: what the command line reads and what messages print.
+//! Text notation of meshes, for the command line and for messages.
 
 use super::{DeviceMesh, MeshError};
 use std::fmt;
 use std::str::FromStr;
 
-/// Ranks that [`Display`](fmt::Display) lists before it writes `…`.
+/// Maximum number of ranks that [`Display`](fmt::Display) lists before `…`.
 const MAX_LISTED_RANKS: usize = 16;
 
 impl DeviceMesh {
-    /// Reads `DPxSP` (`2x4`) or named axes in the order given (`dp=2,sp=4`).
+    /// Parses `DPxSP` (`2x4`) or named axes (`dp=2,sp=4`).
     ///
     /// A size of `-1` is inferred from `world_size`, as in [`new`](Self::new).
     ///
     /// # Errors
-    /// When the text is neither notation, or the axes do not make a mesh.
+    /// Fails if the text is in neither notation, or the axes are not a valid mesh.
     pub fn parse(text: &str, world_size: Option<usize>) -> Result<Self, MeshError> {
         if !text.contains('=') {
             return Self::parse_with_names(text, &["dp", "sp"], world_size);
@@ -28,10 +28,10 @@ impl DeviceMesh {
         Self::new(&axes, world_size)
     }
 
-    /// Reads sizes such as `2x2x4` for axes whose names are given beside them.
+    /// Parses sizes such as `2x2x4` for axes with the given names.
     ///
     /// # Errors
-    /// When there are not as many sizes as names, or the axes do not make a mesh.
+    /// Fails if the numbers of sizes and names differ, or the axes are not a valid mesh.
     pub fn parse_with_names(
         text: &str,
         names: &[&str],
@@ -40,7 +40,7 @@ impl DeviceMesh {
         let sizes =
             text.split(['x', 'X']).map(|size| parse_size(text, size)).collect::<Result<Vec<_>, _>>()?;
         if sizes.len() != names.len() {
-            let reason = format!("it has {} sizes for the axes {}", sizes.len(), names.join(", "));
+            let reason = format!("{} sizes for the axes {}", sizes.len(), names.join(", "));
             return Err(unreadable(text, reason));
         }
         let axes: Vec<_> = names.iter().copied().zip(sizes).collect();
@@ -56,7 +56,7 @@ impl FromStr for DeviceMesh {
     }
 }
 
-/// `dp=2,sp=4`, which [`DeviceMesh::parse`] reads back, followed by the rank map where it is not the usual one.
+/// Writes `dp=2,sp=4`, which [`DeviceMesh::parse`] reads back. A rank map other than the identity follows.
 impl fmt::Display for DeviceMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&axes(&self.axis_names, &self.shape))?;
@@ -67,13 +67,13 @@ impl fmt::Display for DeviceMesh {
     }
 }
 
-/// `dp=2,sp=4`.
+/// Formats axes as `dp=2,sp=4`.
 pub(super) fn axes(names: &[String], shape: &[usize]) -> String {
     let axes: Vec<_> = names.iter().zip(shape).map(|(name, size)| format!("{name}={size}")).collect();
     axes.join(",")
 }
 
-/// `0..=7`, or a list where the ranks are not consecutive.
+/// Formats ranks as `0..=7`, or as a list if they are not consecutive.
 pub(super) fn ranks(ranks: &[usize]) -> String {
     match ranks {
         [first, .., last] if ranks.windows(2).all(|pair| pair[0] + 1 == pair[1]) => {

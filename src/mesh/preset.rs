@@ -1,28 +1,28 @@
-//! Meshes by the name of what they are for.
+//! Named meshes whose sizes follow from the cluster.
 
 use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError};
 
-/// A way to use a cluster, whose sizes follow from it.
+/// A parallelism scheme whose mesh follows from the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Preset {
-    /// Every rank holds the whole model: `dp`, ZeRO stage 0.
+    /// Data parallelism with a full replica per rank: `dp`, ZeRO stage 0.
     Ddp,
-    /// All ranks partition the model: `dp`, ZeRO stage 3.
+    /// The model partitioned over all ranks: `dp`, ZeRO stage 3.
     Fsdp,
-    /// The ranks of a node partition the model, every node has a copy: `dp_replicate` × `dp_shard`.
+    /// The model partitioned within each node and replicated across nodes: `dp_replicate` × `dp_shard`.
     Hsdp,
-    /// The ranks of a node share each sequence: `dp` × `sp`.
+    /// Each sequence sharded over the ranks of a node: `dp` × `sp`.
     Ulysses,
-    /// Within a node `dp_shard` × `sp`, as even as divides, and a copy on every node: `dp_replicate`.
+    /// `dp_shard` × `sp` within each node, as square as possible, and `dp_replicate` across nodes.
     UlyssesHsdp,
 }
 
 impl Preset {
-    /// All of them.
+    /// All presets.
     pub const ALL: [Self; 5] = [Self::Ddp, Self::Fsdp, Self::Hsdp, Self::Ulysses, Self::UlyssesHsdp];
 
-    /// The name.
+    /// Returns the name of the preset.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ddp => "ddp",
@@ -33,17 +33,18 @@ impl Preset {
         }
     }
 
-    /// The preset that a text names: `fsdp`, or `fsdp=` and whatever comes then.
+    /// Returns the preset named by `fsdp` or `fsdp=…`, whatever follows the `=`.
     pub fn named(text: &str) -> Option<Self> {
         let name = text.split_once('=').map_or(text, |(name, _)| name);
         Self::ALL.into_iter().find(|preset| preset.name() == name)
     }
 
-    /// Reads `fsdp`, whose sizes follow from `cluster`, or `fsdp=2x4`: 2 nodes of 4 ranks (`fsdp=8`: one of 8). `None`
-    /// for what is no preset's name.
+    /// Parses `fsdp`, whose sizes follow from `cluster`, or `fsdp=2x4`: 2 nodes of 4 ranks (`fsdp=8`: one node of 8).
+    ///
+    /// Returns `None` if the text does not name a preset.
     ///
     /// # Errors
-    /// When what follows `=` is no cluster, or is another one than `cluster`, or there is none to infer from.
+    /// Fails if the text after `=` is not a cluster or has another world size than `cluster`, or if neither is given.
     pub fn parse(text: &str, cluster: Option<Cluster>) -> Result<Option<(Self, Cluster)>, MeshError> {
         let Some(preset) = Self::named(text) else { return Ok(None) };
         let given = text.split_once('=').map(|(_, sizes)| parse_cluster(text, sizes)).transpose()?;
@@ -60,7 +61,7 @@ impl Preset {
         }
     }
 
-    /// The ZeRO stage that the name stands for, if it stands for one.
+    /// Returns the ZeRO stage that the preset implies, if any.
     pub fn zero_stage(self) -> Option<u8> {
         match self {
             Self::Ddp => Some(0),
@@ -69,10 +70,10 @@ impl Preset {
         }
     }
 
-    /// The shape on a cluster.
+    /// Returns the shape on a cluster.
     ///
     /// # Errors
-    /// When the cluster has no rank, or more than [`MAX_RANKS`](super::MAX_RANKS).
+    /// Fails if the cluster has no ranks, or more than [`MAX_RANKS`](super::MAX_RANKS).
     pub fn shape(self, cluster: Cluster) -> Result<HybridMeshShape, MeshError> {
         let as_size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
         let (nodes, ranks) = (as_size(cluster.nodes), as_size(cluster.ranks_per_node));
@@ -91,16 +92,16 @@ impl Preset {
         }
     }
 
-    /// The mesh on a cluster.
+    /// Returns the mesh on a cluster.
     ///
     /// # Errors
-    /// As [`shape`](Self::shape).
+    /// Fails like [`shape`](Self::shape).
     pub fn mesh(self, cluster: Cluster) -> Result<DeviceMesh, MeshError> {
         self.shape(cluster)?.mesh()
     }
 }
 
-/// `8`, or `2x4` for 2 nodes of 4.
+/// Parses `8`, or `2x4` for 2 nodes of 4 ranks.
 fn parse_cluster(text: &str, sizes: &str) -> Result<Cluster, MeshError> {
     let unreadable = || MeshError::Notation {
         text: text.to_owned(),
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn only_replicas_and_data_parallel_ranks_are_on_other_nodes() {
+    fn only_the_first_axis_crosses_nodes() {
         for name in ["hsdp", "ulysses", "ulysses_hsdp"] {
             let mesh = mesh(name);
             for axis in mesh.axis_names().iter().skip(1) {
@@ -158,18 +159,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_preset_or_no_cluster_is_told() {
+    fn other_texts_are_not_presets_and_invalid_clusters_are_errors() {
         assert_eq!(Preset::parse("2x4", None), Ok(None));
         assert_eq!(Preset::parse("dp=2,sp=4", None), Ok(None));
         let error = |text: &str, cluster| Preset::parse(text, cluster).unwrap_err().to_string();
         assert!(error("hsdp", None).contains("`hsdp=NODESxRANKS`"), "{}", error("hsdp", None));
         assert!(error("hsdp=0x4", None).contains("neither a number of ranks nor NODESxRANKS"));
-        assert!(error("fsdp=3x4", Some(TWO_OF_8)).contains("takes 12 ranks, but there are 16"));
+        assert!(error("fsdp=3x4", Some(TWO_OF_8)).contains("needs 12 ranks, but the world size is 16"));
         assert!(Preset::Ulysses.mesh(Cluster { nodes: 0, ranks_per_node: 1 }).is_err());
     }
 
     #[test]
-    fn divisors_are_as_near_to_the_root_as_they_come() {
+    fn largest_divisor_is_at_most_the_square_root() {
         assert_eq!([1, 2, 4, 6, 7, 8, 12, 16].map(largest_divisor_up_to_root), [1, 1, 2, 2, 1, 2, 3, 4]);
     }
 }

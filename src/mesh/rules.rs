@@ -1,44 +1,44 @@
-//! Meshes chosen by the machine that a run finds itself on.
+//! Mesh selection by machine.
 
 use regex::Regex;
 
-/// Which mesh to use where: patterns of machines with a mesh each, tried in order, as in axlearn.
+/// An ordered list of machine patterns with a mesh each, as in axlearn. The first match applies.
 #[derive(Debug, Clone, Default)]
 pub struct MeshRules {
     rules: Vec<(Regex, Option<String>)>,
 }
 
-/// What the rules say of a machine.
+/// The result of matching the rules against a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RuledMesh<'a> {
+pub enum RuleMatch<'a> {
     /// No rule matches.
-    Unruled,
-    /// The mesh of the first rule that matches, as text.
+    NoMatch,
+    /// The mesh of the first matching rule, as text.
     Mesh(&'a str),
-    /// That rule has none: whatever else names a mesh does not count here.
+    /// The first matching rule has no mesh, which also discards the mesh of the config.
     Cleared,
 }
 
 impl MeshRules {
-    /// Each pattern is a regular expression that the whole selector must match.
+    /// Compiles the rules. Each pattern is a regular expression that must match the whole selector.
     ///
     /// # Errors
-    /// The index of a pattern that is none, and why.
+    /// Returns the index of the first invalid pattern, and the reason.
     pub fn new(rules: &[(String, Option<String>)]) -> Result<Self, (usize, regex::Error)> {
         let compile = |(index, (pattern, mesh)): (usize, &(String, Option<String>))| {
-            // Alone first: `a)(b` must not become a pattern by what is put around it.
-            let whole = Regex::new(pattern).and_then(|_| Regex::new(&format!("^(?:{pattern})$")));
-            whole.map(|regex| (regex, mesh.clone())).map_err(|error| (index, error))
+            // Compiled alone first: wrapping would make `a)(b` a valid pattern.
+            let anchored = Regex::new(pattern).and_then(|_| Regex::new(&format!("^(?:{pattern})$")));
+            anchored.map(|regex| (regex, mesh.clone())).map_err(|error| (index, error))
         };
         Ok(Self { rules: rules.iter().enumerate().map(compile).collect::<Result<_, _>>()? })
     }
 
-    /// What the first rule says that matches the selector, a machine's description.
-    pub fn select(&self, selector: &str) -> RuledMesh<'_> {
+    /// Returns the result of the first rule that matches the selector, a description of the machine.
+    pub fn select(&self, selector: &str) -> RuleMatch<'_> {
         match self.rules.iter().find(|(pattern, _)| pattern.is_match(selector)) {
-            None => RuledMesh::Unruled,
-            Some((_, Some(mesh))) => RuledMesh::Mesh(mesh),
-            Some((_, None)) => RuledMesh::Cleared,
+            None => RuleMatch::NoMatch,
+            Some((_, Some(mesh))) => RuleMatch::Mesh(mesh),
+            Some((_, None)) => RuleMatch::Cleared,
         }
     }
 }
@@ -53,25 +53,25 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_that_matches_counts() {
+    fn the_first_matching_rule_applies() {
         let rules = rules(&[("node-[0-9]+", Some("2x4")), ("node-7|login", None), (".*", Some("1x1"))]);
-        assert_eq!(rules.select("node-7"), RuledMesh::Mesh("2x4"));
-        assert_eq!(rules.select("login"), RuledMesh::Cleared);
-        assert_eq!(rules.select("elsewhere"), RuledMesh::Mesh("1x1"));
-        assert_eq!(MeshRules::default().select("node-7"), RuledMesh::Unruled);
+        assert_eq!(rules.select("node-7"), RuleMatch::Mesh("2x4"));
+        assert_eq!(rules.select("login"), RuleMatch::Cleared);
+        assert_eq!(rules.select("elsewhere"), RuleMatch::Mesh("1x1"));
+        assert_eq!(MeshRules::default().select("node-7"), RuleMatch::NoMatch);
     }
 
     #[test]
-    fn patterns_match_the_whole_description() {
+    fn patterns_match_the_whole_selector() {
         let rules = rules(&[("gpu|cpu", Some("1x2"))]);
-        assert_eq!(rules.select("cpu"), RuledMesh::Mesh("1x2"));
+        assert_eq!(rules.select("cpu"), RuleMatch::Mesh("1x2"));
         for longer in ["gpu8", "a gpu", "cpu\n"] {
-            assert_eq!(rules.select(longer), RuledMesh::Unruled, "{longer:?}");
+            assert_eq!(rules.select(longer), RuleMatch::NoMatch, "{longer:?}");
         }
     }
 
     #[test]
-    fn the_pattern_that_is_none_is_named_by_its_place() {
+    fn an_invalid_pattern_is_an_error_with_its_index() {
         let error =
             |pattern: &str| MeshRules::new(&[(".*".into(), None), (pattern.into(), None)]).unwrap_err().0;
         assert_eq!((error("a("), error("a)(b")), (1, 1));

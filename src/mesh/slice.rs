@@ -1,58 +1,58 @@
-//! Groups along axes, and meshes made from meshes.
+//! Groups along axes, slices, and reshaping of meshes.
 //!
-//! Everything here is one idea: the positions that a set of axes reaches from the origin
-//! ([`DeviceMesh::offsets`]). A submesh is those offsets, moved to each position of the remaining axes.
+//! Everything builds on [`DeviceMesh::offsets`]: the positions that a set of axes reaches from the origin. A
+//! submesh is these offsets, shifted to a position on the remaining axes.
 
 use super::{DeviceMesh, MeshError, canonical_axis_name, notation, resolve_axes};
 
 impl DeviceMesh {
-    /// All groups along an axis, each ordered along it; groups in row-major order of the other axes.
+    /// Returns all groups along an axis, in row-major order of the other axes. Each group is ordered along the axis.
     ///
     /// # Errors
-    /// When the mesh has no such axis.
+    /// Fails if the mesh has no such axis.
     pub fn all_groups(&self, axis: &str) -> Result<Vec<Vec<usize>>, MeshError> {
         Ok(self.rank_lists(&[self.axis_index(axis)?]))
     }
 
-    /// The group along an axis that a rank belongs to, ordered along the axis.
+    /// Returns the group of a rank along an axis, ordered along the axis.
     ///
     /// # Errors
-    /// When the mesh has no such axis or the rank is not a member.
+    /// Fails if the mesh has no such axis or the rank is not in the mesh.
     pub fn group_of(&self, axis: &str, global_rank: usize) -> Result<Vec<usize>, MeshError> {
         let axis = self.axis_index(axis)?;
         Ok(self.ranks_through(&[axis], self.position(global_rank)?))
     }
 
-    /// All submeshes over the given axes, in row-major order of the axes left out.
+    /// Returns all submeshes over the given axes, in row-major order of the remaining axes.
     ///
-    /// Axes keep the order of the mesh: as in PyTorch's `DeviceMesh.__getitem__`, another order is an error,
-    /// since it would make a group of the same ranks in another order.
+    /// Axes must be in the order of the mesh, as in PyTorch's `DeviceMesh.__getitem__`: another order would create
+    /// a group of the same ranks in another order.
     ///
     /// # Errors
-    /// When no axis is given, one is unknown, or they are repeated or out of order.
+    /// Fails if no axis is given, or an axis is unknown, repeated or out of order.
     pub fn slice(&self, axes: &[&str]) -> Result<Vec<Self>, MeshError> {
         let axes = self.ordered_axes(axes)?;
         self.rank_lists(&axes).into_iter().map(|ranks| self.submesh(&axes, ranks)).collect()
     }
 
-    /// The submesh over the given axes that holds a rank: what [`slice`](Self::slice) is to one rank.
+    /// Returns the submesh over the given axes that contains a rank.
     ///
     /// # Errors
-    /// As [`slice`](Self::slice), and when the rank is not a member.
+    /// Fails like [`slice`](Self::slice), or if the rank is not in the mesh.
     pub fn slice_for(&self, axes: &[&str], global_rank: usize) -> Result<Self, MeshError> {
         let axes = self.ordered_axes(axes)?;
         let ranks = self.ranks_through(&axes, self.position(global_rank)?);
         self.submesh(&axes, ranks)
     }
 
-    /// Merges axes, adjacent or not, into one that stands where the first of them stood.
+    /// Merges axes, adjacent or not, into one axis at the position of the first.
     ///
-    /// The groups along the new axis are the ranks of each submesh over `axes`, row-major: those of PyTorch's
-    /// `mesh["dp", "tp"]._flatten()`. That call gives one rank's group as a 1-D mesh; here this is
+    /// The groups along the new axis are the ranks of each submesh over `axes`, row-major, as in PyTorch's
+    /// `mesh["dp", "tp"]._flatten()`. PyTorch returns the group of one rank as a 1-D mesh; the equivalent is
     /// `mesh.slice_for(&["dp", "tp"], rank)?.flatten(&["dp", "tp"], name)`.
     ///
     /// # Errors
-    /// As [`slice`](Self::slice), and when the new name is invalid or taken by an axis that stays.
+    /// Fails like [`slice`](Self::slice), or if the new name is invalid or used by a remaining axis.
     pub fn flatten(&self, axes: &[&str], new_name: &str) -> Result<Self, MeshError> {
         let merged = self.ordered_axes(axes)?;
         let merged_size = merged.iter().map(|&axis| self.shape[axis]).product();
@@ -74,13 +74,13 @@ impl DeviceMesh {
         Self::from_parts(axis_names, shape, ranks)
     }
 
-    /// Splits an axis into several that stand in its place, the last one fastest.
+    /// Splits an axis into several axes at its position, the last one fastest.
     ///
-    /// One size may be `-1`. The inverse of [`flatten`](Self::flatten) of adjacent axes, and PyTorch's
+    /// One size may be `-1`. This is the inverse of [`flatten`](Self::flatten) of adjacent axes, and PyTorch's
     /// `_unflatten`.
     ///
     /// # Errors
-    /// When the mesh has no such axis, the sizes do not multiply to its size, or a name is invalid or taken.
+    /// Fails if the mesh has no such axis, the product of the sizes is not its size, or a name is invalid or in use.
     pub fn unflatten(&self, axis: &str, into: &[(&str, i64)]) -> Result<Self, MeshError> {
         let index = self.axis_index(axis)?;
         let size = self.shape[index];
@@ -102,16 +102,15 @@ impl DeviceMesh {
         Self::from_parts(axis_names, shape, self.ranks.clone())
     }
 
-    /// Joins submeshes of this mesh into one that has all their axes, in the order given.
+    /// Concatenates submeshes of this mesh into one mesh with all their axes, in the given order.
     ///
-    /// This is PyTorch's `DeviceMesh._concatenate`: the parts are submeshes of one rank along different axes
-    /// of `self` (slices, flattened slices), and the result spans them. So the slices `dp` and `tp` of rank r
-    /// joined are the slice `dp, tp` of rank r; unlike a slice, the axes may be in any order and renamed or
-    /// flattened before.
+    /// This is PyTorch's `DeviceMesh._concatenate`. The parts are submeshes (slices, flattened slices) of one rank
+    /// along different axes of `self`, and the result spans them. For example, the slices `dp` and `tp` of a rank
+    /// give its slice `dp, tp`. Unlike in a slice, the axes may be in any order, renamed or flattened.
     ///
     /// # Errors
-    /// When there is no part, a part holds ranks outside this mesh, parts share no rank or run along the same
-    /// axis, or two of their axes have the same name.
+    /// Fails if `parts` is empty, a part has ranks outside this mesh, two parts share no rank or run along the same
+    /// axis, or two axes have the same name.
     pub fn concatenate(&self, parts: &[Self]) -> Result<Self, MeshError> {
         let anchor = self.coordinate(common_rank(parts)?)?;
         let mut joined_along: Vec<Option<usize>> = vec![None; self.shape.len()];
@@ -129,7 +128,7 @@ impl DeviceMesh {
                     });
                 }
             }
-            // The part moves along its own axes only, and no other part does, so coordinates can be composed.
+            // Parts run along disjoint axes, so their coordinates can be combined.
             let is_own = |axis: usize| joined_along[axis] == Some(index);
             coordinates = coordinates
                 .iter()
@@ -141,7 +140,7 @@ impl DeviceMesh {
         Self::from_parts(axis_names, parts.iter().flat_map(|part| part.shape.clone()).collect(), ranks)
     }
 
-    /// Positions reached from position 0 along `axes`, row-major in the order of `axes`.
+    /// Returns the positions reached from position 0 along `axes`, row-major in the order of `axes`.
     fn offsets(&self, axes: &[usize]) -> Vec<usize> {
         let strides = self.strides();
         axes.iter().fold(vec![0], |offsets, &axis| {
@@ -150,7 +149,7 @@ impl DeviceMesh {
         })
     }
 
-    /// The ranks of every submesh over `axes`; submeshes in row-major order of the other axes.
+    /// Returns the ranks of every submesh over `axes`, in row-major order of the other axes.
     fn rank_lists(&self, axes: &[usize]) -> Vec<Vec<usize>> {
         let others: Vec<usize> = (0..self.shape.len()).filter(|axis| !axes.contains(axis)).collect();
         let inside = self.offsets(axes);
@@ -158,7 +157,7 @@ impl DeviceMesh {
         self.offsets(&others).into_iter().map(list).collect()
     }
 
-    /// The ranks of the submesh over `axes` through a position.
+    /// Returns the ranks of the submesh over `axes` that contains a position.
     fn ranks_through(&self, axes: &[usize], position: usize) -> Vec<usize> {
         let strides = self.strides();
         let inside: usize =
@@ -171,7 +170,7 @@ impl DeviceMesh {
         Self::from_parts(axis_names, axes.iter().map(|&axis| self.shape[axis]).collect(), ranks)
     }
 
-    /// Indices of axes that must be named once each, in the order of the mesh.
+    /// Returns the indices of axes, which must be distinct and in the order of the mesh.
     fn ordered_axes(&self, names: &[&str]) -> Result<Vec<usize>, MeshError> {
         let axes = names.iter().map(|name| self.axis_index(name)).collect::<Result<Vec<_>, _>>()?;
         if axes.is_empty() {
@@ -189,7 +188,7 @@ impl DeviceMesh {
     }
 }
 
-/// The first rank that all meshes hold.
+/// Returns the first rank that all meshes contain.
 fn common_rank(meshes: &[DeviceMesh]) -> Result<usize, MeshError> {
     let (first, others) = meshes.split_first().ok_or(MeshError::NoAxes)?;
     let mut common = first.ranks.clone();
@@ -202,7 +201,7 @@ fn common_rank(meshes: &[DeviceMesh]) -> Result<usize, MeshError> {
     Ok(common[0])
 }
 
-/// `step` on the axes that are its own, `base` on all others.
+/// Combines two coordinates: `step` on its own axes, `base` on all others.
 fn compose(base: &[usize], step: &[usize], is_own: impl Fn(usize) -> bool) -> Vec<usize> {
     (0..base.len()).map(|axis| if is_own(axis) { step[axis] } else { base[axis] }).collect()
 }

@@ -1,52 +1,51 @@
-//! A mesh as a drawing: a panel for each axis, in which ranks of one colour share a group.
+//! SVG drawings of meshes: one panel per axis, in which ranks of the same group have the same color.
 
-use super::nodes::Reach;
+use super::node_layout::AxisPlacement;
 use super::{DeviceMesh, MeshError, notation};
 use std::fmt::Write as _;
 
-/// Side of a rank's square, and the space between nodes, in pixels.
+/// Size of a rank's square, and the gap between nodes, in pixels.
 const CELL: usize = 34;
 const GAP: usize = 14;
 const TITLE: usize = 34;
-/// Width of a letter of the title at most, and the height of title and legend above the panels.
+/// Maximum width of a title letter, and the height of title and legend, in pixels.
 const LETTER: usize = 9;
 const HEADER: usize = 96;
-/// Squares in a row of a node, and nodes beside each other.
+/// Maximum number of squares in a row of a node, and of nodes in a row of a panel.
 const MAX_COLUMNS: usize = 8;
 const MAX_NODES_ACROSS: usize = 4;
-/// Nodes that are drawn; of larger meshes these are the first.
+/// Maximum number of nodes drawn; the rest of a larger mesh is omitted.
 const MAX_NODES: usize = 32;
 
-/// Of the 8 colours that people with any kind of sight tell apart (Okabe and Ito), those that carry black text.
-const COLOURS: [&str; 6] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d0d0d0"];
+/// The colors of the Okabe-Ito palette (safe for color blindness) on which black text is legible.
+const COLORS: [&str; 6] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d0d0d0"];
 
-/// Draws nodes, ranks and groups as SVG, when ranks 0 to `ranks_per_node` - 1 are on the first node, and so on.
+/// Draws nodes, ranks and groups as SVG. Each node has `ranks_per_node` consecutive ranks.
 ///
 /// # Errors
-/// As [`Reach::of_axes`].
+/// Fails like [`AxisPlacement::of_mesh`].
 pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError> {
     let layout = Layout::new(mesh, ranks_per_node.max(1));
-    let reach = Reach::of_axes(mesh, layout.ranks_per_node)?;
+    let placements = AxisPlacement::of_mesh(mesh, layout.ranks_per_node)?;
     let title = title(mesh, layout.ranks_per_node);
     let width = layout.panel_width().max(LETTER * title.chars().count()) + 2 * GAP;
-    let height = HEADER + reach.len() * layout.panel_height() + GAP;
+    let height = HEADER + placements.len() * layout.panel_height() + GAP;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
     draw_header(&mut text, &title);
-    for (panel, axis) in reach.iter().enumerate() {
+    for (panel, axis) in placements.iter().enumerate() {
         let top = HEADER + panel * layout.panel_height() + GAP;
-        let left_out = layout.num_nodes - layout.nodes_drawn();
-        let more =
-            if left_out > 0 { format!("; {left_out} more nodes are not drawn") } else { String::new() };
+        let omitted = layout.num_nodes - layout.nodes_drawn();
+        let more = if omitted > 0 { format!("; {omitted} more nodes are not drawn") } else { String::new() };
         let _ =
             writeln!(text, "<text x=\"{GAP}\" y=\"{}\" font-weight=\"bold\">{axis}{more}</text>", top + 16);
         layout.draw_nodes(&mut text, top + TITLE);
         for (group, ranks) in mesh.all_groups(&axis.axis)?.iter().enumerate() {
-            let colour = COLOURS[group % COLOURS.len()];
+            let color = COLORS[group % COLORS.len()];
             for &rank in ranks {
-                layout.draw_rank(&mut text, rank, colour, group, top + TITLE);
+                layout.draw_rank(&mut text, rank, color, group, top + TITLE);
             }
         }
     }
@@ -54,7 +53,7 @@ pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError
     Ok(text)
 }
 
-/// The axes with their sizes, and where the ranks are.
+/// Returns the title: axes, number of ranks, ranks per node.
 fn title(mesh: &DeviceMesh, ranks_per_node: usize) -> String {
     let plural = |count: usize| if count == 1 { "" } else { "s" };
     let ranks = mesh.world_size();
@@ -62,13 +61,13 @@ fn title(mesh: &DeviceMesh, ranks_per_node: usize) -> String {
     format!("Mesh {axes}: {ranks} rank{}, {ranks_per_node} per node", plural(ranks))
 }
 
-/// The title, and what squares, colors and frames stand for.
+/// Draws the title and the legend.
 fn draw_header(text: &mut String, title: &str) {
     let (symbol, label) = (GAP, GAP + 32);
     let _ = writeln!(text, "<title>{title}</title>");
     let _ = writeln!(text, "<text x=\"{GAP}\" y=\"26\" font-size=\"16\" font-weight=\"bold\">{title}</text>");
     let square = |x: usize, y: usize| {
-        let fill = COLOURS[0];
+        let fill = COLORS[0];
         format!("<rect x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" fill=\"{fill}\"/>")
     };
     let _ = writeln!(
@@ -83,7 +82,7 @@ fn draw_header(text: &mut String, title: &str) {
         "{}{}<text x=\"{label}\" y=\"92\">same color: same group of the axis ({} colors, repeated)</text>",
         square(symbol, 81),
         square(symbol + 14, 81),
-        COLOURS.len()
+        COLORS.len()
     );
 }
 
@@ -111,7 +110,7 @@ impl Layout {
 
     fn panel_width(&self) -> usize {
         let across = self.nodes_drawn().min(MAX_NODES_ACROSS);
-        // A title has room even where there is one rank.
+        // Leaves room for the title of a small mesh.
         (across * (self.node_size().0 + GAP)).max(360)
     }
 
@@ -137,7 +136,7 @@ impl Layout {
         }
     }
 
-    fn draw_rank(&self, text: &mut String, rank: usize, colour: &str, group: usize, top: usize) {
+    fn draw_rank(&self, text: &mut String, rank: usize, color: &str, group: usize, top: usize) {
         let (node, local) = (rank / self.ranks_per_node, rank % self.ranks_per_node);
         if node >= self.nodes_drawn() {
             return;
@@ -149,7 +148,7 @@ impl Layout {
         let _ = writeln!(
             text,
             "<g><title>rank {rank}, group {group}</title><rect x=\"{x}\" y=\"{y}\" width=\"{side}\" \
-             height=\"{side}\" fill=\"{colour}\"/><text x=\"{middle}\" y=\"{baseline}\" \
+             height=\"{side}\" fill=\"{color}\"/><text x=\"{middle}\" y=\"{baseline}\" \
              text-anchor=\"middle\">{rank}</text></g>"
         );
     }
@@ -160,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_rank_is_drawn_once_for_each_axis_in_the_colour_of_its_group() {
+    fn each_panel_draws_every_rank_in_the_color_of_its_group() {
         let drawing = svg(&DeviceMesh::dp_sp(2, 4).unwrap(), 4).unwrap();
         assert_eq!(drawing.matches("<title>rank ").count(), 16);
         let (header, _) = drawing.split_once("dp: 4 groups").unwrap();
@@ -171,18 +170,18 @@ mod tests {
         assert_eq!(drawing.matches("<title>node ").count(), 4, "two nodes in each panel");
         let (dp, sp) = drawing.split_once("sp: 2 groups of 4, within a node").unwrap();
         assert!(dp.contains("dp: 4 groups of 2, across 2 nodes"));
-        let colour = |panel: &str, rank: usize| {
+        let color = |panel: &str, rank: usize| {
             let (_, square) = panel.split_once(&format!("<title>rank {rank}, ")).unwrap();
             square.split_once("fill=\"").unwrap().1[..7].to_owned()
         };
-        assert_eq!(colour(dp, 1), colour(dp, 5));
-        assert_ne!(colour(dp, 1), colour(dp, 2));
-        assert_eq!(colour(sp, 0), colour(sp, 3));
-        assert_ne!(colour(sp, 3), colour(sp, 4));
+        assert_eq!(color(dp, 1), color(dp, 5));
+        assert_ne!(color(dp, 1), color(dp, 2));
+        assert_eq!(color(sp, 0), color(sp, 3));
+        assert_ne!(color(sp, 3), color(sp, 4));
     }
 
     #[test]
-    fn nothing_is_drawn_outside_the_drawing_and_what_is_left_out_is_said() {
+    fn all_shapes_are_inside_the_drawing_and_omitted_nodes_are_counted() {
         for (dp, sp, ranks_per_node) in [(1, 1, 1), (3, 5, 4), (64, 8, 8), (2, 100, 50)] {
             let drawing = svg(&DeviceMesh::dp_sp(dp, sp).unwrap(), ranks_per_node).unwrap();
             let sizes = |name: &str| -> Vec<usize> {

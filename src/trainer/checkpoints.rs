@@ -1,7 +1,7 @@
 //! Saves the checkpoints of a run.
 
 use super::error::TrainerError;
-use crate::checkpoint::{CheckpointError, SaveOptions, Saved, Saver};
+use crate::checkpoint::{CheckpointError, SaveOptions, SavedCheckpoint, Saver};
 use crate::comm::ProcessGroup;
 use crate::config::{CheckpointConfig, OnSaveError, ZeroConfig};
 use crate::engine::{Engine, EngineError, RunRecord};
@@ -20,7 +20,7 @@ pub(super) struct Checkpoints {
 /// The outcome of a save.
 pub(super) enum SaveOutcome {
     /// The checkpoint is published.
-    Saved(Saved),
+    Saved(SavedCheckpoint),
     /// The save failed, and the config says to continue.
     Failed {
         /// The step that was not saved.
@@ -92,7 +92,7 @@ impl Checkpoints {
 
     fn outcome(
         &mut self,
-        saved: Result<Option<Saved>, EngineError>,
+        saved: Result<Option<SavedCheckpoint>, EngineError>,
         is_last: bool,
     ) -> Result<Option<SaveOutcome>, TrainerError> {
         let goes_on = self.config.on_error == OnSaveError::Continue && !is_last;
@@ -136,7 +136,7 @@ impl SaveOutcome {
                 let (path, megabytes) = (saved.path.display(), saved.bytes as f64 / 1e6);
                 let line = format!("checkpoint: {path}, {megabytes:.1} MB in {:.2} s", saved.seconds);
                 let remarks =
-                    saved.remarks.iter().map(|remark| format!("the checkpoint is valid, but {remark}"));
+                    saved.warnings.iter().map(|remark| format!("the checkpoint is valid, but {remark}"));
                 std::iter::once(line).chain(remarks).collect()
             }
         }

@@ -65,8 +65,8 @@ impl Phase {
     /// Returns the data position for a checkpoint, `samples_consumed` samples into the phase.
     fn cursor(&self, seed: u64, samples_consumed: u64) -> DataCursor {
         let Self { data, data_hash, .. } = self;
-        let (seq_len, num_rows) = (data.seq_len(), data.num_sequences());
-        DataCursor { samples_consumed, seed, seq_len, num_rows, data_hash: Some(*data_hash) }
+        let (seq_len, num_sequences) = (data.seq_len(), data.num_sequences());
+        DataCursor { samples_consumed, seed, seq_len, num_sequences, data_hash: Some(*data_hash) }
     }
 }
 
@@ -124,8 +124,8 @@ impl TrainingData {
             number("`ulysses.seq_len` (--seq-len)", saved.seq_len as u64, here.seq_len as u64),
             number(
                 "the number of sequences (data, packing and held-out data)",
-                saved.num_rows as u64,
-                here.num_rows as u64,
+                saved.num_sequences as u64,
+                here.num_sequences as u64,
             ),
             ("the hash of data, packing and weights", hash(saved_hash), hash(here.data_hash)),
         ];

@@ -1,18 +1,18 @@
 //! Decisions after an evaluation: the best checkpoint, and early stopping.
 
-use crate::checkpoint::{Evaluated, Evaluations};
+use crate::checkpoint::{EvaluationResult, EvaluationSummary};
 use crate::config::Config;
 
 /// Tracks the losses of evaluations. Equal on all ranks, because all have the same losses.
 pub(super) struct EvaluationTracker {
-    pub(super) state: Evaluations,
+    pub(super) state: EvaluationSummary,
     patience: Option<u64>,
     threshold: f64,
     keeps_best: bool,
     /// The best checkpoint on disk.
-    saved_best: Option<Evaluated>,
+    saved_best: Option<EvaluationResult>,
     /// Better checkpoints, in order of improvement, whose saves have not ended.
-    unsaved: Vec<Evaluated>,
+    unsaved: Vec<EvaluationResult>,
 }
 
 impl EvaluationTracker {
@@ -20,7 +20,7 @@ impl EvaluationTracker {
     pub(super) fn new(config: &Config, data_hash: u64) -> Self {
         let validation = config.ulysses.validation.as_ref();
         Self {
-            state: Evaluations { data_hash: Some(data_hash), ..Evaluations::default() },
+            state: EvaluationSummary { data_hash: Some(data_hash), ..EvaluationSummary::default() },
             patience: validation.and_then(|validation| validation.early_stopping_patience),
             threshold: validation.map_or(0.0, |validation| validation.early_stopping_threshold),
             keeps_best: config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best),
@@ -31,13 +31,13 @@ impl EvaluationTracker {
 
     /// Restores the state of a checkpoint, if its held-out data is the same. The best checkpoint is restored only if it
     /// still exists.
-    pub(super) fn restore(&mut self, state: Evaluations, has_best: bool) {
+    pub(super) fn restore(&mut self, state: EvaluationSummary, has_best: bool) {
         let data_hash = self.state.data_hash;
         if state.data_hash.is_some() && state.data_hash != data_hash {
             return;
         }
         let best_checkpoint = state.best_checkpoint.filter(|_| has_best && self.keeps_best);
-        self.state = Evaluations { best_checkpoint, data_hash, ..state };
+        self.state = EvaluationSummary { best_checkpoint, data_hash, ..state };
         self.saved_best = best_checkpoint;
     }
 
@@ -47,7 +47,7 @@ impl EvaluationTracker {
     }
 
     /// Records the loss after a step. The initial model is never the best checkpoint.
-    pub(super) fn record(&mut self, evaluated: Evaluated) {
+    pub(super) fn record(&mut self, evaluated: EvaluationResult) {
         self.state.add(evaluated, self.threshold);
         if self.keeps_best && evaluated.step > 0 && self.state.is_best_checkpoint(evaluated) {
             self.state.best_checkpoint = Some(evaluated);
@@ -82,7 +82,7 @@ impl EvaluationTracker {
 
     /// Returns the reason for stopping early.
     pub(super) fn reason(&self) -> String {
-        let best = self.state.best.map_or_else(String::new, |Evaluated { step, loss }| {
+        let best = self.state.best.map_or_else(String::new, |EvaluationResult { step, loss }| {
             format!(": the lowest is {loss:.4}, at step {step}")
         });
         format!(
@@ -103,7 +103,7 @@ mod tests {
     }
 
     fn record(tracker: &mut EvaluationTracker, evaluations: &[(u64, f64)]) {
-        evaluations.iter().for_each(|&(step, loss)| tracker.record(Evaluated { step, loss }));
+        evaluations.iter().for_each(|&(step, loss)| tracker.record(EvaluationResult { step, loss }));
     }
 
     fn best(tracker: &EvaluationTracker) -> Option<u64> {
@@ -137,10 +137,10 @@ mod tests {
         same.restart_patience();
         assert_eq!((best(&same), same.state.without_improvement), (Some(5), 0));
         let mut other = tracker();
-        other.restore(Evaluations { data_hash: Some(8), ..before.state }, true);
+        other.restore(EvaluationSummary { data_hash: Some(8), ..before.state }, true);
         assert_eq!((best(&other), other.state.without_improvement), (None, 0));
         let mut unknown = tracker();
-        unknown.restore(Evaluations { data_hash: None, ..before.state }, false);
+        unknown.restore(EvaluationSummary { data_hash: None, ..before.state }, false);
         assert_eq!((best(&unknown), unknown.state.best.unwrap().step), (None, 5));
     }
 }

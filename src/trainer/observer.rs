@@ -1,6 +1,6 @@
 //! [`Observer`]: hooks of a training run.
 
-use crate::checkpoint::Saved;
+use crate::checkpoint::SavedCheckpoint;
 use crate::engine::{Engine, StepTimes};
 use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
 use std::error::Error;
@@ -44,7 +44,7 @@ pub trait Observer {
     }
 
     /// Called after a checkpoint has been published.
-    fn on_save(&mut self, _saved: &Saved) -> Result<(), ObserverError> {
+    fn on_save(&mut self, _saved: &SavedCheckpoint) -> Result<(), ObserverError> {
         Ok(())
     }
 
@@ -73,7 +73,7 @@ impl<T: Observer + ?Sized> Observer for &mut T {
         (**self).on_evaluate(metrics)
     }
 
-    fn on_save(&mut self, saved: &Saved) -> Result<(), ObserverError> {
+    fn on_save(&mut self, saved: &SavedCheckpoint) -> Result<(), ObserverError> {
         (**self).on_save(saved)
     }
 

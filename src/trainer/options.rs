@@ -3,7 +3,7 @@
 use super::data_stream::check_limit;
 use super::error::TrainerError;
 use super::resume::Resume;
-use crate::checkpoint::Evaluations;
+use crate::checkpoint::EvaluationSummary;
 use crate::config::Config;
 use crate::model::HfSource;
 use serde::{Deserialize, Serialize};
@@ -59,7 +59,7 @@ pub struct TrainReport {
     /// The newest checkpoint that the run has saved.
     pub checkpoint: Option<PathBuf>,
     /// All evaluations.
-    pub evaluations: Evaluations,
+    pub evaluations: EvaluationSummary,
 }
 
 /// Checks that a config sets the end of the run, and evaluations if it keeps the best checkpoint.

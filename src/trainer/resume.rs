@@ -4,8 +4,8 @@ use super::data_stream::DataStream;
 use super::error::TrainerError;
 use super::evaluation_tracker::EvaluationTracker;
 use crate::checkpoint::{
-    Checkpoint, CheckpointError, Evaluated, MANIFEST, Manifest, newest, open_verified, pointed_to,
-    step_directories, step_name, steps,
+    Checkpoint, CheckpointError, EvaluationResult, MANIFEST, Manifest, newest, open_verified, read_pointer,
+    saved_steps, step_directories, step_name,
 };
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::engine::{Engine, EngineError};
@@ -28,11 +28,11 @@ impl Resume {
     /// When the directory contains no checkpoint.
     pub fn new(path: Option<PathBuf>) -> Result<Self, TrainerError> {
         let Some(path) = path else { return Ok(Self::Newest(None)) };
-        let path = pointed_to(&path).unwrap_or(path);
+        let path = read_pointer(&path).unwrap_or(path);
         if path.join(MANIFEST).exists() {
             return Ok(Self::From(path));
         }
-        if steps(&path)?.is_empty() {
+        if saved_steps(&path)?.is_empty() {
             return Err(TrainerError::NothingToResume { path });
         }
         Ok(Self::Newest(Some(path)))
@@ -138,7 +138,7 @@ impl Resumption<'_> {
 
     /// Returns whether the best checkpoint of the resumed run is in the output directory. Collective.
     fn has_best(&self, resumed: &Manifest) -> Result<bool, CommError> {
-        let is_here = |best: Evaluated| {
+        let is_here = |best: EvaluationResult| {
             let found = Manifest::read(&self.output?.join(step_name(best.step))).ok()?;
             Some(found.run_id == resumed.run_id && found.progress.step == best.step)
         };

@@ -1,7 +1,7 @@
 //! Runs of a small model on a 1 × 2 mesh.
 
 use super::*;
-use crate::checkpoint::Saved;
+use crate::checkpoint::SavedCheckpoint;
 use crate::comm::{LaunchError, LaunchOptions, MeshGroups, launch};
 use crate::config::Config;
 use crate::data::{Corpus, PackedSequences};
@@ -29,7 +29,7 @@ impl Observer for EventLog {
         Ok(())
     }
 
-    fn on_save(&mut self, saved: &Saved) -> Result<(), ObserverError> {
+    fn on_save(&mut self, saved: &SavedCheckpoint) -> Result<(), ObserverError> {
         self.0.push(format!("save {}", saved.step));
         Ok(())
     }

@@ -10,7 +10,7 @@ use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
 use super::resume::{Resume, Resumption, is_same_dir};
 use super::stragglers::Stragglers;
-use crate::checkpoint::{Evaluated, step_directories};
+use crate::checkpoint::{EvaluationResult, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::engine::{Engine, RunRecord};
 use crate::monitor::{EvalMetrics, Metrics};
@@ -212,7 +212,7 @@ impl<'a> Trainer<'a> {
         let evaluation = evaluate(&mut self.engine, held_out, max_sequences)?;
         self.data.add_evaluated(evaluation.micro_batches);
         let eval_loss = broadcast_loss(&*self.group, evaluation.loss())?;
-        self.evaluations.record(Evaluated { step, loss: eval_loss });
+        self.evaluations.record(EvaluationResult { step, loss: eval_loss });
         let metrics = EvalMetrics {
             step,
             eval_loss,

@@ -1,5 +1,5 @@
-//! Damaged, foreign and malicious files: refused by name, and the run goes on from the
-//! checkpoint before.
+//! Damaged, foreign and malicious files: each is an error with its name, and the run resumes from the
+//! previous checkpoint.
 
 use crate::training::{on_mesh, setup};
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use ulysses::checkpoint::{Checkpoint, MANIFEST, Manifest, newest, step_name};
 
 /// Checkpoints of steps 1 and 2 of a run on two ranks.
-static SOUND: LazyLock<TempDir> = LazyLock::new(|| {
+static INTACT: LazyLock<TempDir> = LazyLock::new(|| {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 1, 2), |rank| {
         for _ in 0..2 {
@@ -22,7 +22,7 @@ static SOUND: LazyLock<TempDir> = LazyLock::new(|| {
     dir
 });
 
-const SHARD: &str = "exp_avg.00001-of-00002.safetensors";
+const STATE_FILE: &str = "exp_avg.00001-of-00002.safetensors";
 const UNIT: &str = "model.layers.0";
 
 fn copy_dir(from: &Path, to: &Path) {
@@ -38,12 +38,12 @@ fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// Damages step 2 and checks that it is refused with all of `expected`, and that a run would go
-/// on from step 1.
+/// Damages step 2. Checks that the error contains all of `expected`, and that a run would resume
+/// from step 1.
 #[track_caller]
 fn assert_refused(label: &str, expected: &[&str], damage: impl FnOnce(&Path)) {
     let copy = tempfile::tempdir().unwrap();
-    copy_dir(SOUND.path(), copy.path());
+    copy_dir(INTACT.path(), copy.path());
     let dir = copy.path().join(step_name(2));
     damage(&dir);
     let error = Checkpoint::open(&dir).and_then(|checkpoint| checkpoint.verify()).unwrap_err().to_string();
@@ -65,18 +65,18 @@ fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Makes the manifest state what the shard now is, so that only its header can tell.
-fn forge(dir: &Path) {
-    let bytes = fs::read(dir.join(SHARD)).unwrap();
+/// Updates the manifest to the edited state file, so that only the header reveals the edit.
+fn update_manifest(dir: &Path) {
+    let bytes = fs::read(dir.join(STATE_FILE)).unwrap();
     let mut manifest = Manifest::read(dir).unwrap();
-    let entry = manifest.files.iter_mut().find(|file| file.name == SHARD).unwrap();
+    let entry = manifest.files.iter_mut().find(|file| file.name == STATE_FILE).unwrap();
     (entry.bytes, entry.blake3) = (bytes.len() as u64, blake3::hash(&bytes).to_hex().to_string());
     fs::write(dir.join(MANIFEST), manifest.to_text().unwrap()).unwrap();
 }
 
-/// Edits the shard's header as text, and forges the manifest.
+/// Edits the header of the state file as text, and updates the manifest.
 fn edit_header(dir: &Path, change: impl FnOnce(String) -> String) {
-    edit(&dir.join(SHARD), |bytes| {
+    edit(&dir.join(STATE_FILE), |bytes| {
         let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let header = change(String::from_utf8(bytes[8..8 + length].to_vec()).unwrap());
         let data = bytes.split_off(8 + length);
@@ -85,10 +85,10 @@ fn edit_header(dir: &Path, change: impl FnOnce(String) -> String) {
         bytes.extend(header.into_bytes());
         bytes.extend(data);
     });
-    forge(dir);
+    update_manifest(dir);
 }
 
-/// Edits the shard's header as JSON, and forges the manifest.
+/// Edits the header of the state file as JSON, and updates the manifest.
 fn edit_header_json(dir: &Path, change: impl FnOnce(&mut Value)) {
     edit_header(dir, |text| {
         let mut header: Value = serde_json::from_str(&text).unwrap();
@@ -97,7 +97,7 @@ fn edit_header_json(dir: &Path, change: impl FnOnce(&mut Value)) {
     });
 }
 
-/// Edits the manifest's fields and signs it anew.
+/// Edits the manifest's fields and updates its hash.
 fn edit_manifest(dir: &Path, change: impl FnOnce(&mut Manifest)) {
     let mut manifest = Manifest::read(dir).unwrap();
     change(&mut manifest);
@@ -105,77 +105,73 @@ fn edit_manifest(dir: &Path, change: impl FnOnce(&mut Manifest)) {
 }
 
 #[test]
-fn damaged_files_are_refused_by_name() {
-    assert_refused("one byte less", &[SHARD, "bytes, the manifest states"], |dir| {
-        edit(&dir.join(SHARD), |bytes| bytes.truncate(bytes.len() - 1));
+fn damaged_files_are_errors_with_the_file_name() {
+    assert_refused("one byte fewer", &[STATE_FILE, "bytes, but the manifest states"], |dir| {
+        edit(&dir.join(STATE_FILE), |bytes| bytes.truncate(bytes.len() - 1));
     });
-    assert_refused("one byte more", &[SHARD, "bytes, the manifest states"], |dir| {
-        edit(&dir.join(SHARD), |bytes| bytes.push(0));
+    assert_refused("one byte more", &[STATE_FILE, "bytes, but the manifest states"], |dir| {
+        edit(&dir.join(STATE_FILE), |bytes| bytes.push(0));
     });
-    assert_refused("a flipped bit in the data", &[SHARD, "damaged", "BLAKE3"], |dir| {
-        edit(&dir.join(SHARD), |bytes| *bytes.last_mut().unwrap() ^= 1);
+    assert_refused("a flipped bit in the data", &[STATE_FILE, "damaged", "BLAKE3"], |dir| {
+        edit(&dir.join(STATE_FILE), |bytes| *bytes.last_mut().unwrap() ^= 1);
     });
-    assert_refused("a missing shard", &[SHARD, "cannot open"], |dir| {
-        fs::remove_file(dir.join(SHARD)).unwrap();
+    assert_refused("a missing file", &[STATE_FILE, "cannot open"], |dir| {
+        fs::remove_file(dir.join(STATE_FILE)).unwrap();
     });
-    assert_refused("an empty shard", &[SHARD], |dir| fs::write(dir.join(SHARD), "").unwrap());
-    assert_refused("a directory for a shard", &[SHARD], |dir| {
-        fs::remove_file(dir.join(SHARD)).unwrap();
-        fs::create_dir(dir.join(SHARD)).unwrap();
+    assert_refused("an empty file", &[STATE_FILE], |dir| fs::write(dir.join(STATE_FILE), "").unwrap());
+    assert_refused("a directory instead of a file", &[STATE_FILE], |dir| {
+        fs::remove_file(dir.join(STATE_FILE)).unwrap();
+        fs::create_dir(dir.join(STATE_FILE)).unwrap();
     });
-    assert_refused(
-        "the shard of another step",
-        &[SHARD, "its `step` is 1, the manifest calls for 2"],
-        |dir| {
-            fs::copy(dir.with_file_name(step_name(1)).join(SHARD), dir.join(SHARD)).unwrap();
-            forge(dir);
-        },
-    );
-    assert_refused("the shard of another partition", &[SHARD, "its `partition` is 0 of 2"], |dir| {
-        fs::copy(dir.join(SHARD.replace("00001-", "00000-")), dir.join(SHARD)).unwrap();
-        forge(dir);
+    assert_refused("the file of another step", &[STATE_FILE, "its `step` is 1, expected 2"], |dir| {
+        fs::copy(dir.with_file_name(step_name(1)).join(STATE_FILE), dir.join(STATE_FILE)).unwrap();
+        update_manifest(dir);
     });
-    assert_refused("the shard of another run", &[SHARD, "its `run_id` is other, the manifest"], |dir| {
+    assert_refused("the file of another partition", &[STATE_FILE, "its `partition` is 0 of 2"], |dir| {
+        fs::copy(dir.join(STATE_FILE.replace("00001-", "00000-")), dir.join(STATE_FILE)).unwrap();
+        update_manifest(dir);
+    });
+    assert_refused("the file of another run", &[STATE_FILE, "its `run_id` is other, expected"], |dir| {
         edit_header(dir, |header| header.replace("a-run", "other"));
     });
 }
 
 #[test]
-fn malformed_headers_are_refused_by_tensor_and_allocate_nothing_large() {
+fn malformed_headers_are_errors_with_the_tensor_name() {
     for claimed in [1 << 63, u64::MAX, 1 << 40, 99_000_000] {
-        assert_refused("a header of a claimed size", &[SHARD, &claimed.to_string()], |dir| {
-            edit(&dir.join(SHARD), |bytes| bytes[..8].copy_from_slice(&claimed.to_le_bytes()));
-            forge(dir);
+        assert_refused("a false header length", &[STATE_FILE, &claimed.to_string()], |dir| {
+            edit(&dir.join(STATE_FILE), |bytes| bytes[..8].copy_from_slice(&claimed.to_le_bytes()));
+            update_manifest(dir);
         });
     }
-    assert_refused("no JSON", &[SHARD, "not a safetensors header"], |dir| {
+    assert_refused("no JSON", &[STATE_FILE, "not a safetensors header"], |dir| {
         edit_header(dir, |header| header.replace('{', "["));
     });
-    let tensor = |expected: &'static str| vec![SHARD, UNIT, expected];
-    assert_refused("a wrong dtype", &tensor("it is I32, it must be F32"), |dir| {
+    let tensor = |expected: &'static str| vec![STATE_FILE, UNIT, expected];
+    assert_refused("a wrong dtype", &tensor("dtype is I32, expected F32"), |dir| {
         edit_header_json(dir, |header| header[UNIT]["dtype"] = json!("I32"));
     });
-    assert_refused("a wrong shape", &tensor("its shape is [2, 2]"), |dir| {
+    assert_refused("a wrong shape", &tensor("shape is [2, 2]"), |dir| {
         edit_header_json(dir, |header| header[UNIT]["shape"] = json!([2, 2]));
     });
-    assert_refused("a shape beyond all counting", &tensor("it must be"), |dir| {
+    assert_refused("a shape that overflows", &tensor("expected"), |dir| {
         edit_header_json(dir, |header| header[UNIT]["shape"] = json!([u64::MAX, u64::MAX]));
     });
-    assert_refused("overlapping tensors", &tensor("it must lie at"), |dir| {
+    assert_refused("overlapping tensors", &tensor("byte range is"), |dir| {
         edit_header_json(dir, |header| header[UNIT]["data_offsets"][0] = json!(0));
     });
-    assert_refused("a tensor beyond the file", &tensor("it must lie at"), |dir| {
+    assert_refused("a tensor beyond the file", &tensor("byte range is"), |dir| {
         edit_header_json(dir, |header| header[UNIT]["data_offsets"][1] = json!(1_u64 << 62));
     });
-    assert_refused("an extra tensor", &[SHARD, "extra", "does not call for it"], |dir| {
+    assert_refused("an extra tensor", &[STATE_FILE, "extra", "not in the manifest"], |dir| {
         edit_header_json(dir, |header| header["extra"] = header[UNIT].clone());
     });
-    assert_refused("a missing tensor", &tensor("it is missing"), |dir| {
+    assert_refused("a missing tensor", &tensor("missing"), |dir| {
         edit_header_json(dir, |header| {
             header.as_object_mut().unwrap().remove(UNIT);
         });
     });
-    assert_refused("a tensor listed twice", &tensor("it is there twice"), |dir| {
+    assert_refused("a tensor listed twice", &tensor("listed twice"), |dir| {
         edit_header(dir, |header| {
             let value: Value = serde_json::from_str(&header).unwrap();
             format!("{{\"{UNIT}\":{},{}", value[UNIT], header.trim_start_matches('{'))
@@ -184,44 +180,48 @@ fn malformed_headers_are_refused_by_tensor_and_allocate_nothing_large() {
 }
 
 #[test]
-fn damaged_manifests_are_refused() {
+fn damaged_manifests_are_errors() {
     let damaged = |text: &str| text.replacen("\"step\": 2", "\"step\": 3", 1);
-    assert_refused("a changed number", &[MANIFEST, "its hash is wrong"], |dir| {
+    assert_refused("a changed number", &[MANIFEST, "the hash does not match"], |dir| {
         let text = fs::read_to_string(dir.join(MANIFEST)).unwrap();
         assert_ne!(damaged(&text), text);
         fs::write(dir.join(MANIFEST), damaged(&text)).unwrap();
     });
-    assert_refused("a cut manifest", &[MANIFEST, "not a manifest"], |dir| {
+    assert_refused("a truncated manifest", &[MANIFEST, "not a manifest"], |dir| {
         edit(&dir.join(MANIFEST), |bytes| bytes.truncate(bytes.len() / 2));
     });
-    assert_refused("no hash", &[MANIFEST, "its last line is not its hash"], |dir| {
+    assert_refused("no hash", &[MANIFEST, "the last line is not the hash"], |dir| {
         fs::write(dir.join(MANIFEST), r#"{ "format_version": 1 }"#).unwrap();
     });
     assert_refused("no manifest", &[MANIFEST, "cannot open"], |dir| {
         fs::remove_file(dir.join(MANIFEST)).unwrap();
     });
-    assert_refused("a newer format", &[MANIFEST, "format version 2; this version reads up to 1"], |dir| {
-        edit_manifest(dir, |manifest| manifest.format_version = 2);
-    });
-    assert_refused("a file outside", &["../x", "no such file is called for"], |dir| {
+    assert_refused(
+        "a newer format",
+        &[MANIFEST, "format version 2 is too new; this version reads up to 1"],
+        |dir| {
+            edit_manifest(dir, |manifest| manifest.format_version = 2);
+        },
+    );
+    assert_refused("a file outside", &["../x", "unexpected file"], |dir| {
         edit_manifest(dir, |manifest| manifest.files[0].name = "../x".into());
     });
-    assert_refused("a file less", &["no file holds parameters of partition 0"], |dir| {
+    assert_refused("a missing file entry", &["no file for parameters of partition 0"], |dir| {
         edit_manifest(dir, |manifest| drop(manifest.files.remove(0)));
     });
-    assert_refused("a file twice", &["is there twice"], |dir| {
+    assert_refused("a duplicate file entry", &["duplicate file"], |dir| {
         edit_manifest(dir, |manifest| manifest.files.push(manifest.files[0].clone()));
     });
-    assert_refused("more partitions than files", &["no file holds parameters of partition 2"], |dir| {
+    assert_refused("more partitions than files", &["no file for parameters of partition 2"], |dir| {
         edit_manifest(dir, |manifest| manifest.num_partitions = 1 << 20);
     });
     assert_refused("no partitions", &["num_partitions is 0"], |dir| {
         edit_manifest(dir, |manifest| manifest.num_partitions = 0);
     });
-    assert_refused("a shape beyond all counting", &["is too large"], |dir| {
+    assert_refused("a shape that overflows", &["is too large"], |dir| {
         edit_manifest(dir, |manifest| manifest.units[1].parameters[0].shape = vec![1 << 40, 1 << 40]);
     });
-    assert_refused("an offset that leaves a gap", &["has the offset 7, it must be 0"], |dir| {
+    assert_refused("an offset that leaves a gap", &["has offset 7, expected 0"], |dir| {
         edit_manifest(dir, |manifest| manifest.units[0].parameters[0].offset = 7);
     });
     assert_refused("a kind that leaves the directory", &["kinds are"], |dir| {
@@ -230,15 +230,15 @@ fn damaged_manifests_are_refused() {
 }
 
 #[test]
-fn when_no_checkpoint_verifies_the_run_does_not_start_anew() {
+fn newest_fails_if_all_checkpoints_are_damaged() {
     let copy = tempfile::tempdir().unwrap();
-    copy_dir(SOUND.path(), copy.path());
+    copy_dir(INTACT.path(), copy.path());
     for step in [1, 2] {
-        edit(&copy.path().join(step_name(step)).join(SHARD), |bytes| bytes.truncate(3));
+        edit(&copy.path().join(step_name(step)).join(STATE_FILE), |bytes| bytes.truncate(3));
     }
     on_mesh(setup(2, 1, 0), |rank| {
         let message = newest(copy.path(), &*rank.all).unwrap_err().to_string();
-        assert!(message.contains("no checkpoint verifies") && message.contains(&step_name(2)), "{message}");
+        assert!(message.contains("no valid checkpoint") && message.contains(&step_name(2)), "{message}");
         Ok(())
     });
 }

@@ -1,4 +1,4 @@
-//! What lies in an output directory beside checkpoints, which of them stay, and who owns it.
+//! Output directories: pointer files, retention of checkpoints, and the lock.
 
 use crate::training::{on_mesh, setup};
 use std::fs;
@@ -8,14 +8,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::checkpoint::{
-    Checkpoint, LATEST, LocalStorage, OutputLock, Storage, StorageFile, newest, step_name, steps,
+    Checkpoint, LATEST, LocalStorage, OutputLock, Storage, StorageFile, newest, saved_steps, step_name,
 };
 
-/// What somebody does to `latest`.
+/// A change that a user makes to `latest`.
 type Change<'a> = &'a (dyn Fn(&Path) + Sync);
 
 #[test]
-fn latest_is_a_hint_that_cannot_mislead() {
+fn resuming_ignores_latest() {
     let elsewhere = tempfile::tempdir().unwrap();
     let set: [(&str, Change<'_>); 8] = [
         ("missing", &|latest| fs::remove_file(latest).unwrap()),
@@ -54,20 +54,20 @@ fn latest_is_a_hint_that_cannot_mislead() {
 }
 
 #[test]
-fn a_latest_that_cannot_be_replaced_does_not_undo_a_checkpoint() {
+fn a_failure_to_replace_latest_keeps_the_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir_all(dir.path().join(LATEST).join("inside")).unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         let saved = rank.save(dir.path())?;
-        assert_eq!(saved.remarks.len(), 1);
-        assert!(saved.remarks[0].contains("rename"), "{:?}", saved.remarks);
+        assert_eq!(saved.warnings.len(), 1);
+        assert!(saved.warnings[0].contains("rename"), "{:?}", saved.warnings);
         Checkpoint::open(&saved.path)?.verify()?;
         Ok(())
     });
 }
 
 #[test]
-fn links_files_and_odd_names_are_no_steps() {
+fn links_files_and_other_names_are_not_steps() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(1, 1, 0), |rank| rank.save(dir.path()));
     symlink(dir.path().join(step_name(0)), dir.path().join(step_name(9))).unwrap();
@@ -76,11 +76,11 @@ fn links_files_and_odd_names_are_no_steps() {
     {
         fs::create_dir(dir.path().join(name)).unwrap();
     }
-    assert_eq!(steps(dir.path()).unwrap(), [0]);
-    assert!(steps(&dir.path().join("nowhere")).unwrap().is_empty());
+    assert_eq!(saved_steps(dir.path()).unwrap(), [0]);
+    assert!(saved_steps(&dir.path().join("nowhere")).unwrap().is_empty());
 }
 
-/// Breaks files on their way to the disk, once it is told to.
+/// A storage that corrupts written files once it is enabled.
 #[derive(Debug, Default)]
 struct BadDisk(Arc<AtomicBool>);
 
@@ -132,7 +132,7 @@ impl StorageFile for BadFile {
 }
 
 #[test]
-fn the_last_verified_checkpoint_stays_when_the_next_one_is_written_wrong() {
+fn a_corrupt_write_does_not_remove_the_last_verified_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 1, 1), |rank| {
         let disk = BadDisk::default();
@@ -148,12 +148,12 @@ fn the_last_verified_checkpoint_stays_when_the_next_one_is_written_wrong() {
         assert!(message.contains("step 3 was not saved: rank 0"), "{message}");
         Ok(())
     });
-    assert_eq!(steps(dir.path()).unwrap(), [2]);
+    assert_eq!(saved_steps(dir.path()).unwrap(), [2]);
     Checkpoint::open(&dir.path().join(step_name(2))).unwrap().verify().unwrap();
 }
 
 #[test]
-fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
+fn keep_last_does_not_count_damaged_newer_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         let mut saver = rank.saver(dir.path(), Some(2), Arc::new(LocalStorage))?;
@@ -163,8 +163,8 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
         }
         Ok(())
     });
-    assert_eq!(steps(dir.path()).unwrap(), [4, 3]);
-    // Step 4 is lost; the run goes on from 3 and saves 4 again.
+    assert_eq!(saved_steps(dir.path()).unwrap(), [4, 3]);
+    // Step 4 is lost; the run resumes from 3 and saves 4 again.
     fs::write(dir.path().join(step_name(4)).join("manifest.json"), "").unwrap();
     on_mesh(setup(1, 1, 0), |rank| {
         rank.resume(dir.path())?;
@@ -173,12 +173,12 @@ fn keep_last_keeps_the_newest_and_counts_no_damaged_newer_one() {
         rank.train(1)?;
         rank.save_with(&mut saver)
     });
-    assert_eq!(steps(dir.path()).unwrap(), [4]);
+    assert_eq!(saved_steps(dir.path()).unwrap(), [4]);
     Checkpoint::open(&dir.path().join(step_name(4))).unwrap().verify().unwrap();
 }
 
 #[test]
-fn a_second_job_is_told_who_holds_the_directory() {
+fn a_second_job_gets_an_error_with_the_lock_holder() {
     let dir = tempfile::tempdir().unwrap();
     let first = OutputLock::acquire(dir.path(), "job 17 on node-a").unwrap();
     let error = OutputLock::acquire(dir.path(), "job 18").unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Exports are read back by what else reads Hugging Face's layout.
+//! Exports, read back by the reader of Hugging Face's layout.
 
 use crate::training::{model, on_mesh, setup};
 use half::bf16;
@@ -14,7 +14,7 @@ use ulysses::checkpoint::{
 use ulysses::model::{HfWeights, LlamaConfig, Model, WeightSource};
 use ulysses::tensor::to_vec;
 
-/// A trained checkpoint and its parameters by name.
+/// Returns a trained checkpoint and its parameters by name.
 fn trained() -> (TempDir, BTreeMap<String, Vec<f32>>) {
     let dir = tempfile::tempdir().unwrap();
     let parameters = on_mesh(setup(3, 1, 3), |rank| {
@@ -33,7 +33,7 @@ fn export_to(dir: &Path, output: &Path, dtype: ExportDtype, max_file_bytes: u64,
 }
 
 #[test]
-fn an_export_is_read_back_as_the_same_model() {
+fn an_export_round_trips() {
     let (dir, expected) = trained();
     let output = dir.path().join("exported");
     fs::write(dir.path().join("tok.json"), "a tokenizer").unwrap();
@@ -55,7 +55,7 @@ fn an_export_is_read_back_as_the_same_model() {
 }
 
 #[test]
-fn above_the_size_limit_files_are_numbered_and_an_index_says_what_is_where() {
+fn exports_above_the_size_limit_have_numbered_files_and_an_index() {
     let (dir, expected) = trained();
     let output = dir.path().join("exported");
     const LIMIT: u64 = 1500;
@@ -87,7 +87,7 @@ fn above_the_size_limit_files_are_numbered_and_an_index_says_what_is_where() {
 }
 
 #[test]
-fn an_export_does_not_touch_what_is_there() {
+fn an_export_does_not_overwrite() {
     let (dir, _) = trained();
     let output = dir.path().join("exported");
     fs::create_dir(&output).unwrap();
@@ -96,7 +96,7 @@ fn an_export_does_not_touch_what_is_there() {
     let error = export(&checkpoint, &output, options, &LocalStorage).unwrap_err().to_string();
     assert!(error.contains("exported") && error.contains("exists"), "{error}");
     assert_eq!(fs::read_dir(&output).unwrap().count(), 0);
-    // A tokenizer that cannot be copied leaves nothing.
+    // A failure to copy the tokenizer leaves no files.
     let options = ExportOptions { tokenizer: Some(Path::new("nowhere/tokenizer.json")), ..options };
     let other = dir.path().join("other");
     let error = export(&checkpoint, &other, options, &LocalStorage).unwrap_err().to_string();
@@ -105,7 +105,7 @@ fn an_export_does_not_touch_what_is_there() {
 }
 
 #[test]
-fn a_difference_is_named_by_kind_and_parameter() {
+fn diff_reports_kind_and_parameter() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 1, 0), |rank| {
         rank.train(1)?;
@@ -118,7 +118,7 @@ fn a_difference_is_named_by_kind_and_parameter() {
     assert!(same.values().all(|comparison| *comparison == Comparison::Equal));
     let other = diff(&open(1), &open(3)).unwrap();
     let head = ("parameters".to_owned(), "lm_head.weight".to_owned());
-    // Two updates of at most the learning rate, in nearly every element.
+    // Two updates change nearly every element, each by at most the learning rate.
     let Comparison::Differs { elements, largest } = other[&head] else { panic!("{other:?}") };
     assert!(elements > 29 * 11 / 2 && 0.0 < largest && largest < 0.02, "{elements} {largest}");
 }

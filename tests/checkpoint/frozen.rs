@@ -1,11 +1,11 @@
-//! Frozen parameters in checkpoints: saved as they are, without state, for any mesh.
+//! Frozen parameters in checkpoints: saved without optimizer state, loaded on any mesh.
 
 use crate::training::{ADAM, LAMB, Setup, on_mesh, setup};
 use candle_core::Tensor;
 use std::path::Path;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
 
-/// Parts of the layers, and all of the head.
+/// Freezes parts of the layers, and the whole head.
 const FROZEN: &str =
     r#"{ "ulysses": { "parameter_groups": [{ "match": "q_proj|norm|lm_head", "frozen": true }] } }"#;
 const FROZEN_BF16: &str = r#"{ "bf16": { "enabled": true },
@@ -30,7 +30,7 @@ fn frozen_parameters_are_saved_without_state_and_load_on_every_mesh() {
             rank.save(dir.path())
         });
         let saved = open(dir.path(), 3);
-        // Without state of the head at least, two partitions.
+        // At least the head has no optimizer state, in both partitions.
         let bytes_of = |kind: &str| -> u64 {
             saved.manifest().files.iter().filter(|file| file.kind == kind).map(|file| file.bytes).sum()
         };
@@ -43,7 +43,7 @@ fn frozen_parameters_are_saved_without_state_and_load_on_every_mesh() {
                 rank.save(again.path())
             });
             let comparisons = diff(&saved, &open(again.path(), 3)).unwrap();
-            // Of 21 parameters 8 are frozen: two q_proj, five norms and the head.
+            // 8 of 21 parameters are frozen: two q_proj, five norms and the head.
             assert_eq!(comparisons.len(), 21 + 2 * (21 - 8));
             for ((kind, name), comparison) in comparisons {
                 let label = format!("{optimizer} {extra} on {dp}x{sp} stage {stage}: {kind} of {name}");
@@ -54,7 +54,7 @@ fn frozen_parameters_are_saved_without_state_and_load_on_every_mesh() {
     }
 }
 
-/// Every parameter to the bit.
+/// Returns the bits of every parameter.
 fn parameters(all: Vec<(String, Tensor)>) -> Vec<(String, Vec<u32>)> {
     let bits = |tensor: Tensor| {
         let elements: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
@@ -64,7 +64,7 @@ fn parameters(all: Vec<(String, Tensor)>) -> Vec<(String, Vec<u32>)> {
 }
 
 #[test]
-fn a_resumed_run_with_frozen_parameters_is_the_uninterrupted_one_to_the_bit() {
+fn a_resumed_run_with_frozen_parameters_is_bit_equal_to_an_uninterrupted_one() {
     for extra in [FROZEN, FROZEN_BF16] {
         for (dp, sp, stage) in [(1, 1, 0), (2, 2, 1), (3, 1, 2), (2, 2, 3)] {
             let setup = Setup { extra, ..setup(dp, sp, stage) };
@@ -85,19 +85,19 @@ fn a_resumed_run_with_frozen_parameters_is_the_uninterrupted_one_to_the_bit() {
     }
 }
 
-/// There is no optimizer state to go on with, or state that would be dropped.
+/// Optimizer state would be missing or discarded.
 #[test]
-fn freezing_or_unfreezing_at_a_resumption_is_refused_by_the_parameter_s_name() {
+fn freezing_or_unfreezing_on_resume_is_an_error_with_the_parameter_name() {
     for (before, after, expected) in [
         (
             "{}",
             FROZEN,
-            "parameter model.layers.0.self_attn.q_proj.weight was trained when it was saved and is frozen in this run",
+            "parameter model.layers.0.self_attn.q_proj.weight is trained in the checkpoint, but frozen in this run",
         ),
         (
             FROZEN,
             "{}",
-            "parameter model.layers.0.self_attn.q_proj.weight was frozen when it was saved and is trained in this run",
+            "parameter model.layers.0.self_attn.q_proj.weight is frozen in the checkpoint, but trained in this run",
         ),
     ] {
         let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,4 @@
-//! Checkpoints through the library: what is saved on one mesh is there on any other, what was
-//! damaged is refused by name, and what was verified stays.
+//! Checkpoints through the library: loading on any mesh, detection of damage, retention and export.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,11 +1,11 @@
-//! Saved on one mesh, loaded on another.
+//! Checkpoints saved on one mesh and loaded on another.
 
 use crate::training::{ADAGRAD, ADAM, LAMB, LION, MOMENTUM, SGD, Setup, on_mesh, setup};
 use std::path::Path;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
 use ulysses::engine::{EngineError, StepReport};
 
-/// Every number of a report, to the bit.
+/// Returns the bits of every value of a report.
 fn bits(report: &StepReport) -> (u64, [u64; 3], u64, bool, u64) {
     let numbers = [report.loss, report.lr, report.grad_norm].map(f64::to_bits);
     (report.step, numbers, report.label_tokens, report.skipped, report.comm_bytes)
@@ -18,7 +18,7 @@ fn open(dir: &Path, step: u64) -> Checkpoint {
 }
 
 #[test]
-fn the_state_is_the_same_to_the_bit_on_every_mesh_that_loads_it() {
+fn loaded_state_is_bit_equal_on_every_mesh() {
     for (optimizer, kinds) in [(ADAM, 3), (MOMENTUM, 2), (SGD, 1), (LION, 2), (ADAGRAD, 2), (LAMB, 3)] {
         let dir = tempfile::tempdir().unwrap();
         on_mesh(Setup { optimizer, ..setup(2, 2, 3) }, |rank| {
@@ -48,7 +48,7 @@ fn the_state_is_the_same_to_the_bit_on_every_mesh_that_loads_it() {
 }
 
 #[test]
-fn a_resumed_run_on_the_same_mesh_is_the_uninterrupted_one_to_the_bit() {
+fn a_resumed_run_on_the_same_mesh_is_bit_equal_to_an_uninterrupted_one() {
     for (dp, sp, stage, accumulation) in
         [(1, 1, 0, 1), (2, 2, 0, 2), (2, 2, 1, 1), (3, 1, 2, 2), (2, 2, 3, 2)]
     {
@@ -74,8 +74,8 @@ fn a_resumed_run_on_the_same_mesh_is_the_uninterrupted_one_to_the_bit() {
 }
 
 #[test]
-fn partitions_with_replicas_along_dp_are_written_once_and_load_on_every_mesh() {
-    // Partitions over two neighbours: four dp ranks hold two replicas of them.
+fn hsdp_partitions_are_written_once_and_load_on_every_mesh() {
+    // Partitions over two adjacent ranks: four dp ranks hold two replicas.
     const SHARDED: &str = r#"{ "zero_optimization": { "stage": 3, "mics_shard_size": 2 } }"#;
     let sharded = |dp, sp| Setup { extra: SHARDED, ..setup(dp, sp, 3) };
     let dir = tempfile::tempdir().unwrap();
@@ -102,7 +102,7 @@ fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));
     let manifest = open(dir.path(), 0).manifest().clone();
-    assert_eq!(manifest.files.len(), 2 * 3, "partitions × kinds, whatever sp is");
+    assert_eq!(manifest.files.len(), 2 * 3, "partitions × kinds, independent of sp");
     let elements: usize = open(dir.path(), 0).layouts().iter().map(|layout| layout.numel()).sum();
     let headers = 6 * 2000;
     let payload = 3 * 4 * elements as u64;
@@ -110,7 +110,7 @@ fn every_partition_is_written_once() {
 }
 
 #[test]
-fn a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing() {
+fn a_checkpoint_of_another_optimizer_is_an_error_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 1, 3), |rank| {
         rank.train(2)?;
@@ -124,8 +124,8 @@ fn a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing() {
         assert!(matches!(error, EngineError::Checkpoint(_)));
         let message = error.to_string();
         assert!(
-            message.contains("`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved")
-                && message.contains("is parameters, momentum in this run"),
+            message.contains("the optimizer state is parameters, exp_avg, exp_avg_sq in the checkpoint")
+                && message.contains("but parameters, momentum in this run"),
             "{message}"
         );
         rank.train(2)

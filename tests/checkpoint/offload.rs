@@ -1,4 +1,4 @@
-//! State that waits in files, across a resumption.
+//! Resuming with optimizer state offloaded to files.
 
 use crate::training::{ADAGRAD, ADAM, LAMB, Setup, on_mesh, setup};
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
@@ -11,7 +11,7 @@ const BF16_IN_A_FILE: &str = r#"{ "bf16": { "enabled": true }, "zero_optimizatio
     "offload_optimizer": { "device": "nvme" } } }"#;
 
 #[test]
-fn a_run_that_offloads_saves_and_resumes_as_one_that_does_not() {
+fn offload_does_not_change_checkpoints() {
     for (in_memory, in_files) in [(IN_MEMORY, IN_FILES), (BF16_IN_MEMORY, BF16_IN_A_FILE)] {
         for ((dp, sp), optimizer) in
             [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| [ADAM, ADAGRAD, LAMB].map(|o| (mesh, o)))
@@ -24,7 +24,7 @@ fn a_run_that_offloads_saves_and_resumes_as_one_that_does_not() {
                     rank.save(dir.path())?;
                     rank.train(2)
                 });
-                // Resumed with what the other saved with.
+                // Each setting resumes from the checkpoint of the other.
                 let other = if extra == in_files { in_memory } else { in_files };
                 let resumed = on_mesh(Setup { extra: other, ..setup }, |rank| {
                     rank.resume(dir.path())?;

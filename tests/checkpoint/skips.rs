@@ -1,14 +1,14 @@
-//! Steps that overflow, across a resumption.
+//! Resuming after skipped steps.
 
 use crate::training::{Setup, on_mesh, setup};
 use ulysses::checkpoint::{Checkpoint, step_name};
 
-/// No gradient of this loss is a number that fp16 holds.
+/// Every gradient of this loss overflows fp16.
 const OVERFLOWING: &str = r#"{ "fp16": { "enabled": true, "loss_scale": 1e30 } }"#;
 
-/// A job that is restarted again and again must not skip for ever.
+/// A job that restarts repeatedly must not skip steps forever.
 #[test]
-fn overflows_in_a_row_are_counted_through_a_checkpoint() {
+fn consecutive_overflows_are_counted_across_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let setup = Setup { extra: OVERFLOWING, ..setup(2, 1, 2) };
     on_mesh(setup, |rank| {

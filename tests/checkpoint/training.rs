@@ -1,10 +1,10 @@
-//! A small model in training on any mesh, for the other files.
+//! Training of a small model on any mesh, shared by the other files.
 
 use anyhow::Result;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, Saved, Saver, Storage};
+use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, SavedCheckpoint, Saver, Storage};
 use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
@@ -13,11 +13,11 @@ use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
 
-/// A multiple of every dp size that is tested.
+/// A multiple of every tested dp size.
 const ROWS_PER_STEP: usize = 60;
 const SEED: u64 = 3;
 
-/// How training is distributed, and by what rule.
+/// A mesh, ZeRO stage and optimizer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setup {
     pub(crate) dp: usize,
@@ -25,7 +25,7 @@ pub(crate) struct Setup {
     pub(crate) stage: u8,
     pub(crate) accumulation: usize,
     pub(crate) optimizer: &'static str,
-    /// More keys for the config: an object.
+    /// Additional config keys, as a JSON object.
     pub(crate) extra: &'static str,
 }
 
@@ -41,7 +41,7 @@ pub(crate) const fn setup(dp: usize, sp: usize, stage: u8) -> Setup {
     Setup { dp, sp, stage, accumulation: 1, optimizer: ADAM, extra: "{}" }
 }
 
-/// One rank in training.
+/// One training rank.
 pub(crate) struct Trainee {
     pub(crate) engine: Engine,
     pub(crate) loader: DataLoader,
@@ -64,12 +64,12 @@ impl Trainee {
         Ok(Saver::new(self.all.clone(), storage, dir, partition, options)?)
     }
 
-    pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<Saved> {
+    pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<SavedCheckpoint> {
         let data = DataCursor {
             samples_consumed: self.loader.samples_consumed(),
             seed: SEED,
             seq_len: 8,
-            num_rows: 70,
+            num_sequences: 70,
             data_hash: None,
         };
         let record = RunRecord {
@@ -83,12 +83,12 @@ impl Trainee {
         Ok(saver.finish()?.unwrap())
     }
 
-    pub(crate) fn save(&mut self, dir: &Path) -> Result<Saved> {
+    pub(crate) fn save(&mut self, dir: &Path) -> Result<SavedCheckpoint> {
         let mut saver = self.saver(dir, None, Arc::new(LocalStorage))?;
         self.save_with(&mut saver)
     }
 
-    /// Goes on from the newest checkpoint of a directory.
+    /// Resumes from the newest checkpoint of a directory.
     pub(crate) fn resume(&mut self, dir: &Path) -> Result<()> {
         let checkpoint = ulysses::checkpoint::newest(dir, &*self.all)?.checkpoint.unwrap();
         self.engine.load_checkpoint(&checkpoint)?;
@@ -97,7 +97,7 @@ impl Trainee {
     }
 }
 
-/// Runs `work` on every rank; results in rank order.
+/// Runs `work` on every rank, and returns the results in rank order.
 pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Result<T> + Sync) -> Vec<T> {
     let Setup { dp, sp, stage, accumulation, optimizer, extra } = setup;
     let mut config = json!({
@@ -125,7 +125,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
             rows.clone(),
             LoaderOptions { seed: SEED, micro_batch, accumulation, placement },
         )?;
-        // A group of its own, so that steps do not count what checkpoints send.
+        // A separate group, so that steps do not count the traffic of checkpoints.
         let whole = groups.whole()?;
         let all = whole.split("checkpoint", Some(0), whole.rank())?.unwrap();
         work(&mut Trainee { engine, loader, all })
@@ -133,7 +133,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
     launch(mesh.world_size(), &LaunchOptions::default(), run).unwrap()
 }
 
-/// Units that no tested dp size divides.
+/// Returns a model whose unit sizes no tested dp size divides.
 pub(crate) fn model() -> LlamaConfig {
     LlamaConfig {
         architecture: Architecture::Llama,

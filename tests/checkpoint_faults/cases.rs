@@ -1,4 +1,4 @@
-//! The cases: a child that fails, and what the next one finds.
+//! Test cases: a child process fails, and the next one resumes.
 
 use crate::child::{Run, STEPS};
 use crate::storage::Fault;
@@ -7,7 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output};
 use tempfile::TempDir;
-use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name, steps};
+use ulysses::checkpoint::{Checkpoint, Comparison, diff, saved_steps, step_name};
 
 pub(crate) const ALL: [(&str, fn()); 6] = [
     ("a_run_killed_at_any_operation_of_a_save_goes_on_as_if_it_had_not_been", killed_anywhere),
@@ -18,11 +18,11 @@ pub(crate) const ALL: [(&str, fn()); 6] = [
     ("without_space_training_goes_on_if_asked_to", full_and_goes_on),
 ];
 
-/// What a child said.
+/// The output of a child process.
 #[derive(Debug)]
 struct Told {
     resumed: u64,
-    /// Loss and norm by step, as bits.
+    /// Bits of loss and norm, by step.
     steps: BTreeMap<u64, String>,
     saved: Vec<u64>,
     not_saved: usize,
@@ -54,17 +54,17 @@ fn told(output: Output) -> Told {
     told
 }
 
-/// An uninterrupted run and its directory.
+/// The output of an uninterrupted run, and its directory.
 fn reference() -> (TempDir, Told) {
     let dir = tempfile::tempdir().unwrap();
     let told = run(dir.path(), Run::without_fault());
     assert!(told.output.status.success(), "{told:?}");
     assert_eq!((told.resumed, told.saved.as_slice()), (0, &[2, STEPS][..]));
-    assert_eq!(steps(dir.path()).unwrap(), [STEPS], "one checkpoint is kept");
+    assert_eq!(saved_steps(dir.path()).unwrap(), [STEPS], "one checkpoint is kept");
     (dir, told)
 }
 
-/// Resumes in `dir` and holds steps and final state against the uninterrupted run.
+/// Resumes in `dir` and compares steps and final state with the uninterrupted run.
 fn assert_recovers(dir: &Path, failed: &Told, (reference_dir, reference): &(TempDir, Told), label: &str) {
     let told = run(dir, Run::without_fault());
     assert!(told.output.status.success(), "{label}: {told:?}");
@@ -72,9 +72,9 @@ fn assert_recovers(dir: &Path, failed: &Told, (reference_dir, reference): &(Temp
     assert!(told.resumed >= last_saved, "{label}: {last_saved} was saved, {} resumed", told.resumed);
     let expected: BTreeMap<_, _> = reference.steps.clone().split_off(&(told.resumed + 1));
     assert_eq!(told.steps, expected, "{label}: steps after {}", told.resumed);
-    // A child that finds the last step saved has nothing to save, and so nothing to remove.
+    // If the last step is already saved, the child neither saves nor removes anything.
     let kept: &[u64] = if told.resumed == STEPS { &[STEPS, 2] } else { &[STEPS] };
-    assert!([kept, &[STEPS]].contains(&steps(dir).unwrap().as_slice()), "{label}");
+    assert!([kept, &[STEPS]].contains(&saved_steps(dir).unwrap().as_slice()), "{label}");
     assert_no_leftovers(dir, label);
     let open = |dir: &Path| {
         let checkpoint = Checkpoint::open(&dir.join(step_name(STEPS))).unwrap();
@@ -92,7 +92,7 @@ fn assert_no_leftovers(dir: &Path, label: &str) {
     assert!(hidden.is_empty(), "{label}: {hidden:?}");
 }
 
-/// Fails a child at every operation in turn, and lets another one go on.
+/// Injects a fault at every operation in turn, and resumes with another child.
 fn fail_everywhere(fault: Fault, background: bool) {
     const SIGKILL: i32 = 9;
     let reference = reference();
@@ -121,7 +121,7 @@ fn background_killed_anywhere() {
 
 fn rank_dies() {
     let reference = reference();
-    // Operations of the second save: the first one's are as many.
+    // Both saves have the same number of operations; these are those of the second.
     for at in (reference.1.operations / 2..reference.1.operations).step_by(7) {
         let dir = tempfile::tempdir().unwrap();
         let label = format!("panic at operation {at}");
@@ -129,7 +129,7 @@ fn rank_dies() {
         assert_eq!(failed.output.status.code(), Some(1), "{label}: {failed:?}");
         let stderr = String::from_utf8_lossy(&failed.output.stderr);
         assert!(stderr.contains("the storage panics"), "{label}: {stderr}");
-        for step in steps(dir.path()).unwrap() {
+        for step in saved_steps(dir.path()).unwrap() {
             Checkpoint::open(&dir.path().join(step_name(step))).unwrap().verify().unwrap();
         }
         assert_recovers(dir.path(), &failed, &reference, &label);
@@ -146,7 +146,7 @@ fn full_and_stops() {
         assert_eq!(failed.output.status.code(), Some(1), "{label}: {failed:?}");
         let stderr = String::from_utf8_lossy(&failed.output.stderr);
         assert!(stderr.contains("step 4 was not saved") && stderr.contains("No space left"), "{stderr}");
-        assert_eq!(steps(dir.path()).unwrap(), [2], "{label}");
+        assert_eq!(saved_steps(dir.path()).unwrap(), [2], "{label}");
         assert_no_leftovers(dir.path(), &label);
         assert_recovers(dir.path(), &failed, &reference, &label);
     }
@@ -160,13 +160,12 @@ fn full_and_goes_on() {
         assert!(failed.output.status.success(), "{failed:?}");
         assert_eq!((failed.saved.len(), failed.not_saved), (0, 2), "{failed:?}");
         assert_eq!(failed.steps, reference.1.steps, "training is not touched");
-        assert!(steps(dir.path()).unwrap().is_empty());
+        assert!(saved_steps(dir.path()).unwrap().is_empty());
         assert_no_leftovers(dir.path(), "full");
     }
 }
 
-/// Gives a command a file system of few bytes, which ends with it; what was left there is copied to another
-/// directory.
+/// Runs a command on a small temporary file system, and copies the remaining files to another directory.
 const ON_A_SMALL_DISK: &str = r#"
     bytes=$1 disk=$2 kept=$3
     shift 3
@@ -184,7 +183,7 @@ fn on_a_small_disk(bytes: u64, disk: &Path, kept: &Path) -> Command {
     command
 }
 
-/// Why this process may not mount a file system, if it may not.
+/// Returns why this process cannot mount a file system, if it cannot.
 pub(crate) fn cannot_mount() -> Option<String> {
     let (disk, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     match on_a_small_disk(1 << 16, disk.path(), kept.path()).arg("true").output() {
@@ -194,14 +193,14 @@ pub(crate) fn cannot_mount() -> Option<String> {
     }
 }
 
-/// The disk has room for a checkpoint, and not for the next one beside it.
+/// The disk has space for one checkpoint but not for two.
 pub(crate) fn small_disk() {
     const PAGE: u64 = 4096;
     let reference = reference();
     let checkpoint = std::fs::read_dir(reference.0.path().join(step_name(STEPS))).unwrap();
     let pages = checkpoint.map(|file| file.unwrap().metadata().unwrap().len().div_ceil(PAGE)).sum::<u64>();
     let (disk, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    // `latest` and its replacement take a page each.
+    // `latest` and its replacement use one page each.
     let mut command = on_a_small_disk((pages + 3) * PAGE, disk.path(), kept.path());
     command.arg(std::env::current_exe().unwrap()).arg("--child").arg(disk.path());
     let failed = told(command.args(Run::without_fault().words()).output().unwrap());
@@ -209,7 +208,7 @@ pub(crate) fn small_disk() {
     assert_eq!(failed.saved, [2], "{failed:?}");
     let stderr = String::from_utf8_lossy(&failed.output.stderr);
     assert!(stderr.contains("step 4 was not saved") && stderr.contains("No space left"), "{stderr}");
-    assert_eq!(steps(kept.path()).unwrap(), [2]);
+    assert_eq!(saved_steps(kept.path()).unwrap(), [2]);
     assert_no_leftovers(kept.path(), "a small disk");
     assert_recovers(kept.path(), &failed, &reference, "a small disk");
 }

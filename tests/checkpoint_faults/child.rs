@@ -1,10 +1,10 @@
-//! The process that fails: it trains a small model and saves every other step.
+//! The child process: it trains a small model, saves every other step, and fails.
 
 use crate::storage::{Fault, FaultyStorage};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, Saved, Saver, newest};
+use ulysses::checkpoint::{CheckpointError, DataCursor, SaveOptions, SavedCheckpoint, Saver, newest};
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
@@ -17,13 +17,13 @@ pub(crate) const STEPS: u64 = 4;
 const STEPS_PER_SAVE: u64 = 2;
 const SEED: u64 = 5;
 
-/// How a child runs; its command line is these words after the directory.
+/// Options of a child: its command-line arguments after the directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) fault: Fault,
     pub(crate) at: usize,
     pub(crate) background: bool,
-    /// Train on when a save fails.
+    /// Whether to continue training after a failed save.
     pub(crate) goes_on: bool,
 }
 
@@ -45,7 +45,7 @@ impl Run {
     }
 }
 
-/// Trains in `dir` from its newest checkpoint to the last step. Rank 0 prints `resumed N`,
+/// Trains from the newest checkpoint of `dir` to the last step. Rank 0 prints `resumed N`,
 /// `step N LOSS NORM` (as bits), `saved N`, `not saved`, and the number of operations.
 pub(crate) fn train(dir: &Path, run: Run) -> Result<()> {
     let json = r#"{
@@ -92,7 +92,7 @@ fn train_rank(
     let options = SaveOptions { keep_last: Some(1), background: run.background };
     let partition = engine.groups().written_partition();
     let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, partition, options)?;
-    let settle = |outcome: Result<Option<Saved>, EngineError>| match outcome {
+    let settle = |outcome: Result<Option<SavedCheckpoint>, EngineError>| match outcome {
         Ok(None) => Ok(()),
         Ok(Some(saved)) => {
             say(format!("saved {}", saved.step));
@@ -112,11 +112,11 @@ fn train_rank(
         say(format!("step {} {loss:x} {norm:x}", report.step));
         settle(saver.poll().map_err(EngineError::from))?;
         if report.step % STEPS_PER_SAVE == 0 {
-            // If that fails, this save is tried all the same.
+            // A failure of the previous save must not prevent this one.
             settle(saver.finish().map_err(EngineError::from))?;
-            let (num_rows, seq_len) = (rows.num_sequences(), rows.seq_len());
+            let (num_sequences, seq_len) = (rows.num_sequences(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
-            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };
+            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_sequences, data_hash: None };
             let record = RunRecord {
                 run_id: "child".into(),
                 model: model().to_hf_json(),

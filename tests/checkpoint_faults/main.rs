@@ -1,7 +1,7 @@
-//! What becomes of checkpoints when the process that saves them dies, fails or has no space.
+//! Fault injection in saves: killed processes, failing operations and full disks.
 //!
-//! Each case is a child process, which is this binary itself: `--child DIR FAULT …`. So the
-//! faults are injected by a test's own `Storage`, and the product has no code for them.
+//! Each case runs this binary as a child process: `--child DIR FAULT …`. The child injects faults through its own
+//! `Storage`, so the library has no code for them.
 
 #![allow(clippy::unwrap_used)]
 

@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use ulysses::checkpoint::{LocalStorage, Storage, StorageFile};
 
-/// What happens at the chosen operation.
+/// The fault at the chosen operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Nothing: operations are counted.
+    /// No fault; operations are only counted.
     None,
-    /// The process ends by SIGKILL. A write is half done.
+    /// The process is killed by SIGKILL, in the middle of a write.
     Kill,
-    /// As `Kill`, and what was not synced is lost: content of files, names in directories.
+    /// Like `Kill`, and all unsynced file contents and directory entries are lost.
     PowerCut,
-    /// The thread of the rank that asked panics.
+    /// The calling rank's thread panics.
     Panic,
-    /// The operation fails for want of space, and so do all that would take more of it.
+    /// The disk is full: this operation fails, and so do all later ones that need space.
     Full,
 }
 
@@ -32,7 +32,7 @@ impl Fault {
     ];
 }
 
-/// The local file system, with a fault at the `at`-th operation of the process.
+/// The local file system with a fault at operation number `at` of the process.
 #[derive(Debug, Clone)]
 pub(crate) struct FaultyStorage(Arc<State>);
 
@@ -44,14 +44,14 @@ struct State {
     volatile: Mutex<Volatile>,
 }
 
-/// What a loss of power would undo.
+/// Operations that a power loss would undo.
 #[derive(Debug, Default)]
 struct Volatile {
-    /// Files whose content was not synced.
+    /// Files with unsynced content.
     content: HashSet<PathBuf>,
-    /// Names that were made in directories that were not synced since.
+    /// Unsynced new directory entries.
     names: Vec<PathBuf>,
-    /// Renames, likewise: from, to.
+    /// Unsynced renames: from, to.
     renames: Vec<(PathBuf, PathBuf)>,
 }
 
@@ -61,15 +61,15 @@ impl FaultyStorage {
         Self(Arc::new(State { fault, at, operations, volatile: Mutex::default() }))
     }
 
-    /// Operations so far.
+    /// Number of operations so far.
     pub(crate) fn operations(&self) -> usize {
         self.0.operations.load(Ordering::SeqCst)
     }
 }
 
 impl State {
-    /// Counts an operation, and fails if its time has come. `half` does what a fault in the
-    /// middle would have done.
+    /// Counts an operation, and injects the fault if it is the chosen one. `half` performs the first half of the
+    /// operation.
     fn reach(&self, takes_space: bool, half: impl FnOnce()) -> io::Result<()> {
         let number = self.operations.fetch_add(1, Ordering::SeqCst);
         let is_full = self.fault == Fault::Full && number >= self.at && takes_space;
@@ -93,7 +93,7 @@ impl State {
         }
     }
 
-    /// Undoes what was not synced.
+    /// Undoes all unsynced operations.
     fn lose(&self) {
         let volatile = self.lock();
         for path in &volatile.content {
@@ -101,7 +101,7 @@ impl State {
             let length = file.metadata().unwrap().len();
             file.set_len(length / 2).unwrap();
         }
-        // A name may be gone already, with the directory that it was in.
+        // An entry may already be gone with its directory.
         for path in volatile.names.iter().rev() {
             let _ = std::fs::remove_file(path);
             let _ = std::fs::remove_dir_all(path);
@@ -111,7 +111,7 @@ impl State {
         }
     }
 
-    /// What was not synced is not synced under its new name either.
+    /// Renames unsynced entries, which stay unsynced.
     fn follow(&self, from: &Path, to: &Path) {
         let renamed = |path: PathBuf| match path.strip_prefix(from) {
             Ok(rest) if rest.as_os_str().is_empty() => to.to_owned(),
@@ -128,7 +128,7 @@ impl State {
     }
 }
 
-/// Ends the process as `kill -9` does. The signal is on its way when `raise` returns.
+/// Kills the process with SIGKILL, which may arrive after `raise` returns.
 fn kill() -> ! {
     signal_hook::low_level::raise(signal_hook::consts::SIGKILL).unwrap();
     loop {
@@ -157,7 +157,7 @@ impl Storage for FaultyStorage {
         let replaces = to.exists();
         LocalStorage.rename(from, to)?;
         self.0.follow(from, to);
-        // What a rename replaced cannot be had back: such a rename counts as synced.
+        // A replaced file cannot be restored, so such a rename counts as synced.
         if !replaces {
             self.0.lock().renames.push((from.to_owned(), to.to_owned()));
         }

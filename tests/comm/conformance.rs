@@ -98,7 +98,7 @@ mod on_eight_gpus {
             strided_exchange_turns_sequence_shards_into_head_shards_and_back,
             strided_exchange_accumulates_in_rank_order,
             strided_exchange_may_write_into_the_storage_it_reads,
-            plans_that_leave_their_tensors_are_refused;
+            plans_that_exceed_their_tensors_are_errors;
         point_to_point:
             a_ring_passes_tensors_on,
             messages_between_a_pair_keep_their_order;

@@ -1,13 +1,12 @@
 //! Comparison of tensors by name, relative to the expected tensor's largest entry.
 //!
-//! An error relative to each single entry would measure nothing but the noise
-//! of entries near zero; one relative to the largest entry says how wrong the
-//! tensor is. NaN and infinities never compare as close.
+//! An error relative to each entry would measure only the noise of entries near zero. NaN and infinities never
+//! compare as close.
 
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// A worst entry: where it is and how far off.
+/// The entry with the largest error.
 #[derive(Debug, Clone, Copy)]
 struct Worst {
     index: usize,
@@ -16,12 +15,12 @@ struct Worst {
     error: f64,
 }
 
-/// `max |actual − expected| / max |expected|`; absolute where all of `expected` is zero.
+/// Returns `max |actual − expected| / max |expected|`, or the absolute error if all of `expected` is zero.
 ///
-/// Infinite when an entry of either side is NaN or infinite.
+/// Infinite if an entry of either side is NaN or infinite.
 ///
 /// # Panics
-/// When the numbers of elements differ.
+/// Panics if the numbers of elements differ.
 pub fn max_rel_error<T: Copy + Into<f64>>(actual: &[T], expected: &Tensor) -> f64 {
     worst_entry(actual, &values(expected)).map_or(0.0, |worst| worst.error)
 }
@@ -67,8 +66,8 @@ pub fn assert_scalar_close(name: &str, actual: f64, expected: f64, tolerance: f6
     }
 }
 
-/// Asserts that two sets hold the same names and that each tensor has the
-/// expected shape and is close. `what` (say "gradient") is put before the names.
+/// Asserts that two sets have the same names, and that each tensor has the expected shape and is close. `what`, such
+/// as "gradient", prefixes the names.
 ///
 /// # Panics
 /// When they are not.
@@ -88,7 +87,7 @@ pub fn assert_all_close(
     }
 }
 
-/// All elements in row-major order, as f64.
+/// Returns all elements in row-major order, as f64.
 ///
 /// # Panics
 /// When the tensor's type does not convert to f64.

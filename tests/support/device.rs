@@ -1,5 +1,5 @@
-//! The device that the suites run on: `ULYSSES_TEST_DEVICE=cpu` (also when it is not set), `emulated` (the GPU's
-//! kernels on the host, feature `kernel-emulation`) or `cuda` (feature `cuda`; the ranks share the GPUs there are).
+//! The device under test, from `ULYSSES_TEST_DEVICE`: `cpu` (default), `emulated` (GPU kernels on the CPU, feature
+//! `kernel-emulation`) or `cuda` (feature `cuda`; the ranks share the available GPUs).
 
 use candle_core::Device;
 use std::cell::RefCell;
@@ -8,7 +8,7 @@ thread_local! {
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
 }
 
-/// Runs one rank of a test on the device that was asked for.
+/// Runs one rank of a test on the device under test.
 pub fn on_test_device<R>(rank: usize, run: impl FnOnce() -> R) -> R {
     match choice().as_str() {
         "cpu" => run(),
@@ -19,7 +19,7 @@ pub fn on_test_device<R>(rank: usize, run: impl FnOnce() -> R) -> R {
             DEVICE.set(device.expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
             run()
         }
-        other => panic!("ULYSSES_TEST_DEVICE={other}: this build knows no such device"),
+        other => panic!("ULYSSES_TEST_DEVICE={other}: this build supports no such device"),
     }
 }
 
@@ -27,12 +27,12 @@ fn choice() -> String {
     std::env::var("ULYSSES_TEST_DEVICE").unwrap_or_else(|_| "cpu".to_owned())
 }
 
-/// Whether the suite runs on the CPU's own kernels.
+/// Returns whether the device under test is the CPU.
 pub fn is_cpu() -> bool {
     choice() == "cpu"
 }
 
-/// The device of this thread's rank.
+/// Returns the device of this thread's rank.
 pub fn test_device() -> Device {
     DEVICE.with_borrow(Device::clone)
 }

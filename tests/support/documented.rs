@@ -1,21 +1,21 @@
-//! The commands that README and book tell users to run.
+//! The commands in README.md and the book.
 
 #![allow(clippy::unwrap_used, reason = "this is test code")]
 
 use std::fs;
 use std::path::Path;
 
-/// A line of a `console` block that begins with `$ `.
+/// A command: a line of a `console` block that starts with `$ `.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Documented {
-    /// From the repository's root.
+    /// Path from the repository's root.
     pub(crate) file: String,
     pub(crate) line: usize,
-    /// Without the prompt and the comment.
+    /// The command without prompt and comment.
     pub(crate) command: String,
 }
 
-/// The files that have commands: README.md, the book, and the READMEs of folders for users.
+/// Returns the files with commands: README.md, the book, and the READMEs of folders for users.
 pub(crate) fn documents(root: &Path) -> Vec<String> {
     let book = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
     let book = book.map(|name| format!("docs/{}", name.into_string().unwrap()));
@@ -25,7 +25,7 @@ pub(crate) fn documents(root: &Path) -> Vec<String> {
     files
 }
 
-/// The commands of every `console` block of a text, block by block.
+/// Returns the commands of each `console` block of a text.
 pub(crate) fn blocks(file: &str, text: &str) -> Vec<Vec<Documented>> {
     let mut blocks = Vec::new();
     let mut block: Option<Vec<Documented>> = None;
@@ -46,7 +46,7 @@ pub(crate) fn blocks(file: &str, text: &str) -> Vec<Vec<Documented>> {
     blocks
 }
 
-/// All commands of all documents.
+/// Returns the commands of all documents, by block.
 pub(crate) fn all_blocks(root: &Path) -> Vec<Vec<Documented>> {
     let read = |file: &String| blocks(file, &fs::read_to_string(root.join(file)).unwrap());
     documents(root).iter().flat_map(read).collect()

@@ -1,4 +1,4 @@
-//! Wrong implementations at the library's trait seams. The suite must notice each.
+//! Faulty implementations of the library's traits. The suite must detect each.
 
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
@@ -8,16 +8,16 @@ use ulysses::kernels::attention::{
 };
 use ulysses::kernels::{OpError, Workspace};
 
-/// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.
+/// A fault in the f32 sums of a [`FaultyGroup`], which are the gradients.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
-    /// Leaves every rank with its own (part).
+    /// Every rank keeps its own values.
     SkipsTheSum,
-    /// Multiplies the sum by the number of ranks (DeepSpeed at stages 0 to 2).
+    /// The sum is multiplied by the number of ranks (DeepSpeed at stages 0 to 2).
     ScalesByWorldSize,
 }
 
-/// A process group that does everything right but summing gradients.
+/// A process group that sums gradients incorrectly.
 #[derive(Debug)]
 pub struct FaultyGroup {
     inner: Arc<dyn ProcessGroup>,
@@ -71,7 +71,7 @@ impl WrongAttentionLayout {
         })
     }
 
-    /// Takes the KV head to be `h / group`, as if heads were shared evenly.
+    /// Maps query head `h` to KV head `h / group`, as if heads were shared evenly.
     pub fn divides_heads_by_group() -> Self {
         Self(|layout| {
             let num_heads = layout.q_to_kv().len();

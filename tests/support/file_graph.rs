@@ -1,14 +1,14 @@
-//! Which file of a crate takes names from which other, and the circles in that.
+//! The dependency graph of a crate's files, and its cycles.
 
 use crate::source_tree::{Source, Token, module_path, without_test_code};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// A module's names: what it imports or hands on, by the name that it has here.
+/// The imports and re-exports of a module, by local name.
 type Imports = HashMap<String, Vec<String>>;
 
-/// The files of one crate as modules.
+/// A crate's files as modules.
 pub(crate) struct Crate {
-    /// A module's file and tokens, by its path from the crate's root.
+    /// Modules by path from the crate's root.
     modules: BTreeMap<Vec<String>, Module>,
 }
 
@@ -19,7 +19,7 @@ struct Module {
 }
 
 impl Crate {
-    /// The crate whose root lies in `root`, such as `src/`; test modules are left out.
+    /// Reads the crate with the root `root`, such as `src/`, without its test modules.
     pub(crate) fn read(root: &str, sources: &[Source]) -> Self {
         let mut modules = BTreeMap::new();
         let mut test_modules = BTreeSet::new();
@@ -37,8 +37,9 @@ impl Crate {
         Self { modules }
     }
 
-    /// Pairs of files, the second of which the first takes a name from. A folder's `mod.rs` and what lies in the
-    /// folder are one idea: what passes between them is no pair.
+    /// Returns pairs of files of which the first uses a name of the second.
+    ///
+    /// Dependencies between a folder's `mod.rs` and the folder's files do not count.
     pub(crate) fn arrows(&self) -> BTreeSet<(&str, &str)> {
         let mut arrows = BTreeSet::new();
         for (from, module) in &self.modules {
@@ -53,7 +54,7 @@ impl Crate {
         arrows
     }
 
-    /// Full paths of all names that a module uses: of its imports, and in place.
+    /// Returns the full paths of all names that a module imports or uses inline.
     fn paths(&self, from: &[String], module: &Module) -> Vec<Vec<String>> {
         let mut paths: Vec<Vec<String>> = module.imports.values().cloned().collect();
         let mut index = 0;
@@ -77,7 +78,7 @@ impl Crate {
         paths
     }
 
-    /// The module that defines what a path names, through modules that hand it on.
+    /// Returns the module that defines a path, following re-exports.
     fn resolve(&self, path: &[String], hops: usize) -> Option<&[String]> {
         let depth = (0..=path.len()).rev().find(|&depth| self.modules.contains_key(&path[..depth]))?;
         let (found, module) = self.modules.get_key_value(&path[..depth])?;
@@ -85,7 +86,7 @@ impl Crate {
         let handed_on = item.and_then(|item| module.imports.get(item)).filter(|_| hops < 8);
         match handed_on {
             Some(to) if to.as_slice() != path => self.resolve(to, hops + 1),
-            // A path from outside of the crate resolves to its root, where nothing has that name.
+            // A path outside the crate resolves to its root, which has no such name.
             _ => (depth > 0 || module.declares(item?)).then_some(found),
         }
     }
@@ -98,7 +99,7 @@ impl Module {
     }
 }
 
-/// The names of a path that begins at a token, and the index behind it.
+/// Returns the names of a path that starts at a token, and the index after it.
 fn path_at(tokens: &[Token], start: usize) -> (Vec<String>, usize) {
     let is_name = |index: usize| {
         tokens.get(index).is_some_and(|token| token.text.starts_with(|c: char| c.is_alphabetic() || c == '_'))
@@ -117,7 +118,7 @@ fn path_at(tokens: &[Token], start: usize) -> (Vec<String>, usize) {
     (segments, index)
 }
 
-/// A path from the crate's root; `None` for one of another crate.
+/// Returns a path from the crate's root, or `None` for a path in another crate.
 fn absolute(module: &[String], segments: &[String]) -> Option<Vec<String>> {
     let mut base = match segments[0].as_str() {
         "crate" => Vec::new(),
@@ -129,7 +130,7 @@ fn absolute(module: &[String], segments: &[String]) -> Option<Vec<String>> {
     Some([&base[..], &segments[supers.max(1)..]].concat())
 }
 
-/// What the `use` declarations of a module bring.
+/// Returns the names that a module's `use` declarations import.
 fn imports(module: &[String], tokens: &[Token]) -> Imports {
     let mut found = Imports::new();
     let uses = tokens.iter().enumerate().filter(|(_, token)| token.text == "use");
@@ -145,7 +146,7 @@ fn imports(module: &[String], tokens: &[Token]) -> Imports {
             };
             let path = path.strip_suffix(&["self".to_owned()]).unwrap_or(path);
             let name = if name == "self" { path[path.len() - 1].clone() } else { name };
-            // A child of this module, where it is no crate.
+            // A child of this module, unless it is a crate.
             let full = absolute(module, path).unwrap_or_else(|| [module, path].concat());
             found.insert(name, full);
         });
@@ -187,7 +188,7 @@ fn use_tree(prefix: &[String], tokens: &[Token], each: &mut dyn FnMut(&[String])
     }
 }
 
-/// Groups of files that lead to one another, each sorted.
+/// Returns the cycles of files, each sorted.
 pub(crate) fn circles<'a>(arrows: &BTreeSet<(&'a str, &'a str)>) -> Vec<Vec<&'a str>> {
     let files: BTreeSet<&str> = arrows.iter().flat_map(|&(from, to)| [from, to]).collect();
     let reached: BTreeMap<&str, BTreeSet<&str>> =

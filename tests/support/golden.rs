@@ -9,20 +9,20 @@ use std::path::{Path, PathBuf};
 
 /// One model on one batch.
 pub struct Fixture {
-    /// Where its files lie.
+    /// The folder of its files.
     pub dir: PathBuf,
     pub config: ReferenceConfig,
     pub weights: Weights,
     pub batch: Batch,
     /// f32: `logits` `[rows, seq_len, vocab_size]`, `loss` `[1]` and more, see the manifest.
     pub outputs: Tensors,
-    /// f32, by parameter name.
+    /// f32 weights, by parameter name.
     pub grads: Tensors,
     /// The same model evaluated by PyTorch in f64: `loss`, `logits`, `grad.<name>`; empty if there is none.
     pub f64_outputs: Tensors,
     /// The optimizer of all trajectories.
     pub adamw: AdamWConfig,
-    /// How far PyTorch's own f32 results lie from its f64 ones, by quantity; see the manifest.
+    /// Error of PyTorch's f32 results against its f64 results, by quantity; see the manifest.
     pub f32_errors: BTreeMap<String, f64>,
     /// By name, such as `adamw` and `adamw_clip0.5`.
     pub trajectories: BTreeMap<String, Trajectory>,
@@ -30,7 +30,7 @@ pub struct Fixture {
 
 /// A few optimizer steps on the fixture's batch.
 pub struct Trajectory {
-    /// Largest gradient norm.
+    /// Maximum gradient norm.
     pub clip: Option<f64>,
     pub steps: Vec<TrajectoryStep>,
 }
@@ -65,14 +65,15 @@ struct TraceStep {
     grad_norm_before_clip: f64,
 }
 
-/// The folder that holds `tests/fixtures`: cargo says where it is when it runs a test, and whoever runs a test binary
-/// where there is no source tree says it as cargo does.
+/// Returns the folder of `tests/fixtures`, from `CARGO_MANIFEST_DIR`.
+///
+/// Set this variable to run a test binary without cargo.
 fn repository() -> PathBuf {
     std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
 }
 
 impl Fixture {
-    /// Loads a fixture by the name of its folder.
+    /// Loads a fixture by folder name.
     pub fn load(name: &str) -> Result<Self> {
         let root = repository().join("tests/fixtures/golden");
         let dir = root.join(name);

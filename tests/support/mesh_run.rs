@@ -1,4 +1,4 @@
-//! Runs the library on a mesh, on the reference's own weights and batches.
+//! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
 use super::reference::{
@@ -29,16 +29,16 @@ pub struct Layout {
     pub sp: usize,
     pub stage: u8,
     pub accumulation: usize,
-    /// Ranks that share ZeRO's partitions, where that is not all of dp.
+    /// Number of ranks that ZeRO partitions over, if not dp (HSDP).
     pub shard_size: Option<usize>,
 }
 
-/// Data parallel × sequence parallel, at a ZeRO stage, without accumulation.
+/// Returns a dp × sp layout at a ZeRO stage, without accumulation.
 pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
     Layout { dp, sp, stage, accumulation: 1, shard_size: None }
 }
 
-/// The optimizers that reference and library share.
+/// An optimizer that both reference and library implement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     Sgd { lr: f64 },
@@ -49,7 +49,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// The reference's optimizer.
+    /// Returns the reference's optimizer.
     pub fn reference(self) -> Box<dyn Optimizer> {
         match self {
             Self::Sgd { lr } => Box::new(Sgd::new(lr, 0.0, 0.0)),
@@ -60,7 +60,7 @@ impl Rule {
         }
     }
 
-    /// The `optimizer` section of a config.
+    /// Returns the `optimizer` section of a config.
     fn json(self) -> serde_json::Value {
         match self {
             Self::Sgd { lr } => json!({ "type": "SGD", "params": { "lr": lr } }),
@@ -89,7 +89,7 @@ impl Rule {
     }
 }
 
-/// A model, a batch, and what to do with them.
+/// A model, a batch, and training options.
 #[derive(Clone)]
 pub struct Problem {
     pub config: ReferenceConfig,
@@ -98,14 +98,14 @@ pub struct Problem {
     pub rule: Rule,
     pub clip: Option<f64>,
     pub steps: usize,
-    /// More keys for the JSON config.
+    /// Additional keys for the JSON config.
     pub extra: serde_json::Value,
-    /// Makes the model; [`llama`] unless a test plugs in layers of its own.
+    /// Creates the model: [`llama`], unless a test uses its own layers.
     pub model: fn(&LlamaConfig) -> Model,
     pub threads_per_rank: usize,
 }
 
-/// What stands in for parts of the library, to prove that the suite notices.
+/// Faulty replacements of parts of the library, which the suite must detect.
 pub struct Doubles {
     pub groups: fn(ZeroGroups) -> ZeroGroups,
     pub attention: Arc<dyn Attention>,
@@ -126,18 +126,18 @@ impl Problem {
         Self { config, weights, batch, rule, clip, steps, extra, model, threads_per_rank: 1 }
     }
 
-    /// What the independent reference makes of it.
+    /// Returns the outcome of the independent reference.
     pub fn reference(&self) -> Result<Training> {
         self.reference_with(&mut *self.rule.reference())
     }
 
-    /// What the reference makes of it with another optimizer.
+    /// Returns the outcome of the reference with another optimizer.
     pub fn reference_with(&self, optimizer: &mut dyn Optimizer) -> Result<Training> {
         let batches = vec![self.batch.clone(); self.steps];
         train(&self.config, &self.weights, &batches, optimizer, self.clip, self.steps)
     }
 
-    /// What the library makes of it; every rank must say the same.
+    /// Returns the outcome of the library, which must be the same on every rank.
     pub fn run(&self, layout: Layout) -> Result<BatchOutcome> {
         let mut outcomes = self.run_on_all_ranks(layout, &Doubles::default(), true)?.into_iter();
         let first = outcomes.next().context("a mesh has a rank")?;
@@ -147,8 +147,7 @@ impl Problem {
         Ok(first)
     }
 
-    /// What rank 0 makes of it with wrong parts put in. The ranks are not compared, so that
-    /// nothing but the numbers can tell.
+    /// Returns rank 0's outcome with faulty parts. Ranks are not compared, so only the values can reveal the fault.
     pub fn run_with(&self, layout: Layout, doubles: &Doubles) -> Result<BatchOutcome> {
         self.run_on_all_ranks(layout, doubles, false)?.into_iter().next().context("a mesh has a rank")
     }
@@ -174,7 +173,7 @@ impl Problem {
         })?)
     }
 
-    /// One rank's engine, on the reference's weights.
+    /// Creates one rank's engine with the reference's weights.
     pub fn engine(
         &self,
         config: &Config,
@@ -213,7 +212,7 @@ impl Problem {
     }
 }
 
-/// Runs `work` on every rank of the config's mesh; results in rank order.
+/// Runs `work` on every rank of the config's mesh, and returns the results in rank order.
 pub fn on_mesh<T: Send>(
     config: &Config,
     options: &LaunchOptions,
@@ -227,7 +226,7 @@ pub fn on_mesh<T: Send>(
     })
 }
 
-/// The shards of an engine's rank: micro step `a` of dp rank `d` takes rows `(a·dp + d)·micro_batch` on.
+/// Returns a rank's shards: micro step `a` of dp rank `d` starts at sequence `(a·dp + d)·micro_batch`.
 pub fn micro_batches(global: &GlobalBatch, engine: &Engine) -> Result<Vec<MicroBatch>> {
     let (config, dp, sp) = (engine.config(), engine.dp_group(), engine.sp_group());
     let rows = config.micro_batch_size;
@@ -238,7 +237,7 @@ pub fn micro_batches(global: &GlobalBatch, engine: &Engine) -> Result<Vec<MicroB
     (0..config.gradient_accumulation_steps).map(shard).collect()
 }
 
-/// Panics unless loss, norms, gradients and final parameters agree with the reference.
+/// Asserts that loss, norms, gradients and final parameters match the reference.
 #[track_caller]
 pub fn assert_matches(outcome: &BatchOutcome, expected: &Training, tolerance: f64, label: &str) {
     let first = &expected.steps[0];
@@ -256,7 +255,7 @@ pub fn assert_matches(outcome: &BatchOutcome, expected: &Training, tolerance: f6
     assert_all_close(&format!("{label}: parameter"), &parameters, &expected, tolerance);
 }
 
-/// Whether [`assert_matches`] would pass.
+/// Returns whether [`assert_matches`] would pass.
 pub fn matches(outcome: &BatchOutcome, expected: &Training, tolerance: f64) -> bool {
     let check = || assert_matches(outcome, expected, tolerance, "double");
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
@@ -266,7 +265,7 @@ pub fn by_name(tensors: &[(String, Tensor)]) -> BTreeMap<String, Tensor> {
     tensors.iter().cloned().collect()
 }
 
-/// Every number of an outcome, to the bit.
+/// Returns the bits of every value of an outcome.
 pub fn bits(outcome: &BatchOutcome) -> Result<Vec<u64>> {
     let reported = outcome.reports.iter().flat_map(|report| [report.loss, report.grad_norm]);
     let mut bits: Vec<u64> = std::iter::once(outcome.loss).chain(reported).map(f64::to_bits).collect();
@@ -289,7 +288,7 @@ pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
     )?)
 }
 
-/// The library's own model.
+/// Creates the library's model.
 pub fn llama(config: &LlamaConfig) -> Model {
     Model::llama(config).expect("a valid description")
 }
@@ -341,7 +340,7 @@ fn scaling(scaling: RopeScaling) -> Scaling {
     }
 }
 
-/// The reference's weights, which are f32 values, as a source for the library.
+/// A weight source with the reference's weights, which are f32 values.
 pub struct ReferenceWeights<'a>(pub &'a Weights);
 
 impl WeightSource for ReferenceWeights<'_> {

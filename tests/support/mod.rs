@@ -1,8 +1,7 @@
 //! Helpers shared by the integration tests.
 //!
-//! Every test binary compiles this module for itself and uses a part of it, so
-//! what one of them leaves unused (or unreachable: a test binary exports
-//! nothing) is not dead. And `unwrap` is how a test fails.
+//! Every test binary compiles this module and uses only a part of it, so unused and unreachable items are allowed.
+//! Tests fail by `unwrap`.
 #![allow(dead_code, unused_imports, unused_macros, unreachable_pub, clippy::unwrap_used)]
 
 pub mod comm;

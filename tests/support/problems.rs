@@ -1,11 +1,11 @@
-//! The models and batches that the mesh must not change.
+//! Models and batches whose results must not depend on the mesh.
 
 use super::mesh_run::{Problem, Rule};
 use super::reference::{
     AdagradConfig, AdamWConfig, Batch, LambConfig, LionConfig, ReferenceConfig, RopeScaling, random_weights,
 };
 
-/// Two layers, 8 query heads, rows of 22 tokens: divisible by neither 3 nor 4.
+/// Two layers, 8 query heads, sequences of 22 tokens: neither 3 nor 4 divides 22.
 pub const CONFIG: ReferenceConfig = ReferenceConfig {
     vocab_size: 61,
     hidden_size: 24,
@@ -29,15 +29,15 @@ pub const ADAMW: AdamWConfig = AdamWConfig { lr: 1e-3, betas: (0.9, 0.95), eps: 
 
 pub const LION: LionConfig = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
 
-/// The sum starts above the gradients' squares: from 0 the first step would be the sign of the gradient.
+/// The accumulator starts above the squared gradients. Starting at 0, the first step would be the gradient's sign.
 pub const ADAGRAD: AdagradConfig =
     AdagradConfig { lr: 1e-2, lr_decay: 0.5, eps: 1e-10, weight_decay: 0.1, initial_accumulator_value: 1e-3 };
 
-/// An eps above the rounding of gradients, which the first steps would divide by themselves otherwise.
+/// `eps` exceeds the rounding errors of gradients, which the first steps would otherwise amplify.
 pub const LAMB: LambConfig =
     LambConfig { lr: 1e-2, betas: (0.9, 0.95), eps: 1e-5, weight_decay: 0.1, coefficients: (0.01, 10.0) };
 
-/// Eight rows of documents of many lengths, one of a single token, some rows of one document.
+/// Returns eight sequences packed with documents of many lengths, including 1 token and a whole sequence.
 pub fn packed_batch() -> Batch {
     let rows: [&[usize]; 8] =
         [&[22], &[9, 13], &[1, 4, 17], &[21, 1], &[7, 8, 7], &[22], &[11, 11], &[3, 2, 1, 16]];

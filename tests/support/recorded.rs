@@ -1,24 +1,23 @@
-//! A process group that notes what is asked of it.
+//! A process group that records its operations.
 
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
 use ulysses::comm::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::zero::ZeroGroups;
 
-/// An operation that a rank has started.
+/// An operation that a rank started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Started {
     pub op: CollectiveOp,
     pub axis: &'static str,
-    /// Bytes of what the rank puts in.
+    /// Bytes of the rank's input.
     pub input_bytes: u64,
 }
 
-/// What one rank has started, over all its groups, in order.
+/// The operations of one rank over all its groups, in order.
 pub type Log = Arc<Mutex<Vec<Started>>>;
 
-/// Writes down what is asked of another group. A group of one rank moves nothing: nothing is noted of it,
-/// nor of barriers.
+/// A process group that records the operations of another group, except barriers and those of one-rank groups.
 #[derive(Debug)]
 pub struct Recorded {
     inner: Arc<dyn ProcessGroup>,
@@ -27,14 +26,14 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// All groups of a rank, which write to one log.
+    /// Wraps all groups of a rank, with a common log.
     pub fn groups(groups: &ZeroGroups, log: &Log) -> ZeroGroups {
         let wrap =
             |axis, inner| -> Arc<dyn ProcessGroup> { Arc::new(Self { inner, axis, log: log.clone() }) };
         groups.clone().map(wrap)
     }
 
-    /// What the rank puts in, the part of it that a strided exchange sends.
+    /// Returns the bytes of the rank's input. For a strided exchange, only the sent elements count.
     fn input_bytes(call: CollectiveArgs<'_>) -> usize {
         let bytes = |elements: usize, like: &Tensor| elements * like.dtype().size_in_bytes();
         match call {

@@ -1,5 +1,4 @@
-//! Reads the repository's files: Rust sources as tokens without comments and test code, and
-//! the imports between the modules of `src/`.
+//! The repository's files: Rust tokens without comments and test code, and imports between modules of `src/`.
 
 #![allow(clippy::unwrap_used, reason = "this is test code")]
 
@@ -8,13 +7,13 @@ use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
 
-/// A file, by its path from the repository's root with `/` between the parts.
+/// A file. Its path starts at the repository's root and uses `/`.
 pub(crate) struct Source {
     pub(crate) path: String,
     pub(crate) text: String,
 }
 
-/// A place that breaks a rule.
+/// A violation of a rule.
 pub(crate) struct Violation {
     pub(crate) path: String,
     pub(crate) line: usize,
@@ -33,7 +32,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// The paths of all files that belong to the repository, sorted.
+/// Returns the sorted paths of all files of the repository.
 pub(crate) fn repository_files(root: &Path) -> Vec<String> {
     let mut files = Vec::new();
     let mut folders = vec![String::new()];
@@ -56,21 +55,21 @@ pub(crate) fn repository_files(root: &Path) -> Vec<String> {
     files
 }
 
-/// The Rust files below some folders.
+/// Reads the Rust files in some folders.
 pub(crate) fn read_rust_files(root: &Path, folders: &[&str]) -> Vec<Source> {
     let is_below = |path: &String| folders.iter().any(|folder| path.starts_with(&format!("{folder}/")));
     let files = repository_files(root).into_iter().filter(|path| path.ends_with(".rs") && is_below(path));
     files.map(|path| Source { text: std::fs::read_to_string(root.join(&path)).unwrap(), path }).collect()
 }
 
-/// A token; brackets are tokens of their own, `::` is two, literals are `"…"`.
+/// A token. Brackets are tokens, `::` is two tokens, literals are `"…"`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Token {
     pub(crate) text: String,
     pub(crate) line: usize,
 }
 
-/// A file's tokens; comments are gone, documentation comments are literals.
+/// Returns a file's tokens, without comments. Doc comments are literals.
 pub(crate) fn tokens(source: &Source) -> Vec<Token> {
     let stream: TokenStream = source.text.parse().unwrap_or_else(|error| panic!("{}: {error}", source.path));
     let mut tokens = Vec::new();
@@ -101,7 +100,7 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     }
 }
 
-/// One module of `src/` naming another, or one of the crate `ulysses_kernels`.
+/// An import of a module of `src/` or of the crate `ulysses_kernels`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Import {
     pub(crate) path: String,
@@ -110,8 +109,8 @@ pub(crate) struct Import {
     pub(crate) to: String,
 }
 
-/// All imports between the modules of `src/`, by `use` or in place, outside test code.
-/// `lib.rs` and `main.rs` belong to no module.
+/// Returns all imports between modules of `src/`, by `use` or inline path, outside test code. `lib.rs` and `main.rs`
+/// belong to no module.
 pub(crate) fn imports(sources: &[Source]) -> Vec<Import> {
     let sources: Vec<(&Source, Vec<Token>, HashSet<String>)> = sources
         .iter()
@@ -147,13 +146,13 @@ pub(crate) fn module_path(path: &str) -> Vec<&str> {
     parts
 }
 
-/// The module path of a module that a file declares, joined with `/`.
+/// Returns the path of a module that a file declares, joined with `/`.
 fn child(path: &str, name: &str) -> String {
     module_path(path).into_iter().chain([name]).collect::<Vec<_>>().join("/")
 }
 
-/// What follows `crate::`, or a chain of `super::` that leads to the crate's root from a file
-/// `depth` modules deep, and what follows `ulysses_kernels::`, as `kernels::…`.
+/// Returns the names after `crate::`, after a chain of `super::` from a file `depth` modules deep to the crate's
+/// root, and after `ulysses_kernels::` (as `kernels::…`).
 fn imported(tokens: &[Token], depth: usize) -> impl Iterator<Item = (String, usize)> {
     let mut found = Vec::new();
     let mut index = 0;
@@ -180,7 +179,7 @@ fn is_path_separator(tokens: &[Token], index: usize) -> bool {
     index + 2 < tokens.len() && tokens[index].text == ":" && tokens[index + 1].text == ":"
 }
 
-/// The name that the tokens begin with, or those at the top of a `{…}` list.
+/// Returns the first name, or the top-level names of a `{…}` list.
 fn names_at(tokens: &[Token]) -> Vec<(String, usize)> {
     if tokens[0].text != "{" {
         return vec![(tokens[0].text.clone(), tokens[0].line)];
@@ -203,7 +202,7 @@ fn names_at(tokens: &[Token]) -> Vec<(String, usize)> {
     names
 }
 
-/// The tokens without items under `#[cfg(test)]`, and the names of the modules among those.
+/// Returns the tokens without `#[cfg(test)]` items, and the names of the modules among these items.
 pub(crate) fn without_test_code(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
     const ATTRIBUTE: [&str; 7] = ["#", "[", "cfg", "(", "test", ")", "]"];
     let (mut kept, mut test_modules) = (Vec::new(), Vec::new());
@@ -224,8 +223,8 @@ pub(crate) fn without_test_code(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>)
     (kept, test_modules)
 }
 
-/// Number of tokens up to the end of the item that begins here with its attributes: the first
-/// `;` or the first `{…}` outside of other brackets.
+/// Returns the number of tokens of the first item with its attributes: up to the first `;` or `{…}` outside other
+/// brackets.
 fn item_len(tokens: &[Token]) -> usize {
     let mut depth = 0;
     for (index, token) in tokens.iter().enumerate() {

@@ -6,7 +6,7 @@ use crate::process::ProcessArgs;
 use crate::{DeviceArg, sources};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::pointed_to;
+use ulysses::checkpoint::read_pointer;
 use ulysses::config::{Backend, Packing};
 use ulysses::device::DeviceKind;
 use ulysses::monitor::Tracer;
@@ -98,7 +98,7 @@ impl TrainArgs {
         let (None, Some(resume)) = (&self.config, &mut self.resume) else { return Ok(()) };
         let is_config = |path: &mut PathBuf| {
             path.extension().is_some_and(|end| end == "json")
-                || (path.is_file() && pointed_to(path).is_none())
+                || (path.is_file() && read_pointer(path).is_none())
         };
         if let Some(config) = resume.take_if(is_config) {
             self.config = Some(config);

@@ -6,7 +6,7 @@ use super::run::Run;
 use crate::{Failure, OrFail, print};
 use anyhow::{Context, anyhow};
 use std::path::Path;
-use ulysses::checkpoint::{BEST, Evaluated, Evaluations, step_name};
+use ulysses::checkpoint::{BEST, EvaluationResult, EvaluationSummary, step_name};
 use ulysses::comm::CollectiveOp;
 use ulysses::device::DeviceKind;
 use ulysses::monitor::{CommsTable, RankComms, RunSummary};
@@ -74,8 +74,8 @@ fn print_paths(run: &Run, checkpoint: Option<&Path>) -> Result<(), Failure> {
 }
 
 /// Prints the best step by evaluation loss, if any, and its checkpoint.
-fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
-    let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
+fn print_evaluations(run: &Run, evaluations: EvaluationSummary) -> Result<(), Failure> {
+    let Some(EvaluationResult { step, loss }) = evaluations.best else { return Ok(()) };
     let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
         let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
         format!("; best checkpoint {} (named by {output}/{BEST})", path.display())

@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
-use ulysses::checkpoint::{step_name, steps};
+use ulysses::checkpoint::{saved_steps, step_name};
 
 /// Runs with a file size limit of about 50 KB: metrics fit, shards do not.
 fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {
@@ -84,14 +84,14 @@ fn pipes_and_devices_in_a_checkpoint_are_refused() {
         let file = place.path("out/step_00000010").join(name);
         let sound = fs::read(&file).unwrap();
         make_pipe(&file);
-        let pipe = format!("{name}: it is a named pipe, a regular file is needed");
+        let pipe = format!("{name}: not a regular file but a named pipe");
         place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&pipe]);
         let outcome = train(&place, &["--steps", "12", "--resume=out", "--output", &format!("from-{name}")]);
         assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
         assert!(outcome.stderr.contains(&pipe), "{outcome:?}");
         fs::remove_file(&file).unwrap();
         symlink("/dev/null", &file).unwrap();
-        let device = format!("{name}: it is a device, a regular file is needed");
+        let device = format!("{name}: not a regular file but a device");
         place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&device]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, sound).unwrap();
@@ -101,7 +101,7 @@ fn pipes_and_devices_in_a_checkpoint_are_refused() {
         let valid = fs::read(&file).unwrap();
         make_pipe(&file);
         let outcome = train(&place, &["--steps", "12", "--resume"]);
-        outcome.assert_refused(1, &[name, "it is a named pipe, a regular file is needed"]);
+        outcome.assert_refused(1, &[name, "not a regular file but a named pipe"]);
         place.run(&["report", "out"]).assert_refused(2, &[name, "it is a named pipe"]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, valid).unwrap();
@@ -121,7 +121,7 @@ fn links_in_the_output_directory_are_not_written_through() {
     );
     fs::remove_file(place.path("out/.lock")).unwrap();
     symlink(place.path("mine"), place.path("out/.lock")).unwrap();
-    let expected = "out/.lock: it is a symbolic link, a regular file is needed";
+    let expected = "out/.lock: not a regular file but a symbolic link";
     train(&place, &["--steps", "6", "--resume"]).assert_refused(1, &[expected]);
     assert_eq!(place.read("mine"), "not ours");
 }
@@ -147,11 +147,11 @@ fn the_age_of_a_renamed_checkpoint_comes_from_its_manifest() {
     fs::rename(name(99), name(9)).unwrap();
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));
     train(&place, &["--steps", "10", "--resume"]).assert_done();
-    assert_eq!(steps(&place.path("out")).unwrap(), [10, 9, 8]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [10, 9, 8]);
     // Nor does it get lost when the run saves a step of the same name.
     fs::rename(name(9), name(15)).unwrap();
     train(&place, &["--steps", "15", "--resume"]).assert_done();
-    assert_eq!(steps(&place.path("out")).unwrap(), [15, 10]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [15, 10]);
     let moved = place.run(&["checkpoint", "verify", "out/moved_step_00000005"]);
     moved.assert_done();
 }

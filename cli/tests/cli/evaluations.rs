@@ -2,7 +2,7 @@
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
-use ulysses::checkpoint::steps;
+use ulysses::checkpoint::saved_steps;
 
 /// A workplace whose `c.json` evaluates every two steps, with these keys of `validation` and `checkpoint`. The learning
 /// rate grows until the loss does too.
@@ -59,14 +59,14 @@ fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     let expected = format!("best loss {loss:.4} at step {best}; best checkpoint out/{name}");
     assert!(outcome.stdout.contains(&expected), "no {expected:?} in {outcome:?}");
     assert_eq!(place.read("out/best"), format!("{name}\n"));
-    assert_eq!(steps(&place.path("out")).unwrap(), [8, best]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [8, best]);
     assert_eq!(place.read_json("out/run.json")["best_evaluation"]["step"], best);
     // Later losses are worse, on another mesh too.
     write_config(&place, [1, 2], json!({}), checkpoint);
     let outcome = train(&place, &["--steps", "12", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(&expected), "no {expected:?} in {outcome:?}");
     assert_eq!(place.read("out/best"), format!("{name}\n"));
-    assert_eq!(steps(&place.path("out")).unwrap(), [12, best]);
+    assert_eq!(saved_steps(&place.path("out")).unwrap(), [12, best]);
     let inspected = place.run(&["checkpoint", "inspect", "out/best"]);
     assert!(inspected.assert_done().stdout.contains(&format!("out/{name}")), "{inspected:?}");
     place.run(&["checkpoint", "export", "out/best", "--output", "hf"]).assert_done();
@@ -87,7 +87,7 @@ fn a_resumed_run_stops_early_at_the_same_step() {
     let expected =
         "stopped early after step 6: the last 2 evaluation(s) did not improve the loss by more than 100";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
-    assert_eq!(steps(&place.path("whole")).unwrap(), [6], "the last step is saved");
+    assert_eq!(saved_steps(&place.path("whole")).unwrap(), [6], "the last step is saved");
     train(&place, &["--steps", "4"]).assert_done();
     write_config(&place, [1, 1], validation, json!({}));
     let outcome = train(&place, &["--steps", "20", "--resume"]);
@@ -120,7 +120,7 @@ fn ten_checkpoints_are_kept_by_default_and_all_with_0() {
         let outcome = train(&place, &["--steps", "12"]);
         let said = if expected == 10 { "keeping the last 10" } else { "keeping all" };
         assert!(outcome.assert_done().stderr.contains(said), "{outcome:?}");
-        assert_eq!(steps(&place.path("out")).unwrap().len(), expected);
+        assert_eq!(saved_steps(&place.path("out")).unwrap().len(), expected);
     }
 }
 

@@ -28,7 +28,10 @@ fn a_drawing_shows_ranks_groups_and_their_purpose() {
     }
     assert_eq!(groups_of(&drawing, "dp"), "dp 4 2 [0 4] [1 5] [2 6] [3 7]");
     assert_eq!(groups_of(&drawing, "sp"), "sp 2 4 [0 1 2 3] [4 5 6 7]");
-    assert!(drawing.contains("4 ranks share each sequence") && drawing.contains("ZeRO world size = dp = 2"));
+    assert!(
+        drawing.contains("each sequence is sharded over 4 ranks")
+            && drawing.contains("ZeRO world size = dp = 2")
+    );
 }
 
 #[test]
@@ -48,7 +51,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
     assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
     assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
     refused(&["2x2", "--nodes", "3"], &["4 ranks cannot be divided into 3 nodes"]);
-    refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["takes 4 ranks, but there are 6"]);
+    refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["needs 4 ranks, but the world size is 6"]);
     refused(&["2x2", "--inter", "dp=2"], &["expected the same axes"]);
     refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
 }

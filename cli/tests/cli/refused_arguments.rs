@@ -25,7 +25,7 @@ fn invalid_meshes_are_refused() {
         ("2x2x2", "3 sizes"),
         ("2", "1 sizes"),
         ("tp=2", "the axes are dp and sp, got tp"),
-        ("dp=2,dp=2", "named twice"),
+        ("dp=2,dp=2", "duplicate axis `dp`"),
         ("100000x100000", "more than 1048576 ranks"),
         ("99999999999999999999x1", "is not a size"),
         ("-1x2", "the size of dp cannot be inferred from -1"),
@@ -43,7 +43,7 @@ fn invalid_meshes_are_refused() {
     names.assert_refused(2, &["2 sizes for the axes a;"]);
     Workplace::new().run(&["mesh", "dp=2", "--names", "a"]).assert_refused(2, &["--names", "dp=2"]);
     let world = Workplace::new().run(&["mesh", "2x4", "--world-size", "7"]);
-    world.assert_refused(2, &["takes 8 ranks, but there are 7"]);
+    world.assert_refused(2, &["needs 8 ranks, but the world size is 7"]);
 }
 
 #[test]

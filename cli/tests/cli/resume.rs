@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use ulysses::checkpoint::{OutputLock, steps};
+use ulysses::checkpoint::{OutputLock, saved_steps};
 
 /// Metrics that a resumed run must repeat; the others are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
@@ -63,7 +63,7 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
         assert_eq!(repeated(&place, "parts/metrics.jsonl"), repeated(&place, "whole/metrics.jsonl"));
         let outcome = place.run(&["checkpoint", "diff", "parts", "whole"]);
         assert!(outcome.assert_done().stdout.contains("steps 12 and 12"), "{outcome:?}");
-        assert_eq!(steps(&place.path("parts")).unwrap(), [12, 10, 5]);
+        assert_eq!(saved_steps(&place.path("parts")).unwrap(), [12, 10, 5]);
     }
 }
 
@@ -137,11 +137,11 @@ fn runs_are_not_mixed() {
     let outcome = train(&["--resume=out/step_00000005"]);
     outcome.assert_refused(2, &["out contains step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
-        .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
+        .assert_refused(2, &["(--seed) is 1234 in the checkpoint, but 9 in this run", "export"]);
     train(&["--resume", "--seq-len", "32"])
-        .assert_refused(2, &["(--seq-len) was 64 when it was saved and is 32 in this run", "--reset-data"]);
+        .assert_refused(2, &["(--seq-len) is 64 in the checkpoint, but 32 in this run", "--reset-data"]);
     let outcome = train(&["--resume", "--seq-len", "32"]);
-    let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) was 64";
+    let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) is 64";
     assert!(outcome.stderr.lines().any(|line| line.starts_with(cause)), "the cause comes first: {outcome:?}");
     assert!(!place.path("out/config.1.json").exists(), "a refused run writes nothing");
     train(&["--resume=nowhere"])
@@ -149,11 +149,11 @@ fn runs_are_not_mixed() {
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
     let expected =
-        ["`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved", "is parameters in"];
+        ["the optimizer state is parameters, exp_avg, exp_avg_sq in the checkpoint", "but parameters in"];
     let outcome = train(&["--resume"]);
     outcome.assert_refused(2, &expected);
     assert!(
-        outcome.stderr.contains("error: out/step_00000007: the state that `optimizer` keeps was"),
+        outcome.stderr.contains("error: out/step_00000007: the optimizer state is"),
         "the cause comes first: {outcome:?}"
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
@@ -328,7 +328,7 @@ fn a_signal_saves_the_step_and_exits_with_75() {
         write_config(&place, "c.json", json!({ "mesh_param": [2, 2], "checkpoint": checkpoint }));
         assert_eq!(signal(start_endless(&place), &[name]), 75, "{name} {checkpoint}");
         let done = place.metrics("out/metrics.jsonl").len() as u64;
-        assert_eq!(steps(&place.path("out")).unwrap()[0], done, "the last step is saved");
+        assert_eq!(saved_steps(&place.path("out")).unwrap()[0], done, "the last step is saved");
         place.run(&["checkpoint", "verify", "out"]).assert_done();
         let total = (done + 2).to_string();
         place.run(&["train", "c.json", "--steps", &total, "--resume"]).assert_done();
@@ -362,7 +362,7 @@ fn without_checkpoints_a_signal_ends_the_run_without_saving() {
         let expected =
             format!("stopped by a signal after step {done}; nothing was saved, because the config has no");
         assert!(said.contains(&expected) && said.contains("stopping after this step"), "{said}");
-        assert!(steps(&place.path("out")).unwrap().is_empty());
+        assert!(saved_steps(&place.path("out")).unwrap().is_empty());
         assert!(
             place.read_json("out/run.json")["totals"]["steps"].as_u64().is_some(),
             "the record is complete"

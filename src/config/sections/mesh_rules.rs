@@ -6,7 +6,7 @@ use crate::config::overrides::Overrides;
 use crate::config::raw::RawConfig;
 use crate::config::reader::Section;
 use crate::config::vocabulary::{Key, Value};
-use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset, RuledMesh, TrainingShape};
+use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset, RuleMatch, TrainingShape};
 use serde_json::{Value as Json, json};
 
 /// Maximum number of rules; bounds the time that a hostile file can take.
@@ -104,9 +104,9 @@ impl RawConfig {
             Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node }
         });
         match rules.select(selector) {
-            RuledMesh::Unruled => Ok(None),
-            RuledMesh::Cleared => Ok(Some(AppliedRule::default())),
-            RuledMesh::Mesh(mesh) => match sizes_of(mesh, cluster) {
+            RuleMatch::NoMatch => Ok(None),
+            RuleMatch::Cleared => Ok(Some(AppliedRule::default())),
+            RuleMatch::Mesh(mesh) => match sizes_of(mesh, cluster) {
                 Ok(shape) => Ok(Some(AppliedRule { shape: Some(shape), preset: Preset::named(mesh) })),
                 Err(source) => Err(ConfigError::MeshRule {
                     file: self.file.clone(),

@@ -1,6 +1,6 @@
-//! The cases that every backend passes.
+//! The list of conformance cases, which every backend must pass.
 
-/// Gives all cases, by the file that they are in, to a macro: `every_case!(cases! backend)` becomes
+/// Passes all cases, grouped by file, to a macro: `every_case!(cases! backend)` becomes
 /// `cases! { backend; reduce: …; gather: …; }`.
 #[allow(unused_macros, reason = "every test binary compiles all of `support`")]
 macro_rules! every_case {
@@ -20,13 +20,13 @@ macro_rules! every_case {
                 broadcast_reaches_all_ranks_from_every_root,
                 values_are_reduced_and_gathered,
                 varied_lengths_are_gathered_including_none,
-                the_rank_that_differs_is_found_with_the_value;
+                the_first_different_rank_is_found_with_its_value;
             exchange:
                 all_to_all_moves_uneven_counts_and_none,
                 strided_exchange_turns_sequence_shards_into_head_shards_and_back,
                 strided_exchange_accumulates_in_rank_order,
                 strided_exchange_may_write_into_the_storage_it_reads,
-                plans_that_leave_their_tensors_are_refused;
+                plans_that_exceed_their_tensors_are_errors;
             point_to_point:
                 a_ring_passes_tensors_on,
                 messages_between_a_pair_keep_their_order,
@@ -52,20 +52,20 @@ macro_rules! every_case {
             failures:
                 a_panic_reaches_the_others_at_once,
                 a_panic_with_an_operation_under_way_reaches_the_others_at_once,
-                an_error_reaches_the_others_at_once_and_is_what_the_launch_returns,
+                an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch,
                 an_invalid_argument_on_one_rank_reaches_the_others,
-                another_collective_is_named_with_both_calls,
-                another_count_dtype_operator_or_root_is_named,
-                a_count_matrix_that_does_not_match_is_refused_before_data_moves,
-                strided_plans_that_do_not_match_are_refused,
-                a_rank_that_never_comes_is_named_after_the_timeout,
-                the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_itself,
-                a_rank_that_leaves_early_is_named_at_once,
+                a_different_collective_is_an_error_with_both_calls,
+                a_different_count_dtype_operator_or_root_is_an_error,
+                a_count_mismatch_is_an_error_before_data_moves,
+                mismatched_strided_plans_are_errors,
+                a_missing_rank_is_an_error_after_the_timeout,
+                the_error_names_the_root_blocker_and_not_a_waiting_rank,
+                a_rank_that_exits_early_is_an_error_at_once,
                 a_failure_in_a_small_group_fails_the_whole_world,
                 ranks_of_a_sub_group_are_named_by_their_global_rank,
                 a_message_of_another_kind_fails_both_sides,
                 a_message_to_or_from_a_rank_that_left_fails_at_once,
-                what_is_called_after_a_failure_fails_with_the_same_error,
+                calls_after_a_failure_return_the_same_error,
                 wrong_arguments_are_typed_errors_and_leave_the_group_usable;
         }
     };

@@ -1,4 +1,4 @@
-//! Byte counters against literals.
+//! Byte counters, compared with literals.
 
 use super::{Backend, tensor, zeros};
 use std::sync::Arc;
@@ -48,12 +48,12 @@ pub(crate) fn collectives_count_the_bytes_that_crossed_ranks(backend: &impl Back
 }
 
 pub(crate) fn all_reduce_counts_its_real_traffic_small_and_large(backend: &impl Backend) {
-    // Directly: every rank reads 2 × 300 bytes (16-bit elements).
+    // Direct algorithm: every rank reads 2 × 300 bytes (16-bit elements).
     let small = count(backend, 3, CollectiveOp::AllReduce, |group| {
         group.all_reduce(&tensor(150, |_| half::bf16::ONE), ReduceOp::Sum)
     });
     assert_eq!(small, [stats(1, 600, 600); 3]);
-    // In two phases: 2 · (n − 1)/n of 48,000 bytes.
+    // Two-phase algorithm: 2 · (n − 1)/n of 48,000 bytes.
     let large = count(backend, 4, CollectiveOp::AllReduce, |group| {
         group.all_reduce(&tensor(12_000, |_| 1.0_f32), ReduceOp::Sum)
     });
@@ -84,8 +84,8 @@ pub(crate) fn messages_are_counted_on_both_sides(backend: &impl Backend) {
 }
 
 pub(crate) fn strided_exchange_counts_what_it_moves(backend: &impl Backend) {
-    // Two rows of three elements to each peer. Whether the backend moves them itself
-    // or packs them for an all_to_all, the bytes are the same.
+    // Two rows of three elements to each peer. The bytes are the same whether the backend copies strided blocks
+    // or packs them for an all_to_all.
     let totals = backend.run(3, |group| {
         let block = |offset| StridedBlock {
             tensor: 0,

@@ -1,4 +1,4 @@
-//! all_to_all, and the strided form of it.
+//! all_to_all and strided all_to_all.
 
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use candle_core::Tensor;
@@ -8,7 +8,7 @@ use ulysses::comm::{CommError, ProcessGroupExt, RecvBlock, StridedBlock, Strided
 
 pub(crate) fn all_to_all_moves_uneven_counts_and_none(backend: &impl Backend) {
     fn case<T: Value>(backend: &impl Backend) {
-        // Rank i sends (i + 2j) mod 4 times `scale` elements to rank j: zeros included.
+        // Rank i sends `scale · ((i + 2j) mod 4)` elements to rank j, which may be 0.
         let count = |src: usize, dst: usize, scale: usize| (src + 2 * dst) % 4 * scale;
         for (world_size, scale) in [(1, 5), (2, 1), (3, 2), (4, 1), (4, 20_000)] {
             let results = backend.run(world_size, |group| {
@@ -32,8 +32,7 @@ pub(crate) fn all_to_all_moves_uneven_counts_and_none(backend: &impl Backend) {
     for_each_dtype!(case(backend));
 }
 
-/// Contiguous parts of `total`, the first ones one larger: the shards of a sequence,
-/// or of heads.
+/// Returns the contiguous shards of `total` tokens or heads; the first ones are one larger.
 fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
     let start = |index: usize| index * (total / parts) + index.min(total % parts);
     start(index)..start(index + 1)
@@ -42,7 +41,7 @@ fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
 const BATCH: usize = 2;
 const HEAD_DIM: usize = 3;
 
-/// The box of some tokens and heads within `[batch, tokens, heads, head_dim]`.
+/// Returns the block of some tokens and heads within `[batch, tokens, heads, head_dim]`.
 fn tokens_by_heads(
     shape: (usize, usize),
     tokens: Range<usize>,
@@ -61,8 +60,7 @@ fn tokens_by_heads(
     }
 }
 
-/// The exchange that Ulysses lives on, of two tensors with `heads[k]` heads each:
-/// from `[batch, tokens_local, heads, dim]` to `[batch, tokens, heads_local, dim]`.
+/// Plans the seq-to-head exchange of two tensors with `heads[k]` heads each: from `[batch, tokens_local, heads, dim]` to `[batch, tokens, heads_local, dim]`.
 fn seq_to_head(rank: usize, ranks: usize, seq_len: usize, heads: [usize; 2]) -> StridedPlan {
     let own_tokens = part(seq_len, ranks, rank);
     let send = |peer: usize| {
@@ -83,7 +81,7 @@ fn seq_to_head(rank: usize, ranks: usize, seq_len: usize, heads: [usize; 2]) -> 
     StridedPlan { send: (0..ranks).map(send).collect(), recv: (0..ranks).map(recv).collect() }
 }
 
-/// The way back.
+/// Plans the head-to-seq exchange.
 fn inverse(plan: &StridedPlan) -> StridedPlan {
     let send =
         plan.recv.iter().map(|blocks| blocks.iter().map(|recv| recv.block.clone()).collect()).collect();
@@ -92,7 +90,7 @@ fn inverse(plan: &StridedPlan) -> StridedPlan {
     StridedPlan { send, recv }
 }
 
-/// A value that tells batch, token, head and element apart.
+/// Returns a value that encodes batch, token, head and element.
 fn place(k: usize, b: usize, token: usize, head: usize, e: usize) -> f32 {
     ((((k * BATCH + b) * 1_000 + token) * 20 + head) * HEAD_DIM + e) as f32
 }
@@ -140,14 +138,14 @@ pub(crate) fn strided_exchange_turns_sequence_shards_into_head_shards_and_back(b
     }
 }
 
-/// One block of `count` elements at `offset` of tensor `tensor`.
+/// Returns a block of `count` elements at `offset` of tensor `tensor`.
 fn run(tensor: usize, offset: usize, count: usize) -> StridedBlock {
     StridedBlock { tensor, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: count }
 }
 
 pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend) {
     fn case<T: Value>(backend: &impl Backend) {
-        // Every rank adds its elements to rank 0's: what shared KV heads need.
+        // Every rank adds its elements to rank 0's, as for shared KV heads.
         let results = backend.run(4, |group| {
             let (rank, ranks) = (group.rank(), group.world_size());
             let mut plan = StridedPlan { send: vec![vec![]; ranks], recv: vec![vec![]; ranks] };
@@ -213,7 +211,7 @@ pub(crate) fn strided_exchange_may_write_into_the_storage_it_reads(backend: &imp
     }
 }
 
-pub(crate) fn plans_that_leave_their_tensors_are_refused(backend: &impl Backend) {
+pub(crate) fn plans_that_exceed_their_tensors_are_errors(backend: &impl Backend) {
     backend.run(2, |group| {
         let good = StridedPlan {
             send: vec![vec![run(0, 0, 2)], vec![run(0, 2, 2)]],
@@ -241,7 +239,7 @@ pub(crate) fn plans_that_leave_their_tensors_are_refused(backend: &impl Backend)
         refuse("recv block 0 from rank 1 overwrites elements of recv block 0 from rank 0", &|plan| {
             plan.recv[1][0].block.offset = 1;
         });
-        // All ranks were refused alike, and nothing was published: the group still works.
+        // All ranks got the same error before communicating, so the group still works.
         group.all_to_all_strided(&input, &output, &Arc::new(good.clone()))
     });
 }

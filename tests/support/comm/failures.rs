@@ -1,4 +1,4 @@
-//! What every rank is told when one of them fails.
+//! The errors of all ranks when one rank fails.
 
 use super::{Backend, Group, tensor, zeros};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use ulysses::comm::{
 
 const TIMEOUT: Duration = Duration::from_millis(1_500);
 
-/// Runs `work`, which must fail. Returns the launch's error and each rank's own
-/// (`None` for one that panicked or returned well), and checks that `within` held.
+/// Runs `work`, which must fail within `within`. Returns the error of the launch and of each rank (`None` for a
+/// rank that panicked or succeeded).
 fn fail(
     backend: &impl Backend,
     world_size: usize,
@@ -60,7 +60,7 @@ pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(bac
     assert!(errors[0].is_some() && errors[1].is_some());
 }
 
-pub(crate) fn an_error_reaches_the_others_at_once_and_is_what_the_launch_returns(backend: &impl Backend) {
+pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(backend: &impl Backend) {
     let own = CommError::Tensor("disk full".into());
     let (launched, errors) =
         fail(backend, 4, TIMEOUT, |group| if group.rank() == 3 { Err(own.clone()) } else { group.barrier() });
@@ -88,7 +88,7 @@ pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl 
     }
 }
 
-/// Rank 2 of four diverges: every rank is told so, with both calls and the place.
+/// Rank 2 of four diverges: the error of every rank has both calls and their position.
 fn diverge(
     backend: &impl Backend,
     called: &str,
@@ -112,12 +112,12 @@ fn diverge(
     assert_eq!(errors, vec![Some(expected); 4]);
 }
 
-pub(crate) fn another_collective_is_named_with_both_calls(backend: &impl Backend) {
+pub(crate) fn a_different_collective_is_an_error_with_both_calls(backend: &impl Backend) {
     let (called, others) = ("barrier", "all_reduce(Sum, 10 × f32)");
     diverge(backend, called, others, |group| group.barrier(), |group| all_reduce(10, group));
 }
 
-pub(crate) fn another_count_dtype_operator_or_root_is_named(backend: &impl Backend) {
+pub(crate) fn a_different_count_dtype_operator_or_root_is_an_error(backend: &impl Backend) {
     let usual = "all_reduce(Sum, 10 × f32)";
     diverge(
         backend,
@@ -136,9 +136,9 @@ pub(crate) fn another_count_dtype_operator_or_root_is_named(backend: &impl Backe
     diverge(backend, called, others, broadcast(0), broadcast(1));
 }
 
-pub(crate) fn a_count_matrix_that_does_not_match_is_refused_before_data_moves(backend: &impl Backend) {
+pub(crate) fn a_count_mismatch_is_an_error_before_data_moves(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
-        // Rank 1 sends two elements to each where one is expected.
+        // Rank 1 sends two elements to each rank, which expects one.
         let send = if group.rank() == 1 { 2 } else { 1 };
         let output = tensor(3, |_| -1.0_f32);
         let result = group.all_to_all(&tensor(3 * send, |i| i as f32), &output, &[send; 3], &[1; 3]);
@@ -152,7 +152,7 @@ pub(crate) fn a_count_matrix_that_does_not_match_is_refused_before_data_moves(ba
     );
 }
 
-pub(crate) fn strided_plans_that_do_not_match_are_refused(backend: &impl Backend) {
+pub(crate) fn mismatched_strided_plans_are_errors(backend: &impl Backend) {
     let (_, errors) = fail(backend, 3, TIMEOUT, |group| {
         let run = if group.rank() == 0 { 3 } else { 2 };
         let block = StridedBlock::contiguous(0, 0, run);
@@ -168,7 +168,7 @@ pub(crate) fn strided_plans_that_do_not_match_are_refused(backend: &impl Backend
     );
 }
 
-pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl Backend) {
+pub(crate) fn a_missing_rank_is_an_error_after_the_timeout(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 3, 3 * TIMEOUT, |group| {
         if group.rank() == 1 {
             std::thread::sleep(2 * TIMEOUT);
@@ -183,18 +183,18 @@ pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl 
     }
 }
 
-/// As in a mesh dp 2 × sp 2: rank 1 waits for 0 along sp, rank 3 for 1 along dp, and both for rank 2 in the end, since
-/// that is what 0 waits for. Rank 1's time is up first.
-pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_itself(backend: &impl Backend) {
+/// A mesh dp 2 × sp 2: rank 1 waits for 0 along sp, rank 3 for 1 along dp, and rank 0 for 2, the root blocker. Rank
+/// 1 times out first.
+pub(crate) fn the_error_names_the_root_blocker_and_not_a_waiting_rank(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 4, 4 * TIMEOUT, |group| {
         let rank = group.rank();
         let sp = group.split("sp", Some(rank / 2), 0)?.unwrap();
         let dp = group.split("dp", Some(rank % 2), 0)?.unwrap();
         group.barrier()?;
         if rank == 2 {
-            // It has begun something, and does not wait for it.
+            // It has started an operation but does not wait for it.
             let pending = sp.start_barrier()?;
-            // Longer than it is asked: it answers nothing.
+            // Sleeps longer than the timeout, without answering.
             std::thread::sleep(3 * TIMEOUT);
             return pending.wait();
         }
@@ -212,7 +212,7 @@ pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_it
     }
 }
 
-pub(crate) fn a_rank_that_leaves_early_is_named_at_once(backend: &impl Backend) {
+pub(crate) fn a_rank_that_exits_early_is_an_error_at_once(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         all_reduce(10, group)?;
         if group.rank() == 0 { Ok(()) } else { all_reduce(10, group) }
@@ -282,7 +282,7 @@ pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &impl
     }
 }
 
-pub(crate) fn what_is_called_after_a_failure_fails_with_the_same_error(backend: &impl Backend) {
+pub(crate) fn calls_after_a_failure_return_the_same_error(backend: &impl Backend) {
     let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
         let first = if group.rank() == 0 { group.barrier() } else { all_reduce(3, group) };
         let again = group.barrier();

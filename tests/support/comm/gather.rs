@@ -1,4 +1,4 @@
-//! all_gather, broadcast, and the forms on plain values.
+//! all_gather, broadcast, and their variants for plain values.
 
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
@@ -24,7 +24,7 @@ pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
 }
 
 pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &impl Backend) {
-    // ZeRO's way: each rank owns a partition of the flat buffer that it gathers.
+    // As in ZeRO, each rank's input is its partition of the output buffer.
     for _ in 0..20 {
         let gathered = backend.run(4, |group| {
             let own = group.rank() * 500..(group.rank() + 1) * 500;
@@ -68,7 +68,7 @@ pub(crate) fn values_are_reduced_and_gathered(backend: &impl Backend) {
 
 pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend) {
     backend.run(4, |group| {
-        // Rank r brings r values, so rank 0 brings none.
+        // Rank r contributes r values, so rank 0 contributes none.
         let own: Vec<u32> = (0..group.rank() as u32).map(|i| 10 * group.rank() as u32 + i).collect();
         assert_eq!(group.all_gather_varied(&own)?, [vec![], vec![10], vec![20, 21], vec![30, 31, 32]]);
         assert_eq!(group.all_gather_varied::<u8>(&[])?, vec![Vec::<u8>::new(); 4]);
@@ -76,13 +76,13 @@ pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend)
     });
 }
 
-pub(crate) fn the_rank_that_differs_is_found_with_the_value(backend: &impl Backend) {
+pub(crate) fn the_first_different_rank_is_found_with_its_value(backend: &impl Backend) {
     backend.run(3, |group| {
         let rank = group.rank();
         assert_eq!(group.find_disagreement(&[7, u64::MAX])?, None);
         assert_eq!(group.find_disagreement(&[])?, None);
         assert_eq!(group.find_disagreement(&[7, if rank == 1 { 0 } else { u64::MAX }])?, Some((1, 1)));
-        // Ranks are the world's, not the group's.
+        // Ranks are global.
         let pair = group.split("pair", (rank > 0).then_some(0), rank)?;
         let told = pair.map(|pair| pair.find_disagreement(&[rank as u64])).transpose()?;
         assert_eq!(told, (rank > 0).then_some(Some((2, 0))));

@@ -37,7 +37,7 @@ pub(crate) fn groups_can_be_split_again_and_work_side_by_side(backend: &impl Bac
         let pair = node.split("pair", Some(node.rank() / 2), node.rank())?.unwrap();
         assert_eq!(pair.global_ranks(), [rank / 2 * 2, rank / 2 * 2 + 1]);
         for round in 0..10 {
-            // Pairs run ahead of nodes, and nodes of the world.
+            // Pairs may run ahead of nodes, and nodes ahead of the world.
             let sums =
                 [&pair, &node, &group].map(|g| g.all_reduce_values(&[(rank + round) as i64], ReduceOp::Sum));
             let sum = |ranks: std::ops::Range<usize>| ranks.map(|r| (r + round) as i64).sum::<i64>();

@@ -30,11 +30,11 @@ pub(crate) use wire::Wire;
 
 pub(crate) type Group = Arc<dyn ProcessGroup>;
 
-/// An element that ranks can return.
+/// An element type that ranks can return.
 pub(crate) trait Value: Element + Wire {}
 impl<T: Element + Wire> Value for T {}
 
-/// Something that can start ranks.
+/// A backend that can start ranks.
 pub(crate) trait Backend {
     fn run_for<T: Wire>(
         &self,
@@ -43,13 +43,13 @@ pub(crate) trait Backend {
         run: impl Fn(Group) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, LaunchError>;
 
-    /// Runs what must not fail. The timeout only keeps a broken backend from hanging.
+    /// Runs `work`, which must succeed. The timeout only prevents a hang of a broken backend.
     fn run<T: Wire>(&self, world_size: usize, run: impl Fn(Group) -> Result<T, CommError> + Sync) -> Vec<T> {
         self.run_for(world_size, Duration::from_secs(20), run).unwrap()
     }
 
-    /// Runs what must fail: the launch's error, and each rank's own (`None` for one that panicked or
-    /// returned well).
+    /// Runs `work`, which must fail. Returns the error of the launch and of each rank (`None` for a rank that
+    /// panicked or succeeded).
     fn fail_for(
         &self,
         world_size: usize,
@@ -101,7 +101,7 @@ impl<B: Backend> Backend for Emulated<B> {
 }
 
 thread_local! {
-    /// Where the tensors of this thread's cases are.
+    /// Device of this thread's test tensors.
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
 }
 
@@ -116,7 +116,7 @@ fn on<R>(device: Device, run: impl FnOnce() -> R) -> R {
     run()
 }
 
-/// A backend whose ranks share the first GPU, each with a stream of its own.
+/// A backend whose ranks share the first GPU, each with its own stream.
 #[cfg(feature = "cuda")]
 pub(crate) struct OnOneGpu<B>(pub(crate) B);
 
@@ -132,11 +132,11 @@ impl<B: Backend> Backend for OnOneGpu<B> {
     }
 }
 
-/// The NCCL backend, with a GPU for each rank, as far as there are so many.
+/// The NCCL backend with one GPU per rank, if there are enough.
 #[cfg(feature = "nccl")]
 pub(crate) struct Nccl;
 
-/// The ranks that `ULYSSES_TEST_NCCL_RANKS` asks for.
+/// Returns the number of ranks in `ULYSSES_TEST_NCCL_RANKS`.
 #[cfg(feature = "nccl")]
 pub(crate) fn nccl_ranks() -> usize {
     let ranks = std::env::var("ULYSSES_TEST_NCCL_RANKS");
@@ -175,8 +175,7 @@ impl Backend for Defaults {
     }
 }
 
-/// A group that implements what it must and leaves every default method untouched,
-/// so that the defaults are tested.
+/// A group that implements only the required methods, so that the default methods are tested.
 #[derive(Debug)]
 struct DefaultsOnly(Group);
 
@@ -215,7 +214,7 @@ impl ProcessGroup for DefaultsOnly {
     }
 }
 
-/// A flat tensor of `count` elements made from their indices.
+/// Returns a flat tensor of `count` elements computed from their indices.
 pub(crate) fn tensor<T: Element>(count: usize, element: impl Fn(usize) -> T) -> Tensor {
     Tensor::from_vec((0..count).map(element).collect::<Vec<T>>(), count, &device()).unwrap()
 }
@@ -228,17 +227,17 @@ pub(crate) fn values<T: Element>(tensor: &Tensor) -> Vec<T> {
     to_vec(tensor).unwrap()
 }
 
-/// Small enough to be exact in every dtype, sums over eight ranks included.
+/// Returns values that are exact in every dtype, as are their sums over eight ranks.
 pub(crate) fn code<T: Element>(rank: usize, index: usize) -> T {
     T::from_f64((rank * 5 + index % 11) as f64)
 }
 
-/// Irregular values, for which the order of additions matters.
+/// Returns irregular values, whose sum depends on the order.
 pub(crate) fn irregular(rank: usize, index: usize) -> f32 {
     ((index * 2_654_435_761 + rank * 40_503) % 100_003) as f32 * 1.7e-3 - 80.0
 }
 
-/// Calls a generic case with every dtype that collectives carry.
+/// Calls a generic case with every dtype that collectives support.
 macro_rules! for_each_dtype {
     ($case:ident($($argument:expr),*)) => {
         $case::<f32>($($argument),*);

@@ -1,4 +1,4 @@
-//! The MPI backend: this process is one of the ranks, and the others run the same cases.
+//! The MPI backend: this process is one rank, and the other processes run the same cases.
 
 use super::{Backend, Group, Wire};
 use std::cell::RefCell;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use ulysses::comm::mpi::Session;
 use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroupExt};
 
-/// Processes of one job. A world of fewer ranks than there are processes is the first of them.
+/// The processes of one job. A smaller world consists of the first processes.
 pub(crate) struct Mpi(RefCell<Session>);
 
-/// How a rank ended: with a value, as bytes, or with an error or a panic, as text.
+/// A rank's outcome: a value as bytes, or an error or panic as text.
 type Outcome = (u8, Vec<u8>);
 const VALUE: u8 = 0;
 const FAILED: u8 = 1;
@@ -21,7 +21,7 @@ fn outcome_of<T: Wire>(result: Result<T, LaunchError>) -> Outcome {
         Err(LaunchError::Panicked { message, .. }) => (PANICKED, message.to_bytes()),
         Err(error) => {
             let error = error.comm_error().cloned().unwrap_or(CommError::Tensor(error.to_string()));
-            // Not every error can be written.
+            // Some errors cannot be serialized.
             let text = CommError::Tensor(error.to_string());
             let json = serde_json::to_vec(&error).or_else(|_| serde_json::to_vec(&text)).unwrap();
             (FAILED, json)
@@ -49,7 +49,7 @@ impl Mpi {
         self.0.borrow().world_size()
     }
 
-    /// Runs the ranks and tells every process how each of them ended.
+    /// Runs the ranks, and returns all outcomes on every process.
     fn outcomes<T: Wire>(
         &self,
         world_size: usize,
@@ -92,7 +92,7 @@ impl Backend for Mpi {
     }
 }
 
-/// All values, or the failure that the others' follow from: that of the rank which they name.
+/// Returns all values, or the root failure: that of the rank which the other errors name.
 fn original<T>(results: Vec<Result<T, LaunchError>>) -> Result<Vec<T>, LaunchError> {
     let named = results.iter().find_map(|result| match result.as_ref().err()?.comm_error()? {
         CommError::PeerFailed { rank, .. } => Some(*rank),

@@ -1,4 +1,4 @@
-//! Operations under way.
+//! Pending operations.
 
 use super::{Backend, code, tensor, values, zeros};
 use candle_core::Tensor;
@@ -17,7 +17,7 @@ pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) 
         for tensor in &reduced[2..] {
             pending.push(group.start_all_reduce(tensor, ReduceOp::Sum)?);
         }
-        // Another order on every rank.
+        // A different order on every rank.
         pending.rotate_left(rank);
         pending.into_iter().rev().try_for_each(|pending| pending.wait())?;
         for (n, tensor) in reduced.iter().enumerate() {
@@ -69,7 +69,7 @@ pub(crate) fn an_operation_goes_on_while_its_rank_waits_in_another_group(backend
         let tensor = tensor(10_000, |_| 1.0_f32);
         let reducing = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
         if group.rank() == 0 {
-            // Rank 1 comes to this barrier only when rank 0 has done its part above.
+            // Rank 1 reaches this barrier only after rank 0 has done its part above.
             twin.barrier()?;
             reducing.wait()?;
         } else {
@@ -101,8 +101,8 @@ pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) 
 
 pub(crate) fn operations_may_read_and_write_the_same_two_storages_crosswise(backend: &impl Backend) {
     // One exchange goes from the left half of `x` to the right half of `y`, the next
-    // from the left half of `y` to the right half of `x`. A rank in the first and one
-    // in the second would each hold the storage that the other needs.
+    // from the left half of `y` to the right half of `x`. Two ranks in different exchanges would each lock the
+    // storage that the other needs.
     const PART: usize = 20_000;
     backend.run(3, |group| {
         let (rank, ranks) = (group.rank(), group.world_size());

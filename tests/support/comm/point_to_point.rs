@@ -32,7 +32,7 @@ pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
             group.recv(&received, other)?;
             assert!(values::<u32>(&received).into_iter().eq((0..n).map(|i| (100 * n + i) as u32)));
         }
-        // The last first: waiting in another order than issued is allowed.
+        // Waiting in reverse order of issue is allowed.
         sends.into_iter().rev().try_for_each(|send| send.wait())
     });
 }

@@ -4,8 +4,7 @@ use super::{Backend, Value, code, for_each_dtype, irregular, tensor, values, zer
 use half::bf16;
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
 
-/// Both sides of the step from one phase to two, uneven chunks, and enough for
-/// several blocks and tasks.
+/// Sizes below and above the switch to two phases, with uneven chunks, several blocks and several tasks.
 const COUNTS: [usize; 7] = [0, 1, 5, 4096, 4097, 10_001, 200_003];
 
 pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) {
@@ -30,7 +29,7 @@ pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) 
 pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
     fn case<T: Value>(backend: &impl Backend) {
         for count in [3, 9_000] {
-            // The largest element stands on another rank for every index.
+            // The rank of the largest element depends on the index.
             let element = |rank: usize, i: usize| T::from_f64(((rank + i) % 3 + 1) as f64);
             let results = backend.run(3, |group| {
                 let (max, min) = (
@@ -75,7 +74,7 @@ pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &impl Backend) {
             group.all_reduce(&tensor, ReduceOp::Sum)?;
             Ok(values::<bf16>(&tensor))
         });
-        // 256 + 1 is 256 in bf16; 259 lies between 258 and 260, and goes to even.
+        // 256 + 1 is 256 in bf16; 259 is between 258 and 260, and rounds to even.
         assert!(sums.iter().flatten().all(|&sum| sum == bf16::from_f32(260.0)));
     }
 }

@@ -1,10 +1,10 @@
-//! Every operation once, in a group of any size: what a machine with few GPUs can run.
+//! Every operation once, in a group of any size, for machines with few GPUs.
 
 use super::{Backend, code, tensor, values, zeros};
 use std::sync::Arc;
 use ulysses::comm::{ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 
-/// Elements for each pair of ranks.
+/// Elements per pair of ranks.
 const COUNT: usize = 1_003;
 
 pub(crate) fn sums_gathers_and_broadcasts(backend: &impl Backend, ranks: usize) {

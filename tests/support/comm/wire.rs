@@ -1,4 +1,4 @@
-//! What ranks return, as bytes: it may have to travel from process to process.
+//! Serialization of the values that ranks return, to send them between processes.
 
 use half::{bf16, f16};
 use ulysses::comm::OpStats;
@@ -6,7 +6,7 @@ use ulysses::comm::OpStats;
 pub(crate) trait Wire: Send + Sized {
     fn write(&self, to: &mut Vec<u8>);
 
-    /// Takes what was written off the front.
+    /// Reads a value from the front of the bytes.
     fn read(from: &mut &[u8]) -> Self;
 
     fn to_bytes(&self) -> Vec<u8> {

@@ -1,14 +1,14 @@
-//! Batches of token rows, and builders for the cases that a mesh can get wrong.
+//! Batches of token sequences, and builders for cases that are hard to shard.
 
 use anyhow::{Result, ensure};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 
-/// The label of a token that does not count.
+/// The label of ignored tokens.
 pub const IGNORED: i64 = -100;
 
-/// Rows of tokens; `labels[row][t]` is what the model should predict after token `t`.
+/// Sequences of tokens; `labels[row][t]` is the target after token `t`.
 ///
 /// A document starts at the first token of a row and wherever a position is not
 /// the previous one plus 1.
@@ -16,12 +16,12 @@ pub const IGNORED: i64 = -100;
 pub struct Batch {
     pub input_ids: Vec<Vec<u32>>,
     pub position_ids: Vec<Vec<u32>>,
-    /// Shifted already; [`IGNORED`] does not count.
+    /// Shifted labels; [`IGNORED`] has no loss.
     pub labels: Vec<Vec<i64>>,
 }
 
 impl Batch {
-    /// Rows of one document each, cut at the row's end: the last token keeps its label.
+    /// Creates sequences of one truncated document each: the last token keeps its label.
     pub fn random(vocab_size: usize, num_rows: usize, seq_len: usize, seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut batch = Self::default();
@@ -34,8 +34,8 @@ impl Batch {
         batch
     }
 
-    /// One row per entry of `document_lengths`, packed of whole documents of these
-    /// lengths: positions restart, and a document's last token has no label.
+    /// Creates one sequence per entry of `document_lengths`, packed with whole documents of these lengths: positions
+    /// restart, and a document's last token has no label.
     pub fn packed(vocab_size: usize, document_lengths: &[&[usize]], seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut batch = Self::default();
@@ -71,7 +71,7 @@ impl Batch {
         self
     }
 
-    /// Some of the rows, as a batch: a micro batch or a dp rank's part.
+    /// Returns some of the sequences as a batch: a micro batch or a dp rank's part.
     pub fn rows(&self, rows: Range<usize>) -> Self {
         Self {
             input_ids: self.input_ids[rows.clone()].to_vec(),
@@ -84,12 +84,12 @@ impl Batch {
         self.input_ids.len()
     }
 
-    /// Labels that count.
+    /// Returns the number of labels that are not ignored.
     pub fn num_valid_tokens(&self) -> usize {
         self.labels.iter().flatten().filter(|&&label| label != IGNORED).count()
     }
 
-    /// Checks that ids, positions and labels have the same rows and lengths.
+    /// Checks that ids, positions and labels have the same shape.
     pub fn validate(&self) -> Result<()> {
         let ids = row_lengths(&self.input_ids);
         let positions = row_lengths(&self.position_ids);
@@ -102,7 +102,7 @@ impl Batch {
     }
 }
 
-/// The document that each token of a row belongs to, counted from 0.
+/// Returns the index of the document of each token of a sequence.
 pub fn document_ids(position_ids: &[u32]) -> Vec<usize> {
     let mut document = 0;
     let mut ids = Vec::with_capacity(position_ids.len());

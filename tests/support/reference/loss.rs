@@ -7,13 +7,13 @@ use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::BTreeMap;
 
-/// What a forward pass over a batch gives.
+/// The result of a forward pass over a batch.
 pub struct Forward {
-    /// Per row, `[seq_len, vocab_size]`.
+    /// Per sequence, `[seq_len, vocab_size]`.
     pub logits: Vec<Tensor>,
-    /// Per row, `[seq_len]`: negative log-likelihood, 0 where the label is ignored.
+    /// Per sequence, `[seq_len]`: negative log-likelihood, 0 where the label is ignored.
     pub token_losses: Vec<Tensor>,
-    /// Sum of the token losses over the number of valid tokens of the whole batch; a scalar.
+    /// Scalar: sum of the token losses divided by the number of valid tokens of the whole batch.
     pub loss: Tensor,
 }
 
@@ -82,7 +82,7 @@ pub fn loss_and_grads_over(
     Ok((loss.to_scalar()?, grads))
 }
 
-/// DeepSpeed's normalisation: the mean over micro batches (of all dp ranks and
+/// DeepSpeed's normalization: the mean over micro batches (of all dp ranks and
 /// accumulation steps) of each one's mean over its own valid tokens.
 pub fn micro_batch_loss_and_grads(
     config: &ReferenceConfig,

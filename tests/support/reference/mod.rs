@@ -1,10 +1,8 @@
-//! The truth that every mesh, stage and kernel is compared with.
+//! The reference implementation that every mesh, stage and kernel is compared with.
 //!
-//! A Llama-style decoder in f64, composed of plain candle ops and
-//! differentiated by candle's autograd. It has no batch dimension, no cache, no
-//! fused op and no parallelism, and takes nothing from the library, so a mistake
-//! there cannot hide in a mistake here. `tests/parity/reference.rs` holds it against
-//! tensors that PyTorch and Hugging Face transformers computed.
+//! A Llama-style decoder in f64, composed of plain candle ops and differentiated by candle's autograd. It has no
+//! batch dimension, cache, fused op or parallelism. It uses no code of the library, so both cannot share a bug.
+//! `tests/parity/reference.rs` compares it with tensors computed by PyTorch and Hugging Face transformers.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],
 //! [`model`] (logits; [`rope`] has the angles), [`loss`] (loss and gradients), [`optimizer`], [`train`].

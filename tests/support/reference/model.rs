@@ -1,6 +1,6 @@
-//! The decoder, one row at a time.
+//! The decoder, one sequence at a time.
 //!
-//! Shape legend: S tokens of the row, E hidden size, H heads, D head dimension,
+//! Shape legend: S tokens of the sequence, E hidden size, H heads, D head dimension,
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
@@ -9,7 +9,7 @@ use super::weights::{ReferenceConfig, Weights};
 use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
 
-/// Logits `[S, V]` of one row.
+/// Returns the logits `[S, V]` of one sequence.
 pub fn row_logits(
     config: &ReferenceConfig,
     weights: &Weights,
@@ -103,8 +103,8 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
 }
 
-/// What is added to the scores `[S, S]` of (query, key): 0 for a key of the query's document
-/// that does not come after it and is less than `window` back, −∞ otherwise.
+/// Returns the attention mask `[S, S]` (query, key): 0 if the key is in the query's document, not after it and less
+/// than `window` tokens before it; −∞ otherwise.
 fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<Tensor> {
     let documents = document_ids(position_ids);
     let seq_len = documents.len();

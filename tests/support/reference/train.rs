@@ -6,7 +6,7 @@ use super::optimizer::{Optimizer, clip_by_global_norm, global_norm};
 use super::weights::{ReferenceConfig, Tensors, Weights};
 use anyhow::{Result, ensure};
 
-/// What one step computed, before its update.
+/// The result of one step, before its update.
 pub struct Step {
     pub loss: f64,
     /// Before clipping.
@@ -22,8 +22,8 @@ pub struct Training {
 }
 
 /// Trains copies of `weights` for `num_steps`; step `t` takes batch `t % batches.len()`, the
-/// whole global batch at once. `clip` is the largest gradient norm. A step whose batch has no
-/// valid label is recorded (loss and norm 0) and updates nothing, not even the optimizer's state.
+/// whole global batch at once. `clip` is the maximum gradient norm. A step whose batch has no
+/// valid label is recorded (loss and norm 0) and updates neither weights nor optimizer state.
 pub fn train(
     config: &ReferenceConfig,
     weights: &Weights,
@@ -33,7 +33,7 @@ pub fn train(
     num_steps: usize,
 ) -> Result<Training> {
     ensure!(!batches.is_empty(), "no batch to train on");
-    // The map is copied and optimizers replace its entries, so the caller's weights stay as they are.
+    // Optimizers replace the entries of this copy, so the caller's weights do not change.
     let mut weights = weights.clone();
     let mut steps = Vec::with_capacity(num_steps);
     for batch in batches.iter().cycle().take(num_steps) {

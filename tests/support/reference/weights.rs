@@ -1,4 +1,4 @@
-//! Configuration, parameter names and shapes, and where weights come from.
+//! Configuration, parameter names and shapes, and weights.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -29,13 +29,13 @@ pub struct ReferenceConfig {
     pub tie_word_embeddings: bool,
     /// Biases on q, k and v, as in Qwen2.
     pub qkv_bias: bool,
-    /// A norm over each head of q and k, as in Qwen3.
+    /// Norms over each head of q and k, as in Qwen3.
     pub qk_norm: bool,
-    /// Keys at least this far back are not seen, as in Mistral.
+    /// Size of the sliding attention window, as in Mistral.
     pub sliding_window: Option<usize>,
 }
 
-/// What is done to the rotary embedding, in the words of Hugging Face's `rope_scaling`.
+/// Scaling of the rotary embedding, with the names of Hugging Face's `rope_scaling`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
     Default,
@@ -59,7 +59,7 @@ pub enum RopeScaling {
     },
 }
 
-/// The part of a Hugging Face `config.json` that this model needs.
+/// The fields of a Hugging Face `config.json` that this model needs.
 #[derive(Deserialize)]
 struct HuggingFaceConfig {
     vocab_size: usize,
@@ -141,10 +141,10 @@ impl ReferenceConfig {
     }
 }
 
-/// Weights strong enough that an error anywhere shows in the loss and in every gradient.
+/// Returns weights large enough that any error affects the loss and every gradient.
 ///
 /// With the usual standard deviation of 0.02 attention is nearly uniform and the
-/// logits nearly zero: swapped heads or a wrong mask would drown in rounding.
+/// logits nearly zero, so rounding would hide swapped heads or a wrong mask.
 /// Here activations, attention scores and logits are of order 1. All values are
 /// f32 numbers, so a model in f32 starts from exactly the same ones.
 pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
@@ -173,7 +173,7 @@ fn standard_normal(rng: &mut impl Rng) -> f64 {
     radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
 }
 
-/// Reads a safetensors file as it is.
+/// Reads a safetensors file without conversion.
 pub fn load_tensors(path: &Path) -> Result<Tensors> {
     let tensors = candle_core::safetensors::load(path, &Device::Cpu);
     Ok(tensors.with_context(|| path.display().to_string())?.into_iter().collect())
@@ -184,7 +184,7 @@ pub fn load_weights(config: &ReferenceConfig, path: &Path) -> Result<Weights> {
     weights_from(config, &load_tensors(path)?)
 }
 
-/// Trainable f64 copies of tensors, which must be exactly those of `config`.
+/// Returns trainable f64 copies of tensors, which must match `config` exactly.
 pub fn weights_from(config: &ReferenceConfig, tensors: &Tensors) -> Result<Weights> {
     let shapes: BTreeMap<_, _> =
         tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
@@ -196,7 +196,7 @@ pub fn weights_from(config: &ReferenceConfig, tensors: &Tensors) -> Result<Weigh
     tensors.iter().map(variable).collect()
 }
 
-/// The weights as plain tensors, for comparing and for converting to other types.
+/// Returns the weights as plain tensors, for comparison and conversion.
 pub fn as_tensors(weights: &Weights) -> Tensors {
     weights.iter().map(|(name, weight)| (name.clone(), weight.as_detached_tensor())).collect()
 }

@@ -1,31 +1,32 @@
-//! Hybrid sharding: a mesh whose `dp` axis holds several replicas of ZeRO's partitions.
+//! Hybrid sharding (HSDP): ZeRO partitions over a part of the `dp` axis, replicated along the rest.
 
 use super::{DeviceMesh, MeshError};
 
-/// The axis of the ranks that hold the partitions of one replica.
+/// Axis of the ranks that together hold the partitions of one replica.
 pub const SHARD_AXIS: &str = "dp_shard";
-/// The axis of the ranks that hold the same partition: those of other replicas, and their sp peers.
+/// Axis of the ranks that hold the same partition: the replicas along dp, and all sp ranks.
 pub const REPLICAS_AXIS: &str = "replicas";
-/// The part of `dp` that runs across the replicas.
+/// The part of `dp` along which partitions are replicated.
 const REPLICATE_AXIS: &str = "dp_replicate";
 
-/// The sizes of a mesh for training.
+/// Axis sizes of a training mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainingShape {
-    /// Data-parallel ranks.
+    /// Data-parallel size.
     pub dp: usize,
-    /// Sequence-parallel ranks.
+    /// Sequence-parallel size.
     pub sp: usize,
-    /// Ranks that share ZeRO's partitions, where the mesh says that these are not all of dp.
+    /// Number of ranks that ZeRO partitions over, if the mesh has both `dp_replicate` and `dp_shard`. Otherwise it is `dp`.
     pub shard_size: Option<usize>,
 }
 
 impl DeviceMesh {
-    /// The sizes of a mesh with the axes `dp` and `sp`, one of which may be missing. The axes `dp_replicate` and
-    /// `dp_shard`, in this order, may stand for `dp`.
+    /// Returns the sizes of a mesh with the axes `dp` and `sp`, either of which may be missing.
+    ///
+    /// The axes `dp_replicate` and `dp_shard`, in this order, may replace `dp`.
     ///
     /// # Errors
-    /// When there are other axes.
+    /// Fails if the mesh has any other axis.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
         let sp = if self.has_axis("sp") { self.axis_size("sp")? } else { 1 };
         let others: Vec<&str> =
@@ -40,19 +41,20 @@ impl DeviceMesh {
             _ => {
                 let names = self.axis_names().join(", ");
                 let reason = format!(
-                    "the axes are dp and sp, got {names}; {REPLICATE_AXIS} and {SHARD_AXIS}, in this order, may stand for dp"
+                    "the axes are dp and sp, got {names}; {REPLICATE_AXIS},{SHARD_AXIS} may replace dp"
                 );
                 Err(MeshError::Notation { text: self.to_string(), reason })
             }
         }
     }
 
-    /// A mesh with the axes `dp` and `sp` as ZeRO sees it with partitions over `shard_size` neighbours along dp
-    /// (PyTorch's HSDP, MiCS): [`REPLICAS_AXIS`], row-major over the replicas along dp and over sp, and
-    /// [`SHARD_AXIS`].
+    /// Returns ZeRO's view of a `dp`, `sp` mesh with partitions over `shard_size` adjacent dp ranks (PyTorch's
+    /// HSDP, MiCS).
+    ///
+    /// The axes are [`REPLICAS_AXIS`], row-major over the replicas along dp and over sp, and [`SHARD_AXIS`].
     ///
     /// # Errors
-    /// A mesh that lacks an axis, or a `shard_size` that does not divide dp.
+    /// Fails if the mesh lacks an axis or `shard_size` does not divide dp.
     pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, MeshError> {
         let size = i64::try_from(shard_size).unwrap_or(i64::MAX);
         self.unflatten("dp", &[(REPLICATE_AXIS, -1), (SHARD_AXIS, size)])?
@@ -65,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn partitions_lie_on_neighbours_along_dp_and_replicas_across_them() {
+    fn partitions_span_adjacent_dp_ranks_and_replicas_the_rest() {
         // dp 4 × sp 2: rank = 2·dp + sp.
         let mesh = DeviceMesh::dp_sp(4, 2).unwrap().hybrid_sharded(2).unwrap();
         assert_eq!(mesh.all_groups(SHARD_AXIS).unwrap(), [[0, 2], [1, 3], [4, 6], [5, 7]]);
@@ -73,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_and_shards_may_stand_for_dp() {
+    fn dp_replicate_and_dp_shard_may_replace_dp() {
         let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
         let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, shard_size });
         assert_eq!(shape("3x2"), sizes(3, 2, None));
@@ -87,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shard_size_that_does_not_divide_dp_is_refused_with_both_numbers() {
+    fn a_shard_size_that_does_not_divide_dp_is_an_error_with_both_sizes() {
         let message = DeviceMesh::dp_sp(4, 2).unwrap().hybrid_sharded(3).unwrap_err().to_string();
         assert!(message.contains('4') && message.contains('3'), "{message}");
     }

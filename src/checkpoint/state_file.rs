@@ -1,4 +1,4 @@
-//! The safetensors files of a checkpoint: written in one go, read by ranges.
+//! The safetensors files of a checkpoint: sequential writes, and reads of ranges.
 
 use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
@@ -14,8 +14,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses_kernels::tensor::{to_vec, with_slice};
 
-/// A safetensors file that is being written, tensor after tensor, and hashed on the way.
-pub(super) struct TensorFile {
+/// A sequential writer of a safetensors file, which also computes its hash.
+pub(super) struct TensorFileWriter {
     path: PathBuf,
     file: Box<dyn StorageFile>,
     hasher: blake3::Hasher,
@@ -23,13 +23,13 @@ pub(super) struct TensorFile {
     chunk: Vec<u8>,
 }
 
-/// Size and hash of a file that was written and will survive a loss of power.
-pub(super) struct Written {
+/// Size and hash of a durably written file.
+pub(super) struct WrittenFile {
     pub(super) bytes: u64,
     pub(super) blake3: String,
 }
 
-impl TensorFile {
+impl TensorFileWriter {
     /// Creates the file and writes its header.
     pub(super) fn create(
         storage: &dyn Storage,
@@ -69,16 +69,17 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Makes the file last.
-    pub(super) fn finish(mut self) -> Result<Written, CheckpointError> {
+    /// Makes the file durable (fsync) and returns its size and hash.
+    pub(super) fn finish(mut self) -> Result<WrittenFile, CheckpointError> {
         self.file.sync().map_err(CheckpointError::io("fsync", &self.path))?;
-        Ok(Written { bytes: self.bytes, blake3: self.hasher.finalize().to_hex().to_string() })
+        Ok(WrittenFile { bytes: self.bytes, blake3: self.hasher.finalize().to_hex().to_string() })
     }
 }
 
-/// What the file of one kind of one partition holds: the unit's elements in that partition,
-/// without padding, as one tensor of the unit's name. Units without any have none, nor have frozen ones of a kind of
-/// optimizer state.
+/// Returns the header of the file of one kind and partition.
+///
+/// It has one tensor per unit, under the unit's name: its elements in the partition, without padding. Units without
+/// elements are omitted, as are frozen units in files of optimizer state.
 pub(super) fn expected_header(
     manifest: &Manifest,
     layouts: &[FlatLayout],
@@ -100,8 +101,8 @@ pub(super) fn expected_header(
     header
 }
 
-/// Writes the file of one kind of one partition.
-pub(super) fn write_shard(
+/// Writes the file of one kind and partition.
+pub(super) fn write_state_file(
     storage: &dyn Storage,
     dir: &Path,
     manifest: &Manifest,
@@ -110,34 +111,34 @@ pub(super) fn write_shard(
 ) -> Result<FileEntry, CheckpointError> {
     let name = file_name(kind, partition, manifest.num_partitions);
     let header = expected_header(manifest, &manifest.layouts(), kind, partition);
-    let mut file = TensorFile::create(storage, dir.join(&name), &header)?;
+    let mut file = TensorFileWriter::create(storage, dir.join(&name), &header)?;
     for unit in units {
-        // One at a time, where they are in a file.
+        // One unit at a time, as offloaded state is read from a file.
         let unit = unit.tensor().map_err(std::io::Error::other);
         let unit = unit.map_err(CheckpointError::io("write", &dir.join(&name)))?;
         let mut write = |elements: &[f32]| file.write(elements, f32::to_le_bytes);
         let written = match unit.device() {
-            // From where it lies, without a copy.
+            // No copy.
             Device::Cpu => with_slice(&unit, write),
             _ => to_vec(&unit).map(|elements| write(&elements)),
         };
         written.map_err(std::io::Error::other).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
-    let Written { bytes, blake3 } = file.finish()?;
+    let WrittenFile { bytes, blake3 } = file.finish()?;
     Ok(FileEntry { name, kind: kind.to_owned(), partition, bytes, blake3 })
 }
 
-/// A file whose header is what the manifest calls for.
+/// An open file whose header matches the manifest.
 #[derive(Debug)]
-pub(super) struct Shard {
+pub(super) struct StateFile {
     path: PathBuf,
     file: File,
     header: Header,
     data_start: u64,
 }
 
-impl Shard {
-    /// Opens a file and checks its size and header, not its content.
+impl StateFile {
+    /// Opens a file, and checks its size and header but not its hash.
     pub(super) fn open(
         dir: &Path,
         manifest: &Manifest,
@@ -158,7 +159,7 @@ impl Shard {
         Ok(Self { path, file, header, data_start })
     }
 
-    /// Reads the whole file and compares its hash.
+    /// Reads the whole file and checks its hash.
     pub(super) fn verify(&mut self, entry: &FileEntry) -> Result<(), CheckpointError> {
         let found =
             hash_file(&mut self.file, entry.bytes).map_err(CheckpointError::io("read", &self.path))?;
@@ -168,7 +169,7 @@ impl Shard {
         Err(CheckpointError::FileHash { path: self.path.clone(), expected: entry.blake3.clone(), found })
     }
 
-    /// Reads elements `range` of a unit's tensor; nothing else of the file.
+    /// Reads only elements `range` of a unit's tensor.
     pub(super) fn read(
         &mut self,
         unit: &str,
@@ -177,7 +178,7 @@ impl Shard {
     ) -> Result<(), CheckpointError> {
         const SIZE: usize = size_of::<f32>();
         let Some(tensor) = self.header.tensor(unit).filter(|bytes| range.end * SIZE <= bytes.len()) else {
-            let reason = format!("it has no elements {range:?}");
+            let reason = format!("elements {range:?} are missing");
             return Err(CheckpointError::Tensor { path: self.path.clone(), tensor: unit.to_owned(), reason });
         };
         let start = self.data_start + (tensor.start + range.start * SIZE) as u64;
@@ -189,7 +190,7 @@ impl Shard {
     }
 }
 
-/// Of the file's first `bytes`: it may be growing.
+/// Hashes the first `bytes` of a file, which may be growing.
 fn hash_file(file: &mut File, bytes: u64) -> std::io::Result<String> {
     file.seek(SeekFrom::Start(0))?;
     let mut file = file.take(bytes);

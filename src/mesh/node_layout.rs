@@ -1,4 +1,4 @@
-//! Which nodes the groups of a mesh reach.
+//! The layout of ranks and groups on nodes.
 
 use super::draw::{WIDTH, list};
 use super::{DeviceMesh, MeshError};
@@ -6,30 +6,29 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
 
-/// Nodes that are listed before some are left out.
+/// Maximum number of nodes that a drawing lists.
 const MAX_NODES: usize = 12;
 
-/// How far the groups along an axis reach.
+/// The number of nodes that the groups along an axis span.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reach {
+pub struct AxisPlacement {
     /// The axis.
     pub axis: String,
     /// Number of groups.
     pub groups: usize,
-    /// Ranks of each.
+    /// Ranks per group.
     pub size: usize,
-    /// Most nodes that a group is on.
+    /// Maximum number of nodes that a group spans.
     pub nodes: usize,
 }
 
-impl Reach {
-    /// The reach of every axis, when ranks 0 to `ranks_per_node` - 1 are on the first node, as many on the next, and
-    /// so on.
+impl AxisPlacement {
+    /// Returns the placement of every axis, if each node has `ranks_per_node` consecutive ranks.
     ///
     /// # Errors
-    /// None for a mesh as it comes out of this module.
-    pub fn of_axes(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<Vec<Self>, MeshError> {
-        let reach = |axis: &String| {
+    /// Never fails for a mesh built by this module.
+    pub fn of_mesh(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<Vec<Self>, MeshError> {
+        let placement = |axis: &String| {
             let groups = mesh.all_groups(axis)?;
             let nodes_of = |group: &Vec<usize>| {
                 group.iter().map(|rank| rank / ranks_per_node.max(1)).collect::<BTreeSet<_>>().len()
@@ -37,11 +36,11 @@ impl Reach {
             let nodes = groups.iter().map(nodes_of).max().unwrap_or(0);
             Ok(Self { axis: axis.clone(), groups: groups.len(), size: mesh.axis_size(axis)?, nodes })
         };
-        mesh.axis_names().iter().map(reach).collect()
+        mesh.axis_names().iter().map(placement).collect()
     }
 }
 
-impl fmt::Display for Reach {
+impl fmt::Display for AxisPlacement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { axis, groups, size, nodes } = self;
         write!(f, "{axis}: {groups} group{} of {size}, ", if *groups == 1 { "" } else { "s" })?;
@@ -52,10 +51,12 @@ impl fmt::Display for Reach {
     }
 }
 
-/// Draws which ranks are on which node, and which groups leave it: what [`draw`](super::draw) leaves out.
+/// Draws the ranks of each node and the number of nodes that the groups of each axis span.
+///
+/// Complements [`draw`](super::draw).
 ///
 /// # Errors
-/// As [`Reach::of_axes`].
+/// Fails like [`AxisPlacement::of_mesh`].
 pub fn draw_nodes(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError> {
     let ranks_per_node = ranks_per_node.max(1);
     let mut ranks = mesh.ranks().to_vec();
@@ -73,8 +74,8 @@ pub fn draw_nodes(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, Me
         let _ = writeln!(text, "{number:>4}  {}", list(node, WIDTH - 6));
     }
     text.push('\n');
-    for reach in Reach::of_axes(mesh, ranks_per_node)? {
-        let _ = writeln!(text, "{reach}");
+    for placement in AxisPlacement::of_mesh(mesh, ranks_per_node)? {
+        let _ = writeln!(text, "{placement}");
     }
     Ok(text)
 }
@@ -85,7 +86,7 @@ mod tests {
     use crate::mesh::{Cluster, HybridMeshShape};
 
     #[test]
-    fn nodes_and_the_reach_of_axes_are_told() {
+    fn drawing_shows_nodes_and_axis_placement() {
         let text = draw_nodes(&DeviceMesh::dp_sp(2, 4).unwrap(), 4).unwrap();
         assert_eq!(
             text,
@@ -101,13 +102,13 @@ sp: 2 groups of 4, within a node
     }
 
     #[test]
-    fn the_reach_follows_the_rank_map() {
+    fn axis_placement_follows_the_rank_map() {
         let cluster = Cluster { nodes: 2, ranks_per_node: 8 };
         let shape = HybridMeshShape::new(&["dp", "sp"], &[2, 4], &[1, 2], cluster).unwrap();
-        let reach = Reach::of_axes(&shape.mesh().unwrap(), 8).unwrap();
-        assert_eq!(reach.iter().map(|reach| reach.nodes).collect::<Vec<_>>(), [1, 2]);
-        let plain = Reach::of_axes(&DeviceMesh::dp_sp(2, 8).unwrap(), 8).unwrap();
-        assert_eq!(plain.iter().map(|reach| reach.nodes).collect::<Vec<_>>(), [2, 1]);
+        let hybrid = AxisPlacement::of_mesh(&shape.mesh().unwrap(), 8).unwrap();
+        assert_eq!(hybrid.iter().map(|axis| axis.nodes).collect::<Vec<_>>(), [1, 2]);
+        let plain = AxisPlacement::of_mesh(&DeviceMesh::dp_sp(2, 8).unwrap(), 8).unwrap();
+        assert_eq!(plain.iter().map(|axis| axis.nodes).collect::<Vec<_>>(), [2, 1]);
     }
 
     #[test]

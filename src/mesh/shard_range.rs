@@ -1,11 +1,11 @@
-//! How a length is cut over the ranks of an axis.
+//! The split of a length over the ranks of an axis.
 
 use std::ops::Range;
 
-/// The contiguous part of `len` items that rank `rank` of `size` holds; the first `len % size` ranks hold one
-/// more. A rank that does not exist holds none.
+/// Returns the contiguous range of `len` items that belongs to rank `rank` of `size`.
 ///
-/// Tokens over sp and attention heads over sp are cut by this one rule.
+/// The first `len % size` ranks get one item more. The range is empty if `rank >= size`. Both tokens and
+/// attention heads are split over sp this way.
 ///
 /// ```
 /// use ulysses::mesh::shard_range;
