@@ -86,13 +86,13 @@ impl FakeGroup {
         &self,
         op: CollectiveOp,
         (input_elems, traffic): (usize, &Traffic),
-        lent: Vec<Tensor>,
+        buffers: Vec<Tensor>,
         scratch: usize,
     ) -> Pending {
         if self.global_ranks.len() == 1 {
             return Pending::ready();
         }
-        let (dtype, device) = (lent[0].dtype(), lent[0].device().clone());
+        let (dtype, device) = (buffers[0].dtype(), buffers[0].device().clone());
         let bytes = dtype.size_in_bytes() as u64;
         {
             let mut stats = self.stats.lock();
@@ -106,14 +106,14 @@ impl FakeGroup {
         observer(FakeCollective { op, dtype, started: Some(started) });
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
-            drop(lent);
+            drop(buffers);
             observer(FakeCollective { op, dtype, started: None });
             Ok(())
         };
         Pending::new(complete, |_| {})
     }
 
-    fn start_exchange(
+    fn start_strided(
         &self,
         inputs: &[Tensor],
         outputs: &[Tensor],
@@ -121,15 +121,15 @@ impl FakeGroup {
     ) -> Result<Pending, CommError> {
         let (send_counts, recv_counts) = plan.counts();
         let [sent, received] = [send_counts, recv_counts].map(|counts| counts.into_iter().sum::<usize>());
-        let mut lent = [inputs, outputs].concat();
+        let mut buffers = [inputs, outputs].concat();
         if dry::is_dry() && matches!(Target::of(inputs[0].device()), Ok(Target::Kernels(_))) {
             // A GPU's blocks are packed, as by default.
             for elems in [sent, received] {
-                lent.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
+                buffers.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
             }
         }
         let traffic = Traffic::strided(self.rank, plan);
-        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), lent, 0))
+        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), buffers, 0))
     }
 
     fn unsupported(&self, op: CollectiveOp) -> CommError {
@@ -185,7 +185,7 @@ impl ProcessGroup for FakeGroup {
                 self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                self.start_exchange(inputs, outputs, plan)?
+                self.start_strided(inputs, outputs, plan)?
             }
             CollectiveArgs::Broadcast { tensor, root } => {
                 let traffic = Traffic::broadcast(ranks, rank, root, tensor.elem_count());

@@ -24,7 +24,7 @@ pub struct MeshGroups {
 type Member = Option<Arc<dyn ProcessGroup>>;
 
 /// A way to divide the world, and this rank's part of it.
-type Division = (Vec<Vec<usize>>, Member);
+type CreatedGroup = (Vec<Vec<usize>>, Member);
 
 impl MeshGroups {
     /// Creates the groups of all axes, collectively: every rank of `world` calls this
@@ -42,7 +42,7 @@ impl MeshGroups {
         if !missing.is_empty() {
             return Err(CommError::MeshOutsideGroup { group: world.name().to_owned(), missing, members });
         }
-        let mut known: Vec<Division> = vec![(vec![members], Some(world.clone()))];
+        let mut known: Vec<CreatedGroup> = vec![(vec![members], Some(world.clone()))];
         let whole = find_or_split(&mut known, &*world, "mesh", vec![mesh.ranks().to_vec()])?;
         let split = |axis: &String| find_or_split(&mut known, &*world, axis, mesh.all_groups(axis)?);
         let axes = mesh.axis_names().iter().map(split).collect::<Result<Vec<_>, CommError>>()?;
@@ -113,7 +113,7 @@ impl MeshGroups {
 /// The group of a division that this rank is in. All ranks know the same divisions,
 /// so either all split or none does.
 fn find_or_split(
-    known: &mut Vec<Division>,
+    known: &mut Vec<CreatedGroup>,
     world: &dyn ProcessGroup,
     name: &str,
     division: Vec<Vec<usize>>,

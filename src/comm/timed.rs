@@ -107,12 +107,12 @@ impl std::ops::AddAssign for CommSeconds {
 impl CommTimer {
     /// A timer that keeps the time of each single call besides, four bytes each: what it takes to tell who was
     /// late. `is_verbose`: it also logs each when it is complete.
-    pub fn keeping_each_call(is_verbose: bool) -> Self {
+    pub fn recording_calls(is_verbose: bool) -> Self {
         Self { each: Some(Mutex::default()), is_verbose, ..Self::default() }
     }
 
     /// `group` with its calls timed, as those along `axis`. A group of one rank moves nothing and stays as it is.
-    pub fn along(
+    pub fn wrap(
         self: &Arc<Self>,
         axis: &'static str,
         group: Arc<dyn ProcessGroup>,
@@ -140,7 +140,7 @@ impl CommTimer {
     /// All calls so far, by axis, operation and size.
     pub fn calls(&self) -> Vec<CallTimes> {
         let calls = self.calls.lock();
-        let told = calls.iter().map(|(kind, times)| CallTimes {
+        let reported = calls.iter().map(|(kind, times)| CallTimes {
             axis: kind.axis.to_owned(),
             op: kind.op,
             ranks: kind.ranks,
@@ -148,18 +148,18 @@ impl CommTimer {
             calls: times.calls,
             seconds: times.total.as_secs_f64(),
         });
-        told.collect()
+        reported.collect()
     }
 
     /// Each single call, if the timer keeps them.
     pub fn each_call(&self) -> Vec<EachCall> {
         let Some(each) = &self.each else { return Vec::new() };
-        let told = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
+        let reported = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
             axis: axis.to_owned(),
             op,
             seconds: seconds.clone(),
         };
-        each.lock().iter().map(told).collect()
+        each.lock().iter().map(reported).collect()
     }
 
     fn add(&self, kind: Kind, time: Duration) {
@@ -233,8 +233,8 @@ mod tests {
     fn a_rank_that_waits_for_a_late_one_is_charged_with_the_time_and_the_late_one_is_not() {
         const LATE: Duration = Duration::from_millis(60);
         let calls = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::keeping_each_call(false));
-            let group = timer.along("dp", rank.group.clone());
+            let timer = Arc::new(CommTimer::recording_calls(false));
+            let group = timer.wrap("dp", rank.group.clone());
             if rank.rank == 1 {
                 std::thread::sleep(LATE);
             }
@@ -255,7 +255,7 @@ mod tests {
         const BUSY: Duration = Duration::from_millis(200);
         let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
             let timer = Arc::new(CommTimer::default());
-            let group = timer.along("sp", rank.group.clone());
+            let group = timer.wrap("sp", rank.group.clone());
             let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 8], &Device::Cpu)?;
             let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
             assert!(timer.calls().is_empty(), "not complete yet");
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn a_group_of_one_rank_is_left_alone() {
         launch(1, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let group = Arc::new(CommTimer::default()).along("dp", rank.group.clone());
+            let group = Arc::new(CommTimer::default()).wrap("dp", rank.group.clone());
             assert!(Arc::ptr_eq(&group, &rank.group));
             Ok(())
         })

@@ -11,7 +11,7 @@ pub(in crate::comm) enum ControlMessage {
     Failed(CommError),
     /// What the rank has called last, and what it waits for now. A rank whose time is up says so: it will fail, and asks
     /// the others for theirs.
-    Called { calls: Vec<EntryReport>, wait: Option<Wait> },
+    CallReport { calls: Vec<EntryReport>, wait: Option<Wait> },
     /// The rank issues nothing any more. Its last word.
     Ended,
 }
@@ -53,11 +53,11 @@ mod tests {
             missing: vec![2],
         };
         for (error, says) in [(library, "unhandled system error"), (start, "no driver"), (timeout, "[2]")] {
-            let told = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
-            let ControlMessage::Failed(heard) = serde_json::from_slice(&told).unwrap() else {
+            let reported = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
+            let ControlMessage::Failed(received) = serde_json::from_slice(&reported).unwrap() else {
                 panic!("{error}")
             };
-            assert!(heard.to_string().contains(says), "{heard}");
+            assert!(received.to_string().contains(says), "{received}");
         }
     }
 }

@@ -71,10 +71,10 @@ impl DesyncCheck {
         // All ranks see the same, so all go on, or all tell more.
         let is_enough = all.chunks(own.len()).all(|other| other == own && other[32] == 0);
         if !is_enough {
-            let told = self.side.all_gather_varied(&text)?;
-            let calls = told
+            let reported = self.side.all_gather_varied(&text)?;
+            let calls = reported
                 .iter()
-                .map(|told| serde_json::from_slice(told))
+                .map(|reported| serde_json::from_slice(reported))
                 .collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
@@ -169,7 +169,7 @@ mod tests {
             let sum = group.all_reduce_values(&[10_f32.powi(rank as i32)], ReduceOp::Sum)?[0];
             let of_pair = pair.map(|pair| pair.all_gather_values(&[rank as u32])).transpose()?;
             assert_eq!(group.stats().get(CollectiveOp::AllReduce).calls, 1);
-            assert_eq!(group.stats().get(CollectiveOp::AllGather).calls, 0, "what is told is not counted");
+            assert_eq!(group.stats().get(CollectiveOp::AllGather).calls, 0, "what is reported is not counted");
             assert_eq!(group.stats().get(CollectiveOp::Split).calls, 1);
             Ok((sum, of_pair))
         });
@@ -230,12 +230,12 @@ mod tests {
             }
         });
         assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
-        let mut told: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
-        told.sort();
+        let mut reported: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
+        reported.sort();
         let place = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
         let expected = |last: &str| format!("{}; agreed; {}", place(0, "barrier"), place(1, last));
         let barrier = expected("barrier");
-        assert_eq!(told, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
+        assert_eq!(reported, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
     }
 
     #[test]

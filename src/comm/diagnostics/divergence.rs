@@ -15,7 +15,7 @@ pub(super) fn first_to_report(missing: &[usize]) -> usize {
 /// The members of a group that have not come to a collective of it: that have not issued it, or are kept by one that they
 /// have issued before, as a rank does one after the other. A rank without a report has not come.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere every message has a sender"))]
-pub(super) fn absent(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
+pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
     let has_come = |member: &&usize| {
         let mut is_kept = false;
         for call in calls.get(member).into_iter().flatten().filter(|call| !call.op.is_message()) {
@@ -33,7 +33,7 @@ pub(super) fn absent(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<us
 /// Of the ranks that have called another operation at a place than most others, the first. Arguments do not count, since
 /// those of one operation may differ between ranks.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere lengths or calls are compared"))]
-pub(super) fn another_operation(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
+pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
     let at_place = |call: &&EntryReport| call.is_of(group) && call.sequence == sequence;
     let at_place: Vec<(usize, &EntryReport)> =
         calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_place)?))).collect();
@@ -72,18 +72,18 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     let sequences: BTreeSet<u64> = members.iter().flat_map(|(_, own, _)| own.keys().copied()).collect();
     sequences.into_iter().find_map(|sequence| {
         let mut called: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-        let mut absent = Vec::new();
+        let mut not_arrived = Vec::new();
         for (rank, own, all) in &members {
             match own.get(&sequence) {
                 Some(&index) => called.entry(all[index].common()).or_default().push(*rank),
                 // What is older than what is stored was issued.
                 None if own.last_key_value().is_none_or(|(last, _)| *last < sequence) => {
-                    absent.push((*rank, all.last()));
+                    not_arrived.push((*rank, all.last()));
                 }
                 None => {}
             }
         }
-        (called.len() > 1 || !absent.is_empty()).then(|| describe(group, sequence, &called, &absent))
+        (called.len() > 1 || !not_arrived.is_empty()).then(|| describe(group, sequence, &called, &not_arrived))
     })
 }
 
@@ -91,13 +91,13 @@ fn describe(
     group: &GroupLabel,
     sequence: u64,
     called: &BTreeMap<&str, Vec<usize>>,
-    absent: &[(usize, Option<&EntryReport>)],
+    not_arrived: &[(usize, Option<&EntryReport>)],
 ) -> String {
     let mut text = format!("\n  #{sequence} of \"{}\" (ranks {:?}):", group.name, group.members);
     for (call, ranks) in called {
         text += &format!("\n    rank(s) {ranks:?} called {call}");
     }
-    for (rank, last) in absent {
+    for (rank, last) in not_arrived {
         let last = last
             .map_or_else(|| "nothing is known of it".to_owned(), |call| format!("its last call is {call}"));
         text += &format!("\n    rank {rank} has not come to it; {last}");

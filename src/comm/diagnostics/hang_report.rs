@@ -2,7 +2,7 @@
 //! knows for whom it waits itself, but that one may wait in turn: the wait at the end of this chain is what a timeout
 //! names.
 
-use super::divergence::{Calls, absent, another_operation, divergence, first_to_report};
+use super::divergence::{Calls, not_arrived, mismatched_op, divergence, first_to_report};
 use super::flight_recorder::{EntryReport, GroupLabel, lines};
 use crate::comm::{CollectiveOp, CommError};
 use serde::{Deserialize, Serialize};
@@ -96,7 +96,7 @@ impl HangReport {
         for (rank, calls) in &self.calls {
             tracing::error!("the last operations of rank {rank}:{}", lines(calls));
         }
-        tracing::error!("{error}; where the ranks part:{}{}", divergence(&self.calls), self.waits());
+        tracing::error!("{error}; first divergence of the ranks:{}{}", divergence(&self.calls), self.waits());
     }
 
     /// What the first rank that is not missing says of a timeout: where the ranks part, and what they wait for. Of the
@@ -105,7 +105,7 @@ impl HangReport {
         not(any(feature = "mpi", feature = "nccl")),
         allow(dead_code, reason = "a thread knows what all have called")
     )]
-    pub(in crate::comm) fn parting(&mut self, rank: usize, missing: &[usize]) -> Option<String> {
+    pub(in crate::comm) fn first_divergence(&mut self, rank: usize, missing: &[usize]) -> Option<String> {
         if first_to_report(missing) != rank {
             return None;
         }
@@ -127,7 +127,7 @@ impl HangReport {
     /// Finds out for whom each rank waits.
     pub(in crate::comm) fn infer_missing(&mut self) {
         for wait in self.waits.values_mut() {
-            wait.missing = absent(&self.calls, &wait.group, wait.sequence);
+            wait.missing = not_arrived(&self.calls, &wait.group, wait.sequence);
         }
     }
 
@@ -136,7 +136,7 @@ impl HangReport {
     pub(in crate::comm) fn failure(&self, rank: usize, waited: Duration) -> Option<CommError> {
         let own = self.waits.get(&rank)?;
         let desync = |wait: &Wait| {
-            let divergence = another_operation(&self.calls, &wait.group, wait.sequence)?;
+            let divergence = mismatched_op(&self.calls, &wait.group, wait.sequence)?;
             Some(divergence.into_error(&wait.group.name, wait.sequence))
         };
         let of_all = std::iter::once(own).chain(self.waits.values());
@@ -170,19 +170,19 @@ mod tests {
     #[test]
     fn ranks_that_wait_for_nobody_are_the_root() {
         let own = wait("sp", 5, &[1, 3]);
-        assert_eq!(root(own.clone(), &[]), own, "they have told nothing");
+        assert_eq!(root(own.clone(), &[]), own, "they have reported nothing");
         // The reporter's own wait may be among what was told, and so may be those of ranks that matter to nobody.
-        let told = [(0, own.clone()), (2, wait("sp", 5, &[3])), (3, wait("dp", 1, &[]))];
-        assert_eq!(root(own.clone(), &told), own, "a wait for nobody is none");
+        let reported = [(0, own.clone()), (2, wait("sp", 5, &[3])), (3, wait("dp", 1, &[]))];
+        assert_eq!(root(own.clone(), &reported), own, "a wait for nobody is none");
     }
 
     #[test]
     fn a_chain_of_waits_leads_to_its_end() {
         // A mesh dp 2 × sp 2 with ranks 2 and 3 cut off.
-        let told = [(1, wait("sp", 68, &[0])), (0, wait("dp", 24, &[2]))];
-        assert_eq!(root(wait("sp", 68, &[0]), &told), wait("dp", 24, &[2]));
-        let told = [(1, wait("b", 2, &[2])), (3, wait("d", 4, &[4])), (2, wait("c", 3, &[3]))];
-        assert_eq!(root(wait("a", 1, &[1]), &told), wait("d", 4, &[4]));
+        let reported = [(1, wait("sp", 68, &[0])), (0, wait("dp", 24, &[2]))];
+        assert_eq!(root(wait("sp", 68, &[0]), &reported), wait("dp", 24, &[2]));
+        let reported = [(1, wait("b", 2, &[2])), (3, wait("d", 4, &[4])), (2, wait("c", 3, &[3]))];
+        assert_eq!(root(wait("a", 1, &[1]), &reported), wait("d", 4, &[4]));
     }
 
     #[test]
@@ -198,10 +198,10 @@ mod tests {
     #[test]
     fn of_several_causes_the_nearest_counts_and_all_of_one_operation_are_named() {
         // A rank that only waits is left out where others do not.
-        let told = [(1, wait("dp", 3, &[4]))];
-        assert_eq!(root(wait("sp", 7, &[1, 2, 5]), &told), wait("sp", 7, &[2, 5]));
-        let told = [(1, wait("b", 2, &[3])), (2, wait("c", 3, &[4, 5])), (3, wait("d", 4, &[5]))];
-        assert_eq!(root(wait("a", 1, &[1, 2]), &told), wait("c", 3, &[4, 5]));
+        let reported = [(1, wait("dp", 3, &[4]))];
+        assert_eq!(root(wait("sp", 7, &[1, 2, 5]), &reported), wait("sp", 7, &[2, 5]));
+        let reported = [(1, wait("b", 2, &[3])), (2, wait("c", 3, &[4, 5])), (3, wait("d", 4, &[5]))];
+        assert_eq!(root(wait("a", 1, &[1, 2]), &reported), wait("c", 3, &[4, 5]));
     }
 
     #[test]

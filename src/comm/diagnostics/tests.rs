@@ -1,6 +1,6 @@
 //! What is recorded, reported and compared.
 
-use super::divergence::{Calls, absent, another_operation, divergence, first_to_report};
+use super::divergence::{Calls, not_arrived, mismatched_op, divergence, first_to_report};
 use super::*;
 use crate::comm::ReduceOp;
 use crate::comm::call_signature::{CallSignature, Elements};
@@ -104,18 +104,18 @@ fn absent_ranks_and_other_operations_are_told_from_different_arguments() {
         (1, history(&[(&world, 4, "barrier"), (&world, 5, "barrier")])),
         (2, history(&[(&world, 4, "barrier"), (&world, 5, "all_to_all(2)"), (&sp, 5, "barrier")])),
     ]);
-    assert_eq!(absent(&ranks, &world, 5), [3], "which has told nothing");
-    assert_eq!(absent(&ranks, &world, 6), [0, 1, 2, 3], "another group's number does not count");
-    assert_eq!(absent(&ranks, &sp, 3), [3], "what is forgotten was issued");
-    let other = another_operation(&ranks, &world, 5).unwrap();
+    assert_eq!(not_arrived(&ranks, &world, 5), [3], "which has reported nothing");
+    assert_eq!(not_arrived(&ranks, &world, 6), [0, 1, 2, 3], "another group's number does not count");
+    assert_eq!(not_arrived(&ranks, &sp, 3), [3], "what is forgotten was issued");
+    let other = mismatched_op(&ranks, &world, 5).unwrap();
     assert_eq!((other.rank, other.called.as_str()), (1, "barrier"));
     assert_eq!(other.others_called, "all_to_all(f32, sending [1], expecting [1])");
     assert_eq!(other.others, [0, 2]);
-    assert_eq!(another_operation(&ranks, &world, 4), None);
+    assert_eq!(mismatched_op(&ranks, &world, 4), None);
     assert_eq!((first_to_report(&[]), first_to_report(&[0, 1, 3])), (0, 2));
     let mut report = HangReport::default();
     ranks.into_iter().for_each(|(rank, calls)| report.note(rank, calls, None));
-    let text = report.parting(0, &[3]).unwrap();
+    let text = report.first_divergence(0, &[3]).unwrap();
     assert!(text.contains("rank 3 has not come to it; nothing is known of it"), "{text}");
 }
 
@@ -124,8 +124,8 @@ fn a_rank_that_an_older_operation_keeps_has_not_come_to_the_next_one() {
     let (world, sp) = (label("world", &[0, 1, 2, 3]), label("sp", &[2, 3]));
     let calls = [(&world, 4, "barrier"), (&sp, 5, "barrier")];
     let ranks = BTreeMap::from([(2, history(&calls)), (3, under_way(&calls).report())]);
-    assert_eq!(absent(&ranks, &sp, 5), [3]);
-    assert_eq!(absent(&ranks, &sp, 4), [] as [usize; 0], "it has left that behind");
+    assert_eq!(not_arrived(&ranks, &sp, 5), [3]);
+    assert_eq!(not_arrived(&ranks, &sp, 4), [] as [usize; 0], "it has left that behind");
 }
 
 #[test]

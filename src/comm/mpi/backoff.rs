@@ -11,7 +11,7 @@ const SLEEP: Duration = Duration::from_micros(50);
 /// A core that was offered and comes back later than this is wanted by others than ranks.
 const LATE: Duration = Duration::from_millis(1);
 /// How long that is taken to last.
-const CROWDED_FOR: Duration = Duration::from_secs(1);
+const CONTENTION_WINDOW: Duration = Duration::from_secs(1);
 
 /// Whether others want this rank's core. Then it sleeps at once: the system lets one that has slept in before those that
 /// compute, but one that has yielded after them.
@@ -35,14 +35,14 @@ enum Rest {
 }
 
 impl CpuContention {
-    fn is_there(&self, now: Instant) -> bool {
+    fn is_active(&self, now: Instant) -> bool {
         self.until.lock().is_some_and(|until| now < until)
     }
 
     /// Notes how long an offer of the core has lasted.
-    fn learn(&self, now: Instant, offered_for: Duration) {
+    fn observe(&self, now: Instant, offered_for: Duration) {
         if offered_for > LATE {
-            *self.until.lock() = Some(now + CROWDED_FOR);
+            *self.until.lock() = Some(now + CONTENTION_WINDOW);
         }
     }
 }
@@ -59,7 +59,7 @@ impl<'a> Backoff<'a> {
             Rest::Yield => {
                 std::thread::yield_now();
                 let now = Instant::now();
-                self.contention.learn(now, now.saturating_duration_since(before));
+                self.contention.observe(now, now.saturating_duration_since(before));
             }
             Rest::Sleep => std::thread::sleep(SLEEP),
         }
@@ -70,7 +70,7 @@ impl<'a> Backoff<'a> {
         let has_yielded = now.saturating_duration_since(self.since) >= YIELD_FOR;
         match self.looks {
             ..=SPINS => Rest::Spin,
-            _ if has_yielded || self.contention.is_there(now) => Rest::Sleep,
+            _ if has_yielded || self.contention.is_active(now) => Rest::Sleep,
             _ => Rest::Yield,
         }
     }
@@ -97,11 +97,11 @@ mod tests {
         let mut backoff = Backoff::new(&contention);
         let start = backoff.since;
         backoff.looks = SPINS;
-        contention.learn(start, LATE);
+        contention.observe(start, LATE);
         assert_eq!(backoff.rest(start), Rest::Yield, "it came back in time");
-        contention.learn(start, 3 * LATE);
+        contention.observe(start, 3 * LATE);
         assert_eq!(backoff.rest(start), Rest::Sleep);
-        let mut later = Backoff { contention: &contention, looks: SPINS, since: start + CROWDED_FOR };
-        assert_eq!(later.rest(start + CROWDED_FOR), Rest::Yield, "it is tried again");
+        let mut later = Backoff { contention: &contention, looks: SPINS, since: start + CONTENTION_WINDOW };
+        assert_eq!(later.rest(start + CONTENTION_WINDOW), Rest::Yield, "it is tried again");
     }
 }

@@ -1,12 +1,12 @@
 //! [`ProcessGroup`] over the processes of a job.
 
-use super::exchange::{Exchange, all_to_all_strided};
+use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::operation::{Operation, Step};
 use super::rank::MpiRank;
 use super::transfers::{Members, Transfers};
 use super::{collective, message};
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::buffer::apart;
+use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, Sequences};
 use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup};
@@ -80,7 +80,7 @@ impl MpiGroup {
         ))
     }
 
-    fn start_exchange(
+    fn start_strided(
         &self,
         call: CallSignature,
         inputs: &[Tensor],
@@ -88,9 +88,9 @@ impl MpiGroup {
     ) -> Result<Pending, CommError> {
         let CallSignature::AllToAllStrided { dtype, plan } = &call else { return Ok(Pending::ready()) };
         let written: Vec<&Tensor> = outputs.iter().collect();
-        let inputs = inputs.iter().map(|input| apart(input, &written)).collect::<Result<_, _>>()?;
-        let exchange = Exchange { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
-        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, exchange))
+        let inputs = inputs.iter().map(|input| copy_if_shared(input, &written)).collect::<Result<_, _>>()?;
+        let strided = StridedAllToAll { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
+        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, strided))
     }
 
     /// Waits for the members of the new group and makes its communicator.
@@ -161,20 +161,20 @@ impl ProcessGroup for MpiGroup {
                 })
             }
             CollectiveArgs::AllGather { input, output } => {
-                let (input, output) = (apart(input, &[output])?, output.clone());
+                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
                 self.begin(signature, move |transfers, members| {
                     collective::all_gather(transfers, members, &input, &output)
                 })
             }
             CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
                 let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-                let (input, output) = (apart(input, &[output])?, output.clone());
+                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
                 self.begin(signature, move |transfers, members| {
                     collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
                 })
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
-                self.start_exchange(signature, inputs, outputs)
+                self.start_strided(signature, inputs, outputs)
             }
             CollectiveArgs::Broadcast { tensor, root } => {
                 let tensor = tensor.clone();

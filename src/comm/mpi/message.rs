@@ -25,7 +25,7 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
     Step::new(move |transfers, _| {
         transfers.expect_text(from);
         Ok(Some(Step::new(move |transfers, members| {
-            check_header(&transfers.text_from(from), &tensor, members, from, transfers.place().sequence)?;
+            check_header(&transfers.text_from(from), &tensor, members, from, transfers.label().sequence)?;
             transfers.next_phase();
             transfers.receive(members, &tensor, from)?;
             Ok(Some(Step::new(move |transfers, members| {

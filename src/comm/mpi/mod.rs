@@ -13,7 +13,7 @@
 mod backoff;
 mod collective;
 mod control;
-mod exchange;
+mod strided_all_to_all;
 mod group;
 mod library;
 mod memory;

@@ -1,6 +1,6 @@
 //! An operation under way: messages, and what to do when they are done.
 
-use super::transfers::{Members, OpPlace, Transfers};
+use super::transfers::{Members, OpLabel, Transfers};
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, Wait, compare};
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
@@ -45,15 +45,15 @@ impl Step {
                     if rank == members.rank {
                         return Ok(call.clone());
                     }
-                    let told = serde_json::from_slice(&transfers.text_from(rank));
-                    told.map_err(|error| CommError::Tensor(format!("what rank {rank} calls: {error}")))
+                    let reported = serde_json::from_slice(&transfers.text_from(rank));
+                    reported.map_err(|error| CommError::Tensor(format!("what rank {rank} calls: {error}")))
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
-                let place = transfers.place();
+                let label = transfers.label();
                 compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
                     divergence
                         .with_global_ranks(&members.global_ranks)
-                        .into_error(&members.name, place.sequence)
+                        .into_error(&members.name, label.sequence)
                 })?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
@@ -92,7 +92,7 @@ impl Operation {
         first: Step,
     ) -> Self {
         let channel = OrderedChannel { group: Arc::as_ptr(members).addr(), kind };
-        let transfers = Transfers::new(OpPlace { op, sequence }, members);
+        let transfers = Transfers::new(OpLabel { op, sequence }, members);
         Self { members: members.clone(), channel, transfers, next: Some(first) }
     }
 
@@ -110,7 +110,7 @@ impl Operation {
 
     /// What the flight recorder stores of it, with this number.
     pub(super) fn entry(&self, id: u64, call: CallSignature) -> Entry {
-        let sequence = self.transfers.place().sequence;
+        let sequence = self.transfers.label().sequence;
         Entry { id, group: self.members.label.clone(), sequence, call, is_complete: false }
     }
 
@@ -118,7 +118,7 @@ impl Operation {
     pub(super) fn wait(&self) -> Wait {
         let missing = self.transfers.missing();
         let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
-        let OpPlace { op, sequence } = self.transfers.place();
+        let OpLabel { op, sequence } = self.transfers.label();
         Wait { group: self.members.label.clone(), op, sequence, missing }
     }
 }

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Stands in for a timeout beyond what the clock can add.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long the messages of a rank that has ended may take to arrive after its last word: they come
 /// by other ways.
 const GRACE: Duration = Duration::from_millis(100);
@@ -102,7 +102,7 @@ impl MpiRank {
     /// The world's failure, which this call may be the one to notice.
     pub(super) fn complete(&self, channel: OrderedChannel, id: u64) -> Result<(), CommError> {
         let started = Instant::now();
-        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
+        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOREVER);
         let mut backoff = Backoff::new(&self.contention);
         // Who is asked at the first look has come too late to have waited for anybody.
         let mut has_looked = false;
@@ -153,7 +153,7 @@ impl MpiRank {
             return reported;
         }
         let (calls, wait) = (state.recorder.report(), wait.cloned());
-        let message = ControlMessage::Called { calls: calls.clone(), wait: wait.clone() };
+        let message = ControlMessage::CallReport { calls: calls.clone(), wait: wait.clone() };
         if let Err(reason) = state.control.send(&message) {
             tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
         }
@@ -204,7 +204,7 @@ impl MpiRank {
         for (rank, message) in messages {
             match message {
                 ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
-                ControlMessage::Called { calls, wait: others_wait } => {
+                ControlMessage::CallReport { calls, wait: others_wait } => {
                     state.report.note(rank, calls, others_wait);
                     self.report_calls(state, wait);
                 }
@@ -215,10 +215,10 @@ impl MpiRank {
     }
 
     /// After a timeout: where the ranks part, by what they have reported.
-    fn log_parting(&self, state: &mut State) {
+    fn log_divergence(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        if let Some(parting) = state.report.parting(self.rank, missing) {
-            tracing::error!("where the ranks part:{parting}");
+        if let Some(first_divergence) = state.report.first_divergence(self.rank, missing) {
+            tracing::error!("first divergence of the ranks:{first_divergence}");
         }
     }
 
@@ -239,22 +239,22 @@ impl MpiRank {
         let mut backoff = Backoff::new(&self.contention);
         let mut state = self.state.lock();
         state.is_closed = true;
-        let told = state.control.send(&ControlMessage::Ended).is_ok();
+        let reported = state.control.send(&ControlMessage::Ended).is_ok();
         let mut deadline = None;
         loop {
             self.listen(&mut state, None);
             let has_failed = state.failure.is_some();
             let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
             if all && state.control.are_sent() {
-                self.log_parting(&mut state);
+                self.log_divergence(&mut state);
                 if !has_failed {
                     state.free();
                 }
-                return told;
+                return reported;
             }
             let now = Instant::now();
             if has_failed && now > *deadline.get_or_insert(now + SHUTDOWN_TIMEOUT) {
-                self.log_parting(&mut state);
+                self.log_divergence(&mut state);
                 return false;
             }
             MutexGuard::unlocked(&mut state, || backoff.wait());

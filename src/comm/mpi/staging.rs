@@ -21,7 +21,7 @@ pub(super) struct Staged {
 
 impl Staging {
     /// Room for `elems` elements, with unspecified content.
-    pub(super) fn take(&self, elems: usize, dtype: DType) -> Result<Staged, CommError> {
+    pub(super) fn alloc(&self, elems: usize, dtype: DType) -> Result<Staged, CommError> {
         if elems == 0 {
             return Ok(Staged { whole: zeros(0, dtype, &Device::Cpu)?, elems });
         }
@@ -43,7 +43,7 @@ impl Staging {
     }
 
     /// Takes a buffer back that no message uses any more.
-    pub(super) fn give(&self, staged: Staged) {
+    pub(super) fn recycle(&self, staged: Staged) {
         if staged.whole.elem_count() > 0 {
             self.free.lock().push(staged.whole);
         }
@@ -65,16 +65,16 @@ mod tests {
     #[test]
     fn a_buffer_is_used_again_for_what_fits_and_replaced_by_a_larger_one() {
         let staging = Staging::default();
-        let first = staging.take(8, DType::F32).unwrap();
+        let first = staging.alloc(8, DType::F32).unwrap();
         let memory = StorageId::of(&first.whole);
-        staging.give(first);
-        let other = staging.take(4, DType::U32).unwrap();
-        let smaller = staging.take(5, DType::F32).unwrap();
+        staging.recycle(first);
+        let other = staging.alloc(4, DType::U32).unwrap();
+        let smaller = staging.alloc(5, DType::F32).unwrap();
         assert_eq!((StorageId::of(&smaller.whole), smaller.tensor().unwrap().elem_count()), (memory, 5));
-        let beside = staging.take(5, DType::F32).unwrap();
+        let beside = staging.alloc(5, DType::F32).unwrap();
         assert_ne!(StorageId::of(&beside.whole), memory, "the other one is in use");
-        [smaller, other].into_iter().for_each(|staged| staging.give(staged));
-        let larger = staging.take(9, DType::F32).unwrap();
+        [smaller, other].into_iter().for_each(|staged| staging.recycle(staged));
+        let larger = staging.alloc(9, DType::F32).unwrap();
         assert_eq!(larger.tensor().unwrap().elem_count(), 9);
         assert_eq!(staging.free.lock().len(), 1, "the smaller one is gone");
     }
@@ -82,14 +82,14 @@ mod tests {
     #[test]
     fn of_several_buffers_the_smallest_that_fits_is_taken() {
         let staging = Staging::default();
-        let take = |elems| staging.take(elems, DType::F32).unwrap();
+        let take = |elems| staging.alloc(elems, DType::F32).unwrap();
         // What an operation needs at a time, and the next one needs again.
         for sizes in [[9, 5, 3], [3, 9, 5], [5, 3, 9]] {
             let staged = sizes.map(take);
             for (staged, size) in staged.iter().zip(sizes) {
                 assert_eq!(staged.whole.elem_count(), size, "{sizes:?}");
             }
-            staged.into_iter().for_each(|staged| staging.give(staged));
+            staged.into_iter().for_each(|staged| staging.recycle(staged));
         }
         assert_eq!(staging.free.lock().len(), 3, "and none is allocated anew");
     }

@@ -42,7 +42,7 @@ impl Members {
 
 /// The place of an operation within its group, which its errors name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct OpPlace {
+pub(super) struct OpLabel {
     pub(super) op: CollectiveOp,
     /// Number within the group (of a message: within the pair of ranks).
     pub(super) sequence: u64,
@@ -59,7 +59,7 @@ pub(super) const CONTROL_TAG: c_int = MAX_TAG;
 /// What an operation sends and expects.
 #[derive(Debug)]
 pub(super) struct Transfers {
-    place: OpPlace,
+    label: OpLabel,
     phase: u64,
     under_way: Vec<Transfer>,
     /// Texts that have arrived, by rank of the group.
@@ -99,13 +99,13 @@ enum Buffer {
 }
 
 impl Transfers {
-    pub(super) fn new(place: OpPlace, members: &Members) -> Self {
+    pub(super) fn new(label: OpLabel, members: &Members) -> Self {
         let texts = vec![None; members.world_size()];
-        Self { place, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
+        Self { label, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
     }
 
-    pub(super) fn place(&self) -> OpPlace {
-        self.place
+    pub(super) fn label(&self) -> OpLabel {
+        self.label
     }
 
     /// What follows has another tag.
@@ -114,9 +114,9 @@ impl Transfers {
     }
 
     fn tag(&self) -> c_int {
-        let number = self.place.sequence * PHASES + self.phase;
+        let number = self.label.sequence * PHASES + self.phase;
         let spread = |tags: c_int| (number % tags as u64) as c_int;
-        match self.place.op {
+        match self.label.op {
             op if op.is_message() => FIRST_MESSAGE_TAG + spread(CONTROL_TAG - FIRST_MESSAGE_TAG),
             _ => spread(FIRST_MESSAGE_TAG),
         }
@@ -125,7 +125,7 @@ impl Transfers {
     /// MPI's refusal of this operation.
     fn refused(&self, members: &Members, reason: String) -> CommError {
         let (group, rank) = (members.name.clone(), members.global_rank());
-        let OpPlace { op, sequence } = self.place;
+        let OpLabel { op, sequence } = self.label;
         CommError::Library { library: "MPI", group, op, sequence, rank, reason }
     }
 
@@ -243,7 +243,7 @@ impl Transfers {
     pub(super) fn count(&self, members: &Members) {
         if members.world_size() > 1 && self.sent_bytes + self.received_bytes > 0 {
             let mut stats = members.stats.lock();
-            let counters = stats.ops.entry(self.place.op).or_default();
+            let counters = stats.ops.entry(self.label.op).or_default();
             counters.bytes_sent += self.sent_bytes;
             counters.bytes_received += self.received_bytes;
         }

@@ -22,7 +22,7 @@ const CONFIG_VERSION: u32 = 23_000;
 const NO_COLOR: c_int = -1;
 
 /// Between two looks at a call that has not ended.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// How long a communicator that is no longer needed may take to end.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -45,7 +45,7 @@ struct Raw(sys::ncclComm_t);
 unsafe impl Send for Raw {}
 
 /// For what concerns no communicator.
-const NOBODY: Raw = Raw(std::ptr::null_mut());
+const NULL: Raw = Raw(std::ptr::null_mut());
 
 /// Where NCCL writes the handle of a communicator that it makes.
 ///
@@ -84,12 +84,12 @@ pub(super) type CallResult = Result<NcclStatus, NcclError>;
 
 /// NCCL's version, as 2.30.4 is 23004.
 pub(super) fn version() -> Result<i32, String> {
-    result::get_nccl_version().map_err(|error| NOBODY.describe(error.0))
+    result::get_nccl_version().map_err(|error| NULL.describe(error.0))
 }
 
 /// A new id, or with `NCCL_COMM_ID` in the environment the one that stands for that address.
 pub(super) fn unique_id() -> Result<Id, String> {
-    let id = result::get_uniqueid().map_err(|error| NOBODY.describe(error.0))?;
+    let id = result::get_uniqueid().map_err(|error| NULL.describe(error.0))?;
     Ok(id.internal.map(|byte| byte as u8))
 }
 
@@ -165,16 +165,16 @@ impl Communicator {
         call: impl FnOnce(sys::ncclComm_t) -> CallResult,
     ) -> Result<(), String> {
         self.with(|raw| call(raw.0).map_err(|error| raw.describe(error.0)))??;
-        self.settle(deadline)
+        self.wait_ready(deadline)
     }
 
     /// Waits until NCCL has taken what was called last. It is asked whatever the call has returned: `ncclCommSplit`
     /// returns success while the child is still being made.
-    pub(super) fn settle(&self, deadline: Instant) -> Result<(), String> {
+    pub(super) fn wait_ready(&self, deadline: Instant) -> Result<(), String> {
         loop {
             match self.with(Raw::state)? {
                 sys::ncclResult_t::ncclSuccess => return Ok(()),
-                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => std::thread::sleep(PAUSE),
+                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
                 sys::ncclResult_t::ncclInProgress => {
                     return Err("NCCL did not take the call in time; a rank did not make it".to_owned());
                 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// How long a rank may take to report. Those that live do so within two looks, whatever they wait for.
 const GRACE: Duration = Duration::from_secs(2);
 /// Between two looks.
-const PAUSE: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// What a rank knows of the others, and has told of itself.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub(super) struct ControlPlane {
 
 /// The operation that does not complete, and for how long.
 #[derive(Debug, Clone)]
-pub(super) struct Stuck {
+pub(super) struct Stall {
     pub(super) wait: Wait,
     pub(super) waited: Duration,
 }
@@ -56,18 +56,18 @@ impl ControlPlane {
         &mut self,
         called: impl FnOnce() -> (Vec<EntryReport>, Option<Wait>),
     ) -> Result<(), CommError> {
-        let heard = self.hear();
+        let received = self.receive();
         if self.report.len() > 0 {
             self.report_calls(called);
         }
-        heard
+        received
     }
 
-    fn hear(&mut self) -> Result<(), CommError> {
+    fn receive(&mut self) -> Result<(), CommError> {
         let mut failure = None;
-        for (rank, heard) in self.channel.poll() {
-            match heard {
-                Received::Message(ControlMessage::Called { calls, wait }) => {
+        for (rank, received) in self.channel.poll() {
+            match received {
+                Received::Message(ControlMessage::CallReport { calls, wait }) => {
                     self.report.note(rank, calls, wait)
                 }
                 Received::Message(ControlMessage::Failed(error)) => {
@@ -95,15 +95,15 @@ impl ControlPlane {
     /// waits for. `None` where all have come and called the same: then the ranks do not know either. Where the rank that
     /// hosts the store does not answer it is the one that is known to be missing: what the others report goes through it.
     /// Where a launcher hosts it and nothing comes, it may be the one that does not answer, and no rank is blamed.
-    pub(super) fn find_missing(&mut self, stuck: &Stuck, called: Vec<EntryReport>) -> Option<CommError> {
-        let own = (called, Some(stuck.wait.clone()));
+    pub(super) fn find_missing(&mut self, stall: &Stall, called: Vec<EntryReport>) -> Option<CommError> {
+        let own = (called, Some(stall.wait.clone()));
         self.report_calls(|| own.clone());
         let deadline = Instant::now() + GRACE;
         while self.report.len() < self.ranks && Instant::now() < deadline {
-            if let Err(failure) = self.hear() {
+            if let Err(failure) = self.receive() {
                 return Some(failure);
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
         // It may have reported before it came to this.
         self.report.note(self.rank, own.0, own.1);
@@ -112,35 +112,35 @@ impl ControlPlane {
             return None;
         }
         if host != NO_RANK && !self.report.has(host) {
-            return Some(Wait { missing: vec![host], ..stuck.wait.clone() }.timed_out(stuck.waited));
+            return Some(Wait { missing: vec![host], ..stall.wait.clone() }.timed_out(stall.waited));
         }
         self.report.infer_missing();
-        self.report.failure(self.rank, stuck.waited)
+        self.report.failure(self.rank, stall.waited)
     }
 
     /// What the first rank that is not missing has to say of a failure, if the ranks have reported what they called.
-    pub(super) fn parting(&mut self, error: &CommError) -> Option<String> {
+    pub(super) fn first_divergence(&mut self, error: &CommError) -> Option<String> {
         let missing = match error {
             CommError::Timeout { missing, .. } => missing.as_slice(),
             CommError::Desync { .. } => &[],
             _ => return None,
         };
         self.report.infer_missing();
-        self.report.parting(self.rank, missing).filter(|_| self.has_reported)
+        self.report.first_divergence(self.rank, missing).filter(|_| self.has_reported)
     }
 
     /// Tells the others of this rank's failure, unless it is what they have told.
-    pub(super) fn tell_failure(&mut self, error: &CommError) {
+    pub(super) fn announce_failure(&mut self, error: &CommError) {
         if self.has_heard_failure {
             // What was passed on must go out before this process ends.
-            self.channel.settle();
+            self.channel.flush();
         } else {
             self.channel.send(&ControlMessage::failed(self.rank, error));
         }
     }
 
     /// Tells the others, once, that this rank issues nothing any more, and lets that arrive.
-    pub(super) fn tell_end(&mut self) {
+    pub(super) fn announce_shutdown(&mut self) {
         if !std::mem::replace(&mut self.is_silent, true) {
             self.channel.close();
         }
@@ -148,7 +148,7 @@ impl ControlPlane {
 
     /// Lets the connections end without a word, as they do when the process is killed: the rank has failed, and
     /// nobody has told why.
-    pub(super) fn forgo_end(&mut self) {
+    pub(super) fn skip_shutdown_notice(&mut self) {
         self.is_silent = true;
     }
 
@@ -156,7 +156,7 @@ impl ControlPlane {
         if !std::mem::replace(&mut self.has_reported, true) {
             let (calls, wait) = called();
             self.report.note(self.rank, calls.clone(), wait.clone());
-            self.channel.send(&ControlMessage::Called { calls, wait });
+            self.channel.send(&ControlMessage::CallReport { calls, wait });
         }
     }
 }
@@ -165,7 +165,7 @@ impl Drop for ControlPlane {
     /// A rank that is done with its groups has ended well, unless it panics: then its end is a failure.
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            self.tell_end();
+            self.announce_shutdown();
         }
     }
 }

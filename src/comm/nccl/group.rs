@@ -4,7 +4,7 @@ use super::communicator::Communicator;
 use super::operation::{Enqueue, Inner, ShutdownGuard, data_type, operator, source, target};
 use super::traffic::{MovedBytes, offsets};
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::buffer::apart;
+use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::{
@@ -20,7 +20,7 @@ use std::time::Duration;
 use ulysses_kernels::tensor::bytes;
 
 /// Between two looks of a host that waits for the GPU.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// One rank's handle of a group.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl NcclGroup {
     ) -> Result<Pending, CommError> {
         let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
         let (count, of, op) = (output.elem_count(), data_type(output.dtype()), operator(op));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the output, as many for each rank of the input; kept as above.
             unsafe { result::reduce_scatter(source(at[1]), target(at[0]), count, of, op, comm, stream) }
@@ -98,7 +98,7 @@ impl NcclGroup {
     fn all_gather(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
         let traffic = MovedBytes::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
         let (count, of) = (input.elem_count(), data_type(input.dtype()));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the input, as many for each rank of the output; kept as above.
             unsafe { result::all_gather(source(at[1]), target(at[0]), count, of, comm, stream) }
@@ -115,7 +115,7 @@ impl NcclGroup {
         let dtype = input.dtype();
         let traffic = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
         let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
@@ -164,7 +164,7 @@ impl NcclGroup {
                 waiting.own.check()?;
                 match given.done.try_is_complete() {
                     Ok(true) => break,
-                    Ok(false) => std::thread::sleep(PAUSE),
+                    Ok(false) => std::thread::sleep(POLL_INTERVAL),
                     Err(error) => return Err(CommError::Tensor(error.to_string())),
                 }
             }

@@ -2,7 +2,7 @@
 
 use super::communicator::{Communicator, ID_BYTES, Id, unique_id, version};
 use super::control_plane::ControlPlane;
-use super::environment::{Environment, Meeting, check_places};
+use super::environment::{Environment, Rendezvous, check_gpus};
 use super::group::NcclGroup;
 use super::operation::ShutdownGuard;
 use super::rank::NcclRank;
@@ -33,7 +33,7 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let (own, group) = meet_over(context.group.clone(), &device, options.timeout)?;
+        let (own, group) = join_over(context.group.clone(), &device, options.timeout)?;
         let group = if options.check { checked(&own, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
@@ -49,11 +49,11 @@ pub fn over(
     device: &Device,
     timeout: Duration,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    meet_over(bootstrap, device, timeout).map(|(_, group)| group)
+    join_over(bootstrap, device, timeout).map(|(_, group)| group)
 }
 
 /// A rank, and its handle of the group of all.
-type Met = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
+type Joined = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
 
 /// The same group, whose ranks compare their calls. Collective.
 pub(super) fn checked(
@@ -64,17 +64,17 @@ pub(super) fn checked(
     DesyncCheck::over(group, own.clone())
 }
 
-fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Met, CommError> {
+fn join_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Joined, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
     // A GPU is known by its uuid, which is the same for all processes.
     let uuid = own_rank.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
-    let place = uuid.bytes.map(|byte| byte as u8);
-    let places = bootstrap.all_gather_values(&place)?;
-    let places: Vec<&[u8]> = places.chunks(place.len()).collect();
+    let own_uuid = uuid.bytes.map(|byte| byte as u8);
+    let uuids = bootstrap.all_gather_values(&own_uuid)?;
+    let uuids: Vec<&[u8]> = uuids.chunks(own_uuid.len()).collect();
     let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    check_places(&places, version().map_err(refuse)?, may_share)?;
+    check_gpus(&uuids, version().map_err(refuse)?, may_share)?;
     let own = if bootstrap.rank() == 0 { unique_id().map_err(refuse)? } else { [0; ID_BYTES] };
     let ids = bootstrap.all_gather_values(&own)?;
     let mut id = own;
@@ -94,17 +94,17 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
 pub fn from_env(info: &ProcessInfo, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    meet_from_env(info, timeout).map(|(_, group)| group)
+    join_from_env(info, timeout).map(|(_, group)| group)
 }
 
-pub(super) fn meet_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Met, CommError> {
+pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joined, CommError> {
     let environment = Environment::read(info, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
     let id = match meeting {
-        Meeting::Nccl => unique_id().map_err(refuse)?,
-        Meeting::At(point) => {
+        Rendezvous::Nccl => unique_id().map_err(refuse)?,
+        Rendezvous::At(point) => {
             let mut store = Store::meet(&point, rank, timeout).map_err(refuse)?;
             let id = share_id(&mut store, timeout).map_err(refuse)?;
             own_rank.set_control(ControlPlane::new(rank, world_size, ControlChannel::new(store)));
@@ -146,6 +146,6 @@ fn join(
     let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
     // From here on a failure elsewhere ends the wait for the others.
     own.adopt(&communicator)?;
-    communicator.settle(own.deadline()).map_err(refuse)?;
+    communicator.wait_ready(own.deadline()).map_err(refuse)?;
     Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, name, rank, global_ranks)))
 }

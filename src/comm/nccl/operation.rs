@@ -62,20 +62,20 @@ pub(super) type Enqueue<'a> = &'a dyn Fn(sys::ncclComm_t, sys::cudaStream_t, &[A
 
 /// An operation that NCCL has.
 #[derive(Debug)]
-pub(super) struct Given {
+pub(super) struct Enqueued {
     pub(super) done: Arc<CudaEvent>,
-    held: Held,
+    held: TensorGuard,
 }
 
 /// The tensors of an operation. Unless it ends as it should they go to the world: nobody knows when the GPUs, a
 /// peer's among them, are done with an operation that was given up.
 #[derive(Debug)]
-struct Held {
+struct TensorGuard {
     own: Arc<NcclRank>,
     tensors: Vec<Tensor>,
 }
 
-impl Held {
+impl TensorGuard {
     fn new<'a>(own: &Arc<NcclRank>, tensors: impl Iterator<Item = &'a Tensor>) -> Self {
         Self { own: own.clone(), tensors: tensors.cloned().collect() }
     }
@@ -86,9 +86,9 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for TensorGuard {
     fn drop(&mut self) {
-        self.own.keep(std::mem::take(&mut self.tensors));
+        self.own.retain(std::mem::take(&mut self.tensors));
     }
 }
 
@@ -100,7 +100,7 @@ pub(super) struct ShutdownGuard(pub(super) Arc<NcclRank>);
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.forgo_end();
+            self.0.skip_shutdown_notice();
         } else {
             self.0.end();
         }
@@ -129,7 +129,7 @@ impl Inner {
     }
 
     /// Lets what is started on the tensors' stream from now on wait for an operation.
-    pub(super) fn complete(&self, given: Given) -> Result<(), CommError> {
+    pub(super) fn complete(&self, given: Enqueued) -> Result<(), CommError> {
         self.join(&given.done)?;
         given.held.release();
         Ok(())
@@ -148,7 +148,7 @@ impl Inner {
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
-    ) -> Result<Given, CommError> {
+    ) -> Result<Enqueued, CommError> {
         self.check(traffic.op)?;
         let sequence = {
             let mut state = self.state.lock();
@@ -174,7 +174,7 @@ impl Inner {
         };
         // Inputs are complete, and outputs no longer in use, when the tensors' stream has come here.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
-        let held = Held::new(&self.own, outputs.iter().chain(inputs).copied());
+        let held = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
         let mut taken = Ok(());
         let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
@@ -192,7 +192,7 @@ impl Inner {
         let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
         let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
         self.own.watch(watched, &self.label, calls);
-        Ok(Given { done, held })
+        Ok(Enqueued { done, held })
     }
 
     fn launcher(&self) -> Result<Launcher, DeviceError> {
@@ -213,7 +213,7 @@ impl Inner {
         let done: Arc<OnceLock<_>> = Arc::default();
         let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
         self.state.lock().messages.push(message);
-        let (completing, held) = (self.clone(), Held::new(&self.own, std::iter::once(tensor)));
+        let (completing, held) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
         Ok(self.pending(move || {
             completing.flush(traffic.op)?;
             if let Some(done) = done.get() {

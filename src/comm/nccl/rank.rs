@@ -1,8 +1,8 @@
 //! What the groups of one rank share: its GPU, what is under way there, the failure.
 
 use super::communicator::{Communicator, abort};
-use super::control_plane::{ControlPlane, Stuck};
-use super::recorder::{OnGpu, Recorder};
+use super::control_plane::{ControlPlane, Stall};
+use super::recorder::{GpuOp, Recorder};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{CallLog, EntryReport, GroupLabel, Wait, lines};
@@ -124,14 +124,14 @@ impl NcclRank {
     /// Tells the others that this rank issues nothing any more.
     pub(super) fn end(&self) {
         if let Some(control) = &mut *self.control.lock() {
-            control.tell_end();
+            control.announce_shutdown();
         }
     }
 
     /// Lets the rank end without a word: it has panicked.
-    pub(super) fn forgo_end(&self) {
+    pub(super) fn skip_shutdown_notice(&self) {
         if let Some(control) = &mut *self.control.lock() {
-            control.forgo_end();
+            control.skip_shutdown_notice();
         }
     }
 
@@ -167,7 +167,7 @@ impl NcclRank {
     }
 
     /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
-    pub(super) fn keep(&self, tensors: Vec<Tensor>) {
+    pub(super) fn retain(&self, tensors: Vec<Tensor>) {
         self.kept.lock().extend(tensors);
     }
 
@@ -189,7 +189,7 @@ impl NcclRank {
             bootstrap.abort(&failure.to_string());
         }
         if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
-            control.tell_failure(&failure);
+            control.announce_failure(&failure);
         }
         self.abort();
         failure
@@ -206,14 +206,14 @@ impl NcclRank {
         (recorder.report(&on_gpu), recorder.wait(&on_gpu))
     }
 
-    fn on_gpu(&self) -> Vec<OnGpu> {
-        let place =
+    fn on_gpu(&self) -> Vec<GpuOp> {
+        let gpu_op =
             |operation: &Watched<UnderWay>| (operation.group.clone(), operation.op, operation.sequence);
-        self.under_way.lock().iter().map(place).collect()
+        self.under_way.lock().iter().map(gpu_op).collect()
     }
 
     /// For how long the rank is kept, if that is longer than an operation may take.
-    fn is_kept_for(&self) -> Option<Duration> {
+    fn waited(&self) -> Option<Duration> {
         let (now, timeout) = (Instant::now(), *self.timeout.lock());
         let waited = self.under_way.lock().iter().map(|operation| operation.waited(now)).max()?;
         (waited >= timeout).then_some(waited)
@@ -225,11 +225,11 @@ impl NcclRank {
         tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
         let mut control = self.control.lock();
         let Some(control) = control.as_mut() else { return error };
-        let stuck = wait.zip(self.is_kept_for()).filter(|_| self.failure.get().is_none());
-        let found = stuck.and_then(|(wait, waited)| control.find_missing(&Stuck { wait, waited }, called));
+        let stall = wait.zip(self.waited()).filter(|_| self.failure.get().is_none());
+        let found = stall.and_then(|(wait, waited)| control.find_missing(&Stall { wait, waited }, called));
         let error = found.unwrap_or(error);
-        if let Some(parting) = control.parting(&error) {
-            tracing::error!("where the ranks part:{parting}");
+        if let Some(first_divergence) = control.first_divergence(&error) {
+            tracing::error!("first divergence of the ranks:{first_divergence}");
         }
         error
     }

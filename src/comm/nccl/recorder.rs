@@ -17,7 +17,7 @@ pub(super) struct Recorder {
 }
 
 /// An operation that the GPU is not done with: its group's name, and its place there.
-pub(super) type OnGpu = (String, CollectiveOp, u64);
+pub(super) type GpuOp = (String, CollectiveOp, u64);
 
 impl Recorder {
     /// From now on collectives are compared.
@@ -52,13 +52,13 @@ impl Recorder {
     }
 
     /// The oldest first.
-    pub(super) fn report(&self, on_gpu: &[OnGpu]) -> Vec<EntryReport> {
+    pub(super) fn report(&self, on_gpu: &[GpuOp]) -> Vec<EntryReport> {
         self.entries.report_by(|entry| self.is_under_way(entry, on_gpu))
     }
 
     /// What keeps the rank, as its collectives run one after the other: the oldest that is under way. For whom it waits
     /// the rank does not know.
-    pub(super) fn wait(&self, on_gpu: &[OnGpu]) -> Option<Wait> {
+    pub(super) fn wait(&self, on_gpu: &[GpuOp]) -> Option<Wait> {
         let Entry { group, sequence, call, .. } =
             self.entries.oldest_under_way(|entry| self.is_under_way(entry, on_gpu))?;
         Some(Wait { group: group.clone(), op: call.op(), sequence: *sequence, missing: Vec::new() })
@@ -67,17 +67,17 @@ impl Recorder {
     fn is_under_way(
         &self,
         Entry { id, group, sequence, call, is_complete }: &Entry,
-        on_gpu: &[OnGpu],
+        on_gpu: &[GpuOp],
     ) -> bool {
         let is_message = call.op().is_message();
-        let of_kind = |(name, op, _): &&OnGpu| *name == group.name && op.is_message() == is_message;
+        let of_kind = |(name, op, _): &&GpuOp| *name == group.name && op.is_message() == is_message;
         let mut of_kind = on_gpu.iter().filter(of_kind);
         if is_message {
             // Messages go to the GPU together, as one operation of several calls.
-            return of_kind.any(|(_, _, place)| place == sequence);
+            return of_kind.any(|(_, _, number)| number == sequence);
         }
         if !self.is_checked {
-            return of_kind.any(|(_, op, place)| (*op, place) == (call.op(), sequence));
+            return of_kind.any(|(_, op, number)| (*op, number) == (call.op(), sequence));
         }
         // The GPU counts other places, since a split of groups is several operations to it. But only the last call of
         // those that all ranks have come to can be on it.
@@ -95,11 +95,11 @@ mod tests {
 
     use crate::comm::diagnostics::tests::call as called;
 
-    fn on_gpu(name: &str, op: CollectiveOp, place: u64) -> OnGpu {
-        (name.into(), op, place)
+    fn on_gpu(name: &str, op: CollectiveOp, sequence: u64) -> GpuOp {
+        (name.into(), op, sequence)
     }
 
-    fn under_way(calls: &Recorder, on_gpu: &[OnGpu]) -> Option<(u64, CollectiveOp)> {
+    fn under_way(calls: &Recorder, on_gpu: &[GpuOp]) -> Option<(u64, CollectiveOp)> {
         calls.wait(on_gpu).map(|wait| (wait.sequence, wait.op))
     }
 
@@ -144,13 +144,13 @@ mod tests {
         calls.issued(&sp, 0, called("recv"));
         let message = [on_gpu("sp", CollectiveOp::Recv, 0)];
         assert_eq!(under_way(&calls, &message), None);
-        let told: Vec<String> = calls.report(&message).iter().map(ToString::to_string).collect();
-        let place = |call: &str| format!("#0 of \"sp\": {call}");
+        let reported: Vec<String> = calls.report(&message).iter().map(ToString::to_string).collect();
+        let entry = |call: &str| format!("#0 of \"sp\": {call}");
         assert_eq!(
-            told,
+            reported,
             [
-                place("all_reduce(Sum, 1 × f32), complete"),
-                place("recv(1 × f32) with rank 0 of the group, under way")
+                entry("all_reduce(Sum, 1 × f32), complete"),
+                entry("recv(1 × f32) with rank 0 of the group, under way")
             ]
         );
     }

@@ -1,6 +1,6 @@
 //! A process that drives one GPU, and how it runs as a rank.
 
-use super::launch::{checked, meet_from_env};
+use super::launch::{checked, join_from_env};
 use super::rank::NcclRank;
 use crate::comm::launch::run_rank;
 use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessInfo, RankContext};
@@ -21,7 +21,7 @@ impl Session {
     /// # Errors
     /// As there.
     pub fn start(info: &ProcessInfo, options: &LaunchOptions) -> Result<Self, CommError> {
-        let (own, group) = meet_from_env(info, options.timeout)?;
+        let (own, group) = join_from_env(info, options.timeout)?;
         Ok(Self { own, group, local_size: info.local_world_size.unwrap_or(1) })
     }
 

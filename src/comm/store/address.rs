@@ -1,11 +1,11 @@
 //! Where the host listens.
 
-use super::MeetingPoint;
+use super::StoreEndpoint;
 use std::io::{Error, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
 /// Listens where the ranks meet, and nowhere else as far as this machine can know that.
-pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
+pub(super) fn listen(point: &StoreEndpoint) -> std::io::Result<TcpListener> {
     let mut outcome = Err(Error::new(ErrorKind::AddrNotAvailable, "no address of this machine"));
     for address in addresses(point) {
         outcome = TcpListener::bind(SocketAddr::new(address, point.port));
@@ -22,8 +22,8 @@ pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
 /// `ULYSSES_MASTER_BIND`, an address and `localhost` are taken at their word. Any other name may lead the ranks on other
 /// nodes to an address that this machine does not know as its own (a service, a router) and this machine itself to its
 /// loopback, as Debian's `127.0.1.1` does: with such a name, and only then, rank 0 listens on all addresses.
-fn addresses(point: &MeetingPoint) -> Vec<IpAddr> {
-    let MeetingPoint { host, port, bind, is_one_node, .. } = point;
+fn addresses(point: &StoreEndpoint) -> Vec<IpAddr> {
+    let StoreEndpoint { host, port, bind, is_one_node, .. } = point;
     if let Some(given) = bind.or_else(|| host.parse().ok()) {
         return vec![given];
     }
@@ -48,7 +48,7 @@ mod tests {
 
     fn of(host: &str, bind: Option<&str>, is_one_node: bool) -> Vec<IpAddr> {
         let bind = bind.map(|address| address.parse().unwrap());
-        addresses(&MeetingPoint { host: host.into(), bind, is_one_node, ..point(0, 2) })
+        addresses(&StoreEndpoint { host: host.into(), bind, is_one_node, ..point(0, 2) })
     }
 
     #[test]
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn the_socket_is_bound_to_that_address_only() {
-        let listener = listen(&MeetingPoint { host: "127.0.0.1".into(), ..point(0, 2) }).unwrap();
+        let listener = listen(&StoreEndpoint { host: "127.0.0.1".into(), ..point(0, 2) }).unwrap();
         assert_eq!(listener.local_addr().unwrap().ip(), IpAddr::from(Ipv4Addr::LOCALHOST));
     }
 }

@@ -98,7 +98,7 @@ impl Connection {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 failed => {
-                    tracing::debug!("a process cannot be told any more: {failed:?}");
+                    tracing::debug!("a process cannot be reported any more: {failed:?}");
                     self.is_write_closed = true;
                     return self.unsent.clear();
                 }

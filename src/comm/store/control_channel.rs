@@ -67,8 +67,8 @@ impl ControlChannel {
     }
 
     /// Waits until all has gone out, for as long as ranks that do not read may hold it up.
-    pub(in crate::comm) fn settle(&mut self) {
-        self.store.settle();
+    pub(in crate::comm) fn flush(&mut self) {
+        self.store.flush();
     }
 
     /// Says that this rank issues nothing any more, and lets that arrive.
@@ -92,8 +92,8 @@ fn fitting(rank: usize, message: &ControlMessage) -> Result<Vec<u8>, String> {
 /// The newer half of many calls, the beginning of a long reason.
 fn shortened(rank: usize, message: &ControlMessage) -> Option<ControlMessage> {
     match message {
-        ControlMessage::Called { calls, wait } if calls.len() > 1 => {
-            Some(ControlMessage::Called { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
+        ControlMessage::CallReport { calls, wait } if calls.len() > 1 => {
+            Some(ControlMessage::CallReport { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
         }
         ControlMessage::Failed(error) => {
             let reason = error.to_string();

@@ -1,8 +1,8 @@
 //! The store of a job whose ranks a launcher starts on its own machine, and hosts itself.
 
 use super::address;
-use super::meeting_point::{HOSTED, MeetingPoint};
-use super::reception::Reception;
+use super::endpoint::{HOSTED, StoreEndpoint};
+use super::acceptor::Acceptor;
 use super::secret::{JobSecret, SECRET};
 use super::{ControlChannel, NO_RANK, Received, Store};
 use crate::comm::diagnostics::ControlMessage;
@@ -13,7 +13,7 @@ const LOOPBACK: &str = "127.0.0.1";
 
 /// Hosts the store of a job, for as long as somebody [`poll`](Self::poll)s it, and knows why its ranks have failed.
 pub struct JobStore {
-    point: MeetingPoint,
+    point: StoreEndpoint,
     listener: TcpListener,
     secret: String,
     state: State,
@@ -23,7 +23,7 @@ pub struct JobStore {
 #[derive(Debug)]
 enum State {
     /// Not all ranks have come, and perhaps none will: the program may be another one.
-    Receiving(Reception),
+    Accepting(Acceptor),
     Open(ControlChannel),
 }
 
@@ -34,7 +34,7 @@ impl JobStore {
     /// No port, or no randomness.
     pub fn listen(world_size: usize) -> io::Result<Self> {
         let secret = random_secret()?;
-        let mut point = MeetingPoint {
+        let mut point = StoreEndpoint {
             host: LOOPBACK.to_owned(),
             port: 0,
             bind: None,
@@ -46,7 +46,7 @@ impl JobStore {
         let listener = address::listen(&point)?;
         listener.set_nonblocking(true)?;
         point.port = listener.local_addr()?.port();
-        let state = State::Receiving(Reception::new(point.clone()));
+        let state = State::Accepting(Acceptor::new(point.clone()));
         Ok(Self { point, listener, secret, state, failure: None })
     }
 
@@ -63,17 +63,17 @@ impl JobStore {
     /// Takes what has come, and passes it on. Waits for nothing. When all ranks have left, they may meet again: what the
     /// launcher has started may run more than one command that needs them.
     pub fn poll(&mut self) {
-        if let State::Receiving(reception) = &mut self.state {
-            reception.accept(&self.listener);
-            reception.serve();
-            if !reception.ranks.is_empty() {
+        if let State::Accepting(acceptor) = &mut self.state {
+            acceptor.accept(&self.listener);
+            acceptor.serve();
+            if !acceptor.ranks.is_empty() {
                 // It was that of a meeting before.
                 self.failure = None;
             }
-            if !reception.missing.is_empty() {
+            if !acceptor.missing.is_empty() {
                 return;
             }
-            let (world_size, ranks) = (reception.ranks.len(), std::mem::take(&mut reception.ranks));
+            let (world_size, ranks) = (acceptor.ranks.len(), std::mem::take(&mut acceptor.ranks));
             self.state = State::Open(ControlChannel::new(Store::open(NO_RANK, world_size, ranks)));
         }
         let State::Open(channel) = &mut self.state else { return };
@@ -83,15 +83,15 @@ impl JobStore {
             }
         }
         if !channel.is_connected() {
-            self.state = State::Receiving(Reception::new(self.point.clone()));
+            self.state = State::Accepting(Acceptor::new(self.point.clone()));
         }
     }
 
     /// The ranks that have not come to meet those that have.
     pub fn missing(&self) -> Vec<usize> {
         match &self.state {
-            State::Receiving(reception) if !reception.ranks.is_empty() => {
-                reception.missing.iter().copied().collect()
+            State::Accepting(acceptor) if !acceptor.ranks.is_empty() => {
+                acceptor.missing.iter().copied().collect()
             }
             _ => Vec::new(),
         }

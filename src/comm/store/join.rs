@@ -2,9 +2,9 @@
 
 use super::connection::Connection;
 use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
-use super::meeting_point::MeetingPoint;
+use super::endpoint::StoreEndpoint;
 use super::process_name;
-use super::reception::HANDSHAKE_TIMEOUT;
+use super::acceptor::HANDSHAKE_TIMEOUT;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ pub(super) const RETRY: Duration = Duration::from_millis(20);
 ///
 /// # Errors
 /// It has not answered in time, or has refused this rank; in words.
-pub(super) fn join(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
+pub(super) fn join(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
     let (started, host) = (Instant::now(), process_name(point.host_rank()));
     loop {
-        match ask(point, rank) {
+        match try_join(point, rank) {
             Ok(connection) => return Ok(connection),
             Err(Attempt::Refused(reason)) => {
                 return Err(format!("{host} at {point} refuses this process: {reason}"));
@@ -55,10 +55,10 @@ impl From<Error> for Attempt {
 }
 
 /// Asks at the addresses of the host, one after another.
-fn ask(point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
+fn try_join(point: &StoreEndpoint, rank: usize) -> Result<Connection, Attempt> {
     let mut outcome = Err(Error::new(ErrorKind::NotFound, "no such host").into());
     for address in (point.host.as_str(), point.port).to_socket_addrs()? {
-        outcome = ask_at(&address, point, rank);
+        outcome = try_join_at(&address, point, rank);
         if !matches!(outcome, Err(Attempt::Failed(_))) {
             break;
         }
@@ -66,7 +66,7 @@ fn ask(point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
     outcome
 }
 
-fn ask_at(address: &SocketAddr, point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
+fn try_join_at(address: &SocketAddr, point: &StoreEndpoint, rank: usize) -> Result<Connection, Attempt> {
     let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
     let mut stream = TcpStream::connect_timeout(address, HANDSHAKE_TIMEOUT)?;
     stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;

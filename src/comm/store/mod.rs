@@ -7,7 +7,7 @@
 //! Each rank's presence is a key as well. A rank that is done deletes its own; of one whose connection ends before, the
 //! host does.
 //!
-//! Reading order: `meeting_point.rs`, `secret.rs`, `address.rs` (where the processes meet), `handshake.rs`, `reception.rs`,
+//! Reading order: `endpoint.rs`, `secret.rs`, `address.rs` (where the processes meet), `handshake.rs`, `reception.rs`,
 //! `join.rs` (how they do), `connection.rs`, `change.rs` (what travels then), `control_channel.rs` (failures and hang reports as keys), `job.rs` (a launcher as the host).
 #![cfg_attr(
     not(feature = "nccl"),
@@ -21,8 +21,8 @@ pub(super) mod control_channel;
 mod handshake;
 mod job;
 mod join;
-mod meeting_point;
-mod reception;
+mod endpoint;
+mod acceptor;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;
@@ -31,13 +31,13 @@ pub(super) use change::{Change, Departure};
 pub(super) use connection::Connection;
 pub(super) use control_channel::{ControlChannel, Received};
 pub use job::JobStore;
-pub(super) use meeting_point::MeetingPoint;
+pub(super) use endpoint::StoreEndpoint;
 #[cfg(test)]
 pub(super) use secret::JobSecret;
 
 use connection::ConnectionState;
 use join::join;
-use reception::receive_all;
+use acceptor::accept_all;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ use std::time::{Duration, Instant};
 /// next may be what they wait for.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two looks.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The largest value that a process takes, with a short key before it.
 pub(super) const MAX_VALUE_BYTES: usize = connection::MAX_BYTES - 256;
 /// The key that the host sets when all ranks have come.
@@ -85,10 +85,10 @@ impl Store {
     ///
     /// # Errors
     /// Why not, in words.
-    pub(super) fn meet(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Self, String> {
+    pub(super) fn meet(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Self, String> {
         let (host, world_size) = (point.host_rank(), point.world_size);
         if host == rank {
-            return Ok(Self::open(host, world_size, receive_all(point, timeout)?));
+            return Ok(Self::open(host, world_size, accept_all(point, timeout)?));
         }
         let connection = join(point, rank, timeout)?;
         let mut store = Self::new(rank, host, world_size, BTreeMap::from([(host, connection)]));
@@ -159,7 +159,7 @@ impl Store {
             if started.elapsed() >= timeout {
                 return Err(format!("nobody has set `{key}` within {} s", timeout.as_secs_f32()));
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -186,13 +186,13 @@ impl Store {
                 self.connections.values_mut().for_each(Connection::finish);
             }
             self.poll();
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     /// Waits until all has gone out, for as long as processes that do not read may hold it up.
-    pub(super) fn settle(&mut self) {
-        self.settle_until(self.deadline());
+    pub(super) fn flush(&mut self) {
+        self.flush_until(self.deadline());
     }
 
     fn deadline(&self) -> Instant {
@@ -201,12 +201,12 @@ impl Store {
 
     fn make(&mut self, key: String, value: Option<Arc<[u8]>>, deadline: Instant) {
         let change = Change { rank: self.rank, key, value };
-        self.pass_on(&change, self.rank);
+        self.forward(&change, self.rank);
         self.apply(&change);
-        self.settle_until(deadline);
+        self.flush_until(deadline);
     }
 
-    fn settle_until(&mut self, deadline: Instant) {
+    fn flush_until(&mut self, deadline: Instant) {
         loop {
             self.connections.values_mut().for_each(Connection::write);
             let late = self.connections.iter().filter(|(_, connection)| connection.is_late());
@@ -218,12 +218,12 @@ impl Store {
                 let (own, late) = (process_name(self.rank), late.join(", "));
                 return tracing::debug!("{own} goes on before {late} have read all");
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     /// Sends a change to all that this process is connected to, but the one that it comes from.
-    fn pass_on(&mut self, change: &Change, from: usize) {
+    fn forward(&mut self, change: &Change, from: usize) {
         let frame: Arc<[u8]> = change.encode().into();
         for (_, connection) in self.connections.iter_mut().filter(|(peer, _)| **peer != from) {
             connection.send(&frame);
@@ -245,7 +245,7 @@ impl Store {
             connection.write();
             let (frames, mut state) = connection.read();
             for frame in frames {
-                let Some(change) = Change::decode(&frame).filter(|change| self.may_come_from(peer, change))
+                let Some(change) = Change::decode(&frame).filter(|change| self.is_permitted(peer, change))
                 else {
                     state = ConnectionState::Broken(std::io::ErrorKind::InvalidData.into());
                     break;
@@ -269,13 +269,13 @@ impl Store {
     }
 
     /// A rank speaks for itself, the host for all.
-    fn may_come_from(&self, peer: usize, change: &Change) -> bool {
+    fn is_permitted(&self, peer: usize, change: &Change) -> bool {
         self.rank != self.host || change.rank == peer
     }
 
     fn take(&mut self, change: Change, from: usize) {
         if self.rank == self.host {
-            self.pass_on(&change, from);
+            self.forward(&change, from);
         }
         self.apply(&change);
         self.changes.push_back(change);

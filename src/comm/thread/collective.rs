@@ -1,7 +1,7 @@
 //! A collective under way on one rank: its stages.
 
 use super::communicator::{Communicator, Round, Stage};
-use super::exchange::Exchange;
+use super::peer_reader::PeerReader;
 use super::progress_engine::{Operation, Step};
 use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
@@ -24,7 +24,7 @@ pub(super) struct Collective {
     sequence: u64,
     call: CallSignature,
     outputs: Vec<Tensor>,
-    lent: Vec<StorageId>,
+    published: Vec<StorageId>,
     /// Where its tensors are; the CPU if it has none.
     device: Device,
     reached: Stage,
@@ -65,12 +65,12 @@ impl Collective {
     ) -> Self {
         let Buffers { inputs, outputs, device, fence } = buffers;
         let round = comm.round(sequence);
-        let lent = inputs.iter().map(StorageId::of).collect();
+        let published = inputs.iter().map(StorageId::of).collect();
         comm.count_call(rank, call.op());
         round.post(rank, call.clone(), inputs, fence);
         comm.notify();
         let (comm, reached, result) = (comm.clone(), Stage::Posted, None);
-        Self { comm, round, rank, sequence, call, outputs, lent, device, reached, result, split }
+        Self { comm, round, rank, sequence, call, outputs, published, device, reached, result, split }
     }
 
     fn reach(&mut self, stage: Stage) -> Result<(), CommError> {
@@ -86,12 +86,12 @@ impl Collective {
         self.round.hold(self.rank, &self.device)
     }
 
-    fn exchange(&self) -> Exchange<'_> {
-        Exchange { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
+    fn peer_reader(&self) -> PeerReader<'_> {
+        PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
     }
 
     /// Everyone has posted: moves this rank's data. Returns the stage it is then at.
-    fn pull(&mut self, lent: &[StorageId]) -> Result<Stage, CommError> {
+    fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
             CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
                 if count == 0 || self.comm.world_size() == 1 {
@@ -99,32 +99,32 @@ impl Collective {
                 }
                 if count > DIRECT_REDUCE_MAX_ELEMS {
                     let own = all_reduce_chunk(self.comm.world_size(), self.rank, count);
-                    let chunk = self.exchange().reduce(op, own, &self.outputs[0])?;
+                    let chunk = self.peer_reader().reduce(op, own, &self.outputs[0])?;
                     *self.round.slots[self.rank].reduced.write() = Some(chunk);
                     return Ok(Stage::Reduced);
                 }
-                self.result = Some(self.exchange().reduce(op, 0..count, &self.outputs[0])?);
+                self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
             }
             CallSignature::Broadcast { root, .. } if root == self.rank => {}
             CallSignature::Barrier => {}
             CallSignature::Split { .. } => self.join_child()?,
-            _ => self.pull_into_outputs(lent)?,
+            _ => self.pull_into_outputs(published)?,
         }
         Ok(Stage::Done)
     }
 
-    fn pull_into_outputs(&self, lent: &[StorageId]) -> Result<(), CommError> {
-        let targets = self.targets(lent)?;
-        let exchange = self.exchange();
+    fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
+        let targets = self.targets(published)?;
+        let peer_reader = self.peer_reader();
         match &self.call {
             CallSignature::ReduceScatter { op, chunk } => {
-                exchange.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
+                peer_reader.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
             }
-            CallSignature::AllGather { chunk } => exchange.all_gather(chunk.count, &targets)?,
-            CallSignature::AllToAll { recv, .. } => exchange.all_to_all(recv, &targets)?,
-            CallSignature::AllToAllStrided { plan, .. } => exchange.all_to_all_strided(plan, &targets)?,
+            CallSignature::AllGather { chunk } => peer_reader.all_gather(chunk.count, &targets)?,
+            CallSignature::AllToAll { recv, .. } => peer_reader.all_to_all(recv, &targets)?,
+            CallSignature::AllToAllStrided { plan, .. } => peer_reader.all_to_all_strided(plan, &targets)?,
             CallSignature::Broadcast { elements, root } => {
-                exchange.broadcast(elements.count, *root, &targets)?;
+                peer_reader.broadcast(elements.count, *root, &targets)?;
             }
             // The others move nothing, or not here.
             _ => {}
@@ -140,9 +140,9 @@ impl Collective {
     /// Where to write: the outputs, or copies of those whose storage peers may be
     /// reading. Writing holds the storage's lock while it waits for that of a peer's
     /// storage, so writing into a lent one could close a circle of waiting ranks.
-    fn targets(&self, lent: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
+    fn targets(&self, published: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
         let target = |output: &Tensor| {
-            if lent.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
+            if published.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
         };
         self.outputs.iter().map(target).collect()
     }
@@ -188,14 +188,14 @@ impl Collective {
 }
 
 impl Operation for Collective {
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
         if self.reached == Stage::Posted {
             if !self.round.all_at(Stage::Posted) {
                 return Ok(Step::Blocked);
             }
             self.round.compare(&self.comm, self.sequence)?;
             self.hold()?;
-            let stage = self.pull(lent)?;
+            let stage = self.pull(published)?;
             self.reach(stage)?;
         }
         if self.reached == Stage::Reduced {
@@ -204,23 +204,23 @@ impl Operation for Collective {
             }
             self.hold()?;
             if let CallSignature::AllReduce { elements, .. } = self.call {
-                self.exchange().collect_chunks(elements.count, &self.outputs[0])?;
+                self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }
             self.reach(Stage::Done)?;
         }
         // Who has lent nothing owes nothing to those who are still reading.
-        if !self.lent.is_empty() && !self.round.all_at(Stage::Done) {
+        if !self.published.is_empty() && !self.round.all_at(Stage::Done) {
             return Ok(Step::Settling);
         }
-        if !self.lent.is_empty() {
+        if !self.published.is_empty() {
             self.hold()?;
         }
         self.finish()?;
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
-        &self.lent
+    fn published(&self) -> &[StorageId] {
+        &self.published
     }
 
     fn wait(&self) -> Wait {

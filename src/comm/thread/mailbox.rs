@@ -50,7 +50,7 @@ pub(super) struct SendOperation {
     sequence: u64,
     message: Arc<Message>,
     elements: Elements,
-    lent: [StorageId; 1],
+    published: [StorageId; 1],
     device: Device,
 }
 
@@ -69,13 +69,13 @@ impl SendOperation {
         comm.count_call(rank, CollectiveOp::Send);
         comm.mailbox.queue(rank, dst).lock().push_back(message.clone());
         comm.world.notify(&comm.global_ranks[dst..=dst]);
-        let (lent, device) = ([StorageId::of(tensor)], tensor.device().clone());
-        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), lent, device }
+        let (published, device) = ([StorageId::of(tensor)], tensor.device().clone());
+        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), published, device }
     }
 }
 
 impl Operation for SendOperation {
-    fn advance(&mut self, _lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, _published: &[StorageId]) -> Result<Step, CommError> {
         if !self.message.taken.load(Ordering::SeqCst) {
             return Ok(Step::Settling);
         }
@@ -86,8 +86,8 @@ impl Operation for SendOperation {
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
-        &self.lent
+    fn published(&self) -> &[StorageId] {
+        &self.published
     }
 
     fn wait(&self) -> Wait {
@@ -123,7 +123,7 @@ impl RecvOperation {
         Self { comm: comm.clone(), rank, src, sequence, output: output.clone() }
     }
 
-    fn take(&self, tensor: &Tensor, lent: &[StorageId]) -> Result<(), CommError> {
+    fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
         let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
         if sent != expected {
             return Err(CommError::Desync {
@@ -135,7 +135,7 @@ impl RecvOperation {
                 others_called: format!("{}({expected})", CollectiveOp::Recv),
             });
         }
-        if lent.contains(&StorageId::of(&self.output)) {
+        if published.contains(&StorageId::of(&self.output)) {
             // The output's storage is being read by peers: see `Collective::targets`.
             let between = copy_of(&self.output)?;
             copy_into(tensor, &between)?;
@@ -150,7 +150,7 @@ impl RecvOperation {
 }
 
 impl Operation for RecvOperation {
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
         let Some(message) = self.comm.mailbox.queue(self.src, self.rank).lock().pop_front() else {
             return Ok(Step::Blocked);
         };
@@ -158,7 +158,7 @@ impl Operation for RecvOperation {
             sent.hold(self.output.device())?;
         }
         if let Some(tensor) = &*message.tensor.read() {
-            self.take(tensor, lent)?;
+            self.take(tensor, published)?;
         }
         *message.copied.lock() = Fence::after(self.output.device())?;
         message.taken.store(true, Ordering::SeqCst);
@@ -166,7 +166,7 @@ impl Operation for RecvOperation {
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
+    fn published(&self) -> &[StorageId] {
         &[]
     }
 

@@ -5,7 +5,7 @@
 
 mod collective;
 mod communicator;
-mod exchange;
+mod peer_reader;
 mod group;
 mod launch;
 mod mailbox;

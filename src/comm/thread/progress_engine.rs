@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Stands in for a timeout beyond what the clock can add.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// One rank of a world; shared by all its groups.
 #[derive(Debug)]
@@ -42,10 +42,10 @@ struct InFlight {
 pub(super) trait Operation: Send + std::fmt::Debug {
     /// Goes as far as possible without waiting. `lent` are the storages that this
     /// rank's other operations have published for peers to read.
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError>;
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError>;
 
     /// The storages that peers may read.
-    fn lent(&self) -> &[StorageId];
+    fn published(&self) -> &[StorageId];
 
     /// What it waits for.
     fn wait(&self) -> Wait;
@@ -90,7 +90,7 @@ impl RankState {
         let signal = self.world.signal(self.global_rank);
         let mut has_slept = false;
         let started = Instant::now();
-        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOR_EVER);
+        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOREVER);
         loop {
             let seen = signal.epoch();
             // Read before looking at the peers' progress: what a rank has published
@@ -165,8 +165,8 @@ impl ProgressEngine {
             let step = if blocked.contains(&channel) {
                 Step::Blocked
             } else {
-                let lent = self.lent_by_others(index);
-                self.in_flight[index].operation.advance(&lent)?
+                let published = self.published_by_others(index);
+                self.in_flight[index].operation.advance(&published)?
             };
             match step {
                 Step::Blocked => blocked.push(channel),
@@ -181,8 +181,8 @@ impl ProgressEngine {
         Ok(())
     }
 
-    fn lent_by_others(&self, index: usize) -> Vec<StorageId> {
+    fn published_by_others(&self, index: usize) -> Vec<StorageId> {
         let others = self.in_flight.iter().enumerate().filter(|&(other, _)| other != index);
-        others.flat_map(|(_, other)| other.operation.lent()).copied().collect()
+        others.flat_map(|(_, other)| other.operation.published()).copied().collect()
     }
 }

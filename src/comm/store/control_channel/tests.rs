@@ -14,12 +14,12 @@ pub(in crate::comm) fn connected(ranks: usize) -> Vec<ControlChannel> {
 }
 
 /// What comes until `count` messages have.
-fn hear(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
+fn receive(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
     while come.len() < count && Instant::now() < deadline {
         // Rank 0 passes on while it listens.
         if rank != 0 {
-            assert_eq!(ends[0].poll().len(), 0, "this test's rank 0 has heard all");
+            assert_eq!(ends[0].poll().len(), 0, "this test's rank 0 has received all");
         }
         come.extend(ends[rank].poll());
     }
@@ -46,7 +46,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
         scope.spawn(|| {
             first[0].send(&long);
             end(&mut first[0]);
-            assert_eq!(first[0].poll(), [], "it does not hear itself");
+            assert_eq!(first[0].poll(), [], "it does not receive itself");
         });
         let mut come = (Vec::new(), Vec::new());
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -59,7 +59,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
     });
     ends[0].send(&failed(0, "told to"));
     for rank in [1, 2] {
-        assert_eq!(hear(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
+        assert_eq!(receive(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
     }
 }
 
@@ -69,10 +69,10 @@ fn a_process_that_ends_is_missed_unless_it_has_said_so() {
     end(&mut ends[1]);
     let (second, first) = (ends.pop(), ends.pop());
     drop((first, second));
-    let mut heard = hear(&mut ends, 0, 2);
-    heard.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(heard, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Gone)]);
-    assert_eq!(ends[0].poll(), [], "told once");
+    let mut received = receive(&mut ends, 0, 2);
+    received.sort_by_key(|(rank, _)| *rank);
+    assert_eq!(received, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Gone)]);
+    assert_eq!(ends[0].poll(), [], "reported once");
 }
 
 #[test]
@@ -126,18 +126,18 @@ fn rank_0_passes_on_what_is_told_until_all_have_ended() {
         let (mut second, mut first, mut root) = (ends.remove(2), ends.remove(1), ends.remove(0));
         scope.spawn(move || root.close());
         let deadline = Instant::now() + Duration::from_secs(20);
-        let mut hear = |expected: &[(usize, Received)]| {
+        let mut receive = |expected: &[(usize, Received)]| {
             let mut come = Vec::new();
             while come.len() < expected.len() && Instant::now() < deadline {
                 come.extend(second.poll());
             }
             assert_eq!(come, expected);
         };
-        hear(&[(0, Received::Message(ControlMessage::Ended))]);
+        receive(&[(0, Received::Message(ControlMessage::Ended))]);
         first.send(&failed(1, "late"));
-        hear(&[(1, Received::Message(failed(1, "late")))]);
+        receive(&[(1, Received::Message(failed(1, "late")))]);
         first.close();
-        assert!(!first.store.is_connected(), "rank 0 has heard all");
+        assert!(!first.store.is_connected(), "rank 0 has received all");
     });
 }
 
@@ -155,14 +155,14 @@ fn a_message_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
     let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
     (0..24).for_each(|_| root.send(&long));
     end(&mut root);
-    let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
+    let reported: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
     assert!(root.store.connection_mut(1).is_late(), "the other side has not read");
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
-    while come.len() < told.len() && Instant::now() < deadline {
+    while come.len() < reported.len() && Instant::now() < deadline {
         assert_eq!(root.poll(), [], "which is when the rest goes out");
         come.extend(ends[0].poll());
     }
-    let expected: Vec<_> = told.into_iter().map(|message| (0, Received::Message(message))).collect();
+    let expected: Vec<_> = reported.into_iter().map(|message| (0, Received::Message(message))).collect();
     assert!(come == expected, "{} of {} messages came", come.len(), expected.len());
 }
 
@@ -200,14 +200,14 @@ fn a_message_that_is_too_long_is_sent_in_short() {
         recorder.record(Entry { id, group: group.clone(), sequence: id, call, is_complete: false });
     }
     let calls = recorder.report();
-    ends[1].send(&ControlMessage::Called { calls: calls.clone(), wait: None });
-    let heard = hear(&mut ends, 0, 2);
+    ends[1].send(&ControlMessage::CallReport { calls: calls.clone(), wait: None });
+    let received = receive(&mut ends, 0, 2);
     let [
         (1, Received::Message(ControlMessage::Failed(error))),
-        (1, Received::Message(ControlMessage::Called { calls: newest, wait: None })),
-    ] = &heard[..]
+        (1, Received::Message(ControlMessage::CallReport { calls: newest, wait: None })),
+    ] = &received[..]
     else {
-        panic!("{} messages came", heard.len());
+        panic!("{} messages came", received.len());
     };
     let reason = error.to_string();
     assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");

@@ -14,7 +14,7 @@ pub(super) const HOSTED: &str = "ULYSSES_STORE_HOSTED";
 
 /// Where the ranks of a job meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::comm) struct MeetingPoint {
+pub(in crate::comm) struct StoreEndpoint {
     /// The host's machine, as the others know it.
     pub(in crate::comm) host: String,
     /// `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`, which a launcher's own store may hold.
@@ -29,7 +29,7 @@ pub(in crate::comm) struct MeetingPoint {
     pub(in crate::comm) secret: JobSecret,
 }
 
-impl MeetingPoint {
+impl StoreEndpoint {
     /// The one that the variables name, which `lookup` returns; `None` where they name none.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl MeetingPoint {
     }
 }
 
-impl fmt::Display for MeetingPoint {
+impl fmt::Display for StoreEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.host, self.port)
     }

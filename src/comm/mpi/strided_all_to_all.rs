@@ -1,7 +1,7 @@
 //! The strided all-to-all, a message for each block: straight from input to output where the block lies in one piece,
 //! by way of a buffer where it does not. A rank's own blocks are copied once.
 
-use super::collective::{Outcome, part};
+use super::collective::{StepResult, part};
 use super::operation::{Step, peers};
 use super::staging::Staged;
 use super::transfers::{Members, Transfers};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 
 /// What one rank exchanges. The plan was checked against the tensors, and no input shares memory with an output.
-pub(super) struct Exchange {
+pub(super) struct StridedAllToAll {
     pub(super) inputs: Vec<Tensor>,
     pub(super) outputs: Vec<Tensor>,
     pub(super) plan: Arc<StridedPlan>,
@@ -21,21 +21,21 @@ pub(super) struct Exchange {
 pub(super) fn all_to_all_strided(
     transfers: &mut Transfers,
     members: &Members,
-    exchange: Exchange,
-) -> Outcome {
-    let packed = exchange.send(transfers, members)?;
-    let own = exchange.own_copies(members.rank)?;
-    if exchange.adds() {
+    strided: StridedAllToAll,
+) -> StepResult {
+    let packed = strided.send(transfers, members)?;
+    let own = strided.own_copies(members.rank)?;
+    if strided.adds() {
         // What is added is added in rank order, the rank's own blocks in their place.
-        let (received, copies) = exchange.receive(transfers, members, Some(own))?;
-        return Ok(Some(exchange.finish(packed, received, copies)));
+        let (received, copies) = strided.receive(transfers, members, Some(own))?;
+        return Ok(Some(strided.finish(packed, received, copies)));
     }
-    exchange.copy(&[], &own)?;
-    let (received, copies) = exchange.receive(transfers, members, None)?;
-    Ok(Some(exchange.finish(packed, received, copies)))
+    strided.copy(&[], &own)?;
+    let (received, copies) = strided.receive(transfers, members, None)?;
+    Ok(Some(strided.finish(packed, received, copies)))
 }
 
-impl Exchange {
+impl StridedAllToAll {
     fn adds(&self) -> bool {
         self.plan.recv.iter().flatten().any(|recv| recv.accumulate)
     }
@@ -44,7 +44,7 @@ impl Exchange {
     fn send(&self, transfers: &mut Transfers, members: &Members) -> Result<Staged, CommError> {
         let of_peers = peers(members).flat_map(|peer| &self.plan.send[peer]);
         let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(elems).sum();
-        let packed = members.staging.take(scattered, self.dtype)?;
+        let packed = members.staging.alloc(scattered, self.dtype)?;
         let mut begin = 0;
         for peer in peers(members) {
             for block in self.plan.send[peer].iter().filter(|block| elems(block) > 0) {
@@ -92,7 +92,7 @@ impl Exchange {
         let is_direct = |recv: &RecvBlock| own.is_none() && recv.block.in_one_piece().is_some();
         let of_peers = peers(members).flat_map(|peer| &self.plan.recv[peer]);
         let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| elems(&recv.block)).sum();
-        let received = members.staging.take(staged, self.dtype)?;
+        let received = members.staging.alloc(staged, self.dtype)?;
         let (mut begin, mut copies) = (0, Vec::new());
         for (rank, blocks) in self.plan.recv.iter().enumerate() {
             if rank == members.rank {
@@ -120,8 +120,8 @@ impl Exchange {
     fn finish(self, packed: Staged, received: Staged, copies: Vec<BlockCopy>) -> Step {
         Step::last(move |members| {
             self.copy(&[&received.tensor()?], &copies)?;
-            members.staging.give(packed);
-            members.staging.give(received);
+            members.staging.recycle(packed);
+            members.staging.recycle(received);
             Ok(())
         })
     }

@@ -15,7 +15,7 @@ use ulysses_kernels::tensor::zeros;
 
 /// What one rank sees of a round in which all have posted agreeing calls.
 #[derive(Clone, Copy)]
-pub(super) struct Exchange<'a> {
+pub(super) struct PeerReader<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) round: &'a Round,
     pub(super) rank: usize,
@@ -36,7 +36,7 @@ impl Pull {
     }
 }
 
-impl Exchange<'_> {
+impl PeerReader<'_> {
     /// Counts what was copied out of a peer's memory.
     fn moved(&self, peer: usize, elements: usize, like: &Tensor) {
         let bytes = elements * like.dtype().size_in_bytes();
