@@ -1,25 +1,25 @@
-//! Where ranks part, by the last operations that each has reported.
+//! The divergence of ranks: the first call that differs, from the last operations that each rank reported.
 
 use super::desync::Divergence;
 use super::flight_recorder::{EntryReport, GroupLabel};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The last operations of ranks, by global rank.
+/// The last operations of each rank, by global rank.
 pub(super) type Calls = BTreeMap<usize, Vec<EntryReport>>;
 
-/// The rank that says where the ranks part: the first that is not missing.
+/// The rank that logs the divergence: the first that is not missing.
 pub(super) fn first_to_report(missing: &[usize]) -> usize {
     (0..).find(|rank| !missing.contains(rank)).unwrap_or(0)
 }
 
-/// The members of a group that have not come to a collective of it: that have not issued it, or are kept by one that they
-/// have issued before, as a rank does one after the other. A rank without a report has not come.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere every message has a sender"))]
+/// Returns the members of a group that have not joined one of its collectives: they have not issued it, or an earlier
+/// operation blocks them, since a rank runs its operations in order. A rank without a report counts as missing.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "in other backends every message has a sender"))]
 pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
     let has_come = |member: &&usize| {
         let mut is_kept = false;
         for call in calls.get(member).into_iter().flatten().filter(|call| !call.op.is_message()) {
-            // What is older than what is stored was issued.
+            // Operations older than the recorded ones were issued.
             if call.group == *group && call.sequence >= sequence {
                 return call.sequence > sequence || !call.is_under_way || !is_kept;
             }
@@ -30,9 +30,9 @@ pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> V
     group.members.iter().filter(|member| !has_come(member)).copied().collect()
 }
 
-/// Of the ranks that have called another operation at a place than most others, the first. Arguments do not count, since
-/// those of one operation may differ between ranks.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere lengths or calls are compared"))]
+/// Returns the first rank whose operation at a sequence number differs from that of most ranks. Arguments are ignored,
+/// since they may legitimately differ between ranks.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "other backends compare lengths or calls"))]
 pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
     let at_place = |call: &&EntryReport| call.is_of(group) && call.sequence == sequence;
     let at_place: Vec<(usize, &EntryReport)> =
@@ -41,7 +41,7 @@ pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) ->
         let same = at_place.iter().filter(|(_, other)| other.op == call.op);
         same.map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
-    // The largest set; of equal ones, that of the lowest rank.
+    // The largest set; ties go to the lowest rank.
     let (most, others) = at_place
         .iter()
         .map(|call| (call.1, alike(call)))
@@ -50,13 +50,13 @@ pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) ->
     Some(Divergence { rank: *rank, called: call.call.clone(), others, others_called: most.call.clone() })
 }
 
-/// Where the ranks part: of every group the first collective that not all of its members have issued, or not with the
-/// same call, and what those that did not issued last.
+/// Describes, for every group, the first collective that not all members issued, or not with the
+/// same call. For ranks that did not issue it, adds their last call.
 pub(super) fn divergence(calls: &Calls) -> String {
     let collectives = calls.values().flatten().filter(|call| !call.op.is_message());
     let groups: BTreeSet<&GroupLabel> = collectives.map(|call| &call.group).collect();
     let found: String = groups.into_iter().filter_map(|group| divergence_in(group, calls)).collect();
-    if found.is_empty() { "\n  no group has one among the calls that are known".to_owned() } else { found }
+    if found.is_empty() { "\n  none among the recorded calls".to_owned() } else { found }
 }
 
 fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
@@ -76,7 +76,7 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
         for (rank, own, all) in &members {
             match own.get(&sequence) {
                 Some(&index) => called.entry(all[index].common()).or_default().push(*rank),
-                // What is older than what is stored was issued.
+                // Operations older than the recorded ones were issued.
                 None if own.last_key_value().is_none_or(|(last, _)| *last < sequence) => {
                     not_arrived.push((*rank, all.last()));
                 }
@@ -99,8 +99,8 @@ fn describe(
     }
     for (rank, last) in not_arrived {
         let last = last
-            .map_or_else(|| "nothing is known of it".to_owned(), |call| format!("its last call is {call}"));
-        text += &format!("\n    rank {rank} has not come to it; {last}");
+            .map_or_else(|| "no report from this rank".to_owned(), |call| format!("last call: {call}"));
+        text += &format!("\n    rank {rank} has not joined; {last}");
     }
     text
 }

@@ -1,29 +1,29 @@
-//! The variables of each launcher.
+//! The environment variables of each launcher.
 
 use super::slurm::tasks_on_node;
 use super::{DiscoveryError, ProcessFlags, Stated};
 use std::fmt;
 
-/// Who has started a process.
+/// The launcher of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// Nobody who numbers processes.
+    /// No launcher.
     None,
-    /// The command line says so.
+    /// Flags on the command line.
     Flags,
-    /// torchrun, `ulysses launch`, or whoever sets `RANK` and `WORLD_SIZE`.
+    /// torchrun, `ulysses launch`, or anything else that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
     /// `mpirun` of Open MPI.
     OpenMpi,
-    /// Hydra, the `mpiexec` of MPICH and Intel MPI, or another that speaks PMI.
+    /// Hydra, the `mpiexec` of MPICH and Intel MPI, or another launcher that uses PMI.
     Pmi,
     /// `srun`.
     Slurm,
 }
 
 impl Launcher {
-    /// Whether its processes find each other through MPI.
+    /// Returns whether its processes find each other through MPI.
     pub fn speaks_mpi(self) -> bool {
         matches!(self, Self::OpenMpi | Self::Pmi | Self::Slurm)
     }
@@ -33,7 +33,7 @@ impl fmt::Display for Launcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::None => "nobody",
-            Self::Flags => "the command line",
+            Self::Flags => "command line",
             Self::Torchrun => "torchrun",
             Self::OpenMpi => "Open MPI",
             Self::Pmi => "PMI",
@@ -42,7 +42,7 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// What one source says.
+/// Rank and sizes that one source states.
 pub(super) struct Claim {
     pub(super) launcher: Launcher,
     pub(super) rank: Option<Stated>,
@@ -52,8 +52,8 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Whether the processes that this launcher has started, one on each node, are those that have started
-    /// `inner`'s: its numbers then say nothing about this process.
+    /// Returns whether this launcher started one agent per node, and these started the processes of
+    /// `inner`. Its numbers then say nothing about this process.
     pub(super) fn has_started_agents_of(&self, inner: &Claim) -> bool {
         let is_alone_on_node = self.local_world_size.as_ref().is_some_and(|size| size.value == 1);
         let has_fewer = match (&self.world_size, &inner.world_size) {
@@ -64,18 +64,18 @@ impl Claim {
     }
 }
 
-/// The names of a launcher's variables.
+/// Names of a launcher's variables.
 struct Variables {
     launcher: Launcher,
     rank: &'static str,
     world_size: &'static str,
     local_rank: &'static str,
     local_world_size: &'static str,
-    /// Rank or size without the other is a mistake, not somebody else's variable.
+    /// Whether rank without size, or size without rank, is an error rather than another program's variable.
     come_together: bool,
 }
 
-/// The innermost first: a launcher has been started by those after it, if by any.
+/// Innermost first: a launcher may have been started by a later one.
 const LAUNCHERS: [Variables; 3] = [
     Variables {
         launcher: Launcher::Torchrun,
@@ -104,7 +104,7 @@ const LAUNCHERS: [Variables; 3] = [
     },
 ];
 
-/// What the flags and every launcher say that is there, the innermost first.
+/// Returns the statements of the flags and of every launcher that is present, innermost first.
 pub(super) fn claims(
     flags: &ProcessFlags,
     lookup: impl Fn(&str) -> Option<String>,
@@ -148,7 +148,7 @@ fn claim(
     Ok(Some(Claim { launcher, rank, world_size, local_rank, local_world_size }))
 }
 
-/// `SLURM_PROCID` and `SLURM_NTASKS` are set in a batch script too, whose process is not one of those tasks:
+/// A batch script has `SLURM_PROCID` and `SLURM_NTASKS` too, but its process is not one of those tasks:
 /// only `srun` sets the variables of a step.
 fn slurm(lookup: &impl Fn(&str) -> Option<String>) -> Result<Option<Claim>, DiscoveryError> {
     if lookup("SLURM_STEP_NODELIST").is_none() {

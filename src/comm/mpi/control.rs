@@ -4,7 +4,7 @@ use super::library::{Communicator, Request};
 use super::transfers::CONTROL_TAG;
 use crate::comm::diagnostics::ControlMessage;
 
-/// The control messages under way, over the communicator of all ranks.
+/// The control messages in progress, over the communicator of all ranks.
 #[derive(Debug)]
 pub(super) struct ControlMessages {
     communicator: Communicator,

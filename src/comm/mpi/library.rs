@@ -21,7 +21,7 @@ unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
 
-/// A message under way. MPI holds on to its buffer until a test has said that it is complete.
+/// A message in progress. MPI holds on to its buffer until a test has said that it is complete.
 #[derive(Debug)]
 pub(super) struct Request(ffi::MPI_Request);
 

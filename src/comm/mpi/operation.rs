@@ -1,4 +1,4 @@
-//! An operation under way: messages, and what to do when they are done.
+//! An operation in progress: messages, and what to do when they are done.
 
 use super::transfers::{Members, OpLabel, Transfers};
 use crate::comm::call_signature::CallSignature;

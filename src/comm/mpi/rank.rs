@@ -1,4 +1,4 @@
-//! One rank of a job: its operations under way, the failure, and how it waits.
+//! One rank of a job: its operations in progress, the failure, and how it waits.
 //!
 //! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
 //! since MPI moves messages only while it is called.
@@ -187,7 +187,7 @@ impl MpiRank {
         if let CommError::Timeout { .. } = error {
             self.report_calls(state, None);
             let own = lines(&state.recorder.report());
-            tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
+            tracing::error!("{error}; last operations of rank {}:{own}", self.rank);
         }
         state.in_flight.clear();
         state.failure = Some(error);
@@ -273,7 +273,7 @@ impl State {
         }
     }
 
-    /// The first operation that is under way in a channel, up to `id`.
+    /// The first operation that is in progress in a channel, up to `id`.
     fn head(&self, channel: OrderedChannel, id: u64) -> Option<&Operation> {
         let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
         up_to.map(|(_, operation)| operation).find(|operation| operation.channel == channel)

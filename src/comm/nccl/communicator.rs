@@ -93,7 +93,7 @@ pub(super) fn unique_id() -> Result<Id, String> {
     Ok(id.internal.map(|byte| byte as u8))
 }
 
-/// Ends all that is under way on some communicators and frees them: the GPU's streams go on.
+/// Ends all that is in progress on some communicators and frees them: the GPU's streams go on.
 ///
 /// As one group of calls (NCCL 2.22 and later). One after another they may wait for ever: to free the first NCCL
 /// waits for the GPU, where a kernel of the second may be waiting for a rank that is gone.

@@ -5,7 +5,7 @@
 //! 1. `environment.rs`: which GPU is a rank's, and where the ranks meet: in a [`store`](super::store).
 //! 2. `control_plane.rs`: what a rank hears of the others there, failures and who keeps the others waiting.
 //! 3. `traffic.rs`, `watch.rs`, `recorder.rs`: what an operation moves, when it has failed, which one keeps a rank.
-//! 4. `communicator.rs`: NCCL's calls. `rank.rs`: a rank's stream, what is under way on it, its failure.
+//! 4. `communicator.rs`: NCCL's calls. `rank.rs`: a rank's stream, what is in progress on it, its failure.
 //! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
 //!    `launch.rs`, `session.rs`: the ways to start.
 //!

@@ -1,4 +1,4 @@
-//! What the groups of one rank share: its GPU, what is under way there, the failure.
+//! What the groups of one rank share: its GPU, what is in progress there, the failure.
 
 use super::communicator::{Communicator, abort};
 use super::control_plane::{ControlPlane, Stall};
@@ -14,12 +14,12 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-/// Between two looks at what is under way: how soon a failure is noticed.
+/// Between two looks at what is in progress: how soon a failure is noticed.
 const WATCH_EVERY: Duration = Duration::from_millis(20);
 
 /// One rank.
 ///
-/// The fields are dropped in this order: what is under way before the streams that it runs on, those before the device.
+/// The fields are dropped in this order: what is in progress before the streams that it runs on, those before the device.
 #[derive(Debug)]
 pub(super) struct NcclRank {
     under_way: Mutex<Vec<Watched<UnderWay>>>,
@@ -222,7 +222,7 @@ impl NcclRank {
     /// Logs what the rank has called last and, when others keep it waiting, asks which. Returns what is known then.
     fn explain(&self, error: CommError) -> CommError {
         let (called, wait) = self.last_calls();
-        tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
+        tracing::error!("{error}; last operations of rank {}:{}", self.rank, lines(&called));
         let mut control = self.control.lock();
         let Some(control) = control.as_mut() else { return error };
         let stall = wait.zip(self.waited()).filter(|_| self.failure.get().is_none());
@@ -239,7 +239,7 @@ impl NcclRank {
         self.control.lock().as_mut().map_or(Ok(()), |control| control.listen(|| self.last_calls()))
     }
 
-    /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
+    /// Looks at what is in progress. It is taken out meanwhile, so that the rank's thread never waits for this.
     fn inspect(&self) -> Result<(), CommError> {
         let mut under_way = std::mem::take(&mut *self.under_way.lock());
         let outcome = inspect(&mut under_way, Instant::now(), *self.timeout.lock());

@@ -1,4 +1,4 @@
-//! What a rank has called last, and what of it is still under way.
+//! What a rank has called last, and what of it is still in progress.
 
 use crate::comm::CollectiveOp;
 use crate::comm::call_signature::CallSignature;
@@ -56,7 +56,7 @@ impl Recorder {
         self.entries.report_by(|entry| self.is_under_way(entry, on_gpu))
     }
 
-    /// What keeps the rank, as its collectives run one after the other: the oldest that is under way. For whom it waits
+    /// What keeps the rank, as its collectives run one after the other: the oldest that is in progress. For whom it waits
     /// the rank does not know.
     pub(super) fn wait(&self, on_gpu: &[GpuOp]) -> Option<Wait> {
         let Entry { group, sequence, call, .. } =
@@ -150,7 +150,7 @@ mod tests {
             reported,
             [
                 entry("all_reduce(Sum, 1 × f32), complete"),
-                entry("recv(1 × f32) with rank 0 of the group, under way")
+                entry("recv(1 × f32) with rank 0 of the group, in progress")
             ]
         );
     }

@@ -1,4 +1,4 @@
-//! Operations under way on a GPU, and when they have failed.
+//! Operations in progress on a GPU, and when they have failed.
 
 use crate::comm::{CollectiveOp, CommError};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ pub(super) trait Probe {
     fn fault(&self) -> Option<String>;
 }
 
-/// An operation under way.
+/// An operation in progress.
 #[derive(Debug)]
 pub(super) struct Watched<P> {
     pub(super) group: String,

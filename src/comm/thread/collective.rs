@@ -1,4 +1,4 @@
-//! A collective under way on one rank: its stages.
+//! A collective in progress on one rank: its stages.
 
 use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;

@@ -25,7 +25,7 @@ pub(super) struct Communicator {
     counters: Box<[[Counters; CollectiveOp::ALL.len()]]>,
 }
 
-/// The operations under way: a queue, since they complete in order.
+/// The operations in progress: a queue, since they complete in order.
 #[derive(Debug, Default)]
 struct Rounds {
     /// Sequence number of the queue's front.

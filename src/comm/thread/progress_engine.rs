@@ -1,4 +1,4 @@
-//! A rank's operations under way, and how it waits for one of them.
+//! A rank's operations in progress, and how it waits for one of them.
 //!
 //! While a rank waits for *any* operation it moves *all* of its operations on, in
 //! every group, as far as they can go. Otherwise two ranks that wait for the same two
@@ -38,7 +38,7 @@ struct InFlight {
     operation: Box<dyn Operation>,
 }
 
-/// An operation under way on one rank.
+/// An operation in progress on one rank.
 pub(super) trait Operation: Send + std::fmt::Debug {
     /// Goes as far as possible without waiting. `lent` are the storages that this
     /// rank's other operations have published for peers to read.

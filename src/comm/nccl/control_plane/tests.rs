@@ -25,7 +25,7 @@ fn world() -> Arc<GroupLabel> {
     label("world", &[0, 1, 2])
 }
 
-/// What a rank reports that has called these; all are under way, one behind the other.
+/// What a rank reports that has called these; all are in progress, one behind the other.
 fn under_way(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
     let wait = calls.first().map(|(group, sequence, _)| wait(group, *sequence));
     (issued(calls).report(), wait)
@@ -35,7 +35,7 @@ fn wait(group: &Arc<GroupLabel>, sequence: u64) -> Wait {
     Wait { group: group.clone(), op: CollectiveOp::AllReduce, sequence, missing: Vec::new() }
 }
 
-/// What a rank has called of all ranks; only the last is under way.
+/// What a rank has called of all ranks; only the last is in progress.
 fn called(calls: &[&'static str]) -> Vec<EntryReport> {
     let calls: Vec<Call> = (0..).zip(calls).map(|(sequence, call)| (world(), sequence, *call)).collect();
     let mut history = issued(&calls);
@@ -85,7 +85,7 @@ fn the_ranks_that_have_not_come_are_named_and_where_they_part_is_told() {
     assert_eq!(missing, [2]);
     let first_divergence = first_divergence.unwrap();
     assert!(first_divergence.contains("rank(s) [0, 1] called all_reduce"), "{first_divergence}");
-    assert!(first_divergence.contains("rank 2 has not come to it"), "{first_divergence}");
+    assert!(first_divergence.contains("rank 2 has not joined"), "{first_divergence}");
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_rank_that_waits_itself_leads_to_the_one_that_does_not() {
         under_way(&[(sp.clone(), 5, "all_reduce")]),
         under_way(&[(dp.clone(), 2, "all_reduce"), (sp.clone(), 5, "all_reduce")]),
         under_way(&[]),
-        // It has something under way, but along another axis.
+        // It has something in progress, but along another axis.
         under_way(&[(label("sp", &[2, 3]), 5, "all_reduce")]),
     ];
     let stall = Stall { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
