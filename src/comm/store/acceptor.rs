@@ -1,4 +1,4 @@
-//! How the ranks of a job come to the host of its store.
+//! The host's side of joining a store: accepts the ranks of a job.
 
 use super::address;
 use super::connection::Connection;
@@ -13,21 +13,21 @@ use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// Between two looks at all connections.
+/// Interval between polls of all connections.
 const POLL: Duration = Duration::from_millis(5);
-/// How long a connection may take from its beginning to the answer.
+/// Time limit of a handshake.
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections beyond those of ranks that may be open at once. One more closes the oldest.
+/// Number of open connections beyond the ranks' own. Another connection closes the oldest.
 pub(super) const MAX_UNAUTHENTICATED: usize = 256;
-/// Connections that are taken in one look.
+/// Number of connections accepted per poll.
 pub(super) const MAX_ACCEPTS_PER_POLL: usize = 64;
-/// Refusals that the host lists when ranks do not come.
+/// Number of refusals listed when ranks do not join.
 const MAX_LISTED: usize = 8;
 
-/// The host's connections to all other ranks, once they have come.
+/// Accepts all other ranks and returns the connections to them.
 ///
 /// # Errors
-/// It cannot listen, or not all ranks have come in time; in words.
+/// A message, if the host cannot listen or not all ranks join in time.
 pub(super) fn accept_all(
     point: &StoreEndpoint,
     timeout: Duration,
@@ -39,7 +39,7 @@ pub(super) fn accept_all(
     });
     let listener = listener.map_err(|error| {
         format!(
-            "cannot listen on port {} of {}: {error}; ULYSSES_MASTER_PORT names another port, ULYSSES_MASTER_BIND another \
+            "cannot listen on port {} of {}: {error}; set ULYSSES_MASTER_PORT to another port, or ULYSSES_MASTER_BIND to another \
              address of this machine",
             point.port, point.host
         )
@@ -61,17 +61,17 @@ fn warn_of_exposed_port(listener: &TcpListener, point: &StoreEndpoint) {
     let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     if !is_local && !point.secret.is_secret() && point.world_size > 1 {
         tracing::warn!(
-            "the ranks meet at {point} without a job secret, so any process that reaches that port can take a rank: set \
+            "the store at {point} has no job secret, so any process that reaches this port can join as a rank: set \
              ULYSSES_JOB_SECRET to the same random text for all ranks"
         );
     }
 }
 
-/// The host while ranks come.
+/// The host's state while ranks join.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     point: StoreEndpoint,
-    /// Who has not proved yet to be of this job, the oldest first.
+    /// Connections in their handshake, oldest first.
     pub(super) pending: Vec<Pending>,
     pub(super) ranks: BTreeMap<usize, Connection>,
     pub(super) missing: BTreeSet<usize>,
@@ -84,8 +84,8 @@ impl Acceptor {
         Self { point, pending: Vec::new(), ranks: BTreeMap::new(), missing, refused: BTreeSet::new() }
     }
 
-    /// Takes the connections that there are, so many at a time that a flood of them does not hold up the ranks. One that
-    /// cannot be taken, for the lack of file descriptors as well, comes again.
+    /// Accepts new connections, but a limited number, so that a flood does not delay the ranks. After an error, such as
+    /// too few file descriptors, the next poll retries.
     pub(super) fn accept(&mut self, listener: &TcpListener) {
         for _ in 0..MAX_ACCEPTS_PER_POLL {
             let Ok((stream, from)) = listener.accept() else { return };
@@ -96,11 +96,11 @@ impl Acceptor {
         }
     }
 
-    /// Goes on with all connections, none of which the others wait for.
+    /// Advances all connections without blocking on any of them.
     pub(super) fn serve(&mut self) {
         for mut peer in std::mem::take(&mut self.pending) {
             match peer.read(&self.point.secret) {
-                // A peer that goes away before it is answered comes again; who is no rank gets nothing.
+                // A rank that disconnects before the answer retries; other clients get nothing.
                 Err(_) => {}
                 Ok(None) if Instant::now() >= peer.deadline => {}
                 Ok(None) => self.pending.push(peer),
@@ -112,14 +112,14 @@ impl Acceptor {
     fn answer(&mut self, mut peer: Pending, claim: Option<Claim>) {
         let from = peer.from.ip();
         let Some(claim) = claim else {
-            // It may be gone already.
+            // The peer may have disconnected.
             let _ = peer.stream.write(&OTHER_SECRET);
-            return self.add_refusal(format!("a process at {from} has another job secret"));
+            return self.add_refusal(format!("process at {from} has a different job secret"));
         };
         let (verdict, world_size) = (self.verdict(claim), self.point.world_size as u64);
         let session = peer.session(&self.point.secret);
         let (reply, key) = (session.reply(verdict, world_size), session.frame_key(true));
-        // Far less than a new connection takes without waiting.
+        // Much less than a new connection takes without blocking.
         let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
         if verdict != Verdict::Accepted {
             let reason = verdict.reason(claim, world_size, self.point.host_rank());
@@ -136,7 +136,7 @@ impl Acceptor {
         match usize::try_from(rank) {
             _ if rank >= own => Verdict::OutOfRange,
             _ if world_size != own => Verdict::OtherWorldSize,
-            // A rank whose connection has broken off before it was answered comes again.
+            // A rank whose connection broke before the answer retries.
             Ok(rank)
                 if rank != self.point.host_rank()
                     && !self.ranks.get(&rank).is_some_and(Connection::is_open) =>
@@ -150,17 +150,17 @@ impl Acceptor {
     fn add_refusal(&mut self, refused: String) {
         if self.refused.len() < MAX_LISTED && self.refused.insert(refused.clone()) {
             let host = process_name(self.point.host_rank());
-            tracing::warn!("{host} has refused a process: {refused}");
+            tracing::warn!("{host} refused a process: {refused}");
         }
     }
 
     fn timeout_message(&self, timeout: Duration) -> String {
         let Self { point, missing, refused, .. } = self;
         let seconds = timeout.as_secs_f32();
-        let mut why = format!("ranks {missing:?} did not come to {point} within {seconds} s");
+        let mut why = format!("ranks {missing:?} did not join the store at {point} within {seconds} s");
         if !refused.is_empty() {
             let refused: Vec<&str> = refused.iter().map(String::as_str).collect();
-            why = format!("{why}; refused were: {}", refused.join("; "));
+            why = format!("{why}; refused: {}", refused.join("; "));
         }
         why
     }
@@ -173,7 +173,7 @@ pub(super) struct Pending {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     own: Nonce,
-    /// The nonce of its hello, once that has come.
+    /// The nonce of its hello, once received.
     peer: Option<Nonce>,
     /// Bytes received of the next message.
     received: Vec<u8>,
@@ -190,7 +190,7 @@ impl Pending {
         Session { secret, root: self.own, peer: self.peer.unwrap_or_default() }
     }
 
-    /// Reads without waiting: nothing yet, a claim, or `None` for a claim made with another secret.
+    /// Reads without blocking: returns nothing yet, a claim, or `None` for a claim made with a different secret.
     fn read(&mut self, secret: &JobSecret) -> std::io::Result<Option<Option<Claim>>> {
         loop {
             let wanted = if self.peer.is_none() { HELLO_BYTES } else { CLAIM_BYTES };

@@ -1,4 +1,4 @@
-//! Processes that meet, on this machine, and what they share then.
+//! Tests of joining and of the shared keys, between threads of this machine.
 
 use super::handshake::*;
 use super::join::{RETRY, join};
@@ -8,12 +8,12 @@ use crate::comm::{CommError, ProcessInfo};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-/// The ends of a job that has met, in the order of their ranks.
+/// The connected stores of a job, in rank order.
 pub(in crate::comm) fn connected_stores(ranks: usize) -> Vec<Store> {
     stores_hosted_by(0, ranks)
 }
 
-/// The same with any host, which comes first.
+/// The connected stores with any host, which comes first.
 pub(in crate::comm) fn stores_hosted_by(host: usize, ranks: usize) -> Vec<Store> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -40,7 +40,7 @@ impl Store {
     }
 }
 
-/// How many frames a connection takes when the other side reads none.
+/// Number of frames that a connection takes while the other side does not read.
 pub(in crate::comm) fn capacity(frame: &Arc<[u8]>) -> usize {
     let mut ends = connected_stores(2);
     let connection = ends[1].connection_mut(0);
@@ -55,7 +55,7 @@ const HOST: &str = "127.0.0.1";
 const LONG_TIMEOUT: Duration = Duration::from_secs(20);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(60);
 
-/// A port that was free a moment ago.
+/// A port that was free at the time of the call.
 fn free_port() -> u16 {
     TcpListener::bind((HOST, 0)).unwrap().local_addr().unwrap().port()
 }
@@ -83,13 +83,13 @@ fn connect(port: u16) -> TcpStream {
     }
 }
 
-/// Why rank 0 refuses a process.
+/// The reason why rank 0 refuses a process.
 fn refusal(point: &StoreEndpoint, rank: usize) -> String {
     join(point, rank, LONG_TIMEOUT).unwrap_err()
 }
 
 #[test]
-fn all_ranks_get_the_value_of_rank_0_whoever_comes_first() {
+fn all_ranks_get_the_value_of_rank_0_in_any_joining_order() {
     let point = point(free_port(), 4);
     let named = StoreEndpoint { host: "localhost".into(), ..point.clone() };
     let value: [u8; 128] = std::array::from_fn(|i| i as u8 ^ 0x5a);
@@ -117,7 +117,7 @@ fn all_ranks_get_the_value_of_rank_0_whoever_comes_first() {
 }
 
 #[test]
-fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
+fn all_ranks_see_the_changes_of_a_rank_in_order() {
     let mut ends = connected_stores(3);
     ends[1].set("a", *b"1");
     ends[1].set("b", *b"2");
@@ -136,19 +136,19 @@ fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
         assert_eq!((end.get("a"), end.get("b").map(|value| &value[..])), (None, Some(&b"2"[..])));
         assert_eq!(end.wait("b", SHORT_TIMEOUT).unwrap()[..], *b"2");
     }
-    assert_eq!(ends[1].watch().count(), 0, "its own changes are no news");
-    assert!(ends[2].wait("c", SHORT_TIMEOUT).unwrap_err().contains("nobody has set `c`"));
+    assert_eq!(ends[1].watch().count(), 0, "own changes are not returned");
+    assert!(ends[2].wait("c", SHORT_TIMEOUT).unwrap_err().contains("no rank set `c`"));
     drop(ends.remove(0));
-    assert!(ends[1].wait("c", LONG_TIMEOUT).unwrap_err().contains("ended before `c` was set"));
+    assert!(ends[1].wait("c", LONG_TIMEOUT).unwrap_err().contains("closed before `c` was set"));
 }
 
 #[test]
-fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
+fn frames_for_another_rank_or_with_a_wrong_proof_are_rejected() {
     let forged = Change { rank: 2, key: "rank/2".into(), value: None };
     let mut ends = connected_stores(3);
     ends[1].connection_mut(0).send(&forged.encode().into());
     let mut recorded = connected_stores(2);
-    // The frame of another connection, whose number and key do not fit.
+    // A frame of another connection, with the wrong number and key.
     let (deadline, key) =
         (Instant::now() + LONG_TIMEOUT, |key: &str| Change { rank: 1, key: key.into(), value: None });
     recorded[1].connection_mut(0).skip_number();
@@ -160,7 +160,7 @@ fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
     assert!(ends[0].get("rank/2").is_some());
 }
 
-/// A launcher's store, and where its ranks find it.
+/// A launcher's store and its endpoint.
 fn launched(world_size: usize) -> (JobStore, StoreEndpoint) {
     let host = JobStore::listen(world_size).unwrap();
     let environment = host.environment();
@@ -173,7 +173,7 @@ fn launched(world_size: usize) -> (JobStore, StoreEndpoint) {
 }
 
 #[test]
-fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
+fn a_launcher_that_hosts_the_store_forwards_changes_and_receives_failures() {
     use crate::comm::diagnostics::ControlMessage;
     let (mut host, point) = launched(2);
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
@@ -182,7 +182,7 @@ fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_fail
             let mut store = Store::meet(&point, 0, LONG_TIMEOUT).unwrap();
             store.set("id", *b"7");
             store.close();
-            assert!(!store.is_connected(), "the host has received that it ends");
+            assert!(!store.is_connected(), "the host has received the shutdown");
         });
         scope.spawn(|| {
             let mut store = Store::meet(&point, 1, LONG_TIMEOUT).unwrap();
@@ -198,7 +198,7 @@ fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_fail
 }
 
 #[test]
-fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
+fn the_ranks_of_a_launcher_may_join_again_when_all_have_left() {
     let (mut host, point) = launched(2);
     for meeting in [&b"1"[..], b"2"] {
         std::thread::scope(|scope| {
@@ -225,14 +225,14 @@ fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others() {
+fn a_rank_that_does_not_join_is_named_by_the_launcher_and_fails_the_others() {
     let (mut host, point) = launched(3);
     host.poll();
-    assert!(host.missing().is_empty(), "who has not come may be another program");
+    assert!(host.missing().is_empty(), "a missing process may be another program");
     let larger = StoreEndpoint { world_size: 4, ..point.clone() };
     std::thread::scope(|scope| {
         let early = scope.spawn(|| {
-            assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but the launcher counts 3"));
+            assert!(refusal(&larger, 2).contains("rank 2 has world size 4, but the launcher has 3"));
             Store::meet(&point, 1, SHORT_TIMEOUT * 10).unwrap_err()
         });
         let deadline = Instant::now() + LONG_TIMEOUT;
@@ -240,20 +240,20 @@ fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others()
             host.poll();
         }
         let error = early.join().unwrap();
-        assert!(error.contains("not all ranks have come"), "{error}");
+        assert!(error.contains("not all ranks joined"), "{error}");
     });
     assert_eq!(host.missing(), [0, 2]);
 }
 
 #[test]
-fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
+fn an_unauthenticated_client_gets_no_data_and_no_rank() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
         let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
         let mut client = connect(point.port);
         client.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let mut answer = Vec::new();
-        // Closed with bytes unread, a connection ends with an error.
+        // Closing with unread bytes ends the connection with an error.
         let _ = client.read_to_end(&mut answer);
         assert!(answer.is_empty(), "{answer:?}");
         join(&point, 1, LONG_TIMEOUT).unwrap();
@@ -267,8 +267,8 @@ fn a_process_without_the_secret_gets_no_answer_and_no_rank() {
     let guess = StoreEndpoint { secret: JobSecret::new("another secret", true), ..point.clone() };
     std::thread::scope(|scope| {
         let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
-        assert!(refusal(&guess, 1).contains("ULYSSES_JOB_SECRET must be the same for all ranks"));
-        // Who knows the protocol, but not the secret.
+        assert!(refusal(&guess, 1).contains("set the same ULYSSES_JOB_SECRET for all ranks"));
+        // A client that knows the protocol but not the secret.
         let mut client = connect(point.port);
         client.write_all(&hello(&[1; 32])).unwrap();
         let mut root_nonce = Nonce::default();
@@ -285,7 +285,7 @@ fn a_process_without_the_secret_gets_no_answer_and_no_rank() {
 }
 
 #[test]
-fn a_rank_takes_no_answer_from_who_has_not_the_secret() {
+fn a_rank_rejects_an_answer_without_the_secret() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
     let client = std::thread::spawn(move || {
@@ -295,7 +295,7 @@ fn a_rank_takes_no_answer_from_who_has_not_the_secret() {
         stream.read_exact(&mut [0; CLAIM_BYTES]).unwrap();
         stream.write_all(&[0; REPLY_BYTES]).unwrap();
     });
-    assert!(refusal(&point, 1).contains("another job has this port"));
+    assert!(refusal(&point, 1).contains("a port that no other job uses"));
     client.join().unwrap();
 }
 
@@ -310,7 +310,7 @@ fn ranks_that_are_out_of_range_or_taken_are_refused_by_name() {
         }
         assert!(refusal(&point, 0).contains("rank 0 is taken"));
         let larger = StoreEndpoint { world_size: 4, ..point.clone() };
-        assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but rank 0 counts 3"));
+        assert!(refusal(&larger, 2).contains("rank 2 has world size 4, but rank 0 has 3"));
         let first = join(&point, 1, LONG_TIMEOUT).unwrap();
         assert!(refusal(&point, 1).contains("rank 1 is taken: two processes have the same rank"));
         drop(first);
@@ -321,32 +321,32 @@ fn ranks_that_are_out_of_range_or_taken_are_refused_by_name() {
 }
 
 #[test]
-fn a_rank_0_that_waits_in_vain_says_whom_it_has_refused() {
+fn a_timeout_of_rank_0_lists_the_processes_it_refused() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
         let root = scope.spawn(|| accept_all(&point, Duration::from_millis(500)));
         assert!(refusal(&point, 9).contains("out of range"));
         let error = root.join().unwrap().unwrap_err();
         assert!(
-            error.contains("ranks {1} did not come") && error.contains("rank 9 is out of range"),
+            error.contains("ranks {1} did not join") && error.contains("rank 9 is out of range"),
             "{error}"
         );
     });
 }
 
 #[test]
-fn silent_connections_do_not_hold_up_the_ranks() {
+fn silent_connections_do_not_delay_the_ranks() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
         let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
         let mut silent: Vec<TcpStream> = (0..10).map(|_| connect(point.port)).collect();
-        // Half of them begin and stop.
+        // Half of them send a part of the magic and stop.
         silent.iter_mut().step_by(2).for_each(|stream| stream.write_all(&MAGIC[..3]).unwrap());
         join(&point, 1, LONG_TIMEOUT).unwrap();
         root.join().unwrap().unwrap();
         silent
             .iter_mut()
-            .for_each(|stream| assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "they get nothing"));
+            .for_each(|stream| assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "no data is sent to them"));
     });
 }
 
@@ -367,7 +367,7 @@ fn a_connection_is_closed_at_its_deadline() {
 }
 
 #[test]
-fn too_many_strangers_push_out_the_oldest() {
+fn too_many_unauthenticated_clients_close_the_oldest() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
@@ -387,7 +387,7 @@ fn too_many_strangers_push_out_the_oldest() {
 }
 
 #[test]
-fn a_look_takes_a_bounded_number_of_connections() {
+fn a_poll_accepts_a_bounded_number_of_connections() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
@@ -400,29 +400,29 @@ fn a_look_takes_a_bounded_number_of_connections() {
 }
 
 #[test]
-fn a_look_reads_a_bounded_part_of_what_a_process_sends() {
+fn a_poll_reads_a_bounded_number_of_bytes_from_a_process() {
     const FRAMES: usize = 800;
     let frame: Arc<[u8]> = [7; 10_000].into();
     let mut ends = connected_stores(2);
     let (mut sender, mut host) = (ends.remove(1), ends.remove(0));
     (0..FRAMES).for_each(|_| sender.connection_mut(0).send(&frame));
-    let (mut come, deadline) = (0, Instant::now() + LONG_TIMEOUT);
-    while come < FRAMES && Instant::now() < deadline {
+    let (mut arrived, deadline) = (0, Instant::now() + LONG_TIMEOUT);
+    while arrived < FRAMES && Instant::now() < deadline {
         let (frames, _) = host.connection_mut(1).read();
         assert!(frames.len() * frame.len() <= 2 * connection::MAX_BYTES, "{} frames", frames.len());
-        come += frames.len();
+        arrived += frames.len();
         sender.connection_mut(0).write();
     }
-    assert_eq!(come, FRAMES);
+    assert_eq!(arrived, FRAMES);
 }
 
 #[test]
-fn who_waits_in_vain_is_told_for_whom() {
+fn a_timeout_names_the_missing_ranks() {
     let point = point(free_port(), 3);
     let error = join(&point, 2, SHORT_TIMEOUT).unwrap_err();
     assert!(error.contains("no answer from rank 0"), "{error}");
     let error = accept_all(&point, SHORT_TIMEOUT).unwrap_err();
-    assert!(error.contains("ranks {1, 2} did not come"), "{error}");
+    assert!(error.contains("ranks {1, 2} did not join"), "{error}");
     let error = join(&StoreEndpoint { is_hosted: true, ..point }, 2, SHORT_TIMEOUT).unwrap_err();
     assert!(error.contains("no answer from the launcher"), "{error}");
 }
