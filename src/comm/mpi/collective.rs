@@ -1,7 +1,7 @@
-//! Every collective as messages between pairs of ranks: the steps of one rank.
+//! The collectives as messages between pairs of ranks: the steps of one rank.
 //!
-//! Reductions are our own, in rank order, whatever the order of arrival: `MPI_Reduce` promises no
-//! order, and knows no 16-bit floats. A rank's own part is copied, not sent.
+//! Reductions are implemented here, in rank order, whatever the order of arrival: `MPI_Reduce` guarantees no
+//! order, and does not support 16-bit floats. A rank's own data is copied, not sent.
 
 use super::operation::{Step, peers};
 use super::staging::Staged;
@@ -14,13 +14,13 @@ use std::ops::Range;
 
 pub(super) type StepResult = Result<Option<Step>, CommError>;
 
-/// `range` of a contiguous tensor's elements.
+/// Returns a `range` of the elements of a contiguous tensor.
 pub(super) fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommError> {
     Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?)
 }
 
-/// Reduces into `target`. Of rank `r`, the elements are those of `received` at `r · n`; of this rank,
-/// `own`, which shares no memory with `target`.
+/// Reduces into `target`. The elements of rank `r` are at `r · n` of `received`; this rank's
+/// are `own`, which shares no memory with `target`.
 fn reduce_into(
     members: &Members,
     op: ReduceOp,
@@ -36,13 +36,13 @@ fn reduce_into(
     Ok(reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
 }
 
-/// Room for `count` elements of every rank, like those of a tensor.
+/// Allocates a buffer for `count` elements of every rank, with the dtype of `like`.
 fn staging_buffer(members: &Members, count: usize, like: &Tensor) -> Result<Staged, CommError> {
     members.staging.alloc(members.world_size() * count, like.dtype())
 }
 
-/// Small tensors: every rank collects all ranks' elements and reduces them itself. Large ones: each
-/// rank reduces its chunk, and then collects the others'.
+/// For small tensors, every rank collects all ranks' elements and reduces them. For large ones, each
+/// rank reduces one chunk, then collects the other chunks.
 pub(super) fn all_reduce(
     transfers: &mut Transfers,
     members: &Members,
@@ -85,7 +85,7 @@ fn all_reduce_in_chunks(
         transfers.receive(members, &part(&received, from_peer)?, peer)?;
         transfers.send(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
     }
-    // All that this rank sends of its tensor has gone when this step begins: it may be written.
+    // All sends from this rank's tensor are complete when this step begins, so it may be written.
     Ok(Some(Step::new(move |transfers, members| {
         let staged_sum = members.staging.alloc(own.len(), tensor.dtype())?;
         let reduced = staged_sum.tensor()?;
@@ -128,7 +128,7 @@ pub(super) fn reduce_scatter(
     })))
 }
 
-/// `input` shares no memory with `output`.
+/// `input` must not share memory with `output`.
 pub(super) fn all_gather(
     transfers: &mut Transfers,
     members: &Members,
@@ -144,7 +144,7 @@ pub(super) fn all_gather(
     Ok(None)
 }
 
-/// `input` shares no memory with `output`.
+/// `input` must not share memory with `output`.
 pub(super) fn all_to_all(
     transfers: &mut Transfers,
     members: &Members,
@@ -162,7 +162,7 @@ pub(super) fn all_to_all(
     let own = members.rank;
     if send_counts[own] != recv_counts[own] {
         return Err(CommError::Tensor(format!(
-            "the rank sends itself {} elements and expects {}",
+            "the rank sends {} elements to itself but expects {}",
             send_counts[own], recv_counts[own]
         )));
     }

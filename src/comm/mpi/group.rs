@@ -28,7 +28,7 @@ impl MpiGroup {
         Self { own, members: Arc::new(members), sequences }
     }
 
-    /// The checks that need no peer, for tensors that MPI can read.
+    /// Runs the checks that need no peer, and checks that MPI can access the tensors.
     fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
         let (group, world_size) = (self.members.name.as_str(), self.members.world_size());
         let signature = call.check(group, world_size)?;
@@ -38,13 +38,13 @@ impl MpiGroup {
             Some(tensor) => {
                 let location = tensor.device().location();
                 let check = ArgCheck { group, world_size, op: call.op() };
-                Err(check.invalid(format!("MPI carries CPU tensors, got one on {location:?}")))
+                Err(check.invalid(format!("MPI supports CPU tensors only, got a tensor on {location:?}")))
             }
         }
     }
 
-    /// Begins a collective whose arguments were checked, after the comparison of calls where that was
-    /// asked for.
+    /// Starts a collective with checked arguments, after the desync check if that is
+    /// enabled.
     fn begin(
         &self,
         call: CallSignature,
@@ -93,7 +93,7 @@ impl MpiGroup {
         self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, strided))
     }
 
-    /// Waits for the members of the new group and makes its communicator.
+    /// Waits for all members and returns their calls.
     fn agree_on_split(&self, call: CallSignature) -> Result<Vec<CallSignature>, CommError> {
         let agreed: Arc<OnceLock<Vec<CallSignature>>> = Arc::default();
         let result = agreed.clone();
@@ -107,7 +107,7 @@ impl MpiGroup {
     }
 }
 
-/// The members of each new group, as (colour, ranks of the old group in the new order).
+/// The members of each new group, as (color, ranks of the old group in the new order).
 fn divide(calls: &[CallSignature]) -> Vec<(usize, Vec<usize>)> {
     let mut colored: Vec<(usize, usize, usize)> = calls
         .iter()
@@ -206,8 +206,8 @@ impl ProcessGroup for MpiGroup {
         let own = groups.iter().position(|(group_color, _)| Some(*group_color) == color);
         let rank_of = |ranks: &[usize]| ranks.iter().position(|&rank| rank == self.members.rank);
         let rank = own.and_then(|own| rank_of(&groups[own].1)).unwrap_or(0);
-        // MPI blocks in this, but every rank has already come to the split. Colours and keys are
-        // numbered anew: MPI's are smaller than ours.
+        // MPI blocks in this call, but every rank has already joined the split. Colors and keys are
+        // renumbered, since MPI's range is smaller.
         let made = self.own.call(|| self.members.communicator.split(own, rank));
         let made = made.map_err(|reason| {
             let (group, global) = (self.members.name.clone(), self.own.rank);
@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_are_in_none() {
+    fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_have_no_group() {
         let split = |color, key| CallSignature::Split { name: "x".into(), color, key };
         let calls =
             [split(Some(9), 1), split(None, 0), split(Some(2), 0), split(Some(9), 0), split(Some(9), 1)];

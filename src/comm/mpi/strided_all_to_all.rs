@@ -1,5 +1,5 @@
-//! The strided all-to-all, a message for each block: straight from input to output where the block lies in one piece,
-//! by way of a buffer where it does not. A rank's own blocks are copied once.
+//! The strided all-to-all, one message per block: straight from input to output where the block is contiguous, and
+//! through a buffer elsewhere. A rank's own blocks are copied once.
 
 use super::collective::{StepResult, part};
 use super::operation::{Step, peers};
@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 
-/// What one rank exchanges. The plan was checked against the tensors, and no input shares memory with an output.
+/// One rank's strided all-to-all, with a checked plan and inputs that share no memory with outputs.
 pub(super) struct StridedAllToAll {
     pub(super) inputs: Vec<Tensor>,
     pub(super) outputs: Vec<Tensor>,
@@ -26,7 +26,7 @@ pub(super) fn all_to_all_strided(
     let packed = strided.send(transfers, members)?;
     let own = strided.own_copies(members.rank)?;
     if strided.adds() {
-        // What is added is added in rank order, the rank's own blocks in their place.
+        // Accumulated blocks are added in rank order, including the rank's own.
         let (received, copies) = strided.receive(transfers, members, Some(own))?;
         return Ok(Some(strided.finish(packed, received, copies)));
     }
@@ -40,7 +40,7 @@ impl StridedAllToAll {
         self.plan.recv.iter().flatten().any(|recv| recv.accumulate)
     }
 
-    /// Sends every other rank its blocks. What is packed for them is theirs until all transfers are done.
+    /// Sends every other rank its blocks. The packed blocks are in use until all transfers are complete.
     fn send(&self, transfers: &mut Transfers, members: &Members) -> Result<Staged, CommError> {
         let of_peers = peers(members).flat_map(|peer| &self.plan.send[peer]);
         let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(elems).sum();
@@ -65,12 +65,12 @@ impl StridedAllToAll {
         Ok(packed)
     }
 
-    /// The ways of the rank's own blocks, from inputs to outputs.
+    /// The copies of the rank's own blocks, from inputs to outputs.
     fn own_copies(&self, rank: usize) -> Result<Vec<BlockCopy>, CommError> {
         let (send, recv) = (&self.plan.send[rank], &self.plan.recv[rank]);
         if send.len() != recv.len() {
             let (sent, expected) = (send.len(), recv.len());
-            let message = format!("the rank sends itself {sent} block(s) and expects {expected}");
+            let message = format!("the rank sends {sent} block(s) to itself but expects {expected}");
             return Err(CommError::Tensor(message));
         }
         let copy = |(from, RecvBlock { block, accumulate }): (&StridedBlock, &RecvBlock)| BlockCopy {
@@ -81,8 +81,8 @@ impl StridedAllToAll {
         Ok(send.iter().zip(recv).map(copy).collect())
     }
 
-    /// Receives the other ranks' blocks. Returns the buffer of those that cannot go where they belong at once, and the
-    /// copies, in rank order, that are left to be made then: of `own` too, if they are given.
+    /// Receives the other ranks' blocks. Returns the buffer of blocks that cannot be received in place, and the
+    /// remaining copies in rank order, including `own` if given.
     fn receive(
         &self,
         transfers: &mut Transfers,
@@ -103,7 +103,7 @@ impl StridedAllToAll {
                 let target = match block.in_one_piece() {
                     Some(range) if own.is_none() => part(&self.outputs[block.tensor], range)?,
                     _ => {
-                        // Behind the inputs, among the sources of the copies.
+                        // The buffer follows the inputs among the sources of the copies.
                         let from = StridedBlock { tensor: self.inputs.len(), ..block.packed_at(begin) };
                         copies.push(BlockCopy { from, to: block.clone(), accumulate: *accumulate });
                         begin += elems(block);
@@ -116,7 +116,7 @@ impl StridedAllToAll {
         Ok((received, copies))
     }
 
-    /// What is to be done once all messages are.
+    /// Returns the step that runs after all messages are complete.
     fn finish(self, packed: Staged, received: Staged, copies: Vec<BlockCopy>) -> Step {
         Step::last(move |members| {
             self.copy(&[&received.tensor()?], &copies)?;
@@ -126,7 +126,7 @@ impl StridedAllToAll {
         })
     }
 
-    /// Copies from the inputs, and what comes behind them, to the outputs.
+    /// Copies from the inputs and the tensors of `behind` to the outputs.
     fn copy(&self, behind: &[&Tensor], copies: &[BlockCopy]) -> Result<(), CommError> {
         if copies.is_empty() {
             return Ok(());
@@ -136,7 +136,7 @@ impl StridedAllToAll {
     }
 }
 
-/// Elements of a block that was checked: they can be counted.
+/// Number of elements of a checked block, which cannot overflow.
 fn elems(block: &StridedBlock) -> usize {
     block.batch * block.rows * block.run
 }

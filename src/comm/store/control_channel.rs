@@ -33,7 +33,7 @@ impl ControlChannel {
     pub(in crate::comm) fn send(&mut self, message: &ControlMessage) {
         match encode_to_fit(self.rank, message) {
             Ok(text) => self.store.set(&format!("control/{}", self.rank), text),
-            Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
+            Err(reason) => tracing::error!("rank {} cannot send a control message: {reason}", self.rank),
         }
     }
 

@@ -1,4 +1,4 @@
-//! A collective in progress on one rank: its stages.
+//! A collective in progress on one rank, with its stages.
 
 use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;
@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
 
-/// Where a split leaves the new group: its members and its own rank in it.
+/// The result of a split: the new group and this rank's rank in it.
 pub(super) type SplitResult = Arc<OnceLock<(Arc<Communicator>, usize)>>;
 
 /// A collective that this rank has published.
@@ -25,10 +25,10 @@ pub(super) struct Collective {
     call: CallSignature,
     outputs: Vec<Tensor>,
     published: Vec<StorageId>,
-    /// Where its tensors are; the CPU if it has none.
+    /// Device of its tensors; the CPU if it has none.
     device: Device,
     reached: Stage,
-    /// The result of a direct all_reduce, until all have read this rank's elements.
+    /// The result of a direct all_reduce, until all ranks have read this rank's elements.
     result: Option<Tensor>,
     split: SplitResult,
 }
@@ -38,12 +38,12 @@ pub(super) struct Buffers {
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
     device: Device,
-    /// What the device was given before the call.
+    /// A fence after the GPU work launched before the call.
     fence: Option<Fence>,
 }
 
 impl Buffers {
-    /// The tensors as they are now.
+    /// Captures the tensors, with a fence after the work launched so far.
     pub(super) fn new(inputs: Vec<Tensor>, outputs: &[&Tensor]) -> Result<Self, CommError> {
         let outputs: Vec<Tensor> = outputs.iter().map(|&output| output.clone()).collect();
         let first = inputs.iter().chain(&outputs).next();
@@ -54,7 +54,7 @@ impl Buffers {
 }
 
 impl Collective {
-    /// Publishes a call: from here on peers may read the inputs.
+    /// Publishes a call. From now on, peers may read the inputs.
     pub(super) fn publish(
         comm: &Arc<Communicator>,
         rank: usize,
@@ -80,17 +80,17 @@ impl Collective {
         Ok(())
     }
 
-    /// All ranks are at a stage: what they gave their GPUs before comes before what
-    /// this one gives its own from now on.
-    fn hold(&self) -> Result<(), CommError> {
-        self.round.hold(self.rank, &self.device)
+    /// Makes this rank's stream wait for the fences of all ranks at a stage, so their GPU work
+    /// launched before it precedes this rank's later work.
+    fn wait_fences(&self) -> Result<(), CommError> {
+        self.round.wait_fences(self.rank, &self.device)
     }
 
     fn peer_reader(&self) -> PeerReader<'_> {
         PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
     }
 
-    /// Everyone has posted: moves this rank's data. Returns the stage it is then at.
+    /// Moves this rank's data once all ranks have posted. Returns the stage that is then reached.
     fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
             CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
@@ -126,7 +126,7 @@ impl Collective {
             CallSignature::Broadcast { elements, root } => {
                 peer_reader.broadcast(elements.count, *root, &targets)?;
             }
-            // The others move nothing, or not here.
+            // The other operations move no data, or not here.
             _ => {}
         }
         for (target, output) in targets.iter().zip(&self.outputs) {
@@ -137,9 +137,9 @@ impl Collective {
         Ok(())
     }
 
-    /// Where to write: the outputs, or copies of those whose storage peers may be
-    /// reading. Writing holds the storage's lock while it waits for that of a peer's
-    /// storage, so writing into a lent one could close a circle of waiting ranks.
+    /// The tensors to write: the outputs, or copies of those whose storage peers may be
+    /// reading. Writing holds the storage's lock while it waits for the lock of a peer's
+    /// storage, so writing into a published storage could deadlock in a cycle of ranks.
     fn targets(&self, published: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
         let target = |output: &Tensor| {
             if published.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
@@ -147,7 +147,7 @@ impl Collective {
         self.outputs.iter().map(target).collect()
     }
 
-    /// Finds, or makes, the group of this rank's colour.
+    /// Finds or creates the group of this rank's color.
     fn join_child(&self) -> Result<(), CommError> {
         let CallSignature::Split { name, color: Some(color), .. } = &self.call else { return Ok(()) };
         let mut members: Vec<(usize, usize)> = Vec::new();
@@ -175,7 +175,7 @@ impl Collective {
         Ok(())
     }
 
-    /// Frees what this rank has lent, all having read it.
+    /// Frees this rank's published tensors after all ranks have read them.
     fn finish(&mut self) -> Result<(), CommError> {
         if let (Some(result), Some(output)) = (self.result.take(), self.outputs.first()) {
             copy_into(&result, output)?;
@@ -194,7 +194,7 @@ impl Operation for Collective {
                 return Ok(Step::Blocked);
             }
             self.round.compare(&self.comm, self.sequence)?;
-            self.hold()?;
+            self.wait_fences()?;
             let stage = self.pull(published)?;
             self.reach(stage)?;
         }
@@ -202,18 +202,18 @@ impl Operation for Collective {
             if !self.round.all_at(Stage::Reduced) {
                 return Ok(Step::Blocked);
             }
-            self.hold()?;
+            self.wait_fences()?;
             if let CallSignature::AllReduce { elements, .. } = self.call {
                 self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }
             self.reach(Stage::Done)?;
         }
-        // Who has lent nothing owes nothing to those who are still reading.
+        // A rank without published tensors need not wait for ranks that are still reading.
         if !self.published.is_empty() && !self.round.all_at(Stage::Done) {
             return Ok(Step::Settling);
         }
         if !self.published.is_empty() {
-            self.hold()?;
+            self.wait_fences()?;
         }
         self.finish()?;
         Ok(Step::Complete)

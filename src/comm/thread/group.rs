@@ -1,4 +1,4 @@
-//! [`ProcessGroup`] over the memory of one process.
+//! [`ProcessGroup`] in the memory of one process.
 
 use super::collective::{Buffers, Collective, SplitResult};
 use super::communicator::Communicator;
@@ -28,7 +28,7 @@ impl ThreadGroup {
         Self { state, comm, rank, sequences }
     }
 
-    /// Publishes a collective whose arguments were checked.
+    /// Publishes a collective with checked arguments.
     fn publish(
         &self,
         call: CallSignature,
@@ -60,7 +60,7 @@ impl ThreadGroup {
         let channel = OrderedChannel { group: Arc::as_ptr(&self.comm).addr(), kind };
         let id = self.state.issue(channel, || publish(self.sequences.lock().next(kind)));
         if self.comm.world_size() == 1 && kind == ChannelKind::Collectives {
-            // Nobody to wait for.
+            // There is no peer to wait for.
             self.state.complete(id)?;
             return Ok(Pending::ready());
         }
@@ -73,7 +73,7 @@ impl ThreadGroup {
         ))
     }
 
-    /// Replaces inputs that share memory with an output by copies: peers will read
+    /// Copies the inputs that share storage with an output, because peers read
     /// the inputs while the outputs are being written.
     fn copy_if_shared(inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<Vec<Tensor>, CommError> {
         inputs.iter().map(|input| copy_if_shared(input, outputs)).collect()

@@ -13,22 +13,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses_kernels::device::Fence;
 
-/// The messages of a group that wait for their receivers: a queue for each pair.
+/// The messages of a group that wait for their receivers: one queue per pair of ranks.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     ranks: usize,
     queues: Box<[Mutex<VecDeque<Arc<Message>>>]>,
 }
 
-/// A message: the sender's tensor, read in place.
+/// A message. The receiver reads the sender's tensor in place.
 #[derive(Debug)]
 struct Message {
-    /// Emptied by the sender, so that it is the one that frees the buffer.
+    /// Cleared by the sender, so that the sender frees the buffer.
     tensor: RwLock<Option<Tensor>>,
-    /// What the sender's GPU was given before it sent.
+    /// A fence after the sender's GPU work before the send.
     sent: Option<Fence>,
     taken: AtomicBool,
-    /// What the receiver's GPU was given until it had copied.
+    /// A fence after the receiver's copy.
     copied: Mutex<Option<Fence>>,
 }
 
@@ -42,7 +42,7 @@ impl Mailbox {
     }
 }
 
-/// A message that was published and not yet taken.
+/// A message that was published and not yet received.
 #[derive(Debug)]
 pub(super) struct SendOperation {
     comm: Arc<Communicator>,
@@ -55,7 +55,7 @@ pub(super) struct SendOperation {
 }
 
 impl SendOperation {
-    /// Publishes the message: from here on the receiver may read it.
+    /// Publishes the message. From now on, the receiver may read it.
     pub(super) fn publish(
         comm: &Arc<Communicator>,
         rank: usize,
@@ -80,7 +80,7 @@ impl Operation for SendOperation {
             return Ok(Step::Settling);
         }
         if let Some(copied) = &*self.message.copied.lock() {
-            copied.hold(&self.device)?;
+            copied.wait_fences(&self.device)?;
         }
         self.message.tensor.write().take();
         Ok(Step::Complete)
@@ -101,7 +101,7 @@ impl Operation for SendOperation {
     }
 }
 
-/// A message that is expected.
+/// A receive that waits for its message.
 #[derive(Debug)]
 pub(super) struct RecvOperation {
     comm: Arc<Communicator>,
@@ -136,7 +136,7 @@ impl RecvOperation {
             });
         }
         if published.contains(&StorageId::of(&self.output)) {
-            // The output's storage is being read by peers: see `Collective::targets`.
+            // Peers are reading the output's storage: see `Collective::targets`.
             let between = copy_of(&self.output)?;
             copy_into(tensor, &between)?;
             copy_into(&between, &self.output)?;
@@ -155,7 +155,7 @@ impl Operation for RecvOperation {
             return Ok(Step::Blocked);
         };
         if let Some(sent) = &message.sent {
-            sent.hold(self.output.device())?;
+            sent.wait_fences(self.output.device())?;
         }
         if let Some(tensor) = &*message.tensor.read() {
             self.take(tensor, published)?;
