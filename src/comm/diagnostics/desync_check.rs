@@ -233,7 +233,7 @@ mod tests {
         let mut reported: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
         reported.sort();
         let entry = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
-        let expected = |last: &str| format!("{}; agreed; {}", place(0, "barrier"), place(1, last));
+        let expected = |last: &str| format!("{}; agreed; {}", entry(0, "barrier"), entry(1, last));
         let barrier = expected("barrier");
         assert_eq!(reported, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
     }

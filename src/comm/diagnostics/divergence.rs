@@ -21,9 +21,9 @@ pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> V
         for call in calls.get(member).into_iter().flatten().filter(|call| !call.op.is_message()) {
             // Operations older than the recorded ones were issued.
             if call.group == *group && call.sequence >= sequence {
-                return call.sequence > sequence || !call.is_under_way || !is_kept;
+                return call.sequence > sequence || !call.is_in_progress || !is_kept;
             }
-            is_kept |= call.is_under_way;
+            is_kept |= call.is_in_progress;
         }
         false
     };

@@ -42,7 +42,7 @@ pub(in crate::comm) struct EntryReport {
     pub(super) op: CollectiveOp,
     /// The call as text.
     pub(super) call: String,
-    pub(super) is_under_way: bool,
+    pub(super) is_in_progress: bool,
 }
 
 impl Default for FlightRecorder {
@@ -72,10 +72,10 @@ impl FlightRecorder {
         self.entries.iter_mut().rev().skip(1).for_each(|entry| entry.is_complete = true);
     }
 
-    /// Returns the oldest collective that is not complete, as decided by `is_under_way`.
+    /// Returns the oldest collective that is not complete, as decided by `is_in_progress`.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the others know what is in progress"))]
-    pub(in crate::comm) fn oldest_under_way(&self, is_under_way: impl Fn(&Entry) -> bool) -> Option<&Entry> {
-        self.entries.iter().find(|entry| !entry.call.op().is_message() && is_under_way(entry))
+    pub(in crate::comm) fn oldest_under_way(&self, is_in_progress: impl Fn(&Entry) -> bool) -> Option<&Entry> {
+        self.entries.iter().find(|entry| !entry.call.op().is_message() && is_in_progress(entry))
     }
 
     /// Returns the recorded operations, oldest first.
@@ -83,14 +83,14 @@ impl FlightRecorder {
         self.report_by(|entry| !entry.is_complete)
     }
 
-    /// As [`report`](Self::report), but `is_under_way` decides which operations are not complete.
-    pub(in crate::comm) fn report_by(&self, is_under_way: impl Fn(&Entry) -> bool) -> Vec<EntryReport> {
+    /// As [`report`](Self::report), but `is_in_progress` decides which operations are not complete.
+    pub(in crate::comm) fn report_by(&self, is_in_progress: impl Fn(&Entry) -> bool) -> Vec<EntryReport> {
         let report = |entry: &Entry| EntryReport {
             group: (*entry.group).clone(),
             sequence: entry.sequence,
             op: entry.call.op(),
             call: entry.call.to_string(),
-            is_under_way: is_under_way(entry),
+            is_in_progress: is_in_progress(entry),
         };
         self.entries.iter().map(report).collect()
     }
@@ -113,7 +113,7 @@ impl EntryReport {
 
 impl fmt::Display for EntryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = if self.is_under_way { "in progress" } else { "complete" };
+        let state = if self.is_in_progress { "in progress" } else { "complete" };
         write!(f, "#{} of \"{}\": {}, {state}", self.sequence, self.group.name, self.call)
     }
 }

@@ -41,7 +41,7 @@ pub(in crate::comm) fn issued(calls: &[(Arc<GroupLabel>, u64, &str)]) -> FlightR
 
 type CallOf<'a> = (&'a Arc<GroupLabel>, u64, &'static str);
 
-fn under_way(calls: &[CallOf<'_>]) -> FlightRecorder {
+fn in_progress(calls: &[CallOf<'_>]) -> FlightRecorder {
     issued(
         &calls.iter().map(|(group, sequence, text)| ((*group).clone(), *sequence, *text)).collect::<Vec<_>>(),
     )
@@ -49,7 +49,7 @@ fn under_way(calls: &[CallOf<'_>]) -> FlightRecorder {
 
 /// All calls but the last are complete.
 fn history(calls: &[CallOf<'_>]) -> Vec<EntryReport> {
-    let mut recorder = under_way(calls);
+    let mut recorder = in_progress(calls);
     (0..calls.len() as u64 - 1).for_each(|id| recorder.complete(id));
     recorder.report()
 }
@@ -123,7 +123,7 @@ fn missing_ranks_and_mismatched_ops_are_not_confused_with_different_arguments() 
 fn a_rank_blocked_by_an_older_operation_has_not_joined_the_next_one() {
     let (world, sp) = (label("world", &[0, 1, 2, 3]), label("sp", &[2, 3]));
     let calls = [(&world, 4, "barrier"), (&sp, 5, "barrier")];
-    let ranks = BTreeMap::from([(2, history(&calls)), (3, under_way(&calls).report())]);
+    let ranks = BTreeMap::from([(2, history(&calls)), (3, in_progress(&calls).report())]);
     assert_eq!(not_arrived(&ranks, &sp, 5), [3]);
     assert_eq!(not_arrived(&ranks, &sp, 4), [] as [usize; 0], "already complete");
 }
@@ -131,7 +131,7 @@ fn a_rank_blocked_by_an_older_operation_has_not_joined_the_next_one() {
 #[test]
 fn all_but_the_newest_can_be_completed_at_once() {
     let group = label("sp", &[0, 1]);
-    let mut history = under_way(&[(&group, 0, "barrier"), (&group, 1, "barrier"), (&group, 2, "barrier")]);
+    let mut history = in_progress(&[(&group, 0, "barrier"), (&group, 1, "barrier"), (&group, 2, "barrier")]);
     history.complete_before_newest();
     let text = lines(&history.report());
     assert_eq!(text.matches("complete").count(), 2, "{text}");

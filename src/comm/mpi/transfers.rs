@@ -61,7 +61,7 @@ pub(super) const CONTROL_TAG: c_int = MAX_TAG;
 pub(super) struct Transfers {
     label: OpLabel,
     phase: u64,
-    under_way: Vec<Transfer>,
+    in_progress: Vec<Transfer>,
     /// Texts received, by rank of the group.
     texts: Vec<Option<Vec<u8>>>,
     /// Tensor bytes sent to and received from other ranks.
@@ -101,7 +101,7 @@ enum Buffer {
 impl Transfers {
     pub(super) fn new(label: OpLabel, members: &Members) -> Self {
         let texts = vec![None; members.world_size()];
-        Self { label, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
+        Self { label, phase: 0, in_progress: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
     }
 
     pub(super) fn label(&self) -> OpLabel {
@@ -176,7 +176,7 @@ impl Transfers {
 
     /// Starts to receive a text of any length.
     pub(super) fn expect_text(&mut self, from: usize) {
-        self.under_way.push(Transfer { peer: from, state: State::Expecting });
+        self.in_progress.push(Transfer { peer: from, state: State::Expecting });
     }
 
     /// Returns the text received from a rank.
@@ -185,15 +185,15 @@ impl Transfers {
     }
 
     fn moving(&mut self, peer: usize, request: Request, buffer: Buffer, direction: Direction) {
-        self.under_way.push(Transfer { peer, state: State::Moving { request, buffer, direction } });
+        self.in_progress.push(Transfer { peer, state: State::Moving { request, buffer, direction } });
     }
 
     /// Advances the messages. Returns whether all are complete.
     pub(super) fn settle(&mut self, members: &Members) -> Result<bool, CommError> {
         let mut index = 0;
-        while index < self.under_way.len() {
+        while index < self.in_progress.len() {
             if self.advance(members, index).map_err(|reason| self.refused(members, reason))? {
-                let transfer = self.under_way.swap_remove(index);
+                let transfer = self.in_progress.swap_remove(index);
                 if let State::Moving { buffer: Buffer::Text(text), direction: Direction::In(_), .. } =
                     transfer.state
                 {
@@ -203,13 +203,13 @@ impl Transfers {
                 index += 1;
             }
         }
-        Ok(self.under_way.is_empty())
+        Ok(self.in_progress.is_empty())
     }
 
     /// Advances one message. Returns whether it is complete.
     fn advance(&mut self, members: &Members, index: usize) -> Result<bool, String> {
         let tag = self.tag();
-        let Transfer { peer, state } = &mut self.under_way[index];
+        let Transfer { peer, state } = &mut self.in_progress[index];
         if let State::Expecting = state {
             let Some(arrived) = members.communicator.probe(Some(*peer), tag)? else { return Ok(false) };
             let mut text = vec![0_u8; arrived.bytes];
@@ -233,7 +233,7 @@ impl Transfers {
 
     /// The ranks of the group whose messages are not complete.
     pub(super) fn missing(&self) -> Vec<usize> {
-        let mut missing: Vec<usize> = self.under_way.iter().map(|transfer| transfer.peer).collect();
+        let mut missing: Vec<usize> = self.in_progress.iter().map(|transfer| transfer.peer).collect();
         missing.sort_unstable();
         missing.dedup();
         missing
@@ -253,6 +253,6 @@ impl Transfers {
 impl Drop for Transfers {
     /// Leaks the buffers of unfinished transfers: MPI may still read or write them.
     fn drop(&mut self) {
-        std::mem::forget(std::mem::take(&mut self.under_way));
+        std::mem::forget(std::mem::take(&mut self.in_progress));
     }
 }

@@ -1,22 +1,22 @@
-//! What a launcher of one process per GPU (torchrun, `srun`) tells a process.
+//! Environment variables set by launchers of one process per GPU (torchrun, `srun`).
 
 use crate::comm::store::StoreEndpoint;
 use crate::comm::{CommError, Launcher, ProcessInfo};
 
-/// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
+/// The first NCCL version that allows two ranks on one GPU, as from `ncclGetVersion`.
 const MULTI_RANK_VERSION: i32 = 23_000;
 
-/// One process among those of a job.
+/// A process of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Environment {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// The GPU's index on this machine.
+    /// Index of the GPU on this machine.
     pub(super) local_rank: usize,
     pub(super) meeting: Rendezvous,
 }
 
-/// How the processes come by one id.
+/// How the processes obtain the communicator id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Rendezvous {
     /// NCCL itself reads `NCCL_COMM_ID`.
@@ -26,10 +26,10 @@ pub(super) enum Rendezvous {
 }
 
 impl Environment {
-    /// What the launcher that has started this process says beyond `info`, in the variables, which `lookup` returns.
+    /// Reads the launcher's variables that `info` does not cover; `lookup` returns their values.
     ///
     /// # Errors
-    /// [`CommError::Start`] naming the variable that is missing or wrong.
+    /// [`CommError::Start`] naming the variable that is missing or invalid.
     pub(super) fn read(
         info: &ProcessInfo,
         lookup: impl Fn(&str) -> Option<String>,
@@ -42,7 +42,7 @@ impl Environment {
             ));
         }
         let local_rank = local_rank.ok_or_else(|| {
-            refuse(format!("{launcher} does not say which GPU is rank {rank}'s: set LOCAL_RANK"))
+            refuse(format!("no GPU for rank {rank}: {launcher} sets no local rank; set LOCAL_RANK"))
         })?;
         let meeting = if lookup("NCCL_COMM_ID").is_some() {
             Rendezvous::Nccl
@@ -59,7 +59,7 @@ impl Environment {
     }
 }
 
-/// Refuses two ranks on one GPU where NCCL does. `places[rank]` tells GPUs apart; `may_share` is whether
+/// Rejects two ranks on one GPU if NCCL does. `gpus[rank]` identifies the GPU; `may_share` is whether
 /// `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
 ///
 /// # Errors
@@ -76,8 +76,8 @@ pub(super) fn check_gpus<P: PartialEq>(
         if let Some(other) = gpus[..rank].iter().position(|other| other == gpu) {
             let (major, minor) = (nccl_version / 10_000, nccl_version / 100 % 100);
             let reason = format!(
-                "ranks {other} and {rank} are on the same GPU; NCCL {major}.{minor} takes one rank on each (2.30 and \
-                 later take more with NCCL_MULTI_RANK_GPU_ENABLE=1; the thread backend always does)"
+                "ranks {other} and {rank} are on the same GPU; NCCL {major}.{minor} allows one rank per GPU (2.30 and \
+                 later allow more with NCCL_MULTI_RANK_GPU_ENABLE=1; the thread backend always does)"
             );
             return Err(CommError::Start { library: "NCCL", rank: Some(rank), reason });
         }
@@ -118,12 +118,12 @@ mod tests {
     const RANK_1_OF_4: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
 
     #[test]
-    fn a_launchers_variables_say_who_and_where() {
+    fn launcher_variables_give_rank_and_endpoint() {
         let with =
             |more: &[(&'static str, &'static str)]| read(&[&RANK_1_OF_4[..], more].concat()).unwrap().meeting;
         let at = |port| Rendezvous::At(point("n0", port));
         assert_eq!(with(&[("MASTER_ADDR", "n0")]), at(29_501));
-        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "a launcher holds the port");
+        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "the launcher uses the port");
         let own = [("MASTER_ADDR", "n0"), ("MASTER_PORT", "65535"), ("ULYSSES_MASTER_PORT", "9")];
         assert_eq!(with(&own), at(9));
         assert_eq!(with(&[("MASTER_ADDR", "n0"), ("NCCL_COMM_ID", "n1:5")]), Rendezvous::Nccl);
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_slurm_meet_on_the_first_node() {
+    fn slurm_tasks_use_the_store_on_the_first_node() {
         let task = [
             ("SLURM_PROCID", "5"),
             ("SLURM_NTASKS", "8"),
@@ -161,14 +161,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named() {
+    fn missing_and_invalid_variables_are_named() {
         let refuse = |variables: &[(&str, &str)], expected: &str| {
             let error = read(variables).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
         refuse(&[("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], "RANK is not set");
         refuse(&[("RANK", "x"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], "RANK is `x`");
-        refuse(&[("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")], "less than WORLD_SIZE, 4");
+        refuse(&[("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")], "less than WORLD_SIZE (4)");
         refuse(&RANK_1_OF_4, "neither NCCL_COMM_ID");
         let port = |name, port| [&RANK_1_OF_4[..], &[("MASTER_ADDR", "n0"), (name, port)]].concat();
         refuse(&port("MASTER_PORT", "70000"), "MASTER_PORT is `70000`");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_on_one_gpu_are_named_unless_nccl_takes_them() {
+    fn two_ranks_on_one_gpu_are_named_unless_nccl_allows_them() {
         let error = check_gpus(&[0, 1, 0], 22_803, true).unwrap_err();
         assert!(matches!(error, CommError::Start { rank: Some(2), .. }), "{error}");
         assert!(error.to_string().contains("ranks 0 and 2 are on the same GPU; NCCL 2.28 "), "{error}");

@@ -180,7 +180,7 @@ impl Round {
     pub(super) fn wait_fences(&self, rank: usize, device: &Device) -> Result<(), CommError> {
         for (_, slot) in self.slots.iter().enumerate().filter(|&(peer, _)| peer != rank) {
             if let Some(fence) = &*slot.fence.lock() {
-                fence.wait_fences(device)?;
+                fence.hold(device)?;
             }
         }
         Ok(())

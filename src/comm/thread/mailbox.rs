@@ -80,7 +80,7 @@ impl Operation for SendOperation {
             return Ok(Step::Settling);
         }
         if let Some(copied) = &*self.message.copied.lock() {
-            copied.wait_fences(&self.device)?;
+            copied.hold(&self.device)?;
         }
         self.message.tensor.write().take();
         Ok(Step::Complete)
@@ -155,7 +155,7 @@ impl Operation for RecvOperation {
             return Ok(Step::Blocked);
         };
         if let Some(sent) = &message.sent {
-            sent.wait_fences(self.output.device())?;
+            sent.hold(self.output.device())?;
         }
         if let Some(tensor) = &*message.tensor.read() {
             self.take(tensor, published)?;
