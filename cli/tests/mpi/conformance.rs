@@ -1,4 +1,4 @@
-//! The cases of `ProcessGroup`, which all backends pass.
+//! The conformance suite of `ProcessGroup`, run with MPI.
 
 use crate::job::Job;
 use crate::large;
@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 
 type Case = (&'static str, &'static str, fn(&Mpi));
 
-/// All cases, with the file that they are in.
+/// All cases, each with its file.
 macro_rules! table {
     (; $($file:ident: $($case:ident),+ $(,)?;)+) => {
         [$($((stringify!($file), stringify!($case), $file::$case as fn(&Mpi))),+),+]
@@ -27,15 +27,15 @@ fn cases() -> Vec<Case> {
     cases.push(("whole", "exchanges_messages_and_sub_groups", |mpi| {
         whole::exchanges_messages_and_sub_groups(mpi, mpi.processes());
     }));
-    let whole = large::a_tensor_of_more_elements_than_an_int_counts_arrives_whole;
-    cases.push(("large", "a_tensor_of_more_elements_than_an_int_counts_arrives_whole", whole));
+    let whole = large::a_tensor_with_more_elements_than_an_int_arrives_complete;
+    cases.push(("large", "a_tensor_with_more_elements_than_an_int_arrives_complete", whole));
     cases
 }
 
-/// Files whose cases have eight ranks too; the others have four at most.
-const OF_EIGHT: [&str; 3] = ["reduce", "gather", "groups"];
+/// Files whose cases also run with eight ranks; the others use at most four.
+const WITH_EIGHT_RANKS: [&str; 3] = ["reduce", "gather", "groups"];
 
-/// A job for each file, of as many processes as its cases need, and every operation once among two,
+/// One job per file, with as many processes as its cases need, plus every operation once with two,
 /// three and four.
 pub(crate) fn trials() -> Vec<Trial> {
     let mut files: Vec<&str> = cases().iter().map(|(file, ..)| *file).collect();
@@ -48,7 +48,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     let sizes = |file: &str| match file {
         "whole" => vec![2, 3, 4],
         "large" => vec![2],
-        _ if OF_EIGHT.contains(&file) => vec![8],
+        _ if WITH_EIGHT_RANKS.contains(&file) => vec![8],
         _ => vec![4],
     };
     files.into_iter().flat_map(|file| sizes(file).into_iter().map(move |size| job(file, size))).collect()
