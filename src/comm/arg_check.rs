@@ -42,9 +42,8 @@ impl ArgCheck<'_> {
             }
             if !tensor.is_contiguous() {
                 let (shape, stride) = (tensor.shape(), tensor.stride());
-                return Err(
-                    self.invalid(format!("tensors must be contiguous, got shape {shape:?} strides {stride:?}"))
-                );
+                return Err(self
+                    .invalid(format!("tensors must be contiguous, got shape {shape:?} strides {stride:?}")));
             }
         }
         Ok(dtype)
@@ -86,6 +85,7 @@ impl ArgCheck<'_> {
         if rank < self.world_size {
             return Ok(());
         }
-        Err(self.invalid(format!("{what} rank {rank} is out of range for a group of size {}", self.world_size)))
+        Err(self
+            .invalid(format!("{what} rank {rank} is out of range for a group of size {}", self.world_size)))
     }
 }

@@ -136,7 +136,9 @@ pub enum CommError {
     },
 
     /// Ranks were started with different meshes.
-    #[error("rank(s) {differing:?} have a different mesh than the other ranks; the mesh of rank {rank} is {mesh}")]
+    #[error(
+        "rank(s) {differing:?} have a different mesh than the other ranks; the mesh of rank {rank} is {mesh}"
+    )]
     MeshMismatch {
         /// The ranks in the minority.
         differing: Vec<usize>,

@@ -112,11 +112,7 @@ impl CommTimer {
     }
 
     /// Wraps `group` so that its calls are timed under `axis`. A group of one rank is returned as it is.
-    pub fn wrap(
-        self: &Arc<Self>,
-        axis: &'static str,
-        group: Arc<dyn ProcessGroup>,
-    ) -> Arc<dyn ProcessGroup> {
+    pub fn wrap(self: &Arc<Self>, axis: &'static str, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
         if group.world_size() == 1 {
             return group;
         }

@@ -164,7 +164,10 @@ fn compare(python: &str, place: &Workplace, (family, model): (&str, &str)) {
     place.run(&[&arguments[..], &["--output", "ours.safetensors"]].concat()).assert_done();
     let stdout = run_script(python, place, &["logits.py", model, "batch.safetensors", "ours.safetensors"]);
     let reported: Value = serde_json::from_slice(&stdout).unwrap();
-    println!("{family}, {model}: the logits differ by {} of the largest, {}", reported["error"], reported["largest"]);
+    println!(
+        "{family}, {model}: the logits differ by {} of the largest, {}",
+        reported["error"], reported["largest"]
+    );
     let (error, largest) = (reported["error"].as_f64().unwrap(), reported["largest"].as_f64().unwrap());
     assert!(largest > 1.0, "the logits must not be tiny: {reported}");
     assert!(error <= TOLERANCE, "{reported}");

@@ -46,7 +46,11 @@ fn matches_pytorch(fixture: &str, mesh: &str, stage: &str) {
     let processes = mesh.split('x').map(|size| size.parse::<usize>().unwrap()).product();
     let flags = ["--mesh", mesh, "--zero-stage", stage, "--output", "out.safetensors"];
     let outcome = verify(&place, fixture, processes, &flags);
-    assert_eq!(outcome.assert_done().stdout.matches("out.safetensors").count(), 1, "one process writes: {outcome:?}");
+    assert_eq!(
+        outcome.assert_done().stdout.matches("out.safetensors").count(),
+        1,
+        "one process writes: {outcome:?}"
+    );
     let written = load_tensors(&place.path("out.safetensors")).unwrap();
     let expected = load_tensors(&file(fixture, "outputs.safetensors")).unwrap();
     for name in ["loss", "logits"] {

@@ -37,7 +37,10 @@ fn training_on_two_hosts_matches_threads() {
     // Two hosts with two ranks each: the preset uses dp between hosts and sp within a host.
     let outcome = hosts(&place, &["--mesh", "ulysses"]).run();
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 2"), "{outcome:?}");
-    assert_eq!(trained_metrics(&place, "out/metrics.jsonl"), trained_metrics(&place, "threads/metrics.jsonl"));
+    assert_eq!(
+        trained_metrics(&place, "out/metrics.jsonl"),
+        trained_metrics(&place, "threads/metrics.jsonl")
+    );
 }
 
 fn a_disconnected_host_ends_the_job_in_time() {

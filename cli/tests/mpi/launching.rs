@@ -49,7 +49,8 @@ fn a_launched_run_resumes_after_a_rank_was_killed() {
     let named = |line: &str| line.contains(restart) && line.ends_with("restart 1 of 1");
     assert!(outcome.stderr.lines().any(named), "{outcome:?}");
     assert!(outcome.stderr.contains("[0] resumed from "), "{outcome:?}");
-    let (whole, resumed) = (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
+    let (whole, resumed) =
+        (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
     assert_eq!(resumed.len(), STEPS);
     assert_eq!(resumed, whole, "the same as without the kill");
 }

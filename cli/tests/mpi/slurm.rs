@@ -31,14 +31,8 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("a_slurm_batch_job_resumes_after_a_signal", || {
             a_slurm_batch_job_resumes_after_a_signal();
         }),
-        trial(
-            "a_killed_slurm_task_ends_the_job_and_is_named",
-            a_killed_slurm_task_ends_the_job_and_is_named,
-        ),
-        trial(
-            "slurm_tasks_without_mpi_support_are_refused",
-            slurm_tasks_without_mpi_support_are_refused,
-        ),
+        trial("a_killed_slurm_task_ends_the_job_and_is_named", a_killed_slurm_task_ends_the_job_and_is_named),
+        trial("slurm_tasks_without_mpi_support_are_refused", slurm_tasks_without_mpi_support_are_refused),
     ];
     let kind = if is_possible { "" } else { "needs SLURM" };
     trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()
@@ -73,7 +67,8 @@ fn a_slurm_batch_job_resumes_after_a_signal() {
     let log = place.read("log");
     assert_eq!(log.matches("mesh dp 2 × sp 2").count(), 2, "dp takes the nodes: {log}");
     assert_eq!(log.matches("resumed from out/step_").count(), 1, "{log}");
-    let (threads, tasks) = (trained_metrics(&place, "threads/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
+    let (threads, tasks) =
+        (trained_metrics(&place, "threads/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
     assert_eq!(tasks.len(), STEPS);
     assert_eq!(tasks, threads);
 }

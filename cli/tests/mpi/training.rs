@@ -20,7 +20,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         a_run_resumes_with_a_different_number_of_processes();
     }));
     trials.push(trial("the_desync_check_works_while_training", the_desync_check_works_while_training));
-    trials.push(trial("a_mesh_of_a_different_size_is_refused_once", a_mesh_of_a_different_size_is_refused_once));
+    trials.push(trial(
+        "a_mesh_of_a_different_size_is_refused_once",
+        a_mesh_of_a_different_size_is_refused_once,
+    ));
     trials.push(trial("a_difference_on_one_process_ends_all", a_difference_on_one_process_ends_all));
     trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
         mpirun_is_discovered_and_its_processes_fill_the_mesh();
@@ -29,7 +32,10 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("contradicting_values_are_both_shown", || {
         contradicting_values_are_both_shown();
     }));
-    trials.push(trial("all_to_all_and_collectives_are_benchmarked", all_to_all_and_collectives_are_benchmarked));
+    trials.push(trial(
+        "all_to_all_and_collectives_are_benchmarked",
+        all_to_all_and_collectives_are_benchmarked,
+    ));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }

@@ -83,7 +83,8 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
                 None => {}
             }
         }
-        (called.len() > 1 || !not_arrived.is_empty()).then(|| describe(group, sequence, &called, &not_arrived))
+        (called.len() > 1 || !not_arrived.is_empty())
+            .then(|| describe(group, sequence, &called, &not_arrived))
     })
 }
 
@@ -98,8 +99,8 @@ fn describe(
         text += &format!("\n    rank(s) {ranks:?} called {call}");
     }
     for (rank, last) in not_arrived {
-        let last = last
-            .map_or_else(|| "no report from this rank".to_owned(), |call| format!("last call: {call}"));
+        let last =
+            last.map_or_else(|| "no report from this rank".to_owned(), |call| format!("last call: {call}"));
         text += &format!("\n    rank {rank} has not joined; {last}");
     }
     text

@@ -74,7 +74,10 @@ impl FlightRecorder {
 
     /// Returns the oldest collective that is not complete, as decided by `is_in_progress`.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the others know what is in progress"))]
-    pub(in crate::comm) fn oldest_under_way(&self, is_in_progress: impl Fn(&Entry) -> bool) -> Option<&Entry> {
+    pub(in crate::comm) fn oldest_under_way(
+        &self,
+        is_in_progress: impl Fn(&Entry) -> bool,
+    ) -> Option<&Entry> {
         self.entries.iter().find(|entry| !entry.call.op().is_message() && is_in_progress(entry))
     }
 

@@ -2,7 +2,7 @@
 //! out may wait for a rank that waits itself. The report follows this chain of waits, and the timeout error names the
 //! wait at its end.
 
-use super::divergence::{Calls, not_arrived, mismatched_op, divergence, first_to_report};
+use super::divergence::{Calls, divergence, first_to_report, mismatched_op, not_arrived};
 use super::flight_recorder::{EntryReport, GroupLabel, lines};
 use crate::comm::{CollectiveOp, CommError};
 use serde::{Deserialize, Serialize};

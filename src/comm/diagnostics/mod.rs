@@ -5,16 +5,10 @@
 //! 3. `control_message.rs`: messages about failures and hangs between processes.
 //! 4. `desync.rs`: the comparison of calls. `desync_check.rs`: a wrapper that compares calls for backends that do not.
 
-#[cfg_attr(
-    not(any(feature = "mpi", feature = "nccl")),
-    allow(dead_code, reason = "threads share memory")
-)]
+#[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code, reason = "threads share memory"))]
 mod control_message;
 mod desync;
-#[cfg_attr(
-    not(feature = "nccl"),
-    allow(dead_code, reason = "the other backends compare calls themselves")
-)]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the other backends compare calls themselves"))]
 mod desync_check;
 mod divergence;
 mod flight_recorder;

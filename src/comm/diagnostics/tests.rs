@@ -1,6 +1,6 @@
 //! Tests of recording, reporting and comparing calls.
 
-use super::divergence::{Calls, not_arrived, mismatched_op, divergence, first_to_report};
+use super::divergence::{Calls, divergence, first_to_report, mismatched_op, not_arrived};
 use super::*;
 use crate::comm::ReduceOp;
 use crate::comm::call_signature::{CallSignature, Elements};

@@ -1,8 +1,8 @@
 //! [`ProcessGroup`] over the processes of a job.
 
-use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::operation::{Operation, Step};
 use super::rank::MpiRank;
+use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
 use super::{collective, message};
 use crate::comm::arg_check::ArgCheck;
@@ -89,7 +89,8 @@ impl MpiGroup {
         let CallSignature::AllToAllStrided { dtype, plan } = &call else { return Ok(Pending::ready()) };
         let written: Vec<&Tensor> = outputs.iter().collect();
         let inputs = inputs.iter().map(|input| copy_if_shared(input, &written)).collect::<Result<_, _>>()?;
-        let strided = StridedAllToAll { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
+        let strided =
+            StridedAllToAll { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
         self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, strided))
     }
 

@@ -13,7 +13,6 @@
 mod backoff;
 mod collective;
 mod control;
-mod strided_all_to_all;
 mod group;
 mod library;
 mod memory;
@@ -22,6 +21,7 @@ mod operation;
 mod rank;
 mod session;
 mod staging;
+mod strided_all_to_all;
 mod transfers;
 
 pub use session::Session;

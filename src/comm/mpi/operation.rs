@@ -46,7 +46,8 @@ impl Step {
                         return Ok(call.clone());
                     }
                     let reported = serde_json::from_slice(&transfers.text_from(rank));
-                    reported.map_err(|error| CommError::Tensor(format!("invalid call from rank {rank}: {error}")))
+                    reported
+                        .map_err(|error| CommError::Tensor(format!("invalid call from rank {rank}: {error}")))
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
                 let label = transfers.label();

@@ -140,8 +140,7 @@ impl Communicator {
         key: usize,
         deadline: Instant,
     ) -> Result<Option<Arc<Self>>, String> {
-        let color =
-            color.map_or(Ok(NO_COLOR), c_int::try_from).map_err(|_| "color above 2³¹".to_owned())?;
+        let color = color.map_or(Ok(NO_COLOR), c_int::try_from).map_err(|_| "color above 2³¹".to_owned())?;
         let key = c_int::try_from(key).map_err(|_| "key above 2³¹".to_owned())?;
         let mut config = config();
         // Leaked on errors, unless the creation has ended.
@@ -174,9 +173,13 @@ impl Communicator {
         loop {
             match self.with(Raw::state)? {
                 sys::ncclResult_t::ncclSuccess => return Ok(()),
-                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
+                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => {
+                    std::thread::sleep(POLL_INTERVAL)
+                }
                 sys::ncclResult_t::ncclInProgress => {
-                    return Err("NCCL did not accept the call in time; a rank did not make the same call".to_owned());
+                    return Err(
+                        "NCCL did not accept the call in time; a rank did not make the same call".to_owned()
+                    );
                 }
                 failure => return Err(self.with(|raw| raw.describe(failure))?),
             }

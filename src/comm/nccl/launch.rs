@@ -64,7 +64,11 @@ pub(super) fn checked(
     DesyncCheck::over(group, own.clone())
 }
 
-fn join_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Joined, CommError> {
+fn join_over(
+    bootstrap: Arc<dyn ProcessGroup>,
+    device: &Device,
+    timeout: Duration,
+) -> Result<Joined, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;

@@ -1,7 +1,7 @@
 //! Enqueueing an operation to NCCL, and keeping its tensors until it ends.
 
 use super::communicator::{CallResult, Communicator};
-use super::rank::{NcclRank, InProgress};
+use super::rank::{InProgress, NcclRank};
 use super::traffic::MovedBytes;
 use super::watch::Watched;
 use crate::comm::call_signature::{CallSignature, Elements};

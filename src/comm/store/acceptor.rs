@@ -2,10 +2,10 @@
 
 use super::address;
 use super::connection::Connection;
+use super::endpoint::StoreEndpoint;
 use super::handshake::{
     CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, Session, Verdict, nonce,
 };
-use super::endpoint::StoreEndpoint;
 use super::process_name;
 use super::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,8 +1,8 @@
 //! The store of a job, hosted by the launcher that starts all its ranks on one machine.
 
+use super::acceptor::Acceptor;
 use super::address;
 use super::endpoint::{HOSTED, StoreEndpoint};
-use super::acceptor::Acceptor;
 use super::secret::{JobSecret, SECRET};
 use super::{ControlChannel, NO_RANK, Received, Store};
 use crate::comm::diagnostics::ControlMessage;

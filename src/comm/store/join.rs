@@ -1,10 +1,10 @@
 //! The rank's side of joining a store.
 
-use super::connection::Connection;
-use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
-use super::endpoint::StoreEndpoint;
-use super::process_name;
 use super::acceptor::HANDSHAKE_TIMEOUT;
+use super::connection::Connection;
+use super::endpoint::StoreEndpoint;
+use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
+use super::process_name;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};

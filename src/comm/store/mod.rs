@@ -16,15 +16,15 @@
     allow(dead_code, reason = "MPI and threads need no store; it is tested without NCCL")
 )]
 
+mod acceptor;
 mod address;
 mod change;
 mod connection;
 pub(super) mod control_channel;
+mod endpoint;
 mod handshake;
 mod job;
 mod join;
-mod endpoint;
-mod acceptor;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;
@@ -32,14 +32,14 @@ pub(super) mod tests;
 pub(super) use change::{Change, Departure};
 pub(super) use connection::Connection;
 pub(super) use control_channel::{ControlChannel, Received};
-pub use job::JobStore;
 pub(super) use endpoint::StoreEndpoint;
+pub use job::JobStore;
 #[cfg(test)]
 pub(super) use secret::JobSecret;
 
+use acceptor::accept_all;
 use connection::ConnectionState;
 use join::join;
-use acceptor::accept_all;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -263,7 +263,9 @@ impl Store {
                 ConnectionState::Closed => {}
                 ConnectionState::Broken(error) => {
                     let (own, peer) = (process_name(self.rank), process_name(peer));
-                    tracing::warn!("{own} lost its store connection to {peer}, and no longer receives failures from it: {error}");
+                    tracing::warn!(
+                        "{own} lost its store connection to {peer}, and no longer receives failures from it: {error}"
+                    );
                 }
             }
             self.connections.remove(&peer);

@@ -1,8 +1,8 @@
 //! Tests of joining and of the shared keys, between threads of this machine.
 
+use super::acceptor::*;
 use super::handshake::*;
 use super::join::{RETRY, join};
-use super::acceptor::*;
 use super::*;
 use crate::comm::{CommError, ProcessInfo};
 use std::io::{Read, Write};

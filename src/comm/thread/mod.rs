@@ -5,10 +5,10 @@
 
 mod collective;
 mod communicator;
-mod peer_reader;
 mod group;
 mod launch;
 mod mailbox;
+mod peer_reader;
 mod progress_engine;
 mod signal;
 #[cfg(test)]

@@ -144,7 +144,9 @@ impl PeerReader<'_> {
         for (peer, received) in plan.recv.iter().enumerate() {
             let CallSignature::AllToAllStrided { plan: theirs, .. } = &self.round.posting_of(peer)?.call
             else {
-                return Err(CommError::Tensor(format!("rank {peer} of the group has posted a different call")));
+                return Err(CommError::Tensor(format!(
+                    "rank {peer} of the group has posted a different call"
+                )));
             };
             let copy = |(from, recv): (&StridedBlock, &RecvBlock)| {
                 let RecvBlock { block, accumulate } = recv;

@@ -48,7 +48,10 @@ fn stall_at(sequence: u64) -> Stall {
 }
 
 /// Rank 0 stalls; the other ranks answer with these reports.
-fn collect(reported: Vec<(Vec<EntryReport>, Option<Wait>)>, stall: &Stall) -> (Option<CommError>, Option<String>) {
+fn collect(
+    reported: Vec<(Vec<EntryReport>, Option<Wait>)>,
+    stall: &Stall,
+) -> (Option<CommError>, Option<String>) {
     let ends = channels(reported.len()).into_iter().enumerate();
     let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, reported.len(), end)).collect();
     let others = ranks.split_off(1);
@@ -127,14 +130,16 @@ fn a_waiting_rank_leads_to_the_rank_that_blocks_it() {
     let stall = Stall { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
     let (found, first_divergence) = collect(reported.to_vec(), &stall);
     let along_sp = Wait { missing: vec![2], ..wait(&label("sp", &[2, 3]), 5) };
-    assert_eq!(
-        found,
-        Some(along_sp.timed_out(stall.waited)),
-        "rank 3 waits for rank 2, which made no call"
-    );
+    assert_eq!(found, Some(along_sp.timed_out(stall.waited)), "rank 3 waits for rank 2, which made no call");
     let first_divergence = first_divergence.unwrap();
-    assert!(first_divergence.contains("rank 0 waits in all_reduce #5 of \"sp\" for rank(s) [1]"), "{first_divergence}");
-    assert!(first_divergence.contains("rank 1 waits in all_reduce #2 of \"dp\" for rank(s) [3]"), "{first_divergence}");
+    assert!(
+        first_divergence.contains("rank 0 waits in all_reduce #5 of \"sp\" for rank(s) [1]"),
+        "{first_divergence}"
+    );
+    assert!(
+        first_divergence.contains("rank 1 waits in all_reduce #2 of \"dp\" for rank(s) [3]"),
+        "{first_divergence}"
+    );
 }
 
 #[test]
@@ -265,7 +270,10 @@ fn the_end_of_a_rank_is_a_failure_only_if_it_panics() {
     let silent = |end: Result<(), CommError>| matches!(end, Err(CommError::PeerFailed { rank: 1, .. }));
     assert!(silent(received_from(|_control| panic!("panic of a rank"))));
     let elsewhere = |mut control: ControlPlane| control.skip_shutdown_notice();
-    assert!(silent(received_from(elsewhere)), "the rank's thread panicked, and another thread dropped the rest");
+    assert!(
+        silent(received_from(elsewhere)),
+        "the rank's thread panicked, and another thread dropped the rest"
+    );
     let twice = |mut control: ControlPlane| control.announce_shutdown();
     assert_eq!(received_from(twice), Ok(()));
 }

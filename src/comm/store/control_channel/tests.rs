@@ -155,7 +155,8 @@ fn a_partly_sent_message_is_finished_before_the_next_one() {
     let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
     (0..24).for_each(|_| root.send(&long));
     end(&mut root);
-    let reported: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
+    let reported: Vec<ControlMessage> =
+        (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
     assert!(root.store.connection_mut(1).is_late(), "the other side has not read the data");
     let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
     while arrived.len() < reported.len() && Instant::now() < deadline {
