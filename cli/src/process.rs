@@ -40,7 +40,7 @@ pub(super) fn discover(args: WorldArgs) -> Result<ProcessInfo, Failure> {
 
 /// What the launcher of several processes would have them use; `None` for a process that is alone.
 pub(super) fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
-    let by_launcher = if info.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
+    let by_launcher = if info.launcher.uses_mpi() { Backend::Mpi } else { Backend::Nccl };
     (info.world_size > 1).then_some(by_launcher)
 }
 

@@ -61,7 +61,7 @@ mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 pub use args::CollectiveArgs;
-pub use discovery::{DiscoveryError, Launcher, ProcessFlags, ProcessInfo, Stated};
+pub use discovery::{DiscoveryError, Launcher, NamedValue, ProcessFlags, ProcessInfo};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) type Calls = BTreeMap<usize, Vec<EntryReport>>;
 
 /// The rank that logs the divergence: the first that is not missing.
-pub(super) fn first_to_report(missing: &[usize]) -> usize {
+pub(super) fn reporting_rank(missing: &[usize]) -> usize {
     (0..).find(|rank| !missing.contains(rank)).unwrap_or(0)
 }
 
@@ -34,19 +34,19 @@ pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> V
 /// since they may legitimately differ between ranks.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "other backends compare lengths or calls"))]
 pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
-    let at_place = |call: &&EntryReport| call.is_of(group) && call.sequence == sequence;
-    let at_place: Vec<(usize, &EntryReport)> =
-        calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_place)?))).collect();
+    let at_sequence = |call: &&EntryReport| call.is_collective_of(group) && call.sequence == sequence;
+    let at_sequence: Vec<(usize, &EntryReport)> =
+        calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_sequence)?))).collect();
     let alike = |(_, call): &(usize, &EntryReport)| {
-        let same = at_place.iter().filter(|(_, other)| other.op == call.op);
+        let same = at_sequence.iter().filter(|(_, other)| other.op == call.op);
         same.map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
     // The largest set; ties go to the lowest rank.
-    let (most, others) = at_place
+    let (most, others) = at_sequence
         .iter()
         .map(|call| (call.1, alike(call)))
         .reduce(|best, next| if next.1.len() > best.1.len() { next } else { best })?;
-    let (rank, call) = at_place.iter().find(|(rank, _)| !others.contains(rank))?;
+    let (rank, call) = at_sequence.iter().find(|(rank, _)| !others.contains(rank))?;
     Some(Divergence { rank: *rank, called: call.call.clone(), others, others_called: most.call.clone() })
 }
 
@@ -61,7 +61,7 @@ pub(super) fn divergence(calls: &Calls) -> String {
 
 fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     let of_group = |calls: &'_ [EntryReport]| -> BTreeMap<u64, usize> {
-        let own = calls.iter().enumerate().filter(|(_, call)| call.is_of(group));
+        let own = calls.iter().enumerate().filter(|(_, call)| call.is_collective_of(group));
         own.map(|(index, call)| (call.sequence, index)).collect()
     };
     let members: Vec<(usize, BTreeMap<u64, usize>, &[EntryReport])> = calls
@@ -75,7 +75,7 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
         let mut not_arrived = Vec::new();
         for (rank, own, all) in &members {
             match own.get(&sequence) {
-                Some(&index) => called.entry(all[index].common()).or_default().push(*rank),
+                Some(&index) => called.entry(all[index].comparable()).or_default().push(*rank),
                 // Operations older than the recorded ones were issued.
                 None if own.last_key_value().is_none_or(|(last, _)| *last < sequence) => {
                     not_arrived.push((*rank, all.last()));

@@ -101,12 +101,12 @@ impl FlightRecorder {
 
 impl EntryReport {
     /// Returns whether this is a collective of `group`.
-    pub(super) fn is_of(&self, group: &GroupLabel) -> bool {
+    pub(super) fn is_collective_of(&self, group: &GroupLabel) -> bool {
         !self.op.is_message() && self.group == *group
     }
 
     /// Returns the part of the call that must be equal on all ranks; for all-to-alls and splits, only the operation.
-    pub(super) fn common(&self) -> &str {
+    pub(super) fn comparable(&self) -> &str {
         match self.op {
             CollectiveOp::AllToAll | CollectiveOp::Split => self.op.name(),
             _ => &self.call,

@@ -2,7 +2,7 @@
 //! out may wait for a rank that waits itself. The report follows this chain of waits, and the timeout error names the
 //! wait at its end.
 
-use super::divergence::{Calls, divergence, first_to_report, mismatched_op, not_arrived};
+use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
 use super::flight_recorder::{EntryReport, GroupLabel, lines};
 use crate::comm::{CollectiveOp, CommError};
 use serde::{Deserialize, Serialize};
@@ -106,7 +106,7 @@ impl HangReport {
         allow(dead_code, reason = "threads see the calls of all ranks")
     )]
     pub(in crate::comm) fn first_divergence(&mut self, rank: usize, missing: &[usize]) -> Option<String> {
-        if first_to_report(missing) != rank {
+        if reporting_rank(missing) != rank {
             return None;
         }
         for silent in missing {

@@ -1,6 +1,6 @@
 //! Tests of recording, reporting and comparing calls.
 
-use super::divergence::{Calls, divergence, first_to_report, mismatched_op, not_arrived};
+use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
 use super::*;
 use crate::comm::ReduceOp;
 use crate::comm::call_signature::{CallSignature, Elements};
@@ -112,7 +112,7 @@ fn missing_ranks_and_mismatched_ops_are_not_confused_with_different_arguments() 
     assert_eq!(other.others_called, "all_to_all(f32, sending [1], expecting [1])");
     assert_eq!(other.others, [0, 2]);
     assert_eq!(mismatched_op(&ranks, &world, 4), None);
-    assert_eq!((first_to_report(&[]), first_to_report(&[0, 1, 3])), (0, 2));
+    assert_eq!((reporting_rank(&[]), reporting_rank(&[0, 1, 3])), (0, 2));
     let mut report = HangReport::default();
     ranks.into_iter().for_each(|(rank, calls)| report.note(rank, calls, None));
     let text = report.first_divergence(0, &[3]).unwrap();

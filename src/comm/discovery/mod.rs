@@ -11,7 +11,7 @@ mod tests;
 pub use launcher::Launcher;
 pub(super) use slurm::first_host;
 
-use launcher::{Claim, claims};
+use launcher::{LauncherInfo, launcher_infos};
 use std::fmt;
 
 /// Rank and world size of a process within its job.
@@ -53,14 +53,14 @@ pub struct ProcessFlags {
 
 /// A number, and the flag or variable that it comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stated {
+pub struct NamedValue {
     /// Name of the flag or variable.
     pub name: &'static str,
     /// Its value.
     pub value: usize,
 }
 
-impl fmt::Display for Stated {
+impl fmt::Display for NamedValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}={}", self.name, self.value)
     }
@@ -86,7 +86,7 @@ pub enum DiscoveryError {
         /// The launcher.
         launcher: Launcher,
         /// The variable that is set.
-        given: Stated,
+        given: NamedValue,
         /// The variable that is missing.
         missing: &'static str,
     },
@@ -94,9 +94,9 @@ pub enum DiscoveryError {
     #[error("{} is {}, must be less than {} ({})", rank.name, rank.value, size.name, size.value)]
     OutOfRange {
         /// The rank.
-        rank: Stated,
+        rank: NamedValue,
         /// The number of ranks.
-        size: Stated,
+        size: NamedValue,
     },
     /// Two sources that contradict each other.
     #[error(
@@ -109,11 +109,11 @@ pub enum DiscoveryError {
         /// `rank`, `world size`, `local rank` or `local world size`.
         what: &'static str,
         /// The first value.
-        first: Stated,
+        first: NamedValue,
         /// Source of the first value.
         first_source: Launcher,
         /// The second value.
-        second: Stated,
+        second: NamedValue,
         /// Source of the second value.
         second_source: Launcher,
     },
@@ -132,17 +132,17 @@ impl ProcessInfo {
         flags: &ProcessFlags,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, DiscoveryError> {
-        let claims = claims(flags, lookup)?;
-        for (index, inner) in claims.iter().enumerate() {
-            for outer in &claims[index + 1..] {
+        let launcher_infos = launcher_infos(flags, lookup)?;
+        for (index, inner) in launcher_infos.iter().enumerate() {
+            for outer in &launcher_infos[index + 1..] {
                 compare(inner, outer)?;
             }
         }
-        let rank = claims.iter().find_map(|claim| Some((claim.rank.as_ref()?, claim)));
-        let size = claims.iter().find_map(|claim| claim.world_size.as_ref());
-        let local_rank = claims.iter().find_map(|claim| claim.local_rank.as_ref());
-        let local_world_size = claims.iter().find_map(|claim| claim.local_world_size.as_ref());
-        let (Some((rank, claim)), Some(size)) = (rank, size) else {
+        let rank = launcher_infos.iter().find_map(|info| Some((info.rank.as_ref()?, info)));
+        let size = launcher_infos.iter().find_map(|info| info.world_size.as_ref());
+        let local_rank = launcher_infos.iter().find_map(|info| info.local_rank.as_ref());
+        let local_world_size = launcher_infos.iter().find_map(|info| info.local_world_size.as_ref());
+        let (Some((rank, info)), Some(size)) = (rank, size) else {
             return incomplete(rank.map(|(rank, _)| rank), size);
         };
         below(rank, size)?;
@@ -152,9 +152,9 @@ impl ProcessInfo {
         Ok(Self {
             rank: rank.value,
             world_size: size.value,
-            local_rank: local_rank.map(|stated| stated.value),
-            local_world_size: local_world_size.map(|stated| stated.value),
-            launcher: claim.launcher,
+            local_rank: local_rank.map(|named| named.value),
+            local_world_size: local_world_size.map(|named| named.value),
+            launcher: info.launcher,
         })
     }
 
@@ -173,7 +173,7 @@ impl ProcessInfo {
 }
 
 /// Without rank and size the process is the only one; one without the other is an error.
-fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<ProcessInfo, DiscoveryError> {
+fn incomplete(rank: Option<&NamedValue>, size: Option<&NamedValue>) -> Result<ProcessInfo, DiscoveryError> {
     let (given, missing) = match (rank, size) {
         (Some(rank), _) => (rank, "--world-size"),
         (None, Some(size)) => (size, "--rank"),
@@ -182,14 +182,14 @@ fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<ProcessInf
     Err(DiscoveryError::Incomplete { launcher: Launcher::Flags, given: given.clone(), missing })
 }
 
-fn below(rank: &Stated, size: &Stated) -> Result<(), DiscoveryError> {
+fn below(rank: &NamedValue, size: &NamedValue) -> Result<(), DiscoveryError> {
     if rank.value < size.value {
         return Ok(());
     }
     Err(DiscoveryError::OutOfRange { rank: rank.clone(), size: size.clone() })
 }
 
-fn compare(inner: &Claim, outer: &Claim) -> Result<(), DiscoveryError> {
+fn compare(inner: &LauncherInfo, outer: &LauncherInfo) -> Result<(), DiscoveryError> {
     if outer.has_started_agents_of(inner) {
         return Ok(());
     }

@@ -53,17 +53,17 @@ impl ControlMessages {
             };
             self.receiving.push((arrived.source, request, text));
         }
-        let mut come = Vec::new();
+        let mut messages = Vec::new();
         // In order of arrival, so that a rank's messages stay in order.
         while let Some((source, request, text)) = self.receiving.first_mut() {
             if request.test()?.is_none() {
                 break;
             }
             let message = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-            come.push((*source, message));
+            messages.push((*source, message));
             self.receiving.remove(0);
         }
-        Ok(come)
+        Ok(messages)
     }
 }
 

@@ -209,14 +209,14 @@ impl ProcessGroup for MpiGroup {
         let rank = own.and_then(|own| rank_of(&groups[own].1)).unwrap_or(0);
         // MPI blocks in this call, but every rank has already joined the split. Colors and keys are
         // renumbered, since MPI's range is smaller.
-        let made = self.own.call(|| self.members.communicator.split(own, rank));
-        let made = made.map_err(|reason| {
+        let created = self.own.call(|| self.members.communicator.split(own, rank));
+        let created = created.map_err(|reason| {
             let (group, global) = (self.members.name.clone(), self.own.rank);
             let (op, sequence) = (CollectiveOp::Split, self.sequences.lock().collective - 1);
             let library = "MPI";
             self.own.fail(CommError::Library { library, group, op, sequence, rank: global, reason })
         })?;
-        let (Some(communicator), Some(own)) = (made, own) else { return Ok(None) };
+        let (Some(communicator), Some(own)) = (created, own) else { return Ok(None) };
         self.own.adopt(communicator);
         let global_ranks = groups[own].1.iter().map(|&rank| self.members.global_ranks[rank]).collect();
         let members = Members::new(name, communicator, rank, global_ranks);

@@ -112,12 +112,12 @@ impl Communicator {
 
     fn derived(
         self,
-        make: impl FnOnce(*mut ffi::MPI_Comm) -> Result<(), String>,
+        create: impl FnOnce(*mut ffi::MPI_Comm) -> Result<(), String>,
     ) -> Result<Option<Self>, String> {
         // SAFETY: a constant of the library.
         let none = unsafe { ffi::RSMPI_COMM_NULL };
         let mut new = none;
-        make(&raw mut new)?;
+        create(&raw mut new)?;
         if new == none {
             return Ok(None);
         }

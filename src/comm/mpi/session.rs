@@ -120,8 +120,8 @@ impl Session {
         };
         let color = (rank < world_size).then_some(0);
         let all = Communicator::world();
-        let made = wait_for_all(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
-        let Some(communicator) = made else { return Ok(None) };
+        let created = wait_for_all(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
+        let Some(communicator) = created else { return Ok(None) };
         let own = Arc::new(MpiRank::new(communicator, rank, world_size, options));
         let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
         let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(own.clone(), members));

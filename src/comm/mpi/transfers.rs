@@ -94,7 +94,7 @@ enum Direction {
 /// The owner of a message's memory.
 #[derive(Debug)]
 enum Buffer {
-    Tensor(#[expect(dead_code, reason = "held for its storage")] Tensor),
+    Tensor(#[expect(dead_code, reason = "keeps the storage alive")] Tensor),
     Text(Vec<u8>),
 }
 

@@ -34,7 +34,7 @@ pub(super) const ID_BYTES: usize = 128;
 #[derive(Debug)]
 pub(super) struct Communicator {
     raw: Mutex<Option<Raw>>,
-    _made_at: Slot,
+    _handle_slot: Slot,
 }
 
 /// A handle of NCCL: a valid communicator, or null.
@@ -104,7 +104,7 @@ pub(super) fn abort(communicators: &[Arc<Communicator>]) {
         return;
     }
     // An abort first waits for a call that NCCL is still accepting, and that call may wait for the GPU. Such
-    // communicators come last, after the kernels of all others were told to end.
+    // communicators come last, after the kernels of all others were told to stop.
     handles.sort_by_cached_key(|raw| raw.state() == sys::ncclResult_t::ncclInProgress);
     // Errors of these calls cannot be handled.
     let _ = result::group_start();
@@ -127,10 +127,10 @@ impl Communicator {
             result::comm_init_rank_config(slot.0.as_ptr(), ranks as c_int, id, rank as c_int, &raw mut config)
         };
         let raw = slot.handle();
-        let made = Self { raw: Mutex::new((!raw.0.is_null()).then_some(raw)), _made_at: slot };
+        let created = Self { raw: Mutex::new((!raw.0.is_null()).then_some(raw)), _handle_slot: slot };
         // A partly created communicator is freed with it.
         started.map_err(|error| raw.describe(error.0))?;
-        Ok(Arc::new(made))
+        Ok(Arc::new(created))
     }
 
     /// Splits the communicator, collectively; ranks of one color are ordered by `(key, rank)`.
@@ -154,7 +154,7 @@ impl Communicator {
         if child.0.is_null() {
             return Ok(None);
         }
-        Ok(Some(Arc::new(Self { raw: Mutex::new(Some(child)), _made_at: slot })))
+        Ok(Some(Arc::new(Self { raw: Mutex::new(Some(child)), _handle_slot: slot })))
     }
 
     /// Makes a call and waits until NCCL has accepted it (not until the GPU has completed it).

@@ -76,11 +76,11 @@ impl ControlPlane {
                 }
                 Received::Message(ControlMessage::Ended) => {}
                 // Not a failure: the launcher's watchdog asks the ranks to save and end, for which they need each other.
-                Received::Gone if rank == NO_RANK => tracing::warn!(
+                Received::Lost if rank == NO_RANK => tracing::warn!(
                     "the launcher, which hosts the store, has ended; rank {} no longer receives failures of other ranks",
                     self.rank
                 ),
-                Received::Gone => {
+                Received::Lost => {
                     // The host has forwarded everything, or has ended itself, which all ranks see.
                     self.has_received_failure = true;
                     let reason = "its process ended unexpectedly".to_owned();

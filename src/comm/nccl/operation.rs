@@ -64,7 +64,7 @@ pub(super) type Enqueue<'a> = &'a dyn Fn(sys::ncclComm_t, sys::cudaStream_t, &[A
 #[derive(Debug)]
 pub(super) struct Enqueued {
     pub(super) done: Arc<CudaEvent>,
-    held: TensorGuard,
+    guard: TensorGuard,
 }
 
 /// The tensors of an operation. Unless the operation completes, the rank keeps them: it is unknown when the GPUs,
@@ -131,7 +131,7 @@ impl Inner {
     /// Makes later work on the tensors' stream wait for an operation.
     pub(super) fn complete(&self, given: Enqueued) -> Result<(), CommError> {
         self.join(&given.done)?;
-        given.held.release();
+        given.guard.release();
         Ok(())
     }
 
@@ -174,7 +174,7 @@ impl Inner {
         };
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
-        let held = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
+        let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
         let mut taken = Ok(());
         let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
@@ -182,7 +182,7 @@ impl Inner {
             Ok(())
         });
         if let Err(refused) = opened {
-            held.release();
+            guard.release();
             return Err(refused.into());
         }
         taken.map_err(failed)?;
@@ -192,7 +192,7 @@ impl Inner {
         let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
         let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
         self.own.watch(watched, &self.label, calls);
-        Ok(Enqueued { done, held })
+        Ok(Enqueued { done, guard })
     }
 
     fn launcher(&self) -> Result<Launcher, DeviceError> {
@@ -213,13 +213,13 @@ impl Inner {
         let done: Arc<OnceLock<_>> = Arc::default();
         let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
         self.state.lock().messages.push(message);
-        let (completing, held) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
+        let (completing, guard) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
         Ok(self.pending(move || {
             completing.flush(traffic.op)?;
             if let Some(done) = done.get() {
                 completing.join(done)?;
             }
-            held.release();
+            guard.release();
             Ok(())
         }))
     }

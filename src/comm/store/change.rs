@@ -18,7 +18,7 @@ pub(in crate::comm) enum Departure {
     /// The rank has announced its end.
     Ended(usize),
     /// The connection ended without an announcement.
-    Gone(usize),
+    Lost(usize),
 }
 
 impl Change {
@@ -47,7 +47,7 @@ impl Change {
     /// Returns the rank that has left, if that is what the change means.
     pub(in crate::comm) fn departure(&self) -> Option<Departure> {
         let rank = self.key.strip_prefix("rank/").filter(|_| self.value.is_none())?.parse().ok()?;
-        Some(if rank == self.rank { Departure::Ended(rank) } else { Departure::Gone(rank) })
+        Some(if rank == self.rank { Departure::Ended(rank) } else { Departure::Lost(rank) })
     }
 }
 

@@ -13,7 +13,7 @@ pub(in crate::comm) enum Received {
     /// A control message.
     Message(ControlMessage),
     /// Its process ended without `Ended`.
-    Gone,
+    Lost,
 }
 
 /// One rank's endpoint for control messages to and from all other ranks.
@@ -45,7 +45,7 @@ impl ControlChannel {
                 (Some(Departure::Ended(rank)), _) => {
                     arrived.push((rank, Received::Message(ControlMessage::Ended)));
                 }
-                (Some(Departure::Gone(rank)), _) => arrived.push((rank, Received::Gone)),
+                (Some(Departure::Lost(rank)), _) => arrived.push((rank, Received::Lost)),
                 (None, Some(text)) if change.key.starts_with("control/") => {
                     let message = serde_json::from_slice(&text).ok();
                     arrived.extend(message.map(|message| (change.rank, Received::Message(message))));

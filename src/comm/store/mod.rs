@@ -130,13 +130,13 @@ impl Store {
     /// Sets a key for all processes. Data that a process does not read in time is sent by later polls. A value has at most
     /// [`MAX_VALUE_BYTES`].
     pub(super) fn set(&mut self, key: &str, value: impl Into<Arc<[u8]>>) {
-        self.make(key.to_owned(), Some(value.into()), self.deadline());
+        self.change_key(key.to_owned(), Some(value.into()), self.deadline());
     }
 
     /// Deletes a key for all processes.
     #[allow(dead_code, reason = "backends need no deletion; used in tests")]
     pub(super) fn delete(&mut self, key: &str) {
-        self.make(key.to_owned(), None, self.deadline());
+        self.change_key(key.to_owned(), None, self.deadline());
     }
 
     /// Returns the value of a key, if it has arrived.
@@ -182,7 +182,7 @@ impl Store {
     /// end of its stream.
     pub(super) fn close(&mut self) {
         let deadline = self.deadline();
-        self.make(presence(self.rank), None, deadline);
+        self.change_key(presence(self.rank), None, deadline);
         while self.is_connected() && Instant::now() < deadline {
             if self.rank != self.host {
                 self.connections.values_mut().for_each(Connection::finish);
@@ -201,7 +201,7 @@ impl Store {
         Instant::now() + self.timeout
     }
 
-    fn make(&mut self, key: String, value: Option<Arc<[u8]>>, deadline: Instant) {
+    fn change_key(&mut self, key: String, value: Option<Arc<[u8]>>, deadline: Instant) {
         let change = Change { rank: self.rank, key, value };
         self.forward(&change, self.rank);
         self.apply(&change);
@@ -252,13 +252,13 @@ impl Store {
                     state = ConnectionState::Broken(std::io::ErrorKind::InvalidData.into());
                     break;
                 };
-                self.take(change, peer);
+                self.receive_change(change, peer);
             }
             match state {
                 ConnectionState::Open => continue,
                 ConnectionState::Closed if self.values.contains_key(&presence(peer)) => {
-                    let gone = Change { rank: self.rank, key: presence(peer), value: None };
-                    self.take(gone, peer);
+                    let lost = Change { rank: self.rank, key: presence(peer), value: None };
+                    self.receive_change(lost, peer);
                 }
                 ConnectionState::Closed => {}
                 ConnectionState::Broken(error) => {
@@ -277,7 +277,7 @@ impl Store {
         self.rank != self.host || change.rank == peer
     }
 
-    fn take(&mut self, change: Change, from: usize) {
+    fn receive_change(&mut self, change: Change, from: usize) {
         if self.rank == self.host {
             self.forward(&change, from);
         }

@@ -210,7 +210,7 @@ impl Operation for Collective {
         }
         // A rank without published tensors need not wait for ranks that are still reading.
         if !self.published.is_empty() && !self.round.all_at(Stage::Done) {
-            return Ok(Step::Settling);
+            return Ok(Step::WaitingForPeers);
         }
         if !self.published.is_empty() {
             self.wait_fences()?;

@@ -57,11 +57,11 @@ where
         };
         threads.into_iter().enumerate().map(join).collect()
     });
-    original(outcomes, world.failure().map(|failure| failure.reporter))
+    first_failure(outcomes, world.failure().map(|failure| failure.reporter))
 }
 
 /// Returns all values, or the error of the rank that first noticed the world's failure.
-fn original<T>(
+fn first_failure<T>(
     outcomes: Vec<Result<T, LaunchError>>,
     reporter: Option<usize>,
 ) -> Result<Vec<T>, LaunchError> {

@@ -77,7 +77,7 @@ impl SendOperation {
 impl Operation for SendOperation {
     fn advance(&mut self, _published: &[StorageId]) -> Result<Step, CommError> {
         if !self.message.taken.load(Ordering::SeqCst) {
-            return Ok(Step::Settling);
+            return Ok(Step::WaitingForPeers);
         }
         if let Some(copied) = &*self.message.copied.lock() {
             copied.hold(&self.device)?;

@@ -60,7 +60,7 @@ pub(super) enum Step {
     /// This rank has not moved its data yet: later operations of the channel wait.
     Blocked,
     /// This rank has moved its data; peers have yet to read this rank's data.
-    Settling,
+    WaitingForPeers,
     /// The operation is complete.
     Complete,
 }
@@ -170,7 +170,7 @@ impl ProgressEngine {
             };
             match step {
                 Step::Blocked => blocked.push(channel),
-                Step::Settling => {}
+                Step::WaitingForPeers => {}
                 Step::Complete => {
                     complete(self.in_flight.remove(index).id);
                     continue;

@@ -71,7 +71,7 @@ fn a_process_that_ends_is_gone_unless_it_announced_its_end() {
     drop((first, second));
     let mut received = receive(&mut ends, 0, 2);
     received.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(received, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Gone)]);
+    assert_eq!(received, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Lost)]);
     assert_eq!(ends[0].poll(), [], "reported once");
 }
 
