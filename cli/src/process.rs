@@ -40,7 +40,7 @@ pub(super) fn discover(args: ProcessArgs) -> Result<ProcessInfo, Failure> {
 
 /// Returns the backend that the launcher implies; `None` for a single process.
 pub(super) fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
-    let by_launcher = if info.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
+    let by_launcher = if info.launcher.uses_mpi() { Backend::Mpi } else { Backend::Nccl };
     (info.world_size > 1).then_some(by_launcher)
 }
 

@@ -1,11 +1,11 @@
-//! Checks of a call's arguments that need no peer, shared by the backends.
+//! Argument checks that need no peer, shared by the backends.
 
 use super::{CollectiveOp, CommError};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
 use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
 
-/// The checks of one call, which errors name.
+/// The argument checks of one call, which error messages name.
 #[derive(Clone, Copy)]
 pub(super) struct ArgCheck<'a> {
     pub(super) group: &'a str,
@@ -18,11 +18,11 @@ impl ArgCheck<'_> {
         CommError::InvalidArgument { group: self.group.to_owned(), op: self.op, reason }
     }
 
-    /// Every tensor is contiguous, and all are on one device and have the one dtype
-    /// returned.
+    /// Checks that every tensor is contiguous and that all are on one device with one dtype.
+    /// Returns the dtype.
     pub(super) fn tensors(&self, tensors: &[&Tensor]) -> Result<DType, CommError> {
         let Some(first) = tensors.first() else {
-            return Err(self.invalid("needs at least one tensor, to know the dtype".to_owned()));
+            return Err(self.invalid("at least one tensor is required, to know the dtype".to_owned()));
         };
         let dtype = first.dtype();
         if !DTYPES.contains(&dtype) {
@@ -42,15 +42,14 @@ impl ArgCheck<'_> {
             }
             if !tensor.is_contiguous() {
                 let (shape, stride) = (tensor.shape(), tensor.stride());
-                return Err(
-                    self.invalid(format!("needs contiguous tensors, got shape {shape:?} strides {stride:?}"))
-                );
+                return Err(self
+                    .invalid(format!("tensors must be contiguous, got shape {shape:?} strides {stride:?}")));
             }
         }
         Ok(dtype)
     }
 
-    /// `whole` holds one chunk of the size of `part` for each rank.
+    /// Checks that `whole` holds one chunk of the size of `part` per rank.
     pub(super) fn chunks(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<(), CommError> {
         let expected = part.1.elem_count() * self.world_size;
         if whole.1.elem_count() == expected {
@@ -66,7 +65,7 @@ impl ArgCheck<'_> {
         )))
     }
 
-    /// One count for each rank, together as many elements as `tensor` has.
+    /// Checks that there is one count per rank and that they add up to the elements of `tensor`.
     pub(super) fn counts(&self, what: &str, counts: &[usize], tensor: &Tensor) -> Result<(), CommError> {
         if counts.len() != self.world_size {
             let (given, world_size) = (counts.len(), self.world_size);
@@ -76,7 +75,7 @@ impl ArgCheck<'_> {
         if sum != Some(tensor.elem_count()) {
             let elements = tensor.elem_count();
             return Err(self.invalid(format!(
-                "{what} counts {counts:?} do not add up to the {elements} elements given"
+                "{what} counts {counts:?} do not add up to the tensor's {elements} elements"
             )));
         }
         Ok(())
@@ -86,6 +85,7 @@ impl ArgCheck<'_> {
         if rank < self.world_size {
             return Ok(());
         }
-        Err(self.invalid(format!("{what} rank {rank} is not below the group's size, {}", self.world_size)))
+        Err(self
+            .invalid(format!("{what} rank {rank} is out of range for a group of size {}", self.world_size)))
     }
 }

@@ -1,4 +1,4 @@
-//! The call of a collective with its arguments, and the checks of these that need no peer.
+//! A collective call with its arguments, and the argument checks that need no peer.
 
 use super::arg_check::ArgCheck;
 use super::call_signature::{CallSignature, Elements};
@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use std::slice::from_ref;
 use std::sync::Arc;
 
-/// A call of one of [`ProcessGroup`](super::ProcessGroup)'s `start_*` methods, with its arguments.
+/// A call of one of the `start_*` methods of [`ProcessGroup`](super::ProcessGroup), with its arguments.
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs, reason = "the fields are the methods' arguments")]
 pub enum CollectiveArgs<'a> {
@@ -32,7 +32,7 @@ pub enum CollectiveArgs<'a> {
 }
 
 impl<'a> CollectiveArgs<'a> {
-    /// The operation that it starts.
+    /// The operation that the call starts.
     pub fn op(&self) -> CollectiveOp {
         match self {
             Self::AllReduce { .. } => CollectiveOp::AllReduce,
@@ -47,7 +47,7 @@ impl<'a> CollectiveArgs<'a> {
         }
     }
 
-    /// The tensors that this rank puts in.
+    /// The tensors that the call reads on this rank.
     pub fn inputs(&self) -> &'a [Tensor] {
         match *self {
             Self::AllReduce { tensor, .. } | Self::Broadcast { tensor, .. } | Self::Send { tensor, .. } => {
@@ -61,7 +61,7 @@ impl<'a> CollectiveArgs<'a> {
         }
     }
 
-    /// The tensors that the call overwrites, the root's of a broadcast included.
+    /// The tensors that the call writes, including the root's tensor of a broadcast.
     pub fn outputs(&self) -> &'a [Tensor] {
         match *self {
             Self::AllReduce { tensor, .. } | Self::Broadcast { tensor, .. } | Self::Recv { tensor, .. } => {
@@ -75,7 +75,7 @@ impl<'a> CollectiveArgs<'a> {
         }
     }
 
-    /// Checks everything that needs no peer. Returns what the ranks compare, record and print of the call.
+    /// Checks everything that needs no peer. Returns the signature that ranks compare, record and print.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`].

@@ -1,5 +1,5 @@
-//! A collective call without its data: what the ranks compare before any moves, what the flight recorder stores, what
-//! errors print and what travels between processes.
+//! The signature of a collective call, without its data: ranks compare it before data moves, the flight recorder stores
+//! it, errors print it, and processes send it.
 
 use super::{CollectiveOp, ReduceOp, StridedPlan};
 use candle_core::{DType, Tensor};
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// A call. Cloning it allocates nothing.
+/// A collective call without its data. Cloning it allocates nothing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum CallSignature {
     AllReduce {
@@ -56,7 +56,7 @@ pub(super) enum CallSignature {
     },
 }
 
-/// How many elements of which dtype a tensor holds.
+/// Element count and dtype of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Elements {
     #[serde(with = "dtype_name")]
@@ -118,7 +118,7 @@ impl fmt::Display for CallSignature {
     }
 }
 
-/// A dtype as its name, for calls that travel.
+/// Serializes a dtype as its name.
 mod dtype_name {
     use candle_core::DType;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};

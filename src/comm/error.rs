@@ -1,38 +1,38 @@
-//! What can go wrong between ranks.
+//! Errors of communication between ranks.
 
 use super::CollectiveOp;
 use crate::mesh::MeshError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::device::DeviceError;
 
-/// Why a collective failed. All ranks are global ones.
+/// An error of a collective. All ranks are global ranks.
 ///
-/// Errors can be cloned because every rank of a failed world receives the same one. Those that concern
-/// several ranks can be written, too, to travel between processes.
+/// Errors are `Clone` because every rank of a failed world receives the same one. Errors that concern
+/// several ranks can also be serialized, to be sent between processes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
-    /// Some ranks did not take part in time. Where those that one rank waited for waited themselves for others, it is
-    /// these that are told of, with the operation that keeps all others waiting.
+    /// Some ranks did not join an operation in time. Where the missing ranks themselves wait for others, the error names
+    /// the operation and the ranks at the end of this chain of waits.
     #[error(
-        "{op} #{sequence} of group \"{group}\" timed out after {waited_ms} ms: rank(s) {missing:?} did not take \
-         part; they are stuck, slower than the timeout, or took another path through the program"
+        "{op} #{sequence} of group \"{group}\" timed out after {waited_ms} ms: rank(s) {missing:?} did not join \
+         it; they hang, are slower than the timeout, or took another code path"
     )]
     Timeout {
         /// The group's name.
         group: String,
         /// The operation that could not complete.
         op: CollectiveOp,
-        /// Its number within the group (for send and recv: within the pair of ranks).
+        /// Sequence number within the group (for send and recv: within the pair of ranks).
         sequence: u64,
-        /// How long the reporting rank waited, in milliseconds: in this operation, or in one that waits for it.
+        /// How long the reporting rank waited, in milliseconds: in this operation, or in one that depends on it.
         waited_ms: u64,
-        /// The ranks that have not come to it and, as far as is known, wait for nobody. Ranks that wait in a circle are
-        /// told of as one of them sees it.
+        /// The ranks that have not joined it and, as far as is known, wait for nobody. If ranks wait in a cycle, these are
+        /// the ranks that the reporting rank waits for.
         missing: Vec<usize>,
     },
 
-    /// The ranks of a group called different things at the same place in the order.
+    /// The ranks of a group made different calls at the same sequence number.
     #[error(
         "operation #{sequence} of group \"{group}\" diverges: rank {rank} called {called}, \
          but rank(s) {others:?} called {others_called}"
@@ -40,16 +40,16 @@ pub enum CommError {
     Desync {
         /// The group's name.
         group: String,
-        /// Number of the operation within the group (send, recv: within the pair of ranks).
+        /// Sequence number within the group (send, recv: within the pair of ranks).
         sequence: u64,
         /// The rank in the minority. Of two ranks with different calls, the later
         /// one, or the sender.
         rank: usize,
-        /// What it called.
+        /// The call of that rank.
         called: String,
         /// The ranks that agree with one another.
         others: Vec<usize>,
-        /// What they called.
+        /// The call of those ranks.
         others_called: String,
     },
 
@@ -58,24 +58,24 @@ pub enum CommError {
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// What it said.
+        /// Its error or panic message.
         reason: String,
     },
 
-    /// A rank returned, without error, while others still counted on it.
-    #[error("rank {rank} has returned while others wait for it in {op} #{sequence} of group \"{group}\"")]
+    /// A rank returned without error while others still waited for it.
+    #[error("rank {rank} returned while others wait for it in {op} #{sequence} of group \"{group}\"")]
     PeerLeft {
         /// The group's name.
         group: String,
         /// The operation that can never complete.
         op: CollectiveOp,
-        /// Its number within the group (send, recv: within the pair of ranks).
+        /// Sequence number within the group (send, recv: within the pair of ranks).
         sequence: u64,
         /// The rank that has left.
         rank: usize,
     },
 
-    /// An argument that is wrong whatever the peers do. Nothing was published.
+    /// An argument that is invalid whatever the peers do. Nothing was published.
     #[error("{op} on group \"{group}\": {reason}")]
     InvalidArgument {
         /// The group's name.
@@ -86,12 +86,12 @@ pub enum CommError {
         reason: String,
     },
 
-    /// The mesh itself says no: for one, that it has no axis of a name.
+    /// An error of the mesh, for example an unknown axis name.
     #[serde(skip)]
     #[error(transparent)]
     Mesh(#[from] MeshError),
 
-    /// The calling rank is no member of the mesh, hence of none of its groups.
+    /// The calling rank is not a member of the mesh, and so of none of its groups.
     #[serde(skip)]
     #[error("rank {rank} is not in the mesh (ranks {members:?}), so it has no group along \"{axis}\"")]
     NotMember {
@@ -103,30 +103,30 @@ pub enum CommError {
         members: Vec<usize>,
     },
 
-    /// The library underneath could not carry an operation out, or not in time.
+    /// The underlying library failed in an operation, or timed out.
     #[serde(skip)]
     #[error("{library}, {op} #{sequence} of group \"{group}\" on rank {rank}: {reason}")]
     Library {
-        /// Its name.
+        /// Name of the library.
         #[serde(skip)]
         library: &'static str,
         /// The group's name.
         group: String,
         /// The operation.
         op: CollectiveOp,
-        /// Its number within the group.
+        /// Sequence number within the group.
         sequence: u64,
         /// The rank that reports.
         rank: usize,
-        /// What the library says.
+        /// The library's error message.
         reason: String,
     },
 
-    /// A rank could not start to communicate.
+    /// A communication library could not be started on a rank.
     #[serde(skip)]
     #[error("cannot start {library}{}: {reason}", .rank.map_or_else(String::new, |rank| format!(" on rank {rank}")))]
     Start {
-        /// The library underneath.
+        /// Name of the library.
         #[serde(skip)]
         library: &'static str,
         /// The rank, where it is known.
@@ -136,7 +136,9 @@ pub enum CommError {
     },
 
     /// Ranks were started with different meshes.
-    #[error("rank(s) {differing:?} were given another mesh than the other ranks; rank {rank} has {mesh}")]
+    #[error(
+        "rank(s) {differing:?} have a different mesh than the other ranks; the mesh of rank {rank} is {mesh}"
+    )]
     MeshMismatch {
         /// The ranks in the minority.
         differing: Vec<usize>,
@@ -146,8 +148,8 @@ pub enum CommError {
         mesh: String,
     },
 
-    /// The mesh names ranks that the group it was to be laid over lacks.
-    #[error("the mesh holds ranks {missing:?}, which group \"{group}\" (ranks {members:?}) lacks")]
+    /// The mesh has ranks that the parent group lacks.
+    #[error("the mesh has ranks {missing:?} that are not in group \"{group}\" (ranks {members:?})")]
     MeshOutsideGroup {
         /// The group's name.
         group: String,
@@ -157,7 +159,7 @@ pub enum CommError {
         members: Vec<usize>,
     },
 
-    /// candle refused to give access to a tensor, or an op to copy it.
+    /// candle failed to access a tensor, or an op failed to copy it.
     #[error("tensor access failed: {0}")]
     Tensor(String),
 }
@@ -180,7 +182,7 @@ impl From<DeviceError> for CommError {
     }
 }
 
-/// The message and those of its sources, which a cloned error cannot carry.
+/// Returns the message joined with those of its sources, which a cloned error cannot carry.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |message, cause| format!("{message}: {cause}"))

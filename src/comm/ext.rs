@@ -5,10 +5,10 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::tensor::{Element, from_slice, to_vec, zeros};
 
-/// What callers with nothing to do meanwhile use: every `start_*` method followed by
-/// [`Pending::wait`](super::Pending::wait), and forms on plain values.
+/// Blocking forms of the `start_*` methods, each followed by [`Pending::wait`](super::Pending::wait), and
+/// collectives on plain values.
 ///
-/// Implemented for every group, `dyn ProcessGroup` included. Errors are those of the
+/// Implemented for every group, including `dyn ProcessGroup`. Errors are those of the
 /// `start_*` method and of `wait`.
 #[allow(clippy::missing_errors_doc)]
 pub trait ProcessGroupExt: ProcessGroup {
@@ -53,8 +53,8 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.start_broadcast(tensor, root)?.wait()
     }
 
-    /// See [`start_send`](ProcessGroup::start_send). Returns once the receiver has
-    /// taken the elements: two ranks that both send first wait for each other.
+    /// See [`start_send`](ProcessGroup::start_send). Returns once the receiver has copied
+    /// the elements, so two ranks that both send first deadlock.
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<(), CommError> {
         self.start_send(tensor, dst)?.wait()
     }
@@ -69,14 +69,14 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.start_barrier()?.wait()
     }
 
-    /// Reduces equally many values of every rank, element by element.
+    /// Reduces values element by element over all ranks; every rank passes the same number.
     fn all_reduce_values<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>, CommError> {
         let tensor = from_slice(values, &self.value_device())?;
         self.all_reduce(&tensor, op)?;
         to_host(self, &tensor)
     }
 
-    /// Concatenates equally many values of every rank, in rank order.
+    /// Concatenates the values of all ranks in rank order; every rank passes the same number.
     fn all_gather_values<T: Element>(&self, values: &[T]) -> Result<Vec<T>, CommError> {
         let device = self.value_device();
         let input = from_slice(values, &device)?;
@@ -85,8 +85,8 @@ pub trait ProcessGroupExt: ProcessGroup {
         to_host(self, &output)
     }
 
-    /// Compares values that all ranks should have alike: `None`, or the global rank of the first member whose values
-    /// are not those of the group's first, with the index of the first such value.
+    /// Compares values that should be equal on all ranks. Returns `None`, or the global rank of the first member whose
+    /// values differ from those of the group's first member, with the index of the first differing value.
     fn find_disagreement(&self, values: &[u64]) -> Result<Option<(usize, usize)>, CommError> {
         let own: Vec<i64> = values.iter().map(|value| value.cast_signed()).collect();
         let all = self.all_gather_values(&own)?;
@@ -94,8 +94,8 @@ pub trait ProcessGroupExt: ProcessGroup {
         Ok(differs.map(|at| (self.global_ranks()[at / own.len()], at % own.len())))
     }
 
-    /// Gathers any number of values from every rank: `result[j]` are those of rank
-    /// `j`. Two collectives: the lengths, then the values.
+    /// Gathers any number of values from every rank: `result[j]` are the values of rank
+    /// `j`. Runs two collectives: one for the lengths, one for the values.
     fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>, CommError> {
         let ranks = self.world_size();
         let recv_counts: Vec<usize> = self
@@ -103,7 +103,7 @@ pub trait ProcessGroupExt: ProcessGroup {
             .into_iter()
             .map(|length| length as usize)
             .collect();
-        // Everyone sends the same elements to everyone.
+        // Every rank sends the same elements to all ranks.
         let device = self.value_device();
         let input = from_slice(&values.repeat(ranks), &device)?;
         let output = zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &device)?;
@@ -123,7 +123,7 @@ pub trait ProcessGroupExt: ProcessGroup {
 
 impl<G: ProcessGroup + ?Sized> ProcessGroupExt for G {}
 
-/// A tensor's elements, once its device has them.
+/// Copies a tensor's elements to the host.
 fn to_host<T: Element, G: ProcessGroup + ?Sized>(group: &G, tensor: &Tensor) -> Result<Vec<T>, CommError> {
     let elements = to_vec(tensor)?;
     group.check()?;

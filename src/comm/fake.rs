@@ -1,7 +1,7 @@
-//! A group of which one rank is real: it tells what it would move, and moves nothing.
+//! A group with one real rank: it reports what it would move, and moves no data.
 //!
-//! The real engine runs on it as one rank of any world, so that its memory and its traffic can be had for meshes that no
-//! machine at hand could hold. What other ranks would send is whatever the outputs hold already.
+//! The real engine runs on it as one rank of a world of any size. That measures memory and traffic of meshes that no
+//! available machine could hold. Outputs keep the values that they had before.
 
 use super::arg_check::ArgCheck;
 use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
@@ -15,10 +15,10 @@ use std::sync::Arc;
 use ulysses_kernels::device::{Target, dry};
 use ulysses_kernels::tensor::zeros;
 
-/// One real rank of a group whose other members are pretended.
+/// One real rank of a group whose other members are simulated.
 ///
-/// As with other backends, tensors are lent to an operation until it has been waited for. A split fails, since nobody knows the
-/// colors of the others: make the groups along each axis.
+/// As with other backends, an operation holds its tensors until `wait`. `split` fails, since the colors of the
+/// simulated ranks are unknown: create the group of each axis directly.
 pub struct FakeGroup {
     name: String,
     rank: usize,
@@ -27,7 +27,7 @@ pub struct FakeGroup {
     observer: Option<Arc<FakeObserver>>,
 }
 
-/// Who is told of every collective of a [`FakeGroup`] of several ranks.
+/// A callback for every collective of a [`FakeGroup`] with several ranks.
 pub type FakeObserver = dyn Fn(FakeCollective<'_>) + Send + Sync;
 
 /// A collective of a [`FakeGroup`].
@@ -35,18 +35,18 @@ pub type FakeObserver = dyn Fn(FakeCollective<'_>) + Send + Sync;
 pub struct FakeCollective<'a> {
     /// The operation.
     pub op: CollectiveOp,
-    /// The type of its elements.
+    /// The dtype of its elements.
     pub dtype: DType,
-    /// What it moves when it starts; none when it is complete.
+    /// The traffic, when the collective starts; `None` when it completes.
     pub started: Option<FakeTransfer<'a>>,
 }
 
-/// What a collective moves.
+/// The data that a collective moves.
 #[derive(Debug, Clone, Copy)]
 pub struct FakeTransfer<'a> {
-    /// Elements that this rank puts in.
+    /// Number of input elements of this rank.
     pub input_elems: usize,
-    /// Elements that it sends and receives.
+    /// Elements sent and received.
     pub traffic: &'a Traffic,
 }
 
@@ -60,17 +60,17 @@ impl fmt::Debug for FakeGroup {
 }
 
 impl FakeGroup {
-    /// Member number `rank` of the ordered `global_ranks`.
+    /// Creates member `rank` of the ordered `global_ranks`.
     ///
     /// # Errors
-    /// A `rank` that is not below their number.
+    /// [`CommError::InvalidArgument`] if `rank` is not below the number of ranks.
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
         let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default(), observer: None };
         group.check_of(CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
     }
 
-    /// Tells `observer` of every collective.
+    /// Calls `observer` for every collective.
     #[must_use]
     pub fn observed(self, observer: Arc<FakeObserver>) -> Self {
         Self { observer: Some(observer), ..self }
@@ -80,19 +80,19 @@ impl FakeGroup {
         ArgCheck { group: &self.name, world_size: self.global_ranks.len(), op }
     }
 
-    /// Starts a call that would move `traffic` of elements like those of the first tensor `lent` to it, and takes room for
+    /// Starts a call that would move `traffic`, with elements like those of the first of `buffers`. Allocates
     /// `scratch` elements when it completes.
     fn record(
         &self,
         op: CollectiveOp,
         (input_elems, traffic): (usize, &Traffic),
-        lent: Vec<Tensor>,
+        buffers: Vec<Tensor>,
         scratch: usize,
     ) -> Pending {
         if self.global_ranks.len() == 1 {
             return Pending::ready();
         }
-        let (dtype, device) = (lent[0].dtype(), lent[0].device().clone());
+        let (dtype, device) = (buffers[0].dtype(), buffers[0].device().clone());
         let bytes = dtype.size_in_bytes() as u64;
         {
             let mut stats = self.stats.lock();
@@ -106,14 +106,14 @@ impl FakeGroup {
         observer(FakeCollective { op, dtype, started: Some(started) });
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
-            drop(lent);
+            drop(buffers);
             observer(FakeCollective { op, dtype, started: None });
             Ok(())
         };
         Pending::new(complete, |_| {})
     }
 
-    fn start_exchange(
+    fn start_strided(
         &self,
         inputs: &[Tensor],
         outputs: &[Tensor],
@@ -121,19 +121,19 @@ impl FakeGroup {
     ) -> Result<Pending, CommError> {
         let (send_counts, recv_counts) = plan.counts();
         let [sent, received] = [send_counts, recv_counts].map(|counts| counts.into_iter().sum::<usize>());
-        let mut lent = [inputs, outputs].concat();
+        let mut buffers = [inputs, outputs].concat();
         if dry::is_dry() && matches!(Target::of(inputs[0].device()), Ok(Target::Kernels(_))) {
-            // A GPU's blocks are packed, as by default.
+            // Without peer access, the blocks on a GPU are packed.
             for elems in [sent, received] {
-                lent.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
+                buffers.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
             }
         }
         let traffic = Traffic::strided(self.rank, plan);
-        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), lent, 0))
+        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), buffers, 0))
     }
 
     fn unsupported(&self, op: CollectiveOp) -> CommError {
-        let reason = "a pretended peer does not answer; a fake group has collectives only";
+        let reason = "not supported by a fake group, which has no peers; it supports collectives only";
         self.check_of(op).invalid(reason.to_owned())
     }
 }
@@ -155,7 +155,7 @@ impl ProcessGroup for FakeGroup {
         let (rank, ranks) = (self.rank, self.world_size());
         let op = call.op();
         match &call {
-            // A backend that moves the blocks compares them with one another.
+            // Backends that move data also compare the blocks with one another.
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
                 self.check_of(op).plan_bounds(inputs, outputs, plan).map(drop)?;
             }
@@ -164,7 +164,7 @@ impl ProcessGroup for FakeGroup {
         Ok(match call {
             CollectiveArgs::AllReduce { tensor, .. } => {
                 let elems = tensor.elem_count();
-                // The thread backend reduces into memory of its own.
+                // The thread backend reduces into its own buffer.
                 let reduced = match elems <= DIRECT_REDUCE_MAX_ELEMS {
                     true => elems,
                     false => all_reduce_chunk(ranks, rank, elems).len(),
@@ -185,7 +185,7 @@ impl ProcessGroup for FakeGroup {
                 self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                self.start_exchange(inputs, outputs, plan)?
+                self.start_strided(inputs, outputs, plan)?
             }
             CollectiveArgs::Broadcast { tensor, root } => {
                 let traffic = Traffic::broadcast(ranks, rank, root, tensor.elem_count());

@@ -1,4 +1,4 @@
-//! The [`ProcessGroup`] trait: what every backend offers.
+//! The [`ProcessGroup`] trait, which every backend implements.
 
 use super::{CollectiveArgs, CommError, GroupStats, Pending, ReduceOp, StridedPlan};
 use candle_core::{Device, Tensor};
@@ -6,36 +6,36 @@ use std::sync::Arc;
 
 /// An ordered set of ranks that communicate with one another.
 ///
-/// The trait is object-safe: the library passes `Arc<dyn ProcessGroup>` about. A backend implements
-/// [`start`](Self::start); callers use the `start_*` methods, which are forms of it, and where they have nothing to do
-/// meanwhile the blocking ones of [`ProcessGroupExt`](super::ProcessGroupExt).
+/// The trait is object-safe: the library passes it as `Arc<dyn ProcessGroup>`. A backend implements
+/// [`start`](Self::start). Callers use the `start_*` methods or, if they have no work to overlap, the blocking
+/// ones of [`ProcessGroupExt`](super::ProcessGroupExt).
 ///
 /// A candle [`Tensor`] is the type-erased buffer: it knows its device and its
-/// dtype, and cloning it is a reference count. All tensors must be contiguous, and those
-/// of one call on one device.
-/// Outputs are written in place; an output shares storage with no input of the
-/// same call, except where a method is in place by nature. Shapes do not matter,
+/// dtype, and cloning it increments a reference count. All tensors must be contiguous, and the tensors
+/// of one call must be on one device.
+/// Outputs are written in place. An output must not share storage with an input of the
+/// same call, unless the method works in place. Shapes do not matter,
 /// only element counts.
 ///
 /// # Contract
 /// - Every rank of the group issues the same operations in the same order.
 /// - `start_*` publishes the operation and returns; the data is valid once
-///   [`Pending::wait`] returned. Until then the caller writes none of the inputs
-///   and reads none of the outputs. On a GPU "valid" is meant in the order of the
-///   tensors' stream: what is started after `wait` sees the data, and the host has not
+///   [`Pending::wait`] has returned. Until then the caller writes none of the inputs
+///   and reads none of the outputs. On a GPU, "valid" refers to the order of the
+///   tensors' stream: work launched after `wait` sees the data, but the host has not
 ///   waited for the GPU.
 /// - Collectives of a group complete in the order in which they were issued. Messages
 ///   ([`start_send`](Self::start_send)) keep their order within a pair of ranks and
 ///   are independent of other pairs. With regard to collectives, of any group, both
 ///   ranks issue a message at the same place: NCCL has one order for all of them.
-/// - While a rank waits for one operation its others go on, in all groups: ranks may
+/// - While a rank waits for one operation, its other operations progress, in all groups: ranks may
 ///   wait in different orders.
-/// - A failure on any rank (error, panic, timeout, diverging call) ends in an
-///   error on every rank that names the culprit.
+/// - A failure on any rank (error, panic, timeout, mismatched call) becomes an
+///   error on every rank, which names the rank that caused it.
 /// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all
-///   ranks and from run to run. (NCCL has an order of its own: see [`ReduceOp`].)
+///   ranks and from run to run. (NCCL uses its own order: see [`ReduceOp`].)
 pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
-    /// Name used in messages and statistics, for example `"sp"`.
+    /// Group name used in messages and statistics, for example `"sp"`.
     fn name(&self) -> &str;
 
     /// This rank's index within the group.
@@ -49,15 +49,15 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         self.global_ranks().len()
     }
 
-    /// The device that plain values travel on
-    /// ([`all_reduce_values`](super::ProcessGroupExt::all_reduce_values) and its like), for
-    /// backends that carry no CPU tensors.
+    /// The device for collectives on plain values, such as
+    /// [`all_reduce_values`](super::ProcessGroupExt::all_reduce_values). Backends that
+    /// support no CPU tensors return their GPU.
     fn value_device(&self) -> Device {
         Device::Cpu
     }
 
-    /// The failure of the group, once there is one. Who has waited for a GPU asks, before
-    /// it trusts what it got: an operation that was given up has ended too.
+    /// Returns the failure of the group, if there is one. Call it after waiting for a GPU and before
+    /// using the result: an aborted operation ends too.
     ///
     /// # Errors
     /// That failure.
@@ -65,11 +65,11 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// Starts an operation: each of the `start_*` methods calls this. A backend that cannot address its peers' memory
-    /// leaves strided exchanges to [`pack_exchange_unpack`](super::pack_exchange_unpack).
+    /// Starts an operation; each of the `start_*` methods calls this. A backend that cannot access its peers' memory
+    /// passes strided all-to-alls to [`pack_exchange_unpack`](super::pack_exchange_unpack).
     ///
     /// # Errors
-    /// Arguments that are wrong, or a failure of the group.
+    /// Invalid arguments, or a failure of the group.
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError>;
 
     /// Reduces `tensor` over the group, in place, leaving the result on every rank.
@@ -113,10 +113,10 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         self.start(CollectiveArgs::AllToAll { input, output, send_counts, recv_counts })
     }
 
-    /// All-to-all between strided blocks of several tensors: one exchange, however
-    /// many tensors take part. All tensors share one dtype.
+    /// Exchanges strided blocks of several tensors in one all-to-all. All tensors
+    /// have the same dtype.
     ///
-    /// A backend that can address its peers' memory makes a single copy into the final layout of it; others pack, call
+    /// A backend that can access its peers' memory copies once, straight into the final layout. Others pack, call
     /// [`start_all_to_all`](Self::start_all_to_all) and unpack on completion.
     fn start_all_to_all_strided(
         &self,
@@ -143,14 +143,14 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         self.start(CollectiveArgs::Recv { tensor, src })
     }
 
-    /// Completes once every rank has issued it.
+    /// Starts an operation that completes once every rank has issued it.
     fn start_barrier(&self) -> Result<Pending, CommError> {
         self.start(CollectiveArgs::Barrier)
     }
 
-    /// Divides the group, collectively: ranks with the same `color` form a new
-    /// group named `name`, ordered by `(key, rank)` (MPI_Comm_split). `None` takes
-    /// part in no group. A group of one rank moves nothing.
+    /// Splits the group collectively: ranks with the same `color` form a new
+    /// group named `name`, ordered by `(key, rank)` (MPI_Comm_split). Ranks with `None` join
+    /// no group. A group of one rank moves no data.
     fn split(
         &self,
         name: &str,
@@ -158,10 +158,10 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError>;
 
-    /// What this rank has moved in this group so far.
+    /// Returns the traffic of this rank in this group so far.
     fn stats(&self) -> GroupStats;
 
     /// Marks the group and every group of the same world as failed: all ranks that
-    /// wait, and all that call later, get an error with this rank and `reason`.
+    /// wait, and all later calls, get an error with this rank and `reason`.
     fn abort(&self, reason: &str);
 }

@@ -1,4 +1,4 @@
-//! What it takes to be a rank, for every backend: options, context, pool, outcome.
+//! The parts of launching a rank that all backends share: options, context, thread pool, outcome.
 
 use super::{CommError, ProcessGroup};
 use std::error::Error;
@@ -6,23 +6,23 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How to start the ranks of a world.
+/// Options for starting the ranks of a world.
 #[derive(Debug, Clone)]
 pub struct LaunchOptions {
-    /// Threads of each rank's own rayon pool, the rank's thread included. With one,
+    /// Threads in each rank's own rayon pool, including the rank's thread. With 1,
     /// no further thread is started.
     pub threads_per_rank: usize,
-    /// How long a rank waits for its peers in one operation before it fails the world.
+    /// How long a rank waits for its peers in one operation before the world fails.
     pub timeout: Duration,
     /// Name of the group of all ranks.
     pub name: String,
-    /// Compares the calls of all ranks before data moves, so that ranks that diverge get
+    /// Compares the calls of all ranks before data moves. Ranks with different calls get
     /// [`CommError::Desync`] with both calls. Threads always compare; processes send messages for it.
     pub check: bool,
 }
 
 impl Default for LaunchOptions {
-    /// One thread per rank, a timeout of five minutes, the name `"world"`, no comparison where it
+    /// One thread per rank, a timeout of five minutes, the name `"world"`, no desync check where it
     /// costs messages.
     fn default() -> Self {
         let timeout = Duration::from_secs(300);
@@ -30,7 +30,7 @@ impl Default for LaunchOptions {
     }
 }
 
-/// What a rank is given.
+/// The context passed to each rank's function.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RankContext {
@@ -38,39 +38,39 @@ pub struct RankContext {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// Threads of the rank's rayon pool, which rayon uses when called on the rank's
+    /// Threads of the rank's rayon pool. Rayon uses this pool when called on the rank's
     /// thread.
     pub threads: usize,
     /// The group of all ranks.
     pub group: Arc<dyn ProcessGroup>,
 }
 
-/// Why a launch failed: the first rank's failure, not those that followed from it.
+/// An error of a launch: the first failure of a rank, not the failures that followed from it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// A world of no ranks, or ranks of no threads.
+    /// A world without ranks, or ranks without threads.
     #[error("cannot launch {world_size} rank(s) of {threads_per_rank} thread(s): both must be at least 1")]
     InvalidOptions {
-        /// Ranks asked for.
+        /// Number of ranks requested.
         world_size: usize,
-        /// Threads asked for.
+        /// Threads per rank requested.
         threads_per_rank: usize,
     },
-    /// The operating system gave no thread.
+    /// The operating system could not start a thread.
     #[error("cannot start the thread of rank {rank}")]
     Spawn {
         /// The rank.
         rank: usize,
-        /// The system's reason.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// The rank's own pool could not be made.
+    /// The rank's rayon pool could not be created.
     #[error("cannot start the rayon pool of rank {rank}")]
     ThreadPool {
         /// The rank.
         rank: usize,
-        /// rayon's reason.
+        /// rayon's error.
         source: rayon::ThreadPoolBuildError,
     },
     /// A rank returned an error.
@@ -78,7 +78,7 @@ pub enum LaunchError {
     Failed {
         /// The rank.
         rank: usize,
-        /// What it returned.
+        /// The rank's error.
         source: Box<dyn Error + Send + Sync>,
     },
     /// A rank panicked.
@@ -103,7 +103,7 @@ impl LaunchError {
         }
     }
 
-    /// What the other ranks are told.
+    /// The failure reason sent to the other ranks.
     pub(super) fn reason(&self) -> String {
         match self {
             LaunchError::Failed { source, .. } => source.to_string(),
@@ -118,7 +118,7 @@ impl LaunchError {
         LaunchError::Panicked { rank, message: message.unwrap_or_else(|| "no message".to_owned()) }
     }
 
-    /// The communication error that the rank returned, if it was one.
+    /// The communication error that the rank returned, if any.
     pub fn comm_error(&self) -> Option<&CommError> {
         match self {
             LaunchError::Failed { source, .. } => source.downcast_ref(),
@@ -127,7 +127,7 @@ impl LaunchError {
     }
 }
 
-/// The body of a rank's thread.
+/// Runs a rank on its thread: creates its pool and catches panics.
 pub(super) fn run_rank<T, E, F>(context: RankContext, run: &F) -> Result<T, LaunchError>
 where
     E: Into<Box<dyn Error + Send + Sync>>,
@@ -140,7 +140,7 @@ where
         .use_current_thread()
         .build()
         .map_err(|source| LaunchError::ThreadPool { rank, source })?;
-    // Nothing of the rank's is seen after a panic: its groups have failed.
+    // Unwind-safe: no state of the rank is used after a panic, since its groups have failed.
     let outcome = catch_unwind(AssertUnwindSafe(|| run(context)));
     drop(pool);
     match outcome {

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 /// One rank's groups along the axes of a [`DeviceMesh`].
 ///
-/// The same ordered list of ranks has one group, however many axes lead to it: with
+/// Each ordered list of ranks has one group, however many axes use it: with
 /// `dp=1,sp=4` the group along `sp` *is* the world. The group along an axis of size 1
-/// holds this rank only and moves nothing.
+/// contains only this rank and moves no data.
 #[derive(Debug)]
 pub struct MeshGroups {
     mesh: DeviceMesh,
@@ -23,17 +23,17 @@ pub struct MeshGroups {
 /// The group that this rank belongs to, if it is in the mesh.
 type Member = Option<Arc<dyn ProcessGroup>>;
 
-/// A way to divide the world, and this rank's part of it.
-type Division = (Vec<Vec<usize>>, Member);
+/// The ranks of all groups of an axis, and this rank's group.
+type CreatedGroup = (Vec<Vec<usize>>, Member);
 
 impl MeshGroups {
     /// Creates the groups of all axes, collectively: every rank of `world` calls this
-    /// at the same place in its order of operations, also those outside the mesh.
+    /// at the same point in its order of operations, including ranks outside the mesh.
     ///
     /// # Errors
-    /// [`CommError::MeshMismatch`] when ranks bring different meshes,
+    /// [`CommError::MeshMismatch`] when ranks pass different meshes,
     /// [`CommError::MeshOutsideGroup`] when the mesh has ranks that `world` lacks, and
-    /// the errors of the collectives themselves.
+    /// the errors of the collectives.
     pub fn new(mesh: &DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<Self, CommError> {
         compare_meshes(mesh, &*world)?;
         let members = world.global_ranks().to_vec();
@@ -42,7 +42,7 @@ impl MeshGroups {
         if !missing.is_empty() {
             return Err(CommError::MeshOutsideGroup { group: world.name().to_owned(), missing, members });
         }
-        let mut known: Vec<Division> = vec![(vec![members], Some(world.clone()))];
+        let mut known: Vec<CreatedGroup> = vec![(vec![members], Some(world.clone()))];
         let whole = find_or_split(&mut known, &*world, "mesh", vec![mesh.ranks().to_vec()])?;
         let split = |axis: &String| find_or_split(&mut known, &*world, axis, mesh.all_groups(axis)?);
         let axes = mesh.axis_names().iter().map(split).collect::<Result<Vec<_>, CommError>>()?;
@@ -53,19 +53,19 @@ impl MeshGroups {
     /// and [`REPLICAS_AXIS`](super::REPLICAS_AXIS). Collective, as [`new`](Self::new).
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when the mesh cannot be divided so.
+    /// As [`new`](Self::new), and when the mesh cannot be split into shards of that size.
     pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, CommError> {
         Ok(Self::new(&self.mesh.hybrid_sharded(shard_size)?, self.world.clone())?.on(self.device.clone()))
     }
 
-    /// The same groups for tensors on `device` (torch's `init_device_mesh` takes one as well); without it they
-    /// are on the CPU.
+    /// Sets the device of this rank's tensors (torch's `init_device_mesh` also takes one); the default is
+    /// the CPU.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
         Self { device, ..self }
     }
 
-    /// Where this rank's tensors are.
+    /// The device of this rank's tensors.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -75,12 +75,12 @@ impl MeshGroups {
         &self.mesh
     }
 
-    /// The group that the mesh was laid over.
+    /// The group that the mesh was created on.
     pub fn world(&self) -> &Arc<dyn ProcessGroup> {
         &self.world
     }
 
-    /// The group of all the mesh's ranks, in row-major order.
+    /// The group of all ranks of the mesh, in row-major order.
     ///
     /// # Errors
     /// [`CommError::NotMember`] on a rank outside the mesh.
@@ -110,10 +110,10 @@ impl MeshGroups {
     }
 }
 
-/// The group of a division that this rank is in. All ranks know the same divisions,
-/// so either all split or none does.
+/// Returns this rank's group of an axis. All ranks know the same groups,
+/// so either all ranks split or none does.
 fn find_or_split(
-    known: &mut Vec<Division>,
+    known: &mut Vec<CreatedGroup>,
     world: &dyn ProcessGroup,
     name: &str,
     division: Vec<Vec<usize>>,
@@ -131,12 +131,12 @@ fn find_or_split(
     Ok(group)
 }
 
-/// Ranks with different meshes would wait for each other in different groups: they
-/// are told apart before any group is made.
+/// Ranks with different meshes would wait for each other in different groups, so
+/// the meshes are compared before any group is created.
 fn compare_meshes(mesh: &DeviceMesh, world: &dyn ProcessGroup) -> Result<(), CommError> {
     let fingerprints = world.all_gather_values(&[mesh.fingerprint().cast_signed()])?;
     let votes = |of: i64| fingerprints.iter().filter(|&&fingerprint| fingerprint == of).count();
-    // Of equal votes, that of the lowest rank.
+    // Ties go to the lowest rank.
     let majority =
         fingerprints.iter().copied().reduce(|best, next| if votes(next) > votes(best) { next } else { best });
     let differs = |&(fingerprint, _): &(&i64, &usize)| Some(*fingerprint) != majority;

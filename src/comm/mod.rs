@@ -2,23 +2,23 @@
 //!
 //! Reading order:
 //!
-//! 1. [`ProcessGroup`] (`group.rs`): the contract that every backend fulfils, and
-//!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed forms that callers use.
-//! 2. [`CollectiveArgs`] (`args.rs`): a call with its arguments, and their checks. `call_signature.rs`: what is compared,
-//!    recorded, printed and sent of it.
-//! 3. [`Pending`]: an operation under way. [`StridedPlan`]: the integers of a
-//!    strided all-to-all, the exchange that Ulysses lives on.
+//! 1. [`ProcessGroup`] (`group.rs`): the contract of every backend, and
+//!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed methods that callers use.
+//! 2. [`CollectiveArgs`] (`args.rs`): a call with its arguments, and argument checks. `call_signature.rs`: the part of a
+//!    call that is compared, recorded, printed and sent.
+//! 3. [`Pending`]: an operation in progress. [`StridedPlan`]: the integers of a
+//!    strided all-to-all, the collective behind Ulysses.
 //! 4. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
-//! 5. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
+//! 5. [`nccl`]: the backend whose ranks have one GPU each (feature `nccl`).
 //! 6. `mpi`: the backend whose ranks are processes (feature `mpi`).
-//! 7. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
-//! 8. `diagnostics/`: the flight recorder, the desync check and the hang report of all backends. [`store`]: keys and
-//!    values that the processes of a job share.
-//! 9. [`MeshGroups`]: the groups along the axes of a device mesh.
-//! 10. [`GroupWrapper`]: a group around another one; [`CommTimer`]: such a one, which measures what a
-//!     rank's calls cost it in time.
-//! 11. [`ProcessInfo`]: which process this is, by flags and launchers.
+//! 7. [`fake`]: one real rank of a simulated world; it counts traffic and moves no data.
+//! 8. `diagnostics/`: flight recorder, desync check and hang report, shared by all backends. [`store`]: a key-value
+//!    store shared by the processes of a job.
+//! 9. [`MeshGroups`]: the process groups along the axes of a device mesh.
+//! 10. [`GroupWrapper`]: a group around another group; [`CommTimer`]: a wrapper that measures the time of
+//!     a rank's calls.
+//! 11. [`ProcessInfo`]: rank and world size of this process, from flags and launchers.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -61,7 +61,7 @@ mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 pub use args::CollectiveArgs;
-pub use discovery::{DiscoveryError, Launcher, ProcessFlags, ProcessInfo, Stated};
+pub use discovery::{DiscoveryError, Launcher, NamedValue, ProcessFlags, ProcessInfo};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;

@@ -1,10 +1,10 @@
-//! The orders that the operations of a group keep.
+//! The completion order of a group's operations.
 
-/// Operations of one channel complete in the order in which they were issued; those of different channels are
-/// independent. A group has a channel for its collectives and two for each peer.
+/// A channel whose operations complete in the order in which they were issued; different channels are
+/// independent. A group has one channel for its collectives and two for each peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct OrderedChannel {
-    /// Address of what the members share, or of a rank's list of them: it tells the rank's groups apart.
+    /// Address of the state that the members share, or of a rank's member list; it identifies the group.
     pub(super) group: usize,
     pub(super) kind: ChannelKind,
 }
@@ -16,7 +16,7 @@ pub(super) enum ChannelKind {
     RecvFrom(usize),
 }
 
-/// The next number of each channel of a group.
+/// The next sequence number of each channel of a group.
 #[derive(Debug)]
 pub(super) struct Sequences {
     pub(super) collective: u64,
@@ -30,7 +30,7 @@ impl Sequences {
         Self { collective: 0, sends: vec![0; world_size], recvs: vec![0; world_size] }
     }
 
-    /// The number of an operation that is issued now.
+    /// Returns the sequence number for an operation issued now.
     pub(super) fn next(&mut self, kind: ChannelKind) -> u64 {
         let counter = match kind {
             ChannelKind::Collectives => &mut self.collective,

@@ -1,4 +1,4 @@
-//! An operation under way.
+//! Operations in progress.
 
 use super::CommError;
 use std::fmt;
@@ -9,9 +9,9 @@ type Poison = Box<dyn FnOnce(&CommError) + Send>;
 /// An operation that was issued and not yet waited for.
 ///
 /// It keeps the operation's buffers alive. Dropping it completes the operation,
-/// because the peers count on this rank's part; if that fails, the group is
+/// because the peers depend on this rank. If completion then fails, the group is
 /// poisoned, since nobody else could report the error. (While the thread unwinds
-/// from a panic it does neither: the backend reports the panic itself.)
+/// from a panic, dropping does neither: the backend reports the panic itself.)
 #[must_use = "an operation's data is valid only after `wait`"]
 pub struct Pending {
     completion: Option<Completion>,
@@ -24,8 +24,8 @@ impl Pending {
         Self { completion: None, poison: None }
     }
 
-    /// An operation that `completion` completes. `poison` fails the group, and is
-    /// called only when an operation dropped without [`wait`](Self::wait) fails.
+    /// Creates an operation that `completion` completes. `poison` fails the group; it is
+    /// called only when an operation is dropped without [`wait`](Self::wait) and fails.
     pub fn new(
         completion: impl FnOnce() -> Result<(), CommError> + Send + 'static,
         poison: impl FnOnce(&CommError) + Send + 'static,
@@ -36,12 +36,12 @@ impl Pending {
     /// Blocks until the data is valid and the peers have read this rank's inputs.
     ///
     /// # Errors
-    /// When any rank of the group failed, diverged or did not come in time.
+    /// When any rank of the group failed, made a different call or timed out.
     pub fn wait(mut self) -> Result<(), CommError> {
         self.complete()
     }
 
-    /// Adds work to be done, by whoever completes the operation, right after it.
+    /// Chains `work` to run right after the operation completes.
     pub fn then(mut self, work: impl FnOnce() -> Result<(), CommError> + Send + 'static) -> Self {
         let completion = self.completion.take();
         let poison = self.poison.take();

@@ -1,4 +1,4 @@
-//! Reductions over ranks. The definition is that of the kernels, the leaf below this module: the GPU's kernel takes the
-//! operator, and a second enum would only be mapped onto it.
+//! Reduction operators over ranks. The type is defined in the kernels crate, below this module, because the GPU kernel
+//! takes it too.
 
 pub use ulysses_kernels::rank_reduce::{ReduceOp, reduce};

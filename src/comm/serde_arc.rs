@@ -1,4 +1,4 @@
-//! Serde for a shared value, as that of the value itself.
+//! Serde for an `Arc`, serialized like the value inside.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a rank has moved in a group, operation by operation.
+//! Traffic statistics of a rank in a group, by operation.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -45,7 +45,7 @@ impl CollectiveOp {
         CollectiveOp::Split,
     ];
 
-    /// Its name in messages and statistics.
+    /// The operation's name in messages and statistics.
     pub fn name(self) -> &'static str {
         match self {
             CollectiveOp::AllReduce => "all_reduce",
@@ -61,7 +61,7 @@ impl CollectiveOp {
         }
     }
 
-    /// Whether two ranks take part, and not all of the group.
+    /// Returns whether this is a point-to-point operation.
     pub fn is_message(self) -> bool {
         matches!(self, CollectiveOp::Send | CollectiveOp::Recv)
     }
@@ -73,20 +73,20 @@ impl fmt::Display for CollectiveOp {
     }
 }
 
-/// What one operation has moved between this rank and others. A rank's own part
-/// is copied but not counted.
+/// The traffic of one operation between this rank and others. Data that a rank
+/// copies to itself is not counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpStats {
-    /// How often this rank has issued the operation.
+    /// How many times this rank issued the operation.
     pub calls: u64,
-    /// Bytes that other ranks have taken from this one: complete once they have completed the
+    /// Bytes that other ranks have read from this one; final once they have completed the
     /// operation too.
     pub bytes_sent: u64,
-    /// Bytes that this rank has taken from others.
+    /// Bytes that this rank has read from others.
     pub bytes_received: u64,
 }
 
-/// What one rank has moved in one group. Groups of one rank move and count nothing.
+/// The traffic of one rank in one group. Groups of one rank count nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupStats {
     /// Operations that were issued at least once.
@@ -94,12 +94,12 @@ pub struct GroupStats {
 }
 
 impl GroupStats {
-    /// The counters of `op`, zero when it was never issued.
+    /// Returns the counters of `op`, or zeros if it was never issued.
     pub fn get(&self, op: CollectiveOp) -> OpStats {
         self.ops.get(&op).copied().unwrap_or_default()
     }
 
-    /// Sum over all operations.
+    /// Returns the sum over all operations.
     pub fn total(&self) -> OpStats {
         self.ops.values().fold(OpStats::default(), |sum, op| OpStats {
             calls: sum.calls + op.calls,

@@ -1,5 +1,5 @@
-//! The strided all-to-all by packing, for backends that cannot address their peers'
-//! memory, and the validation of plans, for all.
+//! Validation of strided plans, for all backends, and the strided all-to-all by packing, for backends that
+//! cannot access their peers' memory.
 
 use super::arg_check::ArgCheck;
 use super::{CollectiveOp, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
@@ -9,12 +9,12 @@ use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
 
 impl ArgCheck<'_> {
-    /// Checks a plan against the tensors of this rank; returns their dtype.
+    /// Checks a plan against the tensors of this rank. Returns their dtype.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] when the plan is not for this group's size, names a tensor that was not given, leaves
-    /// a tensor's bounds or writes an element twice: within a block, or with a block that does not add to what an earlier
-    /// one has written.
+    /// [`CommError::InvalidArgument`] when the plan is for another group size, refers to a missing tensor, exceeds
+    /// a tensor's bounds or writes an element twice: within a block, or with a non-accumulating block that overlaps an
+    /// earlier one.
     pub(super) fn plan(
         &self,
         inputs: &[Tensor],
@@ -25,10 +25,10 @@ impl ArgCheck<'_> {
         lost_block(plan).map_or(Ok(dtype), |reason| Err(self.invalid(reason)))
     }
 
-    /// As [`plan`](Self::plan), but does not compare the blocks with one another, which takes long among thousands of ranks.
+    /// As [`plan`](Self::plan), without the pairwise comparison of blocks, which is slow for thousands of ranks.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`plan`](Self::plan).
     pub(super) fn plan_bounds(
         &self,
         inputs: &[Tensor],
@@ -70,8 +70,8 @@ impl ArgCheck<'_> {
     }
 }
 
-/// What is wrong with the first receive block that overwrites what an earlier one has received, if one does. A backend
-/// that receives straight into the outputs would leave there what happens to come last.
+/// Describes the first receive block that overwrites data of an earlier one, if any. A backend
+/// that receives straight into the outputs would leave whichever data arrives last.
 fn lost_block(plan: &StridedPlan) -> Option<String> {
     let of_rank =
         |(rank, blocks): (usize, &'_ Vec<RecvBlock>)| (0..blocks.len()).map(move |index| (rank, index));
@@ -93,9 +93,9 @@ fn lost_block(plan: &StridedPlan) -> Option<String> {
     ))
 }
 
-/// [`start_all_to_all_strided`](ProcessGroup::start_all_to_all_strided) for a backend that cannot address its peers'
-/// memory: packs the send blocks into one buffer, exchanges it by
-/// [`start_all_to_all`](ProcessGroup::start_all_to_all), and unpacks when that has completed.
+/// Runs [`start_all_to_all_strided`](ProcessGroup::start_all_to_all_strided) for a backend that cannot access its peers'
+/// memory: packs the send blocks into one buffer, exchanges it with
+/// [`start_all_to_all`](ProcessGroup::start_all_to_all), and unpacks on completion.
 ///
 /// # Errors
 /// As the trait's methods.
@@ -118,7 +118,7 @@ pub fn pack_exchange_unpack(
         .then(move || Ok(copy_blocks(&[&received], &outputs.iter().collect::<Vec<_>>(), &unpacking(&plan))?)))
 }
 
-/// The send blocks, one behind the other in tensor 0.
+/// Copies of the send blocks into one packed buffer.
 fn packing(plan: &StridedPlan) -> Vec<BlockCopy> {
     let mut packed = 0;
     let copy = |block: &StridedBlock| {
@@ -129,7 +129,7 @@ fn packing(plan: &StridedPlan) -> Vec<BlockCopy> {
     plan.send.iter().flatten().map(copy).collect()
 }
 
-/// The way from there into the receive blocks.
+/// Copies of the packed buffer into the receive blocks.
 fn unpacking(plan: &StridedPlan) -> Vec<BlockCopy> {
     let mut unpacked = 0;
     let copy = |RecvBlock { block, accumulate }: &RecvBlock| {

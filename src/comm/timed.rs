@@ -1,4 +1,4 @@
-//! How long a rank is in the collectives of its groups, whatever carries them.
+//! Time that a rank spends in collectives, for any backend.
 
 use super::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use parking_lot::Mutex;
@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// One rank's stopwatch, shared by its groups.
+/// A timer of one rank, shared by its groups.
 ///
-/// A call's time is what the rank's thread spent in `start_*` and in [`Pending::wait`]: time in which it did
-/// nothing else. What an operation does while the rank computes is not in it.
+/// The time of a call is what the rank's thread spent in `start_*` and in [`Pending::wait`], where it did
+/// nothing else. Communication that overlaps with compute is not included.
 #[derive(Debug, Default)]
 pub struct CommTimer {
     calls: Mutex<BTreeMap<Kind, Times>>,
-    /// Seconds of each call, in order, where they are kept.
+    /// Seconds of each call, in order, if calls are recorded individually.
     each: Option<Mutex<SecondsOfCalls>>,
     is_verbose: bool,
 }
@@ -38,47 +38,47 @@ struct Times {
     total: Duration,
 }
 
-/// Equal calls of one rank: the same operation along the same axis with messages of one size.
+/// The total time of similar calls of one rank: same operation, axis and message size.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CallTimes {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
     pub op: CollectiveOp,
-    /// Members of the group.
+    /// Number of ranks in the group.
     pub ranks: usize,
-    /// Bytes of the tensors that this rank put into each call.
+    /// Input bytes of this rank per call.
     pub input_bytes: u64,
-    /// How often.
+    /// Number of calls.
     pub calls: u64,
-    /// Time that the rank spent in them.
+    /// Total time that the rank spent in them.
     pub seconds: f64,
 }
 
-/// Every call of one rank to an operation along an axis, in order. Its peers' are as many, one by one.
+/// The time of each call of one operation along an axis, on one rank, in order. All its peers have the same number.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EachCall {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
     pub op: CollectiveOp,
-    /// Time that the rank spent in each.
+    /// Time of each call on this rank.
     pub seconds: Vec<f32>,
 }
 
-/// Seconds by what they were spent in.
+/// Seconds by kind of communication.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CommSeconds {
     /// All-to-alls, along any axis.
     pub all_to_all: f64,
-    /// Other operations along any other axis than sp: dp, ZeRO's partitions and their replicas.
+    /// Other operations along any axis but sp: dp, ZeRO partitions and their replicas.
     pub dp: f64,
     /// Other operations along sp.
     pub sp: f64,
 }
 
 impl CommSeconds {
-    /// All of them.
+    /// The total.
     pub fn total(self) -> f64 {
         self.all_to_all + self.dp + self.sp
     }
@@ -105,25 +105,21 @@ impl std::ops::AddAssign for CommSeconds {
 }
 
 impl CommTimer {
-    /// A timer that keeps the time of each single call besides, four bytes each: what it takes to tell who was
-    /// late. `is_verbose`: it also logs each when it is complete.
-    pub fn keeping_each_call(is_verbose: bool) -> Self {
+    /// Creates a timer that also records each call, at four bytes each, which shows which rank was
+    /// late. With `is_verbose` it also logs each call on completion.
+    pub fn recording_calls(is_verbose: bool) -> Self {
         Self { each: Some(Mutex::default()), is_verbose, ..Self::default() }
     }
 
-    /// `group` with its calls timed, as those along `axis`. A group of one rank moves nothing and stays as it is.
-    pub fn along(
-        self: &Arc<Self>,
-        axis: &'static str,
-        group: Arc<dyn ProcessGroup>,
-    ) -> Arc<dyn ProcessGroup> {
+    /// Wraps `group` so that its calls are timed under `axis`. A group of one rank is returned as it is.
+    pub fn wrap(self: &Arc<Self>, axis: &'static str, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
         if group.world_size() == 1 {
             return group;
         }
         Arc::new(TimedGroup { inner: group, axis, timer: self.clone(), issued: AtomicU64::new(0) })
     }
 
-    /// Time spent so far.
+    /// Returns the time spent so far.
     pub fn seconds(&self) -> CommSeconds {
         let mut sum = CommSeconds::default();
         for (kind, times) in &*self.calls.lock() {
@@ -137,10 +133,10 @@ impl CommTimer {
         sum
     }
 
-    /// All calls so far, by axis, operation and size.
+    /// Returns the calls so far, by axis, operation and size.
     pub fn calls(&self) -> Vec<CallTimes> {
         let calls = self.calls.lock();
-        let told = calls.iter().map(|(kind, times)| CallTimes {
+        let reported = calls.iter().map(|(kind, times)| CallTimes {
             axis: kind.axis.to_owned(),
             op: kind.op,
             ranks: kind.ranks,
@@ -148,18 +144,18 @@ impl CommTimer {
             calls: times.calls,
             seconds: times.total.as_secs_f64(),
         });
-        told.collect()
+        reported.collect()
     }
 
-    /// Each single call, if the timer keeps them.
+    /// Returns the times of each call, if the timer records them.
     pub fn each_call(&self) -> Vec<EachCall> {
         let Some(each) = &self.each else { return Vec::new() };
-        let told = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
+        let reported = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
             axis: axis.to_owned(),
             op,
             seconds: seconds.clone(),
         };
-        each.lock().iter().map(told).collect()
+        each.lock().iter().map(reported).collect()
     }
 
     fn add(&self, kind: Kind, time: Duration) {
@@ -177,13 +173,13 @@ impl CommTimer {
     }
 }
 
-/// Times the collectives.
+/// A wrapper that times the collectives of a group.
 #[derive(Debug)]
 struct TimedGroup {
     inner: Arc<dyn ProcessGroup>,
     axis: &'static str,
     timer: Arc<CommTimer>,
-    /// Collectives begun: the same on all ranks, so that a trace finds those that belong together.
+    /// Number of collectives started. It is equal on all ranks, so a trace can match them.
     issued: AtomicU64,
 }
 
@@ -194,7 +190,7 @@ impl GroupWrapper for TimedGroup {
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         if call.op().is_message() {
-            // Messages are not the group's: other ranks do not count them, so they have no sequence number.
+            // Messages involve two ranks only, so they have no sequence number in the group.
             return self.inner.start(call);
         }
         let op = call.op();
@@ -233,8 +229,8 @@ mod tests {
     fn a_rank_that_waits_for_a_late_one_is_charged_with_the_time_and_the_late_one_is_not() {
         const LATE: Duration = Duration::from_millis(60);
         let calls = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::keeping_each_call(false));
-            let group = timer.along("dp", rank.group.clone());
+            let timer = Arc::new(CommTimer::recording_calls(false));
+            let group = timer.wrap("dp", rank.group.clone());
             if rank.rank == 1 {
                 std::thread::sleep(LATE);
             }
@@ -255,13 +251,13 @@ mod tests {
         const BUSY: Duration = Duration::from_millis(200);
         let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
             let timer = Arc::new(CommTimer::default());
-            let group = timer.along("sp", rank.group.clone());
+            let group = timer.wrap("sp", rank.group.clone());
             let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 8], &Device::Cpu)?;
             let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
             assert!(timer.calls().is_empty(), "not complete yet");
             std::thread::sleep(BUSY);
             pending.wait()?;
-            // Both slept as long, so what they waited for each other is less than that sleep.
+            // Both sleep for the same time, so their waits for each other are shorter than that.
             assert!(timer.each_call().is_empty());
             Ok((timer.seconds(), timer.calls()))
         });
@@ -274,7 +270,7 @@ mod tests {
     #[test]
     fn a_group_of_one_rank_is_left_alone() {
         launch(1, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let group = Arc::new(CommTimer::default()).along("dp", rank.group.clone());
+            let group = Arc::new(CommTimer::default()).wrap("dp", rank.group.clone());
             assert!(Arc::ptr_eq(&group, &rank.group));
             Ok(())
         })

@@ -1,20 +1,20 @@
-//! How many elements a collective moves between each pair of ranks: pure integers.
+//! Element counts that collectives move between each pair of ranks: plain integers.
 //!
-//! The thread backend divides its reductions by these rules and counts what it moved; the
-//! `fake` backend, which moves nothing, goes by them too.
+//! The thread backend splits its reductions by these rules and counts what it moves; the
+//! `fake` backend, which moves no data, uses them too.
 
 use super::StridedPlan;
 use std::ops::Range;
 
-/// Up to here every rank of an all_reduce reduces all elements itself; above, each
-/// reduces its chunk and collects those of the others.
+/// The largest all_reduce in which every rank reduces all elements itself. Above it, each rank
+/// reduces one chunk and collects the other chunks.
 pub const DIRECT_REDUCE_MAX_ELEMS: usize = 4096;
 
-/// Chunks begin at multiples of this, where 16-byte accesses are aligned if those of
-/// the whole tensor are.
+/// Alignment of chunk starts. Accesses of 16 bytes are aligned if the whole tensor
+/// is.
 const CHUNK_ALIGN_ELEMS: usize = 8;
 
-/// The part of `count` elements that a rank of `ranks` reduces in an all_reduce.
+/// Returns the range of `count` elements that a rank reduces in an all_reduce of `ranks` ranks.
 pub fn all_reduce_chunk(ranks: usize, rank: usize, count: usize) -> Range<usize> {
     let begin = |rank| {
         if rank == ranks { count } else { rank * count / ranks / CHUNK_ALIGN_ELEMS * CHUNK_ALIGN_ELEMS }
@@ -22,17 +22,17 @@ pub fn all_reduce_chunk(ranks: usize, rank: usize, count: usize) -> Range<usize>
     begin(rank)..begin(rank + 1)
 }
 
-/// Elements that one rank moves in a collective, by member of its group; nothing to itself.
+/// Elements that one rank sends and receives in a collective, by member of its group; 0 for itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traffic {
-    /// To each member.
+    /// Elements to each member.
     pub sent: Vec<u64>,
-    /// From each member.
+    /// Elements from each member.
     pub received: Vec<u64>,
 }
 
 impl Traffic {
-    /// What `sent` and `received` say of each peer of `rank`.
+    /// Builds the traffic of `rank` from the counts for each peer.
     fn between(
         ranks: usize,
         rank: usize,
@@ -45,18 +45,18 @@ impl Traffic {
         Self { sent: to_peers(&sent), received: to_peers(&received) }
     }
 
-    /// `count` elements of every rank to every rank.
+    /// All-gather of `count` elements per rank.
     pub fn all_gather(ranks: usize, rank: usize, count: usize) -> Self {
         Self::between(ranks, rank, |_| count, |_| count)
     }
 
-    /// `chunk` elements of every rank for every rank, which adds them up.
+    /// Reduce-scatter with `chunk` elements per rank.
     pub fn reduce_scatter(ranks: usize, rank: usize, chunk: usize) -> Self {
         Self::between(ranks, rank, |_| chunk, |_| chunk)
     }
 
-    /// `count` elements reduced on all ranks: at once where they are few, else chunk by chunk,
-    /// of which each rank reduces one and collects the others' results.
+    /// All-reduce of `count` elements: directly if they are few, else in chunks, where each rank
+    /// reduces one chunk and collects the others.
     pub fn all_reduce(ranks: usize, rank: usize, count: usize) -> Self {
         if count <= DIRECT_REDUCE_MAX_ELEMS {
             return Self::all_gather(ranks, rank, count);
@@ -66,29 +66,29 @@ impl Traffic {
         Self::between(ranks, rank, both, both)
     }
 
-    /// What the counts of an all_to_all say.
+    /// All-to-all with the given counts.
     pub fn all_to_all(rank: usize, send_counts: &[usize], recv_counts: &[usize]) -> Self {
         Self::between(send_counts.len(), rank, |peer| send_counts[peer], |peer| recv_counts[peer])
     }
 
-    /// What the blocks of a strided all_to_all hold.
+    /// Strided all-to-all of a plan.
     pub fn strided(rank: usize, plan: &StridedPlan) -> Self {
         let (send_counts, recv_counts) = plan.counts();
         Self::all_to_all(rank, &send_counts, &recv_counts)
     }
 
-    /// `count` elements of `root` to every rank.
+    /// Broadcast of `count` elements from `root`.
     pub fn broadcast(ranks: usize, rank: usize, root: usize, count: usize) -> Self {
         let if_root = |is_root: bool| if is_root { count } else { 0 };
         Self::between(ranks, rank, |_| if_root(rank == root), |peer| if_root(peer == root))
     }
 
-    /// Elements sent to all members.
+    /// Returns the elements sent to all members.
     pub fn total_sent(&self) -> u64 {
         self.sent.iter().sum()
     }
 
-    /// Elements received from all members.
+    /// Returns the elements received from all members.
     pub fn total_received(&self) -> u64 {
         self.received.iter().sum()
     }
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_chunked_reduction_sends_what_a_ring_would() {
-        // 2 (P − 1)/P of the elements, in whatever order they travel.
+        // 2 (P − 1)/P of the elements, in any order.
         let all = (0..4).map(|rank| Traffic::all_reduce(4, rank, 64_000));
         assert!(all.into_iter().all(|traffic| traffic.total_sent() == 2 * 64_000 * 3 / 4));
     }

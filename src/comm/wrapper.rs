@@ -1,20 +1,20 @@
-//! Process groups around other process groups: timed, checked, recorded, faulty for a test.
+//! Process groups that wrap other groups: for timing, checking, recording, or faults in tests.
 
 use super::{CollectiveArgs, CommError, GroupStats, Pending, ProcessGroup};
 use candle_core::Device;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// A [`ProcessGroup`] around another one. It says only what it changes: whatever it does not
-/// override, the inner group answers.
+/// A [`ProcessGroup`] around an inner group. Methods that it does not override are forwarded
+/// to the inner group.
 pub trait GroupWrapper: Send + Sync + Debug {
-    /// The group that does the work.
+    /// The wrapped group.
     fn inner(&self) -> &Arc<dyn ProcessGroup>;
 
-    /// [`ProcessGroup::start`], hence every `start_*` method.
+    /// [`ProcessGroup::start`], which every `start_*` method calls.
     ///
     /// # Errors
-    /// As there.
+    /// Those of the inner group.
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         self.inner().start(call)
     }

@@ -92,10 +92,10 @@ impl Engine {
         bf16_gemm()?;
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(match &config.monitoring.comms_logger {
-            logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),
+            logger if logger.enabled => CommTimer::recording_calls(logger.verbose),
             _ => CommTimer::default(),
         });
-        let groups = groups.map(|axis, group| comm_timer.along(axis, group));
+        let groups = groups.map(|axis, group| comm_timer.wrap(axis, group));
         if !dry::is_dry() {
             warn_about_candle_threads();
         }

@@ -1,4 +1,4 @@
-//! The conformance suite of `ProcessGroup`, over every backend that this machine runs.
+//! The conformance suite of `ProcessGroup`, run with every backend that this machine supports.
 
 #[cfg(feature = "kernel-emulation")]
 use crate::support::comm::Emulated;
@@ -9,7 +9,7 @@ use crate::support::comm::OnOneGpu;
 use crate::support::comm::cases::every_case;
 use crate::support::comm::{Defaults, Threads};
 
-/// One `#[test]` for each case, which is a function of `support::comm`.
+/// One `#[test]` per case, which is a function of `support::comm`.
 macro_rules! cases {
     ($backend:expr; $($file:ident: $($case:ident),+ $(,)?;)+) => {
         $($(
@@ -64,18 +64,18 @@ macro_rules! whole {
 
 whole!(threads_one_to_four, Threads { threads_per_rank: 1 }, [1, 2, 3, 4]);
 
-// What follows needs GPUs.
+// The tests below need GPUs.
 
 #[cfg(feature = "cuda")]
 suite!(threads_on_one_cuda_gpu, OnOneGpu(Threads { threads_per_rank: 1 }));
 #[cfg(feature = "cuda")]
 suite!(threads_on_one_cuda_gpu_with_default_methods, OnOneGpu(Defaults));
 
-// `ULYSSES_TEST_NCCL_RANKS` of them, 1 if it is not set; ranks beyond the GPUs share them.
+// Number of ranks: `ULYSSES_TEST_NCCL_RANKS`, default 1; ranks beyond the number of GPUs share them.
 #[cfg(feature = "nccl")]
 whole!(nccl, Nccl, [crate::support::comm::nccl_ranks()]);
 
-/// NCCL, without the cases that it cannot fulfil: it adds in an order of its own, and does not compare calls.
+/// NCCL, without the cases that it does not support: it has its own order of summation, and does not compare calls.
 #[cfg(feature = "nccl")]
 mod on_eight_gpus {
     use super::*;
@@ -117,7 +117,7 @@ mod on_eight_gpus {
 }
 
 #[test]
-fn a_fake_group_refuses_plans_that_are_not_for_its_size_or_leave_their_tensors() {
+fn a_fake_group_refuses_plans_of_another_size_or_out_of_bounds() {
     use candle_core::Tensor;
     use std::sync::Arc;
     use ulysses::comm::fake::FakeGroup;

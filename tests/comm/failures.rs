@@ -1,4 +1,4 @@
-//! A failure on one rank ends the step on all of them, soon, with an error that names it.
+//! A failure on one rank soon ends the step on all ranks, with an error that names the rank.
 
 use crate::support::device::test_device;
 use crate::support::mesh_run::{
@@ -18,7 +18,7 @@ use ulysses::model::{
     DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec, Saved,
 };
 
-/// Far above what a step takes, far below what a test may.
+/// Far more than a step takes, far less than the limit of a test.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The rank that fails.
@@ -26,7 +26,7 @@ const CULPRIT: usize = 2;
 
 const LAYOUTS: [Layout; 4] = [layout(1, 3, 0), layout(4, 1, 2), layout(2, 2, 0), layout(2, 2, 3)];
 
-/// What a launch returned, and what every rank said (`None`: it panicked or was content).
+/// The result of a launch, and the error of every rank (`None` if it panicked or succeeded).
 struct Outcome {
     launched: Result<Vec<()>, LaunchError>,
     errors: Vec<Option<String>>,
@@ -56,7 +56,7 @@ fn run(
             &test_device(),
         )?;
         let batch = micro_batches(&global, &engine)?.remove(0);
-        // When the culprit is through, all ranks are here: nobody fails while groups are still made.
+        // A barrier, so that no rank fails while others still create their groups.
         let together = || Ok(engine.dp_group().barrier().and_then(|()| engine.sp_group().barrier())?);
         let outcome = together().and_then(|()| train(rank, &mut engine, batch));
         errors.lock().unwrap()[rank] = outcome.as_ref().err().map(ToString::to_string);
@@ -86,8 +86,8 @@ impl Outcome {
     }
 }
 
-/// Spoils the culprit's micro batch of the second step.
-fn check_bad_batch(spoil: impl Fn(&mut MicroBatch) + Sync, reason: &str) {
+/// Modifies the culprit's micro batch of the second step.
+fn check_invalid_batch(spoil: impl Fn(&mut MicroBatch) + Sync, reason: &str) {
     for layout in LAYOUTS {
         let outcome = run(layout, llama, |rank, engine, mut batch| {
             step(engine, &batch)?;
@@ -106,20 +106,20 @@ fn check_bad_batch(spoil: impl Fn(&mut MicroBatch) + Sync, reason: &str) {
 
 #[test]
 fn a_token_outside_the_vocabulary_on_one_rank() {
-    check_bad_batch(|batch| batch.input_ids[3] = 61, "`ids[3]` is 61, valid are 0..61");
+    check_invalid_batch(|batch| batch.input_ids[3] = 61, "`ids[3]` is 61, valid are 0..61");
 }
 
 #[test]
 fn a_label_outside_the_vocabulary_on_one_rank() {
-    check_bad_batch(|batch| batch.labels[1] = 1000, "`labels[1]` is 1000, valid are 0..61");
+    check_invalid_batch(|batch| batch.labels[1] = 1000, "`labels[1]` is 1000, valid are 0..61");
 }
 
 #[test]
 fn a_micro_batch_of_another_size_on_one_rank() {
-    check_bad_batch(|batch| batch.labels.truncate(1), "number of its labels on this rank is");
+    check_invalid_batch(|batch| batch.labels.truncate(1), "number of its labels on this rank is");
 }
 
-/// Where a [`Faulty`] layer panics.
+/// The pass in which a [`Faulty`] layer panics.
 #[derive(Clone, Copy, PartialEq)]
 enum Pass {
     Forward,
@@ -170,7 +170,7 @@ fn a_layer_that_panics_on_one_rank() {
         let model = |rank: usize, config: &LlamaConfig| {
             let mut model = Model::llama(config).unwrap();
             if rank == CULPRIT {
-                // The first layer: in the backward pass, reductions and gathers are under way.
+                // The first layer: in the backward pass, reductions and gathers are in progress.
                 model.layers[0] = Box::new(Faulty { layer: DecoderLayer::new(config, 0), panics_in });
             }
             model
@@ -182,19 +182,19 @@ fn a_layer_that_panics_on_one_rank() {
 }
 
 #[test]
-fn a_rank_that_leaves_before_the_others() {
+fn a_rank_that_returns_before_the_others() {
     for layout in LAYOUTS {
         let outcome = run(layout, llama, |rank, engine, batch| {
             step(engine, &batch)?;
             if rank == CULPRIT { Ok(()) } else { step(engine, &batch) }
         });
-        outcome.assert_all_name_the_culprit(layout, "has returned while others wait for it");
+        outcome.assert_all_name_the_culprit(layout, "returned while others wait for it");
         assert!(outcome.launched.is_err(), "{layout:?}");
     }
 }
 
 #[test]
-fn a_rank_that_leaves_between_forward_and_backward() {
+fn a_rank_that_returns_between_forward_and_backward() {
     for layout in LAYOUTS {
         let outcome = run(layout, llama, |rank, engine, batch| {
             let loss = engine.forward(&batch)?;
@@ -203,6 +203,6 @@ fn a_rank_that_leaves_between_forward_and_backward() {
             }
             Ok(())
         });
-        outcome.assert_all_name_the_culprit(layout, "has returned while others wait for it");
+        outcome.assert_all_name_the_culprit(layout, "returned while others wait for it");
     }
 }

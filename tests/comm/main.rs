@@ -1,4 +1,4 @@
-//! Collectives: their definitions on every backend, what happens when ranks fail, and the bytes of the exchange.
+//! Collectives: the conformance suite on every backend, failures of ranks, and the bytes of Ulysses exchanges.
 
 #![allow(clippy::unwrap_used)]
 

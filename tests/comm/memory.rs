@@ -1,6 +1,6 @@
-//! Memory of the thread backend: nothing grows with the number of operations, and the
-//! buffers that a rank lends to its peers are freed by that rank itself. (Memory is
-//! accounted by thread, so a peer that freed them would seem to shrink.)
+//! Memory of the thread backend: it does not grow with the number of operations, and the
+//! buffers that a rank publishes to its peers are freed by that rank itself. (Memory is
+//! counted by thread, so the count of a peer that freed them would shrink.)
 
 use candle_core::{DType, Device, Tensor};
 use ulysses::comm::{CommError, LaunchOptions, ProcessGroup, ProcessGroupExt, ReduceOp, launch};
@@ -10,7 +10,7 @@ const RANKS: usize = 4;
 const ROUNDS: usize = 400;
 const ELEMS: usize = 16_384;
 
-/// One of everything, with inputs whose last clone is the one that was lent.
+/// Every operation once, with inputs whose last clone is the published one.
 fn round(group: &dyn ProcessGroup) -> Result<(), CommError> {
     let rank = group.rank();
     let tensor = |count: usize| Tensor::ones(count, DType::F32, &Device::Cpu);
@@ -25,12 +25,12 @@ fn round(group: &dyn ProcessGroup) -> Result<(), CommError> {
     let sending = group.start_send(&tensor(ELEMS)?, (rank + 1) % RANKS)?;
     group.recv(&part, (rank + RANKS - 1) % RANKS)?;
     sending.wait()?;
-    // A part of the output, which the call copies before lending it.
+    // A part of the output, which the call copies before publishing it.
     group.all_gather(&output.narrow(0, rank * ELEMS, ELEMS)?, &output)
 }
 
 #[test]
-fn lent_buffers_are_freed_by_their_owner_and_nothing_grows() {
+fn published_buffers_are_freed_by_their_owner_and_memory_does_not_grow() {
     let grown = launch(RANKS, &LaunchOptions::default(), |context| -> Result<i64, CommError> {
         round(&*context.group)?;
         context.group.barrier()?;
@@ -40,8 +40,8 @@ fn lent_buffers_are_freed_by_their_owner_and_nothing_grows() {
         Ok(live_bytes() - before)
     })
     .unwrap();
-    // One lent buffer per round freed by another rank would show as 25 MiB. What may
-    // pass from rank to rank is the few hundred bytes of an operation's seats.
+    // One published buffer per round freed by another rank would show as 25 MiB. Only
+    // the few hundred bytes of an operation's slots may move between ranks.
     let one_buffer_per_round = (ROUNDS * ELEMS * size_of::<f32>()) as i64;
     for (rank, bytes) in grown.iter().enumerate() {
         assert!(bytes.abs() < one_buffer_per_round / 8, "rank {rank} grew by {bytes} bytes: {grown:?}");

@@ -1,4 +1,4 @@
-"""Prints how far transformers' logits of a model are from those that were computed elsewhere.
+"""Prints the error of given logits of a model, compared with transformers.
 
 Usage: logits.py MODEL_DIR BATCH.safetensors OUTPUT.safetensors
 

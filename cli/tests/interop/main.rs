@@ -1,11 +1,11 @@
-//! Models to and from Python: transformers computes the same logits as `ulysses verify`, for models
-//! exported here and for models saved by transformers.
+//! Interoperability with Python: `ulysses verify` and transformers compute the same logits, for models
+//! exported by ulysses and for models created by transformers.
 //!
 //! TensorBoard reads the event files of a run.
 //!
-//! Needs a Python with `torch` and `transformers`, or `tensorboard`: `ULYSSES_PYTHON`, else `python3`. Without
-//! it the test is reported as ignored, with the reason in its name. `just interop`
-//! creates one and runs this.
+//! Needs a Python with `torch` and `transformers`, or `tensorboard`: `ULYSSES_PYTHON`, or else `python3`. Without it
+//! the tests are reported as ignored, with the reason in their names. `just interop`
+//! creates a virtual environment and runs the tests.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,7 +21,7 @@ use support::cli::Workplace;
 
 const TOLERANCE: f64 = 2e-5;
 
-/// Those of `make_model.py`.
+/// The model families of `make_model.py`.
 const FAMILIES: [&str; 9] = [
     "llama",
     "llama_linear",
@@ -36,9 +36,9 @@ const FAMILIES: [&str; 9] = [
 
 fn main() -> ExitCode {
     let python = std::env::var("ULYSSES_PYTHON").unwrap_or_else(|_| "python3".into());
-    // Relative paths start here; the scripts run in other directories.
+    // Make a relative path absolute, since the scripts run in other directories.
     let python = if python.contains('/') {
-        std::path::absolute(&python).expect("a path that is not empty").display().to_string()
+        std::path::absolute(&python).expect("non-empty path").display().to_string()
     } else {
         python
     };
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// Returns why a Python cannot import the packages of a test, if it cannot.
+/// Returns why a Python cannot import the modules of a test, or `None` if it can.
 fn missing(python: &str, modules: &str) -> Option<String> {
     match Command::new(python).args(["-c", &format!("import {modules}")]).output() {
         Err(error) => Some(format!("cannot run {python}: {error}")),
@@ -122,7 +122,7 @@ fn tensorboard(python: &str) {
 }
 
 /// Trains on four ranks, exports, and compares the logits of `ulysses verify` and transformers
-/// on one batch.
+/// for one batch.
 fn exported(python: &str, max_file_mb: &str) {
     let place = Workplace::new();
     let changes = json!({
@@ -138,7 +138,7 @@ fn exported(python: &str, max_file_mb: &str) {
     compare(python, &place, ("tiny", "hf"));
 }
 
-/// Saves a model in several files with transformers and compares; then trains it for a step,
+/// Creates a model in several files with transformers, and compares; then trains it for a step,
 /// exports it, and compares again.
 fn imported(python: &str, family: &str) {
     let place = Workplace::new();
@@ -157,20 +157,23 @@ fn imported(python: &str, family: &str) {
     compare(python, &place, (family, "hf"));
 }
 
-/// Compares the logits of `ulysses verify` and transformers on one batch.
+/// Compares the logits of `ulysses verify` and transformers for one batch.
 fn compare(python: &str, place: &Workplace, (family, model): (&str, &str)) {
     write_batch(&place.path("batch.safetensors"));
     let arguments = ["verify", "--model", model, "--batch", "batch.safetensors", "--mesh", "1x2"];
     place.run(&[&arguments[..], &["--output", "ours.safetensors"]].concat()).assert_done();
     let stdout = run_script(python, place, &["logits.py", model, "batch.safetensors", "ours.safetensors"]);
-    let told: Value = serde_json::from_slice(&stdout).unwrap();
-    println!("{family}, {model}: the logits differ by {} of the largest, {}", told["error"], told["largest"]);
-    let (error, largest) = (told["error"].as_f64().unwrap(), told["largest"].as_f64().unwrap());
-    assert!(largest > 1.0, "a model whose logits say something: {told}");
-    assert!(error <= TOLERANCE, "{told}");
+    let reported: Value = serde_json::from_slice(&stdout).unwrap();
+    println!(
+        "{family}, {model}: the logits differ by {} of the largest, {}",
+        reported["error"], reported["largest"]
+    );
+    let (error, largest) = (reported["error"].as_f64().unwrap(), reported["largest"].as_f64().unwrap());
+    assert!(largest > 1.0, "the logits must not be tiny: {reported}");
+    assert!(error <= TOLERANCE, "{reported}");
 }
 
-/// Runs a script of this directory and returns its output.
+/// Runs a script of this directory in the workplace. Returns its output.
 fn run_script(python: &str, place: &Workplace, script_and_arguments: &[&str]) -> Vec<u8> {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("cli/tests/interop");
     let [script, arguments @ ..] = script_and_arguments else { unreachable!("a script") };
@@ -184,7 +187,7 @@ fn run_script(python: &str, place: &Workplace, script_and_arguments: &[&str]) ->
     output.stdout
 }
 
-/// Two sequences of 40 bytes of text.
+/// Writes two sequences of 40 bytes of text.
 fn write_batch(path: &Path) {
     let text = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.";
     let ids: Vec<u8> = text.bytes().take(80).flat_map(|byte| i64::from(byte).to_le_bytes()).collect();

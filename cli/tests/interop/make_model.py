@@ -1,8 +1,8 @@
-"""Makes a tiny random model of a family with transformers, in two or more files.
+"""Creates a tiny random model of a family with transformers, in two or more files.
 
 Usage: make_model.py FAMILY MODEL_DIR
 
-The seed is fixed. Biases and norms, which transformers starts at 0 and 1, are random too.
+The seed is fixed. Biases and norms, which transformers initializes to 0 and 1, are random too.
 """
 
 import sys
@@ -17,8 +17,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# One of each: every rotary embedding, every addition to the block. Rows have 40 tokens, so
-# windows and lengths are below that.
+# Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
+# windows and lengths are shorter.
 FAMILIES = {
     "llama": {"model_type": "llama"},
     "llama_linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
@@ -28,7 +28,7 @@ FAMILIES = {
         "max_position_embeddings": 16,
     },
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    # Described as tied, stored with a head of its own.
+    # The config says tied, the file has a separate head.
     "llama_untied": {"model_type": "llama"},
     "llama_yarn": {
         "model_type": "llama",
@@ -41,7 +41,7 @@ FAMILIES = {
 
 family, model_dir = sys.argv[1:]
 options = {"max_position_embeddings": 512, "head_dim": 16, **FAMILIES[family]}
-# Short wavelengths: rows of 40 tokens see several turns of most pairs.
+# Short wavelengths, so that most pairs rotate several times within 40 tokens.
 options["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **options.get("rope_parameters", {})}
 config = AutoConfig.for_model(
     **options,

@@ -1,4 +1,4 @@
-//! The conformance suite of `ProcessGroup`, which all backends pass.
+//! The conformance suite of `ProcessGroup`, run with MPI.
 
 use crate::job::Job;
 use crate::large;
@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 
 type Case = (&'static str, &'static str, fn(&Mpi));
 
-/// All cases, by file.
+/// All cases, each with its file.
 macro_rules! table {
     (; $($file:ident: $($case:ident),+ $(,)?;)+) => {
         [$($((stringify!($file), stringify!($case), $file::$case as fn(&Mpi))),+),+]
@@ -27,16 +27,16 @@ fn cases() -> Vec<Case> {
     cases.push(("whole", "exchanges_messages_and_sub_groups", |mpi| {
         whole::exchanges_messages_and_sub_groups(mpi, mpi.processes());
     }));
-    let whole = large::a_tensor_of_more_elements_than_an_int_counts_arrives_whole;
-    cases.push(("large", "a_tensor_of_more_elements_than_an_int_counts_arrives_whole", whole));
+    let whole = large::a_tensor_with_more_elements_than_an_int_arrives_complete;
+    cases.push(("large", "a_tensor_with_more_elements_than_an_int_arrives_complete", whole));
     cases
 }
 
-/// Files with cases of eight ranks; the others have at most four.
-const OF_EIGHT: [&str; 3] = ["reduce", "gather", "groups"];
+/// Files whose cases also run with eight ranks; the others use at most four.
+const WITH_EIGHT_RANKS: [&str; 3] = ["reduce", "gather", "groups"];
 
-/// One job per file with as many processes as its cases need, and each operation once with two,
-/// three and four processes.
+/// One job per file, with as many processes as its cases need, plus every operation once with two,
+/// three and four.
 pub(crate) fn trials() -> Vec<Trial> {
     let mut files: Vec<&str> = cases().iter().map(|(file, ..)| *file).collect();
     files.dedup();
@@ -48,7 +48,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     let sizes = |file: &str| match file {
         "whole" => vec![2, 3, 4],
         "large" => vec![2],
-        _ if OF_EIGHT.contains(&file) => vec![8],
+        _ if WITH_EIGHT_RANKS.contains(&file) => vec![8],
         _ => vec![4],
     };
     files.into_iter().flat_map(|file| sizes(file).into_iter().map(move |size| job(file, size))).collect()

@@ -1,4 +1,4 @@
-//! Fixtures that PyTorch computed, on meshes of processes.
+//! Golden values from PyTorch, on meshes of processes.
 
 use crate::job::Job;
 use crate::support::cli::Workplace;
@@ -13,7 +13,7 @@ const TOLERANCE: f64 = 1e-5;
 pub(crate) fn trials() -> Vec<Trial> {
     let golden = |fixture: &'static str, mesh: &'static str, stage: &'static str| {
         let name = format!("{fixture}_on_{mesh}_at_stage_{stage}_is_pytorch_s");
-        trial(name, move || is_pytorch_s(fixture, mesh, stage))
+        trial(name, move || matches_pytorch(fixture, mesh, stage))
     };
     vec![
         golden("tiny_strong", "2x2", "3"),
@@ -41,12 +41,16 @@ fn verify(
     Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path(".")).run()
 }
 
-fn is_pytorch_s(fixture: &str, mesh: &str, stage: &str) {
+fn matches_pytorch(fixture: &str, mesh: &str, stage: &str) {
     let place = Workplace::new();
     let processes = mesh.split('x').map(|size| size.parse::<usize>().unwrap()).product();
     let flags = ["--mesh", mesh, "--zero-stage", stage, "--output", "out.safetensors"];
     let outcome = verify(&place, fixture, processes, &flags);
-    assert_eq!(outcome.assert_done().stdout.matches("out.safetensors").count(), 1, "one writes: {outcome:?}");
+    assert_eq!(
+        outcome.assert_done().stdout.matches("out.safetensors").count(),
+        1,
+        "one process writes: {outcome:?}"
+    );
     let written = load_tensors(&place.path("out.safetensors")).unwrap();
     let expected = load_tensors(&file(fixture, "outputs.safetensors")).unwrap();
     for name in ["loss", "logits"] {

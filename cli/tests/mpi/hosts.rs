@@ -1,24 +1,24 @@
-//! Several hosts: network namespaces of this machine on a bridge. `cli/tests/mpi/hosts/run` creates them.
+//! Several hosts: network namespaces of this machine, connected by a bridge. `cli/tests/mpi/hosts/run` creates them.
 
 use crate::job::{Job, Running};
 use crate::support::cli::Workplace;
-use crate::training::learnt;
+use crate::training::trained_metrics;
 use crate::trial;
 use libtest_mimic::Trial;
 use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Returns the trials, if this machine can create network namespaces, which needs root and kernel support.
+/// The trials, if this machine allows network namespaces: that needs root and kernel support.
 pub(crate) fn trials() -> Vec<Trial> {
     let may_make =
         Command::new("unshare").args(["--net", "--uts", "ip", "link", "add", "type", "veth"]).output();
     let is_possible = may_make.is_ok_and(|output| output.status.success());
     let trials = [
-        trial("training_on_two_hosts_equals_threads", training_on_two_hosts_equals_threads),
-        trial("a_disconnected_host_ends_all_ranks_in_time", a_disconnected_host_ends_all_ranks_in_time),
+        trial("training_on_two_hosts_matches_threads", training_on_two_hosts_matches_threads),
+        trial("a_disconnected_host_ends_the_job_in_time", a_disconnected_host_ends_the_job_in_time),
     ];
-    // Listed as ignored with the reason in the name of the kind, if they cannot run.
+    // Otherwise they are listed as ignored, with the reason in the name of the kind.
     let kind = if is_possible { "" } else { "needs network namespaces" };
     trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()
 }
@@ -30,17 +30,20 @@ fn hosts(place: &Workplace, arguments: &[&str]) -> Job {
         .within(&place.path("."))
 }
 
-fn training_on_two_hosts_equals_threads() {
+fn training_on_two_hosts_matches_threads() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "zero_optimization": { "stage": 2 } }));
     place.run(&["train", "config.json", "--mesh", "2x2", "--output", "threads"]).assert_done();
-    // Two hosts of two: the preset takes dp from the hosts and sp from the ranks on each.
+    // Two hosts with two ranks each: the preset uses dp between hosts and sp within a host.
     let outcome = hosts(&place, &["--mesh", "ulysses"]).run();
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 2"), "{outcome:?}");
-    assert_eq!(learnt(&place, "out/metrics.jsonl"), learnt(&place, "threads/metrics.jsonl"));
+    assert_eq!(
+        trained_metrics(&place, "out/metrics.jsonl"),
+        trained_metrics(&place, "threads/metrics.jsonl")
+    );
 }
 
-fn a_disconnected_host_ends_all_ranks_in_time() {
+fn a_disconnected_host_ends_the_job_in_time() {
     let place = Workplace::new();
     let timeout = json!({ "ulysses": { "comm": { "timeout_seconds": 5 }, "steps": 1_000_000 } });
     place.write_config("config.json", timeout);
@@ -50,15 +53,15 @@ fn a_disconnected_host_ends_all_ranks_in_time() {
     let outcome = running.wait();
     assert!(cut.elapsed() < Duration::from_secs(60), "took {:?}", cut.elapsed());
     assert_ne!(outcome.code, Some(0), "{outcome:?}");
-    // Ranks 2 and 3 were on the disconnected host. Their messages are lost, but they do not hang.
+    // Ranks 2 and 3 were on the disconnected host. Their output is lost, but they must not hang either.
     let named = |line: &str| line.contains("timed out") && (line.contains("[2") || line.contains("3]"));
-    assert!(outcome.stderr.lines().any(named), "the absent ranks are named: {outcome:?}");
+    assert!(outcome.stderr.lines().any(named), "the missing ranks are named: {outcome:?}");
     let blamed = |line: &str| {
         line.contains("timed out")
             && ["[0", "[1"].iter().any(|rank| line.contains(&format!("rank(s) {rank}")))
     };
-    assert!(!outcome.stderr.lines().any(blamed), "and no rank that waits itself: {outcome:?}");
-    assert!(outcome.stderr.contains("; the last operations of rank "), "{outcome:?}");
+    assert!(!outcome.stderr.lines().any(blamed), "no waiting rank is named: {outcome:?}");
+    assert!(outcome.stderr.contains("; last operations of rank "), "{outcome:?}");
 }
 
 fn wait_until_cut(running: &Running) -> Instant {

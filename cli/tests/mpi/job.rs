@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Much longer than any job takes: a job that exceeds it hangs.
+/// Far more than any job takes; a job that takes longer hangs.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A command under `mpirun`.
@@ -22,7 +22,7 @@ pub(crate) struct Running {
 }
 
 impl Job {
-    /// Creates a job of `program` with `arguments` on several processes.
+    /// Runs `program` with `arguments` on a number of processes.
     pub(crate) fn new(processes: usize, program: &Path, arguments: &[&str]) -> Self {
         let mut command = Command::new("mpirun");
         command.args(["-np", &processes.to_string(), "--oversubscribe", "--bind-to", "none"]);
@@ -30,7 +30,7 @@ impl Job {
         Self { command: in_container(command) }
     }
 
-    /// Creates a job of `ulysses launch` with MPI on several processes.
+    /// Runs `ulysses launch` with MPI on a number of processes.
     pub(crate) fn launched(processes: usize, arguments: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ulysses"));
         command.args(["launch", "--nproc", &processes.to_string()]).args(arguments);
@@ -38,14 +38,14 @@ impl Job {
         Self { command: in_container(command) }
     }
 
-    /// Creates a job of a script that starts `mpirun` itself.
+    /// Runs a script that starts `mpirun` itself.
     pub(crate) fn by(script: &str, arguments: &[&str]) -> Self {
         let mut command = Command::new(script);
         command.args(arguments).stdin(Stdio::null());
         Self { command: in_container(command) }
     }
 
-    /// Sets an environment variable.
+    /// Sets an environment variable of the job.
     pub(crate) fn with(mut self, variable: &str, value: &Path) -> Self {
         self.command.env(variable, value);
         self
@@ -55,7 +55,7 @@ impl Job {
         Self::new(processes, &std::env::current_exe().unwrap(), arguments)
     }
 
-    /// Sets the working directory.
+    /// Sets the working directory of the job.
     pub(crate) fn within(mut self, dir: &Path) -> Self {
         self.command.current_dir(dir);
         self
@@ -66,7 +66,7 @@ impl Job {
         let [stdout, stderr] =
             ["stdout", "stderr"].map(|name| File::create(output.path().join(name)).unwrap());
         let child = self.command.stdout(stdout).stderr(stderr).spawn();
-        let child = child.expect("mpirun of Open MPI is needed to test the feature `mpi`");
+        let child = child.expect("tests of the feature `mpi` need Open MPI's mpirun");
         Running { child, output, started: Instant::now() }
     }
 
@@ -75,7 +75,7 @@ impl Job {
     }
 }
 
-/// Lets Open MPI run as root, as in containers.
+/// Allows root, since containers run as root.
 fn in_container(mut command: Command) -> Command {
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");

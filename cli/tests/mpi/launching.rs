@@ -2,7 +2,7 @@
 
 use crate::job::Job;
 use crate::support::cli::Workplace;
-use crate::training::{children, learnt, wait_for_steps};
+use crate::training::{children, trained_metrics, wait_for_steps};
 use crate::trial;
 use libtest_mimic::Trial;
 use serde_json::json;
@@ -14,7 +14,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             "a_launched_run_resumes_after_a_rank_was_killed",
             a_launched_run_resumes_after_a_rank_was_killed,
         ),
-        trial("a_launched_run_saves_and_stops_on_a_signal", a_launched_run_saves_and_stops_on_a_signal),
+        trial("a_launched_run_saves_and_ends_on_a_signal", a_launched_run_saves_and_ends_on_a_signal),
         trial("a_rank_that_fails_under_launch_is_named", a_rank_that_fails_under_launch_is_named),
     ]
 }
@@ -49,12 +49,13 @@ fn a_launched_run_resumes_after_a_rank_was_killed() {
     let named = |line: &str| line.contains(restart) && line.ends_with("restart 1 of 1");
     assert!(outcome.stderr.lines().any(named), "{outcome:?}");
     assert!(outcome.stderr.contains("[0] resumed from "), "{outcome:?}");
-    let (whole, resumed) = (learnt(&place, "whole/metrics.jsonl"), learnt(&place, "out/metrics.jsonl"));
+    let (whole, resumed) =
+        (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
     assert_eq!(resumed.len(), STEPS);
-    assert_eq!(resumed, whole, "as if nobody had been killed");
+    assert_eq!(resumed, whole, "the same as without the kill");
 }
 
-fn a_launched_run_saves_and_stops_on_a_signal() {
+fn a_launched_run_saves_and_ends_on_a_signal() {
     let place = long_run();
     let arguments = ["--max-restarts", "1", "--", "train", "config.json", "--mesh", "2x1"];
     let running = Job::launched(2, &arguments).within(&place.path(".")).start();
@@ -74,6 +75,7 @@ fn a_rank_that_fails_under_launch_is_named() {
     let outcome = Job::launched(2, &arguments).within(&place.path(".")).run();
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
     assert!(outcome.stderr.contains("ended with exit code 2"), "{outcome:?}");
-    let told = |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI started 2");
-    assert_eq!(outcome.stderr.lines().filter(told).count(), 1, "one rank tells: {outcome:?}");
+    let reported =
+        |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI has started 2");
+    assert_eq!(outcome.stderr.lines().filter(reported).count(), 1, "one rank reports: {outcome:?}");
 }

@@ -1,6 +1,6 @@
 //! The MPI backend, under `mpirun` on this machine: the conformance suite, and training.
 //!
-//! Each test of the suite is a job that runs this binary: `--ranks FILE`.
+//! Each test of the suite is a job that runs this binary itself: `--ranks FILE`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();
-    // A job takes all cores.
+    // A job uses all cores.
     arguments.test_threads = Some(1);
     let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
     let trials = trials.chain(golden::trials()).chain(hosts::trials()).chain(slurm::trials());

@@ -1,4 +1,4 @@
-//! `ulysses train --backend mpi` compared with threads.
+//! `ulysses train --backend mpi`, compared with the same training on threads.
 
 use crate::job::{Job, Running};
 use crate::support::cli::{Outcome, Workplace};
@@ -12,24 +12,30 @@ use std::time::{Duration, Instant};
 pub(crate) fn trials() -> Vec<Trial> {
     let parity = |stage: u64| {
         trial(format!("training_at_stage_{stage}_is_what_threads_do_on_every_mesh"), move || {
-            training_is_what_threads_do(stage);
+            training_matches_threads(stage);
         })
     };
     let mut trials: Vec<Trial> = (0..4).map(parity).collect();
-    trials.push(trial("a_run_resumes_with_another_number_of_processes", || {
-        a_run_resumes_with_another_number_of_processes();
+    trials.push(trial("a_run_resumes_with_a_different_number_of_processes", || {
+        a_run_resumes_with_a_different_number_of_processes();
     }));
-    trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
-    trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
-    trials.push(trial("a_difference_between_processes_ends_all", a_difference_between_processes_ends_all));
+    trials.push(trial("the_desync_check_works_while_training", the_desync_check_works_while_training));
+    trials.push(trial(
+        "a_mesh_of_a_different_size_is_refused_once",
+        a_mesh_of_a_different_size_is_refused_once,
+    ));
+    trials.push(trial("a_difference_on_one_process_ends_all", a_difference_on_one_process_ends_all));
     trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
         mpirun_is_discovered_and_its_processes_fill_the_mesh();
     }));
     trials.push(trial("a_config_error_is_reported_once", a_config_error_is_reported_once));
-    trials.push(trial("contradictory_ranks_are_both_shown", || {
-        contradictory_ranks_are_both_shown();
+    trials.push(trial("contradicting_values_are_both_shown", || {
+        contradicting_values_are_both_shown();
     }));
-    trials.push(trial("exchanges_and_collectives_are_measured", exchanges_and_collectives_are_measured));
+    trials.push(trial(
+        "all_to_all_and_collectives_are_benchmarked",
+        all_to_all_and_collectives_are_benchmarked,
+    ));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }
@@ -44,14 +50,14 @@ fn train(place: &Workplace, processes: usize, arguments: &[&str]) -> Outcome {
     job(place, processes, &[&["train", "config.json"], arguments].concat()).run()
 }
 
-/// Returns a step's metrics without times and memory.
-pub(crate) fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
+/// The metrics of each step, without times and memory.
+pub(crate) fn trained_metrics(place: &Workplace, metrics: &str) -> Vec<Value> {
     let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
     let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
     place.metrics(metrics).into_iter().map(pick).collect()
 }
 
-fn training_is_what_threads_do(stage: u64) {
+fn training_matches_threads(stage: u64) {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "zero_optimization": { "stage": stage } }));
     for mesh in ["2x2", "1x4", "4x1"] {
@@ -61,13 +67,13 @@ fn training_is_what_threads_do(stage: u64) {
         assert!(outcome.assert_done().stdout.contains("tokens/s"), "{outcome:?}");
         assert_eq!(outcome.stdout.matches("tokens/s").count(), 1, "one process reports: {outcome:?}");
         let [threads, processes] =
-            [threads, processes].map(|output| learnt(&place, &format!("{output}/metrics.jsonl")));
+            [threads, processes].map(|output| trained_metrics(&place, &format!("{output}/metrics.jsonl")));
         assert_eq!(threads.len(), 4);
-        assert_eq!(processes, threads, "mesh {mesh}: the sums run in the same order");
+        assert_eq!(processes, threads, "mesh {mesh}: sums must be in the same order");
     }
 }
 
-fn a_run_resumes_with_another_number_of_processes() {
+fn a_run_resumes_with_a_different_number_of_processes() {
     let place = Workplace::new();
     place.write_config(
         "config.json",
@@ -84,18 +90,18 @@ fn a_run_resumes_with_another_number_of_processes() {
     }
 }
 
-fn the_calls_can_be_compared_while_training() {
+fn the_desync_check_works_while_training() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "ulysses": { "comm": { "check": "on" } } }));
     train(&place, 2, &["--mesh", "1x2"]).assert_done();
     assert_eq!(place.metrics("out/metrics.jsonl").len(), 4);
 }
 
-fn exchanges_and_collectives_are_measured() {
+fn all_to_all_and_collectives_are_benchmarked() {
     let place = Workplace::new();
     let report = |bench: &str| -> Value {
         let outcome = job(&place, 3, &["bench", bench, "--mib", "1", "--repeats", "2", "--json"]).run();
-        // Valid JSON means that only one process printed.
+        // Only one process prints, or the output is not valid JSON.
         serde_json::from_str(&outcome.assert_done().stdout)
             .unwrap_or_else(|error| panic!("{error}: {outcome:?}"))
     };
@@ -121,7 +127,7 @@ fn exchanges_and_collectives_are_measured() {
     assert!(outcome.stderr.contains("a collective needs at least 2"), "{outcome:?}");
 }
 
-fn a_mesh_of_another_size_is_refused_once() {
+fn a_mesh_of_a_different_size_is_refused_once() {
     let place = Workplace::new();
     place.write_config("config.json", json!({}));
     let refused = train(&place, 2, &["--mesh", "2x2"]);
@@ -137,7 +143,7 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "no mesh, no backend: {outcome:?}");
     let resolved = place.read_json("out/config.json");
     assert_eq!(resolved["ulysses"]["backend"], "mpi");
-    // The backend in the file takes precedence; each process then trains by itself.
+    // The backend in the config takes precedence, so each process trains alone.
     place.write_config("threads.json", json!({ "ulysses": { "backend": "thread" } }));
     let script = "exec \"$0\" train threads.json --output out-$OMPI_COMM_WORLD_RANK";
     let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses")];
@@ -150,11 +156,11 @@ fn a_config_error_is_reported_once() {
     place.write_config("config.json", json!({ "train_batch": 4 }));
     let refused = train(&place, 3, &["--mesh", "1x3"]);
     refused.assert_refused(2, &["`train_batch`"]);
-    refused_without_file(&place);
+    refuses_a_missing_file(&place);
 }
 
-/// Only rank 1 lacks the file, so rank 1 reports the error.
-fn refused_without_file(place: &Workplace) {
+/// Only rank 1 lacks the file, so it reports the error.
+fn refuses_a_missing_file(place: &Workplace) {
     place.write_config("good.json", json!({}));
     let script =
         "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- train nowhere.json; fi; exec \"$0\" \"$@\"";
@@ -163,7 +169,7 @@ fn refused_without_file(place: &Workplace) {
     outcome.assert_refused(2, &["nowhere.json"]);
 }
 
-fn contradictory_ranks_are_both_shown() {
+fn contradicting_values_are_both_shown() {
     let place = Workplace::new();
     place.write_config("config.json", json!({}));
     let arguments =
@@ -175,8 +181,8 @@ fn contradictory_ranks_are_both_shown() {
     }
 }
 
-/// The same training, with a different argument on rank 1.
-fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
+/// Runs the same training, with an additional argument for rank 1.
+fn with_different_rank_1(place: &Workplace, argument: &str) -> Outcome {
     let script = "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- \"$@\" $ODD; fi; exec \"$0\" \"$@\"";
     let script = format!("ODD='{argument}'; {script}");
     let binary = env!("CARGO_BIN_EXE_ulysses");
@@ -184,17 +190,17 @@ fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run()
 }
 
-fn a_difference_between_processes_ends_all() {
+fn a_difference_on_one_process_ends_all() {
     let place = Workplace::new();
     let boards = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
     place.write_config("config.json", json!({ "tensorboard": boards }));
-    let refused = with_odd_rank_1(&place, "--data nothing");
+    let refused = with_different_rank_1(&place, "--data nothing");
     assert!(refused.stderr.contains("nothing does not exist"), "{refused:?}");
     for directory in ["out", "boards"] {
         let made = place.path(directory).exists();
         assert!(!made, "rank 0 made {directory} for a run that rank 1 cannot start");
     }
-    let differs = with_odd_rank_1(&place, "--seed 99");
+    let differs = with_different_rank_1(&place, "--seed 99");
     assert!(differs.stderr.contains("the config differs"), "{differs:?}");
 }
 

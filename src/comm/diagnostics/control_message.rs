@@ -1,4 +1,4 @@
-//! What ranks that are processes send all others outside of any operation, whatever carries it.
+//! Messages that processes send to all other ranks outside of any operation, over any transport.
 
 use super::{EntryReport, Wait};
 use crate::comm::CommError;
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 /// A message of one rank to all others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::comm) enum ControlMessage {
-    /// The world has failed, and why.
+    /// The world has failed, with the error.
     Failed(CommError),
-    /// What the rank has called last, and what it waits for now. A rank whose time is up says so: it will fail, and asks
-    /// the others for theirs.
-    Called { calls: Vec<EntryReport>, wait: Option<Wait> },
-    /// The rank issues nothing any more. Its last word.
+    /// The last calls of the rank and what it waits for now. A rank that times out sends it before it fails, and the other
+    /// ranks answer with theirs.
+    CallReport { calls: Vec<EntryReport>, wait: Option<Wait> },
+    /// The rank issues no more operations. Its last message.
     Ended,
 }
 
 impl ControlMessage {
-    /// That `rank` has failed. An error that does not travel is told as the rank's failure, in its words.
+    /// Creates the message that `rank` has failed. An error that cannot be serialized is sent as text.
     pub(in crate::comm) fn failed(rank: usize, error: &CommError) -> Self {
         Self::Failed(match error {
             CommError::Mesh(_)
@@ -35,7 +35,7 @@ mod tests {
     use crate::comm::CollectiveOp;
 
     #[test]
-    fn every_failure_can_be_told() {
+    fn every_failure_can_be_sent() {
         let library = CommError::Library {
             library: "NCCL",
             group: "sp".into(),
@@ -53,11 +53,11 @@ mod tests {
             missing: vec![2],
         };
         for (error, says) in [(library, "unhandled system error"), (start, "no driver"), (timeout, "[2]")] {
-            let told = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
-            let ControlMessage::Failed(heard) = serde_json::from_slice(&told).unwrap() else {
+            let reported = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
+            let ControlMessage::Failed(received) = serde_json::from_slice(&reported).unwrap() else {
                 panic!("{error}")
             };
-            assert!(heard.to_string().contains(says), "{heard}");
+            assert!(received.to_string().contains(says), "{received}");
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The desync check: whether the calls of all ranks belong together.
+//! The desync check: compares the calls of all ranks of a group.
 
 use crate::comm::call_signature::CallSignature;
 use crate::comm::{CommError, StridedBlock};
 
-/// The call of one rank that differs from those of others.
+/// A call of one rank that differs from the calls of the others.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::comm) struct Divergence {
     pub(in crate::comm) rank: usize,
@@ -13,21 +13,21 @@ pub(in crate::comm) struct Divergence {
 }
 
 impl Divergence {
-    /// Ranks of a group as global ones.
+    /// Maps ranks of the group to global ranks.
     pub(in crate::comm) fn with_global_ranks(self, global_ranks: &[usize]) -> Self {
         let others = self.others.into_iter().map(|rank| global_ranks[rank]).collect();
         Self { rank: global_ranks[self.rank], others, ..self }
     }
 
-    /// The error that all ranks of the group report.
+    /// Returns the error that all ranks of the group report.
     pub(in crate::comm) fn into_error(self, group: &str, sequence: u64) -> CommError {
         let Divergence { rank, called, others, others_called } = self;
         CommError::Desync { group: group.to_owned(), sequence, rank, called, others, others_called }
     }
 }
 
-/// Whether two calls may meet, as far as that can be told without knowing whose they are (the counts of an all-to-all
-/// are compared pair by pair instead).
+/// Returns whether two calls match, as far as that is possible without knowing their ranks. (Counts of all-to-alls
+/// are compared pair by pair instead.)
 fn agree(one: &CallSignature, other: &CallSignature) -> bool {
     use CallSignature::*;
     match (one, other) {
@@ -45,14 +45,14 @@ fn agree(one: &CallSignature, other: &CallSignature) -> bool {
     }
 }
 
-/// Compares the calls of all ranks of a group, in rank order. Every rank comes to the same conclusion.
+/// Compares the calls of all ranks of a group, in rank order. Every rank comes to the same result.
 pub(in crate::comm) fn compare(calls: &[&CallSignature]) -> Result<(), Divergence> {
     if calls.iter().all(|call| agree(calls[0], call)) {
         return compare_counts(calls);
     }
     let agreeing =
         |rank: usize| (0..calls.len()).filter(|&other| agree(calls[rank], calls[other])).collect::<Vec<_>>();
-    // The largest set of ranks that agree; of equal ones, that of the lowest rank.
+    // The largest set of ranks with matching calls; ties go to the lowest rank.
     let others =
         (0..calls.len()).map(agreeing).reduce(|best, next| if next.len() > best.len() { next } else { best });
     let others = others.unwrap_or_default();
@@ -63,8 +63,8 @@ pub(in crate::comm) fn compare(calls: &[&CallSignature]) -> Result<(), Divergenc
     Err(Divergence { rank, called: calls[rank].to_string(), others, others_called })
 }
 
-/// For all-to-alls, what each rank sends must be what its peer expects: the whole
-/// count matrix is compared, and the rank with most faults is named.
+/// Compares the whole count matrix of an all-to-all: each rank must send what its peer
+/// expects. Names the rank with most mismatches.
 fn compare_counts(calls: &[&CallSignature]) -> Result<(), Divergence> {
     let ranks = calls.len();
     let pairs = (0..ranks).flat_map(|src| (0..ranks).map(move |dst| (src, dst)));
@@ -137,7 +137,7 @@ mod tests {
     use candle_core::DType;
 
     #[test]
-    fn a_call_that_has_travelled_says_the_same() {
+    fn a_call_survives_serialization() {
         for call in [reduce(4), exchange(&[0, 3], &[0, 2]), CallSignature::Barrier] {
             let text = serde_json::to_string(&call).unwrap();
             let travelled: CallSignature = serde_json::from_str(&text).unwrap();

@@ -1,4 +1,4 @@
-//! The comparison of calls for backends that have none of their own, such as NCCL.
+//! The desync check for backends that do not compare calls themselves, such as NCCL.
 
 use super::{GroupLabel, compare};
 use crate::comm::call_signature::CallSignature;
@@ -9,44 +9,44 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A group whose ranks tell each other what they call before any data moves. Ranks that diverge get
-/// [`CommError::Desync`], with both calls. Messages are not compared: they have two ranks each.
+/// A group whose ranks compare their calls before any data moves. Ranks with different calls get
+/// [`CommError::Desync`], with both calls. Messages are not compared, since they involve two ranks only.
 ///
-/// What the ranks tell travels in a group of its own, so that it is not in the statistics; every collective waits
-/// for it. First comes a fingerprint of fixed size; calls whose fingerprints say too little follow in full.
+/// The comparison uses a separate group, so that statistics do not include it; every collective waits
+/// for it. A fingerprint of fixed size is sent first, and the full call where the fingerprint is not enough.
 #[derive(Debug)]
 pub(in crate::comm) struct DesyncCheck {
     inner: Arc<dyn ProcessGroup>,
-    /// The same ranks.
+    /// A second group of the same ranks, for the comparison.
     side: Arc<dyn ProcessGroup>,
     label: Arc<GroupLabel>,
     sequence: AtomicU64,
     log: Arc<dyn CallLog>,
 }
 
-/// Who remembers the calls of a rank, for when ranks wait for one another in vain.
+/// A log of the calls of a rank, for hang reports.
 pub(in crate::comm) trait CallLog: Send + Sync + Debug {
-    /// A call is about to be compared.
+    /// Records a call that is about to be compared.
     fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature);
 
-    /// All ranks have come to the last call, which lets them know that those before are complete.
+    /// Records that all ranks have joined the last call, so earlier calls are complete.
     fn agreed(&self);
 }
 
-/// A fingerprint: a hash of the call, and whether that is not enough to compare it.
+/// A hash of a call, and a flag that is set if the hash is not enough to compare it.
 type Fingerprint = [u8; 33];
 
 fn fingerprint(call: &CallSignature, text: &[u8]) -> Fingerprint {
     let mut fingerprint = [0; 33];
     fingerprint[..32].copy_from_slice(blake3::hash(text).as_bytes());
-    // What a rank sends is what its peers expect, not what they send.
+    // What a rank sends must match what its peers expect, not what they send.
     fingerprint[32] =
         u8::from(matches!(call, CallSignature::AllToAll { .. } | CallSignature::AllToAllStrided { .. }));
     fingerprint
 }
 
 impl DesyncCheck {
-    /// Collective.
+    /// Wraps a group. Collective.
     pub(in crate::comm) fn over(
         inner: Arc<dyn ProcessGroup>,
         log: Arc<dyn CallLog>,
@@ -57,7 +57,7 @@ impl DesyncCheck {
         Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), log }))
     }
 
-    /// Goes on where all ranks have made a call that fits this one.
+    /// Returns `Ok` if all ranks have made a matching call.
     fn agree(&self, call: &CallSignature) -> Result<(), CommError> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         if self.world_size() == 1 {
@@ -68,13 +68,13 @@ impl DesyncCheck {
         let text = serde_json::to_vec(call).map_err(unreadable)?;
         let own = fingerprint(call, &text);
         let all = self.side.all_gather_values(&own)?;
-        // All ranks see the same, so all go on, or all tell more.
+        // All ranks see the same fingerprints, so all return here, or all send the full call.
         let is_enough = all.chunks(own.len()).all(|other| other == own && other[32] == 0);
         if !is_enough {
-            let told = self.side.all_gather_varied(&text)?;
-            let calls = told
+            let reported = self.side.all_gather_varied(&text)?;
+            let calls = reported
                 .iter()
-                .map(|told| serde_json::from_slice(told))
+                .map(|reported| serde_json::from_slice(reported))
                 .collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
@@ -96,8 +96,8 @@ impl GroupWrapper for DesyncCheck {
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         if !call.op().is_message() {
-            // The arguments are valid: the ranks agree on calls that can be made, and the comparison goes through the
-            // counts of all.
+            // The arguments are valid: the ranks compare calls that can be made, and the comparison indexes the
+            // counts of all ranks.
             self.agree(&call.check(self.name(), self.world_size())?)?;
         }
         self.inner.start(call)
@@ -115,7 +115,7 @@ impl GroupWrapper for DesyncCheck {
     }
 
     fn stats(&self) -> GroupStats {
-        // The group that the calls are told in is not the caller's.
+        // The group of the comparison is internal.
         let mut stats = self.inner.stats();
         if let Some(split) = stats.ops.get_mut(&CollectiveOp::Split) {
             split.calls = split.calls.saturating_sub(1);
@@ -132,7 +132,7 @@ mod tests {
     use candle_core::{DType, Device, Tensor};
     use parking_lot::Mutex;
 
-    /// What a rank has called, and what it knows to be complete.
+    /// The calls of a rank, and which of them are known to be complete.
     #[derive(Debug, Default)]
     struct Log(Mutex<Vec<String>>);
 
@@ -163,13 +163,13 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_agree_do_what_they_do_without_the_check() {
+    fn matching_calls_behave_as_without_the_check() {
         let results = on_ranks(|rank, group| {
             let pair = group.split("pair", (rank < 2).then_some(0), rank)?;
             let sum = group.all_reduce_values(&[10_f32.powi(rank as i32)], ReduceOp::Sum)?[0];
             let of_pair = pair.map(|pair| pair.all_gather_values(&[rank as u32])).transpose()?;
             assert_eq!(group.stats().get(CollectiveOp::AllReduce).calls, 1);
-            assert_eq!(group.stats().get(CollectiveOp::AllGather).calls, 0, "what is told is not counted");
+            assert_eq!(group.stats().get(CollectiveOp::AllGather).calls, 0, "the comparison is not counted");
             assert_eq!(group.stats().get(CollectiveOp::Split).calls, 1);
             Ok((sum, of_pair))
         });
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_that_calls_something_else_is_named_with_both_calls() {
+    fn the_rank_with_a_different_call_is_named_with_both_calls() {
         let error = on_ranks(|rank, group| {
             group.barrier()?;
             if rank == 1 {
@@ -190,12 +190,12 @@ mod tests {
         let Err(CommError::Desync { rank, sequence, called, others_called, .. }) = error else {
             panic!("{error:?}")
         };
-        assert_eq!((rank, sequence), (1, 1), "the place among the caller's own calls");
+        assert_eq!((rank, sequence), (1, 1), "the sequence number among the caller's own calls");
         assert_eq!((called.as_str(), others_called.as_str()), ("barrier", "all_reduce(Sum, 4 × f32)"));
     }
 
     #[test]
-    fn an_exchange_whose_counts_do_not_fit_is_refused_before_data_moves() {
+    fn an_all_to_all_with_mismatched_counts_is_refused_before_data_moves() {
         let error = on_ranks(|rank, group| {
             let send = if rank == 2 { [2, 1, 1] } else { [1, 1, 1] };
             let input = Tensor::zeros(send.iter().sum::<usize>(), DType::F32, &Device::Cpu)?;
@@ -206,18 +206,18 @@ mod tests {
     }
 
     #[test]
-    fn equal_counts_that_do_not_fit_each_other_are_found_behind_equal_fingerprints() {
+    fn mismatched_counts_are_found_behind_equal_fingerprints() {
         let error = on_ranks(|_, group| {
             let (input, output) =
                 (Tensor::zeros(6, DType::F32, &Device::Cpu)?, Tensor::zeros(6, DType::F32, &Device::Cpu)?);
-            // All say the same: that they send 3 to rank 2, and expect 1 from rank 0.
+            // All ranks call the same: they send 3 to rank 2 and expect 1 from rank 0.
             group.start_all_to_all(&input, &output, &[1, 2, 3], &[1, 2, 3])?.wait()
         });
         assert!(matches!(error, Err(CommError::Desync { .. })), "{error:?}");
     }
 
     #[test]
-    fn calls_are_remembered_with_their_place_before_they_are_compared() {
+    fn calls_are_logged_with_their_sequence_before_they_are_compared() {
         let logs: [Arc<Log>; 3] = Default::default();
         let next = Mutex::new(logs.iter());
         let log = || next.lock().next().unwrap().clone();
@@ -230,16 +230,16 @@ mod tests {
             }
         });
         assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
-        let mut told: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
-        told.sort();
-        let place = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
-        let expected = |last: &str| format!("{}; agreed; {}", place(0, "barrier"), place(1, last));
+        let mut reported: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
+        reported.sort();
+        let entry = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
+        let expected = |last: &str| format!("{}; agreed; {}", entry(0, "barrier"), entry(1, last));
         let barrier = expected("barrier");
-        assert_eq!(told, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
+        assert_eq!(reported, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
     }
 
     #[test]
-    fn arguments_that_no_group_takes_are_refused_before_they_are_compared() {
+    fn invalid_arguments_are_refused_before_the_comparison() {
         let refused = on_ranks(|_, group| {
             let four = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
             let plan = Arc::new(StridedPlan::default());
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_is_refused_its_arguments_has_called_nothing() {
+    fn a_rank_with_invalid_arguments_has_issued_no_call() {
         let refused = on_ranks(|rank, group| {
             let of = |elems: usize| Tensor::zeros(elems, DType::F32, &Device::Cpu);
             let (two, four, columns) = (of(2)?, of(4)?, of(4)?.reshape((2, 2))?.t()?);
@@ -270,7 +270,7 @@ mod tests {
                 },
                 CollectiveArgs::Broadcast { tensor: &two, root: 3 },
             ];
-            // The others wait at the barrier, which the rank comes to as its first call.
+            // The other ranks wait at the barrier, which is the first call of this rank.
             let calls = calls.into_iter().filter(|_| rank == 1);
             let refused = calls.map(|call| group.start(call).map(drop));
             let refused = refused.filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));

@@ -1,67 +1,67 @@
-//! Where ranks part, by the last operations that each has reported.
+//! The divergence of ranks: the first call that differs, from the last operations that each rank reported.
 
 use super::desync::Divergence;
 use super::flight_recorder::{EntryReport, GroupLabel};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The last operations of ranks, by global rank.
+/// The last operations of each rank, by global rank.
 pub(super) type Calls = BTreeMap<usize, Vec<EntryReport>>;
 
-/// The rank that says where the ranks part: the first that is not missing.
-pub(super) fn first_to_report(missing: &[usize]) -> usize {
+/// The rank that logs the divergence: the first that is not missing.
+pub(super) fn reporting_rank(missing: &[usize]) -> usize {
     (0..).find(|rank| !missing.contains(rank)).unwrap_or(0)
 }
 
-/// The members of a group that have not come to a collective of it: that have not issued it, or are kept by one that they
-/// have issued before, as a rank does one after the other. A rank without a report has not come.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere every message has a sender"))]
-pub(super) fn absent(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
+/// Returns the members of a group that have not joined one of its collectives: they have not issued it, or an earlier
+/// operation blocks them, since a rank runs its operations in order. A rank without a report counts as missing.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "in other backends every message has a sender"))]
+pub(super) fn not_arrived(calls: &Calls, group: &GroupLabel, sequence: u64) -> Vec<usize> {
     let has_come = |member: &&usize| {
         let mut is_kept = false;
         for call in calls.get(member).into_iter().flatten().filter(|call| !call.op.is_message()) {
-            // What is older than what is stored was issued.
+            // Operations older than the recorded ones were issued.
             if call.group == *group && call.sequence >= sequence {
-                return call.sequence > sequence || !call.is_under_way || !is_kept;
+                return call.sequence > sequence || !call.is_in_progress || !is_kept;
             }
-            is_kept |= call.is_under_way;
+            is_kept |= call.is_in_progress;
         }
         false
     };
     group.members.iter().filter(|member| !has_come(member)).copied().collect()
 }
 
-/// Of the ranks that have called another operation at a place than most others, the first. Arguments do not count, since
-/// those of one operation may differ between ranks.
-#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere lengths or calls are compared"))]
-pub(super) fn another_operation(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
-    let at_place = |call: &&EntryReport| call.is_of(group) && call.sequence == sequence;
-    let at_place: Vec<(usize, &EntryReport)> =
-        calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_place)?))).collect();
+/// Returns the first rank whose operation at a sequence number differs from that of most ranks. Arguments are ignored,
+/// since they may legitimately differ between ranks.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "other backends compare lengths or calls"))]
+pub(super) fn mismatched_op(calls: &Calls, group: &GroupLabel, sequence: u64) -> Option<Divergence> {
+    let at_sequence = |call: &&EntryReport| call.is_collective_of(group) && call.sequence == sequence;
+    let at_sequence: Vec<(usize, &EntryReport)> =
+        calls.iter().filter_map(|(rank, calls)| Some((*rank, calls.iter().find(at_sequence)?))).collect();
     let alike = |(_, call): &(usize, &EntryReport)| {
-        let same = at_place.iter().filter(|(_, other)| other.op == call.op);
+        let same = at_sequence.iter().filter(|(_, other)| other.op == call.op);
         same.map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
-    // The largest set; of equal ones, that of the lowest rank.
-    let (most, others) = at_place
+    // The largest set; ties go to the lowest rank.
+    let (most, others) = at_sequence
         .iter()
         .map(|call| (call.1, alike(call)))
         .reduce(|best, next| if next.1.len() > best.1.len() { next } else { best })?;
-    let (rank, call) = at_place.iter().find(|(rank, _)| !others.contains(rank))?;
+    let (rank, call) = at_sequence.iter().find(|(rank, _)| !others.contains(rank))?;
     Some(Divergence { rank: *rank, called: call.call.clone(), others, others_called: most.call.clone() })
 }
 
-/// Where the ranks part: of every group the first collective that not all of its members have issued, or not with the
-/// same call, and what those that did not issued last.
+/// Describes, for every group, the first collective that not all members issued, or not with the
+/// same call. For ranks that did not issue it, adds their last call.
 pub(super) fn divergence(calls: &Calls) -> String {
     let collectives = calls.values().flatten().filter(|call| !call.op.is_message());
     let groups: BTreeSet<&GroupLabel> = collectives.map(|call| &call.group).collect();
     let found: String = groups.into_iter().filter_map(|group| divergence_in(group, calls)).collect();
-    if found.is_empty() { "\n  no group has one among the calls that are known".to_owned() } else { found }
+    if found.is_empty() { "\n  none among the recorded calls".to_owned() } else { found }
 }
 
 fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     let of_group = |calls: &'_ [EntryReport]| -> BTreeMap<u64, usize> {
-        let own = calls.iter().enumerate().filter(|(_, call)| call.is_of(group));
+        let own = calls.iter().enumerate().filter(|(_, call)| call.is_collective_of(group));
         own.map(|(index, call)| (call.sequence, index)).collect()
     };
     let members: Vec<(usize, BTreeMap<u64, usize>, &[EntryReport])> = calls
@@ -72,18 +72,19 @@ fn divergence_in(group: &GroupLabel, calls: &Calls) -> Option<String> {
     let sequences: BTreeSet<u64> = members.iter().flat_map(|(_, own, _)| own.keys().copied()).collect();
     sequences.into_iter().find_map(|sequence| {
         let mut called: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-        let mut absent = Vec::new();
+        let mut not_arrived = Vec::new();
         for (rank, own, all) in &members {
             match own.get(&sequence) {
-                Some(&index) => called.entry(all[index].common()).or_default().push(*rank),
-                // What is older than what is stored was issued.
+                Some(&index) => called.entry(all[index].comparable()).or_default().push(*rank),
+                // Operations older than the recorded ones were issued.
                 None if own.last_key_value().is_none_or(|(last, _)| *last < sequence) => {
-                    absent.push((*rank, all.last()));
+                    not_arrived.push((*rank, all.last()));
                 }
                 None => {}
             }
         }
-        (called.len() > 1 || !absent.is_empty()).then(|| describe(group, sequence, &called, &absent))
+        (called.len() > 1 || !not_arrived.is_empty())
+            .then(|| describe(group, sequence, &called, &not_arrived))
     })
 }
 
@@ -91,16 +92,16 @@ fn describe(
     group: &GroupLabel,
     sequence: u64,
     called: &BTreeMap<&str, Vec<usize>>,
-    absent: &[(usize, Option<&EntryReport>)],
+    not_arrived: &[(usize, Option<&EntryReport>)],
 ) -> String {
     let mut text = format!("\n  #{sequence} of \"{}\" (ranks {:?}):", group.name, group.members);
     for (call, ranks) in called {
         text += &format!("\n    rank(s) {ranks:?} called {call}");
     }
-    for (rank, last) in absent {
-        let last = last
-            .map_or_else(|| "nothing is known of it".to_owned(), |call| format!("its last call is {call}"));
-        text += &format!("\n    rank {rank} has not come to it; {last}");
+    for (rank, last) in not_arrived {
+        let last =
+            last.map_or_else(|| "no report from this rank".to_owned(), |call| format!("last call: {call}"));
+        text += &format!("\n    rank {rank} has not joined; {last}");
     }
     text
 }

@@ -1,20 +1,14 @@
-//! Why ranks do not come together, told alike by every backend.
+//! Hang and desync diagnostics, shared by all backends.
 //!
-//! 1. `flight_recorder.rs`: the last operations of a rank. `divergence.rs`: where those of several ranks part.
+//! 1. `flight_recorder.rs`: the last operations of a rank. `divergence.rs`: the first call in which ranks differ.
 //! 2. `hang_report.rs`: who waits for whom, and the rank that blocks all others.
-//! 3. `control_message.rs`: what ranks that are processes send each other of failures and hangs.
-//! 4. `desync.rs`: the comparison of calls. `desync_check.rs`: the group that makes it, around one that does not.
+//! 3. `control_message.rs`: messages about failures and hangs between processes.
+//! 4. `desync.rs`: the comparison of calls. `desync_check.rs`: a wrapper that compares calls for backends that do not.
 
-#[cfg_attr(
-    not(any(feature = "mpi", feature = "nccl")),
-    allow(dead_code, reason = "threads share what they know")
-)]
+#[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code, reason = "threads share memory"))]
 mod control_message;
 mod desync;
-#[cfg_attr(
-    not(feature = "nccl"),
-    allow(dead_code, reason = "the other backends compare calls by themselves")
-)]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the other backends compare calls themselves"))]
 mod desync_check;
 mod divergence;
 mod flight_recorder;
@@ -24,7 +18,7 @@ pub(super) mod tests;
 
 #[cfg_attr(
     not(any(feature = "mpi", feature = "nccl")),
-    allow(unused_imports, reason = "threads share what they know")
+    allow(unused_imports, reason = "threads share memory")
 )]
 pub(super) use control_message::ControlMessage;
 pub(super) use desync::compare;
@@ -32,7 +26,7 @@ pub(super) use desync::compare;
 pub(super) use desync_check::{CallLog, DesyncCheck};
 #[cfg_attr(
     not(any(feature = "mpi", feature = "nccl")),
-    allow(unused_imports, reason = "threads share what they know")
+    allow(unused_imports, reason = "threads share memory")
 )]
 pub(super) use flight_recorder::lines;
 pub(super) use flight_recorder::{Entry, EntryReport, FlightRecorder, GroupLabel};

@@ -1,30 +1,30 @@
-//! The variables of each launcher.
+//! The environment variables of each launcher.
 
 use super::slurm::tasks_on_node;
-use super::{DiscoveryError, ProcessFlags, Stated};
+use super::{DiscoveryError, NamedValue, ProcessFlags};
 use std::fmt;
 
-/// Who has started a process.
+/// The launcher of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// Nobody who numbers processes.
+    /// No launcher.
     None,
-    /// The command line says so.
+    /// Flags on the command line.
     Flags,
-    /// torchrun, `ulysses launch`, or whoever sets `RANK` and `WORLD_SIZE`.
+    /// torchrun, `ulysses launch`, or anything else that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
     /// `mpirun` of Open MPI.
     OpenMpi,
-    /// Hydra, the `mpiexec` of MPICH and Intel MPI, or another that speaks PMI.
+    /// Hydra, the `mpiexec` of MPICH and Intel MPI, or another launcher that uses PMI.
     Pmi,
     /// `srun`.
     Slurm,
 }
 
 impl Launcher {
-    /// Whether its processes find each other through MPI.
-    pub fn speaks_mpi(self) -> bool {
+    /// Returns whether its processes find each other through MPI.
+    pub fn uses_mpi(self) -> bool {
         matches!(self, Self::OpenMpi | Self::Pmi | Self::Slurm)
     }
 }
@@ -32,8 +32,8 @@ impl Launcher {
 impl fmt::Display for Launcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::None => "nobody",
-            Self::Flags => "the command line",
+            Self::None => "no launcher",
+            Self::Flags => "command line",
             Self::Torchrun => "torchrun",
             Self::OpenMpi => "Open MPI",
             Self::Pmi => "PMI",
@@ -42,19 +42,19 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// What one source says.
-pub(super) struct Claim {
+/// Rank and sizes that one source states.
+pub(super) struct LauncherInfo {
     pub(super) launcher: Launcher,
-    pub(super) rank: Option<Stated>,
-    pub(super) world_size: Option<Stated>,
-    pub(super) local_rank: Option<Stated>,
-    pub(super) local_world_size: Option<Stated>,
+    pub(super) rank: Option<NamedValue>,
+    pub(super) world_size: Option<NamedValue>,
+    pub(super) local_rank: Option<NamedValue>,
+    pub(super) local_world_size: Option<NamedValue>,
 }
 
-impl Claim {
-    /// Whether the processes that this launcher has started, one on each node, are those that have started
-    /// `inner`'s: its numbers then say nothing about this process.
-    pub(super) fn has_started_agents_of(&self, inner: &Claim) -> bool {
+impl LauncherInfo {
+    /// Returns whether this launcher started one agent per node, and these started the processes of
+    /// `inner`. Its numbers then say nothing about this process.
+    pub(super) fn has_started_agents_of(&self, inner: &LauncherInfo) -> bool {
         let is_alone_on_node = self.local_world_size.as_ref().is_some_and(|size| size.value == 1);
         let has_fewer = match (&self.world_size, &inner.world_size) {
             (Some(own), Some(inner)) => own.value < inner.value,
@@ -64,18 +64,18 @@ impl Claim {
     }
 }
 
-/// The names of a launcher's variables.
+/// Names of a launcher's variables.
 struct Variables {
     launcher: Launcher,
     rank: &'static str,
     world_size: &'static str,
     local_rank: &'static str,
     local_world_size: &'static str,
-    /// Rank or size without the other is a mistake, not somebody else's variable.
-    come_together: bool,
+    /// Whether rank without size, or size without rank, is an error rather than another program's variable.
+    required_together: bool,
 }
 
-/// The innermost first: a launcher has been started by those after it, if by any.
+/// Innermost first: a launcher may have been started by a later one.
 const LAUNCHERS: [Variables; 3] = [
     Variables {
         launcher: Launcher::Torchrun,
@@ -83,7 +83,7 @@ const LAUNCHERS: [Variables; 3] = [
         world_size: "WORLD_SIZE",
         local_rank: "LOCAL_RANK",
         local_world_size: "LOCAL_WORLD_SIZE",
-        come_together: true,
+        required_together: true,
     },
     Variables {
         launcher: Launcher::OpenMpi,
@@ -91,7 +91,7 @@ const LAUNCHERS: [Variables; 3] = [
         world_size: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
-        come_together: true,
+        required_together: true,
     },
     // MPICH's and Intel MPI's Hydra set all four.
     Variables {
@@ -100,44 +100,44 @@ const LAUNCHERS: [Variables; 3] = [
         world_size: "PMI_SIZE",
         local_rank: "MPI_LOCALRANKID",
         local_world_size: "MPI_LOCALNRANKS",
-        come_together: false,
+        required_together: false,
     },
 ];
 
-/// What the flags and every launcher say that is there, the innermost first.
-pub(super) fn claims(
+/// Returns the statements of the flags and of every launcher that is present, innermost first.
+pub(super) fn launcher_infos(
     flags: &ProcessFlags,
     lookup: impl Fn(&str) -> Option<String>,
-) -> Result<Vec<Claim>, DiscoveryError> {
-    let stated = |name, value: Option<usize>| value.map(|value| Stated { name, value });
-    let mut claims = vec![Claim {
+) -> Result<Vec<LauncherInfo>, DiscoveryError> {
+    let named = |name, value: Option<usize>| value.map(|value| NamedValue { name, value });
+    let mut launcher_infos = vec![LauncherInfo {
         launcher: Launcher::Flags,
-        rank: stated("--rank", flags.rank),
-        world_size: stated("--world-size", flags.world_size),
-        local_rank: stated("--local-rank", flags.local_rank),
+        rank: named("--rank", flags.rank),
+        world_size: named("--world-size", flags.world_size),
+        local_rank: named("--local-rank", flags.local_rank),
         local_world_size: None,
     }];
     for variables in &LAUNCHERS {
-        claims.extend(claim(variables, &lookup)?);
+        launcher_infos.extend(launcher_info(variables, &lookup)?);
     }
-    claims.extend(slurm(&lookup)?);
-    Ok(claims)
+    launcher_infos.extend(slurm(&lookup)?);
+    Ok(launcher_infos)
 }
 
-fn claim(
+fn launcher_info(
     variables: &Variables,
     lookup: &impl Fn(&str) -> Option<String>,
-) -> Result<Option<Claim>, DiscoveryError> {
+) -> Result<Option<LauncherInfo>, DiscoveryError> {
     let launcher = variables.launcher;
     let rank = number(variables.rank, lookup)?;
     let world_size = number(variables.world_size, lookup)?;
     match (&rank, &world_size) {
         (Some(_), Some(_)) => {}
-        (Some(given), None) if variables.come_together => {
+        (Some(given), None) if variables.required_together => {
             let missing = variables.world_size;
             return Err(DiscoveryError::Incomplete { launcher, given: given.clone(), missing });
         }
-        (None, Some(given)) if variables.come_together => {
+        (None, Some(given)) if variables.required_together => {
             let missing = variables.rank;
             return Err(DiscoveryError::Incomplete { launcher, given: given.clone(), missing });
         }
@@ -145,12 +145,12 @@ fn claim(
     }
     let local_rank = number(variables.local_rank, lookup)?;
     let local_world_size = number(variables.local_world_size, lookup)?;
-    Ok(Some(Claim { launcher, rank, world_size, local_rank, local_world_size }))
+    Ok(Some(LauncherInfo { launcher, rank, world_size, local_rank, local_world_size }))
 }
 
-/// `SLURM_PROCID` and `SLURM_NTASKS` are set in a batch script too, whose process is not one of those tasks:
+/// A batch script has `SLURM_PROCID` and `SLURM_NTASKS` too, but its process is not one of those tasks:
 /// only `srun` sets the variables of a step.
-fn slurm(lookup: &impl Fn(&str) -> Option<String>) -> Result<Option<Claim>, DiscoveryError> {
+fn slurm(lookup: &impl Fn(&str) -> Option<String>) -> Result<Option<LauncherInfo>, DiscoveryError> {
     if lookup("SLURM_STEP_NODELIST").is_none() {
         return Ok(None);
     }
@@ -164,19 +164,19 @@ fn slurm(lookup: &impl Fn(&str) -> Option<String>) -> Result<Option<Claim>, Disc
     }
     let name = "SLURM_STEP_TASKS_PER_NODE";
     let node = number("SLURM_NODEID", lookup)?;
-    let tasks = |node: Stated| tasks_on_node(&lookup(name)?, node.value);
-    let local_world_size = node.and_then(tasks).map(|value| Stated { name, value });
+    let tasks = |node: NamedValue| tasks_on_node(&lookup(name)?, node.value);
+    let local_world_size = node.and_then(tasks).map(|value| NamedValue { name, value });
     let local_rank = number("SLURM_LOCALID", lookup)?;
-    Ok(Some(Claim { launcher: Launcher::Slurm, rank, world_size, local_rank, local_world_size }))
+    Ok(Some(LauncherInfo { launcher: Launcher::Slurm, rank, world_size, local_rank, local_world_size }))
 }
 
 fn number(
     name: &'static str,
     lookup: &impl Fn(&str) -> Option<String>,
-) -> Result<Option<Stated>, DiscoveryError> {
+) -> Result<Option<NamedValue>, DiscoveryError> {
     let Some(text) = lookup(name) else { return Ok(None) };
     match text.trim().parse() {
-        Ok(value) => Ok(Some(Stated { name, value })),
+        Ok(value) => Ok(Some(NamedValue { name, value })),
         Err(_) => Err(DiscoveryError::NotANumber { name, value: text }),
     }
 }

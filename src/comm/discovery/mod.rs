@@ -1,7 +1,7 @@
-//! Who this process is among those of a job: from flags, and from what launchers put into the environment.
+//! Process discovery: rank and world size of this process, from flags and from the environment variables of launchers.
 //!
-//! Launchers nest: `srun` starts one `torchrun` on each node, which starts a process for each GPU. So several
-//! may have left their variables. Those that number the processes of the job must agree.
+//! Launchers nest: `srun` starts one `torchrun` per node, which starts one process per GPU. Several of them
+//! may have set their variables. Launchers that number the processes of the job must agree.
 
 mod launcher;
 mod slurm;
@@ -11,10 +11,10 @@ mod tests;
 pub use launcher::Launcher;
 pub(super) use slurm::first_host;
 
-use launcher::{Claim, claims};
+use launcher::{LauncherInfo, launcher_infos};
 use std::fmt;
 
-/// A process among those of a job.
+/// Rank and world size of a process within its job.
 ///
 /// ```
 /// use ulysses::comm::{Launcher, ProcessInfo, ProcessFlags};
@@ -28,19 +28,19 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessInfo {
-    /// This process, from 0.
+    /// Rank of this process, from 0.
     pub rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// This process among those of its node, where that is known; the index of its GPU.
+    /// Rank of this process on its node, where known; the index of its GPU.
     pub local_rank: Option<usize>,
-    /// Number of processes on this node, where that is known.
+    /// Number of processes on this node, where known.
     pub local_world_size: Option<usize>,
-    /// Who says so. Of several that agree, the one that started the process itself.
+    /// The source of these values. If several agree, the launcher that started the process itself.
     pub launcher: Launcher,
 }
 
-/// What the command line says of the process. What it leaves out, a launcher's variables say.
+/// Flags on the command line. Launcher variables supply what they leave out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProcessFlags {
     /// `--rank`.
@@ -53,96 +53,96 @@ pub struct ProcessFlags {
 
 /// A number, and the flag or variable that it comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stated {
-    /// The flag or the variable.
+pub struct NamedValue {
+    /// Name of the flag or variable.
     pub name: &'static str,
     /// Its value.
     pub value: usize,
 }
 
-impl fmt::Display for Stated {
+impl fmt::Display for NamedValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}={}", self.name, self.value)
     }
 }
 
-/// Why it is not known who this process is.
+/// An error of process discovery.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiscoveryError {
-    /// A variable that should be a number.
-    #[error("{name} is `{value}`, expected a number from 0 up")]
+    /// A variable is not a number.
+    #[error("{name} is `{value}`, expected a non-negative integer")]
     NotANumber {
         /// The variable.
         name: &'static str,
         /// Its value.
         value: String,
     },
-    /// One of rank and world size without the other.
+    /// Rank without world size, or world size without rank.
     #[error(
-        "{missing} is not set, but {given} is; {launcher} sets both, and LOCAL_RANK or what stands for it"
+        "{missing} is not set, but {given} is; {launcher} sets both, and also LOCAL_RANK or its equivalent"
     )]
     Incomplete {
-        /// Who sets them.
+        /// The launcher.
         launcher: Launcher,
-        /// What there is.
-        given: Stated,
-        /// What is missing.
+        /// The variable that is set.
+        given: NamedValue,
+        /// The variable that is missing.
         missing: &'static str,
     },
-    /// A rank that the world does not have.
-    #[error("{} is {}, expected less than {}, {}", rank.name, rank.value, size.name, size.value)]
+    /// A rank that is not below the world size.
+    #[error("{} is {}, must be less than {} ({})", rank.name, rank.value, size.name, size.value)]
     OutOfRange {
         /// The rank.
-        rank: Stated,
+        rank: NamedValue,
         /// The number of ranks.
-        size: Stated,
+        size: NamedValue,
     },
-    /// Two sources that say different things.
+    /// Two sources that contradict each other.
     #[error(
-        "{} ({first_source}) and {} ({second_source}) contradict each other about the {what} of this process: unset \
-         the one that is left over from another launcher",
+        "{} ({first_source}) and {} ({second_source}) contradict each other on the {what} of this process: unset \
+         the one left over from another launcher",
         first,
         second
     )]
     Disagreement {
         /// `rank`, `world size`, `local rank` or `local world size`.
         what: &'static str,
-        /// One of them.
-        first: Stated,
-        /// Whose it is.
+        /// The first value.
+        first: NamedValue,
+        /// Source of the first value.
         first_source: Launcher,
-        /// The other.
-        second: Stated,
-        /// Whose it is.
+        /// The second value.
+        second: NamedValue,
+        /// Source of the second value.
         second_source: Launcher,
     },
 }
 
 impl ProcessInfo {
-    /// Who this process is: by the flags, by torchrun's variables, Open MPI's, those of PMI (MPICH, Intel MPI) and
-    /// those of SLURM, which `lookup` returns. Without any of them it is alone.
+    /// Discovers this process from the flags and from the variables of torchrun, Open MPI, PMI (MPICH, Intel MPI) and
+    /// SLURM, which `lookup` returns. Without any of them it is a single process.
     ///
-    /// A launcher that has started one process on each node, and fewer than the one after it, has started that one's
-    /// agents: its numbers are those of the agents, and are not compared.
+    /// A launcher that started one process per node, and fewer than the launcher inside it, started that launcher's
+    /// agents: its numbers belong to the agents, and are not compared.
     ///
     /// # Errors
-    /// [`DiscoveryError`]: numbers that are none, that are missing, or that contradict each other.
+    /// [`DiscoveryError`]: values that are not numbers, are missing, or contradict each other.
     pub fn discover(
         flags: &ProcessFlags,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, DiscoveryError> {
-        let claims = claims(flags, lookup)?;
-        for (index, inner) in claims.iter().enumerate() {
-            for outer in &claims[index + 1..] {
+        let launcher_infos = launcher_infos(flags, lookup)?;
+        for (index, inner) in launcher_infos.iter().enumerate() {
+            for outer in &launcher_infos[index + 1..] {
                 compare(inner, outer)?;
             }
         }
-        let rank = claims.iter().find_map(|claim| Some((claim.rank.as_ref()?, claim)));
-        let size = claims.iter().find_map(|claim| claim.world_size.as_ref());
-        let local_rank = claims.iter().find_map(|claim| claim.local_rank.as_ref());
-        let local_world_size = claims.iter().find_map(|claim| claim.local_world_size.as_ref());
-        let (Some((rank, claim)), Some(size)) = (rank, size) else {
+        let rank = launcher_infos.iter().find_map(|info| Some((info.rank.as_ref()?, info)));
+        let size = launcher_infos.iter().find_map(|info| info.world_size.as_ref());
+        let local_rank = launcher_infos.iter().find_map(|info| info.local_rank.as_ref());
+        let local_world_size = launcher_infos.iter().find_map(|info| info.local_world_size.as_ref());
+        let (Some((rank, info)), Some(size)) = (rank, size) else {
             return incomplete(rank.map(|(rank, _)| rank), size);
         };
         below(rank, size)?;
@@ -152,28 +152,28 @@ impl ProcessInfo {
         Ok(Self {
             rank: rank.value,
             world_size: size.value,
-            local_rank: local_rank.map(|stated| stated.value),
-            local_world_size: local_world_size.map(|stated| stated.value),
-            launcher: claim.launcher,
+            local_rank: local_rank.map(|named| named.value),
+            local_world_size: local_world_size.map(|named| named.value),
+            launcher: info.launcher,
         })
     }
 
-    /// As [`discover`](Self::discover), from this process's environment and without flags.
+    /// As [`discover`](Self::discover), from this process's environment, without flags.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`discover`](Self::discover).
     pub fn from_env() -> Result<Self, DiscoveryError> {
         Self::discover(&ProcessFlags::default(), |name| std::env::var(name).ok())
     }
 
-    /// A process that nobody has started as one of several.
+    /// A process that is the only one of its job.
     pub fn alone() -> Self {
         Self { rank: 0, world_size: 1, local_rank: None, local_world_size: None, launcher: Launcher::None }
     }
 }
 
-/// Without a rank and without a size the process is alone; one of them alone is a mistake.
-fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<ProcessInfo, DiscoveryError> {
+/// Without rank and size the process is the only one; one without the other is an error.
+fn incomplete(rank: Option<&NamedValue>, size: Option<&NamedValue>) -> Result<ProcessInfo, DiscoveryError> {
     let (given, missing) = match (rank, size) {
         (Some(rank), _) => (rank, "--world-size"),
         (None, Some(size)) => (size, "--rank"),
@@ -182,14 +182,14 @@ fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<ProcessInf
     Err(DiscoveryError::Incomplete { launcher: Launcher::Flags, given: given.clone(), missing })
 }
 
-fn below(rank: &Stated, size: &Stated) -> Result<(), DiscoveryError> {
+fn below(rank: &NamedValue, size: &NamedValue) -> Result<(), DiscoveryError> {
     if rank.value < size.value {
         return Ok(());
     }
     Err(DiscoveryError::OutOfRange { rank: rank.clone(), size: size.clone() })
 }
 
-fn compare(inner: &Claim, outer: &Claim) -> Result<(), DiscoveryError> {
+fn compare(inner: &LauncherInfo, outer: &LauncherInfo) -> Result<(), DiscoveryError> {
     if outer.has_started_agents_of(inner) {
         return Ok(());
     }

@@ -1,6 +1,6 @@
-//! SLURM's shorthands.
+//! SLURM's compact lists.
 
-/// How many tasks a node has, by `SLURM_STEP_TASKS_PER_NODE`: `4(x2),3` is 4, 4 and 3.
+/// Returns the number of tasks on a node from `SLURM_STEP_TASKS_PER_NODE`: `4(x2),3` means 4, 4 and 3.
 pub(super) fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     let mut nodes_before = 0_usize;
     for entry in list.split(',') {
@@ -16,14 +16,14 @@ pub(super) fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     None
 }
 
-/// The first host of a list such as `node[007-012,15],login1`, which is where rank 0 runs.
+/// Returns the first host of a list such as `node[007-012,15],login1`, where rank 0 runs.
 #[cfg_attr(
     not(feature = "nccl"),
-    allow(dead_code, reason = "tested without NCCL, but only its ranks meet there")
+    allow(dead_code, reason = "tested without NCCL, but used by its ranks only")
 )]
 pub(in crate::comm) fn first_host(list: &str) -> Option<String> {
     let host = match list.split_once('[') {
-        // A bracket belongs to the first host only if no comma ends that one before.
+        // A bracket belongs to the first host only if no comma precedes it.
         Some((prefix, rest)) if !prefix.contains(',') => {
             let (numbers, rest) = rest.split_once(']')?;
             let first = numbers.split([',', '-']).next()?;

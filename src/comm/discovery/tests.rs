@@ -50,7 +50,7 @@ fn of(variables: &[Variables<'_>]) -> Result<ProcessInfo, DiscoveryError> {
 }
 
 #[test]
-fn every_launcher_says_the_same_in_its_own_words() {
+fn the_variables_of_every_launcher_are_read() {
     for (variables, launcher) in [
         (TORCHRUN, Launcher::Torchrun),
         (OPEN_MPI, Launcher::OpenMpi),
@@ -65,7 +65,7 @@ fn every_launcher_says_the_same_in_its_own_words() {
 }
 
 #[test]
-fn sources_that_agree_are_one_world_of_the_innermost() {
+fn agreeing_sources_give_the_innermost_launcher() {
     let world = of(&[SLURM, PMI, TORCHRUN, OPEN_MPI]).unwrap();
     assert_eq!((world.rank, world.launcher), (5, Launcher::Torchrun));
     assert_eq!(of(&[SLURM, PMI]).unwrap().launcher, Launcher::Pmi);
@@ -93,12 +93,12 @@ fn sources_that_disagree_are_both_shown() {
 }
 
 #[test]
-fn the_agents_of_a_launcher_are_not_the_processes() {
+fn the_agents_of_a_launcher_are_not_the_ranks() {
     for inner in [TORCHRUN, OPEN_MPI, PMI] {
         let world = of(&[SLURM_AGENTS, inner]).unwrap();
         assert_eq!((world.rank, world.world_size, world.local_rank), (5, 8, Some(1)));
     }
-    assert_eq!(of(&[SLURM_AGENTS]).unwrap().world_size, 2, "alone, they are the job");
+    assert_eq!(of(&[SLURM_AGENTS]).unwrap().world_size, 2, "without an inner launcher, they are the job");
     let two_on_a_node = [&SLURM_AGENTS[..5], &[("SLURM_STEP_TASKS_PER_NODE", "2")]].concat();
     let two_on_a_node: Vec<_> = two_on_a_node
         .iter()
@@ -109,14 +109,14 @@ fn the_agents_of_a_launcher_are_not_the_processes() {
 }
 
 #[test]
-fn a_batch_script_is_no_task_of_its_job() {
+fn a_batch_script_is_not_a_task_of_its_job() {
     let script =
         [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "7")];
     assert_eq!(of(&[&script]), Ok(ProcessInfo::alone()));
 }
 
 #[test]
-fn flags_stand_for_what_is_missing_and_must_not_contradict() {
+fn flags_fill_in_missing_values_and_must_not_contradict() {
     let flags = ProcessFlags { rank: Some(1), world_size: Some(2), local_rank: Some(0) };
     let world = discover(flags, &[]).unwrap();
     assert_eq!((world.rank, world.world_size, world.local_rank), (1, 2, Some(0)));
@@ -125,27 +125,27 @@ fn flags_stand_for_what_is_missing_and_must_not_contradict() {
     let world = discover(local, &[&TORCHRUN[..2]]).unwrap();
     assert_eq!((world.rank, world.local_rank, world.launcher), (5, Some(3), Launcher::Torchrun));
     let message = discover(flags, &[TORCHRUN]).unwrap_err().to_string();
-    assert!(message.contains("--world-size=2 (the command line) and WORLD_SIZE=8 (torchrun)"), "{message}");
+    assert!(message.contains("--world-size=2 (command line) and WORLD_SIZE=8 (torchrun)"), "{message}");
     let half = ProcessFlags { rank: Some(1), ..ProcessFlags::default() };
     assert!(discover(half, &[]).unwrap_err().to_string().starts_with("--world-size is not set"));
 }
 
 #[test]
-fn missing_and_impossible_numbers_are_named() {
+fn missing_and_invalid_numbers_are_named() {
     let refuse = |variables: Variables<'_>, expected: &str| {
         let message = of(&[variables]).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     };
     refuse(&[("RANK", "1")], "WORLD_SIZE is not set, but RANK=1 is; torchrun sets both");
     refuse(&[("OMPI_COMM_WORLD_SIZE", "4")], "OMPI_COMM_WORLD_RANK is not set");
-    refuse(&[("RANK", "-1"), ("WORLD_SIZE", "4")], "RANK is `-1`, expected a number from 0 up");
-    refuse(&[("RANK", "4"), ("WORLD_SIZE", "4")], "RANK is 4, expected less than WORLD_SIZE, 4");
+    refuse(&[("RANK", "-1"), ("WORLD_SIZE", "4")], "RANK is `-1`, expected a non-negative integer");
+    refuse(&[("RANK", "4"), ("WORLD_SIZE", "4")], "RANK is 4, must be less than WORLD_SIZE (4)");
     let local = [("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")];
-    refuse(&local, "LOCAL_RANK is 2, expected less than LOCAL_WORLD_SIZE, 2");
+    refuse(&local, "LOCAL_RANK is 2, must be less than LOCAL_WORLD_SIZE (2)");
 }
 
 #[test]
-fn slurms_shorthands_are_read() {
+fn slurm_compact_lists_are_parsed() {
     assert_eq!([0, 1, 2, 3].map(|node| tasks_on_node("4(x2),3", node)), [Some(4), Some(4), Some(3), None]);
     assert_eq!(tasks_on_node("4(y2)", 0), None);
     for (list, first) in

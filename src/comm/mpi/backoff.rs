@@ -1,20 +1,20 @@
-//! What a rank does between two looks at its messages.
+//! Backoff of a rank between polls of its messages.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// Looks that follow each other at once: a peer on another core is often there in a microsecond.
+/// Number of polls without a pause; a peer on another core often answers within a microsecond.
 const SPINS: u32 = 50;
-/// How long the core is offered to other ranks after that, before the rank sleeps.
+/// How long the core is then yielded to other ranks, before the rank sleeps.
 const YIELD_FOR: Duration = Duration::from_millis(2);
 const SLEEP: Duration = Duration::from_micros(50);
-/// A core that was offered and comes back later than this is wanted by others than ranks.
+/// A yield that takes longer than this means that processes other than ranks use the core.
 const LATE: Duration = Duration::from_millis(1);
-/// How long that is taken to last.
-const CROWDED_FOR: Duration = Duration::from_secs(1);
+/// How long the contention is assumed to last.
+const CONTENTION_WINDOW: Duration = Duration::from_secs(1);
 
-/// Whether others want this rank's core. Then it sleeps at once: the system lets one that has slept in before those that
-/// compute, but one that has yielded after them.
+/// Whether other processes compete for this rank's core. If so, a rank sleeps at once: the scheduler prefers a process
+/// that has slept over busy ones, but one that has yielded comes after them.
 #[derive(Debug, Default)]
 pub(super) struct CpuContention {
     until: Mutex<Option<Instant>>,
@@ -23,7 +23,7 @@ pub(super) struct CpuContention {
 /// One wait of a rank.
 pub(super) struct Backoff<'a> {
     contention: &'a CpuContention,
-    looks: u32,
+    polls: u32,
     since: Instant,
 }
 
@@ -35,21 +35,21 @@ enum Rest {
 }
 
 impl CpuContention {
-    fn is_there(&self, now: Instant) -> bool {
+    fn is_active(&self, now: Instant) -> bool {
         self.until.lock().is_some_and(|until| now < until)
     }
 
-    /// Notes how long an offer of the core has lasted.
-    fn learn(&self, now: Instant, offered_for: Duration) {
+    /// Records how long a yield took.
+    fn observe(&self, now: Instant, offered_for: Duration) {
         if offered_for > LATE {
-            *self.until.lock() = Some(now + CROWDED_FOR);
+            *self.until.lock() = Some(now + CONTENTION_WINDOW);
         }
     }
 }
 
 impl<'a> Backoff<'a> {
     pub(super) fn new(contention: &'a CpuContention) -> Self {
-        Self { contention, looks: 0, since: Instant::now() }
+        Self { contention, polls: 0, since: Instant::now() }
     }
 
     pub(super) fn wait(&mut self) {
@@ -59,18 +59,18 @@ impl<'a> Backoff<'a> {
             Rest::Yield => {
                 std::thread::yield_now();
                 let now = Instant::now();
-                self.contention.learn(now, now.saturating_duration_since(before));
+                self.contention.observe(now, now.saturating_duration_since(before));
             }
             Rest::Sleep => std::thread::sleep(SLEEP),
         }
     }
 
     fn rest(&mut self, now: Instant) -> Rest {
-        self.looks = self.looks.saturating_add(1);
+        self.polls = self.polls.saturating_add(1);
         let has_yielded = now.saturating_duration_since(self.since) >= YIELD_FOR;
-        match self.looks {
+        match self.polls {
             ..=SPINS => Rest::Spin,
-            _ if has_yielded || self.contention.is_there(now) => Rest::Sleep,
+            _ if has_yielded || self.contention.is_active(now) => Rest::Sleep,
             _ => Rest::Yield,
         }
     }
@@ -92,16 +92,16 @@ mod tests {
     }
 
     #[test]
-    fn where_others_want_the_core_it_sleeps_at_once_for_a_while() {
+    fn under_contention_it_sleeps_at_once_for_a_while() {
         let contention = CpuContention::default();
         let mut backoff = Backoff::new(&contention);
         let start = backoff.since;
-        backoff.looks = SPINS;
-        contention.learn(start, LATE);
-        assert_eq!(backoff.rest(start), Rest::Yield, "it came back in time");
-        contention.learn(start, 3 * LATE);
+        backoff.polls = SPINS;
+        contention.observe(start, LATE);
+        assert_eq!(backoff.rest(start), Rest::Yield, "the yield was short");
+        contention.observe(start, 3 * LATE);
         assert_eq!(backoff.rest(start), Rest::Sleep);
-        let mut later = Backoff { contention: &contention, looks: SPINS, since: start + CROWDED_FOR };
-        assert_eq!(later.rest(start + CROWDED_FOR), Rest::Yield, "it is tried again");
+        let mut later = Backoff { contention: &contention, polls: SPINS, since: start + CONTENTION_WINDOW };
+        assert_eq!(later.rest(start + CONTENTION_WINDOW), Rest::Yield, "yielding is tried again");
     }
 }

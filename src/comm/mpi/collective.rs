@@ -1,7 +1,7 @@
-//! Every collective as messages between pairs of ranks: the steps of one rank.
+//! The collectives as messages between pairs of ranks: the steps of one rank.
 //!
-//! Reductions are our own, in rank order, whatever the order of arrival: `MPI_Reduce` promises no
-//! order, and knows no 16-bit floats. A rank's own part is copied, not sent.
+//! Reductions are implemented here, in rank order, whatever the order of arrival: `MPI_Reduce` guarantees no
+//! order, and does not support 16-bit floats. A rank's own data is copied, not sent.
 
 use super::operation::{Step, peers};
 use super::staging::Staged;
@@ -12,15 +12,15 @@ use crate::comm::{CommError, ReduceOp, reduce};
 use candle_core::Tensor;
 use std::ops::Range;
 
-pub(super) type Outcome = Result<Option<Step>, CommError>;
+pub(super) type StepResult = Result<Option<Step>, CommError>;
 
-/// `range` of a contiguous tensor's elements.
+/// Returns a `range` of the elements of a contiguous tensor.
 pub(super) fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommError> {
     Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?)
 }
 
-/// Reduces into `target`. Of rank `r`, the elements are those of `received` at `r · n`; of this rank,
-/// `own`, which shares no memory with `target`.
+/// Reduces into `target`. The elements of rank `r` are at `r · n` of `received`; this rank's
+/// are `own`, which shares no memory with `target`.
 fn reduce_into(
     members: &Members,
     op: ReduceOp,
@@ -36,19 +36,19 @@ fn reduce_into(
     Ok(reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
 }
 
-/// Room for `count` elements of every rank, like those of a tensor.
-fn room(members: &Members, count: usize, like: &Tensor) -> Result<Staged, CommError> {
-    members.staging.take(members.world_size() * count, like.dtype())
+/// Allocates a buffer for `count` elements of every rank, with the dtype of `like`.
+fn staging_buffer(members: &Members, count: usize, like: &Tensor) -> Result<Staged, CommError> {
+    members.staging.alloc(members.world_size() * count, like.dtype())
 }
 
-/// Small tensors: every rank collects all ranks' elements and reduces them itself. Large ones: each
-/// rank reduces its chunk, and then collects the others'.
+/// For small tensors, every rank collects all ranks' elements and reduces them. For large ones, each
+/// rank reduces one chunk, then collects the other chunks.
 pub(super) fn all_reduce(
     transfers: &mut Transfers,
     members: &Members,
     tensor: Tensor,
     op: ReduceOp,
-) -> Outcome {
+) -> StepResult {
     let count = tensor.elem_count();
     if members.world_size() == 1 || count == 0 {
         return Ok(None);
@@ -56,7 +56,7 @@ pub(super) fn all_reduce(
     if count > DIRECT_REDUCE_MAX_ELEMS {
         return all_reduce_in_chunks(transfers, members, tensor, op);
     }
-    let staged = room(members, count, &tensor)?;
+    let staged = staging_buffer(members, count, &tensor)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
@@ -65,7 +65,7 @@ pub(super) fn all_reduce(
     Ok(Some(Step::last(move |members| {
         let own = copy_of(&tensor)?;
         reduce_into(members, op, &own, &received, &tensor)?;
-        members.staging.give(staged);
+        members.staging.recycle(staged);
         Ok(())
     })))
 }
@@ -75,22 +75,22 @@ fn all_reduce_in_chunks(
     members: &Members,
     tensor: Tensor,
     op: ReduceOp,
-) -> Outcome {
+) -> StepResult {
     let (ranks, count) = (members.world_size(), tensor.elem_count());
     let own = all_reduce_chunk(ranks, members.rank, count);
-    let staged = room(members, own.len(), &tensor)?;
+    let staged = staging_buffer(members, own.len(), &tensor)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
         let from_peer = peer * own.len()..(peer + 1) * own.len();
         transfers.receive(members, &part(&received, from_peer)?, peer)?;
         transfers.send(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
     }
-    // All that this rank sends of its tensor has gone when this step begins: it may be written.
+    // All sends from this rank's tensor are complete when this step begins, so it may be written.
     Ok(Some(Step::new(move |transfers, members| {
-        let staged_sum = members.staging.take(own.len(), tensor.dtype())?;
+        let staged_sum = members.staging.alloc(own.len(), tensor.dtype())?;
         let reduced = staged_sum.tensor()?;
         reduce_into(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
-        members.staging.give(staged);
+        members.staging.recycle(staged);
         copy_into(&reduced, &part(&tensor, own)?)?;
         transfers.next_phase();
         for peer in peers(members) {
@@ -98,7 +98,7 @@ fn all_reduce_in_chunks(
             transfers.send(members, &reduced, peer)?;
         }
         Ok(Some(Step::last(move |members| {
-            members.staging.give(staged_sum);
+            members.staging.recycle(staged_sum);
             Ok(())
         })))
     })))
@@ -110,9 +110,9 @@ pub(super) fn reduce_scatter(
     input: Tensor,
     output: Tensor,
     op: ReduceOp,
-) -> Outcome {
+) -> StepResult {
     let count = output.elem_count();
-    let staged = room(members, count, &output)?;
+    let staged = staging_buffer(members, count, &output)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
@@ -123,18 +123,18 @@ pub(super) fn reduce_scatter(
         let is_shared = StorageId::of(&own) == StorageId::of(&output);
         let own = if is_shared { copy_of(&own)? } else { own };
         reduce_into(members, op, &own, &received, &output)?;
-        members.staging.give(staged);
+        members.staging.recycle(staged);
         Ok(())
     })))
 }
 
-/// `input` shares no memory with `output`.
+/// `input` must not share memory with `output`.
 pub(super) fn all_gather(
     transfers: &mut Transfers,
     members: &Members,
     input: &Tensor,
     output: &Tensor,
-) -> Outcome {
+) -> StepResult {
     let count = input.elem_count();
     for peer in peers(members) {
         transfers.receive(members, &part(output, peer * count..(peer + 1) * count)?, peer)?;
@@ -144,13 +144,13 @@ pub(super) fn all_gather(
     Ok(None)
 }
 
-/// `input` shares no memory with `output`.
+/// `input` must not share memory with `output`.
 pub(super) fn all_to_all(
     transfers: &mut Transfers,
     members: &Members,
     (input, send_counts): (&Tensor, &[usize]),
     (output, recv_counts): (&Tensor, &[usize]),
-) -> Outcome {
+) -> StepResult {
     let of_rank = |counts: &[usize], rank: usize| {
         let begin: usize = counts[..rank].iter().sum();
         begin..begin + counts[rank]
@@ -162,7 +162,7 @@ pub(super) fn all_to_all(
     let own = members.rank;
     if send_counts[own] != recv_counts[own] {
         return Err(CommError::Tensor(format!(
-            "the rank sends itself {} elements and expects {}",
+            "the rank sends {} elements to itself but expects {}",
             send_counts[own], recv_counts[own]
         )));
     }
@@ -175,7 +175,7 @@ pub(super) fn broadcast(
     members: &Members,
     tensor: &Tensor,
     root: usize,
-) -> Outcome {
+) -> StepResult {
     if root == members.rank {
         peers(members).try_for_each(|peer| transfers.send(members, tensor, peer))?;
     } else {

@@ -1,10 +1,10 @@
-//! The control messages of the ranks, as messages of MPI: ranks that MPI connects need no store to meet at.
+//! Control messages as MPI messages. Ranks connected by MPI need no store.
 
 use super::library::{Communicator, Request};
 use super::transfers::CONTROL_TAG;
 use crate::comm::diagnostics::ControlMessage;
 
-/// The control messages under way, over the communicator of all ranks.
+/// The control messages in progress, on the communicator of all ranks.
 #[derive(Debug)]
 pub(super) struct ControlMessages {
     communicator: Communicator,
@@ -19,24 +19,24 @@ impl ControlMessages {
         Self { communicator, rank, ranks, sending: Vec::new(), receiving: Vec::new() }
     }
 
-    /// Begins to tell all other ranks.
+    /// Starts to send a message to all other ranks.
     pub(super) fn send(&mut self, message: &ControlMessage) -> Result<(), String> {
         let text = serde_json::to_vec(message).map_err(|error| error.to_string())?;
         for peer in (0..self.ranks).filter(|&peer| peer != self.rank) {
             let text = text.clone();
-            // SAFETY: the list keeps the text, unchanged, until the request is complete.
+            // SAFETY: the list keeps the text alive and unchanged until the request is complete.
             let request = unsafe { self.communicator.send(text.as_ptr(), text.len(), peer, CONTROL_TAG)? };
             self.sending.push((request, text));
         }
         Ok(())
     }
 
-    /// Whether everybody can get all that was told.
+    /// Returns whether all messages have been sent.
     pub(super) fn are_sent(&self) -> bool {
         self.sending.is_empty()
     }
 
-    /// What has come, with the ranks that say so; each rank's in their order.
+    /// Returns the messages received, each with its sender, in the sender's order.
     pub(super) fn poll(&mut self) -> Result<Vec<(usize, ControlMessage)>, String> {
         let mut index = 0;
         while index < self.sending.len() {
@@ -47,28 +47,28 @@ impl ControlMessages {
         }
         while let Some(arrived) = self.communicator.probe(None, CONTROL_TAG)? {
             let mut text = vec![0_u8; arrived.bytes];
-            // SAFETY: the list keeps the text, where it is, until the request is complete.
+            // SAFETY: the list keeps the text alive and in place until the request is complete.
             let request = unsafe {
                 self.communicator.receive(text.as_mut_ptr(), text.len(), arrived.source, CONTROL_TAG)?
             };
             self.receiving.push((arrived.source, request, text));
         }
-        let mut come = Vec::new();
-        // In the order of arrival: a rank's first word before its last.
+        let mut messages = Vec::new();
+        // In order of arrival, so that a rank's messages stay in order.
         while let Some((source, request, text)) = self.receiving.first_mut() {
             if request.test()?.is_none() {
                 break;
             }
             let message = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-            come.push((*source, message));
+            messages.push((*source, message));
             self.receiving.remove(0);
         }
-        Ok(come)
+        Ok(messages)
     }
 }
 
 impl Drop for ControlMessages {
-    /// What MPI may still read or write is never freed.
+    /// Leaks buffers that MPI may still read or write.
     fn drop(&mut self) {
         std::mem::forget(std::mem::take(&mut self.sending));
         std::mem::forget(std::mem::take(&mut self.receiving));

@@ -1,12 +1,12 @@
 //! [`ProcessGroup`] over the processes of a job.
 
-use super::exchange::{Exchange, all_to_all_strided};
 use super::operation::{Operation, Step};
 use super::rank::MpiRank;
+use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
 use super::{collective, message};
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::buffer::apart;
+use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, Sequences};
 use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup};
@@ -28,7 +28,7 @@ impl MpiGroup {
         Self { own, members: Arc::new(members), sequences }
     }
 
-    /// The checks that need no peer, for tensors that MPI can read.
+    /// Runs the checks that need no peer, and checks that MPI can access the tensors.
     fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
         let (group, world_size) = (self.members.name.as_str(), self.members.world_size());
         let signature = call.check(group, world_size)?;
@@ -38,13 +38,13 @@ impl MpiGroup {
             Some(tensor) => {
                 let location = tensor.device().location();
                 let check = ArgCheck { group, world_size, op: call.op() };
-                Err(check.invalid(format!("MPI carries CPU tensors, got one on {location:?}")))
+                Err(check.invalid(format!("MPI supports CPU tensors only, got a tensor on {location:?}")))
             }
         }
     }
 
-    /// Begins a collective whose arguments were checked, after the comparison of calls where that was
-    /// asked for.
+    /// Starts a collective with checked arguments, after the desync check if that is
+    /// enabled.
     fn begin(
         &self,
         call: CallSignature,
@@ -80,7 +80,7 @@ impl MpiGroup {
         ))
     }
 
-    fn start_exchange(
+    fn start_strided(
         &self,
         call: CallSignature,
         inputs: &[Tensor],
@@ -88,12 +88,13 @@ impl MpiGroup {
     ) -> Result<Pending, CommError> {
         let CallSignature::AllToAllStrided { dtype, plan } = &call else { return Ok(Pending::ready()) };
         let written: Vec<&Tensor> = outputs.iter().collect();
-        let inputs = inputs.iter().map(|input| apart(input, &written)).collect::<Result<_, _>>()?;
-        let exchange = Exchange { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
-        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, exchange))
+        let inputs = inputs.iter().map(|input| copy_if_shared(input, &written)).collect::<Result<_, _>>()?;
+        let strided =
+            StridedAllToAll { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
+        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, strided))
     }
 
-    /// Waits for the members of the new group and makes its communicator.
+    /// Waits for all members and returns their calls.
     fn agree_on_split(&self, call: CallSignature) -> Result<Vec<CallSignature>, CommError> {
         let agreed: Arc<OnceLock<Vec<CallSignature>>> = Arc::default();
         let result = agreed.clone();
@@ -107,7 +108,7 @@ impl MpiGroup {
     }
 }
 
-/// The members of each new group, as (colour, ranks of the old group in the new order).
+/// The members of each new group, as (color, ranks of the old group in the new order).
 fn divide(calls: &[CallSignature]) -> Vec<(usize, Vec<usize>)> {
     let mut colored: Vec<(usize, usize, usize)> = calls
         .iter()
@@ -161,20 +162,20 @@ impl ProcessGroup for MpiGroup {
                 })
             }
             CollectiveArgs::AllGather { input, output } => {
-                let (input, output) = (apart(input, &[output])?, output.clone());
+                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
                 self.begin(signature, move |transfers, members| {
                     collective::all_gather(transfers, members, &input, &output)
                 })
             }
             CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
                 let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-                let (input, output) = (apart(input, &[output])?, output.clone());
+                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
                 self.begin(signature, move |transfers, members| {
                     collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
                 })
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
-                self.start_exchange(signature, inputs, outputs)
+                self.start_strided(signature, inputs, outputs)
             }
             CollectiveArgs::Broadcast { tensor, root } => {
                 let tensor = tensor.clone();
@@ -206,16 +207,16 @@ impl ProcessGroup for MpiGroup {
         let own = groups.iter().position(|(group_color, _)| Some(*group_color) == color);
         let rank_of = |ranks: &[usize]| ranks.iter().position(|&rank| rank == self.members.rank);
         let rank = own.and_then(|own| rank_of(&groups[own].1)).unwrap_or(0);
-        // MPI blocks in this, but every rank has already come to the split. Colours and keys are
-        // numbered anew: MPI's are smaller than ours.
-        let made = self.own.call(|| self.members.communicator.split(own, rank));
-        let made = made.map_err(|reason| {
+        // MPI blocks in this call, but every rank has already joined the split. Colors and keys are
+        // renumbered, since MPI's range is smaller.
+        let created = self.own.call(|| self.members.communicator.split(own, rank));
+        let created = created.map_err(|reason| {
             let (group, global) = (self.members.name.clone(), self.own.rank);
             let (op, sequence) = (CollectiveOp::Split, self.sequences.lock().collective - 1);
             let library = "MPI";
             self.own.fail(CommError::Library { library, group, op, sequence, rank: global, reason })
         })?;
-        let (Some(communicator), Some(own)) = (made, own) else { return Ok(None) };
+        let (Some(communicator), Some(own)) = (created, own) else { return Ok(None) };
         self.own.adopt(communicator);
         let global_ranks = groups[own].1.iter().map(|&rank| self.members.global_ranks[rank]).collect();
         let members = Members::new(name, communicator, rank, global_ranks);
@@ -237,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_are_in_none() {
+    fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_have_no_group() {
         let split = |color, key| CallSignature::Split { name: "x".into(), color, key };
         let calls =
             [split(Some(9), 1), split(None, 0), split(Some(2), 0), split(Some(9), 0), split(Some(9), 1)];

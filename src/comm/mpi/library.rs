@@ -1,34 +1,34 @@
-//! The calls of MPI that the backend makes, with their return codes checked.
+//! The MPI calls that the backend makes, with checked return codes.
 //!
-//! MPI is initialised for one call at a time, from any thread: callers hold the world's lock.
+//! MPI is initialized for serialized calls from any thread: callers hold the world's lock.
 
 use ::mpi::ffi;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 
-/// Largest message: counts of MPI are C's `int`.
+/// Largest message: MPI counts are C `int`s.
 pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
-/// Largest tag that every MPI takes.
+/// Largest tag that every MPI implementation supports.
 pub(super) const MAX_TAG: c_int = 32_767;
 
-/// A communicator: an ordered set of processes whose messages meet no others.
+/// A communicator: an ordered set of processes with its own message space.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Communicator(ffi::MPI_Comm);
 
-// SAFETY: a handle, which MPI lets any thread use; the world's lock sees to one at a time.
+// SAFETY: a handle that MPI allows on any thread; the world's lock serializes the calls.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
 
-/// A message under way. MPI holds on to its buffer until a test has said that it is complete.
+/// A message in progress. MPI uses its buffer until a test reports that it is complete.
 #[derive(Debug)]
 pub(super) struct Request(ffi::MPI_Request);
 
 // SAFETY: as for a communicator.
 unsafe impl Send for Request {}
 
-/// A message that has arrived and was not yet received.
+/// A message that has arrived and was not received yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Arrived {
     /// The sender's rank.
@@ -36,28 +36,28 @@ pub(super) struct Arrived {
     pub(super) bytes: usize,
 }
 
-/// What MPI says of a return code.
+/// Converts an MPI return code.
 fn checked(code: c_int) -> Result<(), String> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
     }
     let mut text = [0_u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut length: c_int = 0;
-    // SAFETY: the text has room for the longest message and its end.
+    // SAFETY: the buffer has room for the longest message and its terminator.
     let described =
         unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &raw mut length) } == 0 && length > 0;
     let message = String::from_utf8_lossy(&text[..usize::try_from(length).unwrap_or(0).min(text.len())]);
     Err(if described { message.into_owned() } else { format!("error code {code}") })
 }
 
-/// A number that MPI takes as C's `int`.
+/// Converts a number to C `int`.
 fn int(number: usize) -> Result<c_int, String> {
-    c_int::try_from(number).map_err(|_| format!("{number} is more than MPI counts"))
+    c_int::try_from(number).map_err(|_| format!("{number} exceeds the range of MPI counts"))
 }
 
 impl Communicator {
-    /// All processes of the job.
-    pub(super) fn of_all_processes() -> Self {
+    /// The communicator of all processes of the job (`MPI_COMM_WORLD`).
+    pub(super) fn world() -> Self {
         // SAFETY: a constant of the library.
         Self(unsafe { ffi::RSMPI_COMM_WORLD })
     }
@@ -65,7 +65,7 @@ impl Communicator {
     /// This process's rank.
     pub(super) fn rank(self) -> Result<usize, String> {
         let mut rank: c_int = 0;
-        // SAFETY: a communicator that lives, and a variable that outlives the call.
+        // SAFETY: the communicator is valid, and the variable outlives the call.
         checked(unsafe { ffi::MPI_Comm_rank(self.0, &raw mut rank) })?;
         Ok(rank as usize)
     }
@@ -73,70 +73,70 @@ impl Communicator {
     /// Number of ranks.
     pub(super) fn size(self) -> Result<usize, String> {
         let mut size: c_int = 0;
-        // SAFETY: a communicator that lives, and a variable that outlives the call.
+        // SAFETY: the communicator is valid, and the variable outlives the call.
         checked(unsafe { ffi::MPI_Comm_size(self.0, &raw mut size) })?;
         Ok(size as usize)
     }
 
-    /// Divides the communicator, collectively: blocks until all ranks have called it. Its errors
-    /// come back as return codes.
+    /// Splits the communicator, collectively: blocks until all ranks have called it. Errors of the new communicator
+    /// are returned as codes.
     pub(super) fn split(self, color: Option<usize>, key: usize) -> Result<Option<Self>, String> {
         // SAFETY: a constant of the library.
         let undefined = unsafe { ffi::RSMPI_UNDEFINED };
         let color = color.map_or(Ok(undefined), int)?;
         self.derived(|new| {
             let key = int(key)?;
-            // SAFETY: a communicator that lives, and a variable that outlives the call.
+            // SAFETY: the communicator is valid, and the variable outlives the call.
             checked(unsafe { ffi::MPI_Comm_split(self.0, color, key, new) })
         })
     }
 
-    /// The ranks that share this one's memory. Collective.
+    /// Returns the ranks that share this rank's memory. Collective.
     pub(super) fn split_by_host(self) -> Result<Option<Self>, String> {
         self.derived(|new| {
-            // SAFETY: a communicator that lives, constants, and a variable that outlives the call.
+            // SAFETY: the communicator is valid, and the variable outlives the call.
             checked(unsafe {
                 ffi::MPI_Comm_split_type(self.0, ffi::RSMPI_COMM_TYPE_SHARED, 0, ffi::RSMPI_INFO_NULL, new)
             })
         })
     }
 
-    /// Begins to wait for all ranks. Collective, and does not block.
+    /// Starts a nonblocking barrier. Collective.
     pub(super) fn begin_barrier(self) -> Result<Request, String> {
         // SAFETY: a constant of the library.
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        // SAFETY: a communicator that lives, and a variable that outlives the call.
+        // SAFETY: the communicator is valid, and the variable outlives the call.
         checked(unsafe { ffi::MPI_Ibarrier(self.0, &raw mut request) })?;
         Ok(Request(request))
     }
 
     fn derived(
         self,
-        make: impl FnOnce(*mut ffi::MPI_Comm) -> Result<(), String>,
+        create: impl FnOnce(*mut ffi::MPI_Comm) -> Result<(), String>,
     ) -> Result<Option<Self>, String> {
         // SAFETY: a constant of the library.
         let none = unsafe { ffi::RSMPI_COMM_NULL };
         let mut new = none;
-        make(&raw mut new)?;
+        create(&raw mut new)?;
         if new == none {
             return Ok(None);
         }
-        // SAFETY: a communicator that was just made, and a constant.
+        // SAFETY: the communicator was just created; the other argument is a constant.
         checked(unsafe { ffi::MPI_Comm_set_errhandler(new, ffi::RSMPI_ERRORS_RETURN) })?;
         Ok(Some(Self(new)))
     }
 
-    /// Gives the communicator back, collectively. No rank uses it any more.
+    /// Frees the communicator, collectively. It must not be used afterwards.
     pub(super) fn free(self) -> Result<(), String> {
         let mut comm = self.0;
-        // SAFETY: a communicator that lives; the handle is not used again.
+        // SAFETY: the communicator is valid, and the handle is not used again.
         checked(unsafe { ffi::MPI_Comm_free(&raw mut comm) })
     }
 
-    /// Begins to send `bytes` bytes, at most [`MAX_MESSAGE_BYTES`].
+    /// Starts to send `bytes` bytes, at most [`MAX_MESSAGE_BYTES`].
     ///
     /// # Safety
-    /// They can be read, and nobody writes them, until the request is complete.
+    /// The bytes must stay readable and unchanged until the request is complete.
     pub(super) unsafe fn send(
         self,
         data: *const u8,
@@ -147,7 +147,7 @@ impl Communicator {
         let (count, to) = (int(bytes)?, int(to)?);
         // SAFETY: a constant of the library.
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        // SAFETY: the caller's promise for the data; the communicator lives.
+        // SAFETY: guaranteed by the caller for the data; the communicator is valid.
         checked(unsafe {
             ffi::MPI_Isend(
                 data.cast::<c_void>(),
@@ -162,10 +162,10 @@ impl Communicator {
         Ok(Request(request))
     }
 
-    /// Begins to receive at most `bytes` bytes.
+    /// Starts to receive at most `bytes` bytes.
     ///
     /// # Safety
-    /// They can be written, and nobody reads or writes them, until the request is complete.
+    /// The bytes must stay writable, and must not be accessed, until the request is complete.
     pub(super) unsafe fn receive(
         self,
         data: *mut u8,
@@ -176,7 +176,7 @@ impl Communicator {
         let (count, from) = (int(bytes)?, int(from)?);
         // SAFETY: a constant of the library.
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        // SAFETY: the caller's promise for the data; the communicator lives.
+        // SAFETY: guaranteed by the caller for the data; the communicator is valid.
         checked(unsafe {
             ffi::MPI_Irecv(
                 data.cast::<c_void>(),
@@ -191,41 +191,41 @@ impl Communicator {
         Ok(Request(request))
     }
 
-    /// Looks for a message, from one rank or from any.
+    /// Looks for a message from one rank or from any rank.
     pub(super) fn probe(self, from: Option<usize>, tag: c_int) -> Result<Option<Arrived>, String> {
         // SAFETY: a constant of the library.
         let from = from.map_or(Ok(unsafe { ffi::RSMPI_ANY_SOURCE }), int)?;
         let (mut found, mut status): (c_int, _) = (0, MaybeUninit::<ffi::MPI_Status>::uninit());
-        // SAFETY: variables that outlive the call.
+        // SAFETY: the variables outlive the call.
         checked(unsafe { ffi::MPI_Iprobe(from, tag, self.0, &raw mut found, status.as_mut_ptr()) })?;
         if found == 0 {
             return Ok(None);
         }
-        // SAFETY: MPI fills the status of a message that it has found.
+        // SAFETY: MPI fills the status of a message that it found.
         let status = unsafe { status.assume_init() };
         Ok(Some(Arrived { source: status.MPI_SOURCE as usize, bytes: byte_count(&status)? }))
     }
 }
 
 impl Request {
-    /// Whether it is complete, and with how many bytes (which means something for a receive only).
-    /// A request that is complete is not tested again.
+    /// Returns the number of bytes once the request is complete (meaningful for a receive only).
+    /// A completed request must not be tested again.
     pub(super) fn test(&mut self) -> Result<Option<usize>, String> {
         let (mut done, mut status): (c_int, _) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
-        // SAFETY: a request that MPI gave, and variables that outlive the call.
+        // SAFETY: the request comes from MPI, and the variables outlive the call.
         checked(unsafe { ffi::MPI_Test(&raw mut self.0, &raw mut done, status.as_mut_ptr()) })?;
         if done == 0 {
             return Ok(None);
         }
-        // SAFETY: MPI has filled the status; it was zeroed before, so a field left out is a number too.
+        // SAFETY: MPI has filled the status, which was zeroed before, so unset fields are valid too.
         byte_count(&unsafe { status.assume_init() }).map(Some)
     }
 }
 
 fn byte_count(status: &ffi::MPI_Status) -> Result<usize, String> {
     let mut count: c_int = 0;
-    // SAFETY: a status that MPI has filled, a constant, and a variable that outlives the call.
+    // SAFETY: MPI has filled the status; the variable outlives the call.
     checked(unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut count) })?;
-    // Of a send it may be undefined, which is negative.
+    // For a send it may be undefined, which is negative.
     Ok(usize::try_from(count).unwrap_or(0))
 }

@@ -1,11 +1,11 @@
-//! Where a CPU tensor's elements are, for MPI to read and write.
+//! Addresses of CPU tensors for MPI.
 
 use crate::comm::CommError;
 use candle_core::Tensor;
 use ulysses_kernels::for_dtype;
 use ulysses_kernels::tensor::{bytes, with_slice, with_slice_mut};
 
-/// The first byte and the number of bytes of a contiguous CPU tensor, for reading. Valid while the
+/// Returns address and size in bytes of a contiguous CPU tensor, for reading. Valid while the
 /// tensor's storage lives: candle never moves it.
 pub(super) fn source(tensor: &Tensor) -> Result<(*const u8, usize), CommError> {
     let pointer: candle_core::Result<*const u8> = for_dtype!(tensor.dtype(), T => {
@@ -14,7 +14,7 @@ pub(super) fn source(tensor: &Tensor) -> Result<(*const u8, usize), CommError> {
     Ok((pointer?, bytes(tensor)))
 }
 
-/// The same, for writing.
+/// As [`source`], for writing.
 pub(super) fn target(tensor: &Tensor) -> Result<(*mut u8, usize), CommError> {
     let pointer: candle_core::Result<*mut u8> = for_dtype!(tensor.dtype(), T => {
         with_slice_mut::<T, _>(tensor, |elements| elements.as_mut_ptr().cast())
@@ -23,5 +23,5 @@ pub(super) fn target(tensor: &Tensor) -> Result<(*mut u8, usize), CommError> {
 }
 
 fn unknown(tensor: &Tensor) -> candle_core::Error {
-    candle_core::Error::Msg(format!("MPI does not carry {:?}", tensor.dtype()))
+    candle_core::Error::Msg(format!("MPI does not support {:?}", tensor.dtype()))
 }

@@ -1,5 +1,5 @@
-//! send and recv. A message is a header, which says what comes, and the elements; the receiver
-//! answers when it has them.
+//! send and recv. A message is a header with dtype and count, then the elements; the receiver
+//! acknowledges them.
 
 use super::operation::Step;
 use super::transfers::Members;
@@ -7,7 +7,7 @@ use crate::comm::call_signature::Elements;
 use crate::comm::{CollectiveOp, CommError};
 use candle_core::Tensor;
 
-/// Complete when the receiver has taken the elements.
+/// Completes when the receiver has received the elements.
 pub(super) fn send(tensor: Tensor, to: usize) -> Step {
     Step::new(move |transfers, members| {
         let header = serde_json::to_vec(&Elements::of(&tensor));
@@ -25,7 +25,7 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
     Step::new(move |transfers, _| {
         transfers.expect_text(from);
         Ok(Some(Step::new(move |transfers, members| {
-            check_header(&transfers.text_from(from), &tensor, members, from, transfers.place().sequence)?;
+            check_header(&transfers.text_from(from), &tensor, members, from, transfers.label().sequence)?;
             transfers.next_phase();
             transfers.receive(members, &tensor, from)?;
             Ok(Some(Step::new(move |transfers, members| {

@@ -1,19 +1,18 @@
-//! The backend whose ranks are processes that MPI connects, on one machine or many.
+//! The backend whose ranks are processes connected by MPI, on one or several machines.
 //!
 //! Reading order:
 //!
-//! 1. `library.rs`, `memory.rs`: MPI's calls, with their return codes checked, and where tensors are.
+//! 1. `library.rs`, `memory.rs`: MPI calls with checked return codes, and addresses of tensors.
 //! 2. `transfers.rs`, `operation.rs`: the messages of an operation, and its steps.
-//! 3. `collective.rs`, `exchange.rs`, `message.rs`: the steps of each, with the buffers of `staging.rs`.
-//! 4. `control.rs`, `backoff.rs`, `rank.rs`: a rank, how it waits and how it fails.
-//! 5. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on them. `session.rs`: the way to start.
+//! 3. `collective.rs`, `strided_all_to_all.rs`, `message.rs`: the steps of each operation, with the buffers of `staging.rs`.
+//! 4. `control.rs`, `backoff.rs`, `rank.rs`: a rank, its waits and its failures.
+//! 5. `group.rs`: the [`ProcessGroup`](super::ProcessGroup). `session.rs`: the entry point.
 //!
-//! `src/comm/README.md` tells how they go together.
+//! `src/comm/README.md` describes how they work together.
 
 mod backoff;
 mod collective;
 mod control;
-mod exchange;
 mod group;
 mod library;
 mod memory;
@@ -22,6 +21,7 @@ mod operation;
 mod rank;
 mod session;
 mod staging;
+mod strided_all_to_all;
 mod transfers;
 
 pub use session::Session;

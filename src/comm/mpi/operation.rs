@@ -1,6 +1,6 @@
-//! An operation under way: messages, and what to do when they are done.
+//! An operation in progress: its messages, and the step that follows them.
 
-use super::transfers::{Members, OpPlace, Transfers};
+use super::transfers::{Members, OpLabel, Transfers};
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, Wait, compare};
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 type Work = dyn FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send;
 
-/// What an operation does once its transfers are done. It may begin further ones, and says what
-/// follows those; `None` is the end.
+/// A step of an operation, which runs once its transfers are complete. It may start further transfers and
+/// return the step that follows them; `None` ends the operation.
 pub(super) struct Step(Box<Work>);
 
 impl Step {
@@ -21,13 +21,13 @@ impl Step {
         Self(Box::new(work))
     }
 
-    /// The last step of an operation, which begins no further transfers.
+    /// Creates a last step, which starts no further transfers.
     pub(super) fn last(work: impl FnOnce(&Members) -> Result<(), CommError> + Send + 'static) -> Self {
         Self::new(move |_, members| work(members).map(|()| None))
     }
 
-    /// Lets all ranks tell their calls, and goes on where they agree. As no rank's step ends before
-    /// all have begun theirs, it is a barrier too.
+    /// Creates a step that sends all ranks their peers' calls and continues if they match. No rank completes
+    /// it before all ranks have started it, so it is also a barrier.
     pub(super) fn compare_then(
         call: CallSignature,
         then: impl FnOnce(&mut Transfers, &Members, &[CallSignature]) -> Result<Option<Step>, CommError>
@@ -45,15 +45,16 @@ impl Step {
                     if rank == members.rank {
                         return Ok(call.clone());
                     }
-                    let told = serde_json::from_slice(&transfers.text_from(rank));
-                    told.map_err(|error| CommError::Tensor(format!("what rank {rank} calls: {error}")))
+                    let reported = serde_json::from_slice(&transfers.text_from(rank));
+                    reported
+                        .map_err(|error| CommError::Tensor(format!("invalid call from rank {rank}: {error}")))
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
-                let place = transfers.place();
+                let label = transfers.label();
                 compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
                     divergence
                         .with_global_ranks(&members.global_ranks)
-                        .into_error(&members.name, place.sequence)
+                        .into_error(&members.name, label.sequence)
                 })?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
@@ -68,7 +69,7 @@ impl fmt::Debug for Step {
     }
 }
 
-/// The other ranks of a group, each rank beginning with its neighbour: not all with the same one.
+/// The other ranks of a group, starting with the next one, so that ranks do not all start with the same peer.
 pub(super) fn peers(members: &Members) -> impl Iterator<Item = usize> {
     let (rank, ranks) = (members.rank, members.world_size());
     (1..ranks).map(move |distance| (rank + distance) % ranks)
@@ -92,11 +93,11 @@ impl Operation {
         first: Step,
     ) -> Self {
         let channel = OrderedChannel { group: Arc::as_ptr(members).addr(), kind };
-        let transfers = Transfers::new(OpPlace { op, sequence }, members);
+        let transfers = Transfers::new(OpLabel { op, sequence }, members);
         Self { members: members.clone(), channel, transfers, next: Some(first) }
     }
 
-    /// Goes as far as possible without waiting; whether it is complete.
+    /// Advances as far as possible without waiting. Returns whether it is complete.
     pub(super) fn advance(&mut self) -> Result<bool, CommError> {
         while self.transfers.settle(&self.members)? {
             let Some(step) = self.next.take() else {
@@ -108,17 +109,17 @@ impl Operation {
         Ok(false)
     }
 
-    /// What the flight recorder stores of it, with this number.
+    /// The flight recorder's entry for this operation, with number `id`.
     pub(super) fn entry(&self, id: u64, call: CallSignature) -> Entry {
-        let sequence = self.transfers.place().sequence;
+        let sequence = self.transfers.label().sequence;
         Entry { id, group: self.members.label.clone(), sequence, call, is_complete: false }
     }
 
-    /// What it waits for.
+    /// The wait of this operation, for hang reports.
     pub(super) fn wait(&self) -> Wait {
         let missing = self.transfers.missing();
         let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
-        let OpPlace { op, sequence } = self.transfers.place();
+        let OpLabel { op, sequence } = self.transfers.label();
         Wait { group: self.members.label.clone(), op, sequence, missing }
     }
 }

@@ -1,6 +1,6 @@
-//! One rank of a job: its operations under way, the failure, and how it waits.
+//! One rank of a job: its operations in progress, its failure, and its waits.
 //!
-//! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
+//! While a rank waits for *any* operation it advances *all* of its operations, in every group,
 //! since MPI moves messages only while it is called.
 
 use super::backoff::{Backoff, CpuContention};
@@ -14,22 +14,22 @@ use crate::comm::{CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Stands in for a timeout beyond what the clock can add.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-/// How long the messages of a rank that has ended may take to arrive after its last word: they come
-/// by other ways.
+/// The timeout used when the clock cannot represent the requested one.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// How long messages of a rank may still arrive after its `Ended` message, since they
+/// use other communicators.
 const GRACE: Duration = Duration::from_millis(100);
-/// How long the ranks may take to tell what they wait for. Who waits does so at its next look; who computes is silent.
+/// Time limit for ranks to report what they wait for. A waiting rank answers at its next poll; a computing rank does not.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a failed world waits for ranks that have not heard of it.
+/// How long a failed world waits for ranks that have not received the failure.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// One rank; shared by all its groups. All calls of MPI are made under its lock.
+/// The state of one rank, shared by all its groups. All MPI calls are made under its lock.
 #[derive(Debug)]
 pub(super) struct MpiRank {
-    /// The rank among all.
+    /// Rank in the world.
     pub(super) rank: usize,
-    /// Compare calls before data moves.
+    /// Whether to compare calls before data moves.
     pub(super) check: bool,
     timeout: Duration,
     contention: CpuContention,
@@ -39,23 +39,23 @@ pub(super) struct MpiRank {
 #[derive(Debug)]
 struct State {
     failure: Option<CommError>,
-    /// No operation may begin any more.
+    /// No operation may start any more.
     is_closed: bool,
     next_id: u64,
-    /// In the order of issue.
+    /// In issue order.
     in_flight: Vec<(u64, Operation)>,
     recorder: FlightRecorder,
     report: HangReport,
-    /// When this rank has reported its calls to the others.
+    /// When this rank reported its calls to the others.
     reported: Option<Instant>,
     control: ControlMessages,
-    /// When each rank's last word came; the own entry stays empty.
+    /// When each rank's `Ended` arrived; `None` for this rank.
     ended: Vec<Option<Instant>>,
     communicators: Vec<Communicator>,
 }
 
 impl MpiRank {
-    /// The rank within `communicator`, which becomes the world's.
+    /// Creates the state of the rank, with `communicator` as the world.
     pub(super) fn new(
         communicator: Communicator,
         rank: usize,
@@ -78,12 +78,12 @@ impl MpiRank {
         Self { rank, check, timeout, contention, state: Mutex::new(state) }
     }
 
-    /// The error that counts, once there is one.
+    /// Returns the first error of the world, if there is one.
     pub(super) fn check(&self) -> Result<(), CommError> {
         self.state.lock().check()
     }
 
-    /// Begins an operation; returns its number.
+    /// Starts an operation. Returns its number.
     pub(super) fn issue(&self, operation: Operation, call: CallSignature) -> Result<u64, CommError> {
         let mut state = self.state.lock();
         state.check()?;
@@ -91,7 +91,7 @@ impl MpiRank {
         state.next_id += 1;
         state.recorder.record(operation.entry(id, call));
         state.in_flight.push((id, operation));
-        // All of them: what was issued before may wait for no more than this look.
+        // Advances all of them, since this poll may complete earlier ones.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
         Ok(id)
     }
@@ -99,15 +99,15 @@ impl MpiRank {
     /// Blocks until operation `id`, and those before it in its channel, are complete.
     ///
     /// # Errors
-    /// The world's failure, which this call may be the one to notice.
+    /// The failure of the world, which this call may be the first to notice.
     pub(super) fn complete(&self, channel: OrderedChannel, id: u64) -> Result<(), CommError> {
         let started = Instant::now();
-        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
+        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOREVER);
         let mut backoff = Backoff::new(&self.contention);
-        // Who is asked at the first look has come too late to have waited for anybody.
-        let mut has_looked = false;
+        // A report that arrives before the first poll was sent before this rank waited.
+        let mut has_polled = false;
         loop {
-            // Before looking: a peer that came at the last moment is no longer missing.
+            // Read before the poll: a peer that joins at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
             let mut state = self.state.lock();
             if state.head(channel, id).is_none() {
@@ -117,7 +117,7 @@ impl MpiRank {
             state.advance().map_err(|error| self.fail_with(&mut state, error))?;
             let Some(head) = state.head(channel, id) else { return Ok(()) };
             let wait = head.wait();
-            self.listen(&mut state, has_looked.then_some(&wait));
+            self.listen(&mut state, has_polled.then_some(&wait));
             state.check()?;
             if let Some(&rank) = wait.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
                 return Err(self.fail_with(&mut state, wait.left_by(rank)));
@@ -125,14 +125,14 @@ impl MpiRank {
             if late {
                 return Err(self.time_out(&mut state, wait, started.elapsed()));
             }
-            has_looked = true;
+            has_polled = true;
             drop(state);
             backoff.wait();
         }
     }
 
-    /// Finds out who keeps the ranks waiting, and fails the world. What comes meanwhile has come too late: this rank
-    /// moves none of its operations on.
+    /// Determines which ranks block the others, and fails the world. Data that arrives meanwhile is too late: this rank
+    /// advances none of its operations.
     fn time_out(&self, state: &mut MutexGuard<'_, State>, wait: Wait, waited: Duration) -> CommError {
         let reported = self.report_calls(state, Some(&wait));
         let mut backoff = Backoff::new(&self.contention);
@@ -147,21 +147,21 @@ impl MpiRank {
         self.fail_with(state, timeout)
     }
 
-    /// Reports to the others, once, what this rank has called and what it waits for. Returns when it has.
+    /// Reports this rank's calls and its wait to the others, once. Returns the time of the report.
     fn report_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
         if let Some(reported) = state.reported {
             return reported;
         }
         let (calls, wait) = (state.recorder.report(), wait.cloned());
-        let message = ControlMessage::Called { calls: calls.clone(), wait: wait.clone() };
+        let message = ControlMessage::CallReport { calls: calls.clone(), wait: wait.clone() };
         if let Err(reason) = state.control.send(&message) {
-            tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
+            tracing::error!("rank {} cannot report its calls to the others: {reason}", self.rank);
         }
         state.report.note(self.rank, calls, wait);
         *state.reported.insert(Instant::now())
     }
 
-    /// Fails the world, unless it has failed before; returns the error that counts.
+    /// Fails the world, unless it has failed before. Returns the first error.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         self.fail_with(&mut self.state.lock(), error)
     }
@@ -171,29 +171,29 @@ impl MpiRank {
             return failure.clone();
         }
         let error = match error {
-            // For the others it matters whose tensor it was.
+            // Other ranks need to know whose tensor it was.
             CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
             named => named,
         };
         if let Err(reason) = state.control.send(&ControlMessage::failed(self.rank, &error)) {
-            tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
+            tracing::error!("rank {} cannot report its failure to the others: {reason}", self.rank);
         }
-        self.give_up(state, error.clone());
+        self.close_with(state, error.clone());
         error
     }
 
-    /// From here on every call returns `error`.
-    fn give_up(&self, state: &mut State, error: CommError) {
+    /// Makes every later call return `error`.
+    fn close_with(&self, state: &mut State, error: CommError) {
         if let CommError::Timeout { .. } = error {
             self.report_calls(state, None);
             let own = lines(&state.recorder.report());
-            tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
+            tracing::error!("{error}; last operations of rank {}:{own}", self.rank);
         }
         state.in_flight.clear();
         state.failure = Some(error);
     }
 
-    /// Hears what other ranks have to tell. When the time of one is up this one tells of its calls too, and what it
+    /// Receives control messages. If another rank has timed out, this one reports its calls too, and what it
     /// waits for.
     fn listen(&self, state: &mut State, wait: Option<&Wait>) {
         let messages = state.control.poll().unwrap_or_else(|reason| {
@@ -204,21 +204,21 @@ impl MpiRank {
         for (rank, message) in messages {
             match message {
                 ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
-                ControlMessage::Called { calls, wait: others_wait } => {
+                ControlMessage::CallReport { calls, wait: others_wait } => {
                     state.report.note(rank, calls, others_wait);
                     self.report_calls(state, wait);
                 }
-                ControlMessage::Failed(error) if state.failure.is_none() => self.give_up(state, error),
+                ControlMessage::Failed(error) if state.failure.is_none() => self.close_with(state, error),
                 ControlMessage::Failed(_) => {}
             }
         }
     }
 
-    /// After a timeout: where the ranks part, by what they have reported.
-    fn log_parting(&self, state: &mut State) {
+    /// Logs the first divergence of the reported calls after a timeout.
+    fn log_divergence(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        if let Some(parting) = state.report.parting(self.rank, missing) {
-            tracing::error!("where the ranks part:{parting}");
+        if let Some(first_divergence) = state.report.first_divergence(self.rank, missing) {
+            tracing::error!("first divergence of the ranks:{first_divergence}");
         }
     }
 
@@ -228,33 +228,33 @@ impl MpiRank {
         call()
     }
 
-    /// Takes charge of a group's communicator.
+    /// Takes ownership of a group's communicator.
     pub(super) fn adopt(&self, communicator: Communicator) {
         self.state.lock().communicators.push(communicator);
     }
 
-    /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
-    /// when some never did after a failure: MPI cannot be finalised then.
+    /// Announces that this rank issues no more operations, and waits until all ranks have done so. Returns `false`
+    /// if some never did after a failure: MPI cannot be finalized then.
     pub(super) fn leave(&self) -> bool {
         let mut backoff = Backoff::new(&self.contention);
         let mut state = self.state.lock();
         state.is_closed = true;
-        let told = state.control.send(&ControlMessage::Ended).is_ok();
+        let reported = state.control.send(&ControlMessage::Ended).is_ok();
         let mut deadline = None;
         loop {
             self.listen(&mut state, None);
             let has_failed = state.failure.is_some();
             let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
             if all && state.control.are_sent() {
-                self.log_parting(&mut state);
+                self.log_divergence(&mut state);
                 if !has_failed {
                     state.free();
                 }
-                return told;
+                return reported;
             }
             let now = Instant::now();
             if has_failed && now > *deadline.get_or_insert(now + SHUTDOWN_TIMEOUT) {
-                self.log_parting(&mut state);
+                self.log_divergence(&mut state);
                 return false;
             }
             MutexGuard::unlocked(&mut state, || backoff.wait());
@@ -267,19 +267,19 @@ impl State {
         match &self.failure {
             Some(failure) => Err(failure.clone()),
             None if self.is_closed => {
-                Err(CommError::Tensor("the rank has returned: its groups are closed".to_owned()))
+                Err(CommError::Tensor("the rank has returned, so its groups are closed".to_owned()))
             }
             None => Ok(()),
         }
     }
 
-    /// The first operation that is under way in a channel, up to `id`.
+    /// The first operation in progress in a channel, up to `id`.
     fn head(&self, channel: OrderedChannel, id: u64) -> Option<&Operation> {
         let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
         up_to.map(|(_, operation)| operation).find(|operation| operation.channel == channel)
     }
 
-    /// Moves every operation on; those that are complete go.
+    /// Advances every operation and removes the complete ones.
     fn advance(&mut self) -> Result<(), CommError> {
         let mut index = 0;
         while index < self.in_flight.len() {
@@ -294,7 +294,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether all ranks have reported their calls that still can.
+    /// Returns whether all ranks that can still report have reported their calls.
     fn all_have_reported(&self) -> bool {
         (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || self.report.has(rank))
     }
@@ -303,11 +303,11 @@ impl State {
         self.ended.get(rank).copied().flatten().is_some_and(|ended| ended.elapsed() > GRACE)
     }
 
-    /// Gives the communicators back: all ranks have ended well.
+    /// Frees the communicators after all ranks have ended without failure.
     fn free(&mut self) {
         for communicator in self.communicators.drain(..) {
             if let Err(reason) = communicator.free() {
-                tracing::warn!("a communicator cannot be freed: {reason}");
+                tracing::warn!("cannot free a communicator: {reason}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! A process's part in an MPI job, and how it runs as a rank.
+//! A process's session of an MPI job, which runs it as a rank.
 
 use super::backoff::{Backoff, CpuContention};
 use super::group::MpiGroup;
@@ -12,7 +12,7 @@ use ::mpi::environment::Universe;
 use std::error::Error;
 use std::sync::Arc;
 
-/// A process of an MPI job, from `MPI_Init` to `MPI_Finalize`, which happens when it is dropped.
+/// A process of an MPI job, from `MPI_Init` to `MPI_Finalize`, which is called on drop.
 ///
 /// ```no_run
 /// use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, mpi::Session};
@@ -33,20 +33,20 @@ pub struct Session {
 }
 
 impl Session {
-    /// Initialises MPI. A process does so once; one that no launcher has started is a job of one rank.
+    /// Initializes MPI, once per process. A process without a launcher is a job of one rank.
     ///
     /// # Errors
-    /// [`CommError::Start`] when MPI was initialised before, or cannot be called by the thread of a rank.
+    /// [`CommError::Start`] if MPI was initialized before, or does not support calls from a rank's thread.
     pub fn start() -> Result<Self, CommError> {
         let refuse = |reason: String| CommError::Start { library: "MPI", rank: None, reason };
         let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
-            .ok_or_else(|| refuse("it was initialised before in this process".to_owned()))?;
+            .ok_or_else(|| refuse("it was already initialized in this process".to_owned()))?;
         if threading < Threading::Serialized {
             return Err(refuse(format!(
-                "it takes calls of the main thread only ({threading:?}); ranks need MPI_THREAD_SERIALIZED"
+                "it supports calls from the main thread only ({threading:?}); ranks need MPI_THREAD_SERIALIZED"
             )));
         }
-        let all = Communicator::of_all_processes();
+        let all = Communicator::world();
         let local_size = match all.split_by_host().map_err(refuse)? {
             Some(local) => {
                 let size = local.size();
@@ -58,7 +58,7 @@ impl Session {
         Ok(Self { universe: Some(universe), rank, world_size, local_size })
     }
 
-    /// This process among all.
+    /// Rank of this process.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -73,15 +73,15 @@ impl Session {
         self.local_size
     }
 
-    /// Runs `run` as this process's rank, on a thread of its own with a rayon pool of its own, and
-    /// returns when all ranks have. Collective: every process calls it.
+    /// Runs `run` as this process's rank, on its own thread with its own rayon pool, and
+    /// returns when all ranks have returned. Collective: every process calls it.
     ///
-    /// A rank that panics or returns an error fails all groups: the others' operations return
-    /// [`CommError::PeerFailed`], which names it. A rank that returns while others count on it gives
-    /// them [`CommError::PeerLeft`].
+    /// A rank that panics or returns an error fails all groups: operations of the other ranks return
+    /// [`CommError::PeerFailed`], which names it. If a rank returns while others wait for it, they get
+    /// [`CommError::PeerLeft`].
     ///
     /// # Errors
-    /// What went wrong on this rank, if only because it did on another.
+    /// The failure of this rank, which may follow from that of another.
     pub fn run<T, E, F>(&mut self, options: &LaunchOptions, run: F) -> Result<T, LaunchError>
     where
         T: Send,
@@ -98,7 +98,7 @@ impl Session {
     /// As [`run`](Self::run), on the first `world_size` processes only; the others get `None` at once.
     ///
     /// # Errors
-    /// As there, and a `world_size` of none or of more than there are.
+    /// As for [`run`](Self::run), and a `world_size` of 0 or above the number of processes.
     pub fn run_on<T, E, F>(
         &mut self,
         world_size: usize,
@@ -119,9 +119,9 @@ impl Session {
             LaunchError::Failed { rank, source: source.into() }
         };
         let color = (rank < world_size).then_some(0);
-        let all = Communicator::of_all_processes();
-        let made = meet(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
-        let Some(communicator) = made else { return Ok(None) };
+        let all = Communicator::world();
+        let created = wait_for_all(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
+        let Some(communicator) = created else { return Ok(None) };
         let own = Arc::new(MpiRank::new(communicator, rank, world_size, options));
         let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
         let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(own.clone(), members));
@@ -130,8 +130,8 @@ impl Session {
             own.fail(CommError::PeerFailed { rank, reason: error.reason() });
         }
         if !own.leave() {
-            // `MPI_Finalize` would wait for the ranks that are stuck. A process that ends without it lets
-            // the launcher end them.
+            // `MPI_Finalize` would wait for the ranks that hang. If a process ends without it, the launcher ends
+            // the others.
             std::mem::forget(self.universe.take());
         }
         outcome.map(Some)
@@ -145,9 +145,9 @@ impl std::fmt::Debug for Session {
     }
 }
 
-/// Waits for all processes. A split would wait too, but inside MPI, which never sleeps: those that come early would take
-/// the cores from those that others wait for.
-fn meet(all: Communicator) -> Result<(), String> {
+/// Waits for all processes. A split would wait too, but inside MPI, which never sleeps: processes that arrive early
+/// would take CPU time from those that they wait for.
+fn wait_for_all(all: Communicator) -> Result<(), String> {
     let (contention, mut request) = (CpuContention::default(), all.begin_barrier()?);
     let mut backoff = Backoff::new(&contention);
     while request.test()?.is_none() {
@@ -156,7 +156,7 @@ fn meet(all: Communicator) -> Result<(), String> {
     Ok(())
 }
 
-/// A rank has a thread of its own: memory is accounted by thread, and a rayon pool is made for one.
+/// Runs a rank on its own thread, since memory is counted by thread and a rayon pool belongs to one.
 fn on_own_thread<T, E, F>(context: RankContext, run: &F) -> Result<T, LaunchError>
 where
     T: Send,

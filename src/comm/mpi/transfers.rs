@@ -10,15 +10,15 @@ use parking_lot::Mutex;
 use std::ffi::c_int;
 use std::sync::Arc;
 
-/// One rank's end of a group.
+/// One rank's handle of a group.
 #[derive(Debug)]
 pub(super) struct Members {
     pub(super) name: String,
     pub(super) communicator: Communicator,
-    /// This rank, within the group.
+    /// This rank within the group.
     pub(super) rank: usize,
     pub(super) global_ranks: Vec<usize>,
-    /// The group, as reports name it.
+    /// The group's label in reports.
     pub(super) label: Arc<GroupLabel>,
     pub(super) stats: Mutex<GroupStats>,
     pub(super) staging: Staging,
@@ -40,31 +40,31 @@ impl Members {
     }
 }
 
-/// The place of an operation within its group, which its errors name.
+/// Operation and sequence number, which errors name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct OpPlace {
+pub(super) struct OpLabel {
     pub(super) op: CollectiveOp,
-    /// Number within the group (of a message: within the pair of ranks).
+    /// Sequence number within the group (for a message: within the pair of ranks).
     pub(super) sequence: u64,
 }
 
-/// Phases of an operation, each with a tag of its own: a rank may be a phase, or an operation,
-/// ahead of another. Tags repeat after thousands of operations, which is no harm, because MPI keeps
-/// the order of messages with equal tags between two ranks.
+/// Number of phases of an operation, each with its own tag: a rank may be a phase, or an operation,
+/// ahead of another. Tags repeat after thousands of operations, which is safe, because MPI keeps
+/// messages with equal tags between two ranks in order.
 const PHASES: u64 = 3;
-/// The tags of collectives begin at 0, those of messages here, and the last one is the world's own.
+/// Tags of collectives start at 0, tags of messages here; the last tag is for control messages.
 const FIRST_MESSAGE_TAG: c_int = 16_384;
 pub(super) const CONTROL_TAG: c_int = MAX_TAG;
 
-/// What an operation sends and expects.
+/// The sends and receives of an operation.
 #[derive(Debug)]
 pub(super) struct Transfers {
-    place: OpPlace,
+    label: OpLabel,
     phase: u64,
-    under_way: Vec<Transfer>,
-    /// Texts that have arrived, by rank of the group.
+    in_progress: Vec<Transfer>,
+    /// Texts received, by rank of the group.
     texts: Vec<Option<Vec<u8>>>,
-    /// Bytes of tensors, to and from other ranks.
+    /// Tensor bytes sent to and received from other ranks.
     sent_bytes: u64,
     received_bytes: u64,
 }
@@ -78,66 +78,66 @@ struct Transfer {
 
 #[derive(Debug)]
 enum State {
-    /// A text whose length is not known before it arrives.
+    /// A text that has not arrived yet, of unknown length.
     Expecting,
-    /// MPI writes into the buffer, or reads it.
+    /// MPI is writing or reading the buffer.
     Moving { request: Request, buffer: Buffer, direction: Direction },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Direction {
     Out,
-    /// With the number of bytes that must arrive.
+    /// The number of bytes that must arrive.
     In(usize),
 }
 
-/// What keeps a message's memory alive.
+/// The owner of a message's memory.
 #[derive(Debug)]
 enum Buffer {
-    Tensor(#[expect(dead_code, reason = "held for its storage")] Tensor),
+    Tensor(#[expect(dead_code, reason = "keeps the storage alive")] Tensor),
     Text(Vec<u8>),
 }
 
 impl Transfers {
-    pub(super) fn new(place: OpPlace, members: &Members) -> Self {
+    pub(super) fn new(label: OpLabel, members: &Members) -> Self {
         let texts = vec![None; members.world_size()];
-        Self { place, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
+        Self { label, phase: 0, in_progress: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
     }
 
-    pub(super) fn place(&self) -> OpPlace {
-        self.place
+    pub(super) fn label(&self) -> OpLabel {
+        self.label
     }
 
-    /// What follows has another tag.
+    /// Switches to the tag of the next phase.
     pub(super) fn next_phase(&mut self) {
         self.phase += 1;
     }
 
     fn tag(&self) -> c_int {
-        let number = self.place.sequence * PHASES + self.phase;
+        let number = self.label.sequence * PHASES + self.phase;
         let spread = |tags: c_int| (number % tags as u64) as c_int;
-        match self.place.op {
+        match self.label.op {
             op if op.is_message() => FIRST_MESSAGE_TAG + spread(CONTROL_TAG - FIRST_MESSAGE_TAG),
             _ => spread(FIRST_MESSAGE_TAG),
         }
     }
 
-    /// MPI's refusal of this operation.
+    /// Returns the error for an MPI call of this operation that failed.
     fn refused(&self, members: &Members, reason: String) -> CommError {
         let (group, rank) = (members.name.clone(), members.global_rank());
-        let OpPlace { op, sequence } = self.place;
+        let OpLabel { op, sequence } = self.label;
         CommError::Library { library: "MPI", group, op, sequence, rank, reason }
     }
 
-    /// Begins to send a contiguous tensor, which nobody writes until the transfers are done.
+    /// Starts to send a contiguous tensor, which must not be written until the transfers are complete.
     pub(super) fn send(&mut self, members: &Members, tensor: &Tensor, to: usize) -> Result<(), CommError> {
         let (data, bytes) = memory::source(tensor)?;
         self.sent_bytes += if to == members.rank { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
-            // SAFETY: within the tensor, whose storage the transfer keeps until it is complete. The
-            // group's contract keeps callers from writing it, and this rank's operations write nothing
-            // that shares memory with their inputs before all their transfers are done.
+            // SAFETY: the range is within the tensor, whose storage the transfer keeps until it is complete. The
+            // group's contract forbids callers to write it, and this rank's operations write nothing
+            // that shares memory with their inputs before all their transfers are complete.
             let request = unsafe { members.communicator.send(data.add(begin), length, to, self.tag()) };
             let request = request.map_err(|reason| self.refused(members, reason))?;
             self.moving(to, request, Buffer::Tensor(tensor.clone()), Direction::Out);
@@ -145,7 +145,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Begins to receive into a contiguous tensor, which nobody uses until the transfers are done.
+    /// Starts to receive into a contiguous tensor, which must not be used until the transfers are complete.
     pub(super) fn receive(
         &mut self,
         members: &Members,
@@ -156,8 +156,8 @@ impl Transfers {
         self.received_bytes += if from == members.rank { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
-            // SAFETY: within the tensor, whose storage the transfer keeps until it is complete, beyond a
-            // failure if need be. The group's contract keeps callers from using it meanwhile.
+            // SAFETY: the range is within the tensor, whose storage the transfer keeps until it is complete, even
+            // after a failure. The group's contract forbids callers to use it meanwhile.
             let request = unsafe { members.communicator.receive(data.add(begin), length, from, self.tag()) };
             let request = request.map_err(|reason| self.refused(members, reason))?;
             self.moving(from, request, Buffer::Tensor(tensor.clone()), Direction::In(length));
@@ -165,35 +165,35 @@ impl Transfers {
         Ok(())
     }
 
-    /// Begins to send a text.
+    /// Starts to send a text.
     pub(super) fn send_text(&mut self, members: &Members, text: Vec<u8>, to: usize) -> Result<(), CommError> {
-        // SAFETY: the transfer keeps the text, unchanged, until it is complete.
+        // SAFETY: the transfer keeps the text alive and unchanged until it is complete.
         let request = unsafe { members.communicator.send(text.as_ptr(), text.len(), to, self.tag()) };
         let request = request.map_err(|reason| self.refused(members, reason))?;
         self.moving(to, request, Buffer::Text(text), Direction::Out);
         Ok(())
     }
 
-    /// Waits for a text of any length.
+    /// Starts to receive a text of any length.
     pub(super) fn expect_text(&mut self, from: usize) {
-        self.under_way.push(Transfer { peer: from, state: State::Expecting });
+        self.in_progress.push(Transfer { peer: from, state: State::Expecting });
     }
 
-    /// The text that has come from a rank.
+    /// Returns the text received from a rank.
     pub(super) fn text_from(&mut self, peer: usize) -> Vec<u8> {
         self.texts[peer].take().unwrap_or_default()
     }
 
     fn moving(&mut self, peer: usize, request: Request, buffer: Buffer, direction: Direction) {
-        self.under_way.push(Transfer { peer, state: State::Moving { request, buffer, direction } });
+        self.in_progress.push(Transfer { peer, state: State::Moving { request, buffer, direction } });
     }
 
-    /// Moves the messages on; whether all are done.
+    /// Advances the messages. Returns whether all are complete.
     pub(super) fn settle(&mut self, members: &Members) -> Result<bool, CommError> {
         let mut index = 0;
-        while index < self.under_way.len() {
+        while index < self.in_progress.len() {
             if self.advance(members, index).map_err(|reason| self.refused(members, reason))? {
-                let transfer = self.under_way.swap_remove(index);
+                let transfer = self.in_progress.swap_remove(index);
                 if let State::Moving { buffer: Buffer::Text(text), direction: Direction::In(_), .. } =
                     transfer.state
                 {
@@ -203,17 +203,17 @@ impl Transfers {
                 index += 1;
             }
         }
-        Ok(self.under_way.is_empty())
+        Ok(self.in_progress.is_empty())
     }
 
-    /// Moves one message on; whether it is done.
+    /// Advances one message. Returns whether it is complete.
     fn advance(&mut self, members: &Members, index: usize) -> Result<bool, String> {
         let tag = self.tag();
-        let Transfer { peer, state } = &mut self.under_way[index];
+        let Transfer { peer, state } = &mut self.in_progress[index];
         if let State::Expecting = state {
             let Some(arrived) = members.communicator.probe(Some(*peer), tag)? else { return Ok(false) };
             let mut text = vec![0_u8; arrived.bytes];
-            // SAFETY: the text's memory stays where it is when the vector moves into the transfer, which
+            // SAFETY: the text's memory stays in place when the vector moves into the transfer, which
             // keeps it until the request is complete.
             let request = unsafe { members.communicator.receive(text.as_mut_ptr(), text.len(), *peer, tag)? };
             let (buffer, direction) = (Buffer::Text(text), Direction::In(arrived.bytes));
@@ -223,27 +223,27 @@ impl Transfers {
         let Some(bytes) = request.test()? else { return Ok(false) };
         match *direction {
             Direction::In(expected) if bytes != expected => Err(format!(
-                "{bytes} bytes came from rank {} where {expected} were expected; the ranks call different things \
-                 (`\"comm\": {{\"check\": \"on\"}}` tells which)",
+                "received {bytes} bytes from rank {}, expected {expected}; the ranks made different calls \
+                 (set `\"comm\": {{\"check\": \"on\"}}` to find which)",
                 members.global_ranks[*peer]
             )),
             _ => Ok(true),
         }
     }
 
-    /// The ranks of the group whose messages are not done.
+    /// The ranks of the group whose messages are not complete.
     pub(super) fn missing(&self) -> Vec<usize> {
-        let mut missing: Vec<usize> = self.under_way.iter().map(|transfer| transfer.peer).collect();
+        let mut missing: Vec<usize> = self.in_progress.iter().map(|transfer| transfer.peer).collect();
         missing.sort_unstable();
         missing.dedup();
         missing
     }
 
-    /// Adds what has moved to the group's counters.
+    /// Adds the bytes moved to the group's counters.
     pub(super) fn count(&self, members: &Members) {
         if members.world_size() > 1 && self.sent_bytes + self.received_bytes > 0 {
             let mut stats = members.stats.lock();
-            let counters = stats.ops.entry(self.place.op).or_default();
+            let counters = stats.ops.entry(self.label.op).or_default();
             counters.bytes_sent += self.sent_bytes;
             counters.bytes_received += self.received_bytes;
         }
@@ -251,8 +251,8 @@ impl Transfers {
 }
 
 impl Drop for Transfers {
-    /// What is given up half way is never freed: MPI may still read or write it.
+    /// Leaks the buffers of unfinished transfers: MPI may still read or write them.
     fn drop(&mut self) {
-        std::mem::forget(std::mem::take(&mut self.under_way));
+        std::mem::forget(std::mem::take(&mut self.in_progress));
     }
 }

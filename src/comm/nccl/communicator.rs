@@ -1,7 +1,7 @@
-//! NCCL's calls on one communicator, none of which blocks in NCCL.
+//! NCCL calls on one communicator. None of them blocks inside NCCL.
 //!
-//! NCCL wants the calls on a communicator one at a time, from whatever thread. So each is made under a lock, which
-//! nobody holds while he waits: not for a call to be taken, not for the GPU. Hence a communicator can be aborted
+//! NCCL requires serialized calls on a communicator, from any thread. Each call is made under a lock, which
+//! is never held while waiting, neither for NCCL to accept a call nor for the GPU. So a communicator can be aborted
 //! whatever its rank's thread is waiting for, and the wait ends with an error.
 
 use cudarc::nccl::result::{self, NcclError, NcclStatus};
@@ -15,48 +15,48 @@ use std::time::{Duration, Instant};
 /// `NCCL_CONFIG_UNDEF_INT` and `NCCL_API_MAGIC` of `nccl.h`.
 const UNDEFINED: c_int = c_int::MIN;
 const MAGIC: u32 = 0xcafe_beef;
-/// The NCCL that the bindings' `ncclConfig_t` is of. Not the library's: a later one has a field where this struct has
-/// padding, and reads it from a caller who claims to know it.
+/// The NCCL version of the `ncclConfig_t` in the bindings. It must not be the library's version: a later NCCL reads a
+/// new field where this struct has padding, if the caller claims that version.
 const CONFIG_VERSION: u32 = 23_000;
 /// `NCCL_SPLIT_NOCOLOR` of `nccl.h`.
 const NO_COLOR: c_int = -1;
 
-/// Between two looks at a call that has not ended.
-const PAUSE: Duration = Duration::from_micros(50);
-/// How long a communicator that is no longer needed may take to end.
+/// Interval between polls of a call that has not ended.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Time limit for finalizing a communicator.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A communicator's unique id.
 pub(super) type Id = [u8; ID_BYTES];
 pub(super) const ID_BYTES: usize = 128;
 
-/// One rank's end of a communicator; gone once it was aborted.
+/// One rank's end of a communicator; `None` inside once it was aborted.
 #[derive(Debug)]
 pub(super) struct Communicator {
     raw: Mutex<Option<Raw>>,
-    _made_at: Slot,
+    _handle_slot: Slot,
 }
 
-/// A handle of NCCL's: of a communicator that lives, or null.
+/// A handle of NCCL: a valid communicator, or null.
 #[derive(Debug, Clone, Copy)]
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: a handle that NCCL lets any thread use, one at a time, which the mutex around it sees to.
+// SAFETY: NCCL allows the handle on any thread; the mutex around it serializes the calls.
 unsafe impl Send for Raw {}
 
-/// For what concerns no communicator.
-const NOBODY: Raw = Raw(std::ptr::null_mut());
+/// The null handle, for calls without a communicator.
+const NULL: Raw = Raw(std::ptr::null_mut());
 
-/// Where NCCL writes the handle of a communicator that it makes.
+/// The memory into which NCCL writes the handle of a communicator that it creates.
 ///
-/// It writes from a thread of its own, when the making has ended or was aborted. So the place is on the heap, and
-/// whoever gives the making up before that leaks it.
+/// NCCL writes from its own thread, when the creation has ended or was aborted. So the memory is on the heap, and
+/// is leaked if the creation is abandoned before that.
 #[derive(Debug)]
 struct Slot(NonNull<sys::ncclComm_t>);
 
-// SAFETY: the owner of a place on the heap; what is written there is a number to anyone but NCCL.
+// SAFETY: owns heap memory; the handle in it is plain data outside of NCCL.
 unsafe impl Send for Slot {}
-// SAFETY: as above; nothing reads it through a shared reference but `Slot::handle`, when NCCL is done with it.
+// SAFETY: as above; only `Slot::handle` reads it through a shared reference, after NCCL has finished.
 unsafe impl Sync for Slot {}
 
 impl Slot {
@@ -64,90 +64,89 @@ impl Slot {
         Self(NonNull::from(Box::leak(Box::new(std::ptr::null_mut()))))
     }
 
-    /// What was written; null before that.
+    /// Returns the written handle, or null before that.
     fn handle(&self) -> Raw {
-        // SAFETY: alive until `drop`. NCCL writes before it reports that the making has ended, which callers await,
-        // or in the very call that begins it.
+        // SAFETY: valid until `drop`. NCCL writes before it reports the end of the creation, which callers wait for,
+        // or within the call that starts it.
         Raw(unsafe { self.0.as_ptr().read_volatile() })
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // SAFETY: made by `Box::leak` in `new`, and nobody else frees it.
+        // SAFETY: created by `Box::leak` in `new`, and freed only here.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }
 
-/// What a call on a communicator returns.
+/// The result of a call on a communicator.
 pub(super) type CallResult = Result<NcclStatus, NcclError>;
 
-/// NCCL's version, as 2.30.4 is 23004.
+/// Returns NCCL's version; 2.30.4 is 23004.
 pub(super) fn version() -> Result<i32, String> {
-    result::get_nccl_version().map_err(|error| NOBODY.describe(error.0))
+    result::get_nccl_version().map_err(|error| NULL.describe(error.0))
 }
 
-/// A new id, or with `NCCL_COMM_ID` in the environment the one that stands for that address.
+/// Returns a new id, or the id for the address in `NCCL_COMM_ID` if that is set.
 pub(super) fn unique_id() -> Result<Id, String> {
-    let id = result::get_uniqueid().map_err(|error| NOBODY.describe(error.0))?;
+    let id = result::get_uniqueid().map_err(|error| NULL.describe(error.0))?;
     Ok(id.internal.map(|byte| byte as u8))
 }
 
-/// Ends all that is under way on some communicators and frees them: the GPU's streams go on.
+/// Aborts all operations on some communicators and frees them, so that the GPU's streams continue.
 ///
-/// As one group of calls (NCCL 2.22 and later). One after another they may wait for ever: to free the first NCCL
-/// waits for the GPU, where a kernel of the second may be waiting for a rank that is gone.
+/// The aborts are one NCCL group (NCCL 2.22 and later). One after another they may hang: to free the first, NCCL
+/// waits for the GPU, where a kernel of the second may be waiting for a rank that has ended.
 pub(super) fn abort(communicators: &[Arc<Communicator>]) {
     let taken = communicators.iter().filter_map(|communicator| communicator.raw.lock().take());
     let mut handles: Vec<Raw> = taken.collect();
     if handles.is_empty() {
         return;
     }
-    // An abort first lets a call end that is still being taken, and that one may wait for the GPU: it comes last,
-    // when the kernels of all others have been told to end.
+    // An abort first waits for a call that NCCL is still accepting, and that call may wait for the GPU. Such
+    // communicators come last, after the kernels of all others were told to stop.
     handles.sort_by_cached_key(|raw| raw.state() == sys::ncclResult_t::ncclInProgress);
-    // What these fail with cannot be helped.
+    // Errors of these calls cannot be handled.
     let _ = result::group_start();
     for raw in handles {
-        // SAFETY: taken out, so nobody uses it any more.
+        // SAFETY: taken out of the communicator, so nobody uses it any more.
         let _ = unsafe { result::comm_abort(raw.0) };
     }
     let _ = result::group_end();
 }
 
 impl Communicator {
-    /// Begins to meet the other ranks that have the same id; [`settle`](Self::settle) waits for them. The rank's GPU
-    /// is the current one of this thread.
+    /// Starts to connect to the other ranks with the same id; [`wait_ready`](Self::wait_ready) waits for them. The rank's
+    /// GPU is the current one of this thread.
     pub(super) fn join(id: &Id, rank: usize, ranks: usize) -> Result<Arc<Self>, String> {
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as std::ffi::c_char) };
         let (mut config, slot) = (config(), Slot::new());
-        // SAFETY: the slot outlives the making: it goes with the communicator, which ends or aborts it before. NCCL
-        // copies the rest.
+        // SAFETY: the slot outlives the creation: it belongs to the communicator, which finalizes or aborts it first. NCCL
+        // copies the other arguments.
         let started = unsafe {
             result::comm_init_rank_config(slot.0.as_ptr(), ranks as c_int, id, rank as c_int, &raw mut config)
         };
         let raw = slot.handle();
-        let made = Self { raw: Mutex::new((!raw.0.is_null()).then_some(raw)), _made_at: slot };
-        // One that is made in part is freed with it.
+        let created = Self { raw: Mutex::new((!raw.0.is_null()).then_some(raw)), _handle_slot: slot };
+        // A partly created communicator is freed with it.
         started.map_err(|error| raw.describe(error.0))?;
-        Ok(Arc::new(made))
+        Ok(Arc::new(created))
     }
 
-    /// Divides the communicator, collectively; ranks of one colour are ordered by `(key, rank)`.
+    /// Splits the communicator, collectively; ranks of one color are ordered by `(key, rank)`.
     pub(super) fn split(
         &self,
         color: Option<usize>,
         key: usize,
         deadline: Instant,
     ) -> Result<Option<Arc<Self>>, String> {
-        let color =
-            color.map_or(Ok(NO_COLOR), c_int::try_from).map_err(|_| "a colour above 2³¹".to_owned())?;
-        let key = c_int::try_from(key).map_err(|_| "a key above 2³¹".to_owned())?;
+        let color = color.map_or(Ok(NO_COLOR), c_int::try_from).map_err(|_| "color above 2³¹".to_owned())?;
+        let key = c_int::try_from(key).map_err(|_| "key above 2³¹".to_owned())?;
         let mut config = config();
-        // Forgotten on the way out, unless the making has ended.
+        // Leaked on errors, unless the creation has ended.
         let slot = std::mem::ManuallyDrop::new(Slot::new());
         self.call(deadline, |raw| {
-            // SAFETY: `raw` is alive under its lock; the slot is leaked where this fails. NCCL copies the rest.
+            // SAFETY: `raw` is valid under its lock; the slot is leaked on failure. NCCL copies the other arguments.
             unsafe { sys::ncclCommSplit(raw, color, key, slot.0.as_ptr(), &raw mut config) }.result()
         })?;
         let slot = std::mem::ManuallyDrop::into_inner(slot);
@@ -155,35 +154,39 @@ impl Communicator {
         if child.0.is_null() {
             return Ok(None);
         }
-        Ok(Some(Arc::new(Self { raw: Mutex::new(Some(child)), _made_at: slot })))
+        Ok(Some(Arc::new(Self { raw: Mutex::new(Some(child)), _handle_slot: slot })))
     }
 
-    /// Makes a call and waits until NCCL has taken it (not until the GPU is done with it).
+    /// Makes a call and waits until NCCL has accepted it (not until the GPU has completed it).
     pub(super) fn call(
         &self,
         deadline: Instant,
         call: impl FnOnce(sys::ncclComm_t) -> CallResult,
     ) -> Result<(), String> {
         self.with(|raw| call(raw.0).map_err(|error| raw.describe(error.0)))??;
-        self.settle(deadline)
+        self.wait_ready(deadline)
     }
 
-    /// Waits until NCCL has taken what was called last. It is asked whatever the call has returned: `ncclCommSplit`
-    /// returns success while the child is still being made.
-    pub(super) fn settle(&self, deadline: Instant) -> Result<(), String> {
+    /// Waits until NCCL has accepted the last call. NCCL is polled whatever the call has returned: `ncclCommSplit`
+    /// returns success while the child is still being created.
+    pub(super) fn wait_ready(&self, deadline: Instant) -> Result<(), String> {
         loop {
             match self.with(Raw::state)? {
                 sys::ncclResult_t::ncclSuccess => return Ok(()),
-                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => std::thread::sleep(PAUSE),
+                sys::ncclResult_t::ncclInProgress if Instant::now() < deadline => {
+                    std::thread::sleep(POLL_INTERVAL)
+                }
                 sys::ncclResult_t::ncclInProgress => {
-                    return Err("NCCL did not take the call in time; a rank did not make it".to_owned());
+                    return Err(
+                        "NCCL did not accept the call in time; a rank did not make the same call".to_owned()
+                    );
                 }
                 failure => return Err(self.with(|raw| raw.describe(failure))?),
             }
         }
     }
 
-    /// What NCCL reports of a communicator that lives.
+    /// Returns the asynchronous error of a valid communicator.
     pub(super) fn fault(&self) -> Option<String> {
         let reported = self.with(|raw| match raw.state() {
             sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress => None,
@@ -192,7 +195,7 @@ impl Communicator {
         reported.ok().flatten()
     }
 
-    /// One look or call at the handle, alone.
+    /// Runs a poll or a call on the handle, under the lock.
     fn with<R>(&self, run: impl FnOnce(Raw) -> R) -> Result<R, String> {
         let raw = self.raw.lock();
         raw.map(run).ok_or_else(|| "the communicator was aborted".to_owned())
@@ -201,18 +204,18 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is alive under its lock.
+        // SAFETY: the handle is valid under its lock.
         let finalized =
             self.call(Instant::now() + SHUTDOWN_TIMEOUT, |raw| unsafe { result::comm_finalize(raw) });
         let Some(raw) = self.raw.get_mut().take() else { return };
-        // SAFETY: nobody else has the handle any more; it is destroyed or aborted, once.
+        // SAFETY: nobody else has the handle any more; it is destroyed or aborted once.
         unsafe {
             let _ = if finalized.is_ok() { result::comm_destroy(raw.0) } else { result::comm_abort(raw.0) };
         }
     }
 }
 
-/// Defaults, but for calls that do not block.
+/// Returns the default configuration with nonblocking calls.
 fn config() -> sys::ncclConfig_t {
     sys::ncclConfig_t {
         size: size_of::<sys::ncclConfig_t>(),
@@ -241,18 +244,18 @@ fn config() -> sys::ncclConfig_t {
 impl Raw {
     fn state(self) -> sys::ncclResult_t {
         let mut state = sys::ncclResult_t::ncclSuccess;
-        // SAFETY: a handle that lives, or null, which NCCL refuses; `state` outlives the call.
+        // SAFETY: a valid handle, or null, which NCCL rejects; `state` outlives the call.
         match unsafe { sys::ncclCommGetAsyncError(self.0, &raw mut state) } {
             sys::ncclResult_t::ncclSuccess => state,
             failure => failure,
         }
     }
 
-    /// NCCL's words for a failure, with its last message.
+    /// Returns NCCL's error text for a failure, with its last message.
     fn describe(self, failure: sys::ncclResult_t) -> String {
-        // SAFETY: takes any value, and gives a text of the program's.
+        // SAFETY: accepts any value, and returns a static text.
         let kind = unsafe { text(sys::ncclGetErrorString(failure)) };
-        // SAFETY: a handle that lives, or null; the text stays until the next call on it.
+        // SAFETY: a valid handle, or null; the text is valid until the next call on it.
         let last = unsafe { text(sys::ncclGetLastError(self.0)) };
         let kind = kind.unwrap_or_else(|| format!("{failure:?}"));
         match last.filter(|last| !last.is_empty()) {
@@ -263,8 +266,8 @@ impl Raw {
 }
 
 /// # Safety
-/// `pointer` is null or a nul-terminated text that stays for the call.
+/// `pointer` is null or a nul-terminated text that is valid during the call.
 unsafe fn text(pointer: *const std::ffi::c_char) -> Option<String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned())
 }

@@ -1,35 +1,35 @@
-//! What a launcher of one process per GPU (torchrun, `srun`) tells a process.
+//! Environment variables set by launchers of one process per GPU (torchrun, `srun`).
 
-use crate::comm::store::MeetingPoint;
+use crate::comm::store::StoreEndpoint;
 use crate::comm::{CommError, Launcher, ProcessInfo};
 
-/// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
+/// The first NCCL version that allows two ranks on one GPU, as from `ncclGetVersion`.
 const MULTI_RANK_VERSION: i32 = 23_000;
 
-/// One process among those of a job.
+/// A process of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Environment {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// The GPU's index on this machine.
+    /// Index of the GPU on this machine.
     pub(super) local_rank: usize,
-    pub(super) meeting: Meeting,
+    pub(super) meeting: Rendezvous,
 }
 
-/// How the processes come by one id.
+/// How the processes obtain the communicator id.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Meeting {
+pub(super) enum Rendezvous {
     /// NCCL itself reads `NCCL_COMM_ID`.
     Nccl,
     /// Rank 0 sets it in the job's store.
-    At(MeetingPoint),
+    At(StoreEndpoint),
 }
 
 impl Environment {
-    /// What the launcher that has started this process says beyond `info`, in the variables, which `lookup` returns.
+    /// Reads the launcher's variables that `info` does not cover; `lookup` returns their values.
     ///
     /// # Errors
-    /// [`CommError::Start`] naming the variable that is missing or wrong.
+    /// [`CommError::Start`] naming the variable that is missing or invalid.
     pub(super) fn read(
         info: &ProcessInfo,
         lookup: impl Fn(&str) -> Option<String>,
@@ -42,14 +42,14 @@ impl Environment {
             ));
         }
         let local_rank = local_rank.ok_or_else(|| {
-            refuse(format!("{launcher} does not say which GPU is rank {rank}'s: set LOCAL_RANK"))
+            refuse(format!("no GPU for rank {rank}: {launcher} sets no local rank; set LOCAL_RANK"))
         })?;
         let meeting = if lookup("NCCL_COMM_ID").is_some() {
-            Meeting::Nccl
+            Rendezvous::Nccl
         } else {
-            match MeetingPoint::read(info, lookup).map_err(refuse)? {
-                Some(point) => Meeting::At(point),
-                None if world_size == 1 => Meeting::Nccl,
+            match StoreEndpoint::read(info, lookup).map_err(refuse)? {
+                Some(point) => Rendezvous::At(point),
+                None if world_size == 1 => Rendezvous::Nccl,
                 None => {
                     return Err(refuse("neither NCCL_COMM_ID (host:port) nor MASTER_ADDR is set".to_owned()));
                 }
@@ -59,25 +59,25 @@ impl Environment {
     }
 }
 
-/// Refuses two ranks on one GPU where NCCL does. `places[rank]` tells GPUs apart; `may_share` is whether
+/// Rejects two ranks on one GPU if NCCL does. `gpus[rank]` identifies the GPU; `may_share` is whether
 /// `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
 ///
 /// # Errors
 /// [`CommError::Start`] naming the ranks.
-pub(super) fn check_places<P: PartialEq>(
-    places: &[P],
+pub(super) fn check_gpus<P: PartialEq>(
+    gpus: &[P],
     nccl_version: i32,
     may_share: bool,
 ) -> Result<(), CommError> {
     if nccl_version >= MULTI_RANK_VERSION && may_share {
         return Ok(());
     }
-    for (rank, place) in places.iter().enumerate() {
-        if let Some(other) = places[..rank].iter().position(|other| other == place) {
+    for (rank, gpu) in gpus.iter().enumerate() {
+        if let Some(other) = gpus[..rank].iter().position(|other| other == gpu) {
             let (major, minor) = (nccl_version / 10_000, nccl_version / 100 % 100);
             let reason = format!(
-                "ranks {other} and {rank} are on the same GPU; NCCL {major}.{minor} takes one rank on each (2.30 and \
-                 later take more with NCCL_MULTI_RANK_GPU_ENABLE=1; the thread backend always does)"
+                "ranks {other} and {rank} are on the same GPU; NCCL {major}.{minor} allows one rank per GPU (2.30 and \
+                 later allow more with NCCL_MULTI_RANK_GPU_ENABLE=1; the thread backend always does)"
             );
             return Err(CommError::Start { library: "NCCL", rank: Some(rank), reason });
         }
@@ -102,9 +102,9 @@ mod tests {
         Environment::read(&ProcessInfo::discover(&ProcessFlags::default(), lookup).map_err(refuse)?, lookup)
     }
 
-    fn point(host: &str, port: u16) -> MeetingPoint {
+    fn point(host: &str, port: u16) -> StoreEndpoint {
         let secret = JobSecret::new("", false);
-        MeetingPoint {
+        StoreEndpoint {
             host: host.into(),
             port,
             bind: None,
@@ -118,16 +118,16 @@ mod tests {
     const RANK_1_OF_4: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
 
     #[test]
-    fn a_launchers_variables_say_who_and_where() {
+    fn launcher_variables_give_rank_and_endpoint() {
         let with =
             |more: &[(&'static str, &'static str)]| read(&[&RANK_1_OF_4[..], more].concat()).unwrap().meeting;
-        let at = |port| Meeting::At(point("n0", port));
+        let at = |port| Rendezvous::At(point("n0", port));
         assert_eq!(with(&[("MASTER_ADDR", "n0")]), at(29_501));
-        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "a launcher holds the port");
+        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "the launcher uses the port");
         let own = [("MASTER_ADDR", "n0"), ("MASTER_PORT", "65535"), ("ULYSSES_MASTER_PORT", "9")];
         assert_eq!(with(&own), at(9));
-        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("NCCL_COMM_ID", "n1:5")]), Meeting::Nccl);
-        let told = [
+        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("NCCL_COMM_ID", "n1:5")]), Rendezvous::Nccl);
+        let reported = [
             ("MASTER_ADDR", "n0"),
             ("ULYSSES_MASTER_BIND", "10.0.0.7"),
             ("LOCAL_WORLD_SIZE", "4"),
@@ -136,15 +136,15 @@ mod tests {
         let secret = JobSecret::new("0123456789abcdef", true);
         let bind = Some([10, 0, 0, 7].into());
         assert_eq!(
-            with(&told),
-            Meeting::At(MeetingPoint { bind, is_one_node: true, secret, ..point("n0", 29_501) })
+            with(&reported),
+            Rendezvous::At(StoreEndpoint { bind, is_one_node: true, secret, ..point("n0", 29_501) })
         );
         let alone = read(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")]).unwrap();
         assert_eq!((alone.rank, alone.world_size, alone.local_rank), (0, 1, 3));
     }
 
     #[test]
-    fn tasks_of_slurm_meet_on_the_first_node() {
+    fn slurm_tasks_use_the_store_on_the_first_node() {
         let task = [
             ("SLURM_PROCID", "5"),
             ("SLURM_NTASKS", "8"),
@@ -156,19 +156,19 @@ mod tests {
         let secret = JobSecret::new(".", false);
         assert_eq!(
             environment.meeting,
-            Meeting::At(MeetingPoint { world_size: 8, secret, ..point("gpu017", 29_501) })
+            Rendezvous::At(StoreEndpoint { world_size: 8, secret, ..point("gpu017", 29_501) })
         );
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named() {
+    fn missing_and_invalid_variables_are_named() {
         let refuse = |variables: &[(&str, &str)], expected: &str| {
             let error = read(variables).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
         refuse(&[("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], "RANK is not set");
         refuse(&[("RANK", "x"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], "RANK is `x`");
-        refuse(&[("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")], "less than WORLD_SIZE, 4");
+        refuse(&[("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")], "less than WORLD_SIZE (4)");
         refuse(&RANK_1_OF_4, "neither NCCL_COMM_ID");
         let port = |name, port| [&RANK_1_OF_4[..], &[("MASTER_ADDR", "n0"), (name, port)]].concat();
         refuse(&port("MASTER_PORT", "70000"), "MASTER_PORT is `70000`");
@@ -181,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_on_one_gpu_are_named_unless_nccl_takes_them() {
-        let error = check_places(&[0, 1, 0], 22_803, true).unwrap_err();
+    fn two_ranks_on_one_gpu_are_named_unless_nccl_allows_them() {
+        let error = check_gpus(&[0, 1, 0], 22_803, true).unwrap_err();
         assert!(matches!(error, CommError::Start { rank: Some(2), .. }), "{error}");
         assert!(error.to_string().contains("ranks 0 and 2 are on the same GPU; NCCL 2.28 "), "{error}");
-        assert!(check_places(&[0, 0], 23_004, false).is_err());
-        check_places(&[0, 0], 23_004, true).unwrap();
-        check_places(&[0, 1, 2], 22_803, false).unwrap();
+        assert!(check_gpus(&[0, 0], 23_004, false).is_err());
+        check_gpus(&[0, 0], 23_004, true).unwrap();
+        check_gpus(&[0, 1, 2], 22_803, false).unwrap();
     }
 }

@@ -1,10 +1,10 @@
-//! [`ProcessGroup`] on a communicator.
+//! [`ProcessGroup`] on an NCCL communicator.
 
 use super::communicator::Communicator;
 use super::operation::{Enqueue, Inner, ShutdownGuard, data_type, operator, source, target};
 use super::traffic::{MovedBytes, offsets};
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::buffer::apart;
+use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::{
@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use ulysses_kernels::tensor::bytes;
 
-/// Between two looks of a host that waits for the GPU.
-const PAUSE: Duration = Duration::from_micros(50);
+/// Interval between polls of a host that waits for the GPU.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// One rank's handle of a group.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl NcclGroup {
         Self(Arc::new(Inner { own, guard, communicator, label, rank, state: Mutex::default() }))
     }
 
-    /// The checks that need no peer, for tensors on the rank's GPU.
+    /// Runs the checks that need no peer, and checks that the tensors are on the rank's GPU.
     fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
         let (group, world_size) = (self.name(), self.world_size());
         let signature = call.check(group, world_size)?;
@@ -49,7 +49,7 @@ impl NcclGroup {
             None => Ok(signature),
             Some(got) => {
                 let check = ArgCheck { group, world_size, op: call.op() };
-                Err(check.invalid(format!("needs tensors on {own:?}, the rank's GPU, got {got:?}")))
+                Err(check.invalid(format!("tensors must be on the rank's GPU {own:?}, got {got:?}")))
             }
         }
     }
@@ -74,7 +74,7 @@ impl NcclGroup {
         let traffic = MovedBytes::ring(CollectiveOp::AllReduce, bytes(tensor), self.world_size());
         let (count, of, op) = (tensor.elem_count(), data_type(tensor.dtype()), operator(op));
         self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
-            // SAFETY: `count` elements, opened for writing; `Given` keeps the tensor until the end.
+            // SAFETY: `count` elements, accessed for writing; `Enqueued` keeps the tensor until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), count, of, op, comm, stream) }
         })
     }
@@ -88,9 +88,9 @@ impl NcclGroup {
     ) -> Result<Pending, CommError> {
         let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
         let (count, of, op) = (output.elem_count(), data_type(output.dtype()), operator(op));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
-            // SAFETY: `count` elements of the output, as many for each rank of the input; kept as above.
+            // SAFETY: `count` elements of the output, and `count` per rank of the input; kept as above.
             unsafe { result::reduce_scatter(source(at[1]), target(at[0]), count, of, op, comm, stream) }
         })
     }
@@ -98,14 +98,14 @@ impl NcclGroup {
     fn all_gather(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
         let traffic = MovedBytes::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
         let (count, of) = (input.elem_count(), data_type(input.dtype()));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
-            // SAFETY: `count` elements of the input, as many for each rank of the output; kept as above.
+            // SAFETY: `count` elements of the input, and `count` per rank of the output; kept as above.
             unsafe { result::all_gather(source(at[1]), target(at[0]), count, of, comm, stream) }
         })
     }
 
-    /// As grouped sends and receives, of which NCCL makes one kernel.
+    /// Runs grouped sends and receives, which NCCL fuses into one kernel.
     fn all_to_all(
         &self,
         call: CallSignature,
@@ -115,12 +115,12 @@ impl NcclGroup {
         let dtype = input.dtype();
         let traffic = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
         let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
-        let input = &apart(input, &[output])?;
+        let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
                 let (received, sent, peer) = (recv_counts[peer], send_counts[peer], peer as c_int);
-                // Nothing is no message: both sides leave it out.
+                // Both sides skip empty messages.
                 if sent > 0 {
                     // SAFETY: the counts add up to the tensors' elements; kept as above.
                     unsafe { result::send(source(from), sent, of, peer, comm, stream)? };
@@ -142,12 +142,12 @@ impl NcclGroup {
         let traffic = MovedBytes::broadcast(bytes(tensor), root == self.rank(), self.world_size());
         let (count, of, root) = (tensor.elem_count(), data_type(tensor.dtype()), root as c_int);
         self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
-            // SAFETY: `count` elements, opened for writing; kept as above.
+            // SAFETY: `count` elements, accessed for writing; kept as above.
             unsafe { result::broadcast(source(at[0]), target(at[0]), count, of, root, comm, stream) }
         })
     }
 
-    /// Unlike the other operations' its `wait` makes the host wait for the GPU.
+    /// Unlike for other operations, `wait` makes the host wait for the GPU.
     fn barrier(&self, call: CallSignature) -> Result<Pending, CommError> {
         let token = Tensor::zeros(1, DType::U32, &self.0.own.device)?;
         let (traffic, of) =
@@ -155,7 +155,7 @@ impl NcclGroup {
         let sum = operator(ReduceOp::Sum);
         self.0.flush(CollectiveOp::Barrier)?;
         let given = self.0.enqueue(traffic, [call], &[&token], &[], &|comm, stream, at| {
-            // SAFETY: one element, which `Given` keeps until the end.
+            // SAFETY: one element, which `Enqueued` keeps until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), 1, of, sum, comm, stream) }
         })?;
         let waiting = self.0.clone();
@@ -164,7 +164,7 @@ impl NcclGroup {
                 waiting.own.check()?;
                 match given.done.try_is_complete() {
                     Ok(true) => break,
-                    Ok(false) => std::thread::sleep(PAUSE),
+                    Ok(false) => std::thread::sleep(POLL_INTERVAL),
                     Err(error) => return Err(CommError::Tensor(error.to_string())),
                 }
             }
@@ -201,7 +201,7 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        // Once: a strided exchange is checked by what packs it.
+        // Evaluated lazily: a strided all-to-all is checked by `pack_exchange_unpack`.
         let signature = || self.check_args(&call);
         match call {
             CollectiveArgs::AllReduce { tensor, op } => self.all_reduce(signature()?, tensor, op),

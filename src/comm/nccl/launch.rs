@@ -1,8 +1,8 @@
-//! The ways to start ranks with NCCL between them.
+//! Launching ranks that communicate through NCCL.
 
 use super::communicator::{Communicator, ID_BYTES, Id, unique_id, version};
 use super::control_plane::ControlPlane;
-use super::environment::{Environment, Meeting, check_places};
+use super::environment::{Environment, Rendezvous, check_gpus};
 use super::group::NcclGroup;
 use super::operation::ShutdownGuard;
 use super::rank::NcclRank;
@@ -17,14 +17,14 @@ use std::sync::Arc;
 use std::time::Duration;
 use ulysses_kernels::device::open_gpu;
 
-/// Runs `run` on a thread for each of `gpus`, the ordinals of this machine's GPUs: one process drives them all.
+/// Runs `run` on one thread per GPU of `gpus`, the ordinals of this machine's GPUs, all in one process.
 ///
-/// As [`thread::launch`], but the group of a rank's context is one of NCCL's, and carries tensors of
-/// [`value_device`](ProcessGroup::value_device), the rank's GPU. A rank that fails or panics ends what the others
-/// wait for, as it does there.
+/// As [`thread::launch`], but the group of a rank's context is an NCCL group, for tensors on
+/// [`value_device`](ProcessGroup::value_device), the rank's GPU. If a rank fails or panics, the waits of the other ranks
+/// end with an error.
 ///
 /// # Errors
-/// As [`thread::launch`]; two ranks on one GPU where NCCL does not take them, a GPU or a driver that is missing.
+/// As for [`thread::launch`]; two ranks on one GPU if NCCL rejects that; a missing GPU or driver.
 pub fn launch<T, E, F>(gpus: &[usize], options: &LaunchOptions, run: F) -> Result<Vec<T>, LaunchError>
 where
     T: Send,
@@ -33,14 +33,14 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let (own, group) = meet_over(context.group.clone(), &device, options.timeout)?;
+        let (own, group) = join_over(context.group.clone(), &device, options.timeout)?;
         let group = if options.check { checked(&own, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
 }
 
-/// The group of the same ranks as `bootstrap`, a group that carries CPU tensors, for tensors on the ranks' GPUs.
-/// Collective. `device` is this rank's GPU, whose stream its tensors are used on.
+/// Creates an NCCL group of the ranks of `bootstrap`, a group that supports CPU tensors. Collective. `device` is this
+/// rank's GPU, on whose stream its tensors are used.
 ///
 /// # Errors
 /// [`CommError::Start`] when NCCL cannot start, or two ranks are on one GPU.
@@ -49,13 +49,13 @@ pub fn over(
     device: &Device,
     timeout: Duration,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    meet_over(bootstrap, device, timeout).map(|(_, group)| group)
+    join_over(bootstrap, device, timeout).map(|(_, group)| group)
 }
 
-/// A rank, and its handle of the group of all.
-type Met = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
+/// A rank, and its handle of the group of all ranks.
+type Joined = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
 
-/// The same group, whose ranks compare their calls. Collective.
+/// Wraps a group so that its ranks compare their calls. Collective.
 pub(super) fn checked(
     own: &Arc<NcclRank>,
     group: Arc<dyn ProcessGroup>,
@@ -64,17 +64,21 @@ pub(super) fn checked(
     DesyncCheck::over(group, own.clone())
 }
 
-fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Met, CommError> {
+fn join_over(
+    bootstrap: Arc<dyn ProcessGroup>,
+    device: &Device,
+    timeout: Duration,
+) -> Result<Joined, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
-    // A GPU is known by its uuid, which is the same for all processes.
+    // A GPU's UUID is the same in all processes.
     let uuid = own_rank.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
-    let place = uuid.bytes.map(|byte| byte as u8);
-    let places = bootstrap.all_gather_values(&place)?;
-    let places: Vec<&[u8]> = places.chunks(place.len()).collect();
+    let own_uuid = uuid.bytes.map(|byte| byte as u8);
+    let uuids = bootstrap.all_gather_values(&own_uuid)?;
+    let uuids: Vec<&[u8]> = uuids.chunks(own_uuid.len()).collect();
     let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    check_places(&places, version().map_err(refuse)?, may_share)?;
+    check_gpus(&uuids, version().map_err(refuse)?, may_share)?;
     let own = if bootstrap.rank() == 0 { unique_id().map_err(refuse)? } else { [0; ID_BYTES] };
     let ids = bootstrap.all_gather_values(&own)?;
     let mut id = own;
@@ -84,27 +88,27 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
     Ok((own_rank, group))
 }
 
-/// The group of all processes of a job in which every process drives one GPU.
+/// Creates the group of all processes of a job in which every process drives one GPU.
 ///
-/// `info` says who this process is; the local rank is the GPU's ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or
-/// MASTER_ADDR says where the host of rank 0 is; SLURM's tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or
-/// else at MASTER_PORT + 1: torchrun's own store listens on MASTER_PORT. Rank 0 listens on the address that MASTER_ADDR is
-/// (ULYSSES_MASTER_BIND names another), and takes only processes with its ULYSSES_JOB_SECRET.
+/// `info` identifies this process; the local rank is the GPU's ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or
+/// MASTER_ADDR gives the host of rank 0; for SLURM's tasks it is known. The ranks connect to port ULYSSES_MASTER_PORT, or
+/// else MASTER_PORT + 1, since torchrun's own store uses MASTER_PORT. Rank 0 listens on the address of MASTER_ADDR
+/// (ULYSSES_MASTER_BIND sets another), and accepts only processes with the same ULYSSES_JOB_SECRET.
 ///
 /// # Errors
-/// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
+/// [`CommError::Start`] naming the variable that is missing or invalid, or why NCCL or the GPU cannot be used.
 pub fn from_env(info: &ProcessInfo, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    meet_from_env(info, timeout).map(|(_, group)| group)
+    join_from_env(info, timeout).map(|(_, group)| group)
 }
 
-pub(super) fn meet_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Met, CommError> {
+pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joined, CommError> {
     let environment = Environment::read(info, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
     let id = match meeting {
-        Meeting::Nccl => unique_id().map_err(refuse)?,
-        Meeting::At(point) => {
+        Rendezvous::Nccl => unique_id().map_err(refuse)?,
+        Rendezvous::At(point) => {
             let mut store = Store::meet(&point, rank, timeout).map_err(refuse)?;
             let id = share_id(&mut store, timeout).map_err(refuse)?;
             own_rank.set_control(ControlPlane::new(rank, world_size, ControlChannel::new(store)));
@@ -115,7 +119,7 @@ pub(super) fn meet_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Met
     Ok((own_rank, group))
 }
 
-/// The id of the communicator of all, which rank 0 makes.
+/// Returns the id of the communicator of all ranks, which rank 0 creates.
 fn share_id(store: &mut Store, timeout: Duration) -> Result<Id, String> {
     const KEY: &str = "nccl/id";
     if store.rank() == 0 {
@@ -124,7 +128,7 @@ fn share_id(store: &mut Store, timeout: Duration) -> Result<Id, String> {
         return Ok(id);
     }
     let id = store.wait(KEY, timeout)?;
-    (*id).try_into().map_err(|_| format!("rank 0 has set an id of {} bytes, not {ID_BYTES}", id.len()))
+    (*id).try_into().map_err(|_| format!("rank 0 set an id of {} bytes, expected {ID_BYTES}", id.len()))
 }
 
 fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
@@ -144,8 +148,8 @@ fn join(
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
     let refuse = |reason| own.fail(CommError::Start { library: "NCCL", rank: Some(own.rank), reason });
     let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
-    // From here on a failure elsewhere ends the wait for the others.
+    // From now on, a failure elsewhere ends the wait for the other ranks.
     own.adopt(&communicator)?;
-    communicator.settle(own.deadline()).map_err(refuse)?;
+    communicator.wait_ready(own.deadline()).map_err(refuse)?;
     Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, name, rank, global_ranks)))
 }

@@ -1,16 +1,16 @@
-//! The backend whose ranks have a GPU each and communicate by NCCL.
+//! The backend whose ranks have one GPU each and communicate through NCCL.
 //!
 //! Reading order:
 //!
-//! 1. `environment.rs`: which GPU is a rank's, and where the ranks meet: in a [`store`](super::store).
-//! 2. `control_plane.rs`: what a rank hears of the others there, failures and who keeps the others waiting.
-//! 3. `traffic.rs`, `watch.rs`, `recorder.rs`: what an operation moves, when it has failed, which one keeps a rank.
-//! 4. `communicator.rs`: NCCL's calls. `rank.rs`: a rank's stream, what is under way on it, its failure.
-//! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
-//!    `launch.rs`, `session.rs`: the ways to start.
+//! 1. `environment.rs`: the GPU of a rank, and the endpoint of the job's [`store`](super::store).
+//! 2. `control_plane.rs`: failures and hang reports between ranks, through the store.
+//! 3. `traffic.rs`, `watch.rs`, `recorder.rs`: bytes moved by an operation, failure detection, the blocking operation.
+//! 4. `communicator.rs`: NCCL calls. `rank.rs`: a rank's stream, its operations in progress, its failure.
+//! 5. `operation.rs`: enqueueing operations. `group.rs`: the [`ProcessGroup`](super::ProcessGroup).
+//!    `launch.rs`, `session.rs`: entry points.
 //!
-//! The first three need no NCCL and are compiled and tested always, the rest with the feature `nccl`.
-//! `src/comm/README.md` tells how operations, streams and failures go together.
+//! The first three need no NCCL and are always compiled and tested, the rest only with the feature `nccl`.
+//! `src/comm/README.md` describes how operations, streams and failures work together.
 #![cfg_attr(
     not(feature = "nccl"),
     allow(dead_code, reason = "tested without NCCL, but only its groups use them")

@@ -1,7 +1,7 @@
-//! How an operation is given to NCCL, and what is kept until it has ended.
+//! Enqueueing an operation to NCCL, and keeping its tensors until it ends.
 
 use super::communicator::{CallResult, Communicator};
-use super::rank::{NcclRank, UnderWay};
+use super::rank::{InProgress, NcclRank};
 use super::traffic::MovedBytes;
 use super::watch::Watched;
 use crate::comm::call_signature::{CallSignature, Elements};
@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 use ulysses_kernels::device::{Address, DeviceError, Launcher, Target};
 
-/// A group, as its operations need it.
+/// The state of a group that its operations use.
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) own: Arc<NcclRank>,
@@ -29,12 +29,12 @@ pub(super) struct Inner {
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// The next numbers of collectives and of messages: not all ranks send.
+    /// The next sequence numbers of collectives and of messages, counted separately since not all ranks send.
     pub(super) collectives: u64,
     sent: u64,
     pub(super) stats: GroupStats,
-    /// Messages that were issued and not yet given to NCCL. It carries one out at a time, unless they are given to
-    /// it together: two ranks that first send and then receive would wait for each other for ever.
+    /// Messages issued but not yet enqueued. NCCL runs one at a time, unless they are enqueued in
+    /// one group: otherwise two ranks that first send and then receive would deadlock.
     messages: Vec<Message>,
 }
 
@@ -43,7 +43,7 @@ struct Message {
     tensor: Tensor,
     peer: usize,
     traffic: MovedBytes,
-    /// When it is done, once NCCL has it.
+    /// The completion event, once enqueued.
     done: Arc<OnceLock<Arc<CudaEvent>>>,
 }
 
@@ -57,50 +57,50 @@ impl Message {
     }
 }
 
-/// What an operation gives to NCCL: the communicator, the stream, and what was opened, outputs before inputs.
+/// Enqueues an operation, given the communicator, the stream, and the addresses of outputs, then inputs.
 pub(super) type Enqueue<'a> = &'a dyn Fn(sys::ncclComm_t, sys::cudaStream_t, &[Address]) -> CallResult;
 
-/// An operation that NCCL has.
+/// An operation enqueued to NCCL.
 #[derive(Debug)]
-pub(super) struct Given {
+pub(super) struct Enqueued {
     pub(super) done: Arc<CudaEvent>,
-    held: Held,
+    guard: TensorGuard,
 }
 
-/// The tensors of an operation. Unless it ends as it should they go to the world: nobody knows when the GPUs, a
-/// peer's among them, are done with an operation that was given up.
+/// The tensors of an operation. Unless the operation completes, the rank keeps them: it is unknown when the GPUs,
+/// including a peer's, stop using the tensors of an aborted operation.
 #[derive(Debug)]
-struct Held {
+struct TensorGuard {
     own: Arc<NcclRank>,
     tensors: Vec<Tensor>,
 }
 
-impl Held {
+impl TensorGuard {
     fn new<'a>(own: &Arc<NcclRank>, tensors: impl Iterator<Item = &'a Tensor>) -> Self {
         Self { own: own.clone(), tensors: tensors.cloned().collect() }
     }
 
-    /// The tensors may go: nothing uses them any more that they would not wait for.
+    /// Drops the tensors: later users of their memory wait for the operation.
     fn release(mut self) {
         self.tensors.clear();
     }
 }
 
-impl Drop for Held {
+impl Drop for TensorGuard {
     fn drop(&mut self) {
-        self.own.keep(std::mem::take(&mut self.tensors));
+        self.own.retain(std::mem::take(&mut self.tensors));
     }
 }
 
-/// What all groups of a rank hold and nothing else does: when the last of them goes, on the rank's own thread, it says
-/// goodbye, unless that thread panics. The world itself may go on the thread that watches, which ends with the process.
+/// A guard held by all groups of a rank. When the last one is dropped, on the rank's own thread, it announces the
+/// rank's shutdown, unless that thread panics. (The rank itself may be dropped on the watching thread.)
 #[derive(Debug)]
 pub(super) struct ShutdownGuard(pub(super) Arc<NcclRank>);
 
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.forgo_end();
+            self.0.skip_shutdown_notice();
         } else {
             self.0.end();
         }
@@ -113,7 +113,7 @@ impl Inner {
         if self.own.is_own_thread() {
             return Ok(());
         }
-        let reason = "NCCL's operations are issued by the thread that the group was made on".to_owned();
+        let reason = "NCCL operations must be issued by the thread that created the group".to_owned();
         Err(CommError::InvalidArgument { group: self.label.name.clone(), op, reason })
     }
 
@@ -128,10 +128,10 @@ impl Inner {
         })
     }
 
-    /// Lets what is started on the tensors' stream from now on wait for an operation.
-    pub(super) fn complete(&self, given: Given) -> Result<(), CommError> {
+    /// Makes later work on the tensors' stream wait for an operation.
+    pub(super) fn complete(&self, given: Enqueued) -> Result<(), CommError> {
         self.join(&given.done)?;
-        given.held.release();
+        given.guard.release();
         Ok(())
     }
 
@@ -140,7 +140,7 @@ impl Inner {
         self.own.compute.wait(done).map_err(|error| CommError::Tensor(error.to_string()))
     }
 
-    /// Gives an operation to NCCL: a collective, or messages together.
+    /// Enqueues an operation to NCCL: a collective, or a group of messages.
     pub(super) fn enqueue(
         &self,
         traffic: MovedBytes,
@@ -148,7 +148,7 @@ impl Inner {
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
-    ) -> Result<Given, CommError> {
+    ) -> Result<Enqueued, CommError> {
         self.check(traffic.op)?;
         let sequence = {
             let mut state = self.state.lock();
@@ -172,9 +172,9 @@ impl Inner {
                 reason,
             })
         };
-        // Inputs are complete, and outputs no longer in use, when the tensors' stream has come here.
+        // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
-        let held = Held::new(&self.own, outputs.iter().chain(inputs).copied());
+        let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
         let mut taken = Ok(());
         let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
@@ -182,17 +182,17 @@ impl Inner {
             Ok(())
         });
         if let Err(refused) = opened {
-            held.release();
+            guard.release();
             return Err(refused.into());
         }
         taken.map_err(failed)?;
         let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let done = Arc::new(done);
-        let probe = UnderWay { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
+        let probe = InProgress { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
         let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
         let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
         self.own.watch(watched, &self.label, calls);
-        Ok(Given { done, held })
+        Ok(Enqueued { done, guard })
     }
 
     fn launcher(&self) -> Result<Launcher, DeviceError> {
@@ -202,7 +202,7 @@ impl Inner {
         }
     }
 
-    /// Issues a message, which is given to NCCL when somebody waits or a collective is started.
+    /// Issues a message, which is enqueued on the next wait or collective.
     pub(super) fn post(
         self: &Arc<Self>,
         traffic: MovedBytes,
@@ -213,18 +213,18 @@ impl Inner {
         let done: Arc<OnceLock<_>> = Arc::default();
         let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
         self.state.lock().messages.push(message);
-        let (completing, held) = (self.clone(), Held::new(&self.own, std::iter::once(tensor)));
+        let (completing, guard) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
         Ok(self.pending(move || {
             completing.flush(traffic.op)?;
             if let Some(done) = done.get() {
                 completing.join(done)?;
             }
-            held.release();
+            guard.release();
             Ok(())
         }))
     }
 
-    /// Gives all messages that wait to NCCL, together.
+    /// Enqueues all waiting messages as one group.
     pub(super) fn flush(&self, op: CollectiveOp) -> Result<(), CommError> {
         self.check(op)?;
         let messages = std::mem::take(&mut self.state.lock().messages);
@@ -253,7 +253,7 @@ impl Inner {
     }
 }
 
-/// Gives one message of a group of calls to NCCL.
+/// Enqueues one message of a group.
 fn give(
     launcher: &Launcher,
     message: &Message,
@@ -299,7 +299,7 @@ pub(super) fn data_type(dtype: DType) -> sys::ncclDataType_t {
         DType::I64 => sys::ncclDataType_t::ncclInt64,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
         DType::U8 => sys::ncclDataType_t::ncclUint8,
-        // The arguments were checked: nothing else is left.
+        // Other dtypes were rejected by the argument checks.
         _ => sys::ncclDataType_t::ncclFloat32,
     }
 }

@@ -1,8 +1,8 @@
-//! What the groups of one rank share: its GPU, what is under way there, the failure.
+//! State shared by the groups of one rank: its GPU, its operations in progress, its failure.
 
 use super::communicator::{Communicator, abort};
-use super::control_plane::{ControlPlane, Stuck};
-use super::recorder::{OnGpu, Recorder};
+use super::control_plane::{ControlPlane, Stall};
+use super::recorder::{GpuOp, Recorder};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{CallLog, EntryReport, GroupLabel, Wait, lines};
@@ -14,28 +14,28 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-/// Between two looks at what is under way: how soon a failure is noticed.
+/// Interval between polls of the operations in progress; it bounds how late a failure is noticed.
 const WATCH_EVERY: Duration = Duration::from_millis(20);
 
-/// One rank.
+/// The state of one rank.
 ///
-/// The fields are dropped in this order: what is under way before the streams that it runs on, those before the device.
+/// The fields are dropped in this order: operations before their streams, streams before the device.
 #[derive(Debug)]
 pub(super) struct NcclRank {
-    under_way: Mutex<Vec<Watched<UnderWay>>>,
+    in_progress: Mutex<Vec<Watched<InProgress>>>,
     communicators: Mutex<Vec<Weak<Communicator>>>,
-    /// What failed operations may still read or write.
-    kept: Mutex<Vec<Tensor>>,
-    /// The stream of all its communication: operations of several groups run in the order of issue, on all ranks.
+    /// Tensors of failed operations, which the GPU may still access.
+    retained: Mutex<Vec<Tensor>>,
+    /// The stream of all its communication. Operations of several groups run in issue order, on all ranks.
     pub(super) communication: Arc<CudaStream>,
     /// The stream of the device's tensors.
     pub(super) compute: Arc<CudaStream>,
     pub(super) device: Device,
-    /// The group of the same ranks that they met through, if they are threads of one process. It hears of their
-    /// failures, and tells.
+    /// For threads of one process, the group of the same ranks that was used to start NCCL. It carries
+    /// failures in both directions.
     bootstrap: Option<Arc<dyn ProcessGroup>>,
-    /// What this rank hears of the others, if they are processes that have a connection. It goes with the last of the
-    /// rank's groups, and says goodbye.
+    /// For processes connected by a store, the control messages of this rank. It is closed with the last of the
+    /// rank's groups, and then announces the shutdown.
     control: Mutex<Option<ControlPlane>>,
     failure: OnceLock<CommError>,
     recorder: Mutex<Recorder>,
@@ -46,13 +46,13 @@ pub(super) struct NcclRank {
 
 /// An operation on the GPU.
 #[derive(Debug)]
-pub(super) struct UnderWay {
+pub(super) struct InProgress {
     pub(super) done: Arc<CudaEvent>,
-    /// Its group's: whoever drops the group ends the communicator, and not the thread that watches.
+    /// Weak, so that the communicator is freed by whoever drops the group, not by the watching thread.
     pub(super) communicator: Weak<Communicator>,
 }
 
-impl Probe for UnderWay {
+impl Probe for InProgress {
     fn is_done(&self) -> Result<bool, String> {
         self.done.try_is_complete().map_err(|error| error.to_string())
     }
@@ -63,7 +63,7 @@ impl Probe for UnderWay {
 }
 
 impl NcclRank {
-    /// The rank whose thread calls. `device` is its GPU.
+    /// Creates the rank of the calling thread. `device` is its GPU.
     pub(super) fn new(
         rank: usize,
         device: &Device,
@@ -79,9 +79,9 @@ impl NcclRank {
         let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
         let own = Arc::new(Self {
-            under_way: Mutex::default(),
+            in_progress: Mutex::default(),
             communicators: Mutex::default(),
-            kept: Mutex::default(),
+            retained: Mutex::default(),
             communication,
             compute,
             device: device.clone(),
@@ -101,49 +101,49 @@ impl NcclRank {
         Ok(own)
     }
 
-    /// By when NCCL must have taken a call that is made now.
+    /// Deadline for NCCL to accept a call made now.
     pub(super) fn deadline(&self) -> Instant {
         Instant::now() + *self.timeout.lock()
     }
 
-    /// From now on operations may take so long.
+    /// Sets the timeout of operations.
     pub(super) fn set_timeout(&self, timeout: Duration) {
         *self.timeout.lock() = timeout;
     }
 
-    /// From now on the rank hears of the others, and they of it.
+    /// Sets the control messages of this rank.
     pub(super) fn set_control(&self, control: ControlPlane) {
         *self.control.lock() = Some(control);
     }
 
-    /// From now on calls are compared, and remembered by who compares them.
+    /// Records that calls are compared, and logged by the desync check.
     pub(super) fn set_checked(&self) {
         self.recorder.lock().set_checked();
     }
 
-    /// Tells the others that this rank issues nothing any more.
+    /// Announces that this rank issues no more operations.
     pub(super) fn end(&self) {
         if let Some(control) = &mut *self.control.lock() {
-            control.tell_end();
+            control.announce_shutdown();
         }
     }
 
-    /// Lets the rank end without a word: it has panicked.
-    pub(super) fn forgo_end(&self) {
+    /// Ends without a shutdown notice, because the rank has panicked.
+    pub(super) fn skip_shutdown_notice(&self) {
         if let Some(control) = &mut *self.control.lock() {
-            control.forgo_end();
+            control.skip_shutdown_notice();
         }
     }
 
-    /// Whether this is the thread of the rank: NCCL wants the calls of all ranks in one order.
+    /// Returns whether this is the rank's thread: NCCL requires the same order of calls on all ranks.
     pub(super) fn is_own_thread(&self) -> bool {
         std::thread::current().id() == self.thread
     }
 
-    /// Lets a failure of the rank abort the communicator too.
+    /// Registers a communicator, to be aborted if the rank fails.
     ///
     /// # Errors
-    /// That failure, if it came first.
+    /// The failure, if the rank has failed already.
     pub(super) fn adopt(&self, communicator: &Arc<Communicator>) -> Result<(), CommError> {
         self.communicators.lock().push(Arc::downgrade(communicator));
         if let Some(failure) = self.failure.get() {
@@ -153,25 +153,25 @@ impl NcclRank {
         Ok(())
     }
 
-    /// Looks after an operation of a group from now on: a collective, or messages.
+    /// Starts to watch an operation of a group: a collective, or messages.
     pub(super) fn watch(
         &self,
-        operation: Watched<UnderWay>,
+        operation: Watched<InProgress>,
         group: &Arc<GroupLabel>,
         calls: impl IntoIterator<Item = CallSignature>,
     ) {
         let mut recorder = self.recorder.lock();
         calls.into_iter().for_each(|call| recorder.issued(group, operation.sequence, call));
         drop(recorder);
-        self.under_way.lock().push(operation);
+        self.in_progress.lock().push(operation);
     }
 
-    /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
-    pub(super) fn keep(&self, tensors: Vec<Tensor>) {
-        self.kept.lock().extend(tensors);
+    /// Keeps tensors of failed operations until the rank is dropped: a straggler may still use their memory.
+    pub(super) fn retain(&self, tensors: Vec<Tensor>) {
+        self.retained.lock().extend(tensors);
     }
 
-    /// The error that counts, once there is one.
+    /// Returns the first error of the rank, if there is one.
     pub(super) fn check(&self) -> Result<(), CommError> {
         if let Some(failure) = self.failure.get() {
             return Err(failure.clone());
@@ -179,17 +179,17 @@ impl NcclRank {
         self.bootstrap.as_ref().map_or(Ok(()), |bootstrap| bootstrap.check())
     }
 
-    /// Fails the rank, unless it has failed before; returns the error that counts. NCCL's kernels end, so that
-    /// nobody waits for the GPU for ever, and what they have written is worth nothing.
+    /// Fails the rank, unless it has failed before. Returns the first error. NCCL's kernels end, so that
+    /// no wait for the GPU hangs, and the data that they have written is invalid.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         let is_first = self.failure.set(error.clone()).is_ok();
         let failure = self.failure.get().cloned().unwrap_or(error);
-        // The others first: what follows may have to wait for them to abort theirs.
+        // Notify the other ranks first: later steps may have to wait until they abort their communicators.
         if let Some(bootstrap) = &self.bootstrap {
             bootstrap.abort(&failure.to_string());
         }
         if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
-            control.tell_failure(&failure);
+            control.announce_failure(&failure);
         }
         self.abort();
         failure
@@ -200,57 +200,57 @@ impl NcclRank {
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }
 
-    /// What the rank has called last, and what of it keeps the rank.
+    /// Returns the last calls of the rank, and the operation that blocks it.
     fn last_calls(&self) -> (Vec<EntryReport>, Option<Wait>) {
         let (on_gpu, recorder) = (self.on_gpu(), self.recorder.lock());
         (recorder.report(&on_gpu), recorder.wait(&on_gpu))
     }
 
-    fn on_gpu(&self) -> Vec<OnGpu> {
-        let place =
-            |operation: &Watched<UnderWay>| (operation.group.clone(), operation.op, operation.sequence);
-        self.under_way.lock().iter().map(place).collect()
+    fn on_gpu(&self) -> Vec<GpuOp> {
+        let gpu_op =
+            |operation: &Watched<InProgress>| (operation.group.clone(), operation.op, operation.sequence);
+        self.in_progress.lock().iter().map(gpu_op).collect()
     }
 
-    /// For how long the rank is kept, if that is longer than an operation may take.
-    fn is_kept_for(&self) -> Option<Duration> {
+    /// Returns how long the rank has been blocked, if that exceeds the timeout.
+    fn waited(&self) -> Option<Duration> {
         let (now, timeout) = (Instant::now(), *self.timeout.lock());
-        let waited = self.under_way.lock().iter().map(|operation| operation.waited(now)).max()?;
+        let waited = self.in_progress.lock().iter().map(|operation| operation.waited(now)).max()?;
         (waited >= timeout).then_some(waited)
     }
 
-    /// Logs what the rank has called last and, when others keep it waiting, asks which. Returns what is known then.
+    /// Logs the last calls of the rank. If other ranks block it, determines which, and returns the resulting error.
     fn explain(&self, error: CommError) -> CommError {
         let (called, wait) = self.last_calls();
-        tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
+        tracing::error!("{error}; last operations of rank {}:{}", self.rank, lines(&called));
         let mut control = self.control.lock();
         let Some(control) = control.as_mut() else { return error };
-        let stuck = wait.zip(self.is_kept_for()).filter(|_| self.failure.get().is_none());
-        let found = stuck.and_then(|(wait, waited)| control.find_missing(&Stuck { wait, waited }, called));
+        let stall = wait.zip(self.waited()).filter(|_| self.failure.get().is_none());
+        let found = stall.and_then(|(wait, waited)| control.find_missing(&Stall { wait, waited }, called));
         let error = found.unwrap_or(error);
-        if let Some(parting) = control.parting(&error) {
-            tracing::error!("where the ranks part:{parting}");
+        if let Some(first_divergence) = control.first_divergence(&error) {
+            tracing::error!("first divergence of the ranks:{first_divergence}");
         }
         error
     }
 
-    /// Hears of the others.
+    /// Receives control messages.
     fn listen(&self) -> Result<(), CommError> {
         self.control.lock().as_mut().map_or(Ok(()), |control| control.listen(|| self.last_calls()))
     }
 
-    /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
+    /// Checks the operations in progress. They are taken out meanwhile, so that the rank's thread never waits for this.
     fn inspect(&self) -> Result<(), CommError> {
-        let mut under_way = std::mem::take(&mut *self.under_way.lock());
-        let outcome = inspect(&mut under_way, Instant::now(), *self.timeout.lock());
-        let mut issued_since = self.under_way.lock();
-        under_way.append(&mut issued_since);
-        *issued_since = under_way;
+        let mut in_progress = std::mem::take(&mut *self.in_progress.lock());
+        let outcome = inspect(&mut in_progress, Instant::now(), *self.timeout.lock());
+        let mut issued_since = self.in_progress.lock();
+        in_progress.append(&mut issued_since);
+        *issued_since = in_progress;
         outcome
     }
 }
 
-/// Looks after a rank until it has failed or is gone.
+/// Watches a rank until it has failed or was dropped.
 fn watch(own: &Weak<NcclRank>) {
     loop {
         std::thread::sleep(WATCH_EVERY);

@@ -1,13 +1,13 @@
-//! A process that drives one GPU, and how it runs as a rank.
+//! A process that drives one GPU, as a rank of a job.
 
-use super::launch::{checked, meet_from_env};
+use super::launch::{checked, join_from_env};
 use super::rank::NcclRank;
 use crate::comm::launch::run_rank;
 use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessInfo, RankContext};
 use std::error::Error;
 use std::sync::Arc;
 
-/// A process of a job in which every process drives one GPU: what `comm::mpi::Session` is to MPI.
+/// A process of a job in which every process drives one GPU; the counterpart of `comm::mpi::Session`.
 #[derive(Debug)]
 pub struct Session {
     own: Arc<NcclRank>,
@@ -16,16 +16,16 @@ pub struct Session {
 }
 
 impl Session {
-    /// Meets the other processes, as [`from_env`](super::from_env) does. The thread that calls is the rank's.
+    /// Connects to the other processes, as [`from_env`](super::from_env) does. The calling thread becomes the rank's.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`from_env`](super::from_env).
     pub fn start(info: &ProcessInfo, options: &LaunchOptions) -> Result<Self, CommError> {
-        let (own, group) = meet_from_env(info, options.timeout)?;
+        let (own, group) = join_from_env(info, options.timeout)?;
         Ok(Self { own, group, local_size: info.local_world_size.unwrap_or(1) })
     }
 
-    /// This process among all.
+    /// Rank of this process.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -45,10 +45,10 @@ impl Session {
         &self.group
     }
 
-    /// Runs `run` as this process's rank, with a rayon pool that the calling thread is part of from then on: once.
+    /// Runs `run` as this process's rank, with a rayon pool that includes the calling thread from then on. Call it once.
     ///
     /// # Errors
-    /// What went wrong on this rank, if only because it did on another.
+    /// The failure of this rank, which may follow from that of another.
     pub fn run<T, E, F>(&mut self, options: &LaunchOptions, run: F) -> Result<T, LaunchError>
     where
         E: Into<Box<dyn Error + Send + Sync>>,
@@ -71,7 +71,7 @@ impl Session {
 }
 
 impl Drop for Session {
-    /// So that the end of the process is none of a rank that others count on, whoever still holds its groups.
+    /// Announces the shutdown, so that the end of the process is not a failure, even if its groups are still held.
     fn drop(&mut self) {
         if !std::thread::panicking() {
             self.own.end();

@@ -1,8 +1,8 @@
-//! How many bytes an operation moves between one rank and the others.
+//! Bytes that an operation moves between one rank and the others.
 
 use crate::comm::{CollectiveOp, GroupStats};
 
-/// One operation of one rank, in bytes.
+/// Bytes moved by one operation of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MovedBytes {
     pub(super) op: CollectiveOp,
@@ -11,21 +11,21 @@ pub(super) struct MovedBytes {
 }
 
 impl MovedBytes {
-    /// Sums or gathers over a ring of `ranks`, as NCCL's bandwidth figures count them: of `whole_bytes`, what all
-    /// ranks hold together, `(ranks − 1) / ranks` pass each rank in either direction; twice that for an all_reduce.
+    /// Reductions or gathers over a ring of `ranks`, counted as in NCCL's bandwidth figures: of `whole_bytes`, the bytes of
+    /// all ranks together, each rank passes `(ranks − 1) / ranks` in either direction; twice that for an all_reduce.
     pub(super) fn ring(op: CollectiveOp, whole_bytes: usize, ranks: usize) -> Self {
         let passes = if op == CollectiveOp::AllReduce { 2 } else { 1 };
         let bytes = (passes * (ranks - 1) * whole_bytes / ranks) as u64;
         Self { op, sent: bytes, received: bytes }
     }
 
-    /// The root's bytes reach every other rank.
+    /// The root's bytes, sent to every other rank.
     pub(super) fn broadcast(bytes: usize, is_root: bool, ranks: usize) -> Self {
         let (sent, received) = if is_root { (bytes * (ranks - 1), 0) } else { (0, bytes) };
         Self { op: CollectiveOp::Broadcast, sent: sent as u64, received: received as u64 }
     }
 
-    /// All but a rank's own part.
+    /// All bytes except those that a rank keeps.
     pub(super) fn all_to_all(send: &[usize], recv: &[usize], rank: usize, element_bytes: usize) -> Self {
         let of_peers = |counts: &[usize]| {
             let peers = counts.iter().enumerate().filter(|&(peer, _)| peer != rank);
@@ -34,7 +34,7 @@ impl MovedBytes {
         Self { op: CollectiveOp::AllToAll, sent: of_peers(send), received: of_peers(recv) }
     }
 
-    /// Adds it to the counters. Groups of one rank count nothing.
+    /// Adds the bytes to the counters. Groups of one rank count nothing.
     pub(super) fn count(self, stats: &mut GroupStats, ranks: usize) {
         if ranks > 1 {
             let counters = stats.ops.entry(self.op).or_default();
@@ -45,7 +45,7 @@ impl MovedBytes {
     }
 }
 
-/// Where each rank's part begins, for counts in rank order.
+/// Returns the offset of each rank's part, for counts in rank order.
 pub(super) fn offsets(counts: &[usize]) -> Vec<usize> {
     let mut next = 0;
     let begin = |count: &usize| {
@@ -61,7 +61,7 @@ mod tests {
     use crate::comm::OpStats;
 
     #[test]
-    fn each_operation_counts_what_crosses_to_and_from_a_rank() {
+    fn each_operation_counts_bytes_sent_and_received() {
         let ring = |op| MovedBytes::ring(op, 48_000, 4);
         assert_eq!(
             (ring(CollectiveOp::AllReduce).sent, ring(CollectiveOp::AllReduce).received),
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_begin_where_the_ones_before_end() {
+    fn offsets_are_running_sums() {
         assert_eq!(offsets(&[3, 0, 5, 1]), [0, 3, 3, 8]);
     }
 }

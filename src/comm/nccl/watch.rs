@@ -1,18 +1,18 @@
-//! Operations under way on a GPU, and when they have failed.
+//! Operations in progress on a GPU, and detection of their failure.
 
 use crate::comm::{CollectiveOp, CommError};
 use std::time::{Duration, Instant};
 
-/// How an operation stands, as the driver and the library see it.
+/// The state of an operation, from the driver and from NCCL.
 pub(super) trait Probe {
-    /// Whether the GPU is done with it.
+    /// Returns whether the GPU has completed it.
     fn is_done(&self) -> Result<bool, String>;
 
-    /// What the library reports of its communicator.
+    /// Returns the error of its communicator, if any.
     fn fault(&self) -> Option<String>;
 }
 
-/// An operation under way.
+/// An operation in progress.
 #[derive(Debug)]
 pub(super) struct Watched<P> {
     pub(super) group: String,
@@ -20,20 +20,20 @@ pub(super) struct Watched<P> {
     pub(super) sequence: u64,
     /// The global rank.
     pub(super) rank: usize,
-    /// When its time began: when it was issued, or when one before it was seen to be done.
+    /// Start of its time limit: when it was issued, or when an earlier operation was seen to complete.
     pub(super) started: Instant,
     pub(super) probe: P,
 }
 
 impl<P> Watched<P> {
-    /// How long it has taken so far.
+    /// Returns how long it has taken so far.
     pub(super) fn waited(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.started)
     }
 }
 
 impl<P: Probe> Watched<P> {
-    /// `Ok(true)` when it is done, `Ok(false)` while there is hope.
+    /// Returns `Ok(true)` when it is complete, `Ok(false)` while it is in progress.
     fn inspect(&self, now: Instant, timeout: Duration) -> Result<bool, CommError> {
         if let Some(fault) = self.probe.fault() {
             return Err(self.failed(fault));
@@ -45,7 +45,7 @@ impl<P: Probe> Watched<P> {
         if waited >= timeout {
             let waited_ms = waited.as_millis();
             return Err(self.failed(format!(
-                "not complete after {waited_ms} ms; a rank did not take part, or is slower than the timeout"
+                "not complete after {waited_ms} ms; a rank did not join, or is slower than the timeout"
             )));
         }
         Ok(false)
@@ -63,26 +63,26 @@ impl<P: Probe> Watched<P> {
     }
 }
 
-/// Removes what is done. A rank's operations run one after the other, and the host issues many at a time: so the time
-/// of those that are left begins again whenever one is done.
+/// Removes completed operations. A rank's operations run in order, and the host issues many ahead. So the time limit
+/// of the remaining ones restarts whenever one completes.
 ///
 /// # Errors
-/// The first that has failed, in the order of issue.
+/// The first failure, in issue order.
 pub(super) fn inspect<P: Probe>(
-    under_way: &mut Vec<Watched<P>>,
+    in_progress: &mut Vec<Watched<P>>,
     now: Instant,
     timeout: Duration,
 ) -> Result<(), CommError> {
-    let (mut failure, issued) = (None, under_way.len());
-    under_way.retain(|operation| match operation.inspect(now, timeout) {
+    let (mut failure, issued) = (None, in_progress.len());
+    in_progress.retain(|operation| match operation.inspect(now, timeout) {
         Ok(is_done) => !is_done,
         Err(error) => {
             failure.get_or_insert(error);
             true
         }
     });
-    if under_way.len() < issued {
-        under_way.iter_mut().for_each(|operation| operation.started = operation.started.max(now));
+    if in_progress.len() < issued {
+        in_progress.iter_mut().for_each(|operation| operation.started = operation.started.max(now));
     }
     failure.map_or(Ok(()), Err)
 }
@@ -122,47 +122,47 @@ mod tests {
         probes.iter().enumerate().map(watched).collect()
     }
 
-    fn sequences(under_way: &[Watched<Fake>]) -> Vec<u64> {
-        under_way.iter().map(|operation| operation.sequence).collect()
+    fn sequences(in_progress: &[Watched<Fake>]) -> Vec<u64> {
+        in_progress.iter().map(|operation| operation.sequence).collect()
     }
 
     #[test]
-    fn what_is_done_is_forgotten_and_what_waits_is_kept() {
+    fn completed_operations_are_removed_and_others_stay() {
         let started = Instant::now();
-        let mut under_way = operations(&[Fake::Done, Fake::Waits, Fake::Done, Fake::Waits], started);
-        inspect(&mut under_way, started + TIMEOUT / 2, TIMEOUT).unwrap();
-        assert_eq!(sequences(&under_way), [1, 3]);
+        let mut in_progress = operations(&[Fake::Done, Fake::Waits, Fake::Done, Fake::Waits], started);
+        inspect(&mut in_progress, started + TIMEOUT / 2, TIMEOUT).unwrap();
+        assert_eq!(sequences(&in_progress), [1, 3]);
     }
 
     #[test]
-    fn an_operation_past_its_time_is_named_with_rank_and_place() {
+    fn a_timed_out_operation_is_named_with_rank_and_sequence_number() {
         let started = Instant::now();
-        let mut under_way = operations(&[Fake::Done, Fake::Waits], started);
-        let error = inspect(&mut under_way, started + TIMEOUT, TIMEOUT).unwrap_err();
+        let mut in_progress = operations(&[Fake::Done, Fake::Waits], started);
+        let error = inspect(&mut in_progress, started + TIMEOUT, TIMEOUT).unwrap_err();
         let CommError::Library { group, op, sequence, rank, reason, .. } = &error else { panic!("{error}") };
         assert_eq!((group.as_str(), *op, *sequence, *rank), ("sp", CollectiveOp::AllToAll, 1, 5));
         assert!(reason.contains("not complete after 10000 ms"), "{reason}");
     }
 
     #[test]
-    fn the_time_of_an_operation_begins_when_one_before_it_is_done() {
+    fn the_time_limit_restarts_when_an_earlier_operation_completes() {
         let started = Instant::now();
-        let mut under_way = operations(&[Fake::Done, Fake::Waits, Fake::Waits], started);
-        inspect(&mut under_way, started + TIMEOUT / 2, TIMEOUT).unwrap();
-        inspect(&mut under_way, started + TIMEOUT, TIMEOUT).unwrap();
-        under_way[0].probe = Fake::Done;
-        inspect(&mut under_way, started + TIMEOUT * 5 / 4, TIMEOUT).unwrap();
-        inspect(&mut under_way, started + TIMEOUT * 2, TIMEOUT).unwrap();
-        let error = inspect(&mut under_way, started + TIMEOUT * 9 / 4, TIMEOUT).unwrap_err();
+        let mut in_progress = operations(&[Fake::Done, Fake::Waits, Fake::Waits], started);
+        inspect(&mut in_progress, started + TIMEOUT / 2, TIMEOUT).unwrap();
+        inspect(&mut in_progress, started + TIMEOUT, TIMEOUT).unwrap();
+        in_progress[0].probe = Fake::Done;
+        inspect(&mut in_progress, started + TIMEOUT * 5 / 4, TIMEOUT).unwrap();
+        inspect(&mut in_progress, started + TIMEOUT * 2, TIMEOUT).unwrap();
+        let error = inspect(&mut in_progress, started + TIMEOUT * 9 / 4, TIMEOUT).unwrap_err();
         assert!(error.to_string().contains("not complete after 10000 ms"), "{error}");
-        assert_eq!(sequences(&under_way), [2]);
+        assert_eq!(sequences(&in_progress), [2]);
     }
 
     #[test]
-    fn a_fault_is_told_at_once_and_the_first_of_several_counts() {
+    fn a_fault_is_reported_at_once_and_the_first_of_several_counts() {
         let started = Instant::now();
-        let mut under_way = operations(&[Fake::Waits, Fake::Faulty, Fake::Faulty], started);
-        let error = inspect(&mut under_way, started, TIMEOUT).unwrap_err();
+        let mut in_progress = operations(&[Fake::Waits, Fake::Faulty, Fake::Faulty], started);
+        let error = inspect(&mut in_progress, started, TIMEOUT).unwrap_err();
         assert!(error.to_string().contains("all_to_all #1 of group \"sp\" on rank 5"), "{error}");
         assert!(error.to_string().contains("unhandled system error"), "{error}");
     }

@@ -1,12 +1,12 @@
-//! Where the host listens.
+//! The address that the host listens on.
 
-use super::MeetingPoint;
+use super::StoreEndpoint;
 use std::io::{Error, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
-/// Listens where the ranks meet, and nowhere else as far as this machine can know that.
-pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
-    let mut outcome = Err(Error::new(ErrorKind::AddrNotAvailable, "no address of this machine"));
+/// Listens on the endpoint's own address where this machine can tell, and otherwise on all addresses.
+pub(super) fn listen(point: &StoreEndpoint) -> std::io::Result<TcpListener> {
+    let mut outcome = Err(Error::new(ErrorKind::AddrNotAvailable, "not an address of this machine"));
     for address in addresses(point) {
         outcome = TcpListener::bind(SocketAddr::new(address, point.port));
         match &outcome {
@@ -17,13 +17,13 @@ pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
     outcome
 }
 
-/// Addresses to listen on; the first that this machine has counts.
+/// Addresses to listen on; the first one that belongs to this machine is used.
 ///
-/// `ULYSSES_MASTER_BIND`, an address and `localhost` are taken at their word. Any other name may lead the ranks on other
-/// nodes to an address that this machine does not know as its own (a service, a router) and this machine itself to its
-/// loopback, as Debian's `127.0.1.1` does: with such a name, and only then, rank 0 listens on all addresses.
-fn addresses(point: &MeetingPoint) -> Vec<IpAddr> {
-    let MeetingPoint { host, port, bind, is_one_node, .. } = point;
+/// `ULYSSES_MASTER_BIND`, an IP address and `localhost` are used as given. Other names may resolve differently on other
+/// nodes (a service, a router), and on this machine to its loopback, as Debian's `127.0.1.1` does. With such a name,
+/// and only then, rank 0 listens on all addresses.
+fn addresses(point: &StoreEndpoint) -> Vec<IpAddr> {
+    let StoreEndpoint { host, port, bind, is_one_node, .. } = point;
     if let Some(given) = bind.or_else(|| host.parse().ok()) {
         return vec![given];
     }
@@ -48,11 +48,11 @@ mod tests {
 
     fn of(host: &str, bind: Option<&str>, is_one_node: bool) -> Vec<IpAddr> {
         let bind = bind.map(|address| address.parse().unwrap());
-        addresses(&MeetingPoint { host: host.into(), bind, is_one_node, ..point(0, 2) })
+        addresses(&StoreEndpoint { host: host.into(), bind, is_one_node, ..point(0, 2) })
     }
 
     #[test]
-    fn rank_0_listens_on_the_address_that_it_is_told() {
+    fn rank_0_listens_on_the_configured_address() {
         let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
         assert_eq!(of("127.0.0.1", None, false), [loopback]);
         assert_eq!(of("192.0.2.7", None, false), ["192.0.2.7".parse::<IpAddr>().unwrap()]);
@@ -64,15 +64,15 @@ mod tests {
     }
 
     #[test]
-    fn a_name_of_no_address_of_this_machine_is_all_of_its_addresses() {
-        // RFC 6761: no such host.
+    fn a_name_that_is_not_an_address_of_this_machine_means_all_addresses() {
+        // RFC 6761: this host does not exist.
         assert_eq!(of("n0.invalid", None, false), [IpAddr::from(Ipv4Addr::UNSPECIFIED)]);
-        assert!(of("n0.invalid", None, true).is_empty(), "unless the ranks are all on this machine");
+        assert!(of("n0.invalid", None, true).is_empty(), "unless all ranks are on this machine");
     }
 
     #[test]
-    fn the_socket_is_bound_to_that_address_only() {
-        let listener = listen(&MeetingPoint { host: "127.0.0.1".into(), ..point(0, 2) }).unwrap();
+    fn the_socket_is_bound_to_the_configured_address_only() {
+        let listener = listen(&StoreEndpoint { host: "127.0.0.1".into(), ..point(0, 2) }).unwrap();
         assert_eq!(listener.local_addr().unwrap().ip(), IpAddr::from(Ipv4Addr::LOCALHOST));
     }
 }

@@ -1,35 +1,35 @@
-//! A change of the store, as it travels.
+//! A change of the store, as it is sent.
 
 use std::sync::Arc;
 
-/// A key that a rank has set or deleted.
+/// A key that a rank set or deleted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) struct Change {
-    /// Who made it.
+    /// The rank that made the change.
     pub(in crate::comm) rank: usize,
     pub(in crate::comm) key: String,
-    /// `None` of a key that was deleted.
+    /// `None` if the key was deleted.
     pub(in crate::comm) value: Option<Arc<[u8]>>,
 }
 
-/// What came of a rank.
+/// How a rank left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum Departure {
-    /// It was done, and said so.
+    /// The rank has announced its end.
     Ended(usize),
-    /// Its connection has ended without a word.
-    Gone(usize),
+    /// The connection ended without an announcement.
+    Lost(usize),
 }
 
 impl Change {
-    /// Rank, length of the key, whether there is a value; key; value.
+    /// Encodes rank, key length, whether there is a value, key, and value.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (rank, key_bytes) = ((self.rank as u32).to_le_bytes(), (self.key.len() as u16).to_le_bytes());
         let value = self.value.as_deref().unwrap_or_default();
         [&rank[..], &key_bytes, &[u8::from(self.value.is_some())], self.key.as_bytes(), value].concat()
     }
 
-    /// `None` of what no process of ours sends.
+    /// Returns `None` if the frame is malformed.
     pub(super) fn decode(frame: &[u8]) -> Option<Self> {
         let (rank, rest) = frame.split_first_chunk()?;
         let (key_bytes, rest) = rest.split_first_chunk()?;
@@ -44,10 +44,10 @@ impl Change {
         Some(Self { rank: u32::from_le_bytes(*rank) as usize, key, value })
     }
 
-    /// Which rank has gone, if that is what the change says.
+    /// Returns the rank that has left, if that is what the change means.
     pub(in crate::comm) fn departure(&self) -> Option<Departure> {
         let rank = self.key.strip_prefix("rank/").filter(|_| self.value.is_none())?.parse().ok()?;
-        Some(if rank == self.rank { Departure::Ended(rank) } else { Departure::Gone(rank) })
+        Some(if rank == self.rank { Departure::Ended(rank) } else { Departure::Lost(rank) })
     }
 }
 
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changes_travel_and_anything_else_is_none() {
+    fn changes_survive_encoding_and_malformed_frames_are_none() {
         for value in [None, Some(&b""[..]), Some(&b"value"[..])] {
             let change = Change { rank: 7, key: "schlüssel".into(), value: value.map(Into::into) };
             let frame = change.encode();

@@ -1,4 +1,4 @@
-//! A connection that carries frames, each behind its length and a proof of who sends it, and never waits.
+//! A nonblocking connection that carries frames, each with its length and a proof of its sender.
 
 use super::handshake::FrameKey;
 use std::collections::VecDeque;
@@ -6,7 +6,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
-/// A frame that is longer, with what is before it, is none of ours.
+/// The largest frame, including its header. A longer one is invalid.
 pub(in crate::comm) const MAX_BYTES: usize = 1 << 20;
 /// Length and proof.
 pub(super) const HEADER_BYTES: usize = 4 + 32;
@@ -16,25 +16,25 @@ pub(super) const HEADER_BYTES: usize = 4 + 32;
 pub(in crate::comm) struct Connection {
     stream: TcpStream,
     key: FrameKey,
-    /// What has come of the next frame.
+    /// Received bytes of the next frame.
     received: Vec<u8>,
     num_received: u64,
-    /// What is still to go out, in order, header and body. A frame that was begun is never given up for the next one: the
-    /// other side would take the middle of one for the length of another.
+    /// Frames not sent yet, in order, as header and body. A frame that was begun is always finished: otherwise the
+    /// other side would read the middle of one frame as the length of another.
     unsent: VecDeque<([u8; HEADER_BYTES], Arc<[u8]>)>,
     num_sent: u64,
-    /// How much of the first has gone.
+    /// Bytes of the first frame that were sent.
     sent_bytes: usize,
-    /// Nothing can be written any more; what was sent before may still come.
+    /// Writing is closed; data sent before may still arrive.
     is_write_closed: bool,
 }
 
-/// How a connection stands.
+/// State of a connection.
 pub(super) enum ConnectionState {
     Open,
-    /// The other side has closed it, as the system does when a process ends.
+    /// Closed by the other side, or by the system when its process ended.
     Closed,
-    /// It does not work any more, which says nothing of the process.
+    /// Broken, which says nothing about the process.
     Broken(std::io::Error),
 }
 
@@ -46,7 +46,7 @@ impl Connection {
         Ok(Self { stream, key, received, num_received, unsent, num_sent, sent_bytes, is_write_closed })
     }
 
-    /// Whether the other side has not closed it, as far as that can be told without reading.
+    /// Returns whether the other side has not closed it, as far as that is known without reading.
     pub(super) fn is_open(&self) -> bool {
         match self.stream.peek(&mut [0]) {
             Ok(read) => read > 0,
@@ -59,7 +59,7 @@ impl Connection {
         self.num_sent += 1;
     }
 
-    /// Writes a frame behind all that is still to go out.
+    /// Queues a frame after all unsent frames, and writes.
     pub(super) fn send(&mut self, body: &Arc<[u8]>) {
         if self.is_write_closed {
             return;
@@ -72,21 +72,21 @@ impl Connection {
         self.write();
     }
 
-    /// Whether the other side has not taken all yet.
+    /// Returns whether frames are still unsent.
     pub(super) fn is_late(&self) -> bool {
         !self.unsent.is_empty()
     }
 
-    /// Says that nothing follows, once all has gone out. What comes is still read.
+    /// Closes the write side once all frames are sent. Data can still be received.
     pub(super) fn finish(&mut self) {
         self.write();
         if !self.is_late() && !std::mem::replace(&mut self.is_write_closed, true) {
-            // A connection that is broken needs no end.
+            // A broken connection needs no shutdown.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
 
-    /// Writes of what is unsent as much as the other side takes now.
+    /// Writes as many unsent bytes as the other side accepts now.
     pub(super) fn write(&mut self) {
         while let Some((header, body)) = self.unsent.front() {
             let rest = match self.sent_bytes.checked_sub(HEADER_BYTES) {
@@ -98,7 +98,7 @@ impl Connection {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 failed => {
-                    tracing::debug!("a process cannot be told any more: {failed:?}");
+                    tracing::debug!("cannot send to a process any more: {failed:?}");
                     self.is_write_closed = true;
                     return self.unsent.clear();
                 }
@@ -110,7 +110,7 @@ impl Connection {
         }
     }
 
-    /// The frames that are complete, of as much as the longest one has: who sends without end holds up nobody else.
+    /// Returns the complete frames. Reads at most the size of the longest frame, so that one sender cannot block others.
     pub(super) fn read(&mut self) -> (Vec<Vec<u8>>, ConnectionState) {
         let mut state = ConnectionState::Open;
         let mut chunk = [0; 4096];
@@ -125,7 +125,7 @@ impl Connection {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                // What the system says of a process that was killed with something unread.
+                // The system's error for a killed process that left data unread.
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => state = ConnectionState::Closed,
                 Err(error) => state = ConnectionState::Broken(error),
             }

@@ -1,22 +1,22 @@
-//! The control messages of ranks that share a store: each is a key, which all others watch.
+//! Control messages over a store: each message is a key, which all other ranks watch.
 
 use super::{Departure, MAX_VALUE_BYTES, Store};
 use crate::comm::CommError;
 use crate::comm::diagnostics::ControlMessage;
 
-/// How much of a failure's reason is sent when all of it is too long.
+/// Length to which a failure reason that is too long is cut.
 const MAX_REASON_CHARS: usize = 2000;
 
-/// What comes from a rank.
+/// Input from another rank.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::comm) enum Received {
-    /// A message of its own.
+    /// A control message.
     Message(ControlMessage),
-    /// Its process has ended without a last word.
-    Gone,
+    /// Its process ended without `Ended`.
+    Lost,
 }
 
-/// One rank's end: what it sends all others, and what comes from them.
+/// One rank's endpoint for control messages to and from all other ranks.
 #[derive(Debug)]
 pub(in crate::comm) struct ControlChannel {
     rank: usize,
@@ -28,72 +28,72 @@ impl ControlChannel {
         Self { rank: store.rank(), store }
     }
 
-    /// Sends all other ranks a message, as far as they can be reached. What a rank does not read in time goes out later,
-    /// when this one looks.
+    /// Sends a message to all other ranks that can be reached. Data that a rank does not read in time is sent
+    /// by later polls.
     pub(in crate::comm) fn send(&mut self, message: &ControlMessage) {
-        match fitting(self.rank, message) {
+        match encode_to_fit(self.rank, message) {
             Ok(text) => self.store.set(&format!("control/{}", self.rank), text),
-            Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
+            Err(reason) => tracing::error!("rank {} cannot send a control message: {reason}", self.rank),
         }
     }
 
-    /// What has come, with the ranks that it comes from; each rank's in their order.
+    /// Returns the messages received, each with its sender, in the sender's order.
     pub(in crate::comm) fn poll(&mut self) -> Vec<(usize, Received)> {
-        let mut come = Vec::new();
+        let mut arrived = Vec::new();
         for change in self.store.watch() {
             match (change.departure(), change.value) {
                 (Some(Departure::Ended(rank)), _) => {
-                    come.push((rank, Received::Message(ControlMessage::Ended)));
+                    arrived.push((rank, Received::Message(ControlMessage::Ended)));
                 }
-                (Some(Departure::Gone(rank)), _) => come.push((rank, Received::Gone)),
+                (Some(Departure::Lost(rank)), _) => arrived.push((rank, Received::Lost)),
                 (None, Some(text)) if change.key.starts_with("control/") => {
                     let message = serde_json::from_slice(&text).ok();
-                    come.extend(message.map(|message| (change.rank, Received::Message(message))));
+                    arrived.extend(message.map(|message| (change.rank, Received::Message(message))));
                 }
                 (None, _) => {}
             }
         }
-        come
+        arrived
     }
 
-    /// The rank that all messages go through.
+    /// The rank that relays all messages.
     pub(in crate::comm) fn host(&self) -> usize {
         self.store.host()
     }
 
-    /// Whether anyone is left who can be heard.
+    /// Returns whether any other rank can still be received.
     pub(in crate::comm) fn is_connected(&self) -> bool {
         self.store.is_connected()
     }
 
-    /// Waits until all has gone out, for as long as ranks that do not read may hold it up.
-    pub(in crate::comm) fn settle(&mut self) {
-        self.store.settle();
+    /// Waits until all messages are sent, limited by the timeout for ranks that do not read.
+    pub(in crate::comm) fn flush(&mut self) {
+        self.store.flush();
     }
 
-    /// Says that this rank issues nothing any more, and lets that arrive.
+    /// Announces that this rank issues no more operations, and waits until that has arrived.
     pub(in crate::comm) fn close(&mut self) {
         self.store.close();
     }
 }
 
-/// A message as it goes out: shortened, if it is more than a rank takes.
-fn fitting(rank: usize, message: &ControlMessage) -> Result<Vec<u8>, String> {
+/// Encodes a message, shortened if it exceeds the size limit.
+fn encode_to_fit(rank: usize, message: &ControlMessage) -> Result<Vec<u8>, String> {
     let text = serde_json::to_vec(message).map_err(|error| error.to_string())?;
     if text.len() <= MAX_VALUE_BYTES {
         return Ok(text);
     }
     match shortened(rank, message) {
-        Some(shorter) => fitting(rank, &shorter),
-        None => Err(format!("{} bytes are more than the {MAX_VALUE_BYTES} of a message", text.len())),
+        Some(shorter) => encode_to_fit(rank, &shorter),
+        None => Err(format!("message of {} bytes exceeds the limit of {MAX_VALUE_BYTES} bytes", text.len())),
     }
 }
 
-/// The newer half of many calls, the beginning of a long reason.
+/// Returns the newer half of a list of calls, or the beginning of a long reason.
 fn shortened(rank: usize, message: &ControlMessage) -> Option<ControlMessage> {
     match message {
-        ControlMessage::Called { calls, wait } if calls.len() > 1 => {
-            Some(ControlMessage::Called { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
+        ControlMessage::CallReport { calls, wait } if calls.len() > 1 => {
+            Some(ControlMessage::CallReport { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
         }
         ControlMessage::Failed(error) => {
             let reason = error.to_string();

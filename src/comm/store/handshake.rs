@@ -1,10 +1,10 @@
-//! How a rank and the host prove to each other that they are of one job, over a connection that anyone may have opened.
+//! The handshake in which a rank and the host prove to each other that they belong to the same job.
 //!
 //! The rank sends a hello with a nonce, the host a nonce of its own. Each side then sends a BLAKE3 hash, keyed with the
-//! job's secret, of both nonces and what it states: the rank its number, the host its verdict. So neither side gives or
-//! takes anything before the other has shown that it has the secret, and what was overheard cannot be replayed. Every
-//! frame after that has such a hash too, with its number. Nothing is encrypted: who can read the network can read the
-//! store.
+//! job's secret, of both nonces and its statement: the rank its number, the host its verdict. So neither side sends or
+//! accepts data before the other has proved that it knows the secret, and recorded messages cannot be replayed. Every
+//! later frame carries such a hash, which includes its number. Nothing is encrypted: anyone who can read the network can
+//! read the store.
 
 use super::process_name;
 use super::secret::JobSecret;
@@ -13,7 +13,7 @@ use std::io;
 /// Random bytes, new for each connection and each side.
 pub(super) type Nonce = [u8; 32];
 
-/// The first bytes of a hello, with the version of the protocol.
+/// The first bytes of a hello, including the protocol version.
 pub(super) const MAGIC: [u8; 8] = *b"ulysses3";
 /// Magic and nonce.
 pub(super) const HELLO_BYTES: usize = MAGIC.len() + size_of::<Nonce>();
@@ -24,7 +24,7 @@ pub(super) const REPLY_BYTES: usize = 1 + 8 + PROOF_BYTES;
 
 const PROOF_BYTES: usize = 32;
 
-/// A nonce from the system.
+/// Generates a nonce from the system's randomness.
 pub(super) fn nonce() -> io::Result<Nonce> {
     use rand::TryRngCore;
     let mut nonce = Nonce::default();
@@ -32,14 +32,14 @@ pub(super) fn nonce() -> io::Result<Nonce> {
     Ok(nonce)
 }
 
-/// Keys of a connection once both sides have exchanged nonces.
+/// Secret and nonces of a connection, after both sides have exchanged nonces.
 pub(super) struct Session<'a> {
     pub(super) secret: &'a JobSecret,
     pub(super) root: Nonce,
     pub(super) peer: Nonce,
 }
 
-/// The rank that a process says it is.
+/// The rank and world size that a process claims.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Claim {
     pub(super) rank: u64,
@@ -50,18 +50,18 @@ pub(super) struct Claim {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     Accepted,
-    /// The rank is not less than the host's world size.
+    /// The rank is not below the host's world size.
     OutOfRange,
-    /// The process counts another number of ranks than the host.
+    /// The process has a different world size than the host.
     OtherWorldSize,
-    /// Another process is this rank.
+    /// Another process has this rank.
     Taken,
 }
 
 impl Verdict {
     const ALL: [Self; 4] = [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken];
 
-    /// Why `claim` is refused by the host of a job of `world_size` ranks.
+    /// Returns why the host of a job of `world_size` ranks refuses `claim`.
     pub(super) fn reason(self, claim: Claim, world_size: u64, host: usize) -> String {
         let Claim { rank, world_size: claimed } = claim;
         match self {
@@ -71,30 +71,30 @@ impl Verdict {
             }
             Self::OtherWorldSize => {
                 let host = process_name(host);
-                format!("rank {rank} counts {claimed} ranks, but {host} counts {world_size}")
+                format!("rank {rank} has world size {claimed}, but {host} has {world_size}")
             }
             Self::Taken => format!("rank {rank} is taken: two processes have the same rank"),
         }
     }
 }
 
-/// The host's answer to who has another secret. It proves nothing, so that nothing can be learned about the secret.
+/// The host's answer to a peer with a different secret. It contains no hash, so it reveals nothing about the secret.
 pub(super) const OTHER_SECRET: [u8; REPLY_BYTES] = [0; REPLY_BYTES];
 
-/// The first message of a rank.
+/// Encodes the first message of a rank.
 pub(super) fn hello(nonce: &Nonce) -> Vec<u8> {
     [&MAGIC[..], nonce].concat()
 }
 
 impl Session<'_> {
-    /// The second message of a rank.
+    /// Encodes the second message of a rank.
     pub(super) fn claim(&self, claim: Claim) -> Vec<u8> {
         let stated = [claim.rank.to_le_bytes(), claim.world_size.to_le_bytes()].concat();
         let proof = self.prove(b"rank", &stated);
         [&stated[..], proof.as_bytes()].concat()
     }
 
-    /// The claim of a message of [`CLAIM_BYTES`], if its sender has the secret.
+    /// Decodes a claim of [`CLAIM_BYTES`], if its sender knows the secret.
     pub(super) fn read_claim(&self, message: &[u8]) -> Option<Claim> {
         let (stated, proof) = message.split_at_checked(16)?;
         let (rank, world_size) = stated.split_at_checked(8)?;
@@ -103,14 +103,14 @@ impl Session<'_> {
         (self.prove(b"rank", stated) == hash(proof)?).then_some(claim)
     }
 
-    /// The host's answer to a claim.
+    /// Encodes the host's answer to a claim.
     pub(super) fn reply(&self, verdict: Verdict, world_size: u64) -> Vec<u8> {
         let head = [&[verdict as u8][..], &world_size.to_le_bytes()].concat();
         let proof = self.prove(b"root", &head);
         [&head[..], proof.as_bytes()].concat()
     }
 
-    /// Verdict and world size of a message of [`REPLY_BYTES`], if the host has the secret.
+    /// Decodes verdict and world size from a message of [`REPLY_BYTES`], if the host knows the secret.
     pub(super) fn read_reply(&self, message: &[u8]) -> Option<(Verdict, u64)> {
         let (head, proof) = message.split_at_checked(9)?;
         let (verdict, world_size) = head.split_first()?;
@@ -119,12 +119,12 @@ impl Session<'_> {
         (self.prove(b"root", head) == hash(proof)?).then_some((verdict, world_size))
     }
 
-    /// The key of what follows, on one side.
+    /// Returns the key for the frames of one side.
     pub(super) fn frame_key(&self, is_host: bool) -> FrameKey {
         FrameKey { key: *self.prove(b"keys", &[]).as_bytes(), is_host }
     }
 
-    /// Hashes compare in constant time.
+    /// `blake3::Hash` compares in constant time.
     fn prove(&self, side: &[u8; 4], stated: &[u8]) -> blake3::Hash {
         let text = [&side[..], &self.root, &self.peer, stated].concat();
         blake3::keyed_hash(self.secret.key(), &text)
@@ -135,19 +135,19 @@ fn hash(proof: &[u8]) -> Option<blake3::Hash> {
     Some(blake3::Hash::from_bytes(proof.try_into().ok()?))
 }
 
-/// The key of the frames of one connection, on one side of it.
+/// The key for the frames of one connection, on one side of it.
 pub(in crate::comm) struct FrameKey {
     key: [u8; 32],
     is_host: bool,
 }
 
 impl FrameKey {
-    /// The proof of the frame that this side sends with a number.
+    /// Returns the proof of frame `number` of this side.
     pub(super) fn prove_own(&self, number: u64, body: &[u8]) -> blake3::Hash {
         self.prove(self.is_host, number, body)
     }
 
-    /// Whether that is the other side's proof of such a frame.
+    /// Returns whether `proof` is the other side's proof of such a frame.
     pub(super) fn is_proof(&self, number: u64, body: &[u8], proof: &[u8]) -> bool {
         hash(proof).is_some_and(|proof| self.prove(!self.is_host, number, body) == proof)
     }
@@ -159,7 +159,7 @@ impl FrameKey {
     }
 }
 
-/// Logs do not get the key.
+/// Keeps the key out of logs.
 impl std::fmt::Debug for FrameKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("FrameKey").field("is_host", &self.is_host).finish_non_exhaustive()

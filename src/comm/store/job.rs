@@ -1,8 +1,8 @@
-//! The store of a job whose ranks a launcher starts on its own machine, and hosts itself.
+//! The store of a job, hosted by the launcher that starts all its ranks on one machine.
 
+use super::acceptor::Acceptor;
 use super::address;
-use super::meeting_point::{HOSTED, MeetingPoint};
-use super::reception::Reception;
+use super::endpoint::{HOSTED, StoreEndpoint};
 use super::secret::{JobSecret, SECRET};
 use super::{ControlChannel, NO_RANK, Received, Store};
 use crate::comm::diagnostics::ControlMessage;
@@ -11,9 +11,9 @@ use std::net::TcpListener;
 
 const LOOPBACK: &str = "127.0.0.1";
 
-/// Hosts the store of a job, for as long as somebody [`poll`](Self::poll)s it, and knows why its ranks have failed.
+/// A store that serves a job while [`poll`](Self::poll) is called, and stores the failure of its ranks.
 pub struct JobStore {
-    point: MeetingPoint,
+    point: StoreEndpoint,
     listener: TcpListener,
     secret: String,
     state: State,
@@ -22,19 +22,19 @@ pub struct JobStore {
 
 #[derive(Debug)]
 enum State {
-    /// Not all ranks have come, and perhaps none will: the program may be another one.
-    Receiving(Reception),
+    /// Not all ranks have joined. Perhaps none will, if the program does not use the store.
+    Accepting(Acceptor),
     Open(ControlChannel),
 }
 
 impl JobStore {
-    /// Listens for the ranks of a new job, on this machine's loopback at any port. Only they get to know its secret.
+    /// Listens for the ranks of a new job, on a free loopback port, with a new secret.
     ///
     /// # Errors
-    /// No port, or no randomness.
+    /// No port or no randomness is available.
     pub fn listen(world_size: usize) -> io::Result<Self> {
         let secret = random_secret()?;
-        let mut point = MeetingPoint {
+        let mut point = StoreEndpoint {
             host: LOOPBACK.to_owned(),
             port: 0,
             bind: None,
@@ -46,11 +46,11 @@ impl JobStore {
         let listener = address::listen(&point)?;
         listener.set_nonblocking(true)?;
         point.port = listener.local_addr()?.port();
-        let state = State::Receiving(Reception::new(point.clone()));
+        let state = State::Accepting(Acceptor::new(point.clone()));
         Ok(Self { point, listener, secret, state, failure: None })
     }
 
-    /// The variables by which its ranks find it.
+    /// The environment variables through which the ranks find the store.
     pub fn environment(&self) -> [(&'static str, String); 4] {
         [
             ("MASTER_ADDR", LOOPBACK.to_owned()),
@@ -60,20 +60,20 @@ impl JobStore {
         ]
     }
 
-    /// Takes what has come, and passes it on. Waits for nothing. When all ranks have left, they may meet again: what the
-    /// launcher has started may run more than one command that needs them.
+    /// Receives and forwards changes without blocking. After all ranks have left, they may join again: the
+    /// launched program may run several commands that use the store.
     pub fn poll(&mut self) {
-        if let State::Receiving(reception) = &mut self.state {
-            reception.accept(&self.listener);
-            reception.serve();
-            if !reception.ranks.is_empty() {
-                // It was that of a meeting before.
+        if let State::Accepting(acceptor) = &mut self.state {
+            acceptor.accept(&self.listener);
+            acceptor.serve();
+            if !acceptor.ranks.is_empty() {
+                // The failure belongs to an earlier run of the store.
                 self.failure = None;
             }
-            if !reception.missing.is_empty() {
+            if !acceptor.missing.is_empty() {
                 return;
             }
-            let (world_size, ranks) = (reception.ranks.len(), std::mem::take(&mut reception.ranks));
+            let (world_size, ranks) = (acceptor.ranks.len(), std::mem::take(&mut acceptor.ranks));
             self.state = State::Open(ControlChannel::new(Store::open(NO_RANK, world_size, ranks)));
         }
         let State::Open(channel) = &mut self.state else { return };
@@ -83,27 +83,27 @@ impl JobStore {
             }
         }
         if !channel.is_connected() {
-            self.state = State::Receiving(Reception::new(self.point.clone()));
+            self.state = State::Accepting(Acceptor::new(self.point.clone()));
         }
     }
 
-    /// The ranks that have not come to meet those that have.
+    /// The ranks that have not joined, if other ranks have.
     pub fn missing(&self) -> Vec<usize> {
         match &self.state {
-            State::Receiving(reception) if !reception.ranks.is_empty() => {
-                reception.missing.iter().copied().collect()
+            State::Accepting(acceptor) if !acceptor.ranks.is_empty() => {
+                acceptor.missing.iter().copied().collect()
             }
             _ => Vec::new(),
         }
     }
 
-    /// The failure that the ranks have reported first, if they have: all of them end with it.
+    /// The first failure that the ranks reported, if any.
     pub fn failure(&self) -> Option<&str> {
         self.failure.as_deref()
     }
 }
 
-/// Logs do not get the secret.
+/// Keeps the secret out of logs.
 impl std::fmt::Debug for JobStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { point, state, failure, .. } = self;

@@ -1,35 +1,35 @@
-//! How a rank comes to the host of its job's store.
+//! The rank's side of joining a store.
 
+use super::acceptor::HANDSHAKE_TIMEOUT;
 use super::connection::Connection;
+use super::endpoint::StoreEndpoint;
 use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
-use super::meeting_point::MeetingPoint;
 use super::process_name;
-use super::reception::HANDSHAKE_TIMEOUT;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// Between two attempts to reach the host.
+/// Interval between attempts to connect to the host.
 pub(super) const RETRY: Duration = Duration::from_millis(20);
 
-/// Asks the host until it answers.
+/// Connects to the host and retries until it answers.
 ///
 /// # Errors
-/// It has not answered in time, or has refused this rank; in words.
-pub(super) fn join(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
+/// A message, if the host does not answer in time or refuses this rank.
+pub(super) fn join(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
     let (started, host) = (Instant::now(), process_name(point.host_rank()));
     loop {
-        match ask(point, rank) {
+        match try_join(point, rank) {
             Ok(connection) => return Ok(connection),
             Err(Attempt::Refused(reason)) => {
-                return Err(format!("{host} at {point} refuses this process: {reason}"));
+                return Err(format!("{host} at {point} refused this process: {reason}"));
             }
             Err(Attempt::Failed(error)) if started.elapsed() >= timeout => {
                 let seconds = timeout.as_secs_f32();
                 let hint = match point.is_hosted {
                     true => "",
                     false => {
-                        "; where rank 0 knows this name by another address, ULYSSES_MASTER_BIND gives it the one to \
+                        "; if this name has another address on rank 0's machine, set ULYSSES_MASTER_BIND to the address to \
                          listen on"
                     }
                 };
@@ -40,11 +40,11 @@ pub(super) fn join(point: &MeetingPoint, rank: usize, timeout: Duration) -> Resu
     }
 }
 
-/// Why the host has not accepted.
+/// A failed attempt to join.
 enum Attempt {
-    /// It may later.
+    /// A temporary failure; retry.
     Failed(Error),
-    /// It will not.
+    /// A refusal by the host, with its reason.
     Refused(String),
 }
 
@@ -54,11 +54,11 @@ impl From<Error> for Attempt {
     }
 }
 
-/// Asks at the addresses of the host, one after another.
-fn ask(point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
+/// Tries the addresses of the host one after another.
+fn try_join(point: &StoreEndpoint, rank: usize) -> Result<Connection, Attempt> {
     let mut outcome = Err(Error::new(ErrorKind::NotFound, "no such host").into());
     for address in (point.host.as_str(), point.port).to_socket_addrs()? {
-        outcome = ask_at(&address, point, rank);
+        outcome = try_join_at(&address, point, rank);
         if !matches!(outcome, Err(Attempt::Failed(_))) {
             break;
         }
@@ -66,7 +66,7 @@ fn ask(point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
     outcome
 }
 
-fn ask_at(address: &SocketAddr, point: &MeetingPoint, rank: usize) -> Result<Connection, Attempt> {
+fn try_join_at(address: &SocketAddr, point: &StoreEndpoint, rank: usize) -> Result<Connection, Attempt> {
     let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
     let mut stream = TcpStream::connect_timeout(address, HANDSHAKE_TIMEOUT)?;
     stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
@@ -84,13 +84,13 @@ fn ask_at(address: &SocketAddr, point: &MeetingPoint, rank: usize) -> Result<Con
             Err(Attempt::Refused(refused.reason(claim, world_size, point.host_rank())))
         },
         None => Err(Attempt::Refused(
-            "it has another job secret; ULYSSES_JOB_SECRET must be the same for all ranks, or another job has this port"
+            "different job secret; set the same ULYSSES_JOB_SECRET for all ranks, or use a port that no other job uses"
                 .to_owned(),
         )),
     }
 }
 
-/// Fills `bytes` before `deadline`, however slowly they come.
+/// Fills `bytes` before `deadline`, however slowly they arrive.
 fn read_by(deadline: Instant, stream: &mut TcpStream, mut bytes: &mut [u8]) -> std::io::Result<()> {
     while !bytes.is_empty() {
         let left = deadline.saturating_duration_since(Instant::now());

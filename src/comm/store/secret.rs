@@ -3,12 +3,12 @@
 use crate::comm::Launcher;
 use std::fmt;
 
-/// The variable with the secret.
+/// The environment variable with the secret.
 pub(super) const SECRET: &str = "ULYSSES_JOB_SECRET";
-/// A shorter secret may be guessed.
+/// Minimum length; a shorter secret could be guessed.
 const MIN_BYTES: usize = 16;
 
-/// The key by which the processes of a job know each other.
+/// The key with which the processes of a job authenticate each other.
 #[derive(Clone, PartialEq, Eq)]
 pub(in crate::comm) struct JobSecret {
     key: [u8; 32],
@@ -16,11 +16,11 @@ pub(in crate::comm) struct JobSecret {
 }
 
 impl JobSecret {
-    /// `ULYSSES_JOB_SECRET`; or else the job's id from its launcher, which anyone may know: it keeps two jobs apart that
-    /// meet at one port, and no stranger out.
+    /// Reads `ULYSSES_JOB_SECRET`, or else the launcher's job id. A job id is public: it separates two jobs on
+    /// one port, but does not keep other programs out.
     ///
     /// # Errors
-    /// A secret that is too short, in words without it.
+    /// A message without the secret, if the secret is too short.
     pub(in crate::comm) fn read(
         launcher: Launcher,
         lookup: impl Fn(&str) -> Option<String>,
@@ -54,13 +54,13 @@ impl JobSecret {
         &self.key
     }
 
-    /// Whether strangers cannot know it.
+    /// Returns whether the key is secret, and not just a job id.
     pub(in crate::comm) fn is_secret(&self) -> bool {
         self.is_secret
     }
 }
 
-/// Logs do not get the key.
+/// Keeps the key out of logs.
 impl fmt::Debug for JobSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("JobSecret").field("is_secret", &self.is_secret).finish_non_exhaustive()
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_comes_before_the_id_of_the_job() {
+    fn a_secret_takes_precedence_over_the_job_id() {
         let secret = ("ULYSSES_JOB_SECRET", "0123456789abcdef");
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0"), ("TORCHELASTIC_RUN_ID", "a")];
         let with_secret = read(Launcher::Slurm, &[&slurm[..], &[secret]].concat()).unwrap();

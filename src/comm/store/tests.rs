@@ -1,19 +1,19 @@
-//! Processes that meet, on this machine, and what they share then.
+//! Tests of joining and of the shared keys, between threads of this machine.
 
+use super::acceptor::*;
 use super::handshake::*;
 use super::join::{RETRY, join};
-use super::reception::*;
 use super::*;
 use crate::comm::{CommError, ProcessInfo};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-/// The ends of a job that has met, in the order of their ranks.
+/// The connected stores of a job, in rank order.
 pub(in crate::comm) fn connected_stores(ranks: usize) -> Vec<Store> {
     stores_hosted_by(0, ranks)
 }
 
-/// The same with any host, which comes first.
+/// The connected stores with any host, which comes first.
 pub(in crate::comm) fn stores_hosted_by(host: usize, ranks: usize) -> Vec<Store> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -40,7 +40,7 @@ impl Store {
     }
 }
 
-/// How many frames a connection takes when the other side reads none.
+/// Number of frames that a connection takes while the other side does not read.
 pub(in crate::comm) fn capacity(frame: &Arc<[u8]>) -> usize {
     let mut ends = connected_stores(2);
     let connection = ends[1].connection_mut(0);
@@ -52,17 +52,17 @@ pub(in crate::comm) fn capacity(frame: &Arc<[u8]>) -> usize {
 }
 
 const HOST: &str = "127.0.0.1";
-const PATIENT: Duration = Duration::from_secs(20);
-const BRIEF: Duration = Duration::from_millis(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(20);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(60);
 
-/// A port that was free a moment ago.
+/// A port that was free at the time of the call.
 fn free_port() -> u16 {
     TcpListener::bind((HOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
-pub(super) fn point(port: u16, world_size: usize) -> MeetingPoint {
+pub(super) fn point(port: u16, world_size: usize) -> StoreEndpoint {
     let secret = JobSecret::new("a secret of these tests", true);
-    MeetingPoint {
+    StoreEndpoint {
         host: HOST.into(),
         port,
         bind: None,
@@ -83,26 +83,26 @@ fn connect(port: u16) -> TcpStream {
     }
 }
 
-/// Why rank 0 refuses a process.
-fn refusal(point: &MeetingPoint, rank: usize) -> String {
-    join(point, rank, PATIENT).unwrap_err()
+/// The reason why rank 0 refuses a process.
+fn refusal(point: &StoreEndpoint, rank: usize) -> String {
+    join(point, rank, LONG_TIMEOUT).unwrap_err()
 }
 
 #[test]
-fn all_ranks_get_the_value_of_rank_0_whoever_comes_first() {
+fn all_ranks_get_the_value_of_rank_0_in_any_joining_order() {
     let point = point(free_port(), 4);
-    let named = MeetingPoint { host: "localhost".into(), ..point.clone() };
+    let named = StoreEndpoint { host: "localhost".into(), ..point.clone() };
     let value: [u8; 128] = std::array::from_fn(|i| i as u8 ^ 0x5a);
-    let get = |point: &MeetingPoint, rank| {
-        let mut store = Store::meet(point, rank, PATIENT).unwrap();
-        let value = store.wait("id", PATIENT).unwrap();
+    let get = |point: &StoreEndpoint, rank| {
+        let mut store = Store::meet(point, rank, LONG_TIMEOUT).unwrap();
+        let value = store.wait("id", LONG_TIMEOUT).unwrap();
         store.close();
         value
     };
     std::thread::scope(|scope| {
         let early = scope.spawn(|| get(&point, 1));
         let root = scope.spawn(|| {
-            let mut store = Store::meet(&point, 0, PATIENT).unwrap();
+            let mut store = Store::meet(&point, 0, LONG_TIMEOUT).unwrap();
             store.set("id", value);
             store.close();
         });
@@ -117,7 +117,7 @@ fn all_ranks_get_the_value_of_rank_0_whoever_comes_first() {
 }
 
 #[test]
-fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
+fn all_ranks_see_the_changes_of_a_rank_in_order() {
     let mut ends = connected_stores(3);
     ends[1].set("a", *b"1");
     ends[1].set("b", *b"2");
@@ -125,7 +125,7 @@ fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
     let change =
         |key: &str, value: Option<&[u8]>| Change { rank: 1, key: key.into(), value: value.map(Into::into) };
     let expected = [change("a", Some(b"1")), change("b", Some(b"2")), change("a", None)];
-    let deadline = Instant::now() + PATIENT;
+    let deadline = Instant::now() + LONG_TIMEOUT;
     let (mut by_root, mut by_last) = (Vec::new(), Vec::new());
     while by_last.len() < 3 && Instant::now() < deadline {
         by_root.extend(ends[0].watch());
@@ -134,23 +134,23 @@ fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
     assert_eq!((&by_root[..], &by_last[..]), (&expected[..], &expected[..]));
     for end in &mut ends {
         assert_eq!((end.get("a"), end.get("b").map(|value| &value[..])), (None, Some(&b"2"[..])));
-        assert_eq!(end.wait("b", BRIEF).unwrap()[..], *b"2");
+        assert_eq!(end.wait("b", SHORT_TIMEOUT).unwrap()[..], *b"2");
     }
-    assert_eq!(ends[1].watch().count(), 0, "its own changes are no news");
-    assert!(ends[2].wait("c", BRIEF).unwrap_err().contains("nobody has set `c`"));
+    assert_eq!(ends[1].watch().count(), 0, "own changes are not returned");
+    assert!(ends[2].wait("c", SHORT_TIMEOUT).unwrap_err().contains("no rank set `c`"));
     drop(ends.remove(0));
-    assert!(ends[1].wait("c", PATIENT).unwrap_err().contains("ended before `c` was set"));
+    assert!(ends[1].wait("c", LONG_TIMEOUT).unwrap_err().contains("closed before `c` was set"));
 }
 
 #[test]
-fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
+fn frames_for_another_rank_or_with_a_wrong_proof_are_rejected() {
     let forged = Change { rank: 2, key: "rank/2".into(), value: None };
     let mut ends = connected_stores(3);
     ends[1].connection_mut(0).send(&forged.encode().into());
     let mut recorded = connected_stores(2);
-    // The frame of another connection, whose number and key do not fit.
+    // A frame of another connection, with the wrong number and key.
     let (deadline, key) =
-        (Instant::now() + PATIENT, |key: &str| Change { rank: 1, key: key.into(), value: None });
+        (Instant::now() + LONG_TIMEOUT, |key: &str| Change { rank: 1, key: key.into(), value: None });
     recorded[1].connection_mut(0).skip_number();
     recorded[1].connection_mut(0).send(&key("x").encode().into());
     while (ends[0].connections.contains_key(&1) || recorded[0].is_connected()) && Instant::now() < deadline {
@@ -160,36 +160,36 @@ fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
     assert!(ends[0].get("rank/2").is_some());
 }
 
-/// A launcher's store, and where its ranks find it.
-fn launched(world_size: usize) -> (JobStore, MeetingPoint) {
+/// A launcher's store and its endpoint.
+fn launched(world_size: usize) -> (JobStore, StoreEndpoint) {
     let host = JobStore::listen(world_size).unwrap();
     let environment = host.environment();
     let lookup =
         |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.clone());
     let info = ProcessInfo { world_size, local_world_size: Some(world_size), ..ProcessInfo::alone() };
-    let point = MeetingPoint::read(&info, lookup).unwrap().unwrap();
+    let point = StoreEndpoint::read(&info, lookup).unwrap().unwrap();
     assert_eq!(point.host_rank(), NO_RANK);
     (host, point)
 }
 
 #[test]
-fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
+fn a_launcher_that_hosts_the_store_forwards_changes_and_receives_failures() {
     use crate::comm::diagnostics::ControlMessage;
     let (mut host, point) = launched(2);
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| {
-            let mut store = Store::meet(&point, 0, PATIENT).unwrap();
+            let mut store = Store::meet(&point, 0, LONG_TIMEOUT).unwrap();
             store.set("id", *b"7");
             store.close();
-            assert!(!store.is_connected(), "the host has heard that it ends");
+            assert!(!store.is_connected(), "the host has received the shutdown");
         });
         scope.spawn(|| {
-            let mut store = Store::meet(&point, 1, PATIENT).unwrap();
-            assert_eq!(store.wait("id", PATIENT).unwrap()[..], *b"7");
+            let mut store = Store::meet(&point, 1, LONG_TIMEOUT).unwrap();
+            assert_eq!(store.wait("id", LONG_TIMEOUT).unwrap()[..], *b"7");
             ControlChannel::new(store).send(&ControlMessage::Failed(error.clone()));
         });
-        let deadline = Instant::now() + PATIENT;
+        let deadline = Instant::now() + LONG_TIMEOUT;
         while (host.failure().is_none() || !first.is_finished()) && Instant::now() < deadline {
             host.poll();
         }
@@ -198,18 +198,18 @@ fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_fail
 }
 
 #[test]
-fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
+fn the_ranks_of_a_launcher_may_join_again_when_all_have_left() {
     let (mut host, point) = launched(2);
     for meeting in [&b"1"[..], b"2"] {
         std::thread::scope(|scope| {
             let ranks = [0, 1].map(|rank| {
                 let point = &point;
                 scope.spawn(move || {
-                    let mut store = Store::meet(point, rank, BRIEF * 100)?;
+                    let mut store = Store::meet(point, rank, SHORT_TIMEOUT * 100)?;
                     if rank == 0 {
                         store.set("meeting", meeting);
                     }
-                    let met = store.wait("meeting", PATIENT);
+                    let met = store.wait("meeting", LONG_TIMEOUT);
                     store.close();
                     met
                 })
@@ -225,38 +225,38 @@ fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others() {
+fn a_rank_that_does_not_join_is_named_by_the_launcher_and_fails_the_others() {
     let (mut host, point) = launched(3);
     host.poll();
-    assert!(host.missing().is_empty(), "who has not come may be another program");
-    let larger = MeetingPoint { world_size: 4, ..point.clone() };
+    assert!(host.missing().is_empty(), "a missing process may be another program");
+    let larger = StoreEndpoint { world_size: 4, ..point.clone() };
     std::thread::scope(|scope| {
         let early = scope.spawn(|| {
-            assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but the launcher counts 3"));
-            Store::meet(&point, 1, BRIEF * 10).unwrap_err()
+            assert!(refusal(&larger, 2).contains("rank 2 has world size 4, but the launcher has 3"));
+            Store::meet(&point, 1, SHORT_TIMEOUT * 10).unwrap_err()
         });
-        let deadline = Instant::now() + PATIENT;
+        let deadline = Instant::now() + LONG_TIMEOUT;
         while !early.is_finished() && Instant::now() < deadline {
             host.poll();
         }
         let error = early.join().unwrap();
-        assert!(error.contains("not all ranks have come"), "{error}");
+        assert!(error.contains("not all ranks joined"), "{error}");
     });
     assert_eq!(host.missing(), [0, 2]);
 }
 
 #[test]
-fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
+fn an_unauthenticated_client_gets_no_data_and_no_rank() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| receive_all(&point, PATIENT));
-        let mut stranger = connect(point.port);
-        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
+        let mut client = connect(point.port);
+        client.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let mut answer = Vec::new();
-        // Closed with bytes unread, a connection ends with an error.
-        let _ = stranger.read_to_end(&mut answer);
+        // Closing with unread bytes ends the connection with an error.
+        let _ = client.read_to_end(&mut answer);
         assert!(answer.is_empty(), "{answer:?}");
-        join(&point, 1, PATIENT).unwrap();
+        join(&point, 1, LONG_TIMEOUT).unwrap();
         root.join().unwrap().unwrap();
     });
 }
@@ -264,89 +264,89 @@ fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
 #[test]
 fn a_process_without_the_secret_gets_no_answer_and_no_rank() {
     let point = point(free_port(), 2);
-    let guess = MeetingPoint { secret: JobSecret::new("another secret", true), ..point.clone() };
+    let guess = StoreEndpoint { secret: JobSecret::new("another secret", true), ..point.clone() };
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| receive_all(&point, PATIENT));
-        assert!(refusal(&guess, 1).contains("ULYSSES_JOB_SECRET must be the same for all ranks"));
-        // Who knows the protocol, but not the secret.
-        let mut stranger = connect(point.port);
-        stranger.write_all(&hello(&[1; 32])).unwrap();
+        let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
+        assert!(refusal(&guess, 1).contains("set the same ULYSSES_JOB_SECRET for all ranks"));
+        // A client that knows the protocol but not the secret.
+        let mut client = connect(point.port);
+        client.write_all(&hello(&[1; 32])).unwrap();
         let mut root_nonce = Nonce::default();
-        stranger.read_exact(&mut root_nonce).unwrap();
+        client.read_exact(&mut root_nonce).unwrap();
         let claim = Claim { rank: 1, world_size: 2 };
         let session = Session { secret: &guess.secret, root: root_nonce, peer: [1; 32] };
-        stranger.write_all(&session.claim(claim)).unwrap();
+        client.write_all(&session.claim(claim)).unwrap();
         let mut answer = Vec::new();
-        stranger.read_to_end(&mut answer).unwrap();
+        client.read_to_end(&mut answer).unwrap();
         assert_eq!(answer, OTHER_SECRET);
-        join(&point, 1, PATIENT).unwrap();
+        join(&point, 1, LONG_TIMEOUT).unwrap();
         root.join().unwrap().unwrap();
     });
 }
 
 #[test]
-fn a_rank_takes_no_answer_from_who_has_not_the_secret() {
+fn a_rank_rejects_an_answer_without_the_secret() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
-    let stranger = std::thread::spawn(move || {
+    let client = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; HELLO_BYTES]).unwrap();
         stream.write_all(&[2; 32]).unwrap();
         stream.read_exact(&mut [0; CLAIM_BYTES]).unwrap();
         stream.write_all(&[0; REPLY_BYTES]).unwrap();
     });
-    assert!(refusal(&point, 1).contains("another job has this port"));
-    stranger.join().unwrap();
+    assert!(refusal(&point, 1).contains("a port that no other job uses"));
+    client.join().unwrap();
 }
 
 #[test]
 fn ranks_that_are_out_of_range_or_taken_are_refused_by_name() {
     let point = point(free_port(), 3);
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
         for rank in [3, usize::MAX] {
             let expected = format!("rank {rank} is out of range: the job has ranks 0 to 2");
             assert!(refusal(&point, rank).contains(&expected));
         }
         assert!(refusal(&point, 0).contains("rank 0 is taken"));
-        let larger = MeetingPoint { world_size: 4, ..point.clone() };
-        assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but rank 0 counts 3"));
-        let first = join(&point, 1, PATIENT).unwrap();
+        let larger = StoreEndpoint { world_size: 4, ..point.clone() };
+        assert!(refusal(&larger, 2).contains("rank 2 has world size 4, but rank 0 has 3"));
+        let first = join(&point, 1, LONG_TIMEOUT).unwrap();
         assert!(refusal(&point, 1).contains("rank 1 is taken: two processes have the same rank"));
         drop(first);
-        let _again = join(&point, 1, PATIENT).unwrap();
-        let _last = join(&point, 2, PATIENT).unwrap();
+        let _again = join(&point, 1, LONG_TIMEOUT).unwrap();
+        let _last = join(&point, 2, LONG_TIMEOUT).unwrap();
         assert_eq!(root.join().unwrap().unwrap().into_keys().collect::<Vec<_>>(), [1, 2]);
     });
 }
 
 #[test]
-fn a_rank_0_that_waits_in_vain_says_whom_it_has_refused() {
+fn a_timeout_of_rank_0_lists_the_processes_it_refused() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| receive_all(&point, Duration::from_millis(500)));
+        let root = scope.spawn(|| accept_all(&point, Duration::from_millis(500)));
         assert!(refusal(&point, 9).contains("out of range"));
         let error = root.join().unwrap().unwrap_err();
         assert!(
-            error.contains("ranks {1} did not come") && error.contains("rank 9 is out of range"),
+            error.contains("ranks {1} did not join") && error.contains("rank 9 is out of range"),
             "{error}"
         );
     });
 }
 
 #[test]
-fn silent_connections_do_not_hold_up_the_ranks() {
+fn silent_connections_do_not_delay_the_ranks() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        let root = scope.spawn(|| accept_all(&point, LONG_TIMEOUT));
         let mut silent: Vec<TcpStream> = (0..10).map(|_| connect(point.port)).collect();
-        // Half of them begin and stop.
+        // Half of them send a part of the magic and stop.
         silent.iter_mut().step_by(2).for_each(|stream| stream.write_all(&MAGIC[..3]).unwrap());
-        join(&point, 1, PATIENT).unwrap();
+        join(&point, 1, LONG_TIMEOUT).unwrap();
         root.join().unwrap().unwrap();
         silent
             .iter_mut()
-            .for_each(|stream| assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "they get nothing"));
+            .for_each(|stream| assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "no data is sent to them"));
     });
 }
 
@@ -356,74 +356,74 @@ fn a_connection_is_closed_at_its_deadline() {
     let point = point(listener.local_addr().unwrap().port(), 2);
     let mut silent = connect(point.port);
     let (stream, from) = listener.accept().unwrap();
-    let mut reception = Reception::new(point.clone());
-    reception.pending.extend(Pending::new(stream, from));
-    reception.serve();
-    assert_eq!(reception.pending.len(), 1);
-    reception.pending[0].deadline = Instant::now();
-    reception.serve();
-    assert_eq!(reception.pending.len(), 0);
+    let mut acceptor = Acceptor::new(point.clone());
+    acceptor.pending.extend(Pending::new(stream, from));
+    acceptor.serve();
+    assert_eq!(acceptor.pending.len(), 1);
+    acceptor.pending[0].deadline = Instant::now();
+    acceptor.serve();
+    assert_eq!(acceptor.pending.len(), 0);
     assert_eq!(silent.read(&mut [0]).unwrap(), 0);
 }
 
 #[test]
-fn too_many_strangers_push_out_the_oldest() {
+fn too_many_unauthenticated_clients_close_the_oldest() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
-    let mut reception = Reception::new(point.clone());
-    let mut strangers = Vec::new();
-    for _ in 0..MAX_STRANGERS + 2 {
-        strangers.push(connect(point.port));
-        reception.accept(&listener);
+    let mut acceptor = Acceptor::new(point.clone());
+    let mut unauthenticated = Vec::new();
+    for _ in 0..MAX_UNAUTHENTICATED + 2 {
+        unauthenticated.push(connect(point.port));
+        acceptor.accept(&listener);
     }
     let addresses = |peers: &[Pending]| peers.iter().map(|peer| peer.from).collect::<Vec<_>>();
-    let oldest = strangers[0].local_addr().unwrap();
-    assert!(addresses(&reception.pending).contains(&oldest));
-    strangers.push(connect(point.port));
-    reception.accept(&listener);
-    assert!(!addresses(&reception.pending).contains(&oldest));
-    assert_eq!(reception.pending.len(), MAX_STRANGERS + 2);
+    let oldest = unauthenticated[0].local_addr().unwrap();
+    assert!(addresses(&acceptor.pending).contains(&oldest));
+    unauthenticated.push(connect(point.port));
+    acceptor.accept(&listener);
+    assert!(!addresses(&acceptor.pending).contains(&oldest));
+    assert_eq!(acceptor.pending.len(), MAX_UNAUTHENTICATED + 2);
 }
 
 #[test]
-fn a_look_takes_a_bounded_number_of_connections() {
+fn a_poll_accepts_a_bounded_number_of_connections() {
     let listener = TcpListener::bind((HOST, 0)).unwrap();
     listener.set_nonblocking(true).unwrap();
     let point = point(listener.local_addr().unwrap().port(), 2);
-    let _strangers: Vec<TcpStream> = (0..=MAX_ACCEPTED).map(|_| connect(point.port)).collect();
-    let mut reception = Reception::new(point);
-    reception.accept(&listener);
-    assert_eq!(reception.pending.len(), MAX_ACCEPTED);
-    reception.accept(&listener);
-    assert_eq!(reception.pending.len(), MAX_ACCEPTED + 1);
+    let _strangers: Vec<TcpStream> = (0..=MAX_ACCEPTS_PER_POLL).map(|_| connect(point.port)).collect();
+    let mut acceptor = Acceptor::new(point);
+    acceptor.accept(&listener);
+    assert_eq!(acceptor.pending.len(), MAX_ACCEPTS_PER_POLL);
+    acceptor.accept(&listener);
+    assert_eq!(acceptor.pending.len(), MAX_ACCEPTS_PER_POLL + 1);
 }
 
 #[test]
-fn a_look_reads_a_bounded_part_of_what_a_process_sends() {
+fn a_poll_reads_a_bounded_number_of_bytes_from_a_process() {
     const FRAMES: usize = 800;
     let frame: Arc<[u8]> = [7; 10_000].into();
     let mut ends = connected_stores(2);
     let (mut sender, mut host) = (ends.remove(1), ends.remove(0));
     (0..FRAMES).for_each(|_| sender.connection_mut(0).send(&frame));
-    let (mut come, deadline) = (0, Instant::now() + PATIENT);
-    while come < FRAMES && Instant::now() < deadline {
+    let (mut arrived, deadline) = (0, Instant::now() + LONG_TIMEOUT);
+    while arrived < FRAMES && Instant::now() < deadline {
         let (frames, _) = host.connection_mut(1).read();
         assert!(frames.len() * frame.len() <= 2 * connection::MAX_BYTES, "{} frames", frames.len());
-        come += frames.len();
+        arrived += frames.len();
         sender.connection_mut(0).write();
     }
-    assert_eq!(come, FRAMES);
+    assert_eq!(arrived, FRAMES);
 }
 
 #[test]
-fn who_waits_in_vain_is_told_for_whom() {
+fn a_timeout_names_the_missing_ranks() {
     let point = point(free_port(), 3);
-    let error = join(&point, 2, BRIEF).unwrap_err();
+    let error = join(&point, 2, SHORT_TIMEOUT).unwrap_err();
     assert!(error.contains("no answer from rank 0"), "{error}");
-    let error = receive_all(&point, BRIEF).unwrap_err();
-    assert!(error.contains("ranks {1, 2} did not come"), "{error}");
-    let error = join(&MeetingPoint { is_hosted: true, ..point }, 2, BRIEF).unwrap_err();
+    let error = accept_all(&point, SHORT_TIMEOUT).unwrap_err();
+    assert!(error.contains("ranks {1, 2} did not join"), "{error}");
+    let error = join(&StoreEndpoint { is_hosted: true, ..point }, 2, SHORT_TIMEOUT).unwrap_err();
     assert!(error.contains("no answer from the launcher"), "{error}");
 }
 
@@ -431,6 +431,6 @@ fn who_waits_in_vain_is_told_for_whom() {
 fn a_port_in_use_is_named() {
     let taken = TcpListener::bind((HOST, 0)).unwrap();
     let port = taken.local_addr().unwrap().port();
-    let error = receive_all(&point(port, 2), BRIEF).unwrap_err();
+    let error = accept_all(&point(port, 2), SHORT_TIMEOUT).unwrap_err();
     assert!(error.contains(&format!("cannot listen on port {port}")), "{error}");
 }

@@ -1,7 +1,7 @@
-//! A collective under way on one rank: its stages.
+//! A collective in progress on one rank, with its stages.
 
 use super::communicator::{Communicator, Round, Stage};
-use super::exchange::Exchange;
+use super::peer_reader::PeerReader;
 use super::progress_engine::{Operation, Step};
 use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
 
-/// Where a split leaves the new group: its members and its own rank in it.
+/// The result of a split: the new group and this rank's rank in it.
 pub(super) type SplitResult = Arc<OnceLock<(Arc<Communicator>, usize)>>;
 
 /// A collective that this rank has published.
@@ -24,11 +24,11 @@ pub(super) struct Collective {
     sequence: u64,
     call: CallSignature,
     outputs: Vec<Tensor>,
-    lent: Vec<StorageId>,
-    /// Where its tensors are; the CPU if it has none.
+    published: Vec<StorageId>,
+    /// Device of its tensors; the CPU if it has none.
     device: Device,
     reached: Stage,
-    /// The result of a direct all_reduce, until all have read this rank's elements.
+    /// The result of a direct all_reduce, until all ranks have read this rank's elements.
     result: Option<Tensor>,
     split: SplitResult,
 }
@@ -38,12 +38,12 @@ pub(super) struct Buffers {
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
     device: Device,
-    /// What the device was given before the call.
+    /// A fence after the GPU work launched before the call.
     fence: Option<Fence>,
 }
 
 impl Buffers {
-    /// The tensors as they are now.
+    /// Captures the tensors, with a fence after the work launched so far.
     pub(super) fn new(inputs: Vec<Tensor>, outputs: &[&Tensor]) -> Result<Self, CommError> {
         let outputs: Vec<Tensor> = outputs.iter().map(|&output| output.clone()).collect();
         let first = inputs.iter().chain(&outputs).next();
@@ -54,7 +54,7 @@ impl Buffers {
 }
 
 impl Collective {
-    /// Publishes a call: from here on peers may read the inputs.
+    /// Publishes a call. From now on, peers may read the inputs.
     pub(super) fn publish(
         comm: &Arc<Communicator>,
         rank: usize,
@@ -65,12 +65,12 @@ impl Collective {
     ) -> Self {
         let Buffers { inputs, outputs, device, fence } = buffers;
         let round = comm.round(sequence);
-        let lent = inputs.iter().map(StorageId::of).collect();
+        let published = inputs.iter().map(StorageId::of).collect();
         comm.count_call(rank, call.op());
         round.post(rank, call.clone(), inputs, fence);
         comm.notify();
         let (comm, reached, result) = (comm.clone(), Stage::Posted, None);
-        Self { comm, round, rank, sequence, call, outputs, lent, device, reached, result, split }
+        Self { comm, round, rank, sequence, call, outputs, published, device, reached, result, split }
     }
 
     fn reach(&mut self, stage: Stage) -> Result<(), CommError> {
@@ -80,18 +80,18 @@ impl Collective {
         Ok(())
     }
 
-    /// All ranks are at a stage: what they gave their GPUs before comes before what
-    /// this one gives its own from now on.
-    fn hold(&self) -> Result<(), CommError> {
-        self.round.hold(self.rank, &self.device)
+    /// Makes this rank's stream wait for the fences of all ranks at a stage, so their GPU work
+    /// launched before it precedes this rank's later work.
+    fn wait_fences(&self) -> Result<(), CommError> {
+        self.round.wait_fences(self.rank, &self.device)
     }
 
-    fn exchange(&self) -> Exchange<'_> {
-        Exchange { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
+    fn peer_reader(&self) -> PeerReader<'_> {
+        PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
     }
 
-    /// Everyone has posted: moves this rank's data. Returns the stage it is then at.
-    fn pull(&mut self, lent: &[StorageId]) -> Result<Stage, CommError> {
+    /// Moves this rank's data once all ranks have posted. Returns the stage that is then reached.
+    fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
             CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
                 if count == 0 || self.comm.world_size() == 1 {
@@ -99,34 +99,34 @@ impl Collective {
                 }
                 if count > DIRECT_REDUCE_MAX_ELEMS {
                     let own = all_reduce_chunk(self.comm.world_size(), self.rank, count);
-                    let chunk = self.exchange().reduce(op, own, &self.outputs[0])?;
+                    let chunk = self.peer_reader().reduce(op, own, &self.outputs[0])?;
                     *self.round.slots[self.rank].reduced.write() = Some(chunk);
                     return Ok(Stage::Reduced);
                 }
-                self.result = Some(self.exchange().reduce(op, 0..count, &self.outputs[0])?);
+                self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
             }
             CallSignature::Broadcast { root, .. } if root == self.rank => {}
             CallSignature::Barrier => {}
             CallSignature::Split { .. } => self.join_child()?,
-            _ => self.pull_into_outputs(lent)?,
+            _ => self.pull_into_outputs(published)?,
         }
         Ok(Stage::Done)
     }
 
-    fn pull_into_outputs(&self, lent: &[StorageId]) -> Result<(), CommError> {
-        let targets = self.targets(lent)?;
-        let exchange = self.exchange();
+    fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
+        let targets = self.targets(published)?;
+        let peer_reader = self.peer_reader();
         match &self.call {
             CallSignature::ReduceScatter { op, chunk } => {
-                exchange.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
+                peer_reader.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
             }
-            CallSignature::AllGather { chunk } => exchange.all_gather(chunk.count, &targets)?,
-            CallSignature::AllToAll { recv, .. } => exchange.all_to_all(recv, &targets)?,
-            CallSignature::AllToAllStrided { plan, .. } => exchange.all_to_all_strided(plan, &targets)?,
+            CallSignature::AllGather { chunk } => peer_reader.all_gather(chunk.count, &targets)?,
+            CallSignature::AllToAll { recv, .. } => peer_reader.all_to_all(recv, &targets)?,
+            CallSignature::AllToAllStrided { plan, .. } => peer_reader.all_to_all_strided(plan, &targets)?,
             CallSignature::Broadcast { elements, root } => {
-                exchange.broadcast(elements.count, *root, &targets)?;
+                peer_reader.broadcast(elements.count, *root, &targets)?;
             }
-            // The others move nothing, or not here.
+            // The other operations move no data, or not here.
             _ => {}
         }
         for (target, output) in targets.iter().zip(&self.outputs) {
@@ -137,17 +137,17 @@ impl Collective {
         Ok(())
     }
 
-    /// Where to write: the outputs, or copies of those whose storage peers may be
-    /// reading. Writing holds the storage's lock while it waits for that of a peer's
-    /// storage, so writing into a lent one could close a circle of waiting ranks.
-    fn targets(&self, lent: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
+    /// The tensors to write: the outputs, or copies of those whose storage peers may be
+    /// reading. Writing holds the storage's lock while it waits for the lock of a peer's
+    /// storage, so writing into a published storage could deadlock in a cycle of ranks.
+    fn targets(&self, published: &[StorageId]) -> Result<Vec<Tensor>, CommError> {
         let target = |output: &Tensor| {
-            if lent.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
+            if published.contains(&StorageId::of(output)) { copy_of(output) } else { Ok(output.clone()) }
         };
         self.outputs.iter().map(target).collect()
     }
 
-    /// Finds, or makes, the group of this rank's colour.
+    /// Finds or creates the group of this rank's color.
     fn join_child(&self) -> Result<(), CommError> {
         let CallSignature::Split { name, color: Some(color), .. } = &self.call else { return Ok(()) };
         let mut members: Vec<(usize, usize)> = Vec::new();
@@ -175,7 +175,7 @@ impl Collective {
         Ok(())
     }
 
-    /// Frees what this rank has lent, all having read it.
+    /// Frees this rank's published tensors after all ranks have read them.
     fn finish(&mut self) -> Result<(), CommError> {
         if let (Some(result), Some(output)) = (self.result.take(), self.outputs.first()) {
             copy_into(&result, output)?;
@@ -188,39 +188,39 @@ impl Collective {
 }
 
 impl Operation for Collective {
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
         if self.reached == Stage::Posted {
             if !self.round.all_at(Stage::Posted) {
                 return Ok(Step::Blocked);
             }
             self.round.compare(&self.comm, self.sequence)?;
-            self.hold()?;
-            let stage = self.pull(lent)?;
+            self.wait_fences()?;
+            let stage = self.pull(published)?;
             self.reach(stage)?;
         }
         if self.reached == Stage::Reduced {
             if !self.round.all_at(Stage::Reduced) {
                 return Ok(Step::Blocked);
             }
-            self.hold()?;
+            self.wait_fences()?;
             if let CallSignature::AllReduce { elements, .. } = self.call {
-                self.exchange().collect_chunks(elements.count, &self.outputs[0])?;
+                self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }
             self.reach(Stage::Done)?;
         }
-        // Who has lent nothing owes nothing to those who are still reading.
-        if !self.lent.is_empty() && !self.round.all_at(Stage::Done) {
-            return Ok(Step::Settling);
+        // A rank without published tensors need not wait for ranks that are still reading.
+        if !self.published.is_empty() && !self.round.all_at(Stage::Done) {
+            return Ok(Step::WaitingForPeers);
         }
-        if !self.lent.is_empty() {
-            self.hold()?;
+        if !self.published.is_empty() {
+            self.wait_fences()?;
         }
         self.finish()?;
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
-        &self.lent
+    fn published(&self) -> &[StorageId] {
+        &self.published
     }
 
     fn wait(&self) -> Wait {

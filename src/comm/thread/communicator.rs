@@ -1,4 +1,4 @@
-//! What the members of a group share: the table at which their calls meet.
+//! State shared by the members of a group, where their calls meet.
 
 use super::mailbox::Mailbox;
 use super::world::ThreadWorld;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
 
-/// A group, seen from no rank in particular.
+/// A group, as shared by all its ranks.
 #[derive(Debug)]
 pub(super) struct Communicator {
     pub(super) name: String,
@@ -25,12 +25,12 @@ pub(super) struct Communicator {
     counters: Box<[[Counters; CollectiveOp::ALL.len()]]>,
 }
 
-/// The operations under way: a queue, since they complete in order.
+/// The operations in progress, as a queue, since they complete in order.
 #[derive(Debug, Default)]
 struct Rounds {
-    /// Sequence number of the queue's front.
+    /// Sequence number of the front of the queue.
     first: u64,
-    /// Each with the number of ranks that have finished with it.
+    /// The rounds, each with the number of ranks that have finished it.
     queue: VecDeque<(Arc<Round>, usize)>,
 }
 
@@ -41,44 +41,44 @@ struct Counters {
     bytes_received: AtomicU64,
 }
 
-/// One collective operation: a slot for every rank.
+/// The state of one collective: a slot for every rank.
 #[derive(Debug)]
 pub(super) struct Round {
     pub(super) slots: Box<[Slot]>,
-    /// The groups that a split creates, by colour: made by the first who comes.
+    /// The groups that a split creates, by color; the first rank of a color creates its group.
     pub(super) children: Mutex<BTreeMap<usize, Arc<Communicator>>>,
 }
 
-/// A rank's part in a collective.
+/// The state of one rank in a collective.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     posting: OnceLock<Posting>,
-    /// The rank's chunk of an all_reduce in two phases, once it is reduced.
+    /// The rank's reduced chunk in an all_reduce with two phases.
     pub(super) reduced: RwLock<Option<Tensor>>,
     stage: AtomicU8,
-    /// What the rank's GPU was given before the rank came to its stage, or before a
+    /// A fence after the GPU work that the rank launched before it reached its stage, or a
     /// later one.
     fence: Mutex<Option<Fence>>,
 }
 
-/// What a rank publishes.
+/// The call and inputs that a rank publishes.
 #[derive(Debug)]
 pub(super) struct Posting {
     pub(super) call: CallSignature,
-    /// Peers read these in place and never clone them: the owner empties the list
-    /// when all have read, so a buffer is always freed by the rank that made it.
+    /// Peers read these in place and never clone them. The owner clears the list
+    /// when all have read, so a buffer is always freed by the rank that allocated it.
     pub(super) inputs: RwLock<Vec<Tensor>>,
 }
 
-/// How far a rank has come within a round.
+/// The stage that a rank has reached in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(super) enum Stage {
-    /// Its call and inputs are published.
+    /// The call and inputs are published.
     Posted = 1,
-    /// Its chunk of a two-phase all_reduce is published.
+    /// The chunk of a two-phase all_reduce is published.
     Reduced = 2,
-    /// It reads nothing of its peers any more.
+    /// The rank reads no more data of its peers.
     Done = 3,
 }
 
@@ -104,7 +104,7 @@ impl Communicator {
         self.world.notify(&self.global_ranks);
     }
 
-    /// The round of a sequence number, opened by the first rank that asks.
+    /// Returns the round of a sequence number. The first rank to ask creates it.
     pub(super) fn round(&self, sequence: u64) -> Arc<Round> {
         let mut rounds = self.rounds.lock();
         let index = (sequence - rounds.first) as usize;
@@ -114,7 +114,7 @@ impl Communicator {
         rounds.queue[index].0.clone()
     }
 
-    /// Notes that a rank has finished with a round; the last one removes it.
+    /// Marks a round as finished by one rank; the last rank removes it.
     pub(super) fn release(&self, sequence: u64) {
         let mut rounds = self.rounds.lock();
         let index = (sequence - rounds.first) as usize;
@@ -139,8 +139,8 @@ impl Communicator {
         }
     }
 
-    /// Counts bytes that `to` has copied from `from`; each knows them by its own
-    /// operation's name (send and recv). A rank's own part is no traffic.
+    /// Counts bytes that `to` copied from `from`, each under the name of its own
+    /// operation (send and recv). Copies within a rank are not counted.
     pub(super) fn count_bytes(&self, from: (usize, CollectiveOp), to: (usize, CollectiveOp), bytes: usize) {
         if from.0 != to.0 {
             self.counters[from.0][from.1 as usize].bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -165,7 +165,7 @@ impl Round {
     }
 
     pub(super) fn post(&self, rank: usize, call: CallSignature, inputs: Vec<Tensor>, fence: Option<Fence>) {
-        // A rank takes each sequence number once, so the slot is empty.
+        // A rank uses each sequence number once, so the slot is empty.
         let _ = self.slots[rank].posting.set(Posting { call, inputs: RwLock::new(inputs) });
         self.reach(rank, Stage::Posted, fence);
     }
@@ -175,9 +175,9 @@ impl Round {
         self.slots[rank].stage.store(stage as u8, Ordering::SeqCst);
     }
 
-    /// Lets what `device` is given from now on wait for what the peers of `rank` had
-    /// given theirs when they came to their stages.
-    pub(super) fn hold(&self, rank: usize, device: &Device) -> Result<(), CommError> {
+    /// Makes the stream of `device` wait for the fences of the peers of `rank`, so its later work follows
+    /// the work that they launched before they reached their stages.
+    pub(super) fn wait_fences(&self, rank: usize, device: &Device) -> Result<(), CommError> {
         for (_, slot) in self.slots.iter().enumerate().filter(|&(peer, _)| peer != rank) {
             if let Some(fence) = &*slot.fence.lock() {
                 fence.hold(device)?;
@@ -186,7 +186,7 @@ impl Round {
         Ok(())
     }
 
-    /// The ranks (of the group) that are not yet at `stage`.
+    /// The ranks (of the group) that have not reached `stage`.
     pub(super) fn missing(&self, stage: Stage) -> impl Iterator<Item = usize> + '_ {
         let late = move |slot: &Slot| slot.stage.load(Ordering::SeqCst) < stage as u8;
         self.slots.iter().enumerate().filter(move |(_, slot)| late(slot)).map(|(rank, _)| rank)
@@ -196,15 +196,15 @@ impl Round {
         self.missing(stage).next().is_none()
     }
 
-    /// What a rank has published. All ranks must be at [`Stage::Posted`].
+    /// Returns what a rank has published. All ranks must have reached [`Stage::Posted`].
     pub(super) fn posting_of(&self, rank: usize) -> Result<&Posting, CommError> {
         self.slots[rank]
             .posting
             .get()
-            .ok_or_else(|| CommError::Tensor(format!("nothing posted by rank {rank} of the group")))
+            .ok_or_else(|| CommError::Tensor(format!("rank {rank} of the group has posted no call")))
     }
 
-    /// Whether all ranks have called the same thing.
+    /// Compares the calls of all ranks.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
         let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
         compare(&postings.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| {

@@ -1,10 +1,10 @@
-//! [`ProcessGroup`] over the memory of one process.
+//! [`ProcessGroup`] in the memory of one process.
 
 use super::collective::{Buffers, Collective, SplitResult};
 use super::communicator::Communicator;
 use super::mailbox::{RecvOperation, SendOperation};
 use super::progress_engine::{Operation, RankState};
-use crate::comm::buffer::apart;
+use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel, Sequences};
 use crate::comm::{CollectiveArgs, CommError, GroupStats, Pending, ProcessGroup};
@@ -28,7 +28,7 @@ impl ThreadGroup {
         Self { state, comm, rank, sequences }
     }
 
-    /// Publishes a collective whose arguments were checked.
+    /// Publishes a collective with checked arguments.
     fn publish(
         &self,
         call: CallSignature,
@@ -60,7 +60,7 @@ impl ThreadGroup {
         let channel = OrderedChannel { group: Arc::as_ptr(&self.comm).addr(), kind };
         let id = self.state.issue(channel, || publish(self.sequences.lock().next(kind)));
         if self.comm.world_size() == 1 && kind == ChannelKind::Collectives {
-            // Nobody to wait for.
+            // There is no peer to wait for.
             self.state.complete(id)?;
             return Ok(Pending::ready());
         }
@@ -73,10 +73,10 @@ impl ThreadGroup {
         ))
     }
 
-    /// Replaces inputs that share memory with an output by copies: peers will read
+    /// Copies the inputs that share storage with an output, because peers read
     /// the inputs while the outputs are being written.
-    fn apart(inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<Vec<Tensor>, CommError> {
-        inputs.iter().map(|input| apart(input, outputs)).collect()
+    fn copy_if_shared(inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<Vec<Tensor>, CommError> {
+        inputs.iter().map(|input| copy_if_shared(input, outputs)).collect()
     }
 }
 
@@ -106,11 +106,11 @@ impl ProcessGroup for ThreadGroup {
             CollectiveArgs::ReduceScatter { input, output, .. }
             | CollectiveArgs::AllGather { input, output }
             | CollectiveArgs::AllToAll { input, output, .. } => {
-                self.publish(signature, Self::apart(&[input], &[output])?, &[output])
+                self.publish(signature, Self::copy_if_shared(&[input], &[output])?, &[output])
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
                 let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.iter().collect(), outputs.iter().collect());
-                self.publish(signature, Self::apart(&inputs, &outputs)?, &outputs)
+                self.publish(signature, Self::copy_if_shared(&inputs, &outputs)?, &outputs)
             }
             CollectiveArgs::Broadcast { tensor, root } if root == self.rank => {
                 self.publish(signature, vec![tensor.clone()], &[])

@@ -1,4 +1,4 @@
-//! Starting ranks as threads.
+//! Launching ranks as threads.
 
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
@@ -9,16 +9,16 @@ use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
 use std::error::Error;
 use std::sync::Arc;
 
-/// Runs `run` on `world_size` ranks, each a thread named `rank-N` with a rayon pool of
-/// its own, and returns what they return, in rank order.
+/// Runs `run` on `world_size` ranks, each a thread named `rank-N` with its own rayon pool,
+/// and returns their results in rank order.
 ///
-/// A rank that panics or returns an error fails all groups: the others' operations
-/// return [`CommError::PeerFailed`], which names it. A rank that returns while others
-/// count on it gives them [`CommError::PeerLeft`]. All ranks are joined before this
+/// A rank that panics or returns an error fails all groups: operations of the other ranks
+/// return [`CommError::PeerFailed`], which names it. If a rank returns while others
+/// wait for it, they get [`CommError::PeerLeft`]. All ranks are joined before this
 /// function returns.
 ///
 /// # Errors
-/// The failure that came first, as its rank tells it.
+/// The first failure, as reported by its rank.
 pub fn launch<T, E, F>(world_size: usize, options: &LaunchOptions, run: F) -> Result<Vec<T>, LaunchError>
 where
     T: Send,
@@ -46,7 +46,7 @@ where
             let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
             let spawned = thread.spawn_scoped(scope, move || rank_main(rank));
             spawned.map_err(|source| {
-                // The ranks already started would wait for this one.
+                // Otherwise the ranks that have started would wait for this one.
                 world.fail(rank, CommError::PeerFailed { rank, reason: format!("cannot start: {source}") });
                 LaunchError::Spawn { rank, source }
             })
@@ -57,11 +57,11 @@ where
         };
         threads.into_iter().enumerate().map(join).collect()
     });
-    original(outcomes, world.failure().map(|failure| failure.reporter))
+    first_failure(outcomes, world.failure().map(|failure| failure.reporter))
 }
 
-/// All values, or the error of the rank that noticed the world's failure first.
-fn original<T>(
+/// Returns all values, or the error of the rank that first noticed the world's failure.
+fn first_failure<T>(
     outcomes: Vec<Result<T, LaunchError>>,
     reporter: Option<usize>,
 ) -> Result<Vec<T>, LaunchError> {

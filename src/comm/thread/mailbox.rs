@@ -13,22 +13,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses_kernels::device::Fence;
 
-/// The messages of a group that wait for their receivers: a queue for each pair.
+/// The messages of a group that wait for their receivers: one queue per pair of ranks.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     ranks: usize,
     queues: Box<[Mutex<VecDeque<Arc<Message>>>]>,
 }
 
-/// A message: the sender's tensor, read in place.
+/// A message. The receiver reads the sender's tensor in place.
 #[derive(Debug)]
 struct Message {
-    /// Emptied by the sender, so that it is the one that frees the buffer.
+    /// Cleared by the sender, so that the sender frees the buffer.
     tensor: RwLock<Option<Tensor>>,
-    /// What the sender's GPU was given before it sent.
+    /// A fence after the sender's GPU work before the send.
     sent: Option<Fence>,
     taken: AtomicBool,
-    /// What the receiver's GPU was given until it had copied.
+    /// A fence after the receiver's copy.
     copied: Mutex<Option<Fence>>,
 }
 
@@ -42,7 +42,7 @@ impl Mailbox {
     }
 }
 
-/// A message that was published and not yet taken.
+/// A message that was published and not yet received.
 #[derive(Debug)]
 pub(super) struct SendOperation {
     comm: Arc<Communicator>,
@@ -50,12 +50,12 @@ pub(super) struct SendOperation {
     sequence: u64,
     message: Arc<Message>,
     elements: Elements,
-    lent: [StorageId; 1],
+    published: [StorageId; 1],
     device: Device,
 }
 
 impl SendOperation {
-    /// Publishes the message: from here on the receiver may read it.
+    /// Publishes the message. From now on, the receiver may read it.
     pub(super) fn publish(
         comm: &Arc<Communicator>,
         rank: usize,
@@ -69,15 +69,15 @@ impl SendOperation {
         comm.count_call(rank, CollectiveOp::Send);
         comm.mailbox.queue(rank, dst).lock().push_back(message.clone());
         comm.world.notify(&comm.global_ranks[dst..=dst]);
-        let (lent, device) = ([StorageId::of(tensor)], tensor.device().clone());
-        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), lent, device }
+        let (published, device) = ([StorageId::of(tensor)], tensor.device().clone());
+        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), published, device }
     }
 }
 
 impl Operation for SendOperation {
-    fn advance(&mut self, _lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, _published: &[StorageId]) -> Result<Step, CommError> {
         if !self.message.taken.load(Ordering::SeqCst) {
-            return Ok(Step::Settling);
+            return Ok(Step::WaitingForPeers);
         }
         if let Some(copied) = &*self.message.copied.lock() {
             copied.hold(&self.device)?;
@@ -86,8 +86,8 @@ impl Operation for SendOperation {
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
-        &self.lent
+    fn published(&self) -> &[StorageId] {
+        &self.published
     }
 
     fn wait(&self) -> Wait {
@@ -101,7 +101,7 @@ impl Operation for SendOperation {
     }
 }
 
-/// A message that is expected.
+/// A receive that waits for its message.
 #[derive(Debug)]
 pub(super) struct RecvOperation {
     comm: Arc<Communicator>,
@@ -123,7 +123,7 @@ impl RecvOperation {
         Self { comm: comm.clone(), rank, src, sequence, output: output.clone() }
     }
 
-    fn take(&self, tensor: &Tensor, lent: &[StorageId]) -> Result<(), CommError> {
+    fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
         let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
         if sent != expected {
             return Err(CommError::Desync {
@@ -135,8 +135,8 @@ impl RecvOperation {
                 others_called: format!("{}({expected})", CollectiveOp::Recv),
             });
         }
-        if lent.contains(&StorageId::of(&self.output)) {
-            // The output's storage is being read by peers: see `Collective::targets`.
+        if published.contains(&StorageId::of(&self.output)) {
+            // Peers are reading the output's storage: see `Collective::targets`.
             let between = copy_of(&self.output)?;
             copy_into(tensor, &between)?;
             copy_into(&between, &self.output)?;
@@ -150,7 +150,7 @@ impl RecvOperation {
 }
 
 impl Operation for RecvOperation {
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError> {
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
         let Some(message) = self.comm.mailbox.queue(self.src, self.rank).lock().pop_front() else {
             return Ok(Step::Blocked);
         };
@@ -158,7 +158,7 @@ impl Operation for RecvOperation {
             sent.hold(self.output.device())?;
         }
         if let Some(tensor) = &*message.tensor.read() {
-            self.take(tensor, lent)?;
+            self.take(tensor, published)?;
         }
         *message.copied.lock() = Fence::after(self.output.device())?;
         message.taken.store(true, Ordering::SeqCst);
@@ -166,7 +166,7 @@ impl Operation for RecvOperation {
         Ok(Step::Complete)
     }
 
-    fn lent(&self) -> &[StorageId] {
+    fn published(&self) -> &[StorageId] {
         &[]
     }
 

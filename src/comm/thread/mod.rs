@@ -1,14 +1,14 @@
 //! The backend whose ranks are threads of one process.
 //!
-//! Ranks read one another's tensors in place, so an exchange is a single copy into
-//! its final layout. `src/comm/README.md` tells the way of a collective.
+//! Ranks read one another's tensors in place, so an all-to-all copies once, straight into
+//! the final layout. `src/comm/README.md` describes how a collective works.
 
 mod collective;
 mod communicator;
-mod exchange;
 mod group;
 mod launch;
 mod mailbox;
+mod peer_reader;
 mod progress_engine;
 mod signal;
 #[cfg(test)]

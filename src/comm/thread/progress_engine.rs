@@ -1,8 +1,8 @@
-//! A rank's operations under way, and how it waits for one of them.
+//! A rank's operations in progress, and waiting for one of them.
 //!
-//! While a rank waits for *any* operation it moves *all* of its operations on, in
-//! every group, as far as they can go. Otherwise two ranks that wait for the same two
-//! operations in opposite orders would each wait for the other's copy.
+//! While a rank waits for *any* operation it advances *all* of its operations, in
+//! every group, as far as possible. Otherwise two ranks that wait for the same two
+//! operations in opposite orders would deadlock.
 
 use super::world::ThreadWorld;
 use crate::comm::CommError;
@@ -13,10 +13,10 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Stands in for a timeout beyond what the clock can add.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// The timeout used when the clock cannot represent the requested one.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// One rank of a world; shared by all its groups.
+/// The state of one rank of a world, shared by all its groups.
 #[derive(Debug)]
 pub(super) struct RankState {
     pub(super) global_rank: usize,
@@ -27,7 +27,7 @@ pub(super) struct RankState {
 #[derive(Debug, Default)]
 struct ProgressEngine {
     next_id: u64,
-    /// In the order of issue.
+    /// In issue order.
     in_flight: Vec<InFlight>,
 }
 
@@ -38,30 +38,30 @@ struct InFlight {
     operation: Box<dyn Operation>,
 }
 
-/// An operation under way on one rank.
+/// An operation in progress on one rank.
 pub(super) trait Operation: Send + std::fmt::Debug {
-    /// Goes as far as possible without waiting. `lent` are the storages that this
+    /// Advances as far as possible without waiting. `published` are the storages that this
     /// rank's other operations have published for peers to read.
-    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError>;
+    fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError>;
 
     /// The storages that peers may read.
-    fn lent(&self) -> &[StorageId];
+    fn published(&self) -> &[StorageId];
 
-    /// What it waits for.
+    /// The wait of this operation, for hang reports.
     fn wait(&self) -> Wait;
 
-    /// What the flight recorder stores of it, with this number.
+    /// The flight recorder's entry for this operation, with number `id`.
     fn entry(&self, id: u64) -> Entry;
 }
 
-/// How far an operation has come.
+/// Progress of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// This rank has yet to move its data: later operations of the channel wait.
+    /// This rank has not moved its data yet: later operations of the channel wait.
     Blocked,
-    /// This rank has moved its data; peers have yet to read this rank's.
-    Settling,
-    /// All done.
+    /// This rank has moved its data; peers have yet to read this rank's data.
+    WaitingForPeers,
+    /// The operation is complete.
     Complete,
 }
 
@@ -70,8 +70,8 @@ impl RankState {
         Self { global_rank, world, engine: Mutex::default() }
     }
 
-    /// Queues an operation that `issue` publishes; nothing else of this rank is issued
-    /// meanwhile, so queue and sequence numbers agree.
+    /// Queues an operation that `issue` publishes. No other operation of this rank is issued
+    /// meanwhile, so the queue is in order of sequence numbers.
     pub(super) fn issue(&self, channel: OrderedChannel, issue: impl FnOnce() -> Box<dyn Operation>) -> u64 {
         let mut engine = self.engine.lock();
         let id = engine.next_id;
@@ -85,23 +85,23 @@ impl RankState {
     /// Blocks until operation `id` is complete.
     ///
     /// # Errors
-    /// The world's failure, which this call may be the one to notice.
+    /// The failure of the world, which this call may be the first to notice.
     pub(super) fn complete(&self, id: u64) -> Result<(), CommError> {
         let signal = self.world.signal(self.global_rank);
         let mut has_slept = false;
         let started = Instant::now();
-        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOR_EVER);
+        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOREVER);
         loop {
             let seen = signal.epoch();
-            // Read before looking at the peers' progress: what a rank has published
-            // before it left then counts.
+            // Read before the peers' progress is checked, so that everything a rank published
+            // before it left counts.
             let left = self.world.left();
             let late = Instant::now() >= deadline;
             let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { break };
             if let Some(&rank) = wait.missing.iter().find(|rank| left.contains(rank)) {
                 return Err(self.fail(wait.left_by(rank)));
             }
-            // A peer that came at the last moment is no longer missing.
+            // A peer that joined at the last moment is no longer missing.
             if late && !wait.missing.is_empty() {
                 return Err(self.time_out(wait, started.elapsed()));
             }
@@ -116,29 +116,29 @@ impl RankState {
         Ok(())
     }
 
-    /// Fails the world: a wait has lasted too long.
+    /// Fails the world because a wait timed out.
     fn time_out(&self, wait: Wait, waited: Duration) -> CommError {
         let report = self.world.hang_report();
         let timeout = report.root_blocker(wait).timed_out(waited);
-        // Others may be waiting too: one of them logs.
+        // Other ranks may time out too; only one logs.
         if self.world.failure().is_none() {
             report.log(&timeout);
         }
         self.fail(timeout)
     }
 
-    /// Fails the world; returns the error that counts.
+    /// Fails the world. Returns the first error of the world.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         let rank = self.global_rank;
         let error = match error {
-            // For the others it matters whose tensor it was.
+            // Other ranks need to know whose tensor it was.
             CommError::Tensor(reason) => CommError::PeerFailed { rank, reason },
             named => named,
         };
         self.world.fail(rank, error)
     }
 
-    /// Moves every operation on; `None` when `id` is complete.
+    /// Advances every operation. Returns `None` when `id` is complete.
     fn advance_all(&self, id: u64) -> Result<Option<Wait>, CommError> {
         let mut engine = self.engine.lock();
         if !engine.in_flight.iter().any(|operation| operation.id == id) {
@@ -149,7 +149,7 @@ impl RankState {
         let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else {
             return Ok(None);
         };
-        // An earlier operation of the channel may be what holds it up.
+        // An earlier operation of the channel may block this one.
         let head =
             engine.in_flight.iter().find(|operation| operation.channel == waiting.channel).unwrap_or(waiting);
         Ok(Some(head.operation.wait()))
@@ -165,12 +165,12 @@ impl ProgressEngine {
             let step = if blocked.contains(&channel) {
                 Step::Blocked
             } else {
-                let lent = self.lent_by_others(index);
-                self.in_flight[index].operation.advance(&lent)?
+                let published = self.published_by_others(index);
+                self.in_flight[index].operation.advance(&published)?
             };
             match step {
                 Step::Blocked => blocked.push(channel),
-                Step::Settling => {}
+                Step::WaitingForPeers => {}
                 Step::Complete => {
                     complete(self.in_flight.remove(index).id);
                     continue;
@@ -181,8 +181,8 @@ impl ProgressEngine {
         Ok(())
     }
 
-    fn lent_by_others(&self, index: usize) -> Vec<StorageId> {
+    fn published_by_others(&self, index: usize) -> Vec<StorageId> {
         let others = self.in_flight.iter().enumerate().filter(|&(other, _)| other != index);
-        others.flat_map(|(_, other)| other.operation.lent()).copied().collect()
+        others.flat_map(|(_, other)| other.operation.published()).copied().collect()
     }
 }

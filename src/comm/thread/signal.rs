@@ -1,18 +1,18 @@
-//! How a rank waits for the others.
+//! Waiting for other ranks.
 
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Iterations of busy waiting: a peer on another core is often there in a microsecond.
+/// Iterations of busy waiting; a peer on another core often arrives within a microsecond.
 const SPINS: usize = 200;
-/// Then the core is offered to other ranks, which may be what we wait for.
+/// How long the core is then yielded to other ranks, which may be the ones to wait for.
 const YIELD_FOR: Duration = Duration::from_micros(60);
 
-/// An event counter that a rank sleeps on. Whoever changes something that the rank
-/// may wait for calls [`notify`](Self::notify) afterwards; the rank reads
-/// [`epoch`](Self::epoch), looks at the state, and if that is not yet what it needs
-/// calls [`wait`](Self::wait) with the epoch: a change in between is never missed.
+/// An event counter that a rank sleeps on. A thread that changes state the rank
+/// may wait for calls [`notify`](Self::notify) afterwards. The rank reads
+/// [`epoch`](Self::epoch), checks the state, and if it has to wait
+/// calls [`wait`](Self::wait) with the epoch, so a change in between is never missed.
 #[derive(Debug, Default)]
 pub(super) struct Signal {
     epoch: AtomicU64,
@@ -28,15 +28,15 @@ impl Signal {
 
     pub(super) fn notify(&self) {
         self.epoch.fetch_add(1, Ordering::SeqCst);
-        // Either we see the sleeper here, or it sees the new epoch before it sleeps.
+        // Either this thread sees the sleeper here, or the sleeper sees the new epoch before it sleeps.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             let _guard = self.lock.lock();
             self.wake.notify_all();
         }
     }
 
-    /// Returns when the epoch is no longer `seen`, or at the deadline. `before_sleep` is for what only matters to a rank
-    /// that waits for long.
+    /// Returns when the epoch is no longer `seen`, or at the deadline. `before_sleep` runs before the rank sleeps, for work
+    /// that only matters for long waits.
     pub(super) fn wait(&self, seen: u64, deadline: Instant, before_sleep: impl FnOnce()) {
         for _ in 0..SPINS {
             if self.epoch() != seen {
@@ -88,7 +88,7 @@ mod tests {
         let seen = signal.epoch();
         signal.notify();
         let started = Instant::now();
-        signal.wait(seen, started + Duration::from_secs(30), || unreachable!("it does not sleep"));
+        signal.wait(seen, started + Duration::from_secs(30), || unreachable!("the thread must not sleep"));
         assert!(started.elapsed() < Duration::from_secs(10));
     }
 

@@ -1,4 +1,4 @@
-//! What the conformance suite cannot see from outside: threads, pools, slots.
+//! Tests of internals that the conformance suite cannot see: threads, pools, slots.
 
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
@@ -22,7 +22,7 @@ fn rounds_are_freed_as_they_complete() {
             group.all_reduce(&small, ReduceOp::Max)?;
             group.all_reduce(&large, ReduceOp::Max)?;
             group.barrier()?;
-            // A rank is at most two operations behind one that has passed a barrier.
+            // A rank is at most two operations behind a rank that has passed a barrier.
             assert!(comm.open_rounds() <= 5, "{} rounds open", comm.open_rounds());
         }
         Ok::<(), CommError>(())
@@ -35,7 +35,7 @@ fn rounds_are_freed_as_they_complete() {
 }
 
 #[test]
-fn each_rank_is_a_named_thread_with_a_pool_of_its_own() {
+fn each_rank_is_a_named_thread_with_its_own_pool() {
     for threads_per_rank in [1, 3] {
         let options = LaunchOptions { threads_per_rank, ..Default::default() };
         let ranks = launch(2, &options, |context| {
@@ -55,7 +55,7 @@ fn each_rank_is_a_named_thread_with_a_pool_of_its_own() {
 }
 
 #[test]
-fn ranks_return_in_order_and_any_error_type_will_do() {
+fn results_are_in_rank_order_and_any_error_type_works() {
     let squares =
         launch(4, &LaunchOptions::default(), |context| Ok::<_, String>(context.rank * context.rank));
     assert_eq!(squares.unwrap(), [0, 1, 4, 9]);
@@ -77,7 +77,7 @@ fn worlds_without_ranks_or_threads_are_refused() {
 }
 
 #[test]
-fn a_rank_that_swallows_anothers_failure_does_not_hide_it() {
+fn a_rank_that_ignores_a_peers_failure_does_not_hide_it() {
     let launched = launch(2, &LaunchOptions::default(), |context| -> Result<(), CommError> {
         if context.rank == 0 {
             assert!(context.group.barrier().is_err());
@@ -89,7 +89,7 @@ fn a_rank_that_swallows_anothers_failure_does_not_hide_it() {
 }
 
 #[test]
-fn a_timeout_beyond_the_clock_means_for_ever() {
+fn a_timeout_beyond_the_clock_means_forever() {
     let options = LaunchOptions { timeout: Duration::MAX, ..Default::default() };
     launch(2, &options, |context| context.group.barrier()).unwrap();
 }

@@ -1,4 +1,4 @@
-//! What all ranks and groups of one launch share: the failure, and the signals.
+//! State shared by all ranks and groups of one launch: the failure and the signals.
 
 use super::signal::Signal;
 use crate::comm::CommError;
@@ -16,15 +16,15 @@ pub(super) struct ThreadWorld {
     left: Box<[AtomicBool]>,
     signals: Box<[Signal]>,
     recorders: Box<[Mutex<FlightRecorder>]>,
-    /// What each rank sleeps for.
+    /// The wait of each sleeping rank.
     waits: Box<[Mutex<Option<Wait>>]>,
 }
 
-/// The first failure; all ranks get this one.
+/// The first failure, which all ranks return.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) error: CommError,
-    /// The rank that noticed: its own outcome is what the launch reports.
+    /// The rank that noticed it; the launch reports the error of this rank.
     pub(super) reporter: usize,
 }
 
@@ -56,34 +56,34 @@ impl ThreadWorld {
         self.failure.get()
     }
 
-    /// Fails the world, unless it has failed before; returns the error that counts.
+    /// Fails the world, unless it has failed before. Returns the first error.
     pub(super) fn fail(&self, reporter: usize, error: CommError) -> CommError {
         let failure = self.failure.get_or_init(|| Failure { error, reporter });
         self.signals.iter().for_each(Signal::notify);
         failure.error.clone()
     }
 
-    /// The error that counts, once there is one.
+    /// Returns the first error, if there is one.
     pub(super) fn check(&self) -> Result<(), CommError> {
         self.failure().map_or(Ok(()), |failure| Err(failure.error.clone()))
     }
 
-    /// Stores what a rank has called.
+    /// Records a call of a rank.
     pub(super) fn record(&self, rank: usize, entry: Entry) {
         self.recorders[rank].lock().record(entry);
     }
 
-    /// Notes that an operation of a rank is complete.
+    /// Marks an operation of a rank as complete.
     pub(super) fn complete(&self, rank: usize, id: u64) {
         self.recorders[rank].lock().complete(id);
     }
 
-    /// Notes what a rank is about to sleep for, or that it sleeps no more.
+    /// Stores what a rank is about to sleep for, or that it is awake.
     pub(super) fn note_wait(&self, rank: usize, wait: Option<Wait>) {
         *self.waits[rank].lock() = wait;
     }
 
-    /// What every rank has called last, and what those that sleep wait for.
+    /// Builds the hang report: the last calls of every rank, and the waits of sleeping ranks.
     pub(super) fn hang_report(&self) -> HangReport {
         let mut report = HangReport::default();
         for (rank, (recorder, wait)) in self.recorders.iter().zip(&self.waits).enumerate() {
@@ -92,13 +92,13 @@ impl ThreadWorld {
         report
     }
 
-    /// Notes that a rank issues nothing any more.
+    /// Marks a rank as returned: it issues no more operations.
     pub(super) fn leave(&self, rank: usize) {
         self.left[rank].store(true, Ordering::SeqCst);
         self.signals.iter().for_each(Signal::notify);
     }
 
-    /// The ranks that have left.
+    /// The ranks that have returned.
     pub(super) fn left(&self) -> Vec<usize> {
         (0..self.left.len()).filter(|&rank| self.left[rank].load(Ordering::SeqCst)).collect()
     }

@@ -1,4 +1,4 @@
-//! Ranks that tell one another of their calls, over connections of this machine.
+//! Tests of ranks that report their calls, connected on this machine.
 
 use super::*;
 use crate::comm::CollectiveOp;
@@ -9,13 +9,13 @@ use crate::comm::store::tests::stores_hosted_by;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-/// Ends of a world that has met, which do not stay for one another.
-fn ends_of(ranks: usize) -> Vec<ControlChannel> {
+/// Channels of a connected world, which do not wait for one another on shutdown.
+fn channels(ranks: usize) -> Vec<ControlChannel> {
     connected(ranks).into_iter().map(impatient).collect()
 }
 
-/// The launcher's end, then those of its ranks.
-fn ends_under_a_launcher(ranks: usize) -> Vec<ControlChannel> {
+/// The launcher's channel, then those of its ranks.
+fn channels_under_a_launcher(ranks: usize) -> Vec<ControlChannel> {
     stores_hosted_by(NO_RANK, ranks).into_iter().map(ControlChannel::new).map(impatient).collect()
 }
 
@@ -25,8 +25,8 @@ fn world() -> Arc<GroupLabel> {
     label("world", &[0, 1, 2])
 }
 
-/// What a rank reports that has called these; all are under way, one behind the other.
-fn under_way(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
+/// The report of a rank that has issued these calls; all are in progress, in order.
+fn in_progress(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
     let wait = calls.first().map(|(group, sequence, _)| wait(group, *sequence));
     (issued(calls).report(), wait)
 }
@@ -35,7 +35,7 @@ fn wait(group: &Arc<GroupLabel>, sequence: u64) -> Wait {
     Wait { group: group.clone(), op: CollectiveOp::AllReduce, sequence, missing: Vec::new() }
 }
 
-/// What a rank has called of all ranks; only the last is under way.
+/// The calls of a rank in the group of all ranks; only the last is in progress.
 fn called(calls: &[&'static str]) -> Vec<EntryReport> {
     let calls: Vec<Call> = (0..).zip(calls).map(|(sequence, call)| (world(), sequence, *call)).collect();
     let mut history = issued(&calls);
@@ -43,55 +43,58 @@ fn called(calls: &[&'static str]) -> Vec<EntryReport> {
     history.report()
 }
 
-fn stuck_at(sequence: u64) -> Stuck {
-    Stuck { wait: wait(&world(), sequence), waited: Duration::from_millis(1500) }
+fn stall_at(sequence: u64) -> Stall {
+    Stall { wait: wait(&world(), sequence), waited: Duration::from_millis(1500) }
 }
 
-/// Rank 0 finds itself stuck; the others tell these when they are asked.
-fn roll(told: Vec<(Vec<EntryReport>, Option<Wait>)>, stuck: &Stuck) -> (Option<CommError>, Option<String>) {
-    let ends = ends_of(told.len()).into_iter().enumerate();
-    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, told.len(), end)).collect();
+/// Rank 0 stalls; the other ranks answer with these reports.
+fn collect(
+    reported: Vec<(Vec<EntryReport>, Option<Wait>)>,
+    stall: &Stall,
+) -> (Option<CommError>, Option<String>) {
+    let ends = channels(reported.len()).into_iter().enumerate();
+    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, reported.len(), end)).collect();
     let others = ranks.split_off(1);
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         let done = &done;
-        for (mut other, told) in others.into_iter().zip(&told[1..]) {
+        for (mut other, reported) in others.into_iter().zip(&reported[1..]) {
             scope.spawn(move || {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    other.listen(|| told.clone()).unwrap();
-                    std::thread::sleep(PAUSE);
+                    other.listen(|| reported.clone()).unwrap();
+                    std::thread::sleep(POLL_INTERVAL);
                 }
             });
         }
-        let found = ranks[0].find_missing(stuck, told[0].0.clone());
+        let found = ranks[0].find_missing(stall, reported[0].0.clone());
         done.store(true, std::sync::atomic::Ordering::Relaxed);
-        let parting = found.as_ref().and_then(|error| ranks[0].parting(error));
-        (found, parting)
+        let first_divergence = found.as_ref().and_then(|error| ranks[0].first_divergence(error));
+        (found, first_divergence)
     })
 }
 
-fn roll_of_all(calls: [&[&'static str]; 3], stuck: &Stuck) -> (Option<CommError>, Option<String>) {
-    roll(calls.map(|calls| (called(calls), None)).into(), stuck)
+fn collect_from_all(calls: [&[&'static str]; 3], stall: &Stall) -> (Option<CommError>, Option<String>) {
+    collect(calls.map(|calls| (called(calls), None)).into(), stall)
 }
 
 #[test]
-fn the_ranks_that_have_not_come_are_named_and_where_they_part_is_told() {
+fn missing_ranks_are_named_and_the_divergence_is_reported() {
     let (all, one) = (&["barrier", "all_reduce"][..], &["barrier"][..]);
-    let (found, parting) = roll_of_all([all, all, one], &stuck_at(1));
+    let (found, first_divergence) = collect_from_all([all, all, one], &stall_at(1));
     let Some(CommError::Timeout { group, op, sequence, waited_ms, missing }) = found else {
         panic!("{found:?}")
     };
     assert_eq!((group.as_str(), op, sequence, waited_ms), ("world", CollectiveOp::AllReduce, 1, 1500));
     assert_eq!(missing, [2]);
-    let parting = parting.unwrap();
-    assert!(parting.contains("rank(s) [0, 1] called all_reduce"), "{parting}");
-    assert!(parting.contains("rank 2 has not come to it"), "{parting}");
+    let first_divergence = first_divergence.unwrap();
+    assert!(first_divergence.contains("rank(s) [0, 1] called all_reduce"), "{first_divergence}");
+    assert!(first_divergence.contains("rank 2 has not joined"), "{first_divergence}");
 }
 
 #[test]
-fn the_rank_with_another_call_is_named() {
+fn the_rank_with_a_different_call_is_named() {
     let (usual, other) = (&["barrier", "all_reduce(3)"][..], &["barrier", "broadcast(3)"][..]);
-    let (found, _) = roll_of_all([usual, other, usual], &stuck_at(1));
+    let (found, _) = collect_from_all([usual, other, usual], &stall_at(1));
     let Some(CommError::Desync { rank, called, others, others_called, .. }) = found else {
         panic!("{found:?}")
     };
@@ -103,60 +106,62 @@ fn the_rank_with_another_call_is_named() {
 }
 
 #[test]
-fn ranks_that_all_have_come_are_not_blamed() {
+fn ranks_that_have_all_joined_are_not_blamed() {
     let calls = &["barrier", "all_reduce"][..];
-    assert_eq!(roll_of_all([calls; 3], &stuck_at(1)), (None, None));
+    assert_eq!(collect_from_all([calls; 3], &stall_at(1)), (None, None));
 }
 
-/// A mesh dp 2 × sp 2: rank 0 waits along sp for rank 1, which has issued that too, but behind what it waits for along
-/// dp.
+/// A mesh dp 2 × sp 2. Rank 0 waits along sp for rank 1, which has issued that operation too, but after one that waits
+/// along dp.
 fn mesh() -> [Arc<GroupLabel>; 2] {
     [label("sp", &[0, 1]), label("dp", &[1, 3])]
 }
 
 #[test]
-fn a_rank_that_waits_itself_leads_to_the_one_that_does_not() {
+fn a_waiting_rank_leads_to_the_rank_that_blocks_it() {
     let [sp, dp] = mesh();
-    let told = [
-        under_way(&[(sp.clone(), 5, "all_reduce")]),
-        under_way(&[(dp.clone(), 2, "all_reduce"), (sp.clone(), 5, "all_reduce")]),
-        under_way(&[]),
-        // It has something under way, but along another axis.
-        under_way(&[(label("sp", &[2, 3]), 5, "all_reduce")]),
+    let reported = [
+        in_progress(&[(sp.clone(), 5, "all_reduce")]),
+        in_progress(&[(dp.clone(), 2, "all_reduce"), (sp.clone(), 5, "all_reduce")]),
+        in_progress(&[]),
+        // It has an operation in progress, but along another axis.
+        in_progress(&[(label("sp", &[2, 3]), 5, "all_reduce")]),
     ];
-    let stuck = Stuck { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
-    let (found, parting) = roll(told.to_vec(), &stuck);
+    let stall = Stall { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
+    let (found, first_divergence) = collect(reported.to_vec(), &stall);
     let along_sp = Wait { missing: vec![2], ..wait(&label("sp", &[2, 3]), 5) };
-    assert_eq!(
-        found,
-        Some(along_sp.timed_out(stuck.waited)),
-        "rank 3 waits for rank 2, which has called nothing"
+    assert_eq!(found, Some(along_sp.timed_out(stall.waited)), "rank 3 waits for rank 2, which made no call");
+    let first_divergence = first_divergence.unwrap();
+    assert!(
+        first_divergence.contains("rank 0 waits in all_reduce #5 of \"sp\" for rank(s) [1]"),
+        "{first_divergence}"
     );
-    let parting = parting.unwrap();
-    assert!(parting.contains("rank 0 waits in all_reduce #5 of \"sp\" for rank(s) [1]"), "{parting}");
-    assert!(parting.contains("rank 1 waits in all_reduce #2 of \"dp\" for rank(s) [3]"), "{parting}");
+    assert!(
+        first_divergence.contains("rank 1 waits in all_reduce #2 of \"dp\" for rank(s) [3]"),
+        "{first_divergence}"
+    );
 }
 
 #[test]
-fn ranks_that_call_different_things_keep_those_behind_them() {
+fn ranks_with_different_calls_block_the_ranks_behind_them() {
     let [sp, dp] = mesh();
-    let told = [
-        under_way(&[(sp.clone(), 5, "all_reduce(1)")]),
-        under_way(&[(dp.clone(), 2, "all_reduce(1)"), (sp.clone(), 5, "all_reduce(1)")]),
-        under_way(&[]),
-        under_way(&[(dp.clone(), 2, "barrier")]),
+    let reported = [
+        in_progress(&[(sp.clone(), 5, "all_reduce(1)")]),
+        in_progress(&[(dp.clone(), 2, "all_reduce(1)"), (sp.clone(), 5, "all_reduce(1)")]),
+        in_progress(&[]),
+        in_progress(&[(dp.clone(), 2, "barrier")]),
     ];
-    let stuck = Stuck { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
-    let (found, _) = roll(told.to_vec(), &stuck);
+    let stall = Stall { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
+    let (found, _) = collect(reported.to_vec(), &stall);
     let Some(CommError::Desync { group, sequence: 2, rank: 3, .. }) = found else { panic!("{found:?}") };
     assert_eq!(group, "dp");
 }
 
 #[test]
-fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
-    let mut ends = ends_of(3);
+fn the_rank_that_sees_a_process_end_notifies_the_others() {
+    let mut ends = channels(3);
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
-    // Below the roll call, which would say goodbye.
+    // Drops the channel itself, without the shutdown notice of `ControlPlane`.
     drop(ends.pop());
     let mut first = ControlPlane::new(0, 3, ends.pop().unwrap());
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -171,31 +176,31 @@ fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
 }
 
 #[test]
-fn a_failure_that_nobody_has_told_yet_reaches_all_ranks() {
-    let ends = ends_of(3).into_iter().enumerate();
+fn an_unreported_failure_reaches_all_ranks() {
+    let ends = channels(3).into_iter().enumerate();
     let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, 3, end)).collect();
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
-    ranks[1].tell_failure(&error);
+    ranks[1].announce_failure(&error);
     let deadline = Instant::now() + Duration::from_secs(20);
     for rank in [0, 2] {
-        let mut heard = Ok(());
-        while heard.is_ok() && Instant::now() < deadline {
-            heard = ranks[rank].listen(Default::default);
+        let mut received = Ok(());
+        while received.is_ok() && Instant::now() < deadline {
+            received = ranks[rank].listen(Default::default);
         }
-        assert_eq!(heard, Err(error.clone()), "rank {rank}");
+        assert_eq!(received, Err(error.clone()), "rank {rank}");
     }
 }
 
 #[test]
-fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
-    let mut ends = ends_of(3);
+fn a_silent_rank_is_missing_and_a_failed_rank_is_the_reason() {
+    let mut ends = channels(3);
     let mut silent = ends.pop().unwrap();
     let mut first = ControlPlane::new(0, 3, ends.remove(0));
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
-    // Rank 2 never looks; rank 1 has not failed yet.
+    // Rank 2 never polls; rank 1 has not failed yet.
     let history = &["barrier", "all_reduce"];
-    ends[0].send(&ControlMessage::Called { calls: called(history), wait: None });
-    let found = first.find_missing(&stuck_at(1), called(history));
+    ends[0].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    let found = first.find_missing(&stall_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [2]), "{found:?}");
     ends[0].send(&ControlMessage::Failed(error.clone()));
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -204,34 +209,34 @@ fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
         outcome = first.listen(Default::default);
     }
     assert_eq!(outcome, Err(error));
-    assert!(silent.poll().len() >= 2, "it was told all the while");
+    assert!(silent.poll().len() >= 2, "messages were sent meanwhile");
 }
 
 #[test]
-fn where_rank_0_does_not_answer_it_alone_is_blamed() {
-    let mut ends = ends_of(3);
+fn if_rank_0_does_not_answer_it_alone_is_blamed() {
+    let mut ends = channels(3);
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
-    // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
+    // Rank 1 answers to rank 0, which is alive but never polls, so it forwards nothing.
     let history = &["barrier", "all_reduce"];
-    ends[1].send(&ControlMessage::Called { calls: called(history), wait: None });
-    let found = last.find_missing(&stuck_at(1), called(history));
+    ends[1].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    let found = last.find_missing(&stall_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
-    let parting = last.parting(found.as_ref().unwrap());
-    assert_eq!(parting, None, "rank 1 would say where the ranks part, as far as it knows");
+    let first_divergence = last.first_divergence(found.as_ref().unwrap());
+    assert_eq!(first_divergence, None, "rank 1 would log it");
 }
 
 #[test]
-fn where_a_launcher_passes_nothing_on_no_rank_is_blamed() {
-    let mut ends = ends_under_a_launcher(3);
+fn if_a_launcher_forwards_nothing_no_rank_is_blamed() {
+    let mut ends = channels_under_a_launcher(3);
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     let history = &["barrier", "all_reduce"];
-    ends[2].send(&ControlMessage::Called { calls: called(history), wait: None });
-    assert_eq!(last.find_missing(&stuck_at(1), called(history)), None);
+    ends[2].send(&ControlMessage::CallReport { calls: called(history), wait: None });
+    assert_eq!(last.find_missing(&stall_at(1), called(history)), None);
 }
 
 #[test]
-fn the_end_of_the_launcher_is_no_failure_of_a_rank() {
-    let mut ends = ends_under_a_launcher(2);
+fn the_end_of_the_launcher_is_not_a_failure_of_a_rank() {
+    let mut ends = channels_under_a_launcher(2);
     let mut last = ControlPlane::new(1, 2, ends.pop().unwrap());
     drop(ends.remove(0));
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -241,15 +246,15 @@ fn the_end_of_the_launcher_is_no_failure_of_a_rank() {
     assert!(!last.channel.is_connected());
 }
 
-/// What rank 0 hears of rank 1, which ends in some way.
-fn heard_of(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
+/// What rank 0 receives from rank 1, which ends in some way.
+fn received_from(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
     let mut ends = connected(2);
     let other = ControlPlane::new(1, 2, ends.pop().unwrap());
     let mut first = ControlPlane::new(0, 2, ends.pop().unwrap());
     std::thread::scope(|scope| {
-        // Its panic is not the test's.
+        // The panic must not end the test.
         scope.spawn(|| catch_unwind(AssertUnwindSafe(|| end(other))));
-        // The line goes when all of it was heard.
+        // The connection closes once all messages were read.
         let deadline = Instant::now() + Duration::from_secs(20);
         while first.channel.is_connected() && Instant::now() < deadline {
             first.listen(Default::default)?;
@@ -260,12 +265,15 @@ fn heard_of(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
 }
 
 #[test]
-fn the_end_of_a_rank_is_no_failure_to_others_unless_it_is_one() {
-    assert_eq!(heard_of(drop), Ok(()), "done with its groups");
+fn the_end_of_a_rank_is_a_failure_only_if_it_panics() {
+    assert_eq!(received_from(drop), Ok(()), "groups dropped");
     let silent = |end: Result<(), CommError>| matches!(end, Err(CommError::PeerFailed { rank: 1, .. }));
-    assert!(silent(heard_of(|_control| panic!("as a rank may"))));
-    let elsewhere = |mut control: ControlPlane| control.forgo_end();
-    assert!(silent(heard_of(elsewhere)), "the rank's thread has panicked, and another one drops the rest");
-    let twice = |mut control: ControlPlane| control.tell_end();
-    assert_eq!(heard_of(twice), Ok(()));
+    assert!(silent(received_from(|_control| panic!("panic of a rank"))));
+    let elsewhere = |mut control: ControlPlane| control.skip_shutdown_notice();
+    assert!(
+        silent(received_from(elsewhere)),
+        "the rank's thread panicked, and another thread dropped the rest"
+    );
+    let twice = |mut control: ControlPlane| control.announce_shutdown();
+    assert_eq!(received_from(twice), Ok(()));
 }

@@ -1,4 +1,4 @@
-//! Ends that are connected on this machine.
+//! Tests of control channels between threads of this machine.
 
 use super::*;
 use crate::comm::call_signature::CallSignature;
@@ -8,25 +8,25 @@ use crate::comm::store::{Change, presence};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The ends of a world that has met.
+/// The connected channels of a world.
 pub(in crate::comm) fn connected(ranks: usize) -> Vec<ControlChannel> {
     connected_stores(ranks).into_iter().map(ControlChannel::new).collect()
 }
 
-/// What comes until `count` messages have.
-fn hear(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
-    let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
-    while come.len() < count && Instant::now() < deadline {
-        // Rank 0 passes on while it listens.
+/// Polls until `count` messages have arrived.
+fn receive(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
+    let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+    while arrived.len() < count && Instant::now() < deadline {
+        // Rank 0 relays while it polls.
         if rank != 0 {
-            assert_eq!(ends[0].poll().len(), 0, "this test's rank 0 has heard all");
+            assert_eq!(ends[0].poll().len(), 0, "rank 0 has received all messages");
         }
-        come.extend(ends[rank].poll());
+        arrived.extend(ends[rank].poll());
     }
-    come
+    arrived
 }
 
-/// Says that a rank is done, and does not stay until that has arrived.
+/// Announces the end of a rank without waiting for the announcement to arrive.
 fn end(channel: &mut ControlChannel) {
     channel.store.delete(&presence(channel.rank));
 }
@@ -36,9 +36,9 @@ fn failed(rank: usize, reason: &str) -> ControlMessage {
 }
 
 #[test]
-fn what_a_rank_tells_reaches_all_others_and_not_itself() {
+fn a_message_reaches_all_other_ranks_and_not_its_sender() {
     let mut ends = connected(3);
-    // More than a connection takes at once, in pieces.
+    // More than a connection takes at once, so it is sent in pieces.
     let long = failed(1, &"x".repeat(300_000));
     std::thread::scope(|scope| {
         let (root, others) = ends.split_at_mut(1);
@@ -46,56 +46,56 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
         scope.spawn(|| {
             first[0].send(&long);
             end(&mut first[0]);
-            assert_eq!(first[0].poll(), [], "it does not hear itself");
+            assert_eq!(first[0].poll(), [], "own messages are not received");
         });
-        let mut come = (Vec::new(), Vec::new());
+        let mut arrived = (Vec::new(), Vec::new());
         let deadline = Instant::now() + Duration::from_secs(20);
-        while come.1.len() < 2 && Instant::now() < deadline {
-            come.0.extend(root[0].poll());
-            come.1.extend(second[0].poll());
+        while arrived.1.len() < 2 && Instant::now() < deadline {
+            arrived.0.extend(root[0].poll());
+            arrived.1.extend(second[0].poll());
         }
         let expected = [(1, Received::Message(long.clone())), (1, Received::Message(ControlMessage::Ended))];
-        assert_eq!((&come.0[..], &come.1[..]), (&expected[..], &expected[..]));
+        assert_eq!((&arrived.0[..], &arrived.1[..]), (&expected[..], &expected[..]));
     });
     ends[0].send(&failed(0, "told to"));
     for rank in [1, 2] {
-        assert_eq!(hear(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
+        assert_eq!(receive(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
     }
 }
 
 #[test]
-fn a_process_that_ends_is_missed_unless_it_has_said_so() {
+fn a_process_that_ends_is_gone_unless_it_announced_its_end() {
     let mut ends = connected(3);
     end(&mut ends[1]);
     let (second, first) = (ends.pop(), ends.pop());
     drop((first, second));
-    let mut heard = hear(&mut ends, 0, 2);
-    heard.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(heard, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Gone)]);
-    assert_eq!(ends[0].poll(), [], "told once");
+    let mut received = receive(&mut ends, 0, 2);
+    received.sort_by_key(|(rank, _)| *rank);
+    assert_eq!(received, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Lost)]);
+    assert_eq!(ends[0].poll(), [], "reported once");
 }
 
 #[test]
-fn what_is_no_change_ends_the_connection_and_is_no_failure() {
+fn a_malformed_frame_ends_the_connection_and_is_no_failure() {
     let mut ends = connected(2);
     ends[1].store.connection_mut(0).send(&Arc::from([0xff; 64]));
     let deadline = Instant::now() + Duration::from_secs(20);
     while ends[0].store.is_connected() && Instant::now() < deadline {
         assert_eq!(ends[0].poll(), []);
     }
-    assert!(!ends[0].store.is_connected(), "given up");
+    assert!(!ends[0].store.is_connected(), "connection closed");
 }
 
-/// A frame that fails rank `rank`, for the reason `x`, many times.
+/// A frame of `bytes` bytes that fails rank `rank`, with a reason of repeated `x`.
 fn frame(rank: usize, bytes: usize) -> Arc<[u8]> {
-    let value = fitting(rank, &failed(rank, &"x".repeat(bytes))).unwrap();
+    let value = encode_to_fit(rank, &failed(rank, &"x".repeat(bytes))).unwrap();
     Change { rank, key: format!("control/{rank}"), value: Some(value.into()) }.encode().into()
 }
 
 #[test]
-fn the_last_word_arrives_though_much_is_on_its_way_and_something_was_not_read() {
+fn the_last_message_arrives_despite_unsent_and_unread_data() {
     let frame = frame(1, 10_000);
-    // More than rank 0's side keeps for it, and as a rule all of it out of this rank's own hands.
+    // More than the kernel buffers on rank 0's side, so some data stays on this side.
     let frames = capacity(&frame) * 3 / 4;
     let mut ends = connected(2);
     let (mut last, mut root) = (ends.remove(1), ends.remove(0));
@@ -105,69 +105,70 @@ fn the_last_word_arrives_though_much_is_on_its_way_and_something_was_not_read() 
         last.store.connection_mut(0).send(&frame);
         sent += 1;
     }
-    let mut come = Vec::new();
+    let mut arrived = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(move || last.close());
-        // Time to be gone before rank 0 looks.
+        // Time to disconnect before rank 0 polls.
         std::thread::sleep(Duration::from_millis(100));
         let deadline = Instant::now() + Duration::from_secs(20);
         while root.store.is_connected() && Instant::now() < deadline {
-            come.extend(root.poll());
+            arrived.extend(root.poll());
         }
     });
-    assert_eq!(come.len(), sent + 1);
-    assert_eq!(come.last(), Some(&(1, Received::Message(ControlMessage::Ended))));
+    assert_eq!(arrived.len(), sent + 1);
+    assert_eq!(arrived.last(), Some(&(1, Received::Message(ControlMessage::Ended))));
 }
 
 #[test]
-fn rank_0_passes_on_what_is_told_until_all_have_ended() {
+fn rank_0_forwards_messages_until_all_ranks_have_ended() {
     let mut ends = connected(3);
     std::thread::scope(|scope| {
         let (mut second, mut first, mut root) = (ends.remove(2), ends.remove(1), ends.remove(0));
         scope.spawn(move || root.close());
         let deadline = Instant::now() + Duration::from_secs(20);
-        let mut hear = |expected: &[(usize, Received)]| {
-            let mut come = Vec::new();
-            while come.len() < expected.len() && Instant::now() < deadline {
-                come.extend(second.poll());
+        let mut receive = |expected: &[(usize, Received)]| {
+            let mut arrived = Vec::new();
+            while arrived.len() < expected.len() && Instant::now() < deadline {
+                arrived.extend(second.poll());
             }
-            assert_eq!(come, expected);
+            assert_eq!(arrived, expected);
         };
-        hear(&[(0, Received::Message(ControlMessage::Ended))]);
+        receive(&[(0, Received::Message(ControlMessage::Ended))]);
         first.send(&failed(1, "late"));
-        hear(&[(1, Received::Message(failed(1, "late")))]);
+        receive(&[(1, Received::Message(failed(1, "late")))]);
         first.close();
-        assert!(!first.store.is_connected(), "rank 0 has heard all");
+        assert!(!first.store.is_connected(), "rank 0 has received all");
     });
 }
 
-/// Lets one end give up waiting at once.
+/// Sets the timeout of a channel to zero.
 pub(in crate::comm) fn impatient(mut channel: ControlChannel) -> ControlChannel {
     channel.store.set_timeout(Duration::ZERO);
     channel
 }
 
 #[test]
-fn a_message_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
+fn a_partly_sent_message_is_finished_before_the_next_one() {
     let mut ends = connected(2);
     let mut root = impatient(ends.remove(0));
-    // Far more than the system keeps for one who does not read.
+    // Far more than the kernel buffers for a process that does not read.
     let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
     (0..24).for_each(|_| root.send(&long));
     end(&mut root);
-    let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
-    assert!(root.store.connection_mut(1).is_late(), "the other side has not read");
-    let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
-    while come.len() < told.len() && Instant::now() < deadline {
-        assert_eq!(root.poll(), [], "which is when the rest goes out");
-        come.extend(ends[0].poll());
+    let reported: Vec<ControlMessage> =
+        (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
+    assert!(root.store.connection_mut(1).is_late(), "the other side has not read the data");
+    let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+    while arrived.len() < reported.len() && Instant::now() < deadline {
+        assert_eq!(root.poll(), [], "this sends the rest");
+        arrived.extend(ends[0].poll());
     }
-    let expected: Vec<_> = told.into_iter().map(|message| (0, Received::Message(message))).collect();
-    assert!(come == expected, "{} of {} messages came", come.len(), expected.len());
+    let expected: Vec<_> = reported.into_iter().map(|message| (0, Received::Message(message))).collect();
+    assert!(arrived == expected, "{} of {} messages arrived", arrived.len(), expected.len());
 }
 
 #[test]
-fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
+fn a_rank_that_does_not_read_does_not_block_the_others() {
     let mut ends = connected(3);
     let (mut root, silent) = (ends.remove(0), ends.remove(0));
     root.store.set_timeout(Duration::from_secs(24 * 3600));
@@ -177,18 +178,18 @@ fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
     }
     std::thread::scope(|scope| {
         scope.spawn(|| end(&mut root));
-        let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
-        while come.is_empty() && Instant::now() < deadline {
-            come = ends[0].poll();
+        let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+        while arrived.is_empty() && Instant::now() < deadline {
+            arrived = ends[0].poll();
         }
-        // Or the teller would wait for it all day.
+        // Otherwise the sender would wait for it.
         drop(silent);
-        assert_eq!(come, [(0, Received::Message(ControlMessage::Ended))]);
+        assert_eq!(arrived, [(0, Received::Message(ControlMessage::Ended))]);
     });
 }
 
 #[test]
-fn a_message_that_is_too_long_is_sent_in_short() {
+fn a_message_that_is_too_long_is_shortened() {
     let mut ends = connected(2);
     ends[1].send(&failed(1, &"ü".repeat(MAX_VALUE_BYTES)));
     let group = Arc::new(GroupLabel { name: "world".into(), members: vec![0, 1] });
@@ -200,16 +201,16 @@ fn a_message_that_is_too_long_is_sent_in_short() {
         recorder.record(Entry { id, group: group.clone(), sequence: id, call, is_complete: false });
     }
     let calls = recorder.report();
-    ends[1].send(&ControlMessage::Called { calls: calls.clone(), wait: None });
-    let heard = hear(&mut ends, 0, 2);
+    ends[1].send(&ControlMessage::CallReport { calls: calls.clone(), wait: None });
+    let received = receive(&mut ends, 0, 2);
     let [
         (1, Received::Message(ControlMessage::Failed(error))),
-        (1, Received::Message(ControlMessage::Called { calls: newest, wait: None })),
-    ] = &heard[..]
+        (1, Received::Message(ControlMessage::CallReport { calls: newest, wait: None })),
+    ] = &received[..]
     else {
-        panic!("{} messages came", heard.len());
+        panic!("{} messages arrived", received.len());
     };
     let reason = error.to_string();
     assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");
-    assert_eq!(newest[..], calls[32..], "of the calls the newest");
+    assert_eq!(newest[..], calls[32..], "the newest calls");
 }

@@ -1,11 +1,11 @@
-//! How the ranks of a job come to the host of its store.
+//! The host's side of joining a store: accepts the ranks of a job.
 
 use super::address;
 use super::connection::Connection;
+use super::endpoint::StoreEndpoint;
 use super::handshake::{
     CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, Session, Verdict, nonce,
 };
-use super::meeting_point::MeetingPoint;
 use super::process_name;
 use super::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,23 +13,23 @@ use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// Between two looks at all connections.
+/// Interval between polls of all connections.
 const POLL: Duration = Duration::from_millis(5);
-/// How long a connection may take from its beginning to the answer.
+/// Time limit of a handshake.
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections beyond those of ranks that may be open at once. One more closes the oldest.
-pub(super) const MAX_STRANGERS: usize = 256;
-/// Connections that are taken in one look.
-pub(super) const MAX_ACCEPTED: usize = 64;
-/// Refusals that the host lists when ranks do not come.
+/// Number of open connections beyond the ranks' own. Another connection closes the oldest.
+pub(super) const MAX_UNAUTHENTICATED: usize = 256;
+/// Number of connections accepted per poll.
+pub(super) const MAX_ACCEPTS_PER_POLL: usize = 64;
+/// Number of refusals listed when ranks do not join.
 const MAX_LISTED: usize = 8;
 
-/// The host's connections to all other ranks, once they have come.
+/// Accepts all other ranks and returns the connections to them.
 ///
 /// # Errors
-/// It cannot listen, or not all ranks have come in time; in words.
-pub(super) fn receive_all(
-    point: &MeetingPoint,
+/// A message, if the host cannot listen or not all ranks join in time.
+pub(super) fn accept_all(
+    point: &StoreEndpoint,
     timeout: Duration,
 ) -> Result<BTreeMap<usize, Connection>, String> {
     let started = Instant::now();
@@ -39,68 +39,68 @@ pub(super) fn receive_all(
     });
     let listener = listener.map_err(|error| {
         format!(
-            "cannot listen on port {} of {}: {error}; ULYSSES_MASTER_PORT names another port, ULYSSES_MASTER_BIND another \
+            "cannot listen on port {} of {}: {error}; set ULYSSES_MASTER_PORT to another port, or ULYSSES_MASTER_BIND to another \
              address of this machine",
             point.port, point.host
         )
     })?;
-    warn_of_strangers(&listener, point);
-    let mut reception = Reception::new(point.clone());
-    while !reception.missing.is_empty() {
+    warn_of_exposed_port(&listener, point);
+    let mut acceptor = Acceptor::new(point.clone());
+    while !acceptor.missing.is_empty() {
         if started.elapsed() >= timeout {
-            return Err(reception.why_incomplete(timeout));
+            return Err(acceptor.timeout_message(timeout));
         }
-        reception.accept(&listener);
-        reception.serve();
+        acceptor.accept(&listener);
+        acceptor.serve();
         std::thread::sleep(POLL);
     }
-    Ok(reception.ranks)
+    Ok(acceptor.ranks)
 }
 
-fn warn_of_strangers(listener: &TcpListener, point: &MeetingPoint) {
+fn warn_of_exposed_port(listener: &TcpListener, point: &StoreEndpoint) {
     let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     if !is_local && !point.secret.is_secret() && point.world_size > 1 {
         tracing::warn!(
-            "the ranks meet at {point} without a job secret, so any process that reaches that port can take a rank: set \
+            "the store at {point} has no job secret, so any process that reaches this port can join as a rank: set \
              ULYSSES_JOB_SECRET to the same random text for all ranks"
         );
     }
 }
 
-/// The host while ranks come.
+/// The host's state while ranks join.
 #[derive(Debug)]
-pub(super) struct Reception {
-    point: MeetingPoint,
-    /// Who has not proved yet to be of this job, the oldest first.
+pub(super) struct Acceptor {
+    point: StoreEndpoint,
+    /// Connections in their handshake, oldest first.
     pub(super) pending: Vec<Pending>,
     pub(super) ranks: BTreeMap<usize, Connection>,
     pub(super) missing: BTreeSet<usize>,
     refused: BTreeSet<String>,
 }
 
-impl Reception {
-    pub(super) fn new(point: MeetingPoint) -> Self {
+impl Acceptor {
+    pub(super) fn new(point: StoreEndpoint) -> Self {
         let missing = (0..point.world_size).filter(|rank| *rank != point.host_rank()).collect();
         Self { point, pending: Vec::new(), ranks: BTreeMap::new(), missing, refused: BTreeSet::new() }
     }
 
-    /// Takes the connections that there are, so many at a time that a flood of them does not hold up the ranks. One that
-    /// cannot be taken, for the lack of file descriptors as well, comes again.
+    /// Accepts new connections, but a limited number, so that a flood does not delay the ranks. After an error, such as
+    /// too few file descriptors, the next poll retries.
     pub(super) fn accept(&mut self, listener: &TcpListener) {
-        for _ in 0..MAX_ACCEPTED {
+        for _ in 0..MAX_ACCEPTS_PER_POLL {
             let Ok((stream, from)) = listener.accept() else { return };
-            if self.pending.len() >= MAX_STRANGERS + self.point.world_size {
+            if self.pending.len() >= MAX_UNAUTHENTICATED + self.point.world_size {
                 self.pending.remove(0);
             }
             self.pending.extend(Pending::new(stream, from));
         }
     }
 
-    /// Goes on with all connections, none of which the others wait for.
+    /// Advances all connections without blocking on any of them.
     pub(super) fn serve(&mut self) {
         for mut peer in std::mem::take(&mut self.pending) {
             match peer.read(&self.point.secret) {
-                // A peer that goes away before it is answered comes again; who is no rank gets nothing.
+                // A rank that disconnects before the answer retries; other clients get nothing.
                 Err(_) => {}
                 Ok(None) if Instant::now() >= peer.deadline => {}
                 Ok(None) => self.pending.push(peer),
@@ -112,18 +112,18 @@ impl Reception {
     fn answer(&mut self, mut peer: Pending, claim: Option<Claim>) {
         let from = peer.from.ip();
         let Some(claim) = claim else {
-            // It may be gone already.
+            // The peer may have disconnected.
             let _ = peer.stream.write(&OTHER_SECRET);
-            return self.note(format!("a process at {from} has another job secret"));
+            return self.add_refusal(format!("process at {from} has a different job secret"));
         };
-        let (verdict, world_size) = (self.judge(claim), self.point.world_size as u64);
+        let (verdict, world_size) = (self.verdict(claim), self.point.world_size as u64);
         let session = peer.session(&self.point.secret);
         let (reply, key) = (session.reply(verdict, world_size), session.frame_key(true));
-        // Far less than a new connection takes without waiting.
+        // Much less than a new connection takes without blocking.
         let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
         if verdict != Verdict::Accepted {
             let reason = verdict.reason(claim, world_size, self.point.host_rank());
-            return self.note(format!("{reason} (from {from})"));
+            return self.add_refusal(format!("{reason} (from {from})"));
         }
         if let (true, Ok(connection)) = (is_sent, Connection::new(peer.stream, key)) {
             self.missing.remove(&(claim.rank as usize));
@@ -131,12 +131,12 @@ impl Reception {
         }
     }
 
-    fn judge(&self, Claim { rank, world_size }: Claim) -> Verdict {
+    fn verdict(&self, Claim { rank, world_size }: Claim) -> Verdict {
         let own = self.point.world_size as u64;
         match usize::try_from(rank) {
             _ if rank >= own => Verdict::OutOfRange,
             _ if world_size != own => Verdict::OtherWorldSize,
-            // A rank whose connection has broken off before it was answered comes again.
+            // A rank whose connection broke before the answer retries.
             Ok(rank)
                 if rank != self.point.host_rank()
                     && !self.ranks.get(&rank).is_some_and(Connection::is_open) =>
@@ -147,20 +147,20 @@ impl Reception {
         }
     }
 
-    fn note(&mut self, refused: String) {
+    fn add_refusal(&mut self, refused: String) {
         if self.refused.len() < MAX_LISTED && self.refused.insert(refused.clone()) {
             let host = process_name(self.point.host_rank());
-            tracing::warn!("{host} has refused a process: {refused}");
+            tracing::warn!("{host} refused a process: {refused}");
         }
     }
 
-    fn why_incomplete(&self, timeout: Duration) -> String {
+    fn timeout_message(&self, timeout: Duration) -> String {
         let Self { point, missing, refused, .. } = self;
         let seconds = timeout.as_secs_f32();
-        let mut why = format!("ranks {missing:?} did not come to {point} within {seconds} s");
+        let mut why = format!("ranks {missing:?} did not join the store at {point} within {seconds} s");
         if !refused.is_empty() {
             let refused: Vec<&str> = refused.iter().map(String::as_str).collect();
-            why = format!("{why}; refused were: {}", refused.join("; "));
+            why = format!("{why}; refused: {}", refused.join("; "));
         }
         why
     }
@@ -173,43 +173,43 @@ pub(super) struct Pending {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     own: Nonce,
-    /// The nonce of its hello, once that has come.
+    /// The nonce of its hello, once received.
     peer: Option<Nonce>,
     /// Bytes received of the next message.
-    heard: Vec<u8>,
+    received: Vec<u8>,
 }
 
 impl Pending {
     pub(super) fn new(stream: TcpStream, from: SocketAddr) -> std::io::Result<Self> {
         stream.set_nonblocking(true)?;
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
-        Ok(Self { stream, from, deadline, own: nonce()?, peer: None, heard: Vec::new() })
+        Ok(Self { stream, from, deadline, own: nonce()?, peer: None, received: Vec::new() })
     }
 
     fn session<'s>(&self, secret: &'s JobSecret) -> Session<'s> {
         Session { secret, root: self.own, peer: self.peer.unwrap_or_default() }
     }
 
-    /// Reads without waiting: nothing yet, a claim, or `None` for a claim made with another secret.
+    /// Reads without blocking: returns nothing yet, a claim, or `None` for a claim made with a different secret.
     fn read(&mut self, secret: &JobSecret) -> std::io::Result<Option<Option<Claim>>> {
         loop {
             let wanted = if self.peer.is_none() { HELLO_BYTES } else { CLAIM_BYTES };
             let mut bytes = [0; CLAIM_BYTES];
-            match self.stream.read(&mut bytes[..wanted - self.heard.len()]) {
+            match self.stream.read(&mut bytes[..wanted - self.received.len()]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(read) => self.heard.extend_from_slice(&bytes[..read]),
+                Ok(read) => self.received.extend_from_slice(&bytes[..read]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
                 Err(error) => return Err(error),
             }
-            let begun = self.heard.len().min(MAGIC.len());
-            if self.peer.is_none() && self.heard[..begun] != MAGIC[..begun] {
+            let begun = self.received.len().min(MAGIC.len());
+            if self.peer.is_none() && self.received[..begun] != MAGIC[..begun] {
                 return Err(Error::new(ErrorKind::InvalidData, "not a rank"));
             }
-            if self.heard.len() < wanted {
+            if self.received.len() < wanted {
                 continue;
             }
-            let message = std::mem::take(&mut self.heard);
+            let message = std::mem::take(&mut self.received);
             if self.peer.is_some() {
                 return Ok(Some(self.session(secret).read_claim(&message)));
             }

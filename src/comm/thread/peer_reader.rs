@@ -1,8 +1,8 @@
-//! The copying of a collective: every rank pulls what it needs out of its peers'
+//! The copies of a collective: every rank reads what it needs from its peers'
 //! tensors, in place.
 //!
-//! Locks: a tensor of a peer is locked for reading only while elements are copied out
-//! of it, and those are the last locks to be taken. Nobody waits for a rank meanwhile.
+//! Locks: a peer's tensor is locked for reading only while its elements are copied,
+//! and these are the last locks taken. No rank waits for another meanwhile.
 
 use super::communicator::{Communicator, Round};
 use crate::comm::call_signature::CallSignature;
@@ -13,38 +13,38 @@ use std::ops::Range;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
 
-/// What one rank sees of a round in which all have posted agreeing calls.
+/// One rank's view of a round in which all ranks have posted matching calls.
 #[derive(Clone, Copy)]
-pub(super) struct Exchange<'a> {
+pub(super) struct PeerReader<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) round: &'a Round,
     pub(super) rank: usize,
     pub(super) op: CollectiveOp,
 }
 
-/// What is copied out of one peer's tensors.
+/// The elements to copy from one peer's tensors.
 struct Pull {
     peer: usize,
     copies: Vec<BlockCopy>,
 }
 
 impl Pull {
-    /// Neighbouring elements of the peer's only tensor into the own only one.
+    /// A contiguous run of elements of the peer's only tensor, copied into the only output.
     fn run(peer: usize, from: usize, to: usize, elements: usize) -> Self {
         let block = |offset| StridedBlock::contiguous(0, offset, elements);
         Self { peer, copies: vec![BlockCopy { from: block(from), to: block(to), accumulate: false }] }
     }
 }
 
-impl Exchange<'_> {
-    /// Counts what was copied out of a peer's memory.
+impl PeerReader<'_> {
+    /// Counts the bytes copied from a peer.
     fn moved(&self, peer: usize, elements: usize, like: &Tensor) {
         let bytes = elements * like.dtype().size_in_bytes();
         self.comm.count_bytes((peer, self.op), (self.rank, self.op), bytes);
     }
 
-    /// Copies out of the peers' inputs into `outputs`, in the order of `pulls`. On a
-    /// GPU all of it is one launch, unless blocks are added to one another.
+    /// Copies from the peers' inputs into `outputs`, in the order of `pulls`. On a
+    /// GPU this is a single launch, unless blocks are accumulated.
     fn pull(&self, pulls: Vec<Pull>, outputs: &[Tensor]) -> Result<(), CommError> {
         let mut locked = Vec::with_capacity(pulls.len());
         let mut copies = Vec::new();
@@ -68,7 +68,7 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Reduces a range of all ranks' inputs into a new tensor beside `like`.
+    /// Reduces a range of all ranks' inputs into a new tensor on the device of `like`.
     pub(super) fn reduce(
         &self,
         op: ReduceOp,
@@ -80,7 +80,7 @@ impl Exchange<'_> {
         Ok(reduced)
     }
 
-    /// Reduces all ranks' inputs, from `begin` on, over `output`.
+    /// Reduces all ranks' inputs, starting at `begin`, into `output`.
     pub(super) fn reduce_into(&self, op: ReduceOp, begin: usize, output: &Tensor) -> Result<(), CommError> {
         let ranks = 0..self.comm.world_size();
         let locked: Vec<_> = ranks
@@ -92,15 +92,15 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Second phase of an all_reduce: all chunks are reduced, and nobody reads any
-    /// rank's elements any more.
+    /// Runs the second phase of an all_reduce: all chunks are reduced, and no rank reads
+    /// the inputs any more.
     pub(super) fn collect_chunks(&self, count: usize, output: &Tensor) -> Result<(), CommError> {
         let locked: Vec<_> = self.round.slots.iter().map(|slot| slot.reduced.read()).collect();
         let mut chunks = Vec::with_capacity(locked.len());
         let mut copies = Vec::with_capacity(locked.len());
         for (peer, reduced) in locked.iter().enumerate() {
             let Some(chunk) = &**reduced else {
-                return Err(CommError::Tensor(format!("rank {peer} of the group has reduced nothing")));
+                return Err(CommError::Tensor(format!("rank {peer} of the group has no reduced chunk")));
             };
             let to = all_reduce_chunk(self.comm.world_size(), peer, count);
             chunks.push(chunk);
@@ -130,7 +130,7 @@ impl Exchange<'_> {
         self.pull(pulls, outputs)
     }
 
-    /// Elements that a peer of an all_to_all sends to the ranks before this one.
+    /// Number of elements that a peer of an all_to_all sends to the ranks before this one.
     fn sent_before(&self, peer: usize) -> Result<usize, CommError> {
         match &self.round.posting_of(peer)?.call {
             CallSignature::AllToAll { send, .. } => Ok(send[..self.rank].iter().sum()),
@@ -138,13 +138,15 @@ impl Exchange<'_> {
         }
     }
 
-    /// One copy, straight from the peers' tensors into the final layout.
+    /// Copies once, straight from the peers' tensors into the final layout.
     pub(super) fn all_to_all_strided(&self, plan: &StridedPlan, outputs: &[Tensor]) -> Result<(), CommError> {
         let mut pulls = Vec::with_capacity(plan.recv.len());
         for (peer, received) in plan.recv.iter().enumerate() {
             let CallSignature::AllToAllStrided { plan: theirs, .. } = &self.round.posting_of(peer)?.call
             else {
-                return Err(CommError::Tensor(format!("rank {peer} of the group has posted another call")));
+                return Err(CommError::Tensor(format!(
+                    "rank {peer} of the group has posted a different call"
+                )));
             };
             let copy = |(from, recv): (&StridedBlock, &RecvBlock)| {
                 let RecvBlock { block, accumulate } = recv;

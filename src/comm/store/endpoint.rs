@@ -1,4 +1,4 @@
-//! Where the processes of a job meet, as a launcher's variables say.
+//! The endpoint of a job's store, from the launcher's variables.
 
 use super::NO_RANK;
 use super::secret::JobSecret;
@@ -7,33 +7,33 @@ use crate::comm::{Launcher, ProcessInfo};
 use std::fmt;
 use std::net::IpAddr;
 
-/// The launcher's port where `MASTER_PORT` is not set, as torchrun's.
+/// The default of `MASTER_PORT`, as for torchrun.
 const DEFAULT_PORT: u16 = 29_500;
-/// Set, to anything, where the launcher hosts the store itself.
+/// Set, to any value, if the launcher itself hosts the store.
 pub(super) const HOSTED: &str = "ULYSSES_STORE_HOSTED";
 
-/// Where the ranks of a job meet.
+/// The address at which the ranks of a job find its store.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::comm) struct MeetingPoint {
-    /// The host's machine, as the others know it.
+pub(in crate::comm) struct StoreEndpoint {
+    /// Host name of the store, as the other ranks know it.
     pub(in crate::comm) host: String,
-    /// `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`, which a launcher's own store may hold.
+    /// `ULYSSES_MASTER_PORT`, or `MASTER_PORT` + 1, since the launcher's own store may use `MASTER_PORT`.
     pub(in crate::comm) port: u16,
-    /// The address that the host listens on, where one is given.
+    /// The IP address that the host listens on, if set.
     pub(in crate::comm) bind: Option<IpAddr>,
     pub(in crate::comm) world_size: usize,
     /// Whether all ranks are known to be on one machine.
     pub(in crate::comm) is_one_node: bool,
-    /// Whether the launcher hosts the store, and not rank 0.
+    /// Whether the launcher, not rank 0, hosts the store.
     pub(in crate::comm) is_hosted: bool,
     pub(in crate::comm) secret: JobSecret,
 }
 
-impl MeetingPoint {
-    /// The one that the variables name, which `lookup` returns; `None` where they name none.
+impl StoreEndpoint {
+    /// Reads the endpoint from variables, which `lookup` returns; `None` if they name none.
     ///
     /// # Errors
-    /// The variable that is wrong, in words.
+    /// A message that names the invalid variable.
     pub(in crate::comm) fn read(
         info: &ProcessInfo,
         lookup: impl Fn(&str) -> Option<String>,
@@ -54,7 +54,7 @@ impl MeetingPoint {
         let port = match port("ULYSSES_MASTER_PORT")? {
             Some(port) => port,
             None => port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT).checked_add(1).ok_or(
-                "MASTER_PORT is 65535, and the ranks would meet at the port after it: set ULYSSES_MASTER_PORT",
+                "MASTER_PORT is 65535, and the default store port is the next one: set ULYSSES_MASTER_PORT",
             )?,
         };
         let bind = lookup("ULYSSES_MASTER_BIND").map(|text| {
@@ -74,13 +74,13 @@ impl MeetingPoint {
         }))
     }
 
-    /// The rank of the host, [`NO_RANK`] if it is none.
+    /// Rank of the host, or [`NO_RANK`] if it is the launcher.
     pub(in crate::comm) fn host_rank(&self) -> usize {
         if self.is_hosted { NO_RANK } else { 0 }
     }
 }
 
-impl fmt::Display for MeetingPoint {
+impl fmt::Display for StoreEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.host, self.port)
     }

@@ -1,7 +1,7 @@
-//! The strided all-to-all, a message for each block: straight from input to output where the block lies in one piece,
-//! by way of a buffer where it does not. A rank's own blocks are copied once.
+//! The strided all-to-all, one message per block: straight from input to output where the block is contiguous, and
+//! through a buffer elsewhere. A rank's own blocks are copied once.
 
-use super::collective::{Outcome, part};
+use super::collective::{StepResult, part};
 use super::operation::{Step, peers};
 use super::staging::Staged;
 use super::transfers::{Members, Transfers};
@@ -10,8 +10,8 @@ use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 
-/// What one rank exchanges. The plan was checked against the tensors, and no input shares memory with an output.
-pub(super) struct Exchange {
+/// One rank's strided all-to-all, with a checked plan and inputs that share no memory with outputs.
+pub(super) struct StridedAllToAll {
     pub(super) inputs: Vec<Tensor>,
     pub(super) outputs: Vec<Tensor>,
     pub(super) plan: Arc<StridedPlan>,
@@ -21,30 +21,30 @@ pub(super) struct Exchange {
 pub(super) fn all_to_all_strided(
     transfers: &mut Transfers,
     members: &Members,
-    exchange: Exchange,
-) -> Outcome {
-    let packed = exchange.send(transfers, members)?;
-    let own = exchange.own_copies(members.rank)?;
-    if exchange.adds() {
-        // What is added is added in rank order, the rank's own blocks in their place.
-        let (received, copies) = exchange.receive(transfers, members, Some(own))?;
-        return Ok(Some(exchange.finish(packed, received, copies)));
+    strided: StridedAllToAll,
+) -> StepResult {
+    let packed = strided.send(transfers, members)?;
+    let own = strided.own_copies(members.rank)?;
+    if strided.adds() {
+        // Accumulated blocks are added in rank order, including the rank's own.
+        let (received, copies) = strided.receive(transfers, members, Some(own))?;
+        return Ok(Some(strided.finish(packed, received, copies)));
     }
-    exchange.copy(&[], &own)?;
-    let (received, copies) = exchange.receive(transfers, members, None)?;
-    Ok(Some(exchange.finish(packed, received, copies)))
+    strided.copy(&[], &own)?;
+    let (received, copies) = strided.receive(transfers, members, None)?;
+    Ok(Some(strided.finish(packed, received, copies)))
 }
 
-impl Exchange {
+impl StridedAllToAll {
     fn adds(&self) -> bool {
         self.plan.recv.iter().flatten().any(|recv| recv.accumulate)
     }
 
-    /// Sends every other rank its blocks. What is packed for them is theirs until all transfers are done.
+    /// Sends every other rank its blocks. The packed blocks are in use until all transfers are complete.
     fn send(&self, transfers: &mut Transfers, members: &Members) -> Result<Staged, CommError> {
         let of_peers = peers(members).flat_map(|peer| &self.plan.send[peer]);
         let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(elems).sum();
-        let packed = members.staging.take(scattered, self.dtype)?;
+        let packed = members.staging.alloc(scattered, self.dtype)?;
         let mut begin = 0;
         for peer in peers(members) {
             for block in self.plan.send[peer].iter().filter(|block| elems(block) > 0) {
@@ -65,12 +65,12 @@ impl Exchange {
         Ok(packed)
     }
 
-    /// The ways of the rank's own blocks, from inputs to outputs.
+    /// The copies of the rank's own blocks, from inputs to outputs.
     fn own_copies(&self, rank: usize) -> Result<Vec<BlockCopy>, CommError> {
         let (send, recv) = (&self.plan.send[rank], &self.plan.recv[rank]);
         if send.len() != recv.len() {
             let (sent, expected) = (send.len(), recv.len());
-            let message = format!("the rank sends itself {sent} block(s) and expects {expected}");
+            let message = format!("the rank sends {sent} block(s) to itself but expects {expected}");
             return Err(CommError::Tensor(message));
         }
         let copy = |(from, RecvBlock { block, accumulate }): (&StridedBlock, &RecvBlock)| BlockCopy {
@@ -81,8 +81,8 @@ impl Exchange {
         Ok(send.iter().zip(recv).map(copy).collect())
     }
 
-    /// Receives the other ranks' blocks. Returns the buffer of those that cannot go where they belong at once, and the
-    /// copies, in rank order, that are left to be made then: of `own` too, if they are given.
+    /// Receives the other ranks' blocks. Returns the buffer of blocks that cannot be received in place, and the
+    /// remaining copies in rank order, including `own` if given.
     fn receive(
         &self,
         transfers: &mut Transfers,
@@ -92,7 +92,7 @@ impl Exchange {
         let is_direct = |recv: &RecvBlock| own.is_none() && recv.block.in_one_piece().is_some();
         let of_peers = peers(members).flat_map(|peer| &self.plan.recv[peer]);
         let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| elems(&recv.block)).sum();
-        let received = members.staging.take(staged, self.dtype)?;
+        let received = members.staging.alloc(staged, self.dtype)?;
         let (mut begin, mut copies) = (0, Vec::new());
         for (rank, blocks) in self.plan.recv.iter().enumerate() {
             if rank == members.rank {
@@ -103,7 +103,7 @@ impl Exchange {
                 let target = match block.in_one_piece() {
                     Some(range) if own.is_none() => part(&self.outputs[block.tensor], range)?,
                     _ => {
-                        // Behind the inputs, among the sources of the copies.
+                        // The buffer follows the inputs among the sources of the copies.
                         let from = StridedBlock { tensor: self.inputs.len(), ..block.packed_at(begin) };
                         copies.push(BlockCopy { from, to: block.clone(), accumulate: *accumulate });
                         begin += elems(block);
@@ -116,17 +116,17 @@ impl Exchange {
         Ok((received, copies))
     }
 
-    /// What is to be done once all messages are.
+    /// Returns the step that runs after all messages are complete.
     fn finish(self, packed: Staged, received: Staged, copies: Vec<BlockCopy>) -> Step {
         Step::last(move |members| {
             self.copy(&[&received.tensor()?], &copies)?;
-            members.staging.give(packed);
-            members.staging.give(received);
+            members.staging.recycle(packed);
+            members.staging.recycle(received);
             Ok(())
         })
     }
 
-    /// Copies from the inputs, and what comes behind them, to the outputs.
+    /// Copies from the inputs and the tensors of `behind` to the outputs.
     fn copy(&self, behind: &[&Tensor], copies: &[BlockCopy]) -> Result<(), CommError> {
         if copies.is_empty() {
             return Ok(());
@@ -136,7 +136,7 @@ impl Exchange {
     }
 }
 
-/// Elements of a block that was checked: they can be counted.
+/// Number of elements of a checked block, which cannot overflow.
 fn elems(block: &StridedBlock) -> usize {
     block.batch * block.rows * block.run
 }
