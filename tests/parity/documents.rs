@@ -48,7 +48,7 @@ fn batch(rows: &[PackedSequence]) -> GlobalBatch {
 }
 
 /// The sequences with the labels of one document only, and the document's number.
-fn documents_alone(rows: &[PackedSequence]) -> Vec<(u32  , PackedSequence)> {
+fn documents_alone(rows: &[PackedSequence]) -> Vec<(u32, PackedSequence)> {
     let mut alone = Vec::new();
     for row in rows {
         for bounds in row.cu_seqlens.windows(2) {

@@ -55,7 +55,12 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// Measures the square GEMM and the passes; other dtypes are compared with f32.
-fn measure(rank: &RankContext, device: DeviceKind, args: &Args, layout: &AttentionLayout) -> Result<Vec<Figure>> {
+fn measure(
+    rank: &RankContext,
+    device: DeviceKind,
+    args: &Args,
+    layout: &AttentionLayout,
+) -> Result<Vec<Figure>> {
     let device = device.open(rank.rank)?;
     let operation =
         |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), &device);

@@ -218,7 +218,8 @@ impl Search {
     /// Returns a length near the expected result. The plan does not count memory that is mapped but unused.
     fn expected(&self, config: &Config) -> Result<usize, Failure> {
         let Some(from) = self.args.from else {
-            let planned = workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
+            let planned =
+                workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
             return Ok((planned.unwrap_or(0) / 8 * 7).min(MAX_START as usize));
         };
         Ok(from as usize)

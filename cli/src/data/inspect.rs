@@ -134,7 +134,11 @@ fn summary(documents: &Documents, lens: &Lens, rows: &PackedSequences) -> String
         ("no labels", format!("{} documents", count(&lens.labels, &|len| len == 0))),
         (
             "sequences",
-            format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_sequences(), 100.0 * rows.padding_share()),
+            format!(
+                "{} of {seq_len} tokens, {:.2} % padding",
+                rows.num_sequences(),
+                100.0 * rows.padding_share()
+            ),
         ),
         (
             "longer",

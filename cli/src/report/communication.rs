@@ -69,7 +69,8 @@ fn volume_row(volume: &Volume) -> Vec<String> {
 /// Formats a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
 fn straggling_row(parts: &[StragglerStats]) -> Vec<String> {
     let sum = |value: fn(&StragglerStats) -> f64| parts.iter().map(value).sum::<f64>();
-    let latest = |part: &StragglerStats| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
+    let latest =
+        |part: &StragglerStats| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
     vec![
         format!("{} {}", parts[0].axis, parts[0].op),
         parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),

@@ -69,7 +69,9 @@ fn shapes_that_do_not_fit_are_refused() {
         tensors.insert("input_ids".to_owned(), flat);
     });
     flat.assert_refused(2, &["input_ids", "[128]", "[batch, seq_len]"]);
-    for (shape, expected) in [((0, 64), "at least one sequence"), ((2, 0), "seq_len 0"), ((2, 1), "seq_len = 1")] {
+    for (shape, expected) in
+        [((0, 64), "at least one sequence"), ((2, 0), "seq_len 0"), ((2, 1), "seq_len = 1")]
+    {
         let outcome = verify(|tensors| {
             let ids = Tensor::zeros(shape, DType::I64, &Device::Cpu).unwrap();
             *tensors = Tensors::from([("input_ids".to_owned(), ids)]);

@@ -127,7 +127,7 @@ fn an_index_names_no_file_outside_its_directory() {
 #[test]
 fn an_invalid_index_is_refused() {
     for text in ["{", "[]", "{}", r#"{ "weight_map": { "a": 1 } }"#] {
-        assert_names(&Shards::new().open_index(text).err().unwrap(), &["index.json: no index"]);
+        assert_names(&Shards::new().open_index(text).err().unwrap(), &["index.json: not an index"]);
     }
 }
 
