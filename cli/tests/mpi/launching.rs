@@ -76,6 +76,6 @@ fn a_rank_that_fails_under_launch_is_named() {
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
     assert!(outcome.stderr.contains("ended with exit code 2"), "{outcome:?}");
     let reported =
-        |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI has started 2");
+        |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI started 2");
     assert_eq!(outcome.stderr.lines().filter(reported).count(), 1, "one rank reports: {outcome:?}");
 }
