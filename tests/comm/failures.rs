@@ -116,7 +116,7 @@ fn a_label_outside_the_vocabulary_on_one_rank() {
 
 #[test]
 fn a_micro_batch_of_another_size_on_one_rank() {
-    check_invalid_batch(|batch| batch.labels.truncate(1), "number of its labels on this rank is");
+    check_invalid_batch(|batch| batch.labels.truncate(1), "number of its local labels is");
 }
 
 /// The pass in which a [`Faulty`] layer panics.

@@ -139,7 +139,10 @@ fn a_file_that_offloads_trains_where_its_directory_is_and_names_it_where_it_is_n
     assert_eq!(config.zero.offload_param, Offload::Nvme(Some("/local_nvme".into())));
     let error = format!("{:#}", train_two_steps(&config).unwrap_err());
     assert!(error.contains("cannot offload parameters to a file in /local_nvme: "), "{error}");
-    assert!(error.contains("set `zero_optimization.offload_param.nvme_path` to another directory"), "{error}");
+    assert!(
+        error.contains("set `zero_optimization.offload_param.nvme_path` to another directory"),
+        "{error}"
+    );
 
     let directory = tempfile::tempdir().unwrap();
     config.zero.offload_param = Offload::Nvme(directory.path().to_str().map(str::to_owned));

@@ -304,7 +304,7 @@ fn document_boundaries_must_end_with_the_sequence() {
         let mut boundaries = batch.cu_seqlens.to_vec();
         boundaries.iter_mut().for_each(|row| *row.last_mut().unwrap() += 12);
         batch.cu_seqlens = Arc::new(boundaries);
-        assert!(engine.forward(&batch).err().unwrap().to_string().contains("document boundaries"));
+        assert!(engine.forward(&batch).err().unwrap().to_string().contains("last document boundary"));
         Ok(())
     });
 }

@@ -133,7 +133,7 @@ fn a_shard_size_that_does_not_divide_dp_is_refused_by_key_and_line() {
     };
     let refused = message(r#"{ "stage": 2, "mics_shard_size": 3 }"#).unwrap_err();
     assert!(
-        ["run.json", "mics_shard_size", "dp is 4", "3 by", "line 2"]
+        ["run.json", "mics_shard_size", "dp 4 is not", "3 by", "line 2"]
             .iter()
             .all(|part| refused.contains(part)),
         "{refused}"

@@ -56,7 +56,7 @@ fn inspect_describes_a_token_file_and_refuses_a_damaged_one() {
     let outcome = place.run(&["data", "inspect", "n.bin"]);
     assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
     place.write("n.bin", [1, 0, 2]);
-    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
+    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are not a multiple"]);
     place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: not a token file"]);
     place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
     let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];

@@ -102,7 +102,7 @@ fn pipes_and_devices_in_a_checkpoint_are_refused() {
         make_pipe(&file);
         let outcome = train(&place, &["--steps", "12", "--resume"]);
         outcome.assert_refused(1, &[name, "not a regular file but a named pipe"]);
-        place.run(&["report", "out"]).assert_refused(2, &[name, "it is a named pipe"]);
+        place.run(&["report", "out"]).assert_refused(2, &[name, "a named pipe"]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, valid).unwrap();
     }

@@ -21,7 +21,7 @@ fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
 #[test]
 fn invalid_meshes_are_refused() {
     for (mesh, expected) in [
-        ("0x2", "size 0; valid are sizes from 1"),
+        ("0x2", "size 0; valid sizes are 1 or more"),
         ("2x2x2", "3 sizes"),
         ("2", "1 sizes"),
         ("tp=2", "the axes are dp and sp, got tp"),

@@ -136,7 +136,7 @@ fn invalid_output_directories_are_refused() {
         place.run(&["train", "c.json", "--output", output]).assert_refused(1, &[output, expected]);
     }
     assert_eq!(place.read("file"), "kept");
-    place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
+    place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "non-empty"]);
 }
 
 /// Control characters are escaped.

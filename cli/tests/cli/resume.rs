@@ -113,7 +113,7 @@ fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&shard, bytes).unwrap();
     let outcome = place.run(&["checkpoint", "verify", "out"]);
-    outcome.assert_refused(1, &["step_00000010/exp_avg.00000-of-00001.safetensors: damaged"]);
+    outcome.assert_refused(1, &["step_00000010/exp_avg.00000-of-00001.safetensors: file is damaged"]);
     let outcome = place.run(&["train", "c.json", "--steps", "12", "--resume"]);
     assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
     assert!(outcome.stderr.contains("skipped a damaged checkpoint: out/step_00000010"), "{outcome:?}");
