@@ -37,7 +37,7 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
 
 fn source_of(key: &Key) -> String {
     match (key.effect, key.auto, key.default) {
-        (Effect::NoEffect(why), ..) => format!("no effect: {why}"),
+        (Effect::Ignored(why), ..) => format!("no effect: {why}"),
         (_, Auto::Is(_), _) => "the default of Hugging Face's Trainer".to_owned(),
         (_, Auto::Derived(from), _) | (_, Auto::AsDefault, Default::Derived(from)) => format!("from {from}"),
         (_, Auto::AsDefault, _) => "the default".to_owned(),

@@ -126,7 +126,7 @@ pub(crate) fn effect_text(key: &Key) -> String {
             }
             _ => "supported".to_owned(),
         },
-        Effect::NoEffect(why) => format!("no effect: {why}"),
+        Effect::Ignored(why) => format!("no effect: {why}"),
         Effect::Idle => "read only by a feature that is refused when enabled".to_owned(),
         Effect::Refused { harmless: Harmless::NothingEnabled, reason } => {
             format!("refused with `\"enabled\": true`: {reason}")

@@ -50,7 +50,7 @@ fn counts(entries: &[Entry]) -> String {
          refused features, and {} are aliases.\n",
         entries.iter().filter(|entry| !is_section(entry)).count(),
         count(|effect| matches!(effect, Effect::Supported)),
-        count(|effect| matches!(effect, Effect::NoEffect(_))),
+        count(|effect| matches!(effect, Effect::Ignored(_))),
         count(|effect| matches!(effect, Effect::Refused { .. })),
         count(|effect| matches!(effect, Effect::Idle)),
         count(|effect| matches!(effect, Effect::Renamed(_))),

@@ -193,7 +193,7 @@ impl Checker<'_, '_> {
 
     /// Notes a key without effect. `value` is the value in the file, `None` for `"auto"`.
     fn note_no_effect(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
-        let Effect::NoEffect(why) = key.effect else { return };
+        let Effect::Ignored(why) = key.effect else { return };
         let text = format!("`{path}` has no effect: {why}");
         let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
         let asks_for_another = value.is_some_and(|value| !is_default(value));

@@ -174,7 +174,7 @@ fn every_supported_key_changes_the_config() {
 fn every_key_without_effect_leaves_one_note_and_the_config_as_it_is() {
     let mut num_keys = 0;
     for entry in leaves() {
-        let Effect::NoEffect(why) = entry.key.effect else { continue };
+        let Effect::Ignored(why) = entry.key.effect else { continue };
         let text = with_value(&entry, sample(entry.key));
         let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", entry.path));
         assert_eq!(notes(&text).iter().filter(is_note).count(), 1, "{text} {:?}", notes(&text));

@@ -121,7 +121,7 @@ fn kind(value: &'static str) -> Option<Value> {
 fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
     let refused = |harmless| Effect::Refused { harmless, reason };
     Some(match status {
-        "no effect" | "missed" => Effect::NoEffect(reason),
+        "no effect" | "missed" => Effect::Ignored(reason),
         "idle" => Effect::Idle,
         "renamed" => Effect::Renamed(reason),
         "supported" => Effect::Supported,

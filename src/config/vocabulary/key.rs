@@ -139,7 +139,7 @@ pub(crate) enum Auto {
 pub(crate) enum Effect {
     Supported,
     /// Accepted, with a note that gives the reason.
-    NoEffect(&'static str),
+    Ignored(&'static str),
     /// Read only by a feature that is refused when enabled.
     Idle,
     /// Refused, except for harmless values.
