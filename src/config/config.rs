@@ -167,7 +167,7 @@ impl Config {
             _ => ("its shard size is 1", "a shard size > 1 (`zero_optimization.mics_shard_size`)"),
         };
         Some(format!(
-            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state of its sp group; \
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state; \
              {remedy} partitions it"
         ))
     }

@@ -85,7 +85,7 @@ impl Precision {
         let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
         let (is_fp16, is_bf16) = (fp16.boolean("enabled"), bf16.boolean("enabled"));
         if is_fp16 && is_bf16 {
-            bf16.contradiction("enabled", "false, because `fp16.enabled` is true: a run has one dtype");
+            bf16.contradiction("enabled", "false (`fp16.enabled` is true, and a run has one dtype)");
         }
         // The reciprocal unscales gradients, in f32.
         let is_extreme = |scale: f64| scale > 0.0 && !(1e-30..=1e30).contains(&scale);

@@ -43,7 +43,7 @@ impl ZeroConfig {
             let offload = section.section(name);
             let is_on = offload.text("device").is_some_and(|device| !device.eq_ignore_ascii_case("none"));
             if is_on && !is_enough {
-                section.contradiction("stage", &format!("{stages}, as `{name}.device` asks for offload"));
+                section.contradiction("stage", &format!("{stages} (required by `{name}.device`)"));
                 if !section.names("stage") {
                     offload.contradiction("device", &format!("none, unless `stage` is {stages}"));
                 }

@@ -217,7 +217,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#,
-            "c.json:1:49: `bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
+            "c.json:1:49: `bf16.enabled`: expected false (`fp16.enabled` is true, and a run has one dtype), found true",
         ),
     ];
     for (text, expected) in cases {
@@ -297,11 +297,11 @@ fn contradictions_between_keys_are_reported_at_their_position() {
     let cases = [
         (
             r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#,
-            "`zero_optimization.stage`: expected 3, as `offload_param.device` asks for offload, found 2",
+            "`zero_optimization.stage`: expected 3 (required by `offload_param.device`), found 2",
         ),
         (
             r#"{"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme"}}}"#,
-            "`zero_optimization.stage`: expected 1, 2 or 3, as `offload_optimizer.device` asks for offload, found 0",
+            "`zero_optimization.stage`: expected 1, 2 or 3 (required by `offload_optimizer.device`), found 0",
         ),
         (
             r#"{"zero_optimization": {"offload_param": {"device": "cpu"}}}"#,
@@ -309,7 +309,7 @@ fn contradictions_between_keys_are_reported_at_their_position() {
         ),
         (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,
-            "`bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
+            "`bf16.enabled`: expected false (`fp16.enabled` is true, and a run has one dtype), found true",
         ),
     ];
     for (text, expected) in cases {
