@@ -21,7 +21,7 @@ pub(super) struct CheckpointArgs {
 }
 
 /// DIR is a checkpoint (`out/step_00000100`), a file that names one (`out/best`, `out/latest`), or an output directory,
-/// which stands for its newest checkpoint.
+/// then its newest checkpoint.
 #[derive(Subcommand)]
 enum Action {
     /// Verify size, header and BLAKE3 hash of every file. Exit code 1 for a damaged checkpoint.

@@ -102,9 +102,9 @@ pub struct DataCursor {
     pub samples_consumed: u64,
     /// Seed of the sample order.
     pub seed: u64,
-    /// Tokens per sample.
+    /// Tokens per sequence.
     pub seq_len: usize,
-    /// Samples per epoch.
+    /// Sequences per epoch.
     #[serde(rename = "num_rows")]
     pub num_sequences: usize,
     /// Hash of a subset of the data, of its packing and of the weights of its sources.
@@ -314,5 +314,19 @@ fn check_unique<'a>(what: &str, names: impl Iterator<Item = &'a String>) -> Resu
     match names.find(|name| !seen.insert(name.as_str())) {
         Some(duplicate) => Err(format!("duplicate {what} {duplicate}")),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checkpoints of earlier versions have this key.
+    #[test]
+    fn the_number_of_sequences_keeps_its_key() {
+        let json = serde_json::json!({ "samples_consumed": 3, "seed": 5, "seq_len": 64, "num_rows": 7, "data_hash": 9 });
+        let cursor: DataCursor = serde_json::from_value(json.clone()).unwrap();
+        assert_eq!(cursor.num_sequences, 7);
+        assert_eq!(serde_json::to_value(cursor).unwrap(), json);
     }
 }

@@ -81,7 +81,7 @@ impl Overrides {
         at_least_1("steps", self.steps)?;
         at_least_1("epochs", self.epochs)?;
         if let (Some(_), Some(epochs)) = (self.steps, self.epochs) {
-            let expected = "either --steps or --epochs".into();
+            let expected = "either --steps or --epochs, not both".into();
             return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: epochs.to_string() });
         }
         at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;

@@ -134,7 +134,7 @@ impl Engine {
             dp_rank = groups.dp.rank(),
             sp_rank = groups.sp.rank(),
             held_bytes = zero.state_bytes().total(),
-            "initialised"
+            "initialized"
         );
         let workspace = Arc::new(Workspace::with_options(options));
         let attention = UlyssesAttention::new(local_attention, groups.sp.clone());

@@ -163,9 +163,9 @@ impl Workload {
         workload
     }
 
-    /// The longest sequence, of a whole number of tokens per rank, whose peak is within `budget_bytes` on every rank;
-    /// none when not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven
-    /// shards, so that one of them can need more than a longer sequence that it divides.
+    /// Returns the longest sequence, in whole tokens per rank, whose peak is within `budget_bytes` on every rank; `None`
+    /// if not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven shards, so
+    /// such a length can need more memory than a longer multiple of `sp_size`.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).

@@ -181,7 +181,7 @@ mod tests {
         }
         assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
         let recomputed = flops(1, None, true) / whole;
-        // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
+        // A forward more, but for the head and the matmul of the layer's output, which is not needed.
         assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
     }
 }

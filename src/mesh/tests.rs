@@ -146,7 +146,7 @@ fn concatenating_parts_that_do_not_fit_is_an_error() {
 }
 
 #[test]
-fn a_custom_rank_order_is_honoured() {
+fn a_custom_rank_order_is_used() {
     let mesh = DeviceMesh::with_ranks(&[("dp", 2), ("sp", -1)], vec![7, 5, 1, 3]).unwrap();
     assert_eq!(mesh.all_groups("sp").unwrap(), [[7, 5], [1, 3]]);
     assert_eq!(mesh.all_groups("dp").unwrap(), [[7, 1], [5, 3]]);

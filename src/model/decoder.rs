@@ -12,7 +12,7 @@ use ulysses_kernels::rms_norm;
 ///
 /// The backward pass recomputes the normalized inputs and the SwiGLU product, each in one pass over memory.
 /// This saves 2·hidden + intermediate elements per token. [`Tiling`](super::Tiling) limits memory: the MLP
-/// runs in tiles of tokens, the attention in chunks of heads.
+/// runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
 pub struct DecoderLayer {
     pub(super) name: String,
@@ -95,7 +95,7 @@ impl Layer for DecoderLayer {
         Ok(dy)
     }
 
-    /// The checkpoint is the input. If the attention runs in chunks of heads, it also contains the input of
+    /// The checkpoint is the input. If the attention runs in head chunks, it also contains the input of
     /// the MLP half, so that the attention is recomputed once, chunk by chunk, and not twice.
     fn forward_checkpointed(
         &self,

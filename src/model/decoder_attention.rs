@@ -1,4 +1,4 @@
-//! The attention half of the decoder block, in chunks of heads.
+//! The attention half of the decoder block, in head chunks.
 //!
 //! With `head_chunks`, one chunk of heads runs at a time. Queries, keys, values and output of the whole
 //! sequence then exist for one chunk only, and so do the buffers of the exchange (the idea of UPipe). Chunks

@@ -30,7 +30,7 @@ mod known_models;
 mod layer;
 mod llama;
 mod lm_head;
-#[expect(clippy::module_inception, reason = "the module is named for what it holds")]
+#[expect(clippy::module_inception, reason = "`Model` is the main type of this module")]
 mod model;
 mod preset;
 mod qkv_projection;

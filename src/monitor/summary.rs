@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_lays_measured_bytes_beside_the_formulas() {
+    fn the_summary_shows_measured_bytes_next_to_the_formulas() {
         let totals = RunTotals {
             tokens: 400,
             label_tokens: 300,

@@ -117,7 +117,7 @@ mod tests {
         tracker.saved(5);
         record(&mut tracker, &[(10, 2.0), (20, 1.0)]);
         tracker.not_saved(10);
-        assert_eq!(best(&tracker), Some(20), "its save is under way");
+        assert_eq!(best(&tracker), Some(20), "its save is in progress");
         tracker.not_saved(20);
         assert_eq!(best(&tracker), Some(5));
         record(&mut tracker, &[(30, 2.5)]);

@@ -131,7 +131,7 @@ impl Resumption<'_> {
         }
         if found.checkpoint.is_none() {
             let directory = directory.display();
-            (self.log)(&format!("{directory} has no checkpoint to resume: starting at step 1"));
+            (self.log)(&format!("warning: {directory} has no checkpoint to resume: starting at step 1"));
         }
         Ok(found.checkpoint)
     }

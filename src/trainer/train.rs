@@ -131,7 +131,8 @@ impl<'a> Trainer<'a> {
     /// When a step, an evaluation, a save or an observer fails.
     pub fn train(&mut self) -> Result<TrainReport, TrainerError> {
         if !self.is_done() {
-            self.checkpoints.iter().for_each(|checkpoints| (self.options.log)(&checkpoints.describe()));
+            let none = || "checkpoints: none; `checkpoint.interval` saves them".to_owned();
+            (self.options.log)(&self.checkpoints.as_ref().map_or_else(none, Checkpoints::describe));
         }
         if !self.is_done() && self.steps.start == 0 {
             self.evaluate_if_due(0)?;

@@ -206,7 +206,8 @@ fn check_build(backend: Backend, by_flag: bool) -> Result<(), Failure> {
     }
 }
 
-/// Returns the rank that reports a failure to the user: the failed one, else the first rank that is still running.
+/// Returns the rank that reports a failure to the user: the failed one; for missing ranks, the first of the others; for
+/// calls that differ, rank 0; else this rank.
 fn reporting_rank(error: &LaunchError, own: usize) -> usize {
     let LaunchError::Failed { source, .. } = error else { return own };
     let causes =

@@ -70,8 +70,8 @@ pub(super) fn check_candidate(
         .transpose()
         .or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };
-    const HINT: &str = "a run resumes with the same `ulysses.data`, `ulysses.packing`, `ulysses.validation` and seed. For \
-                        longer sequences use `ulysses.seq_len_schedule`; for other data use --reset-data; to start a new \
+    const HINT: &str = "a run resumes with the same `ulysses.data`, `ulysses.seq_len`, `ulysses.packing`, `ulysses.validation` and \
+                        seed. For longer sequences use `ulysses.seq_len_schedule`; for other data use --reset-data; to start a new \
                         run from its parameters, export the checkpoint and pass it as --model";
     data.check_resumes(&checkpoint, config.seed).map_err(|cause| anyhow!("{cause}: {HINT}")).or_usage()
 }

@@ -167,7 +167,7 @@ fn log_lines_of_the_library_have_rank_and_step() {
     let mut command = place.command(&["train", "c.json"]);
     let output = command.env("RUST_LOG", "ulysses=trace").output().unwrap();
     let log = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && log.contains("rank{rank=1}: initialised"), "{log}");
+    assert!(output.status.success() && log.contains("rank{rank=1}: initialized"), "{log}");
     for rank in 0..2 {
         let of_rank = |line: &&str| {
             line.contains(&format!("rank{{rank={rank}}}:step{{step=3 ")) && line.contains("loss=")

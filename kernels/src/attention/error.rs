@@ -38,7 +38,7 @@ pub enum AttentionError {
     /// The document boundaries do not cover their sequence.
     #[error(
         "sequence {row}: document boundaries must start with 0, never decrease and end with {seq_len} (the length \
-         of the first row), got {boundaries:?}"
+         of the first sequence), got {boundaries:?}"
     )]
     Boundaries {
         /// Index of the sequence.

@@ -5,7 +5,7 @@
 //! host, wait for that.
 #![cfg_attr(
     not(any(test, feature = "cuda", feature = "kernel-emulation")),
-    allow(dead_code, reason = "compiled always, but without a device there is no memory beside one")
+    allow(dead_code, reason = "compiled always, but without a device there is no host memory next to it")
 )]
 
 use super::{Backing, Extent, OffloadError, StoreLabel};

@@ -140,8 +140,8 @@ mod tests {
     fn a_call_survives_serialization() {
         for call in [reduce(4), exchange(&[0, 3], &[0, 2]), CallSignature::Barrier] {
             let text = serde_json::to_string(&call).unwrap();
-            let travelled: CallSignature = serde_json::from_str(&text).unwrap();
-            assert_eq!(travelled.to_string(), call.to_string(), "{text}");
+            let decoded: CallSignature = serde_json::from_str(&text).unwrap();
+            assert_eq!(decoded.to_string(), call.to_string(), "{text}");
         }
     }
 

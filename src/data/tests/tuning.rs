@@ -206,7 +206,7 @@ fn a_tokenizer_that_panics_is_an_error_that_names_the_file() {
 }
 
 #[test]
-fn a_completion_is_learnt_with_what_ends_it_and_its_prompt_is_not() {
+fn a_completion_is_trained_on_with_what_ends_it_and_its_prompt_is_not() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let with_end = tokenizer(root, None);
@@ -224,7 +224,7 @@ fn a_completion_is_learnt_with_what_ends_it_and_its_prompt_is_not() {
 }
 
 #[test]
-fn the_users_labels_are_honoured_in_memory_and_in_a_file() {
+fn the_users_labels_are_used_in_memory_and_in_a_file() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let lines = "{\"text\":\"ab\"}\n{\"input_ids\":[1,2,3],\"labels\":[-100,9,3]}\n{\"input_ids\":[4],\"labels\":null}\n";

@@ -32,7 +32,7 @@ impl CudaCopies {
 
     /// Calls `copy` with the address of a tensor that is used on `stream`, after all earlier work of the
     /// device's stream. Returns the point on `stream` after it.
-    fn beside(
+    fn on_stream(
         &self,
         stream: &Arc<CudaStream>,
         (tensor, is_written): (&Tensor, bool),
@@ -62,7 +62,7 @@ impl HostCopies for CudaCopies {
 
     fn store(&self, tensor: &Tensor, memory: &mut Self::Memory) -> Result<CudaEvent, DeviceError> {
         let bytes = crate::tensor::bytes(tensor);
-        self.beside(&self.to_host, (tensor, false), &mut |address| {
+        self.on_stream(&self.to_host, (tensor, false), &mut |address| {
             // SAFETY: the slice is used on the stream only. The guard records that when dropped, and the
             // memory is not freed before.
             let (host, _recorded) = unsafe { memory.stream_synced_mut_slice(&self.to_host) };
@@ -75,7 +75,7 @@ impl HostCopies for CudaCopies {
 
     fn load(&self, memory: &mut Self::Memory, tensor: &Tensor) -> Result<CudaEvent, DeviceError> {
         let bytes = crate::tensor::bytes(tensor);
-        self.beside(&self.to_device, (tensor, true), &mut |address| {
+        self.on_stream(&self.to_device, (tensor, true), &mut |address| {
             // SAFETY: as above.
             let (host, _recorded) = unsafe { memory.stream_synced_slice(&self.to_device) };
             // SAFETY: the tensor has so many bytes, and its storage is open for writing on this stream.

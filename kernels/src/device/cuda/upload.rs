@@ -45,7 +45,7 @@ fn copy(bytes: &[u8], pointer: u64, stream: &Arc<CudaStream>) -> Result<(), Devi
         // SAFETY: the slice is used on the stream alone. The guard records that on its way out, and the memory is
         // not freed before.
         let (staged, _recorded) = unsafe { buffer.memory.stream_synced_slice(stream) };
-        // SAFETY: the caller has room for the bytes; they are not overwritten while the copy is under way.
+        // SAFETY: the caller has room for the bytes; they are not overwritten while the copy is in progress.
         unsafe { result::memcpy_htod_async(pointer, &staged[..bytes.len()], stream.cu_stream()) }
             .map_err(failed)?;
     }
