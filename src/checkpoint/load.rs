@@ -13,6 +13,18 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// An opened checkpoint, whose manifest is valid.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::path::Path;
+/// use ulysses::checkpoint::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open(Path::new("runs/first/step_00000020"))?;
+/// checkpoint.verify()?;
+/// println!("step {}", checkpoint.manifest().progress.step);
+/// # Ok::<(), ulysses::checkpoint::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     dir: PathBuf,

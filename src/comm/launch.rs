@@ -31,6 +31,19 @@ impl Default for LaunchOptions {
 }
 
 /// The context passed to each rank's function.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::comm::{CommError, LaunchOptions, RankContext, ReduceOp, ProcessGroupExt, launch};
+///
+/// fn mean_rank(context: &RankContext) -> Result<f64, CommError> {
+///     let sum = context.group.all_reduce_values(&[context.rank as f64], ReduceOp::Sum)?;
+///     Ok(sum[0] / context.world_size as f64)
+/// }
+/// assert_eq!(launch(4, &LaunchOptions::default(), |context| mean_rank(&context))?, [1.5; 4]);
+/// # Ok::<(), ulysses::comm::LaunchError>(())
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RankContext {

@@ -10,6 +10,21 @@ use std::sync::Arc;
 /// Each ordered list of ranks has one group, however many axes use it: with
 /// `dp=1,sp=4` the group along `sp` *is* the world. The group along an axis of size 1
 /// contains only this rank and moves no data.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::comm::{CommError, LaunchOptions, MeshGroups, ProcessGroupExt, launch};
+/// use ulysses::mesh::DeviceMesh;
+///
+/// let mesh = DeviceMesh::parse("2x2", None)?;
+/// let neighbors = launch(4, &LaunchOptions::default(), |rank| -> Result<Vec<u32>, CommError> {
+///     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+///     groups.get_group("sp")?.all_gather_values(&[rank.rank as u32])
+/// })?;
+/// assert_eq!(neighbors, [[0, 1], [0, 1], [2, 3], [2, 3]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct MeshGroups {
     mesh: DeviceMesh,

@@ -11,6 +11,18 @@ use std::sync::Arc;
 ///
 /// # Shapes
 /// `input_ids`, `shift_labels` and `position_ids` are `[batch_size, seq_len]`, row-major.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::data::GlobalBatch;
+///
+/// let batch = GlobalBatch::new(1, 6, vec![1, 2, 3, 4, 5, 6], None, None)?;
+/// let second_half = batch.micro_batch(0..1, 2, 1)?; // of sp rank 1
+/// assert_eq!(second_half.input_ids, [4, 5, 6]);
+/// assert_eq!(second_half.labels, [5, 6, -100]);
+/// # Ok::<(), ulysses::data::DataError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GlobalBatch {
     batch_size: usize,

@@ -14,6 +14,19 @@ const SCAN_TOKENS: usize = 1 << 16;
 ///
 /// Text is tokenized into memory; token files are read on access. The sources are concatenated. Clones share the
 /// tokens.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::data::Corpus;
+///
+/// let corpus = Corpus::from_documents([vec![1, 2, 3], vec![4, 5]])?;
+/// assert_eq!((corpus.num_documents(), corpus.num_tokens()), (2, 5));
+/// let mut tokens = Vec::new();
+/// corpus.read_tokens(corpus.document(1)?, &mut tokens)?;
+/// assert_eq!(tokens, [4, 5]);
+/// # Ok::<(), ulysses::data::DataError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Corpus {
     parts: Vec<Part>,

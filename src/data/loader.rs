@@ -71,6 +71,20 @@ pub struct LoaderOptions {
 /// Epochs follow each other without a gap: a step may contain the last sequences of one epoch and the first of the next.
 /// Where the data [ends](Self::ending_at), fully masked sequences fill the last step. They do not count as consumed: a
 /// loader that resumes with a later end continues with the next sample.
+///
+/// # Examples
+///
+/// ```
+/// use std::sync::Arc;
+/// use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
+///
+/// let data = Arc::new(PackedSequences::new(Corpus::from_documents([(0..32).collect()])?, 8)?);
+/// let placement = Placement { dp_size: 1, dp_rank: 0, sp_size: 2, sp_rank: 1 };
+/// let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 1, placement };
+/// let batch = DataLoader::new(data, options)?.next_micro_batch()?;
+/// assert_eq!((batch.batch_size, batch.seq_len, batch.seq_len_local()), (2, 8, 4));
+/// # Ok::<(), ulysses::data::DataError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct DataLoader {
     data: Dataset,

@@ -7,6 +7,17 @@ use crate::config::Packing;
 /// Documents packed into sequences of `seq_len` tokens.
 ///
 /// Sequences are built on access. Packings that concatenate documents take no memory, and pad only the last sequence.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::data::{Corpus, PackedSequences};
+///
+/// let corpus = Corpus::from_documents([vec![1; 6], vec![2; 2], vec![3; 8]])?;
+/// let data = PackedSequences::new(corpus, 8)?;
+/// assert_eq!((data.num_sequences(), data.padding_share()), (2, 0.0));
+/// # Ok::<(), ulysses::data::DataError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct PackedSequences {
     documents: Documents,

@@ -10,6 +10,19 @@ use std::ops::Range;
 use std::path::Path;
 
 /// Converts text to token ids.
+///
+/// # Examples
+///
+/// ```
+/// use std::path::Path;
+/// use ulysses::data::Tokenizer;
+///
+/// let tokenizer = Tokenizer::bytes(); // or Tokenizer::from_file(Path::new("tokenizer.json"))?
+/// let origin = Path::new("example"); // named in errors
+/// assert_eq!(tokenizer.encode("abc", origin)?, [97, 98, 99]);
+/// assert_eq!(tokenizer.decode(&[97, 98, 99], origin)?, "abc");
+/// # Ok::<(), ulysses::data::DataError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     kind: Kind,

@@ -59,6 +59,24 @@ struct RankClass {
 }
 
 /// The configuration to plan.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::config::Config;
+/// use ulysses::device::DeviceKind;
+/// use ulysses::estimate::Workload;
+/// use ulysses::model::preset;
+///
+/// let json = r#"{ "train_batch_size": 1, "mesh_param": [1, 2], "ulysses": { "seq_len": 1024 } }"#;
+/// let config = Config::from_json_str(json, "config.json")?;
+/// let model = preset("nano")?;
+/// let workload =
+///     Workload { config, model, document_len: None, ranks_per_node: 8, device: DeviceKind::Cpu };
+/// let longest = workload.max_seq_len(32 << 20)?.expect("one token per rank fits");
+/// assert!(workload.with_seq_len(longest).plan()?.peak_bytes <= 32 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
     /// Mesh, batch, ZeRO stage and precision. `seq_len` must be set, except for [`max_seq_len`](Self::max_seq_len).

@@ -51,6 +51,18 @@ pub const MAX_RANKS: usize = 1 << 20;
 /// An n-dimensional arrangement of ranks on named axes.
 ///
 /// Two meshes are equal if their axis names, shapes and rank maps are equal.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::mesh::DeviceMesh;
+///
+/// let mesh = DeviceMesh::new(&[("dp", -1), ("sp", 4)], Some(8))?; // dp is inferred
+/// assert_eq!(mesh.shape(), [2, 4]);
+/// assert_eq!(mesh.coordinate(6)?, [1, 2]);
+/// assert_eq!(mesh.all_groups("dp")?, [[0, 4], [1, 5], [2, 6], [3, 7]]);
+/// # Ok::<(), ulysses::mesh::MeshError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct DeviceMesh {
     axis_names: Vec<String>,

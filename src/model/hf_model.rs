@@ -22,6 +22,19 @@ pub struct HfDescription {
 }
 
 /// A model directory.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::path::Path;
+/// use ulysses::model::{HfModel, Model};
+///
+/// let HfModel { config, weights, notes, .. } = HfModel::open(Path::new("Llama-3.2-1B"))?;
+/// notes.iter().for_each(|note| println!("note: {note}"));
+/// let model = Model::llama(&config)?; // and `&weights` for `initialize`
+/// # let _ = weights;
+/// # Ok::<(), ulysses::model::ModelError>(())
+/// ```
 pub struct HfModel {
     /// The model description. Its head is tied only if the weights agree.
     pub config: LlamaConfig,

@@ -9,6 +9,17 @@ use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::rope::{Rope, Scaling};
 
 /// Shape of a Llama-style decoder.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::model::{LlamaConfig, preset};
+///
+/// let config = LlamaConfig { num_layers: 4, vocab_size: 32_000, ..preset("nano")? };
+/// config.validate("my model")?;
+/// assert_eq!(config.q_to_kv(), [0, 0, 1, 1]);
+/// # Ok::<(), ulysses::model::ModelError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
     /// The model family.

@@ -3,6 +3,17 @@
 use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ModelError, ParameterSpec};
 
 /// An embedding, a stack of layers, and a head with its loss.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::model::{Model, preset};
+///
+/// let model = Model::llama(&preset("nano")?)?;
+/// let names: Vec<String> = model.units().into_iter().map(|unit| unit.name).collect();
+/// assert_eq!(names, ["embedding", "model.layers.0", "model.layers.1", "head"]);
+/// # Ok::<(), ulysses::model::ModelError>(())
+/// ```
 pub struct Model {
     /// From token ids to hidden states.
     pub embedding: Embedding,

@@ -27,6 +27,20 @@ pub struct AttentionShape {
 /// Every rank gets a contiguous range of query heads, and only the KV heads that these use. A KV head used on
 /// two ranks is sent to both. Both return a gradient for it, and the rank with the tokens sums these in rank
 /// order. (DeepSpeed replicates KV heads before it communicates.)
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
+///
+/// let shape = AttentionShape { batch: 1, seq_len: 10, num_heads: 5, num_kv_heads: 1, head_dim: 64 };
+/// let plan = ExchangePlan::new(shape, &[0; 5], 2, 1)?;
+/// assert_eq!(plan.seq_ranges(), [0..5, 5..10]);
+/// assert_eq!(plan.q_head_ranges(), [0..3, 3..5]); // uneven
+/// assert_eq!(plan.kv_head_ranges(), [0..1, 0..1]); // used by both ranks
+/// assert_eq!(plan.head_sharded_q_dims(), (1, 10, 2, 64));
+/// # Ok::<(), ulysses::sequence_parallel::SequenceParallelError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangePlan {
     shape: AttentionShape,

@@ -24,6 +24,25 @@ pub struct StepEnd {
 ///
 /// Steps and evaluations have the same metrics on all ranks, except for times and memory. An observer that communicates
 /// must be added on every rank.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::engine::Engine;
+/// use ulysses::trainer::{Observer, ObserverError, StepEnd};
+///
+/// /// Ends the run when the loss explodes.
+/// struct LossLimit(f64);
+///
+/// impl Observer for LossLimit {
+///     fn on_step_end(&mut self, _: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+///         match step.metrics.loss > self.0 {
+///             true => Err(format!("step {}: loss {}", step.metrics.step, step.metrics.loss).into()),
+///             false => Ok(()),
+///         }
+///     }
+/// }
+/// ```
 pub trait Observer {
     /// Called before a step with sequences of `seq_len` tokens.
     ///

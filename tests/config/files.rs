@@ -27,7 +27,7 @@ fn every_file_is_valid_complete_and_without_notes() {
             num_files += 1;
         }
     }
-    assert_eq!(num_files, 6);
+    assert_eq!(num_files, 7);
 }
 
 #[test]

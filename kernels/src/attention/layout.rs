@@ -17,6 +17,16 @@ use std::{ops::Range, sync::Arc};
 /// computed once, here.
 ///
 /// Cloning copies pointers only.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses_kernels::attention::AttentionLayout;
+///
+/// let layout = AttentionLayout::causal(1, 4, vec![0, 0])?; // two query heads share a KV head
+/// assert_eq!(layout.num_visible_pairs(), 1 + 2 + 3 + 4);
+/// # Ok::<(), ulysses_kernels::attention::AttentionError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct AttentionLayout {
     q_positions: Arc<[u32]>,
