@@ -12,14 +12,17 @@ use std::path::{Path, PathBuf};
 /// the directory that it writes to has already renamed earlier metrics.
 const MARKS_OF_A_RUN: [&str; 2] = [".lock", "metrics.jsonl"];
 
+/// Files that mark a Hugging Face model, such as an export of a run.
+const MARKS_OF_A_MODEL: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
+
 /// The entries of directories that are not training text, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Skipped {
     /// Files and directories whose name starts with a dot.
     pub hidden: usize,
-    /// Program output: directories tagged as caches (`CACHEDIR.TAG`, such as cargo's `target`), and the metrics,
-    /// configs and checkpoints of training runs.
+    /// Program output: directories tagged as caches (`CACHEDIR.TAG`, such as cargo's `target`), directories of models, and
+    /// the metrics, configs and checkpoints of training runs.
     pub outputs: usize,
     /// Files that are not valid UTF-8.
     pub not_text: usize,
@@ -148,11 +151,12 @@ fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, Data
             let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
             let name = entry.file_name();
             let is_cache = file_type.is_dir() && path.join("CACHEDIR.TAG").exists();
-            // A run that read the output of earlier runs would train on different data each time.
+            // A run that read the output and the exports of earlier runs would train on different data each time.
+            let is_model = file_type.is_dir() && MARKS_OF_A_MODEL.iter().any(|name| path.join(name).exists());
             let is_of_a_run = holds_a_run && is_written_by_a_run(&name.to_string_lossy());
             if name.to_string_lossy().starts_with('.') {
                 skipped.hidden += 1;
-            } else if is_cache || is_of_a_run {
+            } else if is_cache || is_model || is_of_a_run {
                 skipped.outputs += 1;
             } else if file_type.is_dir() {
                 directories.push(path);

@@ -76,9 +76,11 @@ fn output_of_training_runs_is_skipped() {
     write(root.path(), "runs/tiny-1/config.json", "{}");
     write(root.path(), "runs/tiny-1/metrics.1.jsonl", "{}");
     write(root.path(), "runs/tiny-1/notes.txt", "notes");
+    write(root.path(), "runs/exported/config.json", "{}");
+    write(root.path(), "runs/exported/model.safetensors", "weights");
     let corpus = Corpus::load(root.path(), &Tokenizer::bytes()).unwrap();
     assert_eq!(as_texts(&corpus), ["text", "notes"]);
-    assert_eq!(corpus.skipped().outputs, 3);
+    assert_eq!(corpus.skipped().outputs, 4);
     // Also where the data itself is the output directory.
     let own = Corpus::load(&root.path().join("runs/tiny-1"), &Tokenizer::bytes()).unwrap();
     assert_eq!(as_texts(&own), ["notes"]);
