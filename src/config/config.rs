@@ -33,7 +33,7 @@ pub(super) fn entries() -> Vec<Entry> {
     entries_of(root())
 }
 
-/// What determines a batch size.
+/// The origin of a derived batch size, as the reference names it.
 const BATCH: &str = "the other two batch keys and dp";
 
 keys! {

@@ -4,7 +4,7 @@ use super::dry::{self, DryCpu};
 use super::{DeviceError, DeviceKind, Launcher};
 use candle_core::Device;
 
-/// What executes an op for tensors of a device.
+/// The executor of an op for tensors of a device.
 pub enum Target {
     /// The op's CPU kernel.
     Cpu,

@@ -11,7 +11,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// Interval between polls.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What a rank has received from the others, and has sent to them.
+/// The control messages that a rank has received from the others and has sent to them.
 #[derive(Debug)]
 pub(super) struct ControlPlane {
     rank: usize,

@@ -1,4 +1,4 @@
-//! What the tiles of both directions share: packed queries, and the matrix views of the matmuls.
+//! Shared parts of the forward and backward tiles: packed queries, and the matrix views of the matmuls.
 
 use super::{
     Problem,

@@ -246,7 +246,7 @@ fn the_end_of_the_launcher_is_not_a_failure_of_a_rank() {
     assert!(!last.channel.is_connected());
 }
 
-/// What rank 0 receives from rank 1, which ends in some way.
+/// Runs rank 1 to its end, and returns the result of rank 0.
 fn received_from(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
     let mut ends = connected(2);
     let other = ControlPlane::new(1, 2, ends.pop().unwrap());
