@@ -146,10 +146,12 @@ impl ControlPlane {
         }
     }
 
-    /// Lets the connections end without announcement, as when the process is killed: the rank has failed, and
-    /// no rank has reported the reason.
+    /// Ends the connections without announcement, as when the process is killed: the rank has panicked. A failure that
+    /// it has announced still arrives.
     pub(super) fn skip_shutdown_notice(&mut self) {
-        self.skips_shutdown_notice = true;
+        if !std::mem::replace(&mut self.skips_shutdown_notice, true) {
+            self.channel.disconnect();
+        }
     }
 
     fn report_calls(&mut self, called: impl FnOnce() -> (Vec<EntryReport>, Option<Wait>)) {
@@ -164,7 +166,9 @@ impl ControlPlane {
 impl Drop for ControlPlane {
     /// A rank that drops its groups has ended normally, unless it panics: then its end is a failure.
     fn drop(&mut self) {
-        if !std::thread::panicking() {
+        if std::thread::panicking() {
+            self.skip_shutdown_notice();
+        } else {
             self.announce_shutdown();
         }
     }

@@ -75,6 +75,11 @@ impl ControlChannel {
     pub(in crate::comm) fn close(&mut self) {
         self.store.close();
     }
+
+    /// Ends the connections without that announcement, once all messages have arrived.
+    pub(in crate::comm) fn disconnect(&mut self) {
+        self.store.disconnect();
+    }
 }
 
 /// Encodes a message, shortened if it exceeds the size limit.

@@ -177,14 +177,23 @@ impl Store {
     }
 
     /// Deletes this rank's presence key and waits until that has arrived, limited by the timeout for processes that do not
-    /// read. Closing a socket with unread data discards data still in flight, so each side reads until the other has closed:
-    /// the host until all others have closed, while it still forwards their changes; a rank until the host has read the
-    /// end of its stream.
+    /// read. The host still forwards the changes of the others until all have closed.
     pub(super) fn close(&mut self) {
         let deadline = self.deadline();
         self.change_key(presence(self.rank), None, deadline);
+        self.read_until_closed(self.rank != self.host, deadline);
+    }
+
+    /// Ends the connections without deleting the presence key, as the end of the process does. Sent changes still arrive.
+    pub(super) fn disconnect(&mut self) {
+        self.read_until_closed(true, self.deadline());
+    }
+
+    /// Reads until the other side of each connection has closed it: closing a socket with unread data resets the
+    /// connection, which discards data still in flight.
+    fn read_until_closed(&mut self, closes_first: bool, deadline: Instant) {
         while self.is_connected() && Instant::now() < deadline {
-            if self.rank != self.host {
+            if closes_first {
                 self.connections.values_mut().for_each(Connection::finish);
             }
             self.poll();
