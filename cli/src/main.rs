@@ -37,6 +37,7 @@ use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 use device::DeviceArg;
 use mimalloc::MiMalloc;
+use process::Process;
 use progress::above_progress;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -154,7 +155,10 @@ fn main() -> ExitCode {
         _ => None,
     };
     settings::start_logging(tracer.as_ref());
-    let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer));
+    // Leaves the job at the end of `main`: as soon as a process has ended with an error, the launcher ends the others, and
+    // the one that reports must have done so.
+    let mut process = None;
+    let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer, &mut process));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Stopped { step, is_saved }) => {
@@ -173,21 +177,21 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-fn dispatch(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
+fn dispatch(command: Command, tracer: Option<Tracer>, process: &mut Option<Process>) -> Result<(), Failure> {
     match command {
-        Command::Train(args) => train::run(args, tracer),
+        Command::Train(args) => train::run(args, tracer, process),
         #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
         #[cfg(unix)]
         Command::LaunchWatchdog(args) => launch::watch(&args),
-        Command::Verify(args) => verify::run(args),
+        Command::Verify(args) => verify::run(args, process),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => data::run(command),
-        Command::Bench(args) => bench::run(args),
+        Command::Bench(args) => bench::run(args, process),
         Command::Mesh(args) => mesh::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions { shell } => manual::completions(shell),

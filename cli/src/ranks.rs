@@ -9,7 +9,7 @@ use ulysses::config::Backend;
 use ulysses::device::DeviceKind;
 
 #[derive(clap::Args)]
-pub(super) struct RanksArgs {
+pub(super) struct BackendArgs {
     /// Backend that runs the ranks.
     #[arg(long, default_value = "thread")]
     backend: RankBackend,
@@ -31,18 +31,18 @@ pub(super) fn mpi_gpu_error() -> Failure {
 }
 
 /// Runs ranks as threads or as processes.
-pub(super) struct Ranks(Option<Process>);
+pub(super) struct Ranks<'a>(Option<&'a mut Process>);
 
-impl RanksArgs {
+impl BackendArgs {
     /// Joins the other processes, if ranks are processes.
-    pub(super) fn start(&self) -> Result<Ranks, Failure> {
+    pub(super) fn start<'a>(&self, process: &'a mut Option<Process>) -> Result<Ranks<'a>, Failure> {
         match self.backend {
             RankBackend::Thread => Ok(Ranks(None)),
-            RankBackend::Mpi if cfg!(feature = "mpi") => Ok(Ranks(Process::join(
-                &process::discover(ProcessArgs::default())?,
-                Backend::Mpi,
-                &LaunchOptions::default(),
-            )?)),
+            RankBackend::Mpi if cfg!(feature = "mpi") => {
+                let info = process::discover(ProcessArgs::default())?;
+                *process = Process::join(&info, Backend::Mpi, &LaunchOptions::default())?;
+                Ok(Ranks(process.as_mut()))
+            }
             RankBackend::Mpi => Err(Failure::Usage(anyhow!(
                 "--backend mpi: this build lacks the feature `mpi`; use `thread`, or build with --features mpi"
             ))),
@@ -66,7 +66,7 @@ impl RanksArgs {
     }
 }
 
-impl Ranks {
+impl Ranks<'_> {
     /// Returns ranks that are threads.
     pub(super) fn threads() -> Self {
         Self(None)
@@ -79,7 +79,7 @@ impl Ranks {
 
     /// Returns how many of `world_size` ranks run on this machine.
     pub(super) fn local(&self, world_size: usize) -> usize {
-        self.0.as_ref().map_or(world_size, Process::local_size)
+        self.0.as_ref().map_or(world_size, |process| process.local_size())
     }
 
     /// Returns the requested number of ranks, else the number of processes, else `default`.

@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{Failure, MeasureArgs, RankArgs, RankSetup, settings};
+use super::{Failure, MeasureArgs, Process, RankArgs, RankSetup, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -29,8 +29,8 @@ pub(super) struct Args {
     measuring: MeasureArgs,
 }
 
-pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks)?;
+pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
+    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks, process)?;
     if ranks > NUM_HEADS {
         return Err(Failure::Usage(anyhow!("{ranks} ranks: expected at most {NUM_HEADS}, one head each")));
     }

@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{Failure, MeasureArgs, RankArgs, RankSetup, Ranks, settings};
+use super::{Failure, MeasureArgs, Process, RankArgs, RankSetup, Ranks, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -40,8 +40,8 @@ fn collectives(ranks: f64) -> [(&'static str, f64); 5] {
     ]
 }
 
-pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks)?;
+pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
+    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks, process)?;
     if ranks < 2 {
         let message = format!("{ranks} rank: a collective needs at least 2; start more processes");
         return Err(Failure::Usage(anyhow!(message)));
@@ -58,7 +58,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 
 /// Measures a copy and every collective, on a tensor of `mib` MiB.
 pub(crate) fn figures(
-    on: &mut Ranks,
+    on: &mut Ranks<'_>,
     ranks: usize,
     options: &LaunchOptions,
     device: DeviceKind,
@@ -71,7 +71,7 @@ pub(crate) fn figures(
 /// Measures the same on a tensor of `elems` elements, rounded up to a multiple of the ranks.
 pub(super) fn figures_of(
     elems: usize,
-    on: &mut Ranks,
+    on: &mut Ranks<'_>,
     ranks: usize,
     options: &LaunchOptions,
     device: DeviceKind,

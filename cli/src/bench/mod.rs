@@ -21,7 +21,8 @@ pub(super) use gemm::Square;
 pub(super) use report::{Figure, cores, cpu_name};
 pub(super) use turns::{Case, take_turns};
 
-use super::ranks::{Ranks, RanksArgs};
+use super::process::Process;
+use super::ranks::{BackendArgs, Ranks};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use candle_core::DType;
 use clap::{Subcommand, ValueEnum};
@@ -56,14 +57,14 @@ enum Bench {
     MaxSeqLen(max_seq_len::Args),
 }
 
-pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
+pub(super) fn run(args: BenchArgs, process: &mut Option<Process>) -> Result<(), Failure> {
     match args.bench {
         Bench::Checkpoint(args) => checkpoint::run(args),
-        Bench::AllToAll(args) => all_to_all::run(&args),
-        Bench::Collectives(args) => collectives::run(&args),
+        Bench::AllToAll(args) => all_to_all::run(&args, process),
+        Bench::Collectives(args) => collectives::run(&args, process),
         Bench::Attention(args) => attention::run(&args),
         Bench::Gemm(args) => gemm::run(&args),
-        Bench::Train(args) => train::run(&args),
+        Bench::Train(args) => train::run(&args, process),
         Bench::Profile(args) => profile::run(&args),
         Bench::MaxSeqLen(args) => max_seq_len::run(args),
     }
@@ -137,7 +138,7 @@ impl DtypeArg {
 #[derive(clap::Args)]
 struct RankArgs {
     #[command(flatten)]
-    backend: RanksArgs,
+    backend: BackendArgs,
     /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
@@ -147,8 +148,8 @@ struct RankArgs {
 }
 
 /// The ranks of a benchmark.
-struct RankSetup {
-    on: Ranks,
+struct RankSetup<'a> {
+    on: Ranks<'a>,
     ranks: usize,
     options: LaunchOptions,
     device: DeviceKind,
@@ -157,10 +158,14 @@ struct RankSetup {
 impl RankArgs {
     /// Joins the other processes, if ranks are processes. Uses the requested number of ranks, else the number of
     /// processes, else two.
-    fn start(&self, requested: Option<u16>) -> Result<RankSetup, Failure> {
+    fn start<'a>(
+        &self,
+        requested: Option<u16>,
+        process: &'a mut Option<Process>,
+    ) -> Result<RankSetup<'a>, Failure> {
         let device = self.device.kind()?;
         self.backend.check_device(device)?;
-        let on = self.backend.start()?;
+        let on = self.backend.start(process)?;
         let ranks = on.count(requested.map(usize::from), 2)?;
         let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
         Ok(RankSetup { on, ranks, options, device })

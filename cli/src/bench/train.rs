@@ -4,7 +4,7 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, MeasureArgs, OrFail, Ranks, RanksArgs};
+use super::{BackendArgs, Failure, MeasureArgs, OrFail, Process, Ranks};
 use anyhow::{Result, anyhow};
 use serde_json::json;
 use ulysses::comm::RankContext;
@@ -24,14 +24,14 @@ pub(super) struct Args {
     #[arg(long)]
     against_single: bool,
     #[command(flatten)]
-    backend: RanksArgs,
+    backend: BackendArgs,
     #[command(flatten)]
     measuring: MeasureArgs,
 }
 
-pub(super) fn run(args: &Args) -> Result<(), Failure> {
+pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
     let seq_len = args.seq_len as usize;
-    let mut on = args.backend.start()?;
+    let mut on = args.backend.start(process)?;
     if args.against_single && args.backend.name() != "thread" {
         let message = "--against-single needs --backend thread: run the single rank as a command of its own";
         return Err(Failure::Usage(anyhow!(message)));
@@ -93,7 +93,7 @@ impl Times {
     }
 }
 
-fn measure(on: &mut Ranks, training: &Training, repeats: u32) -> Result<Times, Failure> {
+fn measure(on: &mut Ranks<'_>, training: &Training, repeats: u32) -> Result<Times, Failure> {
     on.run(training.mesh.world_size(), &training.launch, |rank| measure_rank(training, rank, repeats))
 }
 

@@ -14,12 +14,15 @@ use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
 
 /// This process, and the job that it has joined, if any.
-#[derive(Default)]
-pub(super) struct Host {
-    process: Option<Process>,
+pub(super) struct Host<'a> {
+    process: &'a mut Option<Process>,
 }
 
-impl Host {
+impl<'a> Host<'a> {
+    pub(super) fn new(process: &'a mut Option<Process>) -> Self {
+        Self { process }
+    }
+
     /// Joins the launcher's job, if any, and then resolves the config, so that other processes learn of an invalid config.
     pub(super) fn join_and_resolve(
         &mut self,
@@ -59,8 +62,8 @@ impl Host {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
             mute(false);
             // The old session ends before the next one starts.
-            self.process = None;
-            self.process = Process::join(info, backend, options)?;
+            *self.process = None;
+            *self.process = Process::join(info, backend, options)?;
         }
         Ok(())
     }
@@ -74,7 +77,7 @@ impl Host {
     }
 
     fn check_size(&self, config: &Config) -> Result<(), Failure> {
-        let Some(process) = &self.process else { return Ok(()) };
+        let Some(process) = &*self.process else { return Ok(()) };
         let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
         let processes = process.world_size();
         if ranks == processes {
@@ -120,7 +123,7 @@ impl Host {
 
     /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports. Collective.
     pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
-        let Some(process) = &mut self.process else { return own };
+        let Some(process) = self.process.as_mut() else { return own };
         let exit_code = match &own {
             Ok(_) => None,
             Err(Failure::Usage(_)) => Some(2),
@@ -139,7 +142,7 @@ impl Host {
 
     /// Returns the value of rank 0. Collective.
     pub(super) fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
-        let Some(process) = &mut self.process else { return Ok(own) };
+        let Some(process) = self.process.as_mut() else { return Ok(own) };
         process.all_gather(&own)?.into_iter().next().context("a job has a process").or_run()
     }
 
@@ -151,7 +154,7 @@ impl Host {
         options: &LaunchOptions,
         train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
     ) -> Result<Vec<T>, Failure> {
-        let Some(process) = &mut self.process else {
+        let Some(process) = self.process.as_mut() else {
             return launch_threads(config, device, options, train).map_err(failure);
         };
         let (own, backend) = (process.rank(), process.backend());

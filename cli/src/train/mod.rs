@@ -20,14 +20,18 @@ mod signals;
 mod trace;
 mod writable;
 
-use super::{Failure, log_line};
+use super::{Failure, Process, log_line};
 pub(super) use args::TrainArgs;
 use host::Host;
 use run::Run;
 use ulysses::monitor::Tracer;
 
-pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure> {
-    let mut host = Host::default();
+pub(super) fn run(
+    args: TrainArgs,
+    tracer: Option<Tracer>,
+    process: &mut Option<Process>,
+) -> Result<(), Failure> {
+    let mut host = Host::new(process);
     let (config_path, is_verbose) = (args.config().to_owned(), args.verbose);
     let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);

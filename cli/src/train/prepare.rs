@@ -38,7 +38,7 @@ pub(super) struct Prepared {
     pub(super) planned: Option<PlannedMemory>,
 }
 
-pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Failure> {
+pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, Failure> {
     let (path, device, resume, process) =
         (args.config().to_owned(), args.device, args.resume.clone(), args.process);
     let (settings, reset_data) = (args.flags.settings(), args.reset_data);

@@ -4,7 +4,8 @@ mod batch;
 mod results;
 
 use super::config_flags::SetFlags;
-use super::ranks::{Ranks, RanksArgs};
+use super::process::Process;
+use super::ranks::{BackendArgs, Ranks};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
 use serde_json::json;
 use std::fmt::Write;
@@ -53,7 +54,7 @@ pub(super) struct VerifyArgs {
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
     #[command(flatten)]
-    backend: RanksArgs,
+    backend: BackendArgs,
     /// Print the comparison as one JSON object.
     #[arg(long)]
     json: bool,
@@ -72,12 +73,12 @@ struct Check {
     raw: RawConfig,
 }
 
-pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
+pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(), Failure> {
     let (dp, sp) = dp_sp(&args.mesh)?;
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
     }
-    let mut ranks = args.backend.start()?;
+    let mut ranks = args.backend.start(process)?;
     let check = Check::read(&args)?;
     let rows = check.batch.batch_size();
     let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage, args.device.kind()?)?;
@@ -118,7 +119,7 @@ impl Check {
     /// Runs the batch, padded to a multiple of dp, on a mesh.
     fn run(
         &self,
-        ranks: &mut Ranks,
+        ranks: &mut Ranks<'_>,
         (dp, sp): (usize, usize),
         stage: Option<u64>,
         device: DeviceKind,
