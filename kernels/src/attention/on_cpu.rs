@@ -1,6 +1,6 @@
 //! Runs a call on CPU tensors: selects the precision of the matmuls, and runs the kernels.
 
-use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
+use super::cpu::{self, Heads, InBf16, InF32, InPairs, Precision, Problem};
 use super::dims::Dims;
 use super::{AttentionError, AttentionLayout, Gradients, Operands, Upstream};
 use crate::call::Call;
@@ -56,7 +56,7 @@ pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [u
     Ok(())
 }
 
-fn forward_with<T: Operand>(
+fn forward_with<T: Precision>(
     kernel: T::Kernel,
     call: &Call,
     dims: &Dims,
@@ -71,7 +71,7 @@ fn forward_with<T: Operand>(
     Ok(())
 }
 
-fn backward_with<T: Operand>(
+fn backward_with<T: Precision>(
     kernel: T::Kernel,
     call: &Call,
     dims: &Dims,
@@ -128,7 +128,7 @@ pub(super) fn alloc_scratch(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward:
     }
 }
 
-fn problem<'a, T: Operand>(
+fn problem<'a, T: Precision>(
     dims: &Dims,
     kernel: T::Kernel,
     [q, k, v]: [&'a [T::Element]; 3],

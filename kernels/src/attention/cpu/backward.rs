@@ -4,9 +4,10 @@
 //! `dq += scale ds k`.
 
 use super::{
-    Operand, Problem, Upstream,
+    Precision, Problem, Upstream,
     gathered::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
     matrix::{HeadsMut, Mat, MatMut, Store},
+    precision::from_tile_both,
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips},
@@ -33,7 +34,7 @@ pub(in crate::attention) struct Gradients<'a, E> {
 /// (sequence, query head, block of queries) computes `dq`. That takes seven matmuls, since scores and their
 /// gradients are computed twice, but gives as many tasks as blocks. Both ways sum the same rectangles in the
 /// same order.
-pub(in crate::attention) fn backward<T: Operand>(
+pub(in crate::attention) fn backward<T: Precision>(
     problem: &Problem<'_, T>,
     upstream: &Upstream<'_, T>,
     gradients: Gradients<'_, T::Element>,
@@ -69,7 +70,7 @@ fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
     7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
 }
 
-struct Pass<'a, T: Operand> {
+struct Pass<'a, T: Precision> {
     problem: &'a Problem<'a, T>,
     upstream: &'a Upstream<'a, T>,
     dq: HeadsMut<'a>,
@@ -77,7 +78,7 @@ struct Pass<'a, T: Operand> {
     dv: HeadsMut<'a, T::Element>,
 }
 
-impl<T: Operand> Pass<'_, T> {
+impl<T: Precision> Pass<'_, T> {
     /// All gradients of one KV head and the query heads that use it.
     fn kv_head(&self, row: usize, kv_head: usize) {
         let dims = &self.problem.dims;
@@ -159,7 +160,7 @@ impl<T: Operand> Pass<'_, T> {
             let (dk, dv) = (keys.rows_of(&rectangle, dk), keys.rows_of(&rectangle, dv));
             T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
             let ds_t = if add_to_dq {
-                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_converted);
+                let [ds, ds_t] = from_tile_both::<T>(ds, num_queries, num_keys, ds_converted);
                 // SAFETY: each query head has one KV head, so only that head's task accesses it.
                 unsafe { self.add_to_dq(row, head, &rectangle, keys, ds) };
                 ds_t

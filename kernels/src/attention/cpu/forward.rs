@@ -1,8 +1,9 @@
 //! Forward: one task per (sequence, query head, some blocks of queries), each with an online softmax.
 
 use super::{
-    Operand, Problem,
+    Precision, Problem,
     matrix::{HeadsMut, MatMut, Store},
+    precision::{Form, terms},
     scratch::{queries_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, SUMS, online_softmax},
     tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens, rectangles, strips, within},
@@ -18,7 +19,7 @@ use std::ops::Range;
 const TASKS_PER_THREAD: usize = 8;
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
-pub(in crate::attention) fn forward<T: Operand>(
+pub(in crate::attention) fn forward<T: Precision>(
     problem: &Problem<'_, T>,
     o: &mut [T::Element],
     lse: &mut [f32],
@@ -54,7 +55,7 @@ struct Task {
 }
 
 impl Task {
-    fn run<T: Operand>(&self, problem: &Problem<'_, T>, o: &HeadsMut<'_, T::Element>, lse: &mut [f32]) {
+    fn run<T: Precision>(&self, problem: &Problem<'_, T>, o: &HeadsMut<'_, T::Element>, lse: &mut [f32]) {
         let head_dim = problem.dims.head_dim;
         let rows = self.queries.len();
         with_scratch(
@@ -74,7 +75,7 @@ impl Task {
         );
     }
 
-    fn accumulate<T: Operand>(
+    fn accumulate<T: Precision>(
         &self,
         problem: &Problem<'_, T>,
         [scores, buffer]: [&mut [f32]; 2],
@@ -85,10 +86,10 @@ impl Task {
         let visible = layout.visible(self.row);
         let kv_head = layout.q_to_kv()[self.head];
         let (of_q, of_kv) = ((self.row, self.head), (self.row, kv_head));
-        let q = T::gather(&problem.q, of_q, &self.queries, q);
+        let q = T::gather(&problem.q, of_q, &self.queries, Form::Rows, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
-            let k_t = T::gather_transposed(&problem.k, of_kv, &keys, k_t);
-            let v = T::gather_terms(&problem.v, of_kv, &keys, v);
+            let k_t = T::gather(&problem.k, of_kv, &keys, Form::Transposed, k_t);
+            let v = T::gather(&problem.v, of_kv, &keys, Form::TokenTerms, v);
             let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
             for rectangle in tiles
                 .flat_map(|queries| strips(rectangles(visible, queries, keys.clone(), T::TERMS), T::STRIP))
@@ -103,7 +104,7 @@ impl Task {
                 let p = T::from_tile(scores, num_queries, num_keys, buffer);
                 let output = &mut running.output[in_queries.start * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
-                T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(T::terms(in_keys)));
+                T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(terms::<T>(in_keys)));
             }
         }
     }

@@ -1,25 +1,26 @@
 //! The blocks of queries and keys that a backward task copies together.
 
 use super::matrix::{Mat, MatMut};
+use super::precision::{Form, gather_both, terms};
 use super::tiles::{KEY_BLOCK, Rectangle, within};
-use super::{Operand, Problem, Upstream};
+use super::{Precision, Problem, Upstream};
 use crate::attention::blocks::blocks;
 use std::ops::Range;
 
 /// `q` and `dout` of a block of one query head, copied for matmuls over `head_dim`.
-pub(super) struct QueryBlock<'a, T: Operand> {
+pub(super) struct QueryBlock<'a, T: Precision> {
     pub(super) queries: Range<usize>,
     q: Mat<'a, T::Tile>,
     dout: Mat<'a, T::Tile>,
 }
 
 /// The same, copied for matmuls over the queries.
-pub(super) struct QueryTerms<'a, T: Operand> {
+pub(super) struct QueryTerms<'a, T: Precision> {
     q: Mat<'a, T::Tile>,
     dout: Mat<'a, T::Tile>,
 }
 
-impl<'a, T: Operand> QueryBlock<'a, T> {
+impl<'a, T: Precision> QueryBlock<'a, T> {
     pub(super) fn gather(
         problem: &Problem<'_, T>,
         upstream: &Upstream<'_, T>,
@@ -27,8 +28,8 @@ impl<'a, T: Operand> QueryBlock<'a, T> {
         queries: Range<usize>,
         [of_q, of_dout]: [&'a mut [f32]; 2],
     ) -> Self {
-        let q = T::gather(&problem.q, at, &queries, of_q);
-        let dout = T::gather(&upstream.dout, at, &queries, of_dout);
+        let q = T::gather(&problem.q, at, &queries, Form::Rows, of_q);
+        let dout = T::gather(&upstream.dout, at, &queries, Form::Rows, of_dout);
         Self { queries, q, dout }
     }
 
@@ -39,8 +40,8 @@ impl<'a, T: Operand> QueryBlock<'a, T> {
         queries: Range<usize>,
         [of_q, of_dout]: [&'a mut [f32]; 2],
     ) -> (Self, QueryTerms<'a, T>) {
-        let [q, q_terms] = T::gather_both(&problem.q, at, &queries, of_q);
-        let [dout, dout_terms] = T::gather_both(&upstream.dout, at, &queries, of_dout);
+        let [q, q_terms] = gather_both::<T>(&problem.q, at, &queries, of_q);
+        let [dout, dout_terms] = gather_both::<T>(&upstream.dout, at, &queries, of_dout);
         (Self { queries, q, dout }, QueryTerms { q: q_terms, dout: dout_terms })
     }
 
@@ -50,23 +51,23 @@ impl<'a, T: Operand> QueryBlock<'a, T> {
     }
 }
 
-impl<'a, T: Operand> QueryTerms<'a, T> {
+impl<'a, T: Precision> QueryTerms<'a, T> {
     /// The rectangle's queries, from the copies of their block.
     pub(super) fn of(&self, rectangle: &Rectangle, block: &QueryBlock<'_, T>) -> [Mat<'a, T::Tile>; 2] {
-        let terms = T::terms(within(&rectangle.queries, &block.queries));
+        let terms = terms::<T>(within(&rectangle.queries, &block.queries));
         [self.q, self.dout].map(|matrix| matrix.rows(terms.clone()))
     }
 }
 
 /// A block of keys of one KV head: for matmuls over the keys, and transposed for those over `head_dim`.
-pub(super) struct KeyBlock<'a, T: Operand> {
+pub(super) struct KeyBlock<'a, T: Precision> {
     pub(super) keys: Range<usize>,
     k: Mat<'a, T::Tile>,
     k_t: Mat<'a, T::Tile>,
     v_t: Mat<'a, T::Tile>,
 }
 
-impl<'a, T: Operand> KeyBlock<'a, T> {
+impl<'a, T: Precision> KeyBlock<'a, T> {
     pub(super) fn gather(
         problem: &Problem<'_, T>,
         at: (usize, usize),
@@ -74,14 +75,14 @@ impl<'a, T: Operand> KeyBlock<'a, T> {
         [of_k, of_k_t, of_v_t]: [&'a mut [f32]; 3],
     ) -> Self {
         let Problem { k, v, .. } = problem;
-        let k_t = T::gather_transposed(k, at, &keys, of_k_t);
-        let v_t = T::gather_transposed(v, at, &keys, of_v_t);
-        Self { k: T::gather_terms(k, at, &keys, of_k), k_t, v_t, keys }
+        let k_t = T::gather(k, at, &keys, Form::Transposed, of_k_t);
+        let v_t = T::gather(v, at, &keys, Form::Transposed, of_v_t);
+        Self { k: T::gather(k, at, &keys, Form::TokenTerms, of_k), k_t, v_t, keys }
     }
 
     /// The rectangle's keys, for matmuls over the keys.
     pub(super) fn terms_of(&self, rectangle: &Rectangle) -> Mat<'a, T::Tile> {
-        self.k.rows(T::terms(within(&rectangle.keys, &self.keys)))
+        self.k.rows(terms::<T>(within(&rectangle.keys, &self.keys)))
     }
 
     /// The rectangle's columns of the transposed `k` and `v`.
@@ -101,7 +102,7 @@ impl<'a, T: Operand> KeyBlock<'a, T> {
 pub(super) type WithGradients<'a, T> = (KeyBlock<'a, T>, [&'a mut [f32]; 2]);
 
 /// Copies each block of `keys` and pairs it with its part of the gradients.
-pub(super) fn gather_blocks<'a, T: Operand>(
+pub(super) fn gather_blocks<'a, T: Precision>(
     problem: &Problem<'_, T>,
     at: (usize, usize),
     keys: &Range<usize>,
@@ -110,8 +111,9 @@ pub(super) fn gather_blocks<'a, T: Operand>(
 ) -> Vec<WithGradients<'a, T>> {
     let head_dim = problem.dims.head_dim;
     let [dk, dv] = [dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
-    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::columns_scratch(head_dim)));
-    let of_k = of_k.chunks_mut(T::terms_scratch(KEY_BLOCK, head_dim));
+    let [of_k_t, of_v_t] =
+        [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::scratch(Form::Transposed, KEY_BLOCK, head_dim)));
+    let of_k = of_k.chunks_mut(T::scratch(Form::TokenTerms, KEY_BLOCK, head_dim));
     let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
     let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
     let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {

@@ -6,8 +6,8 @@ mod exp;
 mod forward;
 mod gathered;
 mod matrix;
-mod operand;
 mod pairs;
+mod precision;
 mod scratch;
 mod softmax;
 mod tiles;
@@ -16,14 +16,14 @@ pub(super) use backward::{Gradients, backward};
 pub(super) use delta::delta;
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
-pub(super) use operand::{InBf16, InF32, Operand};
 pub(super) use pairs::InPairs;
+pub(super) use precision::{InBf16, InF32, Precision};
 pub(super) use scratch::scratch_bytes;
 
 use super::{AttentionLayout, dims::Dims};
 
 /// Inputs of both directions, checked by the caller.
-pub(super) struct Problem<'a, T: Operand> {
+pub(super) struct Problem<'a, T: Precision> {
     pub(super) kernel: T::Kernel,
     pub(super) q: Heads<'a, T::Element>,
     pub(super) k: Heads<'a, T::Element>,
@@ -34,7 +34,7 @@ pub(super) struct Problem<'a, T: Operand> {
 }
 
 /// Inputs of the backward pass in addition to the [`Problem`].
-pub(super) struct Upstream<'a, T: Operand> {
+pub(super) struct Upstream<'a, T: Precision> {
     /// `[b, sq, hq, d]`
     pub(super) dout: Heads<'a, T::Element>,
     /// `[b, hq, sq]`

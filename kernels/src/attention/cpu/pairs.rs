@@ -5,7 +5,7 @@
 //! compared with packing it for every matmul.
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
-use super::operand::Operand;
+use super::precision::{Form, Precision};
 use super::softmax::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
 use crate::gemm::unpacked::{round_neighbors, round_rows};
@@ -17,7 +17,7 @@ use std::ops::Range;
 /// Matmuls of bf16 pairs, with f32 sums.
 pub(in crate::attention) struct InPairs;
 
-impl Operand for InPairs {
+impl Precision for InPairs {
     type Element = bf16;
     type Tile = u32;
     type Kernel = ();
@@ -29,28 +29,16 @@ impl Operand for InPairs {
 
     const TERMS: usize = 2;
 
-    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
-        tokens * pairs(head_dim)
-    }
-
-    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
-        pairs(tokens) * head_dim
-    }
-
-    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
-        Self::rows_scratch(tokens, head_dim) + Self::terms_scratch(tokens, head_dim)
-    }
-
-    fn columns_scratch(head_dim: usize) -> usize {
-        ROW_STRIDE * pairs(head_dim)
+    fn scratch(form: Form, tokens: usize, head_dim: usize) -> usize {
+        match form {
+            Form::Rows => tokens * pairs(head_dim),
+            Form::TokenTerms => pairs(tokens) * head_dim,
+            Form::Transposed => ROW_STRIDE * pairs(head_dim),
+        }
     }
 
     fn tile_scratch(rows: usize) -> usize {
         pairs(rows) * ROW_STRIDE
-    }
-
-    fn both_tiles_scratch(rows: usize) -> usize {
-        2 * Self::tile_scratch(rows)
     }
 
     fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
@@ -61,47 +49,25 @@ impl Operand for InPairs {
         heads: &Heads<'_, bf16>,
         at: (usize, usize),
         tokens: &Range<usize>,
+        form: Form,
         memory: &'b mut [f32],
     ) -> Mat<'b, u32> {
-        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
-        let words = words_in(memory);
-        pairs_of_rows(bits.reinterpret_cast(), stride, (rows, cols), words);
-        Mat::new(words, rows, pairs(cols), pairs(cols))
-    }
-
-    fn gather_terms<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, u32> {
-        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
-        let words = words_in(memory);
-        rows_of_pairs(bits.reinterpret_cast(), stride, (rows, cols), words);
-        Mat::new(words, pairs(rows), cols, cols)
-    }
-
-    fn gather_both<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> [Mat<'b, u32>; 2] {
-        let of_rows = Self::rows_scratch(tokens.len(), heads.head_dim());
-        let (memory, of_terms) = memory.split_at_mut(of_rows);
-        [Self::gather(heads, at, tokens, memory), Self::gather_terms(heads, at, tokens, of_terms)]
-    }
-
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, u32> {
-        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
-        let words = words_in(memory);
-        columns_of_pairs(bits.reinterpret_cast(), stride, (rows, cols), words);
-        Mat::new(words, pairs(cols), rows, ROW_STRIDE)
+        let (elements, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
+        let (bits, words) = (elements.reinterpret_cast(), words_in(memory));
+        match form {
+            Form::Rows => {
+                pairs_of_rows(bits, stride, (rows, cols), words);
+                Mat::new(words, rows, pairs(cols), pairs(cols))
+            }
+            Form::TokenTerms => {
+                rows_of_pairs(bits, stride, (rows, cols), words);
+                Mat::new(words, pairs(rows), cols, cols)
+            }
+            Form::Transposed => {
+                columns_of_pairs(bits, stride, (rows, cols), words);
+                Mat::new(words, pairs(cols), rows, ROW_STRIDE)
+            }
+        }
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, u32> {
@@ -119,16 +85,6 @@ impl Operand for InPairs {
         let words = words_in(buffer);
         round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
-    }
-
-    fn from_tile_both<'a>(
-        tile: &'a [f32],
-        rows: usize,
-        cols: usize,
-        buffer: &'a mut [f32],
-    ) -> [Mat<'a, u32>; 2] {
-        let (buffer, transposed) = buffer.split_at_mut(Self::tile_scratch(rows));
-        [Self::from_tile(tile, rows, cols, buffer), Self::from_tile_transposed(tile, rows, cols, transposed)]
     }
 
     fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, u32>, rhs: Mat<'_, u32>) {

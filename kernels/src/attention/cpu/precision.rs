@@ -13,12 +13,20 @@ use half::bf16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+/// A copy of tokens of one head for one kind of matmul. A matmul reads its left operand element by element, its right one
+/// row by row.
+#[derive(Clone, Copy)]
+pub(in crate::attention) enum Form {
+    /// `[tokens, head_dim / TERMS]`: the left operand of a matmul over `head_dim`.
+    Rows,
+    /// `[tokens / TERMS, head_dim]`: the right operand of a matmul over the tokens.
+    TokenTerms,
+    /// `[head_dim / TERMS, tokens]`: the right operand of a matmul over `head_dim`.
+    Transposed,
+}
+
 /// How the matmuls of attention are computed.
-///
-/// A matmul reads its left operand element by element, its right one row by row. An element of an operand may
-/// hold several terms. So the same values may need different copies as left or right operand, and for terms
-/// that are tokens or along `head_dim`. The defaults fit operands for which one copy is enough.
-pub(in crate::attention) trait Operand: Sync + 'static {
+pub(in crate::attention) trait Precision: Sync + 'static {
     /// Element type of the tensors.
     type Element: Float;
 
@@ -34,83 +42,28 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     /// The same for the backward pass.
     const BACKWARD_STRIP: usize;
 
-    /// Terms per element. Rectangles begin at multiples of it: for keys see
-    /// [`rectangles`](super::tiles::rectangles); for queries, the block sizes are multiples.
+    /// Terms of a sum per element of an operand. With one, [`Form::Rows`] also serves as [`Form::TokenTerms`]. Rectangles
+    /// begin at multiples of it: for keys see [`rectangles`](super::tiles::rectangles); for queries, the block sizes are
+    /// multiples.
     const TERMS: usize = 1;
 
     /// f32 elements of scratch for [`Self::gather`].
-    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
-        tokens * head_dim
-    }
-
-    /// Scratch for [`Self::gather_terms`].
-    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
-        Self::rows_scratch(tokens, head_dim)
-    }
-
-    /// Scratch for [`Self::gather_both`].
-    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
-        Self::rows_scratch(tokens, head_dim)
-    }
-
-    /// Scratch for [`Self::gather_transposed`] of a block of keys.
-    fn columns_scratch(head_dim: usize) -> usize {
-        ROW_STRIDE * head_dim
-    }
+    fn scratch(form: Form, tokens: usize, head_dim: usize) -> usize;
 
     /// Scratch for [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile with so many rows.
     fn tile_scratch(rows: usize) -> usize;
 
-    /// Scratch for [`Self::from_tile_both`].
-    fn both_tiles_scratch(rows: usize) -> usize {
-        Self::tile_scratch(rows)
-    }
-
     /// Bytes that a thread retains after multiplying tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Copies some tokens of one head, `[tokens, head_dim]`, to `memory`: the left operand of a matmul over
-    /// `head_dim`.
+    /// Copies some tokens of one head to `memory`.
     fn gather<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
         tokens: &Range<usize>,
+        form: Form,
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
-
-    /// Copies the right operand of a matmul over the tokens: `[tokens / TERMS, head_dim]`.
-    fn gather_terms<'b>(
-        heads: &Heads<'_, Self::Element>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, Self::Tile> {
-        Self::gather(heads, at, tokens, memory)
-    }
-
-    /// [`gather`](Self::gather) and [`gather_terms`](Self::gather_terms).
-    fn gather_both<'b>(
-        heads: &Heads<'_, Self::Element>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> [Mat<'b, Self::Tile>; 2] {
-        [Self::gather(heads, at, tokens, memory); 2]
-    }
-
-    /// Copies the right operand of a matmul over `head_dim`: `[head_dim / TERMS, tokens]`.
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, Self::Element>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, Self::Tile>;
-
-    /// The rows of these tokens in the result of [`gather_terms`](Self::gather_terms) for a block that begins
-    /// with token 0.
-    fn terms(tokens: Range<usize>) -> Range<usize> {
-        tokens.start / Self::TERMS..tokens.end.div_ceil(Self::TERMS)
-    }
 
     /// A tile of f32 values as the left operand of a matmul over its columns, `[rows, cols / TERMS]`.
     /// Converted in `buffer` if necessary.
@@ -130,17 +83,6 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         Self::from_tile(tile, rows, cols, buffer).t()
     }
 
-    /// [`from_tile`](Self::from_tile) and [`from_tile_transposed`](Self::from_tile_transposed).
-    fn from_tile_both<'a>(
-        tile: &'a [f32],
-        rows: usize,
-        cols: usize,
-        buffer: &'a mut [f32],
-    ) -> [Mat<'a, Self::Tile>; 2] {
-        let tile = Self::from_tile(tile, rows, cols, buffer);
-        [tile, tile.t()]
-    }
-
     /// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
     fn multiply(
         kernel: Self::Kernel,
@@ -152,10 +94,64 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     );
 }
 
+/// The rows of these tokens in a copy of [`Form::TokenTerms`] that begins with token 0.
+pub(super) fn terms<T: Precision>(tokens: Range<usize>) -> Range<usize> {
+    tokens.start / T::TERMS..tokens.end.div_ceil(T::TERMS)
+}
+
+/// Scratch for [`gather_both`].
+pub(super) fn both_scratch<T: Precision>(tokens: usize, head_dim: usize) -> usize {
+    let of_terms = if T::TERMS == 1 { 0 } else { T::scratch(Form::TokenTerms, tokens, head_dim) };
+    T::scratch(Form::Rows, tokens, head_dim) + of_terms
+}
+
+/// Copies as [`Form::Rows`] and as [`Form::TokenTerms`], which may be the same copy.
+pub(super) fn gather_both<'b, T: Precision>(
+    heads: &Heads<'_, T::Element>,
+    at: (usize, usize),
+    tokens: &Range<usize>,
+    memory: &'b mut [f32],
+) -> [Mat<'b, T::Tile>; 2] {
+    if T::TERMS == 1 {
+        return [T::gather(heads, at, tokens, Form::Rows, memory); 2];
+    }
+    let (of_rows, of_terms) = memory.split_at_mut(T::scratch(Form::Rows, tokens.len(), heads.head_dim()));
+    [(Form::Rows, of_rows), (Form::TokenTerms, of_terms)]
+        .map(|(form, memory)| T::gather(heads, at, tokens, form, memory))
+}
+
+/// Scratch for [`from_tile_both`].
+pub(super) fn both_tiles_scratch<T: Precision>(rows: usize) -> usize {
+    T::TERMS.min(2) * T::tile_scratch(rows)
+}
+
+/// [`Precision::from_tile`] and [`Precision::from_tile_transposed`].
+pub(super) fn from_tile_both<'a, T: Precision>(
+    tile: &'a [f32],
+    rows: usize,
+    cols: usize,
+    buffer: &'a mut [f32],
+) -> [Mat<'a, T::Tile>; 2] {
+    if T::TERMS == 1 {
+        let tile = T::from_tile(tile, rows, cols, buffer);
+        return [tile, tile.t()];
+    }
+    let (buffer, transposed) = buffer.split_at_mut(T::tile_scratch(rows));
+    [T::from_tile(tile, rows, cols, buffer), T::from_tile_transposed(tile, rows, cols, transposed)]
+}
+
+/// Scratch for a copy in f32.
+fn f32_scratch(form: Form, tokens: usize, head_dim: usize) -> usize {
+    match form {
+        Form::Rows | Form::TokenTerms => tokens * head_dim,
+        Form::Transposed => ROW_STRIDE * head_dim,
+    }
+}
+
 /// Matmuls in f32, for elements of any type.
 pub(in crate::attention) struct InF32<E>(PhantomData<E>);
 
-impl<E: Float> Operand for InF32<E> {
+impl<E: Float> Precision for InF32<E> {
     type Element = E;
     type Tile = f32;
     type Kernel = ();
@@ -166,6 +162,10 @@ impl<E: Float> Operand for InF32<E> {
 
     /// Every strip adds to the gradients of all its keys, so fewer and longer strips add less often.
     const BACKWARD_STRIP: usize = 48;
+
+    fn scratch(form: Form, tokens: usize, head_dim: usize) -> usize {
+        f32_scratch(form, tokens, head_dim)
+    }
 
     fn tile_scratch(_: usize) -> usize {
         0
@@ -179,18 +179,13 @@ impl<E: Float> Operand for InF32<E> {
         heads: &Heads<'_, E>,
         at: (usize, usize),
         tokens: &Range<usize>,
+        form: Form,
         memory: &'b mut [f32],
     ) -> Mat<'b> {
-        heads.gather_f32(at, tokens, memory)
-    }
-
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, E>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b> {
-        heads.gather_transposed(at, tokens, ROW_STRIDE, memory)
+        match form {
+            Form::Rows | Form::TokenTerms => heads.gather_f32(at, tokens, memory),
+            Form::Transposed => heads.gather_transposed(at, tokens, ROW_STRIDE, memory),
+        }
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a> {
@@ -205,7 +200,7 @@ impl<E: Float> Operand for InF32<E> {
 /// bf16 matmuls with f32 sums and packed operands, for AMX.
 pub(in crate::attention) struct InBf16;
 
-impl Operand for InBf16 {
+impl Precision for InBf16 {
     type Element = bf16;
     type Tile = bf16;
     type Kernel = Kernel;
@@ -214,6 +209,11 @@ impl Operand for InBf16 {
     const STRIP: usize = 240;
 
     const BACKWARD_STRIP: usize = 240;
+
+    /// Twice what the copies of bf16 need.
+    fn scratch(form: Form, tokens: usize, head_dim: usize) -> usize {
+        f32_scratch(form, tokens, head_dim)
+    }
 
     fn tile_scratch(rows: usize) -> usize {
         (rows * ROW_STRIDE).div_ceil(2)
@@ -227,18 +227,14 @@ impl Operand for InBf16 {
         heads: &Heads<'_, bf16>,
         at: (usize, usize),
         tokens: &Range<usize>,
+        form: Form,
         memory: &'b mut [f32],
     ) -> Mat<'b, bf16> {
-        heads.gather(at, tokens, scratch_as_bf16(memory))
-    }
-
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, bf16>,
-        at: (usize, usize),
-        tokens: &Range<usize>,
-        memory: &'b mut [f32],
-    ) -> Mat<'b, bf16> {
-        Self::gather(heads, at, tokens, memory).t()
+        let copy = heads.gather(at, tokens, scratch_as_bf16(memory));
+        match form {
+            Form::Rows | Form::TokenTerms => copy,
+            Form::Transposed => copy.t(),
+        }
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, bf16> {

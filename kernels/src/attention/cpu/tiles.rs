@@ -6,7 +6,7 @@ use crate::attention::{
 };
 use std::ops::Range;
 
-/// Queries per tile. A multiple of the step of every [`Operand`](super::Operand).
+/// Queries per tile. A multiple of the step of every [`Precision`](super::Precision).
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
 pub(super) const KEY_BLOCK: usize = 256;
