@@ -51,6 +51,7 @@ pub mod elementwise;
 pub mod embedding;
 mod error;
 pub mod gemm;
+pub mod host_table;
 pub mod linear;
 pub mod lm_head_loss;
 pub mod memory;

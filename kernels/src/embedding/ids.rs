@@ -1,7 +1,8 @@
 //! The token ids of a micro batch.
 
 use super::plan::Plan;
-use crate::device::dry::{self, Allocation};
+use crate::device::dry;
+use crate::host_table::HostTable;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -12,18 +13,15 @@ use std::sync::{Arc, OnceLock};
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
 pub struct Ids {
-    ids: Arc<[u32]>,
-    len: usize,
+    host: HostTable<u32>,
     on_device: Arc<OnceLock<DeviceIds>>,
-    /// Their memory in a dry run.
-    _dry: Arc<Option<Allocation>>,
 }
 
 impl Deref for Ids {
-    type Target = [u32];
+    type Target = HostTable<u32>;
 
-    fn deref(&self) -> &[u32] {
-        &self.ids
+    fn deref(&self) -> &HostTable<u32> {
+        &self.host
     }
 }
 
@@ -45,26 +43,12 @@ pub(super) struct DeviceIds {
 impl Ids {
     /// Creates ids on the host; a slice is copied.
     pub fn new(ids: impl Into<Arc<[u32]>>) -> Self {
-        let ids = ids.into();
-        Self { len: ids.len(), ids, on_device: Arc::default(), _dry: Arc::default() }
+        Self { host: HostTable::new(ids), on_device: Arc::default() }
     }
 
     /// Ids of a [dry run](dry): only their number.
     pub fn dry(len: usize) -> Self {
-        let _dry = Arc::new(Allocation::on_host(len * size_of::<u32>()));
-        Self { len, _dry, ..Self::new([]) }
-    }
-
-    /// Number of ids.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are no ids.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+        Self { host: HostTable::dry(len), on_device: Arc::default() }
     }
 
     /// The ids on `device`.
@@ -74,8 +58,8 @@ impl Ids {
             _ => {}
         }
         let made = match dry::is_dry() {
-            true => DeviceIds::dry(self.len, device)?,
-            false => DeviceIds::new(&self.ids, device)?,
+            true => DeviceIds::dry(self.len(), device)?,
+            false => DeviceIds::new(self, device)?,
         };
         // Those of another device may be cached already: these are then not cached.
         _ = self.on_device.set(made.clone());
