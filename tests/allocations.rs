@@ -26,7 +26,7 @@ static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
 /// panels that the matrix products pack for themselves.
 const TOKENS_PER_RANK: usize = 4096;
 
-/// How many large allocations the steps after the second make, on all ranks together.
+/// Number of large allocations in the steps after the second, on all ranks together.
 fn in_later_steps((dp, sp): (usize, usize), recompute: bool) -> u64 {
     let model = preset("tiny").unwrap();
     assert!(TOKENS_PER_RANK * model.hidden_size * size_of::<f32>() >= LARGE_BYTES);

@@ -158,7 +158,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// What breaks parsers of lines.
+/// Fragments that break parsers of lines.
 const FRAGMENTS: &[&str] = &[
     "{",
     "}",

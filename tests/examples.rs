@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// Where cargo puts the examples of this build, once they are built: a test of its own name only does not build them.
+/// Directory in which cargo puts the examples of this build, once they are built: a test of its own name only does not build them.
 static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     // TARGET/release/deps/examples-0123
     let test = std::env::current_exe().unwrap();
@@ -22,7 +22,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// What an example prints, run in a directory where it should leave nothing that it was not asked for.
+/// Output of an example, run in a directory where it should leave nothing that it was not asked for.
 #[track_caller]
 fn output(name: &str, arguments: &[&str]) -> String {
     let place = tempfile::tempdir().unwrap();
@@ -182,7 +182,7 @@ fn a_custom_program_trains_evaluates_saves_exports_and_resumes() {
     for file in ["step_00000040/manifest.json", "model/model.safetensors"] {
         assert!(place.path().join("run").join(file).exists(), "{file}");
     }
-    assert!(!place.path().join("run/model/config.json").exists(), "nobody has described the model");
+    assert!(!place.path().join("run/model/config.json").exists(), "the model is not described");
     std::fs::remove_dir_all(place.path().join("run/step_00000040")).unwrap();
     std::fs::remove_dir_all(place.path().join("run/model")).unwrap();
     let resumed = self::output("10_own_training_program", &[&output]);

@@ -77,7 +77,7 @@ pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
     directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
 }
 
-/// Whether `dir` is a checkpoint or contains one.
+/// Returns whether `dir` is a checkpoint or contains one.
 fn holds_checkpoints(dir: &Path) -> bool {
     read_pointer(dir).is_some()
         || dir.join(MANIFEST).exists()

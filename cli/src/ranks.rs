@@ -72,7 +72,7 @@ impl Ranks<'_> {
         Self(None)
     }
 
-    /// Whether this process compares and reports results.
+    /// Returns whether this process compares and reports results.
     pub(super) fn is_first(&self) -> bool {
         self.0.as_ref().is_none_or(|process| process.rank() == 0)
     }

@@ -52,7 +52,7 @@ pub(super) trait Number: Copy + PartialOrd + Send + Sync + 'static {
     /// The sum; integers wrap.
     fn plus(self, other: Self) -> Self;
 
-    /// Whether this is a NaN.
+    /// Returns whether this is a NaN.
     fn is_nan(self) -> bool;
 }
 

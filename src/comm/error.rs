@@ -27,7 +27,7 @@ pub enum CommError {
         sequence: u64,
         /// How long the reporting rank waited, in milliseconds: in this operation, or in one that depends on it.
         waited_ms: u64,
-        /// The ranks that have not joined it and, as far as is known, wait for nobody. If ranks wait in a cycle, these are
+        /// The ranks that have not joined it and, as far as is known, wait for no other rank. If ranks wait in a cycle, these are
         /// the ranks that the reporting rank waits for.
         missing: Vec<usize>,
     },

@@ -12,7 +12,7 @@ pub struct LaunchOptions {
     /// Threads in each rank's own rayon pool, including the rank's thread. With 1,
     /// no further thread is started.
     pub threads_per_rank: usize,
-    /// How long a rank waits for its peers in one operation before the world fails.
+    /// Time limit for a rank's wait for its peers in one operation; then the world fails.
     pub timeout: Duration,
     /// Name of the group of all ranks.
     pub name: String,

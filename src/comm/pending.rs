@@ -10,7 +10,7 @@ type Poison = Box<dyn FnOnce(&CommError) + Send>;
 ///
 /// It keeps the operation's buffers alive. Dropping it completes the operation,
 /// because the peers depend on this rank. If completion then fails, the group is
-/// poisoned, since nobody else could report the error. (While the thread unwinds
+/// poisoned, since no other rank could report the error. (While the thread unwinds
 /// from a panic, dropping does neither: the backend reports the panic itself.)
 #[must_use = "an operation's data is valid only after `wait`"]
 pub struct Pending {

@@ -77,7 +77,7 @@ impl fmt::Display for CollectiveOp {
 /// copies to itself is not counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpStats {
-    /// How many times this rank issued the operation.
+    /// Number of times this rank issued the operation.
     pub calls: u64,
     /// Bytes that other ranks have read from this one; final once they have completed the
     /// operation too.

@@ -55,7 +55,7 @@ keys! {
         pub gradient_accumulation_steps: usize = count().derived("the other two batch keys and dp, or 1"),
         /// The sizes of the mesh.
         pub mesh: MeshConfig,
-        /// What ZeRO partitions over dp. (`true` is an old form of stage 1.)
+        /// ZeRO: the stage, its partitions and offload. (`true` is an old form of stage 1.)
         pub zero: ZeroConfig = section().named("zero_optimization").or_switch(),
         /// The optimizer; AdamW if absent.
         pub optimizer: OptimizerConfig = section(),
@@ -73,9 +73,9 @@ keys! {
         pub steps_per_print: u64 = count().integer(10).or_null(),
         /// Logs, profilers and monitors of the run.
         pub monitoring: MonitoringConfig,
-        /// When and how checkpoints are saved.
+        /// Interval, retention and form of checkpoints.
         pub checkpoint: Option<CheckpointConfig> = section(),
-        /// How checkpointed activations are stored.
+        /// Storage of checkpointed activations.
         pub activation_checkpointing: ActivationCheckpointingConfig = section(),
         /// Settings that DeepSpeed leaves to the training script.
         pub ulysses: UlyssesConfig = section(),
@@ -95,7 +95,7 @@ pub struct ResolvedAuto {
     pub key: String,
     /// The resolved value, as JSON; `None` for a key without effect.
     pub value: Option<serde_json::Value>,
-    /// Where the value comes from.
+    /// Source of the value.
     pub source: String,
 }
 

@@ -67,7 +67,7 @@ pub enum ConfigError {
     PresetStage {
         /// The file.
         file: String,
-        /// Where the preset is named.
+        /// Place that names the preset.
         source_of_mesh: String,
         /// The stage of the preset.
         wanted: u8,

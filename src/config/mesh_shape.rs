@@ -17,11 +17,11 @@ pub struct MeshShape {
 pub struct StatedSize {
     /// The size.
     pub size: usize,
-    /// Where the size is set.
+    /// Place that sets the size.
     pub origin: SizeOrigin,
 }
 
-/// Where the size of a mesh axis is set.
+/// The place in a config that sets the size of a mesh axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SizeOrigin {

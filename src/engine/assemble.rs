@@ -20,9 +20,9 @@ impl Engine {
             let seq_len_local = shard.len() / (batch * width).max(1);
             Tensor::from_vec(shard, (batch, seq_len_local, width), &Device::Cpu)
         });
-        let row_block = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
-        let seq_len = row_block.dim(1)?;
-        let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&row_block)?)?;
+        let sequences = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
+        let seq_len = sequences.dim(1)?;
+        let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&sequences)?)?;
         Ok(Tensor::from_vec(all, (batch * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
     }
 }

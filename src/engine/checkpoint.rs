@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What a checkpoint records about a run that the engine does not know.
+/// Data about a run in its checkpoints that the engine does not know.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunRecord {
     /// Name of the run; resumed runs keep it.

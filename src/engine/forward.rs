@@ -20,7 +20,7 @@ pub struct Loss {
     pub(super) tape: Tape,
 }
 
-/// What the forward pass saves for the backward pass.
+/// Tensors that the forward pass saves for the backward pass.
 pub(super) struct Tape {
     pub(super) ctx: LayerContext,
     /// Steps done before it, which tells which parameters it used.
@@ -37,7 +37,7 @@ pub(super) struct Tape {
     pub(super) head: HeadSaved,
 }
 
-/// What the forward pass of a layer saves.
+/// Tensors that the forward pass of a layer saves.
 pub(super) enum LayerTape {
     /// The layer's saved state, and its input, which may be part of it.
     State(Tensor, Saved),
@@ -192,7 +192,7 @@ impl Engine {
         })
     }
 
-    /// Whether layer `index` saves only a checkpoint.
+    /// Returns whether layer `index` saves only a checkpoint.
     pub(super) fn is_recomputed(&self, index: usize) -> bool {
         self.config.ulysses.activation_checkpointing
             && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)
@@ -240,10 +240,11 @@ impl Engine {
         let sp = &self.groups.sp;
         let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
         let tokens = batch.batch_size * shard.len();
-        let row_end = batch.cu_seqlens.first().and_then(|row| row.last()).map_or(0, |&end| end as usize);
+        let last_boundary =
+            batch.cu_seqlens.first().and_then(|boundaries| boundaries.last()).map_or(0, |&end| end as usize);
         let sizes = [
             ("the number of sequences in its cu_seqlens", batch.cu_seqlens.len(), batch.batch_size),
-            ("the last document boundary of its first sequence", row_end, batch.seq_len),
+            ("the last document boundary of its first sequence", last_boundary, batch.seq_len),
             ("the first token of its shard", batch.shard.start, shard.start),
             ("the end of its shard", batch.shard.end, shard.end),
             ("the number of its local tokens", batch.input_ids.len(), tokens),

@@ -10,7 +10,7 @@ use ulysses_kernels::memory::{Peak, Peaks};
 pub struct PartPeak {
     /// The part.
     pub at: Moment,
-    /// When it began.
+    /// Its start.
     pub start: Instant,
     /// Peak bytes, in total and by category. All zero unless the program's allocator
     /// [counts](ulysses_kernels::memory::CountingAllocator).

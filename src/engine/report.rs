@@ -49,7 +49,7 @@ impl StepReport {
 }
 
 impl Engine {
-    /// What this rank sent and holds, next to the formulas for a Llama-style model and all `passes` of
+    /// Returns the bytes that this rank sent and holds, next to the formulas for a Llama-style model and all `passes` of
     /// the run. Collective.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ const SMALL_LOSS_TILE: usize = 128;
 /// Tile size of norms, projections and the MLP in the alternative with tiles.
 const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
 
-/// Where ranks on GPUs offload to.
+/// Offload target of ranks on GPUs.
 const HOST_MEMORY: &str = "in host memory";
 
 /// A single change of the configuration, and its effect.

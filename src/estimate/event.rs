@@ -62,7 +62,7 @@ impl Transfer {
     }
 }
 
-/// Why ranks communicate.
+/// Purpose of a communication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Purpose {
     /// Gathers the partitioned parameters of a unit before their use.

@@ -30,7 +30,7 @@ impl SentBytes {
     }
 }
 
-/// Which members of a rank's groups share its node.
+/// Members of a rank's groups that share its node.
 pub(super) struct Nodes {
     own_node: usize,
     ranks_per_node: usize,

@@ -7,7 +7,7 @@ pub const SHARD_AXIS: &str = "dp_shard";
 /// Axis of the ranks that hold the same partition: the replicas along dp, and all sp ranks.
 pub const REPLICAS_AXIS: &str = "replicas";
 /// The part of `dp` along which partitions are replicated.
-const REPLICATE_AXIS: &str = "dp_replicate";
+const DP_REPLICATE_AXIS: &str = "dp_replicate";
 
 /// Axis sizes of a training mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,14 +34,14 @@ impl DeviceMesh {
         match others[..] {
             [] => Ok(TrainingShape { dp: 1, sp, shard_size: None }),
             ["dp" | SHARD_AXIS] => Ok(TrainingShape { dp: self.axis_size(others[0])?, sp, shard_size: None }),
-            [REPLICATE_AXIS, SHARD_AXIS] => {
-                let (replicas, shard) = (self.axis_size(REPLICATE_AXIS)?, self.axis_size(SHARD_AXIS)?);
+            [DP_REPLICATE_AXIS, SHARD_AXIS] => {
+                let (replicas, shard) = (self.axis_size(DP_REPLICATE_AXIS)?, self.axis_size(SHARD_AXIS)?);
                 Ok(TrainingShape { dp: replicas * shard, sp, shard_size: Some(shard) })
             }
             _ => {
                 let names = self.axis_names().join(", ");
                 let reason = format!(
-                    "the axes are dp and sp, got {names}; {REPLICATE_AXIS},{SHARD_AXIS} may replace dp"
+                    "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{SHARD_AXIS} may replace dp"
                 );
                 Err(MeshError::Notation { text: self.to_string(), reason })
             }
@@ -57,8 +57,8 @@ impl DeviceMesh {
     /// Fails if the mesh lacks an axis or `shard_size` does not divide dp.
     pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, MeshError> {
         let size = i64::try_from(shard_size).unwrap_or(i64::MAX);
-        self.unflatten("dp", &[(REPLICATE_AXIS, -1), (SHARD_AXIS, size)])?
-            .flatten(&[REPLICATE_AXIS, "sp"], REPLICAS_AXIS)
+        self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (SHARD_AXIS, size)])?
+            .flatten(&[DP_REPLICATE_AXIS, "sp"], REPLICAS_AXIS)
     }
 }
 

@@ -27,12 +27,12 @@ impl Architecture {
         }
     }
 
-    /// Whether queries, keys and values have biases.
+    /// Returns whether queries, keys and values have biases.
     pub fn has_qkv_bias(self) -> bool {
         self == Self::Qwen2
     }
 
-    /// Whether every head of the queries and keys is normalized.
+    /// Returns whether every head of the queries and keys is normalized.
     pub fn has_qk_norm(self) -> bool {
         self == Self::Qwen3
     }

@@ -65,7 +65,7 @@ impl TokenLayout {
         Ok(Self { position_ids, layout, head_layouts, rope_tables, _dry })
     }
 
-    /// Whether this layout equals the one that [`new`](Self::new) would create.
+    /// Returns whether this layout equals the one that [`new`](Self::new) would create.
     pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
         let own_shard = self.layout.q_positions();
         let is_shard = self.layout.num_queries() == shard.len()

@@ -254,7 +254,7 @@ impl AttentionSaved {
         self.inner.bytes() + out + norms.sum::<usize>()
     }
 
-    /// Whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
+    /// Returns whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
     fn shares_output(&self) -> bool {
         self.out.id() == self.inner.o.id()
     }

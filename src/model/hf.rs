@@ -111,7 +111,7 @@ impl HfWeights {
         self.read(spec, 0..0, &mut [])
     }
 
-    /// Whether two tensors have the same shape and elements. Reads both up to the first difference.
+    /// Returns whether two tensors have the same shape and elements. Reads both up to the first difference.
     pub(super) fn are_equal(&self, first: &str, second: &str) -> Result<bool, ModelError> {
         const CHUNK: usize = 1 << 18;
         let (Some((first_file, first_info)), Some((second_file, second_info))) =

@@ -180,7 +180,7 @@ impl HfSource {
         (Self { config, generation_config, dtype }, unread)
     }
 
-    /// Whether its `config.json` describes `model`, apart from whether the head is tied.
+    /// Returns whether its `config.json` describes `model`, apart from whether the head is tied.
     pub fn describes(&self, model: &Value) -> bool {
         let untied = |json: &Value| {
             let config = LlamaConfig::from_hf_json(json.clone(), "config.json").ok()?;

@@ -53,7 +53,7 @@ impl Model {
         Self { layers: (0..config.num_layers).map(layer).collect(), embedding, head }
     }
 
-    /// Whether the head's projection is the embedding matrix, judged by its name.
+    /// Returns whether the head's projection is the embedding matrix, judged by its name.
     pub fn is_tied(&self) -> bool {
         self.head.projection().name == self.embedding.parameter().name
     }

@@ -191,7 +191,7 @@ fn seq_len(layout: &AttentionLayout) -> usize {
     layout.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
 }
 
-/// Whether two layouts share their tokens, judged by shared pointers.
+/// Returns whether two layouts share their tokens, judged by shared pointers.
 fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())

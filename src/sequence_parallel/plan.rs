@@ -1,4 +1,4 @@
-//! Which rank sends which tokens and heads to which rank. Pure integers, no communication.
+//! The tokens and heads that each rank sends to each rank. Pure integers, no communication.
 //!
 //! The CPU backends and the CUDA kernels both execute the blocks of these plans.
 
@@ -22,7 +22,7 @@ pub struct AttentionShape {
     pub head_dim: usize,
 }
 
-/// How one `sp` group divides an [`AttentionShape`], for one of its ranks.
+/// Division of an [`AttentionShape`] over an `sp` group, for one of its ranks.
 ///
 /// Every rank gets a contiguous range of query heads, and only the KV heads that these use. A KV head used on
 /// two ranks is sent to both. Both return a gradient for it, and the rank with the tokens sums these in rank

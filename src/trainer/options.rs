@@ -25,7 +25,7 @@ pub struct TrainerOptions {
     pub model: Value,
     /// The files to copy into exports, if the run started from a model directory.
     pub source: Option<HfSource>,
-    /// When set (by a signal handler, for example), all ranks save and stop after the step.
+    /// Request to save and stop after the step, set by a signal handler, for example.
     pub stop: Arc<AtomicBool>,
     /// Receives log lines on the first rank. By default they are `tracing` events.
     pub log: fn(&str),

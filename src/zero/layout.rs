@@ -62,7 +62,7 @@ impl FlatLayout {
         Self { is_frozen: true, ..self }
     }
 
-    /// Whether the parameters are frozen, without gradients and optimizer state.
+    /// Returns whether the parameters are frozen, without gradients and optimizer state.
     pub fn is_frozen(&self) -> bool {
         self.is_frozen
     }

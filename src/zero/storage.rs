@@ -1,4 +1,4 @@
-//! Where a rank stores its state.
+//! The storage of a rank's state.
 
 use super::ZeroError;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ pub(crate) const ALL: [(&str, fn()); 6] = [
 
 /// The output of a child process.
 #[derive(Debug)]
-struct Told {
+struct Outcome {
     resumed: u64,
     /// Bits of loss and norm, by step.
     steps: BTreeMap<u64, String>,
@@ -30,50 +30,55 @@ struct Told {
     output: Output,
 }
 
-fn run(dir: &Path, run: Run) -> Told {
+fn run(dir: &Path, run: Run) -> Outcome {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    told(command.arg("--child").arg(dir).args(run.words()).output().unwrap())
+    outcome(command.arg("--child").arg(dir).args(run.words()).output().unwrap())
 }
 
-fn told(output: Output) -> Told {
+fn outcome(output: Output) -> Outcome {
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     let (resumed, steps, saved, operations) = (u64::MAX, BTreeMap::new(), Vec::new(), 0);
-    let mut told = Told { resumed, steps, saved, not_saved: 0, operations, output };
+    let mut outcome = Outcome { resumed, steps, saved, not_saved: 0, operations, output };
     for line in text.lines() {
         match line.split(' ').collect::<Vec<_>>()[..] {
-            ["resumed", step] => told.resumed = step.parse().unwrap(),
+            ["resumed", step] => outcome.resumed = step.parse().unwrap(),
             ["step", step, loss, norm] => {
-                told.steps.insert(step.parse().unwrap(), format!("{loss} {norm}"));
+                outcome.steps.insert(step.parse().unwrap(), format!("{loss} {norm}"));
             }
-            ["saved", step] => told.saved.push(step.parse().unwrap()),
-            ["not", "saved"] => told.not_saved += 1,
-            ["operations", number] => told.operations = number.parse().unwrap(),
+            ["saved", step] => outcome.saved.push(step.parse().unwrap()),
+            ["not", "saved"] => outcome.not_saved += 1,
+            ["operations", number] => outcome.operations = number.parse().unwrap(),
             _ => panic!("a child said {line:?}"),
         }
     }
-    told
+    outcome
 }
 
 /// The output of an uninterrupted run, and its directory.
-fn reference() -> (TempDir, Told) {
+fn reference() -> (TempDir, Outcome) {
     let dir = tempfile::tempdir().unwrap();
-    let told = run(dir.path(), Run::without_fault());
-    assert!(told.output.status.success(), "{told:?}");
-    assert_eq!((told.resumed, told.saved.as_slice()), (0, &[2, STEPS][..]));
+    let outcome = run(dir.path(), Run::without_fault());
+    assert!(outcome.output.status.success(), "{outcome:?}");
+    assert_eq!((outcome.resumed, outcome.saved.as_slice()), (0, &[2, STEPS][..]));
     assert_eq!(saved_steps(dir.path()).unwrap(), [STEPS], "one checkpoint is kept");
-    (dir, told)
+    (dir, outcome)
 }
 
 /// Resumes in `dir` and compares steps and final state with the uninterrupted run.
-fn assert_recovers(dir: &Path, failed: &Told, (reference_dir, reference): &(TempDir, Told), label: &str) {
-    let told = run(dir, Run::without_fault());
-    assert!(told.output.status.success(), "{label}: {told:?}");
+fn assert_recovers(
+    dir: &Path,
+    failed: &Outcome,
+    (reference_dir, reference): &(TempDir, Outcome),
+    label: &str,
+) {
+    let outcome = run(dir, Run::without_fault());
+    assert!(outcome.output.status.success(), "{label}: {outcome:?}");
     let last_saved = failed.saved.last().copied().unwrap_or(0);
-    assert!(told.resumed >= last_saved, "{label}: {last_saved} was saved, {} resumed", told.resumed);
-    let expected: BTreeMap<_, _> = reference.steps.clone().split_off(&(told.resumed + 1));
-    assert_eq!(told.steps, expected, "{label}: steps after {}", told.resumed);
+    assert!(outcome.resumed >= last_saved, "{label}: {last_saved} was saved, {} resumed", outcome.resumed);
+    let expected: BTreeMap<_, _> = reference.steps.clone().split_off(&(outcome.resumed + 1));
+    assert_eq!(outcome.steps, expected, "{label}: steps after {}", outcome.resumed);
     // If the last step is already saved, the child neither saves nor removes anything.
-    let kept: &[u64] = if told.resumed == STEPS { &[STEPS, 2] } else { &[STEPS] };
+    let kept: &[u64] = if outcome.resumed == STEPS { &[STEPS, 2] } else { &[STEPS] };
     assert!([kept, &[STEPS]].contains(&saved_steps(dir).unwrap().as_slice()), "{label}");
     assert_no_leftovers(dir, label);
     let open = |dir: &Path| {
@@ -203,7 +208,7 @@ pub(crate) fn small_disk() {
     // `latest` and its replacement use one page each.
     let mut command = on_a_small_disk((pages + 3) * PAGE, disk.path(), kept.path());
     command.arg(std::env::current_exe().unwrap()).arg("--child").arg(disk.path());
-    let failed = told(command.args(Run::without_fault().words()).output().unwrap());
+    let failed = outcome(command.args(Run::without_fault().words()).output().unwrap());
     assert_eq!(failed.output.status.code(), Some(1), "{failed:?}");
     assert_eq!(failed.saved, [2], "{failed:?}");
     let stderr = String::from_utf8_lossy(&failed.output.stderr);

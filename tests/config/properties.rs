@@ -81,7 +81,7 @@ enum Mutation {
     Repeat(usize),
 }
 
-/// What breaks parsers.
+/// Fragments that break parsers.
 const FRAGMENTS: &[&str] = &[
     "{",
     "}",

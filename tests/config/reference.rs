@@ -101,7 +101,7 @@ fn the_schema_takes_the_other_forms_of_a_value() {
     }
 }
 
-/// What a JSON Schema finds wrong with a value, for the keywords that ours uses; any other panics,
+/// Faults that a JSON Schema finds in a value, for the keywords that ours uses; any other panics,
 /// so that none is passed over. (A whole validator would bring forty crates.)
 fn faults(schema: &Value, value: &Value, place: &str) -> Vec<String> {
     let mut found = Vec::new();

@@ -173,7 +173,7 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
-    /// What each rank starts and sends in a step.
+    /// Collectives that each rank starts and bytes that it sends in a step.
     fn run(&self) -> Vec<(Vec<Started>, Moved)> {
         let config = self.config();
         let rows = config.train_batch_size;
@@ -267,7 +267,7 @@ fn started_operations_are_awaited_once_and_in_order() {
                 Event::Wait(purpose) => {
                     let left = under_way.entry(purpose).or_default();
                     *left -= 1;
-                    assert!(*left >= 0, "{}: nobody has started to {purpose}", case.label);
+                    assert!(*left >= 0, "{}: no rank has started to {purpose}", case.label);
                 }
                 _ => {}
             }

@@ -7,7 +7,7 @@ use crate::support::reference::{Batch, ReferenceConfig, Training, as_tensors};
 use serde_json::{Value, json};
 use ulysses::engine::BatchOutcome;
 
-/// How much larger the error against the f64 reference may be for a run with another order of summation. For
+/// Limit of the error against the f64 reference for a run with another order of summation, relative to the usual error. For
 /// most features the factor is up to 1.3.
 const REORDERED: f64 = 2.0;
 

@@ -225,7 +225,7 @@ impl Search {
         Ok(from as usize)
     }
 
-    /// Whether one training step on sequences of `seq_len` tokens completes.
+    /// Returns whether one training step on sequences of `seq_len` tokens completes.
     fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
         if self.attempts.is_empty() {
             // The first result may take minutes.

@@ -84,7 +84,7 @@ pub(super) fn mpi() -> Vec<Finding> {
     ]
 }
 
-/// Whether this build has a cargo feature.
+/// Returns whether this build has a cargo feature.
 fn feature(section: &'static str, name: &'static str) -> Finding {
     let is_there = match name {
         "mpi" => cfg!(feature = "mpi"),

@@ -1,8 +1,8 @@
 //! Starts, supervises and stops the processes of a job.
 
-use super::fault::{Fault, parse_mpirun};
 use super::output::{Source, StderrTail, forward_output};
 use super::processes::{Process, processes};
+use super::rank_failure::{RankFailure, parse_mpirun};
 use super::watchdog::{FORWARDED_SIGNALS, Watchdog};
 use crate::log_line;
 use anyhow::Context;
@@ -46,7 +46,7 @@ pub(super) enum Outcome {
         /// 75 if a rank saved, else 128 + signal.
         exit_code: u8,
     },
-    Failed(Fault),
+    Failed(RankFailure),
 }
 
 /// A running process and its output.
@@ -152,7 +152,7 @@ impl Running {
         Ok(running)
     }
 
-    /// Whether it has ended since the last call.
+    /// Returns whether it has ended since the last call.
     fn has_just_ended(&mut self) -> bool {
         if self.status.is_some() {
             return false;
@@ -181,12 +181,12 @@ impl Running {
     }
 
     /// Returns the failure of a process that ended unsuccessfully.
-    fn fault(&self) -> Option<Fault> {
+    fn failure(&self) -> Option<RankFailure> {
         let status = self.status.filter(|status| !status.success())?;
         self.drain_output();
         let stderr = self.stderr.lock();
         Some(match self.source {
-            Source::Rank(rank) => Fault::new(Some(rank), status, stderr.last_line(rank)),
+            Source::Rank(rank) => RankFailure::new(Some(rank), status, stderr.last_line(rank)),
             Source::Mpirun => parse_mpirun(status, &stderr),
         })
     }
@@ -204,7 +204,7 @@ struct Job {
 
 impl Job {
     fn supervise(&mut self, signals: &Signals) -> Outcome {
-        let mut failed: Option<(Fault, Instant)> = None;
+        let mut failed: Option<(RankFailure, Instant)> = None;
         let mut is_killed = false;
         let mut ranks = MpirunRanks::default();
         loop {
@@ -219,10 +219,10 @@ impl Job {
                     continue;
                 }
                 let process = &self.processes[index];
-                if let Some(fault) = process.fault().filter(|_| !has_stopped(process)) {
-                    let fault = self.with_report(fault);
-                    self.stop(&fault);
-                    failed = Some((fault, Instant::now() + self.grace));
+                if let Some(failure) = process.failure().filter(|_| !has_stopped(process)) {
+                    let failure = self.with_report(failure);
+                    self.stop(&failure);
+                    failed = Some((failure, Instant::now() + self.grace));
                 }
             }
             if self.processes.iter().all(|process| process.status.is_some()) {
@@ -250,25 +250,25 @@ impl Job {
             (_, Some(_)) | (None, _) if has_saved => Outcome::Stopped { exit_code: 75 },
             (None, _) => Outcome::Done,
             (Some(_), Some(signal)) => Outcome::Stopped { exit_code: 128 + signal.as_raw() as u8 },
-            (Some((fault, _)), None) => Outcome::Failed(fault),
+            (Some((failure, _)), None) => Outcome::Failed(failure),
         }
     }
 
     /// Adds the failure that the ranks reported.
-    fn with_report(&mut self, fault: Fault) -> Fault {
-        let Some(store) = &mut self.store else { return fault };
+    fn with_report(&mut self, failure: RankFailure) -> RankFailure {
+        let Some(store) = &mut self.store else { return failure };
         store.poll();
-        fault.with_report(store.failure(), store.missing())
+        failure.with_report(store.failure(), store.missing())
     }
 
     /// Sends SIGTERM to the running processes, unless they are stopping already: a second signal would interrupt their
     /// save.
-    fn stop(&self, fault: &Fault) {
+    fn stop(&self, failure: &RankFailure) {
         let others: Vec<_> = self.processes.iter().filter(|process| process.status.is_none()).collect();
         if others.is_empty() || self.requested.is_some() {
             return;
         }
-        log_line(format_args!("launch: {fault}; stopping {} other process(es)", others.len()));
+        log_line(format_args!("launch: {failure}; stopping {} other process(es)", others.len()));
         self.send(Signal::TERM);
     }
 
@@ -292,7 +292,7 @@ impl Job {
     }
 }
 
-/// Whether a process saved and stopped on a signal.
+/// Returns whether a process saved and stopped on a signal.
 fn has_stopped(process: &Running) -> bool {
     process.status.and_then(|status| status.code()) == Some(STOPPED)
 }
@@ -325,7 +325,7 @@ struct MpirunRanks {
 }
 
 impl MpirunRanks {
-    /// Whether `mpirun` has been running for `grace` without ranks, or without reaping one that ended.
+    /// Returns whether `mpirun` has been running for `grace` without ranks, or without reaping one that ended.
     fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
         let is_mpirun =
             |process: &&Running| matches!(process.source, Source::Mpirun) && process.status.is_none();

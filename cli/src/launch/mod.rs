@@ -1,9 +1,9 @@
 //! `ulysses launch`: runs the processes of a job on this machine.
 
-mod fault;
 mod job;
 mod output;
 mod processes;
+mod rank_failure;
 mod watchdog;
 
 use super::train::TrainArgs;
@@ -52,20 +52,20 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
     let mut restarts = 0;
     loop {
-        let fault = match job.run(&signals).or_run()? {
+        let failure = match job.run(&signals).or_run()? {
             Outcome::Done => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
-            Outcome::Failed(fault) => fault,
+            Outcome::Failed(failure) => failure,
         };
-        if fault.is_usage() {
-            return Err(Failure::Usage(anyhow!("{fault}")));
+        if failure.is_usage() {
+            return Err(Failure::Usage(anyhow!("{failure}")));
         }
         if restarts == max_restarts {
             let after = if restarts > 0 { format!(", after {restarts} restart(s)") } else { String::new() };
-            return Err(Failure::Run(anyhow!("{fault}{after}")));
+            return Err(Failure::Run(anyhow!("{failure}{after}")));
         }
         restarts += 1;
-        log_line(format_args!("launch: {fault}; restart {restarts} of {max_restarts}"));
+        log_line(format_args!("launch: {failure}; restart {restarts} of {max_restarts}"));
         if training.as_ref().is_some_and(|training| !training.resumes) {
             job.arguments.push("--resume".to_owned());
         }
@@ -96,7 +96,7 @@ fn training(words: &[String]) -> Result<Option<Training>, Failure> {
 }
 
 impl Training {
-    /// Whether MPI connects the ranks; otherwise NCCL does.
+    /// Returns whether MPI connects the ranks; otherwise NCCL does.
     fn uses_mpirun(&self, nproc: u16, max_restarts: u32) -> Result<bool, Failure> {
         let (config, backend) = self.args.for_launch(usize::from(nproc))?;
         let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
@@ -130,7 +130,7 @@ impl Training {
     }
 }
 
-/// Whether the arguments of a command other than `train` select MPI.
+/// Returns whether the arguments of a command other than `train` select MPI.
 fn names_mpi(words: &[String]) -> bool {
     let pairs = words.windows(2).any(|pair| pair[0] == "--backend" && pair[1] == "mpi");
     pairs || words.iter().any(|word| word == "--backend=mpi")

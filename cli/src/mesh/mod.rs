@@ -126,7 +126,7 @@ fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
     }))
 }
 
-/// Whether a shape leaves the number of ranks open.
+/// Returns whether a shape leaves the number of ranks open.
 fn is_open(shape: &str) -> bool {
     if Preset::named(shape).is_some() { !shape.contains('=') } else { shape.contains("-1") }
 }

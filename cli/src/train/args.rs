@@ -123,7 +123,7 @@ impl TrainArgs {
         if backend == Some(Backend::Nccl) { DeviceKind::Cuda } else { self.device.into() }
     }
 
-    /// Whether the run resumes from a checkpoint.
+    /// Returns whether the run resumes from a checkpoint.
     #[cfg(unix)]
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()

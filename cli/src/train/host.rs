@@ -103,7 +103,7 @@ impl<'a> Host<'a> {
         if self.process.is_some() { 1 } else { world_size }
     }
 
-    /// Whether this process owns the output directory.
+    /// Returns whether this process owns the output directory.
     pub(super) fn is_first(&self) -> bool {
         self.process.as_ref().is_none_or(|process| process.rank() == 0)
     }

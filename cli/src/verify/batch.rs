@@ -16,17 +16,17 @@ fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     let Ok(ids) = file.tensor("input_ids") else {
         bail!("missing tensor input_ids; the file contains {}", listed(file.names()))
     };
-    let [rows, seq_len] = *ids.shape() else {
+    let [batch_size, seq_len] = *ids.shape() else {
         bail!("input_ids has shape {:?}, expected [batch, seq_len]", ids.shape())
     };
     if file.tensor("labels").is_ok() && file.tensor("shift_labels").is_err() {
         tracing::warn!("{}: `labels` is ignored; shifted labels are named `shift_labels`", path.display());
     }
-    let shape = [rows, seq_len];
+    let shape = [batch_size, seq_len];
     let ids = optional(&file, "input_ids", shape, |value| u32::try_from(value).ok())?.unwrap_or_default();
     let positions = optional(&file, "position_ids", shape, |value| u32::try_from(value).ok())?;
     let labels = optional(&file, "shift_labels", shape, Some)?;
-    let batch = GlobalBatch::new(rows, seq_len, ids, positions, labels)?;
+    let batch = GlobalBatch::new(batch_size, seq_len, ids, positions, labels)?;
     batch.check_vocab(vocab_size)?;
     Ok(batch)
 }

@@ -80,17 +80,17 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
     }
     let mut ranks = args.backend.start(process)?;
     let check = Check::read(&args)?;
-    let rows = check.batch.batch_size();
+    let batch_size = check.batch.batch_size();
     let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage, args.device.kind()?)?;
     if !ranks.is_first() {
         return Ok(());
     }
     if let Some(path) = &args.output {
-        let tensors = results::write(&on_mesh, rows, path).or_run()?;
+        let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
     let single = check.run(&mut Ranks::threads(), (1, 1), Some(0), DeviceKind::Cpu)?;
-    let errors = results::compare(&on_mesh, &single, rows).or_run()?;
+    let errors = results::compare(&on_mesh, &single, batch_size).or_run()?;
     let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
     print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
     if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
@@ -126,11 +126,11 @@ impl Check {
     ) -> Result<BatchOutcome, Failure> {
         let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
         let mut batch = self.batch.clone();
-        let (rows, seq_len) = (batch.batch_size(), batch.seq_len());
+        let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
         batch.pad_to_multiple(dp).or_usage()?;
         let config = self.config(dp, sp, stage, batch.batch_size())?;
         self.source.check_config(&config)?;
-        self.source.check_exchange(rows, seq_len, &config)?;
+        self.source.check_exchange(batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
         ranks.run(world_size, &options, |rank| {
@@ -144,9 +144,9 @@ impl Check {
     }
 
     /// Returns a config with the file's optimizer, schedule and clipping, and with this run's batch size and mesh.
-    fn config(&self, dp: usize, sp: usize, stage: Option<u64>, rows: usize) -> Result<Config, Failure> {
+    fn config(&self, dp: usize, sp: usize, stage: Option<u64>, batch_size: usize) -> Result<Config, Failure> {
         let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
-        let mut config = self.raw.clone().for_batch(rows).resolve(&overrides).or_usage()?;
+        let mut config = self.raw.clone().for_batch(batch_size).resolve(&overrides).or_usage()?;
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
             config.zero.set_stage(stage);
         }

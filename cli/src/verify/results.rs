@@ -7,9 +7,10 @@ use std::path::Path;
 use ulysses::engine::BatchOutcome;
 
 /// Returns every result with its name in the output file, without padding sequences.
-pub(super) fn named(outcome: &BatchOutcome, rows: usize) -> anyhow::Result<Vec<(String, Tensor)>> {
+pub(super) fn named(outcome: &BatchOutcome, batch_size: usize) -> anyhow::Result<Vec<(String, Tensor)>> {
     let loss = Tensor::from_slice(&[outcome.loss as f32], 1, &Device::Cpu)?;
-    let mut all = vec![("loss".to_owned(), loss), ("logits".to_owned(), outcome.logits.narrow(0, 0, rows)?)];
+    let mut all =
+        vec![("loss".to_owned(), loss), ("logits".to_owned(), outcome.logits.narrow(0, 0, batch_size)?)];
     let prefixed =
         |prefix: &str, (name, tensor): &(String, Tensor)| (format!("{prefix}.{name}"), tensor.clone());
     all.extend(outcome.gradients.iter().map(|gradient| prefixed("grad", gradient)));
@@ -29,8 +30,8 @@ pub(super) fn check_output(path: &Path) -> anyhow::Result<()> {
 }
 
 /// Writes all results and returns the number of tensors.
-pub(super) fn write(outcome: &BatchOutcome, rows: usize, path: &Path) -> anyhow::Result<usize> {
-    let tensors: HashMap<String, Tensor> = named(outcome, rows)?
+pub(super) fn write(outcome: &BatchOutcome, batch_size: usize, path: &Path) -> anyhow::Result<usize> {
+    let tensors: HashMap<String, Tensor> = named(outcome, batch_size)?
         .into_iter()
         .map(|(name, tensor)| Ok((name, tensor.contiguous()?)))
         .collect::<anyhow::Result<_>>()?;
@@ -43,9 +44,9 @@ pub(super) fn write(outcome: &BatchOutcome, rows: usize, path: &Path) -> anyhow:
 pub(super) fn compare(
     outcome: &BatchOutcome,
     expected: &BatchOutcome,
-    rows: usize,
+    batch_size: usize,
 ) -> anyhow::Result<Vec<(String, f64)>> {
-    let (outcome, expected) = (named(outcome, rows)?, named(expected, rows)?);
+    let (outcome, expected) = (named(outcome, batch_size)?, named(expected, batch_size)?);
     ensure!(outcome.len() == expected.len(), "{} results compared with {}", outcome.len(), expected.len());
     let mut errors = Vec::with_capacity(expected.len());
     for ((name, actual), (expected_name, expected)) in outcome.into_iter().zip(expected) {

@@ -133,7 +133,7 @@ fn invalid_launches_are_refused_before_anything_starts() {
     assert!(!place.path("out").exists());
 }
 
-/// Whether a process runs; a zombie does not.
+/// Returns whether a process runs; a zombie does not.
 #[cfg(target_os = "linux")]
 fn runs(process: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();

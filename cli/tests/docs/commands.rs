@@ -43,7 +43,7 @@ const CONFIG: &str = r#"{
     "ulysses": { "model": "nano", "data": "text.txt", "seq_len": 32, "steps": 100, "output": "out" }
 }"#;
 
-/// Whether it is a synopsis: placeholders in capitals such as `DIR`, optional parts, alternatives.
+/// Returns whether it is a synopsis: placeholders in capitals such as `DIR`, optional parts, alternatives.
 fn is_synopsis(documented: &Documented) -> bool {
     let is_placeholder = |word: &str| {
         let name = word.rsplit('=').next().unwrap_or(word).split('.').next().unwrap_or(word);

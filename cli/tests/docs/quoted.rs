@@ -5,7 +5,7 @@ use crate::documented::{blocks, documents};
 use crate::root;
 use std::fs;
 
-/// Whether a quote matches a printed line; `…` matches any words.
+/// Returns whether a quote matches a printed line; `…` matches any words.
 fn is_quoted_by(printed: &[&str], quoted: &[&str]) -> bool {
     match (quoted, printed) {
         (["…", rest @ ..], _) => (0..=printed.len()).any(|from| is_quoted_by(&printed[from..], rest)),

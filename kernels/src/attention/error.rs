@@ -37,12 +37,12 @@ pub enum AttentionError {
     NoSequences,
     /// The document boundaries do not cover their sequence.
     #[error(
-        "sequence {row}: document boundaries must start with 0, never decrease and end with {seq_len} (the length \
+        "sequence {sequence}: document boundaries must start with 0, never decrease and end with {seq_len} (the length \
          of the first sequence), got {boundaries:?}"
     )]
     Boundaries {
         /// Index of the sequence.
-        row: usize,
+        sequence: usize,
         /// Length of the sequences.
         seq_len: u32,
         /// The given boundaries.

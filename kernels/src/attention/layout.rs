@@ -191,9 +191,9 @@ impl AttentionLayout {
         self.window
     }
 
-    /// The visible keys of the queries of sequence `row`, or `None` if it does not exist.
-    pub fn visible_ranges(&self, row: usize) -> Option<&VisibleRanges> {
-        self.visible.get(row)
+    /// The visible keys of the queries of the sequence, or `None` if it does not exist.
+    pub fn visible_ranges(&self, sequence: usize) -> Option<&VisibleRanges> {
+        self.visible.get(sequence)
     }
 
     /// Number of visible (query, key) pairs over all sequences, for one query head. Attention costs `4 *
@@ -201,34 +201,35 @@ impl AttentionLayout {
     /// pass.
     pub fn num_visible_pairs(&self) -> u64 {
         if dry::is_dry() {
-            return self.num_pairs_of_whole_rows();
+            return self.num_pairs_of_whole_sequences();
         }
         self.visible.iter().map(VisibleRanges::num_pairs).sum()
     }
 
     /// For whole sequences: each token sees itself and the earlier tokens of its document, within the window.
-    fn num_pairs_of_whole_rows(&self) -> u64 {
+    fn num_pairs_of_whole_sequences(&self) -> u64 {
         let causal = |len: u64| len * (len + 1) / 2;
         let of_document = |document: &[u32]| {
             let len = u64::from(document[1] - document[0]);
             let window = self.window.map_or(len, |window| len.min(window as u64));
             causal(window) + (len - window) * window
         };
-        let documents = self.cu_seqlens.iter().flat_map(|row| row.windows(2)).map(of_document);
+        let documents = self.cu_seqlens.iter().flat_map(|boundaries| boundaries.windows(2)).map(of_document);
         documents.fold(0, u64::saturating_add)
     }
 
-    /// The visible keys of the queries of sequence `row`, for kernels that have checked the batch size.
-    pub(super) fn visible(&self, row: usize) -> &VisibleRanges {
-        &self.visible[row]
+    /// The visible keys of the queries of the sequence, for kernels that have checked the batch size.
+    pub(super) fn visible(&self, sequence: usize) -> &VisibleRanges {
+        &self.visible[sequence]
     }
 
     /// The key range of every query on the device: `[batch, queries, 2]`, start and end.
     pub(super) fn ranges_on(&self, device: &Device) -> candle_core::Result<Tensor> {
         let len = 2 * self.batch() * self.num_queries;
         self.ranges_on_device.on(device, len, || {
-            let rows = self.visible.iter();
-            rows.flat_map(|row| row.start.iter().zip(&row.end))
+            let ranges = self.visible.iter();
+            ranges
+                .flat_map(|ranges| ranges.start.iter().zip(&ranges.end))
                 .flat_map(|(start, end)| [*start, *end])
                 .collect::<Vec<u32>>()
         })
@@ -280,7 +281,7 @@ impl VisibleRanges {
         self.start.len()
     }
 
-    /// Whether there are no queries.
+    /// Returns whether there are no queries.
     pub fn is_empty(&self) -> bool {
         self.start.is_empty()
     }
@@ -318,10 +319,10 @@ impl VisibleRanges {
 fn check_boundaries(cu_seqlens: &[Vec<u32>]) -> Result<u32, AttentionError> {
     let first = cu_seqlens.first().ok_or(AttentionError::NoSequences)?;
     let seq_len = first.last().copied().unwrap_or(0);
-    for (row, boundaries) in cu_seqlens.iter().enumerate() {
+    for (sequence, boundaries) in cu_seqlens.iter().enumerate() {
         let covers = boundaries.first() == Some(&0) && boundaries.last() == Some(&seq_len);
         if !covers || !boundaries.is_sorted() {
-            return Err(AttentionError::Boundaries { row, seq_len, boundaries: boundaries.clone() });
+            return Err(AttentionError::Boundaries { sequence, seq_len, boundaries: boundaries.clone() });
         }
     }
     Ok(seq_len)
@@ -358,16 +359,16 @@ pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn ranges(layout: &AttentionLayout, row: usize) -> Vec<Range<usize>> {
-        let visible = layout.visible(row);
+    fn ranges(layout: &AttentionLayout, sequence: usize) -> Vec<Range<usize>> {
+        let visible = layout.visible(sequence);
         (0..visible.len()).map(|query| visible.of(query)).collect()
     }
 
     #[test]
     fn causal_queries_see_themselves_and_all_before() -> Result<(), AttentionError> {
         let layout = AttentionLayout::causal(2, 4, vec![0])?;
-        for row in 0..2 {
-            assert_eq!(ranges(&layout, row), [0..1, 0..2, 0..3, 0..4]);
+        for sequence in 0..2 {
+            assert_eq!(ranges(&layout, sequence), [0..1, 0..2, 0..3, 0..4]);
         }
         assert_eq!(layout.num_visible_pairs(), 20);
         assert!(layout.visible_ranges(2).is_none());
@@ -377,8 +378,8 @@ mod tests {
     #[test]
     fn documents_and_the_window_limit_the_visible_keys() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..7).collect();
-        let rows = vec![vec![0, 2, 2, 7], vec![0, 7]];
-        let layout = AttentionLayout::new(positions.clone(), positions, rows, vec![0], Some(3))?;
+        let cu_seqlens = vec![vec![0, 2, 2, 7], vec![0, 7]];
+        let layout = AttentionLayout::new(positions.clone(), positions, cu_seqlens, vec![0], Some(3))?;
         assert_eq!(ranges(&layout, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
         assert_eq!(ranges(&layout, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
         Ok(())
@@ -386,10 +387,11 @@ mod tests {
 
     #[test]
     fn shards_with_gaps_see_the_keys_that_are_not_later() -> Result<(), AttentionError> {
-        let rows = vec![vec![0, 3, 8]];
-        let layout = AttentionLayout::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
+        let cu_seqlens = vec![vec![0, 3, 8]];
+        let layout =
+            AttentionLayout::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], cu_seqlens.clone(), vec![0], None)?;
         assert_eq!(ranges(&layout, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
-        let later = AttentionLayout::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
+        let later = AttentionLayout::new(vec![0, 1], vec![6, 7], cu_seqlens, vec![0], None)?;
         assert_eq!(ranges(&later, 0), [0..0, 0..0]);
         Ok(())
     }
@@ -421,9 +423,9 @@ mod tests {
 
     #[test]
     fn bad_layouts_are_refused_by_name() {
-        let build = |q: &[u32], rows: &[&[u32]], window| {
-            let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
-            AttentionLayout::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
+        let build = |q: &[u32], cu_seqlens: &[&[u32]], window| {
+            let cu_seqlens: Vec<Vec<u32>> = cu_seqlens.iter().map(|boundaries| boundaries.to_vec()).collect();
+            AttentionLayout::new(q, [0, 1].as_slice(), cu_seqlens, vec![0], window).expect_err("invalid")
         };
         assert!(matches!(
             build(&[0, 2, 2], &[&[0, 4]], None),
@@ -437,7 +439,7 @@ mod tests {
         assert!(matches!(build(&[0], &[&[0, 4]], Some(0)), AttentionError::EmptyWindow));
         for bad in [&[1, 4][..], &[0, 3], &[0, 3, 2, 4], &[]] {
             let error = build(&[0], &[&[0, 4], bad], None);
-            assert!(matches!(error, AttentionError::Boundaries { row: 1, seq_len: 4, .. }), "{error}");
+            assert!(matches!(error, AttentionError::Boundaries { sequence: 1, seq_len: 4, .. }), "{error}");
         }
     }
 }

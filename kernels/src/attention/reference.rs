@@ -60,7 +60,7 @@ pub struct Problem<'a, T> {
     pub layout: &'a AttentionLayout,
 }
 
-/// Whether a query sees a key (by indices), by the definition of [`AttentionLayout`].
+/// Returns whether a query sees a key (by indices), by the definition of [`AttentionLayout`].
 pub fn is_visible(layout: &AttentionLayout, row: usize, query: usize, key: usize) -> bool {
     let (q, k) = (layout.q_positions()[query], layout.kv_positions()[key]);
     let document = |position| layout.cu_seqlens()[row].iter().filter(|start| **start <= position).count();

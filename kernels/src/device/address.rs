@@ -34,7 +34,7 @@ impl Address {
         self.pointer
     }
 
-    /// Whether the address is a multiple of `bytes`, and stays one at any multiple of `bytes` further.
+    /// Returns whether the address is a multiple of `bytes`, and stays one at any multiple of `bytes` further.
     pub fn is_aligned_to(self, bytes: u64) -> bool {
         self.pointer.is_multiple_of(bytes)
     }

@@ -121,7 +121,7 @@ pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl F
     Ok(work())
 }
 
-/// Whether this thread is dry.
+/// Returns whether this thread is dry.
 pub fn is_dry() -> bool {
     KIND.get().is_some()
 }
@@ -297,7 +297,7 @@ pub(crate) fn tensor(shape: Shape, dtype: DType) -> Result<Tensor> {
     tensor_of(Arc::new(Allocation::new(shape.elem_count() * dtype.size_in_bytes())), shape, dtype)
 }
 
-/// Whether a tensor belongs to a dry run. Some values that ranks exchange are real.
+/// Returns whether a tensor belongs to a dry run. Some values that ranks exchange are real.
 pub(crate) fn is_tensor(tensor: &Tensor) -> bool {
     is_dry() && allocation_of(tensor).is_some()
 }
@@ -311,7 +311,7 @@ pub(crate) fn take_over(tensor: &Tensor) -> Option<Tensor> {
     flat?.ok()
 }
 
-/// Whether two tensors share their memory.
+/// Returns whether two tensors share their memory.
 pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     matches!((allocation_of(a), allocation_of(b)), (Some(a), Some(b)) if Arc::ptr_eq(&a, &b))
 }

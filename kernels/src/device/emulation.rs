@@ -26,7 +26,7 @@ pub fn emulate<R>(run: impl FnOnce() -> R) -> R {
     run()
 }
 
-/// Whether this thread is within [`emulate`].
+/// Returns whether this thread is within [`emulate`].
 pub(super) fn is_active() -> bool {
     IS_ACTIVE.get()
 }

@@ -123,7 +123,7 @@ impl Launcher {
         }
     }
 
-    /// Whether this launcher launches nothing.
+    /// Returns whether this launcher launches nothing.
     pub(crate) fn is_dry(&self) -> bool {
         matches!(self, Self::Dry)
     }

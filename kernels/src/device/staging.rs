@@ -4,10 +4,10 @@ use parking_lot::Mutex;
 
 /// A buffer that a device copies from.
 pub(super) trait Buffer: Sized {
-    /// Whether the buffer is for this GPU and has room for so many bytes, without being far too large.
+    /// Returns whether the buffer is for this GPU and has room for so many bytes, without being far too large.
     fn suits(&self, gpu: usize, bytes: usize) -> bool;
 
-    /// Whether no copy from it is pending.
+    /// Returns whether no copy from it is pending.
     fn is_idle(&self) -> bool;
 }
 

@@ -41,7 +41,7 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
     }
 }
 
-/// Whether no element is infinite or NaN. On a GPU this synchronizes.
+/// Returns whether no element is infinite or NaN. On a GPU this synchronizes.
 ///
 /// # Errors
 /// A dtype, device or layout that is not supported.

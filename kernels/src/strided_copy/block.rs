@@ -77,7 +77,7 @@ impl StridedBlock {
         }
     }
 
-    /// Whether two of its runs share elements, so that it cannot be written to. Assumes that
+    /// Returns whether two of its runs share elements, so that it cannot be written to. Assumes that
     /// [`end`](Self::end) does not overflow.
     pub fn overlaps_itself(&self) -> bool {
         if self.elements() == Some(0) {
@@ -94,7 +94,7 @@ impl StridedBlock {
         rows_overlap || batches_overlap || interleaved
     }
 
-    /// Whether two blocks within their tensors may share elements. `false` is always right; `true` may be
+    /// Returns whether two blocks within their tensors may share elements. `false` is always right; `true` may be
     /// wrong, but not for the blocks of an exchange, which are ranges of tokens or of heads of one tensor.
     pub fn may_overlap(&self, other: &Self) -> bool {
         let bounds = |block: &Self| (block.offset, block.end().unwrap_or(usize::MAX));
@@ -119,7 +119,7 @@ impl StridedBlock {
 }
 
 impl StridedBlock {
-    /// Whether two blocks within their tensors share elements. Checks runs only if
+    /// Returns whether two blocks within their tensors share elements. Checks runs only if
     /// [`may_overlap`](Self::may_overlap) cannot exclude it.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.may_overlap(other) && self.runs().any(|begin| other.meets(begin..begin + self.run))
@@ -131,7 +131,7 @@ impl StridedBlock {
         (0..self.batch).map(|batch| self.offset + batch * self.batch_stride).flat_map(in_batch)
     }
 
-    /// Whether a run has elements in a non-empty range.
+    /// Returns whether a run has elements in a non-empty range.
     fn meets(&self, range: Range<usize>) -> bool {
         (0..self.batch).any(|batch| {
             let begin = self.offset + batch * self.batch_stride;
@@ -144,7 +144,7 @@ impl StridedBlock {
     }
 }
 
-/// Whether `span` elements from this block's offset on and `other_span` elements from the other's are
+/// Returns whether `span` elements from this block's offset on and `other_span` elements from the other's are
 /// disjoint modulo `stride`.
 fn are_apart_modulo(
     stride: usize,

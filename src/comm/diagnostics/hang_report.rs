@@ -74,7 +74,7 @@ impl HangReport {
         self.calls.len()
     }
 
-    /// Follows the chain of waits that starts at `wait`. Returns the nearest wait for ranks that wait for nobody, as far as
+    /// Follows the chain of waits that starts at `wait`. Returns the nearest wait for ranks that wait for no other rank, as far as
     /// they have reported; only those ranks are listed as missing. If the ranks wait in a cycle, no rank is to blame more
     /// than another, and `wait` itself is returned.
     pub(in crate::comm) fn root_blocker(&self, wait: Wait) -> Wait {
@@ -168,12 +168,12 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_wait_for_nobody_are_the_root() {
+    fn ranks_that_wait_for_no_other_rank_are_the_root() {
         let own = wait("sp", 5, &[1, 3]);
         assert_eq!(root(own.clone(), &[]), own, "no reports");
         // The reports may include the reporter's own wait, and those of unrelated ranks.
         let reported = [(0, own.clone()), (2, wait("sp", 5, &[3])), (3, wait("dp", 1, &[]))];
-        assert_eq!(root(own.clone(), &reported), own, "a wait for nobody does not count");
+        assert_eq!(root(own.clone(), &reported), own, "a wait for no other rank does not count");
     }
 
     #[test]

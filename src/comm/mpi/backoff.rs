@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 /// Number of polls without a pause; a peer on another core often answers within a microsecond.
 const SPINS: u32 = 50;
-/// How long the core is then yielded to other ranks, before the rank sleeps.
+/// Time for which the core is then yielded to other ranks, before the rank sleeps.
 const YIELD_FOR: Duration = Duration::from_millis(2);
 const SLEEP: Duration = Duration::from_micros(50);
 /// A yield that takes longer than this means that processes other than ranks use the core.
 const LATE: Duration = Duration::from_millis(1);
-/// How long the contention is assumed to last.
+/// Assumed duration of the contention.
 const CONTENTION_WINDOW: Duration = Duration::from_secs(1);
 
 /// Whether other processes compete for this rank's core. If so, a rank sleeps at once: the scheduler prefers a process

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 
 /// The timeout used when the clock cannot represent the requested one.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-/// How long messages of a rank may still arrive after its `Ended` message, since they
+/// Time in which messages of a rank may still arrive after its `Ended` message, since they
 /// use other communicators.
 const GRACE: Duration = Duration::from_millis(100);
 /// Time limit for ranks to report what they wait for. A waiting rank answers at its next poll; a computing rank does not.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a failed world waits for ranks that have not received the failure.
+/// Time limit for a failed world's wait for ranks that have not received the failure.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The state of one rank, shared by all its groups. All MPI calls are made under its lock.
@@ -46,10 +46,10 @@ struct State {
     in_flight: Vec<(u64, Operation)>,
     recorder: FlightRecorder,
     report: HangReport,
-    /// When this rank reported its calls to the others.
+    /// Time at which this rank reported its calls to the others.
     reported: Option<Instant>,
     control: ControlMessages,
-    /// When each rank's `Ended` arrived; `None` for this rank.
+    /// Time at which each rank's `Ended` arrived; `None` for this rank.
     ended: Vec<Option<Instant>>,
     communicators: Vec<Communicator>,
 }

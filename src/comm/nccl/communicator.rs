@@ -109,7 +109,7 @@ pub(super) fn abort(communicators: &[Arc<Communicator>]) {
     // Errors of these calls cannot be handled.
     let _ = result::group_start();
     for raw in handles {
-        // SAFETY: taken out of the communicator, so nobody uses it any more.
+        // SAFETY: taken out of the communicator, so it has no other user.
         let _ = unsafe { result::comm_abort(raw.0) };
     }
     let _ = result::group_end();
@@ -208,7 +208,7 @@ impl Drop for Communicator {
         let finalized =
             self.call(Instant::now() + SHUTDOWN_TIMEOUT, |raw| unsafe { result::comm_finalize(raw) });
         let Some(raw) = self.raw.get_mut().take() else { return };
-        // SAFETY: nobody else has the handle any more; it is destroyed or aborted once.
+        // SAFETY: no other code has the handle; it is destroyed or aborted once.
         unsafe {
             let _ = if finalized.is_ok() { result::comm_destroy(raw.0) } else { result::comm_abort(raw.0) };
         }

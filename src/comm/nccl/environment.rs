@@ -16,7 +16,7 @@ pub(super) struct Environment {
     pub(super) meeting: Rendezvous,
 }
 
-/// How the processes obtain the communicator id.
+/// Source of the communicator id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Rendezvous {
     /// NCCL itself reads `NCCL_COMM_ID`.

@@ -12,7 +12,7 @@ pub(in crate::comm) struct Change {
     pub(in crate::comm) value: Option<Arc<[u8]>>,
 }
 
-/// How a rank left.
+/// Departure of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum Departure {
     /// The rank has announced its end.

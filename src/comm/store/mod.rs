@@ -44,7 +44,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long processes that do not read may delay a process that makes a change, in total: its
+/// Total time for which processes that do not read may delay a process that makes a change, in total: its
 /// next action may be what they wait for.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between polls.

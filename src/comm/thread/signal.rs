@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// Iterations of busy waiting; a peer on another core often arrives within a microsecond.
 const SPINS: usize = 200;
-/// How long the core is then yielded to other ranks, which may be the ones to wait for.
+/// Time for which the core is then yielded to other ranks, which may be the ones to wait for.
 const YIELD_FOR: Duration = Duration::from_micros(60);
 
 /// An event counter that a rank sleeps on. A thread that changes state the rank

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-/// How much a [`Note`] matters.
+/// Severity of a [`Note`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
     /// The run does what the file asks for: the note names an old key, or one without effect.

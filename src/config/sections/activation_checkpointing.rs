@@ -5,7 +5,7 @@ use crate::config::define::words::flag;
 use crate::config::reader::Section;
 
 keys! {
-    /// How checkpointed activations are stored; `ulysses.activation_checkpointing` switches checkpointing on.
+    /// Storage of checkpointed activations; `ulysses.activation_checkpointing` switches checkpointing on.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct ActivationCheckpointingConfig {
         /// Offloads activation checkpoints until the backward pass: from a GPU to host memory, from a CPU to a file.

@@ -5,7 +5,7 @@ use crate::config::define::{Keys, choices, keys};
 use crate::config::reader::Section;
 
 keys! {
-    /// When and how checkpoints are saved.
+    /// Interval, retention and form of checkpoints.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct CheckpointConfig {
         /// Steps between checkpoints; if absent, only the last step is saved.
@@ -17,13 +17,13 @@ keys! {
         pub keep_best: bool = flag(),
         /// Saves in the background, from a copy of the state, while training continues.
         pub background: bool = flag().named("async"),
-        /// What happens to the run when a save fails.
+        /// Effect of a failed save on the run.
         pub on_error: OnSaveError = choice().text("stop"),
     }
 }
 
 choices! {
-    /// What happens to the run when a save fails, because the disk is full, for example.
+    /// Effect of a failed save on the run, for example when the disk is full.
     pub enum OnSaveError {
         /// The run ends with an error.
         #[default]

@@ -69,7 +69,7 @@ impl Setting for Vec<DataSource> {
 }
 
 choices! {
-    /// How documents are packed into sequences. A corpus of one document gives the same sequences each way.
+    /// Packing of documents into sequences. A corpus of one document gives the same sequences each way.
     ///
     /// Nothing is dropped: every token is in exactly one sequence.
     pub enum Packing {

@@ -36,7 +36,7 @@ keys! {
         pub epochs: Option<u64> = count(),
         /// Later values of `seq_len`: `[[step, seq_len], …]`, each effective after `step` steps; the data is repacked.
         pub seq_len_schedule: Vec<SeqLenChange> = section(),
-        /// How documents are packed into sequences. `greedy`: documents that fit are not cut; `cut`: concatenated and cut every
+        /// Packing of documents into sequences. `greedy`: documents that fit are not cut; `cut`: concatenated and cut every
         /// `seq_len` tokens; `concat`: as `cut`, with attention across documents.
         pub packing: Packing = choice().text("greedy"),
         /// Held-out data, evaluated during training.
@@ -81,7 +81,7 @@ keys! {
 }
 
 choices! {
-    /// Whether ranks that are processes compare their collective calls.
+    /// The check of collective calls between ranks that are processes.
     pub enum CommCheck {
         /// Calls are not compared.
         #[default]

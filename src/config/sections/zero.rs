@@ -10,10 +10,10 @@ use serde_json::{Map, Value as Json};
 use ulysses_kernels::device::DeviceKind;
 
 keys! {
-    /// What ZeRO partitions, over which ranks, and where it is offloaded to.
+    /// Config of ZeRO: the stage, its partitions and offload.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct ZeroConfig {
-        /// What is partitioned over dp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. With dp 1 there is one
+        /// State that is partitioned over dp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. With dp 1 there is one
         /// partition: every rank of an sp group stores the whole model state.
         pub stage: ZeroStage = integer(0, 3).integer(0),
         /// Shard size of hybrid sharding (MiCS; PyTorch's HSDP): consecutive dp ranks that partition the state; the other groups
@@ -66,7 +66,7 @@ pub(crate) fn stated_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
     sizes.into_iter().flatten().collect()
 }
 
-/// Where state is stored between uses.
+/// Storage of state between uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Offload {
     /// Not offloaded.
@@ -80,7 +80,7 @@ pub enum Offload {
 
 keys! {
     struct OffloadSection {
-        /// Where the state is stored between uses: "cpu" is host memory (no effect for ranks on a CPU), "nvme" a file (ranks on a CPU only).
+        /// Storage of the state between uses: "cpu" is host memory (no effect for ranks on a CPU), "nvme" a file (ranks on a CPU only).
         device: OffloadDevice = choice().text("none"),
         /// The directory of that file; by default `ulysses.offload_path`.
         nvme_path: Option<String> = text().or_null(),
@@ -166,7 +166,7 @@ impl Setting for ZeroStage {
     }
 }
 
-/// What ZeRO partitions over the data-parallel ranks; each stage includes the previous ones.
+/// Stage of ZeRO: the state that is partitioned over the data-parallel ranks. Each stage includes the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(into = "u8")]
 pub enum ZeroStage {

@@ -65,7 +65,7 @@ fn clear<E: Float>(gradient: &mut [E]) {
     gradient.fill(E::zero());
 }
 
-/// Whether the threads that whole KV heads keep busy are a larger share than five of seven matmuls.
+/// Returns whether the threads that whole KV heads keep busy are a larger share than five of seven matmuls.
 fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
     7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
 }
@@ -80,14 +80,14 @@ struct Pass<'a, T: Precision> {
 
 impl<T: Precision> Pass<'_, T> {
     /// All gradients of one KV head and the query heads that use it.
-    fn kv_head(&self, row: usize, kv_head: usize) {
+    fn kv_head(&self, sequence: usize, kv_head: usize) {
         let dims = &self.problem.dims;
         for head in self.query_heads(kv_head) {
             // SAFETY: each query head has one KV head, so only that head's task accesses it.
-            unsafe { self.dq.head((row, head), &(0..dims.num_queries)) }.fill(0.0);
+            unsafe { self.dq.head((sequence, head), &(0..dims.num_queries)) }.fill(0.0);
         }
         for keys in blocks(0..dims.num_keys, dims.num_keys, cached_tokens(KEY_BLOCK, dims.head_dim)) {
-            self.keys(row, kv_head, keys, true);
+            self.keys(sequence, kv_head, keys, true);
         }
     }
 
@@ -109,31 +109,31 @@ impl<T: Precision> Pass<'_, T> {
 
     /// `dk` and `dv` of some blocks of keys, and with `add_to_dq` their contribution to `dq`. Queries are
     /// copied once for all of these blocks; the rectangles are those of single blocks.
-    fn keys(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
+    fn keys(&self, sequence: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
         let Problem { dims, layout, .. } = *self.problem;
-        let visible = layout.visible(row);
+        let visible = layout.visible(sequence);
         let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, p_converted, ds_converted, k, k_t, v_t, q, dout, dk, dv]| {
             let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
             let mut cached =
-                gather_blocks(self.problem, (row, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
+                gather_blocks(self.problem, (sequence, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
                     let (problem, upstream) = (self.problem, self.upstream);
                     let of_queries =
-                        QueryBlock::gather_both(problem, upstream, (row, head), queries, [q, dout]);
+                        QueryBlock::gather_both(problem, upstream, (sequence, head), queries, [q, dout]);
                     for (block, gradients) in &mut cached {
                         let buffers = [&mut *p, ds, p_converted, ds_converted];
-                        self.tile(row, head, (&of_queries, block), gradients, buffers, add_to_dq);
+                        self.tile(sequence, head, (&of_queries, block), gradients, buffers, add_to_dq);
                     }
                 }
             }
             // SAFETY: no other task has these keys of this sequence and KV head.
-            unsafe { self.dk.head((row, kv_head), &keys) }.round_from(dk);
+            unsafe { self.dk.head((sequence, kv_head), &keys) }.round_from(dk);
             // SAFETY: as above.
-            unsafe { self.dv.head((row, kv_head), &keys) }.round_from(dv);
+            unsafe { self.dv.head((sequence, kv_head), &keys) }.round_from(dv);
         });
     }
 
@@ -141,7 +141,7 @@ impl<T: Precision> Pass<'_, T> {
     /// with `add_to_dq` that of the keys to `dq`.
     fn tile(
         &self,
-        row: usize,
+        sequence: usize,
         head: usize,
         ((queries, terms), keys): (&(QueryBlock<'_, T>, QueryTerms<'_, T>), &KeyBlock<'_, T>),
         [dk, dv]: &mut [&mut [f32]; 2],
@@ -151,9 +151,9 @@ impl<T: Precision> Pass<'_, T> {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
         let Problem { kernel, scale, layout, .. } = *self.problem;
         let rectangles =
-            rectangles(layout.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
+            rectangles(layout.visible(sequence), queries.queries.clone(), keys.keys.clone(), T::TERMS);
         for rectangle in strips(rectangles, T::BACKWARD_STRIP) {
-            self.recompute(row, head, &rectangle, (queries, keys), [p, ds]);
+            self.recompute(sequence, head, &rectangle, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
             let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_converted);
             let [q, dout] = terms.of(&rectangle, queries);
@@ -162,7 +162,7 @@ impl<T: Precision> Pass<'_, T> {
             let ds_t = if add_to_dq {
                 let [ds, ds_t] = from_tile_both::<T>(ds, num_queries, num_keys, ds_converted);
                 // SAFETY: each query head has one KV head, so only that head's task accesses it.
-                unsafe { self.add_to_dq(row, head, &rectangle, keys, ds) };
+                unsafe { self.add_to_dq(sequence, head, &rectangle, keys, ds) };
                 ds_t
             } else {
                 T::from_tile_transposed(ds, num_queries, num_keys, ds_converted)
@@ -172,25 +172,25 @@ impl<T: Precision> Pass<'_, T> {
     }
 
     /// `dq` of a block of queries.
-    fn query_block(&self, row: usize, head: usize, queries: Range<usize>) {
+    fn query_block(&self, sequence: usize, head: usize, queries: Range<usize>) {
         let Problem { dims, layout, .. } = self.problem;
-        let visible = layout.visible(row);
+        let visible = layout.visible(sequence);
         let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, buffer, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this sequence, head and block of queries.
-            unsafe { self.dq.head((row, head), &queries) }.fill(0.0);
+            unsafe { self.dq.head((sequence, head), &queries) }.fill(0.0);
             let of_queries =
-                QueryBlock::gather(self.problem, self.upstream, (row, head), queries.clone(), [q, dout]);
+                QueryBlock::gather(self.problem, self.upstream, (sequence, head), queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
                 let kv_head = layout.q_to_kv()[head];
-                let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
+                let block = KeyBlock::gather(self.problem, (sequence, kv_head), keys.clone(), [k, k_t, v_t]);
                 for rectangle in
                     strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP)
                 {
-                    self.recompute(row, head, &rectangle, (&of_queries, &block), [p, ds]);
+                    self.recompute(sequence, head, &rectangle, (&of_queries, &block), [p, ds]);
                     let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), buffer);
                     // SAFETY: as above.
-                    unsafe { self.add_to_dq(row, head, &rectangle, &block, ds) };
+                    unsafe { self.add_to_dq(sequence, head, &rectangle, &block, ds) };
                 }
             }
         });
@@ -200,7 +200,7 @@ impl<T: Precision> Pass<'_, T> {
     /// keys]` with rows [`ROW_STRIDE`] apart.
     fn recompute(
         &self,
-        row: usize,
+        sequence: usize,
         head: usize,
         rectangle: &Rectangle,
         (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
@@ -215,9 +215,9 @@ impl<T: Precision> Pass<'_, T> {
             [&mut *p, &mut *ds].map(|tile| MatMut::new(tile, num_queries, num_keys, ROW_STRIDE));
         T::multiply(kernel, scores, Store::Overwrite, scale, q, k_t);
         T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
-        let first = (row * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
+        let first = (sequence * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
         let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
-        softmax_backward(rectangle, layout.visible(row), &terms, p, ds);
+        softmax_backward(rectangle, layout.visible(sequence), &terms, p, ds);
     }
 
     /// Adds `scale ds k` of a rectangle.
@@ -226,14 +226,14 @@ impl<T: Precision> Pass<'_, T> {
     /// No other thread may access these queries of this sequence and head of `dq` meanwhile.
     unsafe fn add_to_dq(
         &self,
-        row: usize,
+        sequence: usize,
         head: usize,
         rectangle: &Rectangle,
         block: &KeyBlock<'_, T>,
         ds: Mat<'_, T::Tile>,
     ) {
         // SAFETY: by this function's contract.
-        let dq = unsafe { self.dq.head((row, head), &rectangle.queries) };
+        let dq = unsafe { self.dq.head((sequence, head), &rectangle.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
         T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(rectangle));
     }

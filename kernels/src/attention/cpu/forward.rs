@@ -31,8 +31,8 @@ pub(in crate::attention) fn forward<T: Precision>(
     for (index, lse) in lse.chunks_mut(dims.num_queries.max(1)).enumerate() {
         for (task, lse) in lse.chunks_mut(queries_per_task).enumerate() {
             let start = task * queries_per_task;
-            let (row, head) = (index / dims.num_heads, index % dims.num_heads);
-            tasks.push((Task { row, head, queries: start..start + lse.len() }, lse));
+            let (sequence, head) = (index / dims.num_heads, index % dims.num_heads);
+            tasks.push((Task { sequence, head, queries: start..start + lse.len() }, lse));
         }
     }
     tasks.into_par_iter().for_each(|(task, lse)| task.run(problem, &o, lse));
@@ -49,7 +49,7 @@ fn queries_per_task(dims: &Dims, num_threads: usize) -> usize {
 }
 
 struct Task {
-    row: usize,
+    sequence: usize,
     head: usize,
     queries: Range<usize>,
 }
@@ -69,7 +69,7 @@ impl Task {
                 let mut running = Running { max, sums, output, head_dim, first_query: self.queries.start };
                 self.accumulate(problem, [scores, buffer], [q, k_t, v], &mut running);
                 // SAFETY: no other task has these queries of this sequence and head.
-                let o = unsafe { o.head((self.row, self.head), &self.queries) };
+                let o = unsafe { o.head((self.sequence, self.head), &self.queries) };
                 finish(&mut running, o, lse);
             },
         );
@@ -83,9 +83,9 @@ impl Task {
         running: &mut Running<'_>,
     ) {
         let Problem { kernel, dims, scale, layout, .. } = *problem;
-        let visible = layout.visible(self.row);
+        let visible = layout.visible(self.sequence);
         let kv_head = layout.q_to_kv()[self.head];
-        let (of_q, of_kv) = ((self.row, self.head), (self.row, kv_head));
+        let (of_q, of_kv) = ((self.sequence, self.head), (self.sequence, kv_head));
         let q = T::gather(&problem.q, of_q, &self.queries, Form::Rows, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
             let k_t = T::gather(&problem.k, of_kv, &keys, Form::Transposed, k_t);

@@ -191,8 +191,8 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// One head of a sequence, from its first element on, with rows of `head_dim` [`Self::row_stride`] apart.
-    pub(super) fn head_slice(&self, (row, head): (usize, usize)) -> &'a [T] {
-        &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
+    pub(super) fn head_slice(&self, (sequence, head): (usize, usize)) -> &'a [T] {
+        &self.data[(sequence * self.tokens * self.heads + head) * self.head_dim..]
     }
 
     /// Distance between two tokens of a head.
@@ -201,9 +201,9 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// Some tokens of one head, `[tokens, head_dim]`.
-    pub(super) fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
+    pub(super) fn head(&self, (sequence, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
-        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        let start = ((sequence * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
     }
 }
@@ -264,10 +264,14 @@ impl<'a, T> HeadsMut<'a, T> {
     ///
     /// # Safety
     /// While the view lives, no other view of the same sequence and head may share a token with it.
-    pub(super) unsafe fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> MatMut<'_, T> {
+    pub(super) unsafe fn head(
+        &self,
+        (sequence, head): (usize, usize),
+        tokens: &Range<usize>,
+    ) -> MatMut<'_, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let row_stride = self.heads * self.head_dim;
-        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        let start = ((sequence * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         assert!(start <= self.len && fits(self.len - start, tokens.len(), self.head_dim, row_stride));
         // SAFETY: in bounds, as just checked.
         let data = unsafe { self.data.add(start) };

@@ -25,7 +25,7 @@ pub(in crate::attention) enum Form {
     Transposed,
 }
 
-/// How the matmuls of attention are computed.
+/// The data type and instructions of attention's matmuls.
 pub(in crate::attention) trait Precision: Sync + 'static {
     /// Element type of the tensors.
     type Element: Float;

@@ -18,7 +18,7 @@ const PANEL: usize = 48;
 /// Minimum number of fully visible keys of a tile for a separate rectangle.
 const MIN_DENSE_KEYS: usize = 64;
 
-/// Whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of
+/// Returns whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of
 /// `terms`.
 pub(super) const fn begin_at_multiples(terms: usize) -> bool {
     KEY_BLOCK.is_multiple_of(terms) && QUERY_BLOCK.is_multiple_of(terms) && PANEL.is_multiple_of(terms)

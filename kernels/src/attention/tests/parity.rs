@@ -9,7 +9,7 @@ fn causal_rows_match_the_reference_for_all_lengths_heads_and_dimensions() -> Res
         causal(1, 1, &[0], 1, 1)?.check("one token")?;
         causal(3, 7, &[0, 0, 1], 2, 4)?.check("uneven groups")?;
         causal(2, 64, &[0, 1, 1, 2], 3, 8)?.check("uneven groups in the middle")?;
-        causal(1, 64, &[1, 0, 1], 3, 64)?.check("unordered groups and a KV head that nobody uses")?;
+        causal(1, 64, &[1, 0, 1], 3, 64)?.check("unordered groups and a KV head that no query head uses")?;
         causal(2, 300, &[0, 1, 2], 3, 80)?.check("MHA over more than one tile")?;
         causal(1, 300, &[0, 0, 0, 0], 1, 64)?.check("MQA over more than one tile")?;
         causal(1, 1100, &[0, 0, 1], 2, 8)?.check("several tiles")?;

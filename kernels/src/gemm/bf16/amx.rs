@@ -5,7 +5,7 @@ use super::pack::TILE_WORDS;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 
-/// Whether the CPU has AMX for bf16 and the operating system lets this process use it.
+/// Returns whether the CPU has AMX for bf16 and the operating system lets this process use it.
 pub(super) fn is_available() -> bool {
     const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
     // SAFETY: every x86-64 CPU has `cpuid`.

@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 /// Rows whose sums are in registers at the same time, for all 32 columns.
 const ROWS: usize = 8;
 
-/// Whether the CPU has the instructions.
+/// Returns whether the CPU has the instructions.
 pub(super) fn is_available() -> bool {
     instructions_for_pairs().is_some()
 }

@@ -107,7 +107,7 @@ impl Kernel {
     }
 }
 
-/// Whether the environment selects f32.
+/// Returns whether the environment selects f32.
 fn gemm_in_f32() -> Result<bool, OpError> {
     match std::env::var_os(VARIABLE).or_else(|| std::env::var_os(OLD_VARIABLE)) {
         None => Ok(false),

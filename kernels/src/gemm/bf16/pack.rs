@@ -19,7 +19,7 @@ pub(super) const TILE_WORDS: usize = LINES * PAIRS;
 /// Terms per tile.
 pub(super) const TILE_TERMS: usize = 2 * PAIRS;
 
-/// Which words of a tile are adjacent.
+/// Order of a tile's words in memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// The pairs of a line: for A.

@@ -81,7 +81,7 @@ impl Segments {
         self.ranges.len()
     }
 
-    /// Whether there are no segments.
+    /// Returns whether there are no segments.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()

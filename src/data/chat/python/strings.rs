@@ -10,7 +10,7 @@ pub(in crate::data::chat) fn is_space(character: char) -> bool {
     character.is_whitespace() || matches!(character, '\u{1c}'..='\u{1f}')
 }
 
-/// Whether `repr` shows a character as it is.
+/// Returns whether `repr` shows a character as it is.
 fn is_printable(character: char) -> bool {
     // Rust shows marks that extend another character only behind one.
     let shown = format!("a{character}").escape_debug().count();

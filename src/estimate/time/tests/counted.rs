@@ -4,7 +4,7 @@ use super::*;
 use crate::estimate::tests::{cases, workload};
 use std::path::Path;
 
-/// Where everything takes time.
+/// A machine on which everything takes time.
 fn real_machine(overlaps_communication: bool) -> MachineProfile {
     let profiles = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/machines");
     let mut machine = MachineProfile::from_file(profiles.join("h100_sxm_ib400.json")).unwrap();

@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 
 /// A failed process and its cause.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Fault {
+pub(super) struct RankFailure {
     /// `None` if `mpirun` does not name the rank.
     pub(super) rank: Option<usize>,
     exit: Exit,
@@ -25,7 +25,7 @@ enum Exit {
     Signal(i32),
 }
 
-impl Fault {
+impl RankFailure {
     pub(super) fn new(rank: Option<usize>, status: ExitStatus, last_line: Option<&str>) -> Self {
         let exit = match status.signal() {
             Some(signal) => Exit::Signal(signal),
@@ -39,13 +39,13 @@ impl Fault {
         Self { reported: reported.map(str::to_owned), missing, ..self }
     }
 
-    /// Whether arguments or config are invalid, so that a restart would fail again.
+    /// Returns whether arguments or config are invalid, so that a restart would fail again.
     pub(super) fn is_usage(&self) -> bool {
         self.exit == Exit::Code(2)
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.rank {
             Some(rank) => write!(f, "rank {rank} ")?,
@@ -70,7 +70,7 @@ impl fmt::Display for Fault {
 
 /// Parses Open MPI's message about the rank that ended its job: `process rank 2 with PID 7 on node n exited on
 /// signal 9`, or `Process name: [[7,1],2]` with `Exit code: 3`.
-pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> Fault {
+pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> RankFailure {
     let text = stderr.mpirun.join("\n");
     let number_after = |marker: &str| {
         let rest = text.split_once(marker)?.1.trim_start();
@@ -85,19 +85,19 @@ pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> Fault {
         (Some((rank, signal)), _) => (rank, Exit::Signal(signal)),
         (None, Some((rank, code))) => (rank, Exit::Code(code)),
         (None, None) => {
-            return Fault::new(None, status, stderr.mpirun.last().map(String::as_str));
+            return RankFailure::new(None, status, stderr.mpirun.last().map(String::as_str));
         }
     };
     let rank = usize::try_from(rank).ok();
     let last_line = rank.and_then(|rank| stderr.last_line(rank)).map(str::to_owned);
-    Fault { rank, exit, last_line, reported: None, missing: Vec::new() }
+    RankFailure { rank, exit, last_line, reported: None, missing: Vec::new() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn mpirun_says(text: &str) -> Fault {
+    fn mpirun_says(text: &str) -> RankFailure {
         let last_lines = vec![(2, "panicked".to_owned())];
         let stderr = StderrTail { last_lines, mpirun: text.lines().map(str::to_owned).collect() };
         parse_mpirun(ExitStatus::from_raw(137 << 8), &stderr)
