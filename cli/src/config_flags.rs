@@ -1,6 +1,6 @@
 //! Flags that override config keys, for every command that takes a config.
 
-use ulysses::config::{Setting, Settings};
+use ulysses::config::{PartitionAxes, Setting, Settings};
 
 /// `--set` alone, for commands without the shortcuts of [`ConfigFlags`].
 #[derive(clap::Args, Clone, Default)]
@@ -26,6 +26,16 @@ pub(super) struct ConfigFlags {
     /// ZeRO stage (0 to 3): `zero_optimization.stage`.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
+    /// Mesh axes over which ZeRO partitions: `ulysses.zero_partition_axes`. `dp,sp` stores the model state once over all
+    /// ranks, which dp alone does once per sp rank.
+    #[arg(long, value_parser = partition_axes, value_name = "dp|dp,sp")]
+    zero_partition_axes: Option<PartitionAxes>,
+}
+
+fn partition_axes(text: &str) -> Result<PartitionAxes, String> {
+    let all = [PartitionAxes::Dp, PartitionAxes::DpSp];
+    let named = all.into_iter().find(|axes| axes.names().join(",") == text);
+    named.ok_or_else(|| "expected `dp` or `dp,sp`".to_owned())
 }
 
 impl SetFlags {
@@ -40,7 +50,7 @@ impl SetFlags {
 
 impl ConfigFlags {
     pub(super) fn settings(&self) -> Settings {
-        let Self { lr, batch_size, zero_stage, .. } = *self;
-        Settings { lr, batch_size, zero_stage, ..self.set.settings() }
+        let Self { lr, batch_size, zero_stage, zero_partition_axes, .. } = *self;
+        Settings { lr, batch_size, zero_stage, zero_partition_axes, ..self.set.settings() }
     }
 }

@@ -1,7 +1,7 @@
 //! The process groups along the axes of a mesh.
 
 use super::{CommError, ProcessGroup, ProcessGroupExt};
-use crate::mesh::{DeviceMesh, canonical_axis_name};
+use crate::mesh::{DeviceMesh, ShardShape, canonical_axis_name};
 use candle_core::Device;
 use std::sync::Arc;
 
@@ -64,13 +64,13 @@ impl MeshGroups {
         Ok(Self { mesh: mesh.clone(), world, whole, axes, device: Device::Cpu })
     }
 
-    /// The groups of the same ranks along the axes of [`DeviceMesh::hybrid_sharded`]: [`SHARD_AXIS`](super::SHARD_AXIS)
+    /// The groups of the same ranks along the axes of [`DeviceMesh::sharded`]: [`SHARD_AXIS`](super::SHARD_AXIS)
     /// and [`REPLICAS_AXIS`](super::REPLICAS_AXIS). Collective, as [`new`](Self::new).
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when the mesh cannot be split into shards of that size.
-    pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, CommError> {
-        Ok(Self::new(&self.mesh.hybrid_sharded(shard_size)?, self.world.clone())?.on(self.device.clone()))
+    /// As [`new`](Self::new), and when the mesh cannot be split into shards of that shape.
+    pub fn sharded(&self, shape: ShardShape) -> Result<Self, CommError> {
+        Ok(Self::new(&self.mesh.sharded(shape)?, self.world.clone())?.on(self.device.clone()))
     }
 
     /// Sets the device of this rank's tensors (torch's `init_device_mesh` also takes one); the default is

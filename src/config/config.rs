@@ -15,8 +15,9 @@ use super::sections::optimizer::OptimizerConfig;
 use super::sections::precision::Precision;
 use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
-use super::sections::zero::ZeroConfig;
+use super::sections::zero::{PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
+use crate::mesh::ShardShape;
 use serde::{Serialize, Serializer};
 use std::path::Path;
 use std::sync::LazyLock;
@@ -146,14 +147,26 @@ impl Config {
         self.zero.mics_shard_size.is_none_or(|size| dp.is_multiple_of(size))
     }
 
-    /// Returns the number of ranks that share ZeRO's partitions, if it is not dp (hybrid sharding).
+    /// Returns the number of dp ranks that share ZeRO's partitions, if it is not dp (hybrid sharding).
     pub fn zero_shard_size(&self) -> Option<usize> {
         self.zero.mics_shard_size.filter(|size| *size != self.mesh.dp_size)
     }
 
-    /// Returns the number of ranks that share ZeRO's partitions: dp, or the shard size of hybrid sharding.
+    /// Returns the ranks that share ZeRO's partitions, if they are not exactly dp.
+    pub fn zero_shards(&self) -> Option<ShardShape> {
+        let MeshConfig { dp_size, sp_size } = self.mesh;
+        let shards = ShardShape {
+            dp_size: self.zero.mics_shard_size.unwrap_or(dp_size),
+            spans_sp: self.ulysses.zero_partition_axes == PartitionAxes::DpSp && sp_size > 1,
+        };
+        (shards.spans_sp || shards.dp_size != dp_size).then_some(shards)
+    }
+
+    /// Returns the number of ranks that share ZeRO's partitions: by default dp.
     pub fn zero_world_size(&self) -> usize {
-        self.zero_shard_size().unwrap_or(self.mesh.dp_size)
+        self.zero_shards().map_or(self.mesh.dp_size, |shards| {
+            shards.dp_size * if shards.spans_sp { self.mesh.sp_size } else { 1 }
+        })
     }
 
     /// Returns a note if the ZeRO stage has a single partition, which saves nothing; `None` for one rank.
@@ -162,13 +175,16 @@ impl Config {
         if stage == 0 || self.zero_world_size() != 1 || self.world_size() == 1 {
             return None;
         }
-        let (why, remedy) = match self.mesh.dp_size {
-            1 => ("dp_size is 1", "a mesh with dp_size > 1"),
-            _ => ("its shard size is 1", "a shard size > 1 (`zero_optimization.mics_shard_size`)"),
+        let why = if self.mesh.dp_size == 1 { "dp_size is 1" } else { "its shard size is 1" };
+        let remedy = match self.mesh.sp_size {
+            1 => "a shard size > 1 (`zero_optimization.mics_shard_size`) partitions it".to_owned(),
+            sp => format!(
+                "`\"ulysses\": {{\"zero_partition_axes\": [\"dp\", \"sp\"]}}` or --zero-partition-axes dp,sp partitions it \
+                 over the {sp} sp ranks too"
+            ),
         };
         Some(format!(
-            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state; \
-             {remedy} partitions it"
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state; {remedy}"
         ))
     }
 
@@ -239,6 +255,8 @@ mod tests {
     fn only_a_stage_with_one_partition_is_noted() {
         assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp_size is 1"));
         assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
+        assert!(note(1, 2, 2, 1).unwrap().ends_with("over the 2 sp ranks too"));
+        assert!(note(2, 2, 1, 1).unwrap().contains("`zero_optimization.mics_shard_size`"));
         for (stage, dp, sp, shard_size) in [(0, 1, 4, -1), (2, 2, 4, -1), (3, 1, 1, -1), (3, 4, 1, 2)] {
             assert_eq!(note(stage, dp, sp, shard_size), None, "stage {stage} on {dp} × {sp}");
         }

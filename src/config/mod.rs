@@ -77,6 +77,6 @@ pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
 pub use sections::ulysses::{Backend, CommCheck, CommConfig, UlyssesConfig};
-pub use sections::zero::{Offload, ZeroConfig, ZeroStage};
+pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};
 pub use settings::{Setting, Settings};
 pub use vocabulary::DEEPSPEED_VERSION;

@@ -9,7 +9,7 @@ use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
 use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
-use super::sections::zero::stated_shard_sizes;
+use super::sections::zero::{PartitionAxes, stated_shard_sizes};
 use super::settings::Settings;
 use std::path::Path;
 use std::time::Duration;
@@ -146,6 +146,8 @@ fn read_config(root: &Section<'_>) -> Config {
     config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
     config.optimizer.check(&root.section("optimizer"));
     config.zero.check(&root.section("zero_optimization"));
+    config.ulysses.zero_partition_axes =
+        PartitionAxes::implied_by(root).unwrap_or(config.ulysses.zero_partition_axes);
     config.ulysses.check(&root.section("ulysses"), base_lr);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);

@@ -1,10 +1,12 @@
-//! Flags that change values of a config file before it is checked: `--set`, `--lr`, `--batch-size` and `--zero-stage`.
+//! Flags that change values of a config file before it is checked: `--set`, `--lr`, `--batch-size`, `--zero-stage`
+//! and `--zero-partition-axes`.
 //!
 //! Values are inserted into the parsed tree, so the same checks apply. Their offsets are after the end of the file's
 //! text; [`Report`](super::reader::Report) recognizes them by that, and names the flag instead of a line.
 
 use super::error::ConfigError;
 use super::reader::{abbreviated, parse};
+use super::sections::zero::PartitionAxes;
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 
@@ -19,6 +21,8 @@ pub struct Settings {
     pub batch_size: Option<usize>,
     /// `--zero-stage`: `zero_optimization.stage`.
     pub zero_stage: Option<u8>,
+    /// `--zero-partition-axes`: `ulysses.zero_partition_axes`.
+    pub zero_partition_axes: Option<PartitionAxes>,
 }
 
 /// One `--set KEY=VALUE`.
@@ -106,6 +110,11 @@ impl Settings {
         if let Some(stage) = self.zero_stage {
             let flag = format!("--zero-stage {stage}");
             settings.push((Setting::of_flag(flag, "zero_optimization.stage", &stage.into()), false));
+        }
+        if let Some(axes) = self.zero_partition_axes {
+            let flag = format!("--zero-partition-axes {}", axes.names().join(","));
+            let key = "ulysses.zero_partition_axes";
+            settings.push((Setting::of_flag(flag, key, &axes.names().into()), false));
         }
         let mut start = file_bytes;
         let document = |(Setting { key, value, flag }, is_default)| {

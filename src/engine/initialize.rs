@@ -70,7 +70,7 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let groups = ZeroGroups::new(groups, config.zero_shard_size())?;
+    let groups = ZeroGroups::new(groups, config.zero_shards())?;
     Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), device)
 }
 

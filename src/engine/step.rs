@@ -249,7 +249,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        let (shard, replicas) = match &self.groups.hybrid {
+        let (shard, replicas) = match &self.groups.sharding {
             Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
             None => ("dp", "sp"),
         };

@@ -1,7 +1,7 @@
 //! The effect of single changes of the configuration.
 
 use super::{Criteria, RankPlan, Throughput, Workload};
-use crate::config::{Config, Offload, Precision, ZeroStage};
+use crate::config::{Config, Offload, PartitionAxes, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
@@ -70,13 +70,21 @@ impl Workload {
             apply(&mut workload.config);
             variants.push((change, workload));
         };
+        let (axes, stage) = (config.ulysses.zero_partition_axes, config.zero.stage);
+        if axes == PartitionAxes::Dp && config.mesh.sp_size > 1 {
+            let stage = if stage == ZeroStage::Disabled { ZeroStage::Parameters } else { stage };
+            add(format!("ZeRO stage {}", PartitionAxes::DpSp.with_stage(stage)), &|config| {
+                config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
+                config.zero.set_stage(stage);
+            });
+        }
         for (change, changed) in features(config, self.device) {
             add(change, &|config| *config = changed.clone());
         }
-        // With one rank, there is nothing to partition.
-        let has_partitions = |stage: &ZeroStage| config.mesh.dp_size > 1 && *stage != config.zero.stage;
+        // With one partition, all stages are equal.
+        let has_partitions = |stage: &ZeroStage| config.zero_world_size() > 1 && *stage != config.zero.stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
-            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero.set_stage(stage));
+            add(format!("ZeRO stage {}", axes.with_stage(stage)), &|config| config.zero.set_stage(stage));
         }
         for (change, stage, optimizer, parameters) in offloads(config, self.device) {
             add(change, &|config| {

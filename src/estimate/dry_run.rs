@@ -10,7 +10,7 @@ use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
-use crate::zero::{HybridGroups, ZeroGroups};
+use crate::zero::{ShardGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::ops::Range;
@@ -215,12 +215,12 @@ fn fake_groups(
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
         Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().record_collective(axis, call)))))
     };
-    let hybrid = match config.zero_shard_size().filter(|&size| size != config.mesh.dp_size) {
+    let sharding = match config.zero_shards() {
         None => None,
-        Some(size) => {
-            let mesh = mesh.hybrid_sharded(size)?;
-            Some(HybridGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
+        Some(shape) => {
+            let mesh = mesh.sharded(shape)?;
+            Some(ShardGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
         }
     };
-    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, hybrid })
+    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding })
 }

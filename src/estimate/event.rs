@@ -111,9 +111,9 @@ pub enum Axis {
     Dp,
     /// Sequence parallel.
     Sp,
-    /// ZeRO's partitions, in hybrid sharding.
+    /// ZeRO's partitions, if they are not exactly dp.
     Shard,
-    /// Replicas of a partition, in hybrid sharding.
+    /// Replicas of a partition, if they are not exactly sp.
     Replicas,
 }
 

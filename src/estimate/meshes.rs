@@ -1,7 +1,7 @@
 //! The other meshes with the same number of ranks.
 
 use super::{Criteria, RankPlan, Throughput, Workload};
-use crate::config::{MeshConfig, ZeroStage};
+use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::cmp::Ordering;
@@ -16,7 +16,9 @@ pub struct MeshChoice {
     /// ZeRO's shard size, in hybrid sharding.
     pub shard_size: Option<usize>,
     /// ZeRO stage: the configured one, or 3.
-    pub zero_stage: u8,
+    pub zero_stage: ZeroStage,
+    /// Axes over which ZeRO partitions: the configured ones, or dp and sp.
+    pub zero_partition_axes: PartitionAxes,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
     /// Whether the peak is within the budget; true without one.
@@ -49,7 +51,8 @@ impl MeshChoice {
 }
 
 impl Workload {
-    /// Returns the valid meshes for the same ranks and global batch, each at the configured ZeRO stage and at stage 3. dp
+    /// Returns the valid meshes for the same ranks and global batch, each at the configured ZeRO stage, at stage 3, and at
+    /// stage 3 over dp and sp. dp
     /// is a multiple of the configured shard size. The best one has a reason: of those that fit, the fastest on the machine
     /// or, without a machine, the one that sends least between nodes, then least in total.
     ///
@@ -95,15 +98,21 @@ impl Workload {
         Some(workload)
     }
 
-    /// Returns the workload itself and, if dp > 1, the same at stage 3.
-    fn at_stages(self) -> impl Iterator<Item = Self> {
-        let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
-        let partitioned = has_partitions.then(|| {
+    /// Returns the workload itself, then the same with more partitions: at stage 3, and at stage 3 over dp and sp.
+    pub(super) fn at_stages(self) -> impl Iterator<Item = Self> {
+        let stage_3 = |axes: PartitionAxes| {
             let mut workload = self.clone();
             workload.config.zero.stage = ZeroStage::Parameters;
+            workload.config.ulysses.zero_partition_axes = axes;
             workload
-        });
-        std::iter::once(self).chain(partitioned)
+        };
+        let axes = self.config.ulysses.zero_partition_axes;
+        let over_dp = (self.config.zero.stage != ZeroStage::Parameters).then(|| stage_3(axes));
+        let over_sp =
+            (axes == PartitionAxes::Dp && self.config.mesh.sp_size > 1).then(|| stage_3(PartitionAxes::DpSp));
+        let partitioned = over_dp.into_iter().chain(over_sp);
+        let more: Vec<Self> = partitioned.filter(|workload| workload.config.zero_world_size() > 1).collect();
+        std::iter::once(self).chain(more)
     }
 
     fn choice(&self, criteria: Criteria<'_>) -> Result<MeshChoice, EngineError> {
@@ -112,7 +121,8 @@ impl Workload {
             dp: self.config.mesh.dp_size,
             sp: self.config.mesh.sp_size,
             shard_size: self.config.zero_shard_size(),
-            zero_stage: self.config.zero.stage.into(),
+            zero_stage: self.config.zero.stage,
+            zero_partition_axes: self.config.ulysses.zero_partition_axes,
             peak_bytes,
             fits: criteria.budget_bytes.is_none_or(|budget| peak_bytes <= budget),
             intra_node_bytes: sent.intra_node_bytes,

@@ -129,7 +129,7 @@ impl Workload {
 
     /// Returns the nodes of a rank's peers.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
-        Nodes::new(mesh, self.config.zero_shard_size(), rank, self.ranks_per_node)
+        Nodes::new(mesh, self.config.zero_shards(), rank, self.ranks_per_node)
     }
 
     /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads. Other sp groups are equal,

@@ -2,7 +2,7 @@
 
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
-use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
+use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
 use serde::Serialize;
 
 /// Bytes that a rank sends per step.
@@ -36,28 +36,28 @@ pub(super) struct Nodes {
     ranks_per_node: usize,
     dp: Vec<usize>,
     sp: Vec<usize>,
-    /// The groups of partitions and of replicas, in hybrid sharding.
-    hybrid: Option<[Vec<usize>; 2]>,
+    /// The groups of partitions and of replicas, if they are not dp and sp.
+    sharding: Option<[Vec<usize>; 2]>,
 }
 
 impl Nodes {
     pub(super) fn new(
         mesh: &DeviceMesh,
-        shard_size: Option<usize>,
+        shards: Option<ShardShape>,
         rank: usize,
         ranks_per_node: usize,
     ) -> Result<Self, EngineError> {
         let ranks_per_node = ranks_per_node.max(1);
         let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
-        let hybrid = shard_size.map(|size| mesh.hybrid_sharded(size)).transpose()?;
-        let hybrid = hybrid.map(|mesh| -> Result<_, MeshError> {
+        let sharded = shards.map(|shape| mesh.sharded(shape)).transpose()?;
+        let sharding = sharded.map(|mesh| -> Result<_, MeshError> {
             Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
         });
-        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp, hybrid: hybrid.transpose()? })
+        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp, sharding: sharding.transpose()? })
     }
 
     fn members(&self, axis: Axis) -> &[usize] {
-        match (axis, &self.hybrid) {
+        match (axis, &self.sharding) {
             (Axis::Shard, Some([shard, _])) => shard,
             (Axis::Replicas, Some([_, replicas])) => replicas,
             (Axis::Dp | Axis::Shard, _) => &self.dp,

@@ -1,7 +1,7 @@
 //! Proposes a mesh for a cluster, a model, a sequence length and a memory size.
 
 use super::Workload;
-use crate::config::{MeshConfig, ZeroStage};
+use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::Cluster;
 use serde::Serialize;
@@ -25,7 +25,9 @@ pub struct Trial {
     /// Sequence-parallel ranks.
     pub sp: usize,
     /// ZeRO stage.
-    pub zero_stage: u8,
+    pub zero_stage: ZeroStage,
+    /// Axes over which ZeRO partitions.
+    pub zero_partition_axes: PartitionAxes,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
     /// Whether the peak is within the memory size.
@@ -55,7 +57,10 @@ impl Workload {
         }
         let smallest = tried.iter().copied().min_by_key(|trial| trial.peak_bytes);
         let chosen = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
-        let max_seq_len = self.on_cluster(cluster, chosen.sp).max_seq_len(budget_bytes)?;
+        let mut smallest = self.on_cluster(cluster, chosen.sp);
+        smallest.config.zero.stage = chosen.zero_stage;
+        smallest.config.ulysses.zero_partition_axes = chosen.zero_partition_axes;
+        let max_seq_len = smallest.max_seq_len(budget_bytes)?;
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 
@@ -78,24 +83,31 @@ impl Workload {
         workload
     }
 
-    /// Plans the workload's stage or, if that does not fit and dp > 1, stage 3.
-    fn trial(mut self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
-        let mut plan = self.plan()?;
-        let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
-        if plan.peak_bytes > budget_bytes && has_partitions {
-            self.config.zero.stage = ZeroStage::Parameters;
-            plan = self.plan()?;
+    /// Plans the workload, and as long as it does not fit, with more partitions. Returns the first that fits, else the last.
+    fn trial(self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
+        let trial = |workload: Self| -> Result<Trial, EngineError> {
+            let (plan, MeshConfig { dp_size, sp_size }) = (workload.plan()?, workload.config.mesh);
+            Ok(Trial {
+                dp: dp_size,
+                sp: sp_size,
+                zero_stage: workload.config.zero.stage,
+                zero_partition_axes: workload.config.ulysses.zero_partition_axes,
+                peak_bytes: plan.peak_bytes,
+                fits: plan.peak_bytes <= budget_bytes,
+                nodes_per_sequence: sp_size.div_ceil(cluster.ranks_per_node),
+                inter_node_bytes: plan.sent.inter_node_bytes,
+            })
+        };
+        let mut stages = self.at_stages();
+        let mut last =
+            trial(stages.next().unwrap_or_else(|| unreachable!("the workload itself comes first")))?;
+        for workload in stages {
+            if last.fits {
+                break;
+            }
+            last = trial(workload)?;
         }
-        let sp = self.config.mesh.sp_size;
-        Ok(Trial {
-            dp: self.config.mesh.dp_size,
-            sp,
-            zero_stage: self.config.zero.stage.into(),
-            peak_bytes: plan.peak_bytes,
-            fits: plan.peak_bytes <= budget_bytes,
-            nodes_per_sequence: sp.div_ceil(cluster.ranks_per_node),
-            inter_node_bytes: plan.sent.inter_node_bytes,
-        })
+        Ok(last)
     }
 }
 

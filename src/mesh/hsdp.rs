@@ -1,13 +1,24 @@
-//! Hybrid sharding (HSDP): ZeRO partitions over a part of the `dp` axis, replicated along the rest.
+//! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
 use super::{DeviceMesh, MeshError};
 
 /// Axis of the ranks that together hold the partitions of one replica.
-pub const SHARD_AXIS: &str = "dp_shard";
-/// Axis of the ranks that hold the same partition: the replicas along dp, and all sp ranks.
+pub const SHARD_AXIS: &str = "shard";
+/// Axis of the ranks that hold the same partition.
 pub const REPLICAS_AXIS: &str = "replicas";
 /// The part of `dp` along which partitions are replicated.
 const DP_REPLICATE_AXIS: &str = "dp_replicate";
+/// The part of `dp` over which ZeRO partitions.
+const DP_SHARD_AXIS: &str = "dp_shard";
+
+/// The ranks that together hold the partitions of one replica, in a mesh with the axes `dp` and `sp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardShape {
+    /// Number of neighbors along dp.
+    pub dp_size: usize,
+    /// Whether they are all sp ranks of these neighbors, instead of those with the same sp rank.
+    pub spans_sp: bool,
+}
 
 /// Axis sizes of a training mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,32 +44,36 @@ impl DeviceMesh {
             self.axis_names().iter().map(String::as_str).filter(|name| *name != "sp").collect();
         match others[..] {
             [] => Ok(TrainingShape { dp: 1, sp, shard_size: None }),
-            ["dp" | SHARD_AXIS] => Ok(TrainingShape { dp: self.axis_size(others[0])?, sp, shard_size: None }),
-            [DP_REPLICATE_AXIS, SHARD_AXIS] => {
-                let (replicas, shard) = (self.axis_size(DP_REPLICATE_AXIS)?, self.axis_size(SHARD_AXIS)?);
+            ["dp" | DP_SHARD_AXIS] => {
+                Ok(TrainingShape { dp: self.axis_size(others[0])?, sp, shard_size: None })
+            }
+            [DP_REPLICATE_AXIS, DP_SHARD_AXIS] => {
+                let (replicas, shard) = (self.axis_size(DP_REPLICATE_AXIS)?, self.axis_size(DP_SHARD_AXIS)?);
                 Ok(TrainingShape { dp: replicas * shard, sp, shard_size: Some(shard) })
             }
             _ => {
                 let names = self.axis_names().join(", ");
                 let reason = format!(
-                    "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{SHARD_AXIS} may replace dp"
+                    "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{DP_SHARD_AXIS} may replace dp"
                 );
                 Err(MeshError::Notation { text: self.to_string(), reason })
             }
         }
     }
 
-    /// Returns ZeRO's view of a `dp`, `sp` mesh with partitions over `shard_size` adjacent dp ranks (PyTorch's
-    /// HSDP, MiCS).
-    ///
-    /// The axes are [`REPLICAS_AXIS`], row-major over the replicas along dp and over sp, and [`SHARD_AXIS`].
+    /// Returns ZeRO's view of a `dp`, `sp` mesh: the axes [`REPLICAS_AXIS`] and [`SHARD_AXIS`], both row-major over
+    /// their parts of dp and sp. Partitions over less than dp are PyTorch's HSDP and DeepSpeed's MiCS.
     ///
     /// # Errors
-    /// Fails if the mesh lacks an axis or `shard_size` does not divide dp.
-    pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, MeshError> {
-        let size = i64::try_from(shard_size).unwrap_or(i64::MAX);
-        self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (SHARD_AXIS, size)])?
-            .flatten(&[DP_REPLICATE_AXIS, "sp"], REPLICAS_AXIS)
+    /// Fails if the mesh lacks an axis or the shape's `dp_size` does not divide dp.
+    pub fn sharded(&self, shape: ShardShape) -> Result<Self, MeshError> {
+        let size = i64::try_from(shape.dp_size).unwrap_or(i64::MAX);
+        let mesh = self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (DP_SHARD_AXIS, size)])?;
+        let (replicas, shard): (&[&str], &[&str]) = match shape.spans_sp {
+            true => (&[DP_REPLICATE_AXIS], &[DP_SHARD_AXIS, "sp"]),
+            false => (&[DP_REPLICATE_AXIS, "sp"], &[DP_SHARD_AXIS]),
+        };
+        mesh.flatten(replicas, REPLICAS_AXIS)?.flatten(shard, SHARD_AXIS)
     }
 }
 
@@ -67,11 +82,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn partitions_span_adjacent_dp_ranks_and_replicas_the_rest() {
+    fn partitions_span_adjacent_ranks_and_replicas_the_rest() {
         // dp 4 × sp 2: rank = 2·dp + sp.
-        let mesh = DeviceMesh::dp_sp(4, 2).unwrap().hybrid_sharded(2).unwrap();
-        assert_eq!(mesh.all_groups(SHARD_AXIS).unwrap(), [[0, 2], [1, 3], [4, 6], [5, 7]]);
-        assert_eq!(mesh.all_groups(REPLICAS_AXIS).unwrap(), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+        let groups = |dp_size, spans_sp| {
+            let mesh = DeviceMesh::dp_sp(4, 2).unwrap().sharded(ShardShape { dp_size, spans_sp }).unwrap();
+            [SHARD_AXIS, REPLICAS_AXIS].map(|axis| mesh.all_groups(axis).unwrap())
+        };
+        let of_dp = groups(2, false);
+        assert_eq!(of_dp[0], [[0, 2], [1, 3], [4, 6], [5, 7]]);
+        assert_eq!(of_dp[1], [[0, 1, 4, 5], [2, 3, 6, 7]]);
+        let of_both = groups(2, true);
+        assert_eq!(of_both[0], [[0, 1, 2, 3], [4, 5, 6, 7]]);
+        assert_eq!(of_both[1], [[0, 4], [1, 5], [2, 6], [3, 7]]);
+        let of_all = groups(4, true);
+        assert_eq!(of_all[0], [[0, 1, 2, 3, 4, 5, 6, 7]]);
+        assert_eq!(of_all[1], (0..8).map(|rank| [rank]).collect::<Vec<_>>());
     }
 
     #[test]
@@ -90,7 +115,11 @@ mod tests {
 
     #[test]
     fn a_shard_size_that_does_not_divide_dp_is_an_error_with_both_sizes() {
-        let message = DeviceMesh::dp_sp(4, 2).unwrap().hybrid_sharded(3).unwrap_err().to_string();
+        let message = DeviceMesh::dp_sp(4, 2)
+            .unwrap()
+            .sharded(ShardShape { dp_size: 3, spans_sp: false })
+            .unwrap_err()
+            .to_string();
         assert!(message.contains('4') && message.contains('3'), "{message}");
     }
 }

@@ -34,7 +34,7 @@ mod tests;
 
 pub use draw::draw;
 pub use error::MeshError;
-pub use hsdp::{REPLICAS_AXIS, SHARD_AXIS, TrainingShape};
+pub use hsdp::{REPLICAS_AXIS, SHARD_AXIS, ShardShape, TrainingShape};
 pub use hybrid::{Cluster, Device, HybridMeshShape};
 pub use node_layout::{AxisPlacement, draw_nodes};
 pub use preset::Preset;

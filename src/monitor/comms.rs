@@ -137,7 +137,7 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
         (true, _) => 0,
         (false, "sp") => 2,
-        // dp, and the axes of hybrid sharding.
+        // dp, and the axes of ZeRO's shards.
         (false, _) => 1,
     };
     let names = ["Ulysses exchange", "ZeRO and data parallelism (dp)", "sums over sp"];
@@ -177,7 +177,7 @@ impl Display for CommsTable<'_> {
         rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
         write_table(f, &rows)?;
         writeln!(f, "\nstragglers: time that a rank waited for the last one to arrive, mean over ranks")?;
-        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "last rank", "of its calls"];
+        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "of its calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let stragglers = straggler_stats(self.ranks, self.groups);
         rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));

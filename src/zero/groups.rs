@@ -1,51 +1,51 @@
 //! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
 
 use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
+use crate::mesh::ShardShape;
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
 #[derive(Debug, Clone)]
 pub struct ZeroGroups {
-    /// Ranks with other sequences and the same token range. Without [`hybrid`](Self::hybrid) sharding they
+    /// Ranks with other sequences and the same token range. Without [`sharding`](Self::sharding) they
     /// hold the other partitions: the ZeRO world.
     pub dp: Arc<dyn ProcessGroup>,
     /// Ranks with the other tokens of the same sequences.
     pub sp: Arc<dyn ProcessGroup>,
-    /// Groups that ZeRO uses instead, if dp holds several replicas of the partitions.
-    pub hybrid: Option<HybridGroups>,
+    /// Groups that ZeRO uses instead, if partitions do not span exactly dp.
+    pub sharding: Option<ShardGroups>,
 }
 
-/// Hybrid sharding (PyTorch's HSDP, MiCS): partitions over a part of dp, replicated over the rest.
+/// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
 #[derive(Debug, Clone)]
-pub struct HybridGroups {
-    /// Ranks with the other partitions: neighbors along dp.
+pub struct ShardGroups {
+    /// Ranks with the other partitions.
     pub shard: Arc<dyn ProcessGroup>,
-    /// Ranks with the same partition: those with the same shard rank in the other replicas, and their sp
-    /// peers.
+    /// Ranks with the same partition: those with the same shard rank in the other replicas.
     pub replicas: Arc<dyn ProcessGroup>,
 }
 
 impl ZeroGroups {
-    /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span `shard_size`
-    /// neighbors along dp, or all of dp without a `shard_size`. Collective over the mesh's world.
+    /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span the ranks
+    /// of `shape`, or dp without a `shape`. Collective over the mesh's world.
     ///
     /// # Errors
-    /// A mesh that lacks an axis, a `shard_size` that does not divide dp, or failed communication.
-    pub fn new(groups: &MeshGroups, shard_size: Option<usize>) -> Result<Self, CommError> {
+    /// A mesh that lacks an axis, a `shape` that does not divide dp, or failed communication.
+    pub fn new(groups: &MeshGroups, shape: Option<ShardShape>) -> Result<Self, CommError> {
         let (dp, sp) = (groups.get_group("dp")?, groups.get_group("sp")?);
-        let hybrid = match shard_size.filter(|&size| size != dp.world_size()) {
+        let sharding = match shape {
             None => None,
-            Some(size) => {
-                let hybrid = groups.hybrid_sharded(size)?;
+            Some(shape) => {
+                let sharded = groups.sharded(shape)?;
                 // Equal ordered lists of ranks share one group.
                 let known = |group: Arc<dyn ProcessGroup>| {
                     [&dp, &sp].into_iter().find(|known| are_same(known, &group)).cloned().unwrap_or(group)
                 };
-                let shard = known(hybrid.get_group(SHARD_AXIS)?);
-                Some(HybridGroups { shard, replicas: known(hybrid.get_group(REPLICAS_AXIS)?) })
+                let shard = known(sharded.get_group(SHARD_AXIS)?);
+                Some(ShardGroups { shard, replicas: known(sharded.get_group(REPLICAS_AXIS)?) })
             }
         };
-        Ok(Self { dp, sp, hybrid })
+        Ok(Self { dp, sp, sharding })
     }
 
     /// Wraps each group with `wrap`, which gets the axis of the group.
@@ -54,7 +54,7 @@ impl ZeroGroups {
         Self {
             dp: wrap("dp", self.dp),
             sp: wrap("sp", self.sp),
-            hybrid: self.hybrid.map(|HybridGroups { shard, replicas }| HybridGroups {
+            sharding: self.sharding.map(|ShardGroups { shard, replicas }| ShardGroups {
                 shard: wrap(SHARD_AXIS, shard),
                 replicas: wrap(REPLICAS_AXIS, replicas),
             }),
@@ -63,12 +63,12 @@ impl ZeroGroups {
 
     /// Ranks with the other partitions: the ZeRO world.
     pub fn shard(&self) -> &Arc<dyn ProcessGroup> {
-        self.hybrid.as_ref().map_or(&self.dp, |hybrid| &hybrid.shard)
+        self.sharding.as_ref().map_or(&self.dp, |groups| &groups.shard)
     }
 
     /// Ranks with the same partition.
     pub fn replicas(&self) -> &Arc<dyn ProcessGroup> {
-        self.hybrid.as_ref().map_or(&self.sp, |hybrid| &hybrid.replicas)
+        self.sharding.as_ref().map_or(&self.sp, |groups| &groups.replicas)
     }
 
     /// This rank's partition, if this rank is the one that writes it to a checkpoint.
@@ -79,11 +79,13 @@ impl ZeroGroups {
     /// Every group once, with its axis. A group that spans the world serves several axes and is listed under
     /// the first.
     pub fn by_axis(&self) -> Vec<(&'static str, &Arc<dyn ProcessGroup>)> {
-        let hybrid = self.hybrid.iter();
-        let hybrid =
-            hybrid.flat_map(|groups| [(SHARD_AXIS, &groups.shard), (REPLICAS_AXIS, &groups.replicas)]);
+        let sharding = self
+            .sharding
+            .iter()
+            .flat_map(|groups| [(SHARD_AXIS, &groups.shard), (REPLICAS_AXIS, &groups.replicas)])
+            .filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
-        for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(hybrid) {
+        for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(sharding) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {
                 distinct.push((axis, group));
             }
@@ -104,25 +106,33 @@ mod tests {
 
     #[test]
     fn one_rank_writes_each_partition_and_no_group_is_listed_twice() {
-        for (dp, sp, size, writers, axes) in [
-            (4, 2, Some(2), vec![0, 2], vec!["dp", "sp", "dp_shard", "replicas"]),
-            (4, 1, Some(2), vec![0, 1], vec!["dp", "sp", "dp_shard", "replicas"]),
+        let (of_dp, of_both) = (
+            |dp_size| Some(ShardShape { dp_size, spans_sp: false }),
+            |dp_size| Some(ShardShape { dp_size, spans_sp: true }),
+        );
+        for (dp, sp, shape, writers, axes) in [
+            (4, 2, of_dp(2), vec![0, 2], vec!["dp", "sp", "shard", "replicas"]),
+            (4, 1, of_dp(2), vec![0, 1], vec!["dp", "sp", "shard", "replicas"]),
             // One partition: all ranks are replicas; without sp they are the dp group.
-            (3, 1, Some(1), vec![0], vec!["dp", "sp"]),
-            (4, 2, Some(4), vec![0, 2, 4, 6], vec!["dp", "sp"]),
+            (3, 1, of_dp(1), vec![0], vec!["dp", "sp"]),
+            (4, 2, of_dp(4), vec![0, 2, 4, 6], vec!["dp", "sp"]),
             (2, 2, None, vec![0, 2], vec!["dp", "sp"]),
+            (2, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard"]),
+            (4, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard", "replicas"]),
+            // The partitions of dp 1 are those of sp.
+            (1, 3, of_both(1), vec![0, 1, 2], vec!["dp", "sp"]),
         ] {
             let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
             let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
-                let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, size)?;
+                let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
                 let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
-                assert_eq!(listed, axes, "dp {dp} × sp {sp}, {size:?}");
+                assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
                 Ok::<_, CommError>(groups.written_partition())
             });
             let of_ranks = on_ranks.unwrap().into_iter().enumerate();
             let written: Vec<_> = of_ranks.filter_map(|(rank, partition)| Some((partition?, rank))).collect();
             let expected: Vec<_> = writers.into_iter().enumerate().collect();
-            assert_eq!(written, expected, "dp {dp} × sp {sp}, {size:?}");
+            assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
         }
     }
 }

@@ -98,6 +98,36 @@ fn hsdp_partitions_are_written_once_and_load_on_every_mesh() {
 }
 
 #[test]
+fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
+    const OVER_SP: &str =
+        r#"{ "zero_optimization": { "stage": 3 }, "ulysses": { "zero_partition_axes": ["dp", "sp"] } }"#;
+    let over_sp = |dp, sp| Setup { extra: OVER_SP, ..setup(dp, sp, 3) };
+    for saving in [over_sp(2, 2), setup(2, 2, 3)] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(saving, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        let saved = open(dir.path(), 3);
+        let partitions = if saving.extra == OVER_SP { 4 } else { 2 };
+        assert_eq!(
+            (saved.manifest().num_partitions, saved.manifest().files.len()),
+            (partitions, partitions * 3)
+        );
+        for setup in [over_sp(2, 2), over_sp(1, 3), setup(2, 2, 3), setup(1, 1, 0), over_sp(3, 2)] {
+            let again = tempfile::tempdir().unwrap();
+            on_mesh(setup, |rank| {
+                rank.resume(dir.path())?;
+                rank.save(again.path())
+            });
+            for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
+                assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));

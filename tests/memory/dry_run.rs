@@ -99,6 +99,7 @@ fn cases() -> Vec<Case> {
     .into_iter()
     .chain(memory_cases())
     .chain(hybrid_cases())
+    .chain(cases_over_sp())
     .collect()
 }
 
@@ -118,6 +119,27 @@ fn hybrid_cases() -> Vec<Case> {
         case("2 x 3, 2 replicas, stage 0", tiny(6, 3), (2, 3), 22, of(0, 1, once.clone())),
         case("2 x 2, 2 replicas of the whole", tiny(6, 3), (2, 2), 22, of(3, 1, once.clone())),
         case("3 x 3, stage 3", tiny(6, 3), (3, 3), 25, of(3, 3, once)),
+    ]
+}
+
+/// Partitions over sp, alone and with dp.
+fn cases_over_sp() -> Vec<Case> {
+    let of = |stage: usize, shard_size: i64, extra: Value| {
+        let mut config = json!({
+            "zero_optimization": { "stage": stage, "mics_shard_size": shard_size },
+            "ulysses": { "zero_partition_axes": ["dp", "sp"] },
+        });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let (once, twice) = (json!({}), json!({ "gradient_accumulation_steps": 2 }));
+    let lamb = json!({ "optimizer": { "type": "Lamb" } });
+    vec![
+        case("1 x 3, stage 3 over sp", tiny(6, 3), (1, 3), 22, of(3, -1, once.clone())),
+        case("1 x 4, stage 1 over sp", tied(tiny(4, 2)), (1, 4), 21, of(1, -1, lamb)),
+        case("2 x 2, stage 2 over sp", tiny(4, 2), (2, 2), 16, of(2, -1, twice.clone())),
+        case("4 x 2, 2 replicas, stage 3 over sp", tiny(8, 4), (4, 2), 22, of(3, 2, twice)),
+        case("2 x 2, stage 0 over sp", tiny(4, 2), (2, 2), 16, of(0, -1, once)),
     ]
 }
 

@@ -29,13 +29,15 @@ pub struct Layout {
     pub sp: usize,
     pub stage: u8,
     pub accumulation: usize,
-    /// Number of ranks that ZeRO partitions over, if not dp (HSDP).
+    /// Number of dp ranks that ZeRO partitions over, if not all (HSDP).
     pub shard_size: Option<usize>,
+    /// Whether ZeRO partitions over sp too.
+    pub spans_sp: bool,
 }
 
 /// Returns a dp × sp layout at a ZeRO stage, without accumulation.
 pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
-    Layout { dp, sp, stage, accumulation: 1, shard_size: None }
+    Layout { dp, sp, stage, accumulation: 1, shard_size: None, spans_sp: false }
 }
 
 /// An optimizer that both reference and library implement.
@@ -196,7 +198,7 @@ impl Problem {
     }
 
     pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
-        let Layout { dp, sp, stage, accumulation, shard_size } = layout;
+        let Layout { dp, sp, stage, accumulation, shard_size, spans_sp } = layout;
         let mut value = json!({
             "train_batch_size": rows,
             "gradient_accumulation_steps": accumulation,
@@ -207,6 +209,9 @@ impl Problem {
         });
         for (key, extra) in self.extra.as_object().context("extra keys are an object")? {
             value[key] = extra.clone();
+        }
+        if spans_sp {
+            value["ulysses"]["zero_partition_axes"] = json!(["dp", "sp"]);
         }
         Ok(Config::from_json_str(&value.to_string(), "test.json")?)
     }
@@ -221,7 +226,7 @@ pub fn on_mesh<T: Send>(
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).expect("the mesh of a config");
     launch(mesh.world_size(), options, |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups::new(&groups, config.zero_shard_size())?;
+        let groups = ZeroGroups::new(&groups, config.zero_shards())?;
         super::device::on_test_device(rank.rank, || work(rank.rank, groups))
     })
 }

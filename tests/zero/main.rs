@@ -5,7 +5,7 @@
 mod engine_protocol;
 mod engine_state;
 mod frozen;
-mod hybrid_sharding;
+mod partitions;
 mod stages;
 #[path = "../support/mod.rs"]
 mod support;

@@ -95,7 +95,9 @@ pub(super) fn run(
 
 fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
     let mut text = String::new();
-    for Trial { dp, sp, zero_stage, peak_bytes, fits, nodes_per_sequence, .. } in &proposal.tried {
+    for Trial { dp, sp, zero_stage, zero_partition_axes, peak_bytes, fits, nodes_per_sequence, .. } in
+        &proposal.tried
+    {
         let verdict = if *fits { "fits" } else { "does not fit" };
         let place = match nodes_per_sequence {
             1 => "within a node".to_owned(),
@@ -103,12 +105,14 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
         };
         let _ = writeln!(
             text,
-            "  {dp}x{sp}: ZeRO stage {zero_stage}, sp groups {place}, peak {} of {} per rank: {verdict}",
+            "  {dp}x{sp}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank: {verdict}",
+            zero_partition_axes.with_stage(*zero_stage),
             bytes(*peak_bytes as f64),
             bytes(budget as f64)
         );
     }
-    let Trial { dp, sp, nodes_per_sequence, inter_node_bytes, fits, .. } = proposal.chosen;
+    let Trial { dp, sp, zero_stage, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
+        proposal.chosen;
     if !fits {
         return text;
     }
@@ -126,7 +130,9 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
     };
     let _ = write!(
         text,
-        "\n--mesh {dp}x{sp}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
+        "\n--mesh {dp}x{sp} --zero-stage {} --zero-partition-axes {}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
+        u8::from(zero_stage),
+        zero_partition_axes.names().join(","),
         bytes(inter_node_bytes as f64)
     );
     text

@@ -39,7 +39,7 @@ pub(super) fn meshes(report: &Report) -> Choices {
         let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
         let mut cells = vec![
             format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
-            mesh.zero_stage.to_string(),
+            mesh.zero_partition_axes.with_stage(mesh.zero_stage),
             bytes(mesh.peak_bytes as f64),
         ];
         cells.extend(sent);

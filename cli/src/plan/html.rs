@@ -14,7 +14,7 @@ pub(super) fn page_of(report: &Report) -> String {
     let mut facts = vec![
         ("parameters", text(model.parameters as f64, Unit::Number)),
         ("sequence length", report.seq_len.to_string()),
-        ("ZeRO stage", report.zero_stage.to_string()),
+        ("ZeRO stage", report.zero_partition_axes.with_stage(report.zero_stage)),
         ("dtype", report.dtype.clone()),
         ("peak memory per rank", bytes(rank.peak_bytes)),
         ("peak during", rank.peak_at.to_string()),

@@ -16,7 +16,9 @@ use anyhow::{Context, anyhow};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, MachineProfile, Overrides, ParameterGroup, RawConfig};
+use ulysses::config::{
+    Config, MachineProfile, Overrides, ParameterGroup, PartitionAxes, RawConfig, ZeroStage,
+};
 use ulysses::data::Tokenizer;
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
@@ -74,7 +76,7 @@ pub(super) struct PlanArgs {
     ///
     /// Bytes sent per rank and layer on 8 to 1024 ranks with constant tokens per rank, for Ulysses, Megatron sequence
     /// parallelism and ring attention.
-    #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh", "set", "lr", "batch_size", "zero_stage"])]
+    #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh", "set", "lr", "batch_size", "zero_stage", "zero_partition_axes"])]
     scaling: bool,
     /// Tokens per rank in the scaling study.
     #[arg(long, default_value_t = 8192, value_parser = at_least_1::<usize>, requires = "scaling")]
@@ -92,7 +94,8 @@ struct Report {
     mesh: MeshReport,
     /// Number of ranks that share one copy of ZeRO's partitions, if the config sets it.
     shard_size: Option<usize>,
-    zero_stage: u8,
+    zero_stage: ZeroStage,
+    zero_partition_axes: PartitionAxes,
     /// Why the stage partitions nothing, if so.
     #[serde(skip_serializing_if = "Option::is_none")]
     zero_note: Option<String>,
@@ -258,7 +261,8 @@ impl Report {
             model: ModelReport::new(name, &model),
             mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
             shard_size: config.zero.mics_shard_size,
-            zero_stage: config.zero.stage.into(),
+            zero_stage: config.zero.stage,
+            zero_partition_axes: config.ulysses.zero_partition_axes,
             zero_note: config.zero_partition_note(),
             dtype: config.precision.dtype().as_str().to_owned(),
             activation_checkpointing: config.ulysses.activation_checkpointing,

@@ -43,7 +43,7 @@ impl Text<'_> {
             mesh.dp,
             mesh.sp,
             mesh.ranks_per_node,
-            self.0.zero_stage,
+            self.0.zero_partition_axes.with_stage(self.0.zero_stage),
             self.0.dtype,
             self.features()
         )?;

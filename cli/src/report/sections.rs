@@ -181,11 +181,15 @@ fn mesh(run: &RunFiles) -> String {
         Some(size) => format!(", in groups of {size} rows"),
         None => String::new(),
     };
+    let sharing = match mesh["zero_partition_axes"].as_array().is_some_and(|axes| axes.len() == 2) {
+        true => format!("all ranks share the ZeRO partitions{replicas}"),
+        false => format!("ranks of a column share the ZeRO partitions{replicas}"),
+    };
     let note = run.parsed_config().and_then(|config| config.zero_partition_note());
     let note = note.map_or(String::new(), |note| format!("<p>{}.</p>", escape(&note)));
     format!(
         "<figure><figcaption>Mesh dp {dp} × sp {sp}{cut}</figcaption>\n{svg}<p class=\"faint\">Ranks of a row share sequences \
-         and exchange heads; ranks of a column share the ZeRO partitions{replicas}.</p>{note}</figure>\n"
+         and exchange heads; {sharing}.</p>{note}</figure>\n"
     )
 }
 

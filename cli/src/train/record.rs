@@ -86,6 +86,7 @@ pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
             "shape": mesh.shape(),
             "ranks": mesh.ranks(),
             "shard_size": config.zero_shard_size(),
+            "zero_partition_axes": config.ulysses.zero_partition_axes,
         },
         "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
         "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),
@@ -150,9 +151,9 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
 /// Returns the groups of each axis.
 pub(super) fn groups(prepared: &Prepared) -> Groups {
     let Prepared { config, mesh, .. } = prepared;
-    let hybrid = config.zero_shard_size().and_then(|size| mesh.hybrid_sharded(size).ok());
+    let sharded = config.zero_shards().and_then(|shape| mesh.sharded(shape).ok());
     let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
-    let of_zero = hybrid.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
+    let of_zero = sharded.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let all = of_mesh.chain(of_zero);
     all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
 }

@@ -22,8 +22,9 @@ impl Display for Run {
         let Prepared { config, model, data, launch, .. } = &self.prepared;
         let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
+        let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
-            format!(" ({} replicas of {size} partition(s))", dp_size / size)
+            format!(" ({} replicas of {partitions} partition(s))", dp_size / size)
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let frozen = match llama.num_parameters_where(is_frozen) {
@@ -34,7 +35,7 @@ impl Display for Run {
             f,
             "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
              tokens, {} thread(s) per rank",
-            u8::from(config.zero.stage),
+            config.ulysses.zero_partition_axes.with_stage(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
             data.num_sequences(),
             data.seq_len(),

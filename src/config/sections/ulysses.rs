@@ -3,9 +3,11 @@
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::mesh_rules::MeshRule;
 use super::parameter_groups::ParameterGroup;
-use crate::config::define::words::{choice, count, flag, integer, section, text};
+use super::zero::{AXES, PartitionAxes};
+use crate::config::define::words::{choice, count, flag, integer, key, section, text};
 use crate::config::define::{choices, keys};
 use crate::config::reader::Section;
+use crate::config::vocabulary::Value;
 use std::num::NonZero;
 use std::time::Duration;
 use ulysses_kernels::device::DeviceKind;
@@ -41,6 +43,11 @@ keys! {
         pub packing: Packing = choice().text("greedy"),
         /// Held-out data, evaluated during training.
         pub validation: Option<ValidationConfig> = section(),
+        /// Mesh axes over which ZeRO partitions: `["dp"]`, or `["dp", "sp"]` for all ranks, which stores the model state once
+        /// instead of sp times.
+        pub zero_partition_axes: PartitionAxes = key(Value::Names(&AXES)).derived(
+            "`[\"dp\"]`; `[\"dp\", \"sp\"]`, as in DeepSpeed, in a file with `sequence_parallel_size` but no other mesh size",
+        ),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
         /// The communication backend.

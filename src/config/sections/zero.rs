@@ -13,11 +13,11 @@ keys! {
     /// Config of ZeRO: the stage, its partitions and offload.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct ZeroConfig {
-        /// State that is partitioned over dp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. With dp 1 there is one
-        /// partition: every rank of an sp group stores the whole model state.
+        /// State that is partitioned over `ulysses.zero_partition_axes`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+        /// parameters.
         pub stage: ZeroStage = integer(0, 3).integer(0),
-        /// Shard size of hybrid sharding (MiCS; PyTorch's HSDP): consecutive dp ranks that partition the state; the other groups
-        /// of this size hold replicas. Takes more memory, communicates over shorter distances. -1: all of dp.
+        /// Shard size of hybrid sharding (MiCS; PyTorch's HSDP) along dp: consecutive dp ranks that partition the state; the other
+        /// groups of this size hold replicas. Takes more memory, communicates over shorter distances. -1: all of dp.
         pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
         /// Offloads parameters between uses; stage 3 only.
         pub offload_param: Offload = section().or_null(),
@@ -51,6 +51,78 @@ impl ZeroConfig {
         };
         needs("offload_param", "3", self.stage.partitions_parameters());
         needs("offload_optimizer", "1, 2 or 3", self.stage.partitions_optimizer());
+    }
+}
+
+/// The mesh axes over which ZeRO partitions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PartitionAxes {
+    /// dp: all ranks of an sp group store the same partition. The ZeRO world size is dp_size.
+    #[default]
+    Dp,
+    /// dp and sp: each rank stores another partition. The ZeRO world size is dp_size × sp_size.
+    DpSp,
+}
+
+/// The names of the axes.
+pub(crate) const AXES: [&str; 2] = ["dp", "sp"];
+
+impl PartitionAxes {
+    /// Returns the names of the axes.
+    pub fn names(self) -> &'static [&'static str] {
+        match self {
+            Self::Dp => &AXES[..1],
+            Self::DpSp => &AXES,
+        }
+    }
+
+    /// Returns the stage as the user reads it, such as `3 over dp × sp`; the axis dp is not named.
+    pub fn with_stage(self, stage: ZeroStage) -> String {
+        let stage = u8::from(stage);
+        match self {
+            Self::DpSp if stage > 0 => format!("{stage} over dp × sp"),
+            _ => stage.to_string(),
+        }
+    }
+
+    /// Returns DeepSpeed's axes for a file that sets `sequence_parallel_size` and no other mesh size (Arctic long-sequence
+    /// training): dp and sp.
+    pub(crate) fn implied_by(root: &Section<'_>) -> Option<Self> {
+        let is_stated = |key| root.names(key);
+        let is_deepspeed = is_stated("sequence_parallel_size")
+            && !["mesh_param", "data_parallel_size"].into_iter().any(is_stated)
+            && !root.section("ulysses").names("zero_partition_axes");
+        is_deepspeed.then_some(Self::DpSp)
+    }
+}
+
+impl Serialize for PartitionAxes {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.names().serialize(serializer)
+    }
+}
+
+impl Setting for PartitionAxes {
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let mut axes: Vec<_> =
+            section.texts(name).into_iter().flatten().map(|axis| axis.to_lowercase()).collect();
+        axes.sort();
+        match axes.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            [] | ["dp"] => Some(Self::Dp),
+            ["dp", "sp"] => Some(Self::DpSp),
+            _ => {
+                section.contradiction(name, "[\"dp\"] or [\"dp\", \"sp\"]");
+                None
+            }
+        }
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        Some(self.names().into())
     }
 }
 

@@ -67,6 +67,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             seq_len_schedule: vec![],
             packing: Packing::Greedy,
             validation: None,
+            zero_partition_axes: PartitionAxes::Dp,
             threads_per_rank: None,
             backend: Backend::Thread,
             mesh_rules: vec![],

@@ -31,7 +31,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     let timed = Criteria { budget_bytes: None, machine: Some(&slow_sums) };
     let choices = four_sequences.meshes(timed).unwrap();
     let seconds = |dp: usize, zero_stage: u8| {
-        let found = choices.iter().find(|choice| (choice.dp, choice.zero_stage) == (dp, zero_stage));
+        let found = choices.iter().find(|choice| (choice.dp, choice.zero_stage.into()) == (dp, zero_stage));
         found.unwrap().throughput.as_ref().unwrap().step_seconds().unwrap()
     };
     let parameters = preset("nano").unwrap().num_parameters() as f64;
@@ -41,7 +41,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     assert!(seconds(4, 3) * 1e6 < 200.0 && seconds(1, 0) > seconds(4, 3), "{choices:?}");
     let reasons = |choices: &[MeshChoice]| -> Vec<_> {
         let reasons = choices.iter().filter_map(|choice| Some((choice.clone(), choice.reason.clone()?)));
-        reasons.map(|(choice, reason)| (choice.dp, choice.zero_stage, reason)).collect()
+        reasons.map(|(choice, reason)| (choice.dp, u8::from(choice.zero_stage), reason)).collect()
     };
     assert_eq!(reasons(&choices), [(4, 3, format!("fastest of all {}", choices.len()))]);
     let untimed = four_sequences.meshes(Criteria::default()).unwrap();
@@ -60,7 +60,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     assert!(smaller.len() > 1);
     assert_eq!(
         reasons(&within),
-        [(best.dp, best.zero_stage, format!("fastest of the {} that fit", smaller.len()))]
+        [(best.dp, best.zero_stage.into(), format!("fastest of the {} that fit", smaller.len()))]
     );
 }
 

@@ -1,32 +1,53 @@
-//! Hybrid sharding (HSDP, MiCS): partitions over a part of dp, with replicas over the rest. The math is the
-//! same; memory is less than with replicas alone, and more than with partitions over all of dp.
+//! Partitions over ranks other than dp: over a part of it (hybrid sharding: HSDP, MiCS), and over sp too. The math is the
+//! same; memory is less the more ranks share the partitions.
 
+use crate::support::compare::assert_all_close;
 use crate::support::doubles::{Fault, FaultyGroup};
 use crate::support::mesh_run::{
-    Doubles, Layout, Problem, Rule, assert_matches, bits, global_batch, layout, matches, micro_batches,
-    on_mesh,
+    Doubles, Layout, Problem, Rule, assert_matches, bits, by_name, global_batch, layout, matches,
+    micro_batches, on_mesh,
 };
-use crate::support::problems::{ADAMW, main_problem};
+use crate::support::problems::{ADAMW, CONFIG, LAMB, main_problem, packed_batch, problem};
+use crate::support::reference::ReferenceConfig;
+use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::EngineError;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::zero::{HybridGroups, ZeroGroups};
+use ulysses::zero::{ShardGroups, ZeroGroups};
 
-/// dp × sp with the shard size: replicas without sp, with sp, with uneven sp, and of whole buffers.
-const MESHES: [(usize, usize, usize); 4] = [(4, 1, 2), (4, 2, 2), (2, 3, 1), (4, 1, 1)];
+/// dp × sp with the shard size along dp, and whether partitions span sp.
+type Sharding = (usize, usize, usize, bool);
 
-fn hybrid((dp, sp, shard_size): (usize, usize, usize), stage: u8) -> Layout {
-    Layout { shard_size: Some(shard_size), ..layout(dp, sp, stage) }
+/// Replicas without sp, with sp, with uneven sp, and of whole buffers.
+const HYBRID: [Sharding; 4] = [(4, 1, 2, false), (4, 2, 2, false), (2, 3, 1, false), (4, 1, 1, false)];
+
+/// Partitions over sp, alone, with dp, with uneven sizes, and with replicas along dp.
+const OVER_SP: [Sharding; 7] = [
+    (1, 2, 1, true),
+    (1, 3, 1, true),
+    (1, 4, 1, true),
+    (2, 2, 2, true),
+    (2, 3, 2, true),
+    (4, 1, 4, true),
+    (4, 2, 2, true),
+];
+
+fn meshes() -> impl Iterator<Item = Sharding> {
+    HYBRID.into_iter().chain(OVER_SP)
+}
+
+fn sharded((dp, sp, shard_size, spans_sp): Sharding, stage: u8) -> Layout {
+    Layout { shard_size: Some(shard_size), spans_sp, ..layout(dp, sp, stage) }
 }
 
 fn check(problem: &Problem, tolerance: f64) {
     let expected = problem.reference().unwrap();
-    for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| [0, 1, 2, 3].map(|stage| (mesh, stage))) {
+    for (mesh, stage) in meshes().flat_map(|mesh| [0, 1, 2, 3].map(|stage| (mesh, stage))) {
         for accumulation in [1, 2] {
-            let layout = Layout { accumulation, ..hybrid(mesh, stage) };
+            let layout = Layout { accumulation, ..sharded(mesh, stage) };
             let outcome = problem.run(layout).unwrap();
             assert_matches(&outcome, &expected, tolerance, &format!("{layout:?}"));
         }
@@ -46,8 +67,8 @@ fn adamw_is_the_same_with_replicas_of_partitions() {
 #[test]
 fn without_accumulation_all_stages_give_the_same_bits() {
     let problem = main_problem(Rule::AdamW(ADAMW), Some(0.25));
-    for mesh in MESHES {
-        let of_stage = |stage| bits(&problem.run(hybrid(mesh, stage)).unwrap()).unwrap();
+    for mesh in meshes() {
+        let of_stage = |stage| bits(&problem.run(sharded(mesh, stage)).unwrap()).unwrap();
         let first = of_stage(0);
         for stage in 1..=3 {
             assert!(of_stage(stage) == first, "{mesh:?} stage {stage}");
@@ -56,10 +77,53 @@ fn without_accumulation_all_stages_give_the_same_bits() {
 }
 
 #[test]
+fn on_one_axis_partitions_over_sp_give_the_same_bits() {
+    // Without clipping, which uses the norm: its sum has one term per partition.
+    let problem = main_problem(Rule::AdamW(ADAMW), None);
+    let bits_without_norms = |layout: Layout| {
+        let mut outcome = problem.run(layout).unwrap();
+        outcome.reports.iter_mut().for_each(|report| report.grad_norm = 0.0);
+        bits(&outcome).unwrap()
+    };
+    for (dp, sp) in [(1, 2), (1, 3), (1, 4), (4, 1)] {
+        for stage in 0..=3 {
+            // With accumulation, stages 2 and 3 add up micro steps after the sum over sp instead of before it.
+            let accumulations = if stage < 2 || sp == 1 { &[1, 2][..] } else { &[1] };
+            for &accumulation in accumulations {
+                let over_dp = Layout { accumulation, ..layout(dp, sp, stage) };
+                let over_sp = Layout { spans_sp: true, ..over_dp };
+                assert!(bits_without_norms(over_dp) == bits_without_norms(over_sp), "{over_dp:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn other_features_are_the_same_over_sp() {
+    let frozen = json!({ "ulysses": { "parameter_groups": [{ "match": "layers.0.", "frozen": true }] } });
+    let offloaded = json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "nvme" } } });
+    let tied = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
+    let adamw = || main_problem(Rule::AdamW(ADAMW), Some(0.25));
+    for (label, problem, tolerance) in [
+        ("frozen", Problem { extra: frozen, ..adamw() }, 2e-5),
+        ("tied", Problem { rule: Rule::AdamW(ADAMW), ..problem(tied, packed_batch()) }, 2e-5),
+        ("LAMB", main_problem(Rule::Lamb(LAMB), Some(0.25)), 5e-5),
+        ("offloaded", Problem { extra: offloaded, ..adamw() }, 2e-5),
+        ("bf16", Problem { extra: json!({ "bf16": { "enabled": true } }), ..adamw() }, 2e-2),
+    ] {
+        let single = by_name(&problem.run(layout(1, 1, 3)).unwrap().parameters);
+        for (mesh, stage) in [((1, 3, 1, true), 3), ((2, 2, 2, true), 2), ((1, 4, 1, true), 1)] {
+            let parameters = by_name(&problem.run(sharded(mesh, stage)).unwrap().parameters);
+            assert_all_close(&format!("{label} on {mesh:?}"), &parameters, &single, tolerance);
+        }
+    }
+}
+
+#[test]
 fn each_rank_has_the_partition_of_its_shard_rank() {
     let problem = main_problem(Rule::AdamW(ADAMW), None);
     let held = |layout: Layout| {
-        let config = problem.json_config(layout, 4).unwrap();
+        let config = problem.json_config(layout, 12).unwrap();
         let seen = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
             Ok((engine.zero().world_size(), engine.zero().state_numel()))
@@ -67,20 +131,24 @@ fn each_rank_has_the_partition_of_its_shard_rank() {
         seen.unwrap()
     };
     for stage in 1..=3 {
+        // Partitions over sp equal those over as many dp ranks.
+        for (mesh, partitions) in [((1, 4, 1, true), 4), ((2, 2, 2, true), 4), ((2, 3, 2, true), 6)] {
+            assert_eq!(held(sharded(mesh, stage)), held(layout(partitions, 1, stage)), "{mesh:?} {stage}");
+        }
         // Two partitions equal those of a dp axis of two, for any number of replicas.
         let plain = held(layout(2, 1, stage));
-        assert_eq!(held(hybrid((4, 1, 2), stage)), [plain[0], plain[1], plain[0], plain[1]]);
+        assert_eq!(held(sharded((4, 1, 2, false), stage)), [plain[0], plain[1], plain[0], plain[1]]);
         assert_eq!(plain[0].0, 2);
     }
 }
 
 /// Replicas that do not sum their gradients.
 fn without_the_sum(groups: ZeroGroups) -> ZeroGroups {
-    let hybrid = groups.hybrid.map(|HybridGroups { shard, replicas }| HybridGroups {
+    let sharding = groups.sharding.map(|ShardGroups { shard, replicas }| ShardGroups {
         shard,
         replicas: FaultyGroup::wrap(replicas, Fault::SkipsTheSum),
     });
-    ZeroGroups { hybrid, ..groups }
+    ZeroGroups { sharding, ..groups }
 }
 
 #[test]
@@ -88,9 +156,9 @@ fn a_group_that_skips_the_sum_over_replicas_is_detected() {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
     let expected = problem.reference().unwrap();
     let doubles = Doubles { groups: without_the_sum, ..Doubles::default() };
-    for stage in 0..=3 {
-        let outcome = problem.run_with(hybrid((4, 2, 2), stage), &doubles).unwrap();
-        assert!(!matches(&outcome, &expected, 2e-5), "stage {stage}");
+    for (stage, spans_sp) in [0, 1, 2, 3].into_iter().flat_map(|stage| [(stage, false), (stage, true)]) {
+        let outcome = problem.run_with(sharded((4, 2, 2, spans_sp), stage), &doubles).unwrap();
+        assert!(!matches(&outcome, &expected, 2e-5), "stage {stage}, over sp: {spans_sp}");
     }
 }
 
@@ -98,7 +166,7 @@ fn a_group_that_skips_the_sum_over_replicas_is_detected() {
 fn replicas_that_drift_apart_are_named() {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
     let global = global_batch(&problem.batch).unwrap();
-    let config = problem.json_config(hybrid((4, 1, 2), 3), problem.batch.num_rows()).unwrap();
+    let config = problem.json_config(sharded((4, 1, 2, false), 3), problem.batch.num_rows()).unwrap();
     let check = |wrap: fn(ZeroGroups) -> ZeroGroups| {
         let run = |_: usize, groups: ZeroGroups| {
             let mut engine = problem.engine(&config, wrap(groups), Arc::new(FlashAttention))?;
