@@ -146,8 +146,16 @@ fn read_config(root: &Section<'_>) -> Config {
     config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
     config.optimizer.check(&root.section("optimizer"));
     config.zero.check(&root.section("zero_optimization"));
-    config.ulysses.zero_partition_axes =
-        PartitionAxes::implied_by(root).unwrap_or(config.ulysses.zero_partition_axes);
+    if let Some(axes) = PartitionAxes::implied_by(root) {
+        config.ulysses.zero_partition_axes = axes;
+        if config.zero.stage.partitions_optimizer() {
+            root.warn(
+                "`sequence_parallel_size` is the only mesh size: ZeRO partitions over dp × sp, as in DeepSpeed; \
+                 `ulysses.zero_partition_axes` sets the axes"
+                    .to_owned(),
+            );
+        }
+    }
     config.ulysses.check(&root.section("ulysses"), base_lr);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);

@@ -130,6 +130,12 @@ mod tests {
             .with_seq_len(seq_len)
     }
 
+    fn over_sp(seq_len: usize) -> Workload {
+        let mut workload = workload(seq_len);
+        workload.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
+        workload
+    }
+
     #[test]
     fn the_smallest_sp_that_fits_is_chosen_within_a_node_first() {
         let proposal = workload(262_144).propose(TWO_OF_8, 80 * GIB).unwrap();
@@ -145,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_sequence_goes_across_nodes_only_when_one_node_is_too_small() {
-        let whole_node = workload(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let whole_node = over_sp(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
         let proposal = workload(1 << 22).propose(TWO_OF_8, whole_node - 1).unwrap();
         assert_eq!((proposal.chosen.sp, proposal.chosen.nodes_per_sequence), (16, 2));
         assert!(proposal.chosen.fits);
@@ -153,13 +159,27 @@ mod tests {
     }
 
     #[test]
+    fn partitions_span_sp_only_where_they_must() {
+        let fits = |sp, axes| {
+            move |trial: &Trial| (trial.sp, trial.zero_partition_axes, trial.fits) == (sp, axes, true)
+        };
+        let short = workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap();
+        assert!(fits(1, PartitionAxes::Dp)(&short.chosen), "{short:?}");
+        let over_dp = workload(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let proposal = workload(1 << 22).propose(TWO_OF_8, over_dp).unwrap();
+        assert!(fits(8, PartitionAxes::Dp)(&proposal.chosen), "{proposal:?}");
+        let proposal = workload(1 << 22).propose(TWO_OF_8, over_dp - 1).unwrap();
+        assert!(fits(8, PartitionAxes::DpSp)(&proposal.chosen), "{proposal:?}");
+    }
+
+    #[test]
     fn if_nothing_fits_the_longest_sequence_that_would_is_reported() {
-        let proposal = workload(1 << 22).propose(TWO_OF_8, 160 * GIB).unwrap();
+        let proposal = workload(1 << 22).propose(TWO_OF_8, 100 * GIB).unwrap();
         assert!(!proposal.chosen.fits && proposal.tried.len() == 5, "{proposal:?}");
         let longest = proposal.max_seq_len.unwrap();
         let chosen = proposal.chosen.sp;
-        let peak = |seq_len| workload(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
+        let peak = |seq_len| over_sp(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
         assert!(longest.is_multiple_of(chosen), "{longest} tokens over {chosen} ranks");
-        assert!(peak(longest) <= 160 * GIB && peak(longest + chosen) > 160 * GIB);
+        assert!(peak(longest) <= 100 * GIB && peak(longest + chosen) > 100 * GIB);
     }
 }

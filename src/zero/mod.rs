@@ -4,7 +4,7 @@
 //! A model's parameters come in units (the embedding, every layer, the head). Each unit is one flat, padded
 //! buffer in `dp_size` contiguous partitions: **the ZeRO world size is `dp_size`**, whatever `sp_size` is.
 //! The ranks of an sp group hold the same partition. They update it redundantly, from a gradient that is
-//! summed over sp. Hybrid sharding partitions over a part of `dp` and replicates over the rest
+//! summed over sp. By choice, partitions span `dp` and `sp`, or only a part of `dp` with replicas over the rest
 //! ([`ZeroGroups`]).
 //!
 //! | stage | partitioned over dp |

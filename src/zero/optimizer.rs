@@ -163,7 +163,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Number of ranks that share the partitions: `dp_size`, or the shard size of hybrid sharding. Read from
+    /// Number of ranks that share the partitions: by default `dp_size`. Read from
     /// the live process group.
     pub fn world_size(&self) -> usize {
         self.groups.shard().world_size()

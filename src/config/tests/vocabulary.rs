@@ -35,7 +35,7 @@ fn sample(key: &Key) -> Value {
         Kind::TwoCounts(_) => vec![json!([2, 2])],
         Kind::TwoNumbers(_) => vec![json!([0.25, 0.5])],
         Kind::List => vec![json!(["all_reduce"])],
-        Kind::Names(names) => vec![json!([names[0]])],
+        Kind::Names(names) => vec![json!(names)],
         Kind::Variant { variants, .. } => vec![json!(variants[0].name)],
         Kind::Anything => vec![json!({ "enabled": true })],
         Kind::Section(_) | Kind::SwitchOrSection(_) | Kind::Params(_) => vec![json!({})],

@@ -43,7 +43,8 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
         let reasons = choices.iter().filter_map(|choice| Some((choice.clone(), choice.reason.clone()?)));
         reasons.map(|(choice, reason)| (choice.dp, u8::from(choice.zero_stage), reason)).collect()
     };
-    assert_eq!(reasons(&choices), [(4, 3, format!("fastest of all {}", choices.len()))]);
+    // Over dp and sp nothing is all-reduced either, and the numbers go through two small groups.
+    assert_eq!(reasons(&choices), [(2, 3, format!("fastest of all {}", choices.len()))]);
     let untimed = four_sequences.meshes(Criteria::default()).unwrap();
     assert_eq!(reasons(&untimed), [(4, 0, format!("sends least of all {}", untimed.len()))]);
     assert!(untimed.iter().all(|choice| choice.throughput.is_none()));
