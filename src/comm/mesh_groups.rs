@@ -57,10 +57,18 @@ impl MeshGroups {
         if !missing.is_empty() {
             return Err(CommError::MeshOutsideGroup { group: world.name().to_owned(), missing, members });
         }
-        let mut known: Vec<CreatedGroup> = vec![(vec![members], Some(world.clone()))];
-        let whole = find_or_split(&mut known, &*world, "mesh", vec![mesh.ranks().to_vec()])?;
+        Self::with_known(mesh, world.clone(), vec![(vec![members], Some(world))])
+    }
+
+    /// As [`new`](Self::new), with groups to use instead of new ones.
+    fn with_known(
+        mesh: &DeviceMesh,
+        world: Arc<dyn ProcessGroup>,
+        mut known: Vec<CreatedGroup>,
+    ) -> Result<Self, CommError> {
         let split = |axis: &String| find_or_split(&mut known, &*world, axis, mesh.all_groups(axis)?);
         let axes = mesh.axis_names().iter().map(split).collect::<Result<Vec<_>, CommError>>()?;
+        let whole = find_or_split(&mut known, &*world, "mesh", vec![mesh.ranks().to_vec()])?;
         Ok(Self { mesh: mesh.clone(), world, whole, axes, device: Device::Cpu })
     }
 
@@ -70,7 +78,13 @@ impl MeshGroups {
     /// # Errors
     /// As [`new`](Self::new), and when the mesh cannot be split into shards of that shape.
     pub fn sharded(&self, shape: ShardShape) -> Result<Self, CommError> {
-        Ok(Self::new(&self.mesh.sharded(shape)?, self.world.clone())?.on(self.device.clone()))
+        let (mesh, world) = (self.mesh.sharded(shape)?, self.world.clone());
+        let groups = match shape.spans_sp {
+            // Gathers of parameters go on while sp exchanges heads, so they are not calls of the same group.
+            true => Self::with_known(&mesh, world, Vec::new()),
+            false => Self::new(&mesh, world),
+        };
+        Ok(groups?.on(self.device.clone()))
     }
 
     /// Sets the device of this rank's tensors (torch's `init_device_mesh` also takes one); the default is

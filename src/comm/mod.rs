@@ -59,7 +59,7 @@ mod timed;
 pub mod traffic;
 mod wrapper;
 
-pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS, ShardShape};
 pub use args::CollectiveArgs;
 pub use discovery::{DiscoveryError, Launcher, NamedValue, ProcessFlags, ProcessInfo};
 pub use error::CommError;

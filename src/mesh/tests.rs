@@ -328,7 +328,7 @@ dp         4     2  [0 4] [1 5] [2 6] [3 7]
 sp         2     4  [0 1 2 3] [4 5 6 7]
 
 sp groups exchange attention heads: each sequence is sharded over 4 ranks.
-ZeRO partitions over the dp groups (ZeRO world size = dp = 2).
+By default, ZeRO partitions over the dp groups (ZeRO world size = dp = 2).
 "
     );
 }

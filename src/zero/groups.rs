@@ -1,7 +1,6 @@
 //! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
 
-use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
-use crate::mesh::ShardShape;
+use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -37,9 +36,11 @@ impl ZeroGroups {
             None => None,
             Some(shape) => {
                 let sharded = groups.sharded(shape)?;
-                // Equal ordered lists of ranks share one group.
+                // Groups of the same ranks are one, except those of `MeshGroups::sharded`'s own.
                 let known = |group: Arc<dyn ProcessGroup>| {
-                    [&dp, &sp].into_iter().find(|known| are_same(known, &group)).cloned().unwrap_or(group)
+                    let equal = |known: &&Arc<dyn ProcessGroup>| known.global_ranks() == group.global_ranks();
+                    let known = [&dp, &sp].into_iter().find(|known| !shape.spans_sp && equal(known)).cloned();
+                    known.unwrap_or(group)
                 };
                 let shard = known(sharded.get_group(SHARD_AXIS)?);
                 Some(ShardGroups { shard, replicas: known(sharded.get_group(REPLICAS_AXIS)?) })
@@ -95,7 +96,7 @@ impl ZeroGroups {
 }
 
 fn are_same(group: &Arc<dyn ProcessGroup>, other: &Arc<dyn ProcessGroup>) -> bool {
-    group.global_ranks() == other.global_ranks()
+    (group.name(), group.global_ranks()) == (other.name(), other.global_ranks())
 }
 
 #[cfg(test)]
@@ -119,8 +120,8 @@ mod tests {
             (2, 2, None, vec![0, 2], vec!["dp", "sp"]),
             (2, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard"]),
             (4, 2, of_both(2), vec![0, 1, 2, 3], vec!["dp", "sp", "shard", "replicas"]),
-            // The partitions of dp 1 are those of sp.
-            (1, 3, of_both(1), vec![0, 1, 2], vec!["dp", "sp"]),
+            // Partitions that span sp have a group of their own even where it has the ranks of sp.
+            (1, 3, of_both(1), vec![0, 1, 2], vec!["dp", "sp", "shard"]),
         ] {
             let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
             let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {

@@ -18,6 +18,7 @@ use ulysses::estimate::Workload;
 use ulysses::estimate::event::{Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
+use ulysses::mesh::{DeviceMesh, ShardShape};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 use ulysses::zero::ZeroGroups;
 
@@ -304,7 +305,9 @@ fn started_operations_are_awaited_once_and_in_order() {
 fn what_a_rank_sends_its_peer_receives() {
     for case in cases() {
         let (dp, sp) = case.mesh;
-        let shard = case.config().zero_world_size();
+        let config = case.config();
+        let shards = config.zero_shards().unwrap_or(ShardShape { dp_size: dp, spans_sp: false });
+        let sharded = DeviceMesh::dp_sp(dp, sp).unwrap().sharded(shards).unwrap();
         let all: Vec<_> = (0..dp * sp).map(|rank| case.transfers(rank)).collect();
         for (rank, transfers) in all.iter().enumerate() {
             for (index, transfer) in transfers.iter().enumerate() {
@@ -312,14 +315,7 @@ fn what_a_rank_sends_its_peer_receives() {
                 let members: Vec<usize> = match transfer.axis.name() {
                     "dp" => (0..dp).map(|peer| peer * sp + own_sp).collect(),
                     "sp" => (0..sp).map(|peer| own_dp * sp + peer).collect(),
-                    "dp_shard" => {
-                        (0..shard).map(|peer| (own_dp / shard * shard + peer) * sp + own_sp).collect()
-                    }
-                    "replicas" => {
-                        let same = (own_dp % shard..dp).step_by(shard);
-                        same.flat_map(|dp| (0..sp).map(move |peer| dp * sp + peer)).collect()
-                    }
-                    other => panic!("no axis is called {other}"),
+                    axis => sharded.group_of(axis, rank).unwrap(),
                 };
                 let place = members.iter().position(|member| *member == rank).unwrap();
                 let from_all: u64 = members.iter().map(|peer| all[*peer][index].sent_to[place]).sum();

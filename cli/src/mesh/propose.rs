@@ -9,7 +9,7 @@ use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
-use ulysses::config::{Overrides, RawConfig};
+use ulysses::config::{Overrides, PartitionAxes, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::{Proposal, Trial, Workload};
@@ -111,7 +111,7 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
             bytes(budget as f64)
         );
     }
-    let Trial { dp, sp, zero_stage, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
+    let Trial { dp, sp, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
         proposal.chosen;
     if !fits {
         return text;
@@ -128,11 +128,13 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
             )
         }
     };
+    let axes = match zero_partition_axes {
+        PartitionAxes::Dp => "",
+        PartitionAxes::DpSp => " --zero-partition-axes dp,sp",
+    };
     let _ = write!(
         text,
-        "\n--mesh {dp}x{sp} --zero-stage {} --zero-partition-axes {}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
-        u8::from(zero_stage),
-        zero_partition_axes.names().join(","),
+        "\n--mesh {dp}x{sp}{axes}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
         bytes(inter_node_bytes as f64)
     );
     text

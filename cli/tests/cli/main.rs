@@ -21,6 +21,7 @@ mod limits;
 mod manual;
 mod mesh;
 mod monitors;
+mod partitions;
 mod parts;
 mod plan;
 mod plan_times;

@@ -122,7 +122,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
     );
     assert!(stdout.contains("is the smallest size that fits and divides the 8 ranks of a node"), "{stdout}");
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
-    propose("1000000", "100").assert_refused(
+    propose("4000000", "100").assert_refused(
         1,
         &[
             "no mesh of these ranks fits",

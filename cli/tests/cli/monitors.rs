@@ -151,7 +151,7 @@ fn run_json_records_environment_and_results() {
     let record = place.read_json("out/run.json");
     assert_eq!(
         record["mesh"],
-        json!({ "axes": ["dp", "sp"], "shape": [1, 2], "ranks": [0, 1], "shard_size": null })
+        json!({ "axes": ["dp", "sp"], "shape": [1, 2], "ranks": [0, 1], "shard_size": null, "zero_partition_axes": ["dp"] })
     );
     assert_eq!(record["given_config"]["train_batch_size"], 4);
     assert_eq!(record["totals"]["steps"], 4);

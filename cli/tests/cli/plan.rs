@@ -163,7 +163,7 @@ fn features_and_meshes_change_memory_and_traffic() {
     };
     let as_configured = peak_of("as configured");
     assert_eq!(as_configured, peak(&plan));
-    for better in ["ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"] {
+    for better in ["ZeRO stage 3 over dp × sp", "ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"] {
         assert!(peak_of(better) < as_configured, "{better}");
     }
     // 18 bytes per parameter instead of 16: the master copy costs more than the few activations save.
@@ -171,8 +171,19 @@ fn features_and_meshes_change_memory_and_traffic() {
     assert!(peak_of("ZeRO stage 3") < peak_of("ZeRO stage 2"));
     let number = |mesh: &Value, key: &str| mesh[key].as_u64().unwrap();
     let meshes = plan["meshes"].as_array().unwrap().iter();
-    let meshes: Vec<_> = meshes.map(|mesh| ["dp", "sp", "zero_stage"].map(|key| number(mesh, key))).collect();
-    assert_eq!(meshes, [[8, 1, 0], [8, 1, 3], [4, 2, 0], [4, 2, 3], [2, 4, 0], [2, 4, 3], [1, 8, 0]]);
+    let meshes: Vec<_> = meshes
+        .map(|mesh| {
+            let axes = mesh["zero_partition_axes"].as_array().unwrap().len();
+            (["dp", "sp", "zero_stage"].map(|key| number(mesh, key)), axes)
+        })
+        .collect();
+    let over_dp = [[8, 1, 0], [8, 1, 3], [4, 2, 0], [4, 2, 3], [2, 4, 0], [2, 4, 3], [1, 8, 0]];
+    let over_sp = [[4, 2, 3], [2, 4, 3], [1, 8, 3]];
+    for (expected, num_axes) in [(&over_dp[..], 1), (&over_sp, 2)] {
+        let found: Vec<_> =
+            meshes.iter().filter(|(_, axes)| *axes == num_axes).map(|(mesh, _)| *mesh).collect();
+        assert_eq!(found, expected);
+    }
     let reasons = plan["meshes"].as_array().unwrap().iter().filter(|mesh| mesh["reason"].is_string());
     assert_eq!(reasons.count(), 1);
 }
@@ -191,7 +202,7 @@ fn suggested_meshes_are_multiples_of_the_shard_size() {
         .iter()
         .map(|mesh| json!([mesh["dp"], mesh["sp"], mesh["shard_size"]]))
         .collect();
-    assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null])]);
+    assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null]), json!([4, 2, null])]);
     let text = place.run(&["plan", "changed.json", "--model", "nano"]);
     assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
     assert!(text.stdout.contains("dp a multiple of 4 partitions"), "{}", text.stdout);

@@ -1,0 +1,45 @@
+//! `ulysses.zero_partition_axes`, and the note on a single partition.
+
+use crate::support::cli::Workplace;
+use serde_json::json;
+
+#[test]
+fn a_zero_stage_with_one_partition_is_noted_before_the_run() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));
+    let note = "warning: ZeRO stage 3 has 1 partition, because dp_size is 1: every rank stores the whole model state";
+    let says_so = |mesh| place.run(&["train", "c.json", "--mesh", mesh]).assert_done().stderr.contains(note);
+    assert!(says_so("1x2"));
+    assert!(!says_so("2x1") && !says_so("1x1"));
+    let explained = place.run(&["config", "explain", "zero_optimization.stage"]);
+    assert!(explained.assert_done().stdout.contains("`ulysses.zero_partition_axes`"), "{explained:?}");
+}
+
+#[test]
+fn zero_partitions_over_sp_by_flag_key_or_deepspeeds_mesh() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));
+    let by_flag = place.run(&["train", "c.json", "--mesh", "1x2", "--zero-partition-axes", "dp,sp"]);
+    let stderr = &by_flag.assert_done().stderr;
+    assert!(stderr.contains("ZeRO stage 3 over dp × sp,") && !stderr.contains("has 1 partition"), "{stderr}");
+    assert_eq!(place.read_json("out/config.json")["ulysses"]["zero_partition_axes"], json!(["dp", "sp"]));
+    assert_eq!(place.read_json("out/run.json")["mesh"]["zero_partition_axes"], json!(["dp", "sp"]));
+
+    place.write_config(
+        "alst.json",
+        json!({ "zero_optimization": { "stage": 3 }, "sequence_parallel_size": 2 }),
+    );
+    let implied = place.run(&["train", "alst.json", "--output", "alst"]);
+    let stderr = &implied.assert_done().stderr;
+    assert!(stderr.contains("ZeRO stage 3 over dp × sp,"), "{stderr}");
+    assert!(stderr.contains("as in DeepSpeed"), "{stderr}");
+    for (key, value, expected) in [
+        ("axes.json", json!(["sp"]), "[\"dp\"] or [\"dp\", \"sp\"]"),
+        ("name.json", json!(["dp", "tp"]), "\"dp\", \"sp\""),
+    ] {
+        place.write_config(key, json!({ "ulysses": { "zero_partition_axes": value } }));
+        place.run(&["train", key]).assert_refused(2, &["`ulysses.zero_partition_axes", expected]);
+    }
+    let refused = place.run(&["train", "c.json", "--zero-partition-axes", "sp"]);
+    refused.assert_refused(2, &["--zero-partition-axes", "expected `dp` or `dp,sp`"]);
+}
