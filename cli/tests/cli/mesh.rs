@@ -133,7 +133,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
     );
     // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");
-    assert!(text.assert_done().stdout.contains("67.53 GiB of 80.00 GiB per rank: fits"), "{text:?}");
+    assert!(text.assert_done().stdout.contains("71.72 GiB of 80.00 GiB per rank: fits"), "{text:?}");
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
 }
 
