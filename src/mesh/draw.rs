@@ -109,8 +109,12 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
         Err(_) => None,
     };
     let sentence_dp = match mesh.axis_size("dp") {
-        Ok(1) => Some("dp = 1: optimizer state is not partitioned (ZeRO world size = dp = 1).".to_owned()),
-        Ok(dp) => Some(format!("By default, ZeRO partitions over the dp groups (ZeRO world size = dp = {dp}).")),
+        Ok(1) => Some(
+            "dp = 1: by default, optimizer state is not partitioned (ZeRO world size = dp = 1).".to_owned(),
+        ),
+        Ok(dp) => {
+            Some(format!("By default, ZeRO partitions over the dp groups (ZeRO world size = dp = {dp})."))
+        }
         Err(_) => None,
     };
     let sentences: Vec<_> = [sentence_sp, sentence_dp].into_iter().flatten().collect();
