@@ -26,16 +26,14 @@ pub(super) struct ConfigFlags {
     /// ZeRO stage (0 to 3): `zero_optimization.stage`.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
-    /// Mesh axes over which ZeRO partitions: `ulysses.zero_partition_axes`. `dp,sp` stores the model state once over all
-    /// ranks, which dp alone does once per sp rank.
+    /// Mesh axes over which ZeRO partitions: `ulysses.zero_partition_axes`. `dp,sp` stores what the stage partitions once,
+    /// `dp` once per sp rank.
     #[arg(long, value_parser = partition_axes, value_name = "dp|dp,sp")]
     zero_partition_axes: Option<PartitionAxes>,
 }
 
 fn partition_axes(text: &str) -> Result<PartitionAxes, String> {
-    let all = [PartitionAxes::Dp, PartitionAxes::DpSp];
-    let named = all.into_iter().find(|axes| axes.names().join(",") == text);
-    named.ok_or_else(|| "expected `dp` or `dp,sp`".to_owned())
+    PartitionAxes::from_names(text.split(',')).ok_or_else(|| "expected `dp` or `dp,sp`".to_owned())
 }
 
 impl SetFlags {

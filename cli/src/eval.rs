@@ -87,6 +87,7 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "optimizer": { "type": "SGD", "params": {} },
         "zero_optimization": { "stage": 3 },
+        "ulysses": { "zero_partition_axes": ["dp", "sp"] },
     });
     let overrides = Overrides {
         mesh: Some(dp_sp(&args.mesh)?),

@@ -57,34 +57,29 @@ impl MeshGroups {
         if !missing.is_empty() {
             return Err(CommError::MeshOutsideGroup { group: world.name().to_owned(), missing, members });
         }
-        Self::with_known(mesh, world.clone(), vec![(vec![members], Some(world))])
-    }
-
-    /// As [`new`](Self::new), with groups to use instead of new ones.
-    fn with_known(
-        mesh: &DeviceMesh,
-        world: Arc<dyn ProcessGroup>,
-        mut known: Vec<CreatedGroup>,
-    ) -> Result<Self, CommError> {
-        let split = |axis: &String| find_or_split(&mut known, &*world, axis, mesh.all_groups(axis)?);
-        let axes = mesh.axis_names().iter().map(split).collect::<Result<Vec<_>, CommError>>()?;
+        let mut known: Vec<CreatedGroup> = vec![(vec![members], Some(world.clone()))];
         let whole = find_or_split(&mut known, &*world, "mesh", vec![mesh.ranks().to_vec()])?;
+        let axes = groups_of_axes(mesh, &*world, known)?;
         Ok(Self { mesh: mesh.clone(), world, whole, axes, device: Device::Cpu })
     }
 
     /// The groups of the same ranks along the axes of [`DeviceMesh::sharded`]: [`SHARD_AXIS`](super::SHARD_AXIS)
-    /// and [`REPLICAS_AXIS`](super::REPLICAS_AXIS). Collective, as [`new`](Self::new).
+    /// and [`REPLICAS_AXIS`](super::REPLICAS_AXIS). They are groups of this mesh where the ranks are the same, except that
+    /// partitions which span sp have groups of their own: gathers of parameters overlap with exchanges over sp. Collective,
+    /// as [`new`](Self::new).
     ///
     /// # Errors
     /// As [`new`](Self::new), and when the mesh cannot be split into shards of that shape.
     pub fn sharded(&self, shape: ShardShape) -> Result<Self, CommError> {
         let (mesh, world) = (self.mesh.sharded(shape)?, self.world.clone());
-        let groups = match shape.spans_sp {
-            // Gathers of parameters go on while sp exchanges heads, so they are not calls of the same group.
-            true => Self::with_known(&mesh, world, Vec::new()),
-            false => Self::new(&mesh, world),
-        };
-        Ok(groups?.on(self.device.clone()))
+        compare_meshes(&mesh, &*world)?;
+        let axes = self.mesh.axis_names().iter().zip(&self.axes);
+        let axes = axes.map(|(axis, group)| Ok((self.mesh.all_groups(axis)?, group.clone())));
+        let mut known = axes.collect::<Result<Vec<CreatedGroup>, CommError>>()?;
+        known.push((vec![self.mesh.ranks().to_vec()], self.whole.clone()));
+        known.retain(|(division, _)| !shape.spans_sp || division.iter().all(|group| group.len() == 1));
+        let axes = groups_of_axes(&mesh, &*world, known)?;
+        Ok(Self { mesh, world, whole: self.whole.clone(), axes, device: self.device.clone() })
     }
 
     /// Sets the device of this rank's tensors (torch's `init_device_mesh` also takes one); the default is
@@ -137,6 +132,16 @@ impl MeshGroups {
             members: self.mesh.ranks().to_vec(),
         })
     }
+}
+
+/// Returns this rank's groups of all axes, those in `known` where they are equal.
+fn groups_of_axes(
+    mesh: &DeviceMesh,
+    world: &dyn ProcessGroup,
+    mut known: Vec<CreatedGroup>,
+) -> Result<Vec<Member>, CommError> {
+    let split = |axis: &String| find_or_split(&mut known, world, axis, mesh.all_groups(axis)?);
+    mesh.axis_names().iter().map(split).collect()
 }
 
 /// Returns this rank's group of an axis. All ranks know the same groups,
@@ -292,5 +297,17 @@ mod tests {
             );
             Ok(())
         });
+    }
+
+    #[test]
+    fn ranks_with_different_shard_shapes_are_named() {
+        let mesh = DeviceMesh::dp_sp(4, 1).unwrap();
+        let refused = launch(4, &LaunchOptions::default(), |rank| {
+            let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+            let dp_size = if rank.rank == 2 { 2 } else { 4 };
+            groups.sharded(ShardShape { dp_size, spans_sp: true }).map(drop)
+        });
+        let message = format!("{:#}", anyhow::Error::from(refused.unwrap_err()));
+        assert!(message.contains("[2]"), "{message}");
     }
 }

@@ -152,12 +152,17 @@ impl Config {
         self.zero.mics_shard_size.filter(|size| *size != self.mesh.dp_size)
     }
 
+    /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
+    pub fn zero_axes(&self) -> PartitionAxes {
+        if self.mesh.sp_size > 1 { self.ulysses.zero_partition_axes } else { PartitionAxes::Dp }
+    }
+
     /// Returns the ranks that share ZeRO's partitions, if they are not exactly dp.
     pub fn zero_shards(&self) -> Option<ShardShape> {
-        let MeshConfig { dp_size, sp_size } = self.mesh;
+        let MeshConfig { dp_size, .. } = self.mesh;
         let shards = ShardShape {
             dp_size: self.zero.mics_shard_size.unwrap_or(dp_size),
-            spans_sp: self.ulysses.zero_partition_axes == PartitionAxes::DpSp && sp_size > 1,
+            spans_sp: self.zero_axes() == PartitionAxes::DpSp,
         };
         (shards.spans_sp || shards.dp_size != dp_size).then_some(shards)
     }
@@ -175,7 +180,7 @@ impl Config {
         if stage == 0 || self.zero_world_size() != 1 || self.world_size() == 1 {
             return None;
         }
-        let why = if self.mesh.dp_size == 1 { "dp_size is 1" } else { "its shard size is 1" };
+        let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
         let remedy = match self.mesh.sp_size {
             1 => "a shard size > 1 (`zero_optimization.mics_shard_size`) partitions it".to_owned(),
             sp => format!(
@@ -253,7 +258,7 @@ mod tests {
 
     #[test]
     fn only_a_stage_with_one_partition_is_noted() {
-        assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp_size is 1"));
+        assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp is 1"));
         assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
         assert!(note(1, 2, 2, 1).unwrap().ends_with("over the 2 sp ranks too"));
         assert!(note(2, 2, 1, 1).unwrap().contains("`zero_optimization.mics_shard_size`"));

@@ -9,7 +9,7 @@ use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
 use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
-use super::sections::zero::{PartitionAxes, stated_shard_sizes};
+use super::sections::zero::stated_shard_sizes;
 use super::settings::Settings;
 use std::path::Path;
 use std::time::Duration;
@@ -34,6 +34,7 @@ pub struct RawConfig {
     pub(super) decays_to_last_step: bool,
     pub(super) names_gradient_clipping: bool,
     names_backend: bool,
+    pub(super) names_partition_axes: bool,
     pub(super) remarks: Remarks,
 }
 
@@ -109,10 +110,10 @@ impl RawConfig {
         }
     }
 
-    /// Returns the config with ZeRO's partitions over all of dp, for a mesh that is not known yet.
+    /// Returns the config without sp and ZeRO's shard size, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
-        Self { shard_sizes: Vec::new(), ..self }
+        Self { shard_sizes: Vec::new(), sp_sizes: Vec::new(), ..self }
     }
 
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
@@ -132,10 +133,16 @@ impl RawConfig {
             shard_sizes: stated_shard_sizes(&root.section("zero_optimization")),
             decays_to_last_step: root.section("scheduler").section("params").is_auto("total_num_steps"),
             names_gradient_clipping: root.names("gradient_clipping"),
-            names_backend: ulysses.names("backend") && !ulysses.is_auto("backend"),
+            names_partition_axes: is_stated(&ulysses, "zero_partition_axes"),
+            names_backend: is_stated(&ulysses, "backend"),
             remarks: Remarks::default(),
         }
     }
+}
+
+/// Returns whether a key has a value other than `"auto"`.
+fn is_stated(section: &Section<'_>, name: &'static str) -> bool {
+    section.names(name) && !section.is_auto(name)
 }
 
 /// All sections, checked for what contradicts each other.
@@ -146,16 +153,6 @@ fn read_config(root: &Section<'_>) -> Config {
     config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
     config.optimizer.check(&root.section("optimizer"));
     config.zero.check(&root.section("zero_optimization"));
-    if let Some(axes) = PartitionAxes::implied_by(root) {
-        config.ulysses.zero_partition_axes = axes;
-        if config.zero.stage.partitions_optimizer() {
-            root.warn(
-                "`sequence_parallel_size` is the only mesh size: ZeRO partitions over dp × sp, as in DeepSpeed; \
-                 `ulysses.zero_partition_axes` sets the axes"
-                    .to_owned(),
-            );
-        }
-    }
     config.ulysses.check(&root.section("ulysses"), base_lr);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);

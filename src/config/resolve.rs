@@ -11,6 +11,7 @@ use super::reader::Note;
 use super::sections::mesh::MeshConfig;
 use super::sections::mesh_rules::AppliedRule;
 use super::sections::scheduler::SchedulerConfig;
+use super::sections::zero::PartitionAxes;
 
 impl RawConfig {
     /// Applies flags and defaults, and computes mesh and batch sizes.
@@ -31,11 +32,30 @@ impl RawConfig {
         config.gradient_accumulation_steps = batch.accumulation;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
+        if self.has_deepspeeds_axes(applied_rule.as_ref()) {
+            config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
+            config.notes.push(Note::info(
+                "the file sets `sequence_parallel_size`, but neither `mesh_param` nor `data_parallel_size`: ZeRO partitions \
+                 over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
+            ));
+        }
         config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
-        config.notes = self.resolved_notes(config.scheduler.as_ref());
+        config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
         config.autos = resolve_autos(&self.remarks.autos, &config);
         Ok(config)
+    }
+
+    /// Returns whether the file states the mesh as DeepSpeed's Arctic long-sequence training does, which partitions over
+    /// dp and sp: by the size of sp alone. DeepSpeed's shard sizes count ranks of both axes, so one excludes it.
+    fn has_deepspeeds_axes(&self, applied_rule: Option<&AppliedRule>) -> bool {
+        let is_partitioned = self.config.zero.stage.partitions_optimizer();
+        let is_sp_alone = matches!(self.sp_sizes[..], [sp] if sp.size > 1) && self.dp_sizes.is_empty();
+        is_partitioned
+            && is_sp_alone
+            && self.shard_sizes.is_empty()
+            && applied_rule.is_none()
+            && !self.names_partition_axes
     }
 
     fn resolve_batch(&self, dp: usize) -> Result<BatchSizes, ConfigError> {

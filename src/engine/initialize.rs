@@ -181,7 +181,7 @@ impl Engine {
         Ok(self.zero.gather_parameters()?)
     }
 
-    /// The data-parallel group. It is the ZeRO world, unless hybrid sharding uses a part of it.
+    /// The data-parallel group. It is the ZeRO world by default.
     pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.dp
     }

@@ -242,8 +242,8 @@ impl Engine {
         self.accumulation = Accumulation::default();
     }
 
-    /// Compares replicas: parameters and optimizer state of a partition within the sp group; and in the
-    /// dp group, parameters below ZeRO stage 3 and optimizer state at stage 0. Collective. `step` calls it
+    /// Compares replicas: parameters and optimizer state among the ranks with the same partition (by default the sp group);
+    /// and among the ranks that share the partitions (dp), parameters below ZeRO stage 3 and optimizer state at stage 0. Collective. `step` calls it
     /// every 100 updates, and every checkpoint before it is saved.
     ///
     /// # Errors

@@ -23,6 +23,8 @@ pub struct Alternative {
     pub change: String,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
+    /// Bytes of host memory per node that ranks on GPUs offload to.
+    pub host_bytes_per_node: u64,
     /// Bytes that a rank sends per step.
     pub sent_bytes: u64,
     /// FLOPs per step and rank, including recomputation.
@@ -50,10 +52,13 @@ impl Workload {
     }
 
     fn alternative(&self, change: String, criteria: Criteria<'_>) -> Result<Alternative, EngineError> {
-        let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = self.plan()?;
+        let plan = self.plan()?;
+        let host_bytes_per_node = self.host_bytes_per_node(&plan);
+        let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = plan;
         Ok(Alternative {
             change,
             peak_bytes,
+            host_bytes_per_node,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
             throughput: self.throughput(criteria)?,

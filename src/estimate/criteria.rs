@@ -1,15 +1,32 @@
 //! The criteria by which alternatives and meshes are compared.
 
-use super::Workload;
+use super::{RankPlan, Workload};
 use crate::config::MachineProfile;
 use crate::engine::EngineError;
 use serde::Serialize;
+use ulysses_kernels::device::DeviceKind;
+
+/// The memory that ranks may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct MemoryBudget {
+    /// Bytes per rank, on its device.
+    pub rank_bytes: u64,
+    /// Bytes of host memory per node, which ranks on GPUs share for what they offload; `None` for any.
+    pub host_bytes_per_node: Option<u64>,
+}
+
+impl From<u64> for MemoryBudget {
+    /// Returns a budget of `rank_bytes` per rank and any host memory.
+    fn from(rank_bytes: u64) -> Self {
+        Self { rank_bytes, host_bytes_per_node: None }
+    }
+}
 
 /// The criteria by which alternatives and meshes are compared, in addition to memory and traffic.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Criteria<'a> {
-    /// Memory per rank.
-    pub budget_bytes: Option<u64>,
+    /// The memory to fit into.
+    pub budget: Option<MemoryBudget>,
     /// The machine profile for step times.
     pub machine: Option<&'a MachineProfile>,
 }
@@ -43,6 +60,23 @@ impl Throughput {
 }
 
 impl Workload {
+    /// Returns the bytes of host memory that the ranks of a node offload to, all with the same `plan`: none on CPUs, which
+    /// offload to files.
+    pub fn host_bytes_per_node(&self, plan: &RankPlan) -> u64 {
+        let ranks = match self.device {
+            DeviceKind::Cpu => 0,
+            DeviceKind::Cuda => self.ranks_per_node.min(self.config.world_size()),
+        };
+        plan.offloaded_bytes.saturating_mul(ranks as u64)
+    }
+
+    /// Returns whether `plan` is within `budget`.
+    pub fn fits(&self, plan: &RankPlan, budget: MemoryBudget) -> bool {
+        let MemoryBudget { rank_bytes, host_bytes_per_node } = budget;
+        plan.peak_bytes <= rank_bytes
+            && host_bytes_per_node.is_none_or(|bytes| self.host_bytes_per_node(plan) <= bytes)
+    }
+
     pub(super) fn throughput(&self, criteria: Criteria<'_>) -> Result<Option<Throughput>, EngineError> {
         let Some(machine) = criteria.machine else { return Ok(None) };
         match self.step_time(machine) {
@@ -57,6 +91,6 @@ impl Workload {
     }
 
     pub(super) fn max_seq_len_within(&self, criteria: Criteria<'_>) -> Result<Option<usize>, EngineError> {
-        criteria.budget_bytes.map_or(Ok(None), |budget| self.max_seq_len(budget))
+        criteria.budget.map_or(Ok(None), |budget| self.max_seq_len(budget))
     }
 }

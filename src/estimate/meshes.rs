@@ -15,13 +15,17 @@ pub struct MeshChoice {
     pub sp: usize,
     /// ZeRO's shard size, in hybrid sharding.
     pub shard_size: Option<usize>,
+    /// Number of partitions of one copy of ZeRO's state.
+    pub num_partitions: usize,
     /// ZeRO stage: the configured one, or 3.
     pub zero_stage: ZeroStage,
     /// Axes over which ZeRO partitions: the configured ones, or dp and sp.
     pub zero_partition_axes: PartitionAxes,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
-    /// Whether the peak is within the budget; true without one.
+    /// Bytes of host memory per node that ranks on GPUs offload to.
+    pub host_bytes_per_node: u64,
+    /// Whether both are within the budget; true without one.
     pub fits: bool,
     /// Bytes that a rank sends within its node per step.
     pub intra_node_bytes: u64,
@@ -66,7 +70,7 @@ impl Workload {
         let mut choices = arranged
             .map(|workload| workload.choice(criteria))
             .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
-        recommend(&mut choices, criteria.budget_bytes.is_some());
+        recommend(&mut choices, criteria.budget.is_some());
         Ok(choices)
     }
 
@@ -116,15 +120,20 @@ impl Workload {
     }
 
     fn choice(&self, criteria: Criteria<'_>) -> Result<MeshChoice, EngineError> {
-        let RankPlan { peak_bytes, sent, .. } = self.plan()?;
+        let plan = self.plan()?;
+        let host_bytes_per_node = self.host_bytes_per_node(&plan);
+        let fits = criteria.budget.is_none_or(|budget| self.fits(&plan, budget));
+        let RankPlan { peak_bytes, sent, .. } = plan;
         Ok(MeshChoice {
             dp: self.config.mesh.dp_size,
             sp: self.config.mesh.sp_size,
             shard_size: self.config.zero_shard_size(),
             zero_stage: self.config.zero.stage,
-            zero_partition_axes: self.config.ulysses.zero_partition_axes,
+            zero_partition_axes: self.config.zero_axes(),
+            num_partitions: self.config.zero_world_size(),
             peak_bytes,
-            fits: criteria.budget_bytes.is_none_or(|budget| peak_bytes <= budget),
+            host_bytes_per_node,
+            fits,
             intra_node_bytes: sent.intra_node_bytes,
             inter_node_bytes: sent.inter_node_bytes,
             throughput: self.throughput(criteria)?,

@@ -27,7 +27,7 @@ pub mod scaling;
 mod time;
 
 pub use alternatives::Alternative;
-pub use criteria::{Criteria, Throughput};
+pub use criteria::{Criteria, MemoryBudget, Throughput};
 pub use meshes::MeshChoice;
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
@@ -181,19 +181,35 @@ impl Workload {
         workload
     }
 
-    /// Returns the longest sequence, in whole tokens per rank, whose peak is within `budget_bytes` on every rank; `None`
+    /// Returns the longest sequence, in whole tokens per rank, that is within `budget` on every rank; `None`
     /// if not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven shards, so
     /// such a length can need more memory than a longer multiple of `sp_size`.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
-    pub fn max_seq_len(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
+    pub fn max_seq_len(&self, budget: impl Into<MemoryBudget>) -> Result<Option<usize>, EngineError> {
+        let MemoryBudget { rank_bytes, host_bytes_per_node } = budget.into();
+        let longest = self.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
+        match (longest, host_bytes_per_node) {
+            (Some(longest), Some(bytes)) => Ok(self
+                .max_seq_len_of(bytes, |plan| self.host_bytes_per_node(plan))?
+                .map(|host| host.min(longest))),
+            _ => Ok(longest),
+        }
+    }
+
+    /// Returns the longest sequence of whose plan `bytes` are at most `budget_bytes`.
+    fn max_seq_len_of(
+        &self,
+        budget_bytes: u64,
+        bytes: impl Fn(&RankPlan) -> u64,
+    ) -> Result<Option<usize>, EngineError> {
         let sp_size = self.config.mesh.sp_size;
         let peak = |tokens_per_rank: usize| match self.with_seq_len(tokens_per_rank * sp_size).plan() {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
-            plan => plan.map(|plan| plan.peak_bytes),
+            plan => plan.map(|plan| bytes(&plan)),
         };
-        let mut fits = (1, self.with_seq_len(sp_size).plan()?.peak_bytes);
+        let mut fits = (1, bytes(&self.with_seq_len(sp_size).plan()?));
         if fits.1 > budget_bytes {
             return Ok(None);
         }

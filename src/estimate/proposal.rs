@@ -1,6 +1,6 @@
 //! Proposes a mesh for a cluster, a model, a sequence length and a memory size.
 
-use super::Workload;
+use super::{MemoryBudget, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::Cluster;
@@ -30,7 +30,9 @@ pub struct Trial {
     pub zero_partition_axes: PartitionAxes,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
-    /// Whether the peak is within the memory size.
+    /// Bytes of host memory per node that ranks on GPUs offload to.
+    pub host_bytes_per_node: u64,
+    /// Whether both are within the memory size.
     pub fits: bool,
     /// Number of nodes of an sp group.
     pub nodes_per_sequence: usize,
@@ -39,17 +41,22 @@ pub struct Trial {
 }
 
 impl Workload {
-    /// Proposes the mesh with the smallest sp whose ranks stay within `budget_bytes`. Sizes within a node come first, then
+    /// Proposes the mesh with the smallest sp whose ranks stay within `budget`. Sizes within a node come first, then
     /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
     /// memory for communication. The workload's mesh and batch size are ignored: each data-parallel rank has one micro
     /// batch.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
-    pub fn propose(&self, cluster: Cluster, budget_bytes: u64) -> Result<Proposal, EngineError> {
+    pub fn propose(
+        &self,
+        cluster: Cluster,
+        budget: impl Into<MemoryBudget>,
+    ) -> Result<Proposal, EngineError> {
+        let budget = budget.into();
         let mut tried: Vec<Trial> = Vec::new();
         for sp in self.sizes_of_sp(cluster)? {
-            let trial = self.on_cluster(cluster, sp).trial(cluster, budget_bytes)?;
+            let trial = self.on_cluster(cluster, sp).trial(cluster, budget)?;
             tried.push(trial);
             if trial.fits {
                 return Ok(Proposal { tried, chosen: trial, max_seq_len: None });
@@ -60,7 +67,7 @@ impl Workload {
         let mut smallest = self.on_cluster(cluster, chosen.sp);
         smallest.config.zero.stage = chosen.zero_stage;
         smallest.config.ulysses.zero_partition_axes = chosen.zero_partition_axes;
-        let max_seq_len = smallest.max_seq_len(budget_bytes)?;
+        let max_seq_len = smallest.max_seq_len(budget)?;
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 
@@ -84,16 +91,17 @@ impl Workload {
     }
 
     /// Plans the workload, and as long as it does not fit, with more partitions. Returns the first that fits, else the last.
-    fn trial(self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
+    fn trial(self, cluster: Cluster, budget: MemoryBudget) -> Result<Trial, EngineError> {
         let trial = |workload: Self| -> Result<Trial, EngineError> {
             let (plan, MeshConfig { dp_size, sp_size }) = (workload.plan()?, workload.config.mesh);
             Ok(Trial {
                 dp: dp_size,
                 sp: sp_size,
                 zero_stage: workload.config.zero.stage,
-                zero_partition_axes: workload.config.ulysses.zero_partition_axes,
+                zero_partition_axes: workload.config.zero_axes(),
                 peak_bytes: plan.peak_bytes,
-                fits: plan.peak_bytes <= budget_bytes,
+                fits: workload.fits(&plan, budget),
+                host_bytes_per_node: workload.host_bytes_per_node(&plan),
                 nodes_per_sequence: sp_size.div_ceil(cluster.ranks_per_node),
                 inter_node_bytes: plan.sent.inter_node_bytes,
             })

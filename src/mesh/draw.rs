@@ -108,15 +108,12 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
         }
         Err(_) => None,
     };
-    let sentence_dp = match mesh.axis_size("dp") {
-        Ok(1) => Some(
-            "dp = 1: by default, optimizer state is not partitioned (ZeRO world size = dp = 1).".to_owned(),
-        ),
-        Ok(dp) => {
-            Some(format!("By default, ZeRO partitions over the dp groups (ZeRO world size = dp = {dp})."))
+    let sentence_dp = mesh.axis_size("dp").ok().map(|dp| match mesh.axis_size("sp") {
+        Ok(sp) if sp > 1 => {
+            format!("ZeRO partitions: {dp} over dp (the default), {} over dp × sp.", dp * sp)
         }
-        Err(_) => None,
-    };
+        _ => format!("ZeRO partitions: {dp} over dp."),
+    });
     let sentences: Vec<_> = [sentence_sp, sentence_dp].into_iter().flatten().collect();
     if !sentences.is_empty() {
         let _ = writeln!(text, "\n{}", sentences.join("\n"));

@@ -16,7 +16,7 @@ const DP_SHARD_AXIS: &str = "dp_shard";
 pub struct ShardShape {
     /// Number of neighbors along dp.
     pub dp_size: usize,
-    /// Whether they are all sp ranks of these neighbors, instead of those with the same sp rank.
+    /// Whether partitions span sp too: over all sp ranks of these dp ranks, not only those with the same sp coordinate.
     pub spans_sp: bool,
 }
 

@@ -328,7 +328,7 @@ dp         4     2  [0 4] [1 5] [2 6] [3 7]
 sp         2     4  [0 1 2 3] [4 5 6 7]
 
 sp groups exchange attention heads: each sequence is sharded over 4 ranks.
-By default, ZeRO partitions over the dp groups (ZeRO world size = dp = 2).
+ZeRO partitions: 2 over dp (the default), 8 over dp × sp.
 "
     );
 }
@@ -357,5 +357,8 @@ fn drawings_of_all_sizes_fit_a_terminal() {
     assert!(three_axes.contains("\n      1 │ 6 7\n"), "{three_axes}");
     assert!(!three_axes.contains("heads"), "no sp axis: {three_axes}");
     let single = draw(&DeviceMesh::dp_sp(1, 1).unwrap());
-    assert!(single.starts_with("mesh dp=1,sp=1: 1 rank\n") && single.contains("not partitioned"), "{single}");
+    assert!(
+        single.starts_with("mesh dp=1,sp=1: 1 rank\n") && single.contains("ZeRO partitions: 1 over dp."),
+        "{single}"
+    );
 }

@@ -18,7 +18,7 @@ pub struct ZeroGroups {
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
 #[derive(Debug, Clone)]
 pub struct ShardGroups {
-    /// Ranks with the other partitions.
+    /// Ranks that together hold all partitions.
     pub shard: Arc<dyn ProcessGroup>,
     /// Ranks with the same partition: those with the same shard rank in the other replicas.
     pub replicas: Arc<dyn ProcessGroup>,
@@ -35,15 +35,9 @@ impl ZeroGroups {
         let sharding = match shape {
             None => None,
             Some(shape) => {
-                let sharded = groups.sharded(shape)?;
-                // Groups of the same ranks are one, except those of `MeshGroups::sharded`'s own.
-                let known = |group: Arc<dyn ProcessGroup>| {
-                    let equal = |known: &&Arc<dyn ProcessGroup>| known.global_ranks() == group.global_ranks();
-                    let known = [&dp, &sp].into_iter().find(|known| !shape.spans_sp && equal(known)).cloned();
-                    known.unwrap_or(group)
-                };
-                let shard = known(sharded.get_group(SHARD_AXIS)?);
-                Some(ShardGroups { shard, replicas: known(sharded.get_group(REPLICAS_AXIS)?) })
+                let groups = groups.sharded(shape)?;
+                let (shard, replicas) = (groups.get_group(SHARD_AXIS)?, groups.get_group(REPLICAS_AXIS)?);
+                Some(ShardGroups { shard, replicas })
             }
         };
         Ok(Self { dp, sp, sharding })
@@ -62,7 +56,7 @@ impl ZeroGroups {
         }
     }
 
-    /// Ranks with the other partitions: the ZeRO world.
+    /// Ranks that together hold all partitions: the ZeRO world.
     pub fn shard(&self) -> &Arc<dyn ProcessGroup> {
         self.sharding.as_ref().map_or(&self.dp, |groups| &groups.shard)
     }

@@ -1,13 +1,13 @@
-//! ZeRO: optimizer state, gradients and parameters partitioned over the `dp` axis
+//! ZeRO: optimizer state, gradients and parameters partitioned, by default over the `dp` axis
 //! (arXiv 1910.02054).
 //!
 //! A model's parameters come in units (the embedding, every layer, the head). Each unit is one flat, padded
-//! buffer in `dp_size` contiguous partitions: **the ZeRO world size is `dp_size`**, whatever `sp_size` is.
+//! buffer in contiguous partitions, one per rank of the ZeRO world: by default `dp_size`, whatever `sp_size` is.
 //! The ranks of an sp group hold the same partition. They update it redundantly, from a gradient that is
 //! summed over sp. By choice, partitions span `dp` and `sp`, or only a part of `dp` with replicas over the rest
 //! ([`ZeroGroups`]).
 //!
-//! | stage | partitioned over dp |
+//! | stage | partitioned |
 //! |---|---|
 //! | 0 | nothing |
 //! | 1 | optimizer state |

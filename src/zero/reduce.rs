@@ -1,4 +1,4 @@
-//! Reduces gradients: first over the ranks with the other partitions (dp), then over those with the same
+//! Reduces gradients: first over the ranks that share the partitions (by default dp), then over those with the same
 //! partition (sp), always in rank order.
 
 use super::unit::{Gradients, Unit};
@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::{elementwise, strided_copy};
 
-/// A started reduction of a unit over dp. It completes when the next one starts, and so overlaps with one
+/// A started reduction of a unit over the ZeRO world. It completes when the next one starts, and so overlaps with one
 /// layer's backward.
 #[must_use]
 pub(super) struct Reduction {
@@ -51,7 +51,7 @@ pub(super) fn start(
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
 
-/// Completes a reduction over dp, and at the boundary sums the result over sp.
+/// Completes a reduction, and at the boundary sums the result over the replicas.
 pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;

@@ -166,25 +166,32 @@ fn a_group_that_skips_the_sum_over_replicas_is_detected() {
 fn replicas_that_drift_apart_are_named() {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
     let global = global_batch(&problem.batch).unwrap();
-    let config = problem.json_config(sharded((4, 1, 2, false), 3), problem.batch.num_rows()).unwrap();
-    let check = |wrap: fn(ZeroGroups) -> ZeroGroups| {
-        let run = |_: usize, groups: ZeroGroups| {
-            let mut engine = problem.engine(&config, wrap(groups), Arc::new(FlashAttention))?;
-            let mut batches = micro_batches(&global, &engine)?.into_iter();
-            engine.train_batch(|| Ok::<_, DataError>(batches.next().unwrap()))?;
-            Ok(engine.check_replicas().err())
+    // Of two replicas with two partitions each, and with four partitions each.
+    for (mesh, partitions) in [((4, 1, 2, false), 2), ((4, 2, 2, true), 4)] {
+        let config = problem.json_config(sharded(mesh, 3), problem.batch.num_rows()).unwrap();
+        let check = |wrap: fn(ZeroGroups) -> ZeroGroups| {
+            let run = |_: usize, groups: ZeroGroups| {
+                let mut engine = problem.engine(&config, wrap(groups), Arc::new(FlashAttention))?;
+                let mut batches = micro_batches(&global, &engine)?.into_iter();
+                engine.train_batch(|| Ok::<_, DataError>(batches.next().unwrap()))?;
+                Ok(engine.check_replicas().err())
+            };
+            on_mesh(&config, &LaunchOptions::default(), run).unwrap()
         };
-        on_mesh(&config, &LaunchOptions::default(), run).unwrap()
-    };
-    assert!(check(|groups| groups).iter().all(Option::is_none));
-    for (rank, error) in check(without_the_sum).into_iter().enumerate() {
-        // Ranks 0 and 2 hold one partition, 1 and 3 the other.
-        let (first, other) = (rank % 2, rank % 2 + 2);
-        match error {
-            Some(EngineError::ReplicasDiffer { what: "parameters", axis: "replicas", rank, first: of }) => {
-                assert_eq!((rank, of), (other, first));
+        assert!(check(|groups| groups).iter().all(Option::is_none));
+        for (rank, error) in check(without_the_sum).into_iter().enumerate() {
+            let first = rank % partitions;
+            match error {
+                Some(EngineError::ReplicasDiffer {
+                    what: "parameters",
+                    axis: "replicas",
+                    rank,
+                    first: of,
+                }) => {
+                    assert_eq!((rank, of), (first + partitions, first));
+                }
+                other => panic!("{mesh:?}: {other:?}"),
             }
-            other => panic!("{other:?}"),
         }
     }
 }

@@ -4,15 +4,15 @@ use super::Drawn;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
 use crate::plan::table::bytes;
-use crate::plan::{budget_bytes, model};
+use crate::plan::{memory_budget, model};
 use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
-use ulysses::config::{Overrides, PartitionAxes, RawConfig};
+use ulysses::config::{Config, Overrides, PartitionAxes, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
-use ulysses::estimate::{Proposal, Trial, Workload};
+use ulysses::estimate::{MemoryBudget, Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 
 /// The default config: typical settings for long sequences on many ranks.
@@ -37,6 +37,9 @@ pub(super) struct ProposeArgs {
     /// Available memory per rank in GiB.
     #[arg(long, requires = "propose")]
     memory_gib: Option<f64>,
+    /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
+    #[arg(long, requires = "propose")]
+    host_memory_gib: Option<f64>,
     /// Config for optimizer, precision, ZeRO stage and activation checkpointing [default: AdamW, bf16, ZeRO stage 3,
     /// activation checkpointing].
     ///
@@ -70,7 +73,7 @@ pub(super) fn run(
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
-    let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);
+    let budget = memory_budget(args.memory_gib, args.host_memory_gib)?.unwrap_or(u64::MAX.into());
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
@@ -78,8 +81,8 @@ pub(super) fn run(
     let seq_len = workload.config.require_seq_len().or_usage()?;
     print(format_args!(
         "{name}, sequences of {seq_len} tokens, {nodes} node(s) of {ranks_per_node} ranks, {} per rank\n\n{}\n",
-        bytes(budget as f64),
-        explain(&proposal, cluster, budget)
+        bytes(budget.rank_bytes as f64),
+        explain(&proposal, &workload.config, cluster, budget)
     ))?;
     if !proposal.chosen.fits {
         let longest =
@@ -93,25 +96,41 @@ pub(super) fn run(
     Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) })
 }
 
-fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
+fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: MemoryBudget) -> String {
     let mut text = String::new();
-    for Trial { dp, sp, zero_stage, zero_partition_axes, peak_bytes, fits, nodes_per_sequence, .. } in
-        &proposal.tried
+    for Trial {
+        dp,
+        sp,
+        zero_stage,
+        zero_partition_axes,
+        peak_bytes,
+        host_bytes_per_node,
+        fits,
+        nodes_per_sequence,
+        ..
+    } in &proposal.tried
     {
         let verdict = if *fits { "fits" } else { "does not fit" };
         let place = match nodes_per_sequence {
             1 => "within a node".to_owned(),
             nodes => format!("across {nodes} nodes"),
         };
+        let host = match (host_bytes_per_node, budget.host_bytes_per_node) {
+            (0, _) => String::new(),
+            (needed, None) => format!(", {} of host memory per node", bytes(*needed as f64)),
+            (needed, Some(limit)) => {
+                format!(", {} of {} of host memory per node", bytes(*needed as f64), bytes(limit as f64))
+            }
+        };
         let _ = writeln!(
             text,
-            "  {dp}x{sp}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank: {verdict}",
+            "  {dp}x{sp}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank{host}: {verdict}",
             zero_partition_axes.with_stage(*zero_stage),
             bytes(*peak_bytes as f64),
-            bytes(budget as f64)
+            bytes(budget.rank_bytes as f64)
         );
     }
-    let Trial { dp, sp, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
+    let Trial { dp, sp, zero_stage, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
         proposal.chosen;
     if !fits {
         return text;
@@ -128,13 +147,17 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
             )
         }
     };
-    let axes = match zero_partition_axes {
-        PartitionAxes::Dp => "",
-        PartitionAxes::DpSp => " --zero-partition-axes dp,sp",
-    };
+    // What the config does not say.
+    let mut flags = String::new();
+    if zero_stage != config.zero.stage {
+        let _ = write!(flags, " --zero-stage {}", u8::from(zero_stage));
+    }
+    if zero_partition_axes == PartitionAxes::DpSp && config.ulysses.zero_partition_axes == PartitionAxes::Dp {
+        flags.push_str(" --zero-partition-axes dp,sp");
+    }
     let _ = write!(
         text,
-        "\n--mesh {dp}x{sp}{axes}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
+        "\n--mesh {dp}x{sp}{flags}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
         bytes(inter_node_bytes as f64)
     );
     text

@@ -20,12 +20,17 @@ pub(super) fn alternatives(report: &Report) -> Choices {
     let columns = Columns::of(report);
     let rows = report.alternatives.iter().map(|change| {
         let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
-        let cells = vec![change.change.clone(), peak, sent, flops(change.flops)];
+        let mut cells = vec![change.change.clone(), peak];
+        cells.extend(columns.host(change.host_bytes_per_node));
+        cells.extend([sent, flops(change.flops)]);
         columns.row(cells, change.throughput.as_ref(), [longest(change.max_seq_len)])
     });
     Choices {
-        head: columns
-            .head(&["change", "peak per rank", "sent per rank", "FLOPs per rank"], &["longest sequence"]),
+        head: columns.head(
+            ["change", "peak per rank"],
+            &["sent per rank", "FLOPs per rank"],
+            &["longest sequence"],
+        ),
         rows: rows.collect(),
         row_notes: vec![None; report.alternatives.len()],
         footnote: footnote(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
@@ -42,13 +47,15 @@ pub(super) fn meshes(report: &Report) -> Choices {
             mesh.zero_partition_axes.with_stage(mesh.zero_stage),
             bytes(mesh.peak_bytes as f64),
         ];
+        cells.extend(columns.host(mesh.host_bytes_per_node));
         cells.extend(sent);
         let fits = if mesh.fits { "yes" } else { "no" };
         columns.row(cells, mesh.throughput.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
     });
-    let head = ["dp × sp", "ZeRO stage", "peak per rank", "sent within node", "sent between nodes"];
+    let (first, sent) =
+        (["dp × sp", "ZeRO stage", "peak per rank"], ["sent within node", "sent between nodes"]);
     Choices {
-        head: columns.head(&head, &["longest sequence", "fits"]),
+        head: columns.head(first, &sent, &["longest sequence", "fits"]),
         rows: rows.collect(),
         row_notes: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
         footnote: footnote(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref())),
@@ -57,19 +64,33 @@ pub(super) fn meshes(report: &Report) -> Choices {
 
 /// The optional columns of a plan's tables.
 struct Columns {
+    has_host: bool,
     has_times: bool,
     has_budget: bool,
 }
 
 impl Columns {
     fn of(report: &Report) -> Self {
-        Self { has_times: report.step_time.is_some(), has_budget: report.budget.is_some() }
+        let of_changes = report.alternatives.iter().map(|change| change.host_bytes_per_node);
+        let has_host =
+            of_changes.chain(report.meshes.iter().map(|mesh| mesh.host_bytes_per_node)).any(|host| host > 0);
+        Self { has_host, has_times: report.step_time.is_some(), has_budget: report.budget.is_some() }
     }
 
-    fn head(&self, always: &[&'static str], with_budget: &[&'static str]) -> Vec<&'static str> {
+    fn host(&self, bytes_per_node: u64) -> Option<String> {
+        self.has_host.then(|| bytes(bytes_per_node as f64))
+    }
+
+    fn head<const N: usize>(
+        &self,
+        memory: [&'static str; N],
+        always: &[&'static str],
+        with_budget: &[&'static str],
+    ) -> Vec<&'static str> {
+        let host: &[&str] = if self.has_host { &["host per node"] } else { &[] };
         let with_times: &[&str] = if self.has_times { &["step time", "tokens/s"] } else { &[] };
         let with_budget = if self.has_budget { with_budget } else { &[] };
-        [always, with_times, with_budget].concat()
+        [&memory, host, always, with_times, with_budget].concat()
     }
 
     fn row<const N: usize>(
@@ -113,6 +134,6 @@ fn longest(max_seq_len: Option<usize>) -> String {
 
 /// Formats the division of dp under hybrid sharding.
 fn replicas(mesh: &MeshChoice) -> String {
-    let replicas = |size: usize| format!(" ({} replicas of {size})", mesh.dp / size);
+    let replicas = |size: usize| format!(" ({} replicas of {})", mesh.dp / size, mesh.num_partitions);
     mesh.shard_size.map(replicas).unwrap_or_default()
 }

@@ -18,12 +18,14 @@ pub(super) fn page_of(report: &Report) -> String {
         ("dtype", report.dtype.clone()),
         ("peak memory per rank", bytes(rank.peak_bytes)),
         ("peak during", rank.peak_at.to_string()),
+        ("host memory per node, offloaded", bytes(report.host_bytes_per_node)),
         ("sent per rank and step", bytes(rank.sent.total())),
         ("FLOPs per rank and step", format!("{}FLOP", text(rank.model_flops, Unit::Number))),
     ];
     if let Some(budget) = &report.budget {
         let fits = if budget.fits { "fits" } else { "does not fit" };
         facts.push(("available per rank", format!("{}: {fits}", bytes(budget.bytes))));
+        facts.extend(budget.host_bytes_per_node.map(|host| ("available host memory per node", bytes(host))));
         let longest = budget.max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
         facts.push(("longest sequence that fits", longest));
     }

@@ -23,7 +23,7 @@ use ulysses::data::Tokenizer;
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
-use ulysses::estimate::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::estimate::{Alternative, Criteria, MemoryBudget, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
 
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -45,6 +45,9 @@ pub(super) struct PlanArgs {
     /// Available memory per rank in GiB: reports whether the run fits, and the longest sequence that fits.
     #[arg(long, visible_alias = "gib-per-rank")]
     memory_gib: Option<f64>,
+    /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
+    #[arg(long, requires = "memory_gib")]
+    host_memory_gib: Option<f64>,
     /// Tokens per sequence, over all sp ranks [default: the config's longest, else the longest that fits].
     #[arg(long)]
     seq_len: Option<usize>,
@@ -107,6 +110,8 @@ struct Report {
     seq_len: usize,
     tokens_per_step: usize,
     rank: RankPlan,
+    /// Host memory of a node that its ranks on GPUs offload to.
+    host_bytes_per_node: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     step_time: Option<StepTime>,
     budget: Option<Budget>,
@@ -150,6 +155,7 @@ struct Features {
 #[derive(Serialize)]
 struct Budget {
     bytes: u64,
+    host_bytes_per_node: Option<u64>,
     fits: bool,
     max_seq_len: Option<usize>,
 }
@@ -191,20 +197,21 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let machine = machine.transpose().context("--machine").or_usage()?;
     let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
     let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
-    let budget_bytes = budget_bytes(args.memory_gib)?;
+    let budget = memory_budget(args.memory_gib, args.host_memory_gib)?;
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let workload = Workload { config, model, document_len, ranks_per_node, device };
-    let max_seq_len = budget_bytes.map(|bytes| workload.max_seq_len(bytes)).transpose().or_usage()?.flatten();
+    let max_seq_len = budget.map(|budget| workload.max_seq_len(budget)).transpose().or_usage()?.flatten();
     let workload = match (workload.config.ulysses.seq_len, max_seq_len) {
         (None, Some(longest)) => workload.with_seq_len(longest),
-        (None, None) if budget_bytes.is_some() => {
-            let error = "no sequence fits: even one token per rank needs more than --memory-gib";
+        (None, None) if budget.is_some() => {
+            let error =
+                "no sequence fits: even one token per rank needs more than --memory-gib or --host-memory-gib";
             return Err(Failure::Run(anyhow!(error)));
         }
         _ => workload,
     };
-    Report::new(name, workload, Criteria { budget_bytes, machine: machine.as_ref() }, max_seq_len)
+    Report::new(name, workload, Criteria { budget, machine: machine.as_ref() }, max_seq_len)
 }
 
 /// Resolves the config with the sequence length to plan for.
@@ -248,8 +255,13 @@ impl Report {
     ) -> Result<Self, Failure> {
         let rank = workload.plan().or_usage()?;
         let step_time = criteria.machine.map(|machine| workload.step_time(machine)).transpose().or_usage()?;
-        let budget = criteria.budget_bytes;
-        let budget = budget.map(|bytes| Budget { bytes, fits: rank.peak_bytes <= bytes, max_seq_len });
+        let host_bytes_per_node = workload.host_bytes_per_node(&rank);
+        let budget = criteria.budget.map(|budget| Budget {
+            bytes: budget.rank_bytes,
+            host_bytes_per_node: budget.host_bytes_per_node,
+            fits: workload.fits(&rank, budget),
+            max_seq_len,
+        });
         let alternatives = workload.alternatives(criteria).or_usage()?;
         let meshes = workload.meshes(criteria).or_usage()?;
         let Workload { config, model, ranks_per_node, device, .. } = workload;
@@ -262,7 +274,7 @@ impl Report {
             mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
             shard_size: config.zero.mics_shard_size,
             zero_stage: config.zero.stage,
-            zero_partition_axes: config.ulysses.zero_partition_axes,
+            zero_partition_axes: config.zero_axes(),
             zero_note: config.zero_partition_note(),
             dtype: config.precision.dtype().as_str().to_owned(),
             activation_checkpointing: config.ulysses.activation_checkpointing,
@@ -271,6 +283,7 @@ impl Report {
             seq_len,
             tokens_per_step: config.train_batch_size * seq_len,
             rank,
+            host_bytes_per_node,
             step_time,
             budget,
             alternatives,
@@ -328,13 +341,20 @@ pub(super) fn scaling_of(
     traffic::of_model(name.to_owned(), model, tokens_per_rank, &ranks).or_usage()
 }
 
-pub(super) fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failure> {
-    match memory_gib {
+/// Returns the memory that the flags allow, if `--memory-gib` is given.
+pub(super) fn memory_budget(
+    memory_gib: Option<f64>,
+    host_memory_gib: Option<f64>,
+) -> Result<Option<MemoryBudget>, Failure> {
+    let bytes = |flag: &str, gib: Option<f64>| match gib {
         Some(gib) if !(gib.is_finite() && gib > 0.0) => {
-            Err(Failure::Usage(anyhow!("--memory-gib {gib}: expected a number above 0")))
+            Err(Failure::Usage(anyhow!("--{flag} {gib}: expected a number above 0")))
         }
         gib => Ok(gib.map(|gib| (gib * GIB) as u64)),
-    }
+    };
+    let host_bytes_per_node = bytes("host-memory-gib", host_memory_gib)?;
+    let rank_bytes = bytes("memory-gib", memory_gib)?;
+    Ok(rank_bytes.map(|rank_bytes| MemoryBudget { rank_bytes, host_bytes_per_node }))
 }
 
 /// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.

@@ -182,7 +182,8 @@ impl Text<'_> {
     }
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else {
+        let Some(Budget { bytes: budget, host_bytes_per_node: host, fits, max_seq_len }) = &self.0.budget
+        else {
             return writeln!(
                 f,
                 "\nuse --memory-gib N to check whether this fits, and how long a sequence fits"
@@ -193,22 +194,30 @@ impl Text<'_> {
             None => "none".to_owned(),
         };
         let (needed, budget) = (self.0.rank.peak_bytes, *budget);
+        let (needed_host, size) = (self.0.host_bytes_per_node, |amount: u64| bytes(amount as f64));
         if *fits {
-            return writeln!(
-                f,
-                "\nfits into {} per rank; longest sequence that fits: {longest}",
-                bytes(budget as f64)
-            );
+            let host = match host {
+                Some(host) => format!(" and {} of host memory per node", size(*host)),
+                None if needed_host > 0 => " (host memory is not compared: --host-memory-gib)".to_owned(),
+                None => String::new(),
+            };
+            let budget = size(budget);
+            return writeln!(f, "\nfits into {budget} per rank{host}; longest sequence that fits: {longest}");
         }
-        let lacking = needed.saturating_sub(budget);
-        writeln!(
-            f,
-            "\nDOES NOT FIT: rank {} needs {}, {} more than {} per rank; longest sequence that fits: {longest}",
-            self.0.rank.rank,
-            bytes(needed as f64),
-            bytes(lacking as f64),
-            bytes(budget as f64)
-        )
+        let of_rank = (needed > budget).then(|| {
+            let (rank, lacking) = (self.0.rank.rank, size(needed - budget));
+            format!("rank {rank} needs {}, {lacking} more than {} per rank", size(needed), size(budget))
+        });
+        let of_host = host.filter(|host| needed_host > *host).map(|host| {
+            let lacking = size(needed_host - host);
+            format!(
+                "a node needs {} of host memory, {lacking} more than {} per node",
+                size(needed_host),
+                size(host)
+            )
+        });
+        let lacking = [of_rank, of_host].into_iter().flatten().collect::<Vec<_>>().join("; ");
+        writeln!(f, "\nDOES NOT FIT: {lacking}; longest sequence that fits: {longest}")
     }
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -217,7 +226,7 @@ impl Text<'_> {
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let shards = self.0.shard_size.map(|size| format!(" (dp a multiple of {size} partitions)"));
+        let shards = self.0.shard_size.map(|size| format!(" (dp a multiple of the shard size {size})"));
         writeln!(
             f,
             "\nmeshes with the same number of ranks and the same batch{}",

@@ -178,12 +178,13 @@ fn mesh(run: &RunFiles) -> String {
     let cut =
         if rows < dp || columns < sp { format!(" (first {rows} × {columns} shown)") } else { String::new() };
     let replicas = match mesh["shard_size"].as_u64() {
-        Some(size) => format!(", in groups of {size} rows"),
+        Some(size) => format!(" of {size} adjacent rows"),
         None => String::new(),
     };
     let sharing = match mesh["zero_partition_axes"].as_array().is_some_and(|axes| axes.len() == 2) {
-        true => format!("all ranks share the ZeRO partitions{replicas}"),
-        false => format!("ranks of a column share the ZeRO partitions{replicas}"),
+        true if replicas.is_empty() => "all ranks share the ZeRO partitions".to_owned(),
+        true => format!("ranks{replicas} share the ZeRO partitions"),
+        false => format!("ranks of a column{replicas} share the ZeRO partitions"),
     };
     let note = run.parsed_config().and_then(|config| config.zero_partition_note());
     let note = note.map_or(String::new(), |note| format!("<p>{}.</p>", escape(&note)));

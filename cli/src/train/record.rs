@@ -86,7 +86,7 @@ pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
             "shape": mesh.shape(),
             "ranks": mesh.ranks(),
             "shard_size": config.zero_shard_size(),
-            "zero_partition_axes": config.ulysses.zero_partition_axes,
+            "zero_partition_axes": config.zero_axes(),
         },
         "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
         "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),

@@ -35,7 +35,7 @@ impl Display for Run {
             f,
             "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
              tokens, {} thread(s) per rank",
-            config.ulysses.zero_partition_axes.with_stage(config.zero.stage),
+            config.zero_axes().with_stage(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
             data.num_sequences(),
             data.seq_len(),

@@ -30,7 +30,7 @@ fn a_drawing_shows_ranks_groups_and_their_purpose() {
     assert_eq!(groups_of(&drawing, "sp"), "sp 2 4 [0 1 2 3] [4 5 6 7]");
     assert!(
         drawing.contains("each sequence is sharded over 4 ranks")
-            && drawing.contains("ZeRO world size = dp = 2")
+            && drawing.contains("ZeRO partitions: 2 over dp (the default), 8 over dp × sp.")
     );
 }
 

@@ -7,7 +7,8 @@ use serde_json::json;
 fn a_zero_stage_with_one_partition_is_noted_before_the_run() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));
-    let note = "warning: ZeRO stage 3 has 1 partition, because dp_size is 1: every rank stores the whole model state";
+    let note =
+        "warning: ZeRO stage 3 has 1 partition, because dp is 1: every rank stores the whole model state";
     let says_so = |mesh| place.run(&["train", "c.json", "--mesh", mesh]).assert_done().stderr.contains(note);
     assert!(says_so("1x2"));
     assert!(!says_so("2x1") && !says_so("1x1"));
@@ -29,7 +30,7 @@ fn zero_partitions_over_sp_by_flag_key_or_deepspeeds_mesh() {
         "alst.json",
         json!({ "zero_optimization": { "stage": 3 }, "sequence_parallel_size": 2 }),
     );
-    let implied = place.run(&["train", "alst.json", "--output", "alst"]);
+    let implied = place.run(&["train", "alst.json", "--output", "alst", "--verbose"]);
     let stderr = &implied.assert_done().stderr;
     assert!(stderr.contains("ZeRO stage 3 over dp × sp,"), "{stderr}");
     assert!(stderr.contains("as in DeepSpeed"), "{stderr}");

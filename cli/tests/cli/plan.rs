@@ -86,7 +86,7 @@ fn a_plan_counts_parameters_and_notes_a_single_partition() {
     let text = |mesh: &str| place.run(&["plan", "zero.json", "--mesh", mesh]).assert_done().stdout.clone();
     let alone = text("1x2");
     assert!(alone.contains("model   nano: 0.12 M parameters, "), "{alone}");
-    assert!(alone.contains("\nnote    ZeRO stage 3 has 1 partition, because dp_size is 1: "), "{alone}");
+    assert!(alone.contains("\nnote    ZeRO stage 3 has 1 partition, because dp is 1: "), "{alone}");
     assert!(!text("2x1").contains("note  "));
     let of_shards = json!({ "stage": 1, "mics_shard_size": 1 });
     place.write_config("zero.json", json!({ "zero_optimization": of_shards, "ulysses": { "seq_len": 64 } }));
@@ -205,7 +205,7 @@ fn suggested_meshes_are_multiples_of_the_shard_size() {
     assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null]), json!([4, 2, null])]);
     let text = place.run(&["plan", "changed.json", "--model", "nano"]);
     assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
-    assert!(text.stdout.contains("dp a multiple of 4 partitions"), "{}", text.stdout);
+    assert!(text.stdout.contains("dp a multiple of the shard size 4"), "{}", text.stdout);
     // Unlisted meshes are those that training refuses.
     place.write_config(
         "other.json",

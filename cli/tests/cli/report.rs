@@ -109,7 +109,7 @@ fn the_page_shows_bytes_per_rank_next_to_formulas() {
     place.run(&["report", "out"]).assert_done();
     let page = place.read("out/report.html");
     assert_well_formed(&page);
-    assert!(page.contains("ZeRO stage 1 has 1 partition, because dp_size is 1"), "{page}");
+    assert!(page.contains("ZeRO stage 1 has 1 partition, because dp is 1"), "{page}");
     assert!(setting(&page, "optimizer.<wbr>type").contains("<code>AdamW</code>"));
     // Records of earlier versions have neither formulas nor sent bytes.
     let mut earlier = record;

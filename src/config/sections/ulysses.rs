@@ -46,7 +46,7 @@ keys! {
         /// Mesh axes over which ZeRO partitions: `["dp"]`, or `["dp", "sp"]` for all ranks, which stores the model state once
         /// instead of sp times.
         pub zero_partition_axes: PartitionAxes = key(Value::Names(&AXES)).derived(
-            "`[\"dp\"]`; `[\"dp\", \"sp\"]`, as in DeepSpeed, in a file with `sequence_parallel_size` but no other mesh size",
+            "`[\"dp\"]`; `[\"dp\", \"sp\"]`, as in DeepSpeed, in a file with `sequence_parallel_size` but no other mesh or shard size",
         ),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),

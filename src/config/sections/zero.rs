@@ -60,7 +60,7 @@ pub enum PartitionAxes {
     /// dp: all ranks of an sp group store the same partition. The ZeRO world size is dp_size.
     #[default]
     Dp,
-    /// dp and sp: each rank stores another partition. The ZeRO world size is dp_size × sp_size.
+    /// dp and sp: each rank stores a different partition. The ZeRO world size is dp_size × sp_size.
     DpSp,
 }
 
@@ -85,14 +85,11 @@ impl PartitionAxes {
         }
     }
 
-    /// Returns DeepSpeed's axes for a file that sets `sequence_parallel_size` and no other mesh size (Arctic long-sequence
-    /// training): dp and sp.
-    pub(crate) fn implied_by(root: &Section<'_>) -> Option<Self> {
-        let is_stated = |key| root.names(key);
-        let is_deepspeed = is_stated("sequence_parallel_size")
-            && !["mesh_param", "data_parallel_size"].into_iter().any(is_stated)
-            && !root.section("ulysses").names("zero_partition_axes");
-        is_deepspeed.then_some(Self::DpSp)
+    /// Returns the axes with these names, in any order and case.
+    pub fn from_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Option<Self> {
+        let mut names: Vec<String> = names.into_iter().map(str::to_lowercase).collect();
+        names.sort_unstable();
+        [Self::Dp, Self::DpSp].into_iter().find(|axes| names == axes.names())
     }
 }
 
@@ -104,17 +101,15 @@ impl Serialize for PartitionAxes {
 
 impl Setting for PartitionAxes {
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let mut axes: Vec<_> =
-            section.texts(name).into_iter().flatten().map(|axis| axis.to_lowercase()).collect();
-        axes.sort();
-        match axes.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-            [] | ["dp"] => Some(Self::Dp),
-            ["dp", "sp"] => Some(Self::DpSp),
-            _ => {
-                section.contradiction(name, "[\"dp\"] or [\"dp\", \"sp\"]");
-                None
-            }
+        if !section.names(name) || section.is_auto(name) {
+            return Some(Self::default());
         }
+        let names: Vec<String> = section.texts(name).into_iter().flatten().collect();
+        let axes = Self::from_names(names.iter().map(String::as_str));
+        if axes.is_none() {
+            section.contradiction(name, "[\"dp\"] or [\"dp\", \"sp\"]");
+        }
+        axes
     }
 
     fn read(section: &Section<'_>, name: &'static str) -> Self {
@@ -238,7 +233,7 @@ impl Setting for ZeroStage {
     }
 }
 
-/// Stage of ZeRO: the state that is partitioned over the data-parallel ranks. Each stage includes the previous ones.
+/// Stage of ZeRO: the state that is partitioned. Each stage includes the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(into = "u8")]
 pub enum ZeroStage {

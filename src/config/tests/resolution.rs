@@ -355,3 +355,42 @@ fn settings_without_a_default_name_their_key_and_flag() {
         "`ulysses.seq_len` is not set: set it in the config file, or pass --seq-len"
     );
 }
+
+#[test]
+fn a_file_with_the_size_of_sp_alone_has_deepspeeds_partition_axes() {
+    let axes = |keys: &str, overrides: &Overrides| {
+        let text = format!(r#"{{"train_batch_size": 8, {keys}}}"#);
+        let config = RawConfig::from_json_str(&text, "c.json").unwrap().resolve(overrides).unwrap();
+        let is_noted = config.notes.iter().any(|note| note.text.contains("as in DeepSpeed;"));
+        assert_eq!(is_noted, config.ulysses.zero_partition_axes == PartitionAxes::DpSp, "{keys}");
+        config.ulysses.zero_partition_axes
+    };
+    let stage = r#""zero_optimization": {"stage": 3}"#;
+    let mesh = |dp, sp| Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+    for (keys, overrides) in [
+        (r#""sequence_parallel_size": 2"#, Overrides::default()),
+        (r#""sequence_parallel_size": 2, "data_parallel_size": "auto""#, Overrides::default()),
+        (r#""sequence_parallel_size": 2, "ulysses": {"zero_partition_axes": "auto"}"#, Overrides::default()),
+        (r#""sequence_parallel_size": 2"#, mesh(2, 2)),
+    ] {
+        assert_eq!(axes(&format!("{keys}, {stage}"), &overrides), PartitionAxes::DpSp, "{keys}");
+    }
+    for keys in [
+        r#""sequence_parallel_size": 1"#,
+        r#""mesh_param": [1, 2]"#,
+        r#""sequence_parallel_size": 2, "data_parallel_size": 2"#,
+        r#""sequence_parallel_size": 2, "ulysses": {"zero_partition_axes": ["dp"]}"#,
+    ] {
+        assert_eq!(axes(&format!("{keys}, {stage}"), &Overrides::default()), PartitionAxes::Dp, "{keys}");
+    }
+    // Without partitions there is nothing to choose; DeepSpeed's shard sizes count ranks of both axes.
+    assert_eq!(axes(r#""sequence_parallel_size": 2"#, &Overrides::default()), PartitionAxes::Dp);
+    let sharded = r#""sequence_parallel_size": 2, "zero_optimization": {"stage": 3, "mics_shard_size": 1}"#;
+    assert_eq!(axes(sharded, &Overrides::default()), PartitionAxes::Dp);
+    let rules = r#""sequence_parallel_size": 4, "ulysses": {"mesh_rules": [["host", "1x2"]]}"#;
+    let selected = Overrides { mesh_selector: Some("host".to_owned()), ..Overrides::default() };
+    assert_eq!(axes(&format!("{rules}, {stage}"), &selected), PartitionAxes::Dp);
+    let verified = format!(r#"{{"train_batch_size": 8, "sequence_parallel_size": 2, {stage}}}"#);
+    let raw = RawConfig::from_json_str(&verified, "c.json").unwrap().for_batch(4);
+    assert_eq!(raw.resolve(&mesh(2, 2)).unwrap().ulysses.zero_partition_axes, PartitionAxes::Dp);
+}

@@ -8,7 +8,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     // A second for each collective, and nothing else takes time.
     let slow_to_begin = with_link(|link| link.latency_seconds = 1.0);
     let machine = MachineProfile { file_bytes_per_second: None, ..slow_to_begin };
-    let criteria = Criteria { budget_bytes: None, machine: Some(&machine) };
+    let criteria = Criteria { budget: None, machine: Some(&machine) };
     let changes = nano(2, 1, json!({})).alternatives(criteria).unwrap();
     let throughput = |change: &str| {
         let found = changes.iter().find(|known| known.change == change);
@@ -28,7 +28,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     // The sums of all-reduce alone take time: stages without it are faster though they send more.
     let slow_sums = with_link(|link| link.all_reduce_bytes_per_second = 1e6);
     let four_sequences = nano(4, 1, json!({}));
-    let timed = Criteria { budget_bytes: None, machine: Some(&slow_sums) };
+    let timed = Criteria { budget: None, machine: Some(&slow_sums) };
     let choices = four_sequences.meshes(timed).unwrap();
     let seconds = |dp: usize, zero_stage: u8| {
         let found = choices.iter().find(|choice| (choice.dp, choice.zero_stage.into()) == (dp, zero_stage));
@@ -43,7 +43,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
         let reasons = choices.iter().filter_map(|choice| Some((choice.clone(), choice.reason.clone()?)));
         reasons.map(|(choice, reason)| (choice.dp, u8::from(choice.zero_stage), reason)).collect()
     };
-    // Over dp and sp nothing is all-reduced either, and the numbers go through two small groups.
+    // Over dp and sp nothing is all-reduced either, and the losses are summed in two small groups.
     assert_eq!(reasons(&choices), [(2, 3, format!("fastest of all {}", choices.len()))]);
     let untimed = four_sequences.meshes(Criteria::default()).unwrap();
     assert_eq!(reasons(&untimed), [(4, 0, format!("sends least of all {}", untimed.len()))]);
@@ -55,8 +55,8 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     let fastest = choices.iter().find(|choice| choice.reason.is_some()).unwrap();
     assert_eq!(fastest.throughput.as_ref().and_then(Throughput::step_seconds), Some(5.0));
     let smaller: Vec<_> = choices.iter().filter(|choice| choice.peak_bytes < fastest.peak_bytes).collect();
-    let budget_bytes = smaller.iter().map(|choice| choice.peak_bytes).max();
-    let within = four_sequences.meshes(Criteria { budget_bytes, ..criteria }).unwrap();
+    let budget = smaller.iter().map(|choice| choice.peak_bytes).max().map(Into::into);
+    let within = four_sequences.meshes(Criteria { budget, ..criteria }).unwrap();
     let best = smaller.iter().min_by(|a, b| a.compare(b)).unwrap();
     assert!(smaller.len() > 1);
     assert_eq!(
@@ -70,7 +70,7 @@ fn a_missing_rate_is_reported_by_its_key() {
     let machine = with_link(|link| link.latency_seconds = 1.0);
     // Four ranks on nodes of two: every mesh communicates between them.
     let workload = Workload { ranks_per_node: 2, ..nano(4, 1, json!({})) };
-    let choices = workload.meshes(Criteria { budget_bytes: None, machine: Some(&machine) }).unwrap();
+    let choices = workload.meshes(Criteria { budget: None, machine: Some(&machine) }).unwrap();
     let lacks = Some(Throughput::Unknown { profile_lacks: "links.inter_node" });
     assert!(choices.iter().all(|choice| choice.throughput == lacks), "{choices:?}");
     assert_eq!(choices.iter().filter(|choice| choice.reason.is_some()).count(), 1);
