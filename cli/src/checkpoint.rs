@@ -119,12 +119,18 @@ fn open_verified(dir: &Path) -> Result<Checkpoint, Failure> {
 /// Formats the manifest as text.
 fn description(checkpoint: &Checkpoint) -> String {
     let manifest = checkpoint.manifest();
-    let Manifest { run_id, mesh, zero_stage, progress, .. } = manifest;
+    let Manifest { run_id, mesh, zero_stage, num_partitions, progress, .. } = manifest;
     let data = progress.data;
     let facts = [
         ("checkpoint", checkpoint.dir().display().to_string()),
         ("run", run_id.clone()),
-        ("saved on", format!("mesh dp {} × sp {}, ZeRO stage {zero_stage}", mesh.dp, mesh.sp)),
+        (
+            "saved on",
+            format!(
+                "mesh dp {} × sp {}, ZeRO stage {zero_stage}, {num_partitions} partition(s)",
+                mesh.dp, mesh.sp
+            ),
+        ),
         ("step", format!("{} ({} optimizer updates)", progress.step, progress.optimizer_step)),
         (
             "data",

@@ -54,7 +54,8 @@ impl fmt::Display for StatedSize {
 pub enum MeshShapeError {
     /// Two settings give one axis different sizes.
     #[error(
-        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one"
+        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one \
+         (`--set mesh_param=[DP,SP]` replaces the file's)"
     )]
     Contradiction {
         /// The axis, `dp` or `sp`.

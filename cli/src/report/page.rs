@@ -34,7 +34,9 @@ fn facts(run: &RunFiles) -> Facts {
     let ranks = run.parts().into_iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
     let peak = ranks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
     let state = if run.record["totals"].is_null() { "not finished" } else { "finished" };
-    let stage = run.config["zero_optimization"]["stage"].as_u64();
+    let spans_sp = run.record["mesh"]["zero_partition_axes"].as_array().is_some_and(|axes| axes.len() == 2);
+    let axes = if spans_sp { " over dp × sp" } else { "" };
+    let stage = run.config["zero_optimization"]["stage"].as_u64().map(|stage| format!("{stage}{axes}"));
     let skipped = run.lines.steps.iter().filter(|line| line["skipped"] == true).count();
     let steps = run.lines.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
     let mut facts = vec![
@@ -50,7 +52,7 @@ fn facts(run: &RunFiles) -> Facts {
         ("GEMM share", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
         ("peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
         ("mesh", mesh),
-        ("ZeRO stage", stage.map_or("–".to_owned(), |stage| stage.to_string())),
+        ("ZeRO stage", stage.unwrap_or_else(|| "–".to_owned())),
         ("training time", duration(run.sum("step_seconds"))),
         ("parameters", number(run.record["model"]["parameters"].as_f64())),
         ("state", state.to_owned()),

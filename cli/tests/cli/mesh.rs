@@ -134,6 +134,13 @@ fn a_mesh_is_proposed_with_its_reasons() {
     // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");
     assert!(text.assert_done().stdout.contains("71.72 GiB of 80.00 GiB per rank: fits"), "{text:?}");
+    // The proposal names every flag that the config lacks.
+    let place = Workplace::new();
+    place.write("stage_0.json", r#"{ "train_micro_batch_size_per_gpu": 1 }"#);
+    let cluster = ["mesh", "--propose", "--nodes", "1", "--devices-per-node", "8", "--model", "llama3-8b"];
+    let rest = ["--seq-len", "8192", "--memory-gib", "40", "--device", "cuda", "--config", "stage_0.json"];
+    let text = place.run(&[&cluster[..], &rest].concat());
+    assert!(text.assert_done().stdout.contains("--zero-stage 3"), "{text:?}");
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
 }
 

@@ -30,10 +30,11 @@ fn zero_partitions_over_sp_by_flag_key_or_deepspeeds_mesh() {
         "alst.json",
         json!({ "zero_optimization": { "stage": 3 }, "sequence_parallel_size": 2 }),
     );
-    let implied = place.run(&["train", "alst.json", "--output", "alst", "--verbose"]);
+    let implied = place.run(&["train", "alst.json", "--output", "alst"]);
     let stderr = &implied.assert_done().stderr;
     assert!(stderr.contains("ZeRO stage 3 over dp × sp,"), "{stderr}");
-    assert!(stderr.contains("as in DeepSpeed"), "{stderr}");
+    let resolved = place.run(&["config", "resolve", "alst.json"]);
+    assert!(resolved.assert_done().stderr.contains("over dp × sp, as in DeepSpeed"), "{resolved:?}");
     for (key, value, expected) in [
         ("axes.json", json!(["sp"]), "[\"dp\"] or [\"dp\", \"sp\"]"),
         ("name.json", json!(["dp", "tp"]), "\"dp\", \"sp\""),

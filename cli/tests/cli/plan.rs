@@ -396,3 +396,30 @@ fn the_scaling_study_is_one_command() {
     let claimed = |point: usize| models[0]["points"][point]["claimed_bytes"].as_f64().unwrap();
     assert_eq!((claimed(0), models[0]["points"].as_array().unwrap().len()), (claimed(7), 8));
 }
+
+#[test]
+fn host_memory_of_a_node_limits_what_gpus_offload() {
+    let place = workplace(json!({
+        "mesh_param": [1, 8], "train_micro_batch_size_per_gpu": 1, "bf16": { "enabled": true },
+        "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "cpu" } },
+        "activation_checkpointing": { "cpu_checkpointing": true },
+        "ulysses": { "seq_len": 1_048_576, "activation_checkpointing": true, "zero_partition_axes": ["dp", "sp"] },
+    }));
+    let on_gpus = ["changed.json", "--model", "llama3-8b", "--device", "cuda", "--memory-gib", "76"];
+    let with = |host: &[&str]| plan(&place, &[&on_gpus[..], host].concat());
+    let (unlimited, limited) = (with(&[]), with(&["--host-memory-gib", "300"]));
+    // 8192 bytes per token and layer, and 12 bytes of state per parameter, of which two units' are on the GPUs.
+    let host = unlimited["host_bytes_per_node"].as_u64().unwrap();
+    assert!((330 << 30..360_u64 << 30).contains(&host), "{host}");
+    let longest = |plan: &Value| plan["budget"]["max_seq_len"].as_u64().unwrap();
+    assert!(unlimited["budget"]["fits"] == true && limited["budget"]["fits"] == false);
+    assert!(longest(&limited) < 1_048_576 && 1_048_576 < longest(&unlimited), "{}", longest(&limited));
+    let at_longest = with(&["--host-memory-gib", "300", "--seq-len", &longest(&limited).to_string()]);
+    assert!(at_longest["budget"]["fits"] == true, "{}", at_longest["budget"]);
+    let text = |host: &[&str]| place.run(&[&["plan"], &on_gpus[..], host].concat());
+    assert!(text(&[]).assert_done().stdout.contains("(host memory is not compared: --host-memory-gib)"));
+    let text = text(&["--host-memory-gib", "300"]);
+    assert!(text.assert_done().stdout.contains("GiB of host memory,"), "{text:?}");
+    assert!(text.stdout.contains("more than 300 GiB per node"), "{text:?}");
+    place.run(&["plan", "changed.json", "--host-memory-gib", "1"]).assert_refused(2, &["--memory-gib"]);
+}

@@ -255,7 +255,7 @@ fn a_mesh_flag_that_contradicts_the_file_is_an_error_showing_both() {
     assert_eq!(
         error.to_string(),
         "c.json: the mesh sizes contradict each other: sp is 4 by `mesh_param` (line 3, column 21), but 2 by the flag \
-         --mesh; make them equal or remove one"
+         --mesh; make them equal or remove one (`--set mesh_param=[DP,SP]` replaces the file's)"
     );
 }
 
