@@ -76,7 +76,7 @@ fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<(
     let results = forward_and_backward(&attention, &local, &layout)?;
     rank.group.barrier()?;
     let volume = ExchangePlan::new(SHAPE, heads, SP, rank.rank)?.volume();
-    let formula = volume.total_elems(false) * size_of::<f32>() as u64;
+    let formula = volume.total_elems() * size_of::<f32>() as u64;
     Ok((results, rank.group.stats().total().bytes_sent, formula))
 }
 

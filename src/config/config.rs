@@ -152,6 +152,18 @@ impl Config {
         self.zero.mics_shard_size.filter(|size| *size != self.mesh.dp_size)
     }
 
+    /// Returns whether recomputed layers save their attention output; if `ulysses.save_attention_output` is not set,
+    /// unless checkpoints are offloaded.
+    pub fn saves_attention_output(&self) -> bool {
+        let is_offloaded = self.activation_checkpointing.cpu_checkpointing;
+        self.ulysses.activation_checkpointing && self.ulysses.save_attention_output.unwrap_or(!is_offloaded)
+    }
+
+    /// Returns whether recomputed layers save their attention output only if it fits into memory.
+    pub fn saves_attention_output_if_it_fits(&self) -> bool {
+        self.ulysses.save_attention_output.is_none() && self.saves_attention_output()
+    }
+
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
     pub fn zero_axes(&self) -> PartitionAxes {
         if self.mesh.sp_size > 1 { self.ulysses.zero_partition_axes } else { PartitionAxes::Dp }

@@ -94,7 +94,7 @@ impl Engine {
             let what = "its number of sequences (train_micro_batch_size_per_gpu)";
             return Err(EngineError::MicroBatch { what, got, expected });
         }
-        let ctx = self.context(batch)?;
+        let ctx = self.context(batch)?.with_saved_attention_output(self.config.saves_attention_output());
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = input_ids(batch);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {

@@ -3,7 +3,7 @@
 use super::EngineError;
 use crate::config::{Config, Offload};
 use crate::zero::Storage;
-use candle_core::{Device, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 use std::path::Path;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
@@ -80,6 +80,17 @@ pub(super) struct ActivationOffload(OffloadStore);
 pub(super) struct OffloadedTensor {
     extent: Extent,
     shape: Shape,
+    dtype: DType,
+}
+
+impl OffloadedTensor {
+    /// A tensor of its shape and dtype: f32, or that of activations.
+    fn alloc(&self, workspace: &Workspace) -> Result<Tensor, EngineError> {
+        Ok(match self.dtype {
+            DType::F32 => workspace.alloc_f32(self.shape.clone())?,
+            _ => workspace.alloc(self.shape.clone())?,
+        })
+    }
 }
 
 impl ActivationOffload {
@@ -106,9 +117,9 @@ impl ActivationOffload {
     pub(super) fn store(&self, tensor: Tensor) -> Result<OffloadedTensor, OffloadError> {
         self.0.settle()?;
         let extent = self.0.reserve(ulysses_kernels::tensor::bytes(&tensor));
-        let shape = tensor.shape().clone();
+        let (shape, dtype) = (tensor.shape().clone(), tensor.dtype());
         self.0.write(&extent, tensor)?;
-        Ok(OffloadedTensor { extent, shape })
+        Ok(OffloadedTensor { extent, shape, dtype })
     }
 
     /// Starts to load tensors, so that a later [`load`](Self::load) need not wait.
@@ -121,9 +132,7 @@ impl ActivationOffload {
         workspace: &Workspace,
     ) -> Result<(), EngineError> {
         self.0.settle()?;
-        tensors.iter().try_for_each(|OffloadedTensor { extent, shape }| {
-            self.0.read_ahead(extent, || Ok(workspace.alloc(shape.clone())?))
-        })
+        tensors.iter().try_for_each(|stored| self.0.read_ahead(&stored.extent, || stored.alloc(workspace)))
     }
 
     /// Loads a tensor and frees its extent.
@@ -132,8 +141,7 @@ impl ActivationOffload {
     /// A write or read that failed.
     pub(super) fn load(&self, stored: OffloadedTensor, workspace: &Workspace) -> Result<Tensor, EngineError> {
         self.0.settle()?;
-        let OffloadedTensor { extent, shape } = stored;
-        self.0.read(&extent, || Ok(workspace.alloc(shape)?))
+        self.0.read(&stored.extent, || stored.alloc(workspace))
     }
 }
 

@@ -76,19 +76,20 @@ impl Engine {
     fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
         let Passes { seq_len, trained, evaluated } = passes;
         let (batch, head_dim, sp) = (self.config.micro_batch_size, model.head_dim, &self.groups.sp);
-        let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count();
-        let layers = [(recomputed, true), (model.num_layers - recomputed, false)];
-        let mut elems = 0;
+        let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
+        let num_layers = model.num_layers as u64;
+        let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count() as u64;
+        let mut bytes = 0;
         for chunk in model.head_chunks(self.config.ulysses.head_chunks) {
             let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
             let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
             let q_to_kv = grouped_heads(num_heads, num_kv_heads);
             let volume = ExchangePlan::new(shape, &q_to_kv, sp.world_size(), sp.rank())?.volume();
-            let of_layers = layers.map(|(count, recomputed)| count as u64 * volume.total_elems(recomputed));
-            elems += trained * of_layers.iter().sum::<u64>();
-            elems += evaluated * model.num_layers as u64 * volume.forward_elems;
+            let again = volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes);
+            bytes += trained * (num_layers * volume.total_elems() * elem_bytes + recomputed * again);
+            bytes += evaluated * num_layers * volume.forward_elems * elem_bytes;
         }
-        Ok(elems * self.workspace.options().dtype.size_in_bytes() as u64)
+        Ok(bytes)
     }
 }
 

@@ -44,7 +44,8 @@ impl Workload {
     /// As [`plan`](Self::plan) for the workload itself.
     pub fn alternatives(&self, criteria: Criteria<'_>) -> Result<Vec<Alternative>, EngineError> {
         let as_configured = self.alternative("as configured".to_owned(), criteria)?;
-        let changed = self.variants().into_iter().filter_map(|(change, workload)| {
+        let saves_attention_output = self.decided(criteria.budget)?.config.saves_attention_output();
+        let changed = self.variants(saves_attention_output).into_iter().filter_map(|(change, workload)| {
             // Variants that cannot be planned are omitted.
             workload.alternative(change, criteria).ok()
         });
@@ -52,7 +53,8 @@ impl Workload {
     }
 
     fn alternative(&self, change: String, criteria: Criteria<'_>) -> Result<Alternative, EngineError> {
-        let plan = self.plan()?;
+        let decided = self.decided(criteria.budget)?;
+        let plan = decided.plan()?;
         let host_bytes_per_node = self.host_bytes_per_node(&plan);
         let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = plan;
         Ok(Alternative {
@@ -61,13 +63,14 @@ impl Workload {
             host_bytes_per_node,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
-            throughput: self.throughput(criteria)?,
+            throughput: decided.throughput(criteria)?,
             max_seq_len: self.max_seq_len_within(criteria)?,
         })
     }
 
-    /// Returns the variants. Add new features of the engine here or to [`features`].
-    fn variants(&self) -> Vec<(String, Self)> {
+    /// Returns the variants of a config that does, or does not, save attention outputs. Add new features of the engine
+    /// here or to [`features`].
+    fn variants(&self, saves_attention_output: bool) -> Vec<(String, Self)> {
         let config = &self.config;
         let mut variants = Vec::new();
         let mut add = |change: String, apply: &dyn Fn(&mut Config)| {
@@ -85,6 +88,13 @@ impl Workload {
         }
         for (change, changed) in features(config, self.device) {
             add(change, &|config| *config = changed.clone());
+        }
+        if config.ulysses.activation_checkpointing {
+            let (change, saves) = match saves_attention_output {
+                true => ("attention recomputed", false),
+                false => ("attention output saved", true),
+            };
+            add(change.to_owned(), &|config| config.ulysses.save_attention_output = Some(saves));
         }
         // With one partition, all stages are equal.
         let has_partitions = |stage: &ZeroStage| config.zero_world_size() > 1 && *stage != config.zero.stage;
@@ -168,6 +178,7 @@ fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
     if recomputes {
         add("without activation checkpointing".to_owned(), &|config| {
             config.ulysses.activation_checkpointing = false;
+            config.ulysses.save_attention_output = None;
             config.activation_checkpointing.cpu_checkpointing = false;
         });
         let is_of_every_layer = ulysses.activation_checkpointing_interval == 1;

@@ -77,6 +77,23 @@ impl Workload {
             && host_bytes_per_node.is_none_or(|bytes| self.host_bytes_per_node(plan) <= bytes)
     }
 
+    /// Returns the workload with `ulysses.save_attention_output` set, if the config leaves that open: on if it is within
+    /// `budget`, or if there is no budget.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn decided(&self, budget: Option<MemoryBudget>) -> Result<Self, EngineError> {
+        let mut workload = self.clone();
+        if self.config.saves_attention_output_if_it_fits() {
+            let fits = match budget {
+                Some(budget) => self.fits(&self.plan()?, budget),
+                None => true,
+            };
+            workload.config.ulysses.save_attention_output = Some(fits);
+        }
+        Ok(workload)
+    }
+
     pub(super) fn throughput(&self, criteria: Criteria<'_>) -> Result<Option<Throughput>, EngineError> {
         let Some(machine) = criteria.machine else { return Ok(None) };
         match self.step_time(machine) {

@@ -120,7 +120,8 @@ impl Workload {
     }
 
     fn choice(&self, criteria: Criteria<'_>) -> Result<MeshChoice, EngineError> {
-        let plan = self.plan()?;
+        let decided = self.decided(criteria.budget)?;
+        let plan = decided.plan()?;
         let host_bytes_per_node = self.host_bytes_per_node(&plan);
         let fits = criteria.budget.is_none_or(|budget| self.fits(&plan, budget));
         let RankPlan { peak_bytes, sent, .. } = plan;
@@ -136,7 +137,7 @@ impl Workload {
             fits,
             intra_node_bytes: sent.intra_node_bytes,
             inter_node_bytes: sent.inter_node_bytes,
-            throughput: self.throughput(criteria)?,
+            throughput: decided.throughput(criteria)?,
             max_seq_len: self.max_seq_len_within(criteria)?,
             reason: None,
         })

@@ -183,15 +183,20 @@ impl Workload {
 
     /// Returns the longest sequence, in whole tokens per rank, that is within `budget` on every rank; `None`
     /// if not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven shards, so
-    /// such a length can need more memory than a longer multiple of `sp_size`.
+    /// such a length can need more memory than a longer multiple of `sp_size`. Attention outputs are saved only if the
+    /// config says so; see [`decided`](Self::decided).
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn max_seq_len(&self, budget: impl Into<MemoryBudget>) -> Result<Option<usize>, EngineError> {
         let MemoryBudget { rank_bytes, host_bytes_per_node } = budget.into();
-        let longest = self.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
+        let mut workload = self.clone();
+        if self.config.saves_attention_output_if_it_fits() {
+            workload.config.ulysses.save_attention_output = Some(false);
+        }
+        let longest = workload.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
         match (longest, host_bytes_per_node) {
-            (Some(longest), Some(bytes)) => Ok(self
+            (Some(longest), Some(bytes)) => Ok(workload
                 .max_seq_len_of(bytes, |plan| self.host_bytes_per_node(plan))?
                 .map(|host| host.min(longest))),
             _ => Ok(longest),

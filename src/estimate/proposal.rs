@@ -93,7 +93,8 @@ impl Workload {
     /// Plans the workload, and as long as it does not fit, with more partitions. Returns the first that fits, else the last.
     fn trial(self, cluster: Cluster, budget: MemoryBudget) -> Result<Trial, EngineError> {
         let trial = |workload: Self| -> Result<Trial, EngineError> {
-            let (plan, MeshConfig { dp_size, sp_size }) = (workload.plan()?, workload.config.mesh);
+            let plan = workload.decided(Some(budget))?.plan()?;
+            let MeshConfig { dp_size, sp_size } = workload.config.mesh;
             Ok(Trial {
                 dp: dp_size,
                 sp: sp_size,
@@ -131,7 +132,7 @@ mod tests {
 
     fn workload(seq_len: usize) -> Workload {
         let config = r#"{"train_batch_size": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3},
-            "ulysses": {"activation_checkpointing": true}}"#;
+            "ulysses": {"activation_checkpointing": true, "save_attention_output": false}}"#;
         let config = Config::from_json_str(config, "c.json").unwrap();
         let model = shape("llama3-8b").unwrap();
         Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
@@ -178,6 +179,25 @@ mod tests {
         assert!(fits(8, PartitionAxes::Dp)(&proposal.chosen), "{proposal:?}");
         let proposal = workload(1 << 22).propose(TWO_OF_8, over_dp - 1).unwrap();
         assert!(fits(8, PartitionAxes::DpSp)(&proposal.chosen), "{proposal:?}");
+    }
+
+    #[test]
+    fn an_undecided_attention_output_is_saved_only_if_it_fits() {
+        let peak = |saves: Option<bool>| {
+            let mut workload = workload(1 << 22).on_cluster(TWO_OF_8, 8);
+            workload.config.ulysses.save_attention_output = saves;
+            (workload.plan().unwrap().peak_bytes, workload)
+        };
+        let [(saved, _), (recomputed, _), (undecided, workload)] = [Some(true), Some(false), None].map(peak);
+        assert!(saved > recomputed && undecided == saved);
+        for (budget, saves) in [(None, true), (Some(saved), true), (Some(saved - 1), false), (Some(1), false)]
+        {
+            let decided = workload.decided(budget.map(MemoryBudget::from)).unwrap();
+            assert_eq!(decided.config.ulysses.save_attention_output, Some(saves), "{budget:?}");
+        }
+        let alone = Workload { config: workload.config.clone(), ..workload.clone() };
+        let proposal = alone.propose(TWO_OF_8, recomputed).unwrap();
+        assert_eq!((proposal.chosen.sp, proposal.chosen.peak_bytes), (8, recomputed), "{proposal:?}");
     }
 
     #[test]

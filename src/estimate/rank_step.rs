@@ -160,10 +160,12 @@ mod tests {
     fn the_flops_of_the_measured_model_are_those_of_the_literature() {
         // 4 layers, 256 wide, 8 heads, 2048 tokens: 31.9 MFLOP per token, forward and backward.
         let model = preset("small").unwrap();
-        let flops = |sp: usize, documents: Option<usize>, recompute: bool| -> f64 {
+        let with = |sp: usize, documents: Option<usize>, recompute: bool, saves_output: bool| -> f64 {
             let config = json!({
                 "train_batch_size": 1, "mesh_param": [1, sp],
-                "ulysses": { "seq_len": 2048, "activation_checkpointing": recompute },
+                "ulysses": {
+                    "seq_len": 2048, "activation_checkpointing": recompute, "save_attention_output": saves_output,
+                },
             });
             let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
             let workload = Workload { document_len: documents, ..workload(&config, &model) };
@@ -171,6 +173,7 @@ mod tests {
             let of_rank = |rank| workload.events(rank).unwrap().into_iter().filter_map(work);
             (0..sp).flat_map(of_rank).sum::<f64>() / 2048.0
         };
+        let flops = |sp, documents, recompute| with(sp, documents, recompute, false);
         let whole = flops(1, None, false);
         assert!((whole / 1e6 - 31.95).abs() < 0.05, "{whole}");
         for sp in [2, 3, 4, 8] {
@@ -183,5 +186,11 @@ mod tests {
         let recomputed = flops(1, None, true) / whole;
         // A forward more, but for the head and the matmul of the layer's output, which is not needed.
         assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
+        // 4 FLOPs per visible pair and head element: 4 layers, 256 wide, 1024.5 tokens on average.
+        let attention = 4.0 * 4.0 * 256.0 * 1024.5;
+        for sp in [1, 3] {
+            let spared = flops(sp, None, true) - with(sp, None, true, true);
+            assert!((spared / attention - 1.0).abs() < 1e-9, "sp {sp}: {spared}");
+        }
     }
 }

@@ -21,8 +21,8 @@ pub(super) struct Recorder {
     device: DeviceKind,
     pub(super) phase: Phase,
     events: Vec<Event>,
-    /// The exchange before attention; its direction is known once attention runs.
-    exchange_before: Option<usize>,
+    /// The exchanges before attention; their direction is known once attention runs.
+    exchanges_before: Vec<usize>,
     direction: Purpose,
     is_exchange_after: bool,
     offloaded_bytes: i64,
@@ -35,7 +35,7 @@ impl Recorder {
             device,
             phase: Phase::Forward,
             events: Vec::new(),
-            exchange_before: None,
+            exchanges_before: Vec::new(),
             direction: Purpose::ExchangeForward,
             is_exchange_after: false,
             offloaded_bytes: 0,
@@ -70,10 +70,15 @@ impl Recorder {
         };
         if op == MatmulOp::Attention {
             self.direction = if is_backward { Purpose::ExchangeBackward } else { Purpose::ExchangeForward };
-            let before = self.exchange_before.take().and_then(|index| self.events.get_mut(index));
-            if let Some(Event::Collective(transfer)) = before {
-                transfer.purpose = self.direction;
-                self.is_exchange_after = true;
+            let before = std::mem::take(&mut self.exchanges_before);
+            self.is_exchange_after = !before.is_empty();
+            // Before a backward pass, recomputed q, k and v come first; then the output's gradient.
+            let recomputes = is_backward && before.len() > 1;
+            for (number, index) in before.into_iter().enumerate() {
+                if let Some(Event::Collective(transfer)) = self.events.get_mut(index) {
+                    let is_recomputed = recomputes && number == 0;
+                    transfer.purpose = if is_recomputed { Purpose::ExchangeForward } else { self.direction };
+                }
             }
         }
         self.events.push(Event::Compute(Work { op, pass, flops }));
@@ -87,7 +92,7 @@ impl Recorder {
         let bytes = dtype.size_in_bytes() as u64;
         let purpose = self.purpose(op, dtype);
         if op == CollectiveOp::AllToAllStrided && !std::mem::take(&mut self.is_exchange_after) {
-            self.exchange_before = Some(self.events.len());
+            self.exchanges_before.push(self.events.len());
         }
         self.events.push(Event::Collective(Transfer {
             op,

@@ -134,7 +134,7 @@ fn exchanged(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<(f64, 
     let mut most = (0.0, 0.0);
     for rank in 0..ranks {
         let plan = ExchangePlan::new(shape, &model.q_to_kv(), ranks, rank)?;
-        let all = plan.volume().total_elems(false) as f64;
+        let all = plan.volume().total_elems() as f64;
         let (seq, kv) = (plan.seq_ranges(), plan.kv_head_ranges());
         let peers = (0..ranks).filter(|peer| *peer != rank);
         // K and V of its tokens for the peers' heads, and gradients of its heads for the peers' tokens.

@@ -80,12 +80,14 @@ pub struct LayerContext {
     attention: Arc<dyn Attention>,
     workspace: Arc<Workspace>,
     tiling: Tiling,
+    saves_attention_output: bool,
 }
 
 impl LayerContext {
     /// Creates the context of a micro batch with the given token layout.
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
-        Self { tokens, attention, workspace, tiling: Tiling::default() }
+        let tiling = Tiling::default();
+        Self { tokens, attention, workspace, tiling, saves_attention_output: false }
     }
 
     /// Sets the tiling.
@@ -97,6 +99,17 @@ impl LayerContext {
     /// The tiling.
     pub fn tiling(&self) -> Tiling {
         self.tiling
+    }
+
+    /// Sets whether a checkpoint also contains the attention output; by default it does not.
+    #[must_use]
+    pub fn with_saved_attention_output(self, saves_attention_output: bool) -> Self {
+        Self { saves_attention_output, ..self }
+    }
+
+    /// Whether a checkpoint also contains the attention output, so that attention is not recomputed.
+    pub fn saves_attention_output(&self) -> bool {
+        self.saves_attention_output
     }
 
     /// Iterates over the tokens of all sequences, `0..batch · seq_local`, in tiles of

@@ -1,8 +1,8 @@
 //! The Llama decoder block, with a hand-written backward pass.
 
-use super::decoder_attention::AttentionSaved;
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
+use super::saved_attention::AttentionSaved;
 use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
@@ -72,7 +72,8 @@ impl Layer for DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), ModelError> {
         let weights = self.weights(params.iter())?;
-        let (mid, attention) = self.forward_attention(&weights, x, true, ctx)?;
+        let mut attention = Vec::new();
+        let mid = self.forward_attention(&weights, x, ctx, |saved| attention.push(saved))?;
         let (y, mlp) = self.forward_mlp(&weights, &mid, true, ctx)?;
         let saved = SavedDecoder { x: x.clone(), attention, mid, mlp };
         let bytes = saved.bytes();
@@ -95,8 +96,9 @@ impl Layer for DecoderLayer {
         Ok(dy)
     }
 
-    /// The checkpoint is the input. If the attention runs in head chunks, it also contains the input of
-    /// the MLP half, so that the attention is recomputed once, chunk by chunk, and not twice.
+    /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
+    /// chunk. Without these, if there are head chunks, it also contains the input of the MLP half, so that the
+    /// attention is recomputed once, chunk by chunk, and not twice.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],
@@ -104,13 +106,21 @@ impl Layer for DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<Tensor>), ModelError> {
         let weights = self.weights(params.iter())?;
-        let (mid, _) = self.forward_attention(&weights, &x, false, ctx)?;
+        let mut outputs = Vec::new();
+        let saves_output = ctx.saves_attention_output();
+        let mid = self.forward_attention(&weights, &x, ctx, |saved| match saves_output {
+            true => outputs.extend(saved.into_output(ctx)),
+            false => saved.recycle(ctx),
+        })?;
         let (y, _) = self.forward_mlp(&weights, &mid, false, ctx)?;
-        if ctx.tiling().head_chunks > 1 {
-            return Ok((y, vec![x, mid]));
+        let mut checkpoint = vec![x];
+        checkpoint.append(&mut outputs);
+        if !saves_output && ctx.tiling().head_chunks > 1 {
+            checkpoint.push(mid);
+        } else {
+            ctx.workspace().recycle(mid);
         }
-        ctx.workspace().recycle(mid);
-        Ok((y, vec![x]))
+        Ok((y, checkpoint))
     }
 
     fn backward_checkpointed(
@@ -126,9 +136,17 @@ impl Layer for DecoderLayer {
         let mut checkpoint = checkpoint.into_iter();
         let foreign = || ModelError::ForeignSavedState { layer: self.name.clone() };
         let x = checkpoint.next().ok_or_else(foreign)?;
-        let (mid, attention) = match checkpoint.next() {
-            Some(mid) => (mid, Vec::new()),
-            None => self.forward_attention(&weights, &x, true, ctx)?,
+        let mut attention = Vec::new();
+        let mid = if ctx.saves_attention_output() {
+            for _ in 0..ctx.tiling().head_chunks {
+                let (out, lse) = checkpoint.next().zip(checkpoint.next()).ok_or_else(foreign)?;
+                attention.push(AttentionSaved::Output { out, lse });
+            }
+            self.forward_projection(&weights, &x, &attention, ctx)?
+        } else if let Some(mid) = checkpoint.next() {
+            mid
+        } else {
+            self.forward_attention(&weights, &x, ctx, |saved| attention.push(saved))?
         };
         self.backward_mlp(&weights, &grads, (mid, None), &dy, ctx)?;
         self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;

@@ -7,53 +7,56 @@
 use super::decoder::DecoderLayer;
 use super::decoder_mlp::token_rows;
 use super::decoder_weights::{HeadRows, View, Weights};
-use super::qkv_projection::{self, SavedHeadNorm};
+use super::qkv_projection;
+use super::saved_attention::{AttentionSaved, QkvHeads, shares_output};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{AttentionLayout, SavedAttention};
+use ulysses_kernels::attention::{self, AttentionLayout, Upstream};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
-/// State of one chunk that is saved for the backward pass.
-pub(super) struct AttentionSaved {
-    inner: SavedAttention,
-    out: Tensor,
-    q_norm: Option<SavedHeadNorm>,
-    k_norm: Option<SavedHeadNorm>,
-}
-
 impl DecoderLayer {
-    /// Computes `x + o_proj(attention(norm(x)))`. With `keep`, also saves the state of every chunk for the
-    /// backward pass.
+    /// Computes `x + o_proj(attention(norm(x)))`, and passes every chunk's state to `keep`.
     pub(super) fn forward_attention(
         &self,
         weights: &Weights<&Tensor>,
         x: &Tensor,
-        keep: bool,
         ctx: &LayerContext,
-    ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
+        mut keep: impl FnMut(AttentionSaved),
+    ) -> Result<Tensor, ModelError> {
         let ws = ctx.workspace();
         let mid = ws.alloc(x.dims())?;
         strided_copy::copy(x, &mid)?;
         let rstd = ws.alloc_f32(token_dims(x))?;
-        let mut saved_chunks = Vec::new();
         for chunk in self.head_chunks(ctx)? {
             let saved = self.attend(weights, &chunk, (x, &rstd), ctx)?;
-            linear::forward(&saved.out.flatten_from(2)?, &self.o_columns(weights.o, &chunk)?, &mid, true)?;
-            if keep {
-                saved_chunks.push(saved);
-            } else {
-                saved.recycle(ctx);
-            }
+            self.add_projection(weights, &chunk, saved.out(), &mid)?;
+            keep(saved);
         }
         ws.recycle(rstd);
         trim_after_chunks(ctx);
-        Ok((mid, saved_chunks))
+        Ok(mid)
     }
 
-    /// Backward of the attention half. `dmid` becomes the gradient of its input `x`. Chunks without saved
-    /// state are recomputed, one at a time.
+    /// The result of [`forward_attention`](Self::forward_attention), from the saved outputs of all chunks.
+    pub(super) fn forward_projection(
+        &self,
+        weights: &Weights<&Tensor>,
+        x: &Tensor,
+        saved_chunks: &[AttentionSaved],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        let mid = ctx.workspace().alloc(x.dims())?;
+        strided_copy::copy(x, &mid)?;
+        for (chunk, saved) in self.head_chunks(ctx)?.iter().zip(saved_chunks) {
+            self.add_projection(weights, chunk, saved.out(), &mid)?;
+        }
+        Ok(mid)
+    }
+
+    /// Backward of the attention half. `dmid` becomes the gradient of its input `x`. Chunks are recomputed one
+    /// at a time, as far as their state is not saved.
     pub(super) fn backward_attention(
         &self,
         weights: &Weights<&Tensor>,
@@ -70,7 +73,7 @@ impl DecoderLayer {
                 Some(saved) => saved,
                 None => self.attend(weights, &chunk, (x, &rstd), ctx)?,
             };
-            let dqkv = self.backward_chunk((weights, grads), &chunk, saved, dmid, ctx)?;
+            let dqkv = self.backward_chunk((weights, grads), &chunk, saved, (x, &rstd), dmid, ctx)?;
             self.backward_projections(
                 (weights, grads),
                 &chunk,
@@ -86,6 +89,17 @@ impl DecoderLayer {
         Ok(())
     }
 
+    /// Adds a chunk's part of the output projection to `mid`.
+    fn add_projection(
+        &self,
+        weights: &Weights<&Tensor>,
+        chunk: &HeadChunk,
+        out: &Tensor,
+        mid: &Tensor,
+    ) -> Result<(), ModelError> {
+        Ok(linear::forward(&out.flatten_from(2)?, &self.o_columns(weights.o, chunk)?, mid, true)?)
+    }
+
     /// Attention of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
     fn attend(
         &self,
@@ -94,6 +108,19 @@ impl DecoderLayer {
         (x, rstd): (&Tensor, &Tensor),
         ctx: &LayerContext,
     ) -> Result<AttentionSaved, ModelError> {
+        let QkvHeads { q, k, v, norms } = self.project_heads(weights, chunk, (x, rstd), ctx)?;
+        let (out, inner) = ctx.attention().forward(q, k, v, &self.layout(chunk, ctx)?, ctx.workspace())?;
+        Ok(AttentionSaved::Whole { inner, out, norms })
+    }
+
+    /// Queries, keys and values of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
+    fn project_heads(
+        &self,
+        weights: &Weights<&Tensor>,
+        chunk: &HeadChunk,
+        (x, rstd): (&Tensor, &Tensor),
+        ctx: &LayerContext,
+    ) -> Result<QkvHeads, ModelError> {
         let LlamaConfig { head_dim, rms_norm_eps, .. } = self.config;
         let [wq, wk, wv] = self.qkv_rows(weights, chunk)?;
         let projected = [&wq, &wk, &wv].map(|weights| qkv_projection::alloc_heads(weights, head_dim, ctx));
@@ -112,8 +139,7 @@ impl DecoderLayer {
         let table = ctx.rope(head_dim, self.config.rope())?;
         rope::apply(&q, &table, Direction::Forward)?;
         rope::apply(&k, &table, Direction::Forward)?;
-        let (out, inner) = ctx.attention().forward(q, k, v, &self.layout(chunk, ctx)?, ctx.workspace())?;
-        Ok(AttentionSaved { inner, out, q_norm, k_norm })
+        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm] })
     }
 
     /// From the gradient of the half's result to those of a chunk's q, k and v projections.
@@ -122,24 +148,37 @@ impl DecoderLayer {
         (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
         chunk: &HeadChunk,
         saved: AttentionSaved,
+        (x, rstd): (&Tensor, &Tensor),
         dmid: &Tensor,
         ctx: &LayerContext,
     ) -> Result<[Tensor; 3], ModelError> {
-        let ws = ctx.workspace();
+        let (ws, layout) = (ctx.workspace(), self.layout(chunk, ctx)?);
         if let Some(gradient) = grads.o {
-            self.add_o_gradient(gradient, chunk, (dmid, &saved.out), ctx)?;
+            self.add_o_gradient(gradient, chunk, (dmid, saved.out()), ctx)?;
         }
-        let dout = ws.alloc(saved.out.dims())?;
+        let dout = ws.alloc(saved.out().dims())?;
         linear::backward_input(dmid, &self.o_columns(weights.o, chunk)?, &dout.flatten_from(2)?, false)?;
-        let is_shared = saved.shares_output();
-        let AttentionSaved { inner, out, q_norm, k_norm } = saved;
-        // The attention may free tensors that it no longer needs, so this function must not hold them.
-        if is_shared {
-            drop(out)
-        } else {
-            ws.recycle(out)
-        }
-        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.layout(chunk, ctx)?, ws)?;
+        let ((dq, dk, dv), [q_norm, k_norm]) = match saved {
+            AttentionSaved::Whole { inner, out, norms } => {
+                // The attention may free tensors that it no longer needs, so this function must not hold them.
+                match shares_output(&inner, &out) {
+                    true => drop(out),
+                    false => ws.recycle(out),
+                }
+                (ctx.attention().backward(inner, &dout, &layout, ws)?, norms)
+            }
+            AttentionSaved::Output { out, lse } => {
+                let (batch, tokens, heads, _) = out.dims4()?;
+                let delta = ws.alloc_f32((batch, heads, tokens))?;
+                attention::delta(&out, &dout, &delta)?;
+                ws.recycle(out);
+                let QkvHeads { q, k, v, norms } = self.project_heads(weights, chunk, (x, rstd), ctx)?;
+                let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
+                let gradients = ctx.attention().backward_recomputed(q, k, v, &upstream, &layout, ws)?;
+                [lse, delta].into_iter().for_each(|tensor| ws.recycle(tensor));
+                (gradients, norms)
+            }
+        };
         ws.recycle(dout);
         let table = ctx.rope(self.config.head_dim, self.config.rope())?;
         rope::apply(&dq, &table, Direction::Backward)?;
@@ -243,27 +282,6 @@ impl DecoderLayer {
         copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;
         ctx.workspace().recycle(part);
         Ok(())
-    }
-}
-
-impl AttentionSaved {
-    /// Bytes of the saved tensors.
-    pub(super) fn bytes(&self) -> usize {
-        let out = if self.shares_output() { 0 } else { ulysses_kernels::tensor::bytes(&self.out) };
-        let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(SavedHeadNorm::bytes);
-        self.inner.bytes() + out + norms.sum::<usize>()
-    }
-
-    /// Returns whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
-    fn shares_output(&self) -> bool {
-        self.out.id() == self.inner.o.id()
-    }
-
-    /// Recycles all tensors, for the next chunk.
-    fn recycle(self, ctx: &LayerContext) {
-        let Self { inner: SavedAttention { q, k, v, o, lse }, out, q_norm, k_norm } = self;
-        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
-        [q_norm, k_norm].into_iter().flatten().for_each(|norm| norm.recycle(ctx));
     }
 }
 

@@ -119,8 +119,9 @@ pub trait Layer: Send + Sync {
     ) -> Result<Tensor, ModelError>;
 
     /// As [`forward`](Self::forward), but saves only a checkpoint from which the layer is recomputed: `x`,
-    /// then tensors that should be computed only once. The engine may offload these tensors until the
-    /// backward pass.
+    /// then tensors that should be computed only once, such as the attention output
+    /// ([`LayerContext::saves_attention_output`]). They are f32 or have the dtype of `x`. The engine may
+    /// offload these tensors until the backward pass.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -34,6 +34,7 @@ mod lm_head;
 mod model;
 mod preset;
 mod qkv_projection;
+mod saved_attention;
 mod tensor_file;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionError, AttentionLayout, SavedAttention};
+use ulysses_kernels::attention::{Attention, AttentionError, AttentionLayout, SavedAttention, Upstream};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{Category, with_category};
 
@@ -18,7 +18,9 @@ use ulysses_kernels::memory::{Category, with_category};
 /// and v is not repeated.
 ///
 /// Communication per layer: one all-to-all of q, k, v and one of the output in the forward pass, and the same
-/// in the backward pass. With `sp_size` 1 there is none. Both calls are collective over the group.
+/// in the backward pass. [`backward_recomputed`](Attention::backward_recomputed) exchanges q, k and v again,
+/// and `delta`, which is as small as `lse`; the output stays sequence-sharded. With `sp_size` 1 there is no
+/// communication. All calls are collective over the group.
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
@@ -103,10 +105,7 @@ impl UlyssesAttention {
         let num_kv_heads = qkv[1].dims4()?.2;
         let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(layout, shape)?;
-        let qkv = SeqSharded(qkv);
-        let HeadSharded([q, k, v]) =
-            with_category(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv, workspace))?;
-        qkv.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
+        let [q, k, v] = sharding.send_qkv(qkv, workspace)?;
         let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
         let (out, saved) =
             tracing::trace_span!("attention").in_scope(|| with_category(Category::Exchange, attend))?;
@@ -121,20 +120,72 @@ impl UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<Qkv, SequenceParallelError> {
+        let sharding = self.sharding_of_gradient(dout, layout)?;
+        let dout = sharding.send_dout(dout, workspace)?;
+        let attend = || self.local.backward(saved, &dout, &sharding.whole, workspace);
+        let (dq, dk, dv) = tracing::trace_span!("attention backward")
+            .in_scope(|| with_category(Category::Exchange, attend))?;
+        workspace.recycle(dout);
+        sharding.send_gradients([dq, dk, dv], workspace)
+    }
+
+    fn backward_recomputed_sharded(
+        &self,
+        qkv: Qkv,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<Qkv, SequenceParallelError> {
+        let sharding = self.sharding_of_gradient(upstream.dout, layout)?;
+        let [q, k, v] = sharding.send_qkv(qkv, workspace)?;
+        let delta = SeqSharded(upstream.delta.clone());
+        let send_delta = || sharding.exchange.delta_seq_to_head(&delta, workspace);
+        let HeadSharded(delta) = with_category(Category::Exchange, send_delta)?;
+        let dout = sharding.send_dout(upstream.dout, workspace)?;
+        let upstream = Upstream { dout: &dout, lse: upstream.lse, delta: &delta };
+        let attend = || self.local.backward_recomputed(q, k, v, &upstream, &sharding.whole, workspace);
+        let (dq, dk, dv) = tracing::trace_span!("attention backward")
+            .in_scope(|| with_category(Category::Exchange, attend))?;
+        [dout, delta].into_iter().for_each(|tensor| workspace.recycle(tensor));
+        sharding.send_gradients([dq, dk, dv], workspace)
+    }
+
+    /// The plan of the forward pass whose output has the gradient `dout`.
+    fn sharding_of_gradient(
+        &self,
+        dout: &Tensor,
+        layout: &AttentionLayout,
+    ) -> Result<Arc<Sharding>, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
         let num_kv_heads = layout.q_to_kv().last().map_or(0, |kv| kv + 1);
         let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
-        let sharding = self.sharding(layout, shape)?;
+        self.sharding(layout, shape)
+    }
+}
+
+impl Sharding {
+    /// Sends q, k and v to the ranks with their heads, and recycles them.
+    fn send_qkv(&self, qkv: Qkv, workspace: &Workspace) -> Result<Qkv, SequenceParallelError> {
+        let qkv = SeqSharded(qkv);
+        let HeadSharded(received) =
+            with_category(Category::Exchange, || self.exchange.qkv_seq_to_head(&qkv, workspace))?;
+        qkv.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
+        Ok(received)
+    }
+
+    /// Sends the output's gradient to the ranks with its heads.
+    fn send_dout(&self, dout: &Tensor, workspace: &Workspace) -> Result<Tensor, SequenceParallelError> {
         let dout = SeqSharded(dout.clone());
-        let dout = with_category(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout, workspace))?;
-        let attend = || self.local.backward(saved, &dout.0, &sharding.whole, workspace);
-        let (dq, dk, dv) = tracing::trace_span!("attention backward")
-            .in_scope(|| with_category(Category::Exchange, attend))?;
-        workspace.recycle(dout.0);
-        let grads = HeadSharded([dq, dk, dv]);
-        let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads, workspace)?;
+        let send = || self.exchange.out_seq_to_head(&dout, workspace);
+        Ok(with_category(Category::Exchange, send)?.0)
+    }
+
+    /// Sends the gradients of q, k and v to the ranks with their tokens, and recycles them.
+    fn send_gradients(&self, grads: Qkv, workspace: &Workspace) -> Result<Qkv, SequenceParallelError> {
+        let grads = HeadSharded(grads);
+        let SeqSharded(received) = self.exchange.qkv_head_to_seq(&grads, workspace)?;
         grads.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
-        Ok(grads_seq)
+        Ok(received)
     }
 }
 
@@ -175,6 +226,29 @@ impl Attention for UlyssesAttention {
         }
         let [dq, dk, dv] =
             self.backward_sharded(saved, dout, layout, workspace).map_err(into_attention_error)?;
+        Ok((dq, dk, dv))
+    }
+
+    /// `upstream.lse` is head-sharded, as the forward pass saved it; `upstream.delta` is sequence-sharded:
+    /// `[batch, num_heads, seq_local]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    fn backward_recomputed(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.backward_recomputed(q, k, v, upstream, layout, workspace);
+        }
+        let [dq, dk, dv] = self
+            .backward_recomputed_sharded([q, k, v], upstream, layout, workspace)
+            .map_err(into_attention_error)?;
         Ok((dq, dk, dv))
     }
 }

@@ -29,6 +29,7 @@ pub struct Exchange {
     qkv_head_to_seq: Arc<StridedPlan>,
     out_seq_to_head: Arc<StridedPlan>,
     out_head_to_seq: Arc<StridedPlan>,
+    delta_seq_to_head: Arc<StridedPlan>,
 }
 
 impl Exchange {
@@ -39,6 +40,7 @@ impl Exchange {
             qkv_head_to_seq: Arc::new(plan.qkv_head_to_seq()),
             out_seq_to_head: Arc::new(plan.out_seq_to_head()),
             out_head_to_seq: Arc::new(plan.out_head_to_seq()),
+            delta_seq_to_head: Arc::new(plan.delta_seq_to_head()),
             plan,
             group,
         }
@@ -125,6 +127,26 @@ impl Exchange {
         Ok(HeadSharded(received))
     }
 
+    /// Sends `delta`, the row sums of the attention output times its gradient, to the ranks with its heads.
+    ///
+    /// # Shapes
+    /// `[B, H, S_local]` → `[B, H_local, S]`, in f32.
+    ///
+    /// # Errors
+    /// A shape that differs from the plan's, or a failed collective.
+    pub fn delta_seq_to_head(
+        &self,
+        delta: &SeqSharded<Tensor>,
+        workspace: &Workspace,
+    ) -> Result<HeadSharded<Tensor>, SequenceParallelError> {
+        let _exchange = tracing::trace_span!("delta_seq_to_head").entered();
+        let (b, h, s) = self.plan.seq_sharded_delta_dims();
+        self.check_shape("delta", &delta.0, &[b, h, s])?;
+        let received = workspace.alloc_f32(self.plan.head_sharded_delta_dims())?;
+        self.group.all_to_all_strided(from_ref(&delta.0), from_ref(&received), &self.delta_seq_to_head)?;
+        Ok(HeadSharded(received))
+    }
+
     /// One all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
     fn exchange<const N: usize>(
         &self,
@@ -135,18 +157,24 @@ impl Exchange {
     ) -> Result<[Tensor; N], SequenceParallelError> {
         let mut received = Vec::with_capacity(N);
         for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
-            if tensor.dims() != [b, s, h, d] {
-                return Err(SequenceParallelError::Shape {
-                    tensor: name,
-                    rank: self.group.rank(),
-                    expected: vec![b, s, h, d],
-                    got: tensor.dims().to_vec(),
-                });
-            }
+            self.check_shape(name, tensor, &[b, s, h, d])?;
             received.push(workspace.alloc(arrives)?);
         }
         self.group.all_to_all_strided(tensors, &received, plan)?;
         received.try_into().map_err(|_| unreachable!("one tensor per name"))
+    }
+
+    fn check_shape(
+        &self,
+        name: &'static str,
+        tensor: &Tensor,
+        expected: &[usize],
+    ) -> Result<(), SequenceParallelError> {
+        if tensor.dims() == expected {
+            return Ok(());
+        }
+        let (rank, expected, got) = (self.group.rank(), expected.to_vec(), tensor.dims().to_vec());
+        Err(SequenceParallelError::Shape { tensor: name, rank, expected, got })
     }
 }
 

@@ -137,6 +137,16 @@ impl ExchangePlan {
         (self.shape.batch, self.seq[self.rank].len(), self.shape.num_heads, self.shape.head_dim)
     }
 
+    /// Dimensions of the head-sharded `delta` on this rank.
+    pub fn head_sharded_delta_dims(&self) -> (usize, usize, usize) {
+        (self.shape.batch, self.q_heads[self.rank].len(), self.shape.seq_len)
+    }
+
+    /// Dimensions of the sequence-sharded `delta` on this rank.
+    pub fn seq_sharded_delta_dims(&self) -> (usize, usize, usize) {
+        (self.shape.batch, self.shape.num_heads, self.seq[self.rank].len())
+    }
+
     /// Dimensions of the sequence-sharded key and value tensors on this rank.
     pub fn seq_sharded_kv_dims(&self) -> (usize, usize, usize, usize) {
         (self.shape.batch, self.seq[self.rank].len(), self.shape.num_kv_heads, self.shape.head_dim)
@@ -155,6 +165,36 @@ impl ExchangePlan {
     /// seq→head for the output's gradient (tensor 0), as in the backward pass.
     pub fn out_seq_to_head(&self) -> StridedPlan {
         transposed(self.out_head_to_seq())
+    }
+
+    /// seq→head for `delta` (tensor 0), `[batch, num_heads, seq_local]` to `[batch, heads_local, seq]`, as in
+    /// the backward pass of a saved attention output.
+    pub fn delta_seq_to_head(&self) -> StridedPlan {
+        let AttentionShape { batch, seq_len, num_heads, .. } = self.shape;
+        let (tokens_local, heads_local) = (self.seq[self.rank].len(), self.q_heads[self.rank].len());
+        let of_heads = |heads: &Range<usize>| StridedBlock {
+            tensor: 0,
+            offset: heads.start * tokens_local,
+            batch,
+            batch_stride: num_heads * tokens_local,
+            rows: heads.len(),
+            row_stride: tokens_local,
+            run: tokens_local,
+        };
+        let of_tokens = |tokens: &Range<usize>| StridedBlock {
+            tensor: 0,
+            offset: tokens.start,
+            batch,
+            batch_stride: heads_local * seq_len,
+            rows: heads_local,
+            row_stride: seq_len,
+            run: tokens.len(),
+        };
+        let received = |tokens| vec![RecvBlock { block: of_tokens(tokens), accumulate: false }];
+        StridedPlan {
+            send: self.q_heads.iter().map(|heads| vec![of_heads(heads)]).collect(),
+            recv: self.seq.iter().map(received).collect(),
+        }
     }
 
     /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the backward pass.

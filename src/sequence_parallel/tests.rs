@@ -45,10 +45,23 @@ fn local_head_map_is_explicit_where_a_rank_owns_part_of_a_group() {
 #[test]
 fn volumes_match_the_hand_worked_example() {
     let unit = (WORKED.batch * WORKED.head_dim) as u64;
-    for (rank, forward, backward) in [(0, 368, 404), (1, 360, 406), (2, 380, 298)] {
+    // q, k and v of 22, 21 and 21 tokens for 11, 11 and 14 heads of others; delta for 5, 5 and 6.
+    for (rank, [forward, qkv, backward, delta]) in
+        [(0, [368, 242, 404, 110]), (1, [360, 231, 406, 105]), (2, [380, 294, 298, 126])]
+    {
         let plan = plan(WORKED, 3, rank);
-        let expected = ExchangeVolume { forward_elems: forward * unit, backward_elems: backward * unit };
+        let expected = ExchangeVolume {
+            forward_elems: forward * unit,
+            qkv_elems: qkv * unit,
+            backward_elems: backward * unit,
+            delta_elems: delta * WORKED.batch as u64,
+        };
         assert_eq!(plan.volume(), expected, "rank {rank}");
+        assert_eq!(sent(&plan.qkv_seq_to_head(), rank), expected.qkv_elems);
+        assert_eq!(sent(&plan.delta_seq_to_head(), rank), expected.delta_elems);
+        // bf16 elements, and delta in f32.
+        let recomputed = [false, true].map(|saves_output| expected.recompute_bytes(saves_output, 2));
+        assert_eq!(recomputed, [forward * unit * 2, qkv * unit * 2 + delta * WORKED.batch as u64 * 4]);
         assert_eq!(
             sent(&plan.qkv_seq_to_head(), rank) + sent(&plan.out_head_to_seq(), rank),
             expected.forward_elems
@@ -64,7 +77,9 @@ fn volumes_match_the_hand_worked_example() {
 fn even_volume_is_the_textbook_formula() {
     let shape = AttentionShape { batch: 3, seq_len: 32, num_heads: 8, num_kv_heads: 8, head_dim: 5 };
     // 4 · b · (S/sp) · (sp−1)/sp · H · D with sp = 4: 4 · 3 · 8 · 3/4 · 8 · 5 = 2880.
-    let expected = ExchangeVolume { forward_elems: 2880, backward_elems: 2880 };
+    // Of the forward, q, k and v are 3 of 4 tensors; delta has one element per head.
+    let expected =
+        ExchangeVolume { forward_elems: 2880, qkv_elems: 2160, backward_elems: 2880, delta_elems: 144 };
     (0..4).for_each(|rank| assert_eq!(plan(shape, 4, rank).volume(), expected));
 }
 
@@ -158,6 +173,29 @@ fn head_to_seq_inverts_seq_to_head() {
             let there = exchange.out_seq_to_head(&SeqSharded(out.clone()), &Workspace::new()).unwrap();
             let SeqSharded(back) = exchange.out_head_to_seq(&there, &Workspace::new()).unwrap();
             assert_eq!(to_vec::<f32>(&back).unwrap(), to_vec::<f32>(&out).unwrap(), "{shape:?} sp {sp_size}");
+        });
+    }
+}
+
+#[test]
+fn delta_arrives_with_every_token_of_the_local_heads() {
+    // Heads before tokens, as in lse.
+    let part = |batch: usize, heads: &[usize], tokens: &[usize]| {
+        let at = |b, h: usize| tokens.iter().map(move |&s| value(0, b, s, h, 0));
+        let values: Vec<f32> = (0..batch).flat_map(|b| heads.iter().flat_map(move |&h| at(b, h))).collect();
+        Tensor::from_vec(values, (batch, heads.len(), tokens.len()), &Device::Cpu).unwrap()
+    };
+    for (shape, sp_size) in SHAPES {
+        on_ranks(shape, sp_size, |exchange, group| {
+            let (plan, rank) = (exchange.plan(), group.rank());
+            let own_tokens = all(plan.seq_ranges()[rank].clone());
+            let delta = part(shape.batch, &all(0..shape.num_heads), &own_tokens);
+            let HeadSharded(got) = exchange.delta_seq_to_head(&SeqSharded(delta), &Workspace::new()).unwrap();
+            let own_heads = all(plan.q_head_ranges()[rank].clone());
+            let expected = part(shape.batch, &own_heads, &all(0..shape.seq_len));
+            assert_eq!(got.dims(), expected.dims());
+            let [got, expected] = [got, expected].map(|tensor| to_vec::<f32>(&tensor).unwrap());
+            assert_eq!(got, expected, "{shape:?} sp {sp_size} rank {rank}");
         });
     }
 }

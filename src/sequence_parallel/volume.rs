@@ -7,14 +7,27 @@ use super::ExchangePlan;
 pub struct ExchangeVolume {
     /// Forward: q, k, v to the heads, and the output back.
     pub forward_elems: u64,
+    /// The part of the forward for q, k and v.
+    pub qkv_elems: u64,
     /// Backward: the output's gradient to the heads, and those of q, k and v back.
     pub backward_elems: u64,
+    /// `delta` to the heads, in f32, in the backward pass of a saved attention output.
+    pub delta_elems: u64,
 }
 
 impl ExchangeVolume {
-    /// Sum of forward and backward; a recomputed layer sends its forward twice.
-    pub fn total_elems(&self, recomputed: bool) -> u64 {
-        (1 + u64::from(recomputed)) * self.forward_elems + self.backward_elems
+    /// Sum of forward and backward.
+    pub fn total_elems(&self) -> u64 {
+        self.forward_elems + self.backward_elems
+    }
+
+    /// Bytes that recomputation adds, with elements of `elem_bytes`: those of a forward or, if the attention
+    /// output is saved, those of q, k, v and `delta`.
+    pub fn recompute_bytes(&self, saves_attention_output: bool, elem_bytes: u64) -> u64 {
+        match saves_attention_output {
+            true => self.qkv_elems * elem_bytes + self.delta_elems * size_of::<f32>() as u64,
+            false => self.forward_elems * elem_bytes,
+        }
     }
 }
 
@@ -22,19 +35,27 @@ impl ExchangePlan {
     /// The volume of this rank i, with S tokens, Hq query heads and Hkv KV heads per rank, batch b and head
     /// dimension D:
     ///
-    /// - forward `b·D·Σ_{j≠i} [S_i(Hq_j + 2·Hkv_j) + S_j·Hq_i]`
+    /// - forward `b·D·Σ_{j≠i} [S_i(Hq_j + 2·Hkv_j) + S_j·Hq_i]`, of which the first term is q, k and v
     /// - backward `b·D·Σ_{j≠i} [S_i·Hq_j + S_j(Hq_i + 2·Hkv_i)]`
+    /// - `delta` `b·Σ_{j≠i} S_i·Hq_j`
     ///
-    /// With even shards and equally many KV and query heads both are `4·b·(S/sp)·(sp−1)/sp·H·D`. The formula
-    /// does not use the plan's blocks; tests compare it with them and with the backends' counters.
+    /// With even shards and equally many KV and query heads forward and backward are
+    /// `4·b·(S/sp)·(sp−1)/sp·H·D`. The formula does not use the plan's blocks; tests compare it with them and
+    /// with the backends' counters.
     pub fn volume(&self) -> ExchangeVolume {
         let (i, shape) = (self.rank(), self.shape());
         let seq = |rank: usize| self.seq_ranges()[rank].len();
         let (q, kv) = (|r: usize| self.q_head_ranges()[r].len(), |r: usize| self.kv_head_ranges()[r].len());
-        let peers = || (0..self.seq_ranges().len()).filter(|&j| j != i);
+        let over_peers = |elems: &dyn Fn(usize) -> usize| {
+            (0..self.seq_ranges().len()).filter(|&j| j != i).map(elems).sum::<usize>() as u64
+        };
         let unit = (shape.batch * shape.head_dim) as u64;
-        let forward: usize = peers().map(|j| seq(i) * (q(j) + 2 * kv(j)) + seq(j) * q(i)).sum();
-        let backward: usize = peers().map(|j| seq(i) * q(j) + seq(j) * (q(i) + 2 * kv(i))).sum();
-        ExchangeVolume { forward_elems: unit * forward as u64, backward_elems: unit * backward as u64 }
+        let qkv_elems = unit * over_peers(&|j| seq(i) * (q(j) + 2 * kv(j)));
+        ExchangeVolume {
+            forward_elems: qkv_elems + unit * over_peers(&|j| seq(j) * q(i)),
+            qkv_elems,
+            backward_elems: unit * over_peers(&|j| seq(i) * q(j) + seq(j) * (q(i) + 2 * kv(i))),
+            delta_elems: shape.batch as u64 * over_peers(&|j| seq(i) * q(j)),
+        }
     }
 }

@@ -31,12 +31,21 @@ const BACKWARD: [u64; SP] = [
     21 * 3 + 21 * 3 + (22 + 21) * (2 + 2),
 ];
 
+/// The part of the forward for q, k and v.
+const QKV: [u64; SP] =
+    [22 * (3 + 2 * 2) + 22 * (2 + 2), 21 * (3 + 2 * 2) + 21 * (2 + 2), 21 * (3 + 2 * 2) + 21 * (3 + 2 * 2)];
+
+/// Numbers, not head vectors, that each rank sends per sequence and layer if the attention output is saved: the
+/// `delta` of its tokens for the other ranks' heads.
+const DELTA: [u64; SP] = [22 * 3 + 22 * 2, 21 * 3 + 21 * 2, 21 * 3 + 21 * 3];
+
 const SEQUENCES: usize = 2;
 
 #[test]
 fn the_volumes_of_the_plan_match_hand_computed_ones() {
     assert_eq!(FORWARD, [368, 360, 380]);
     assert_eq!(BACKWARD, [404, 406, 298]);
+    assert_eq!((QKV, DELTA), ([242, 231, 294], [110, 105, 126]));
 }
 
 /// The exchange counters of this rank, after all peers have read its data.
@@ -47,8 +56,11 @@ fn exchanged(engine: &Engine) -> Result<OpStats> {
 
 /// Calls and bytes that each rank sends in a forward and in a backward pass.
 fn measure(sp: usize, ulysses: serde_json::Value) -> Vec<[(u64, u64); 2]> {
+    measure_with(sp, json!({ "ulysses": ulysses }))
+}
+
+fn measure_with(sp: usize, extra: serde_json::Value) -> Vec<[(u64, u64); 2]> {
     let batch = Batch::random(CONFIG.vocab_size, SEQUENCES, 64, 2);
-    let extra = serde_json::json!({ "ulysses": ulysses });
     let problem = Problem { extra, ..problem(CONFIG, batch) };
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, sp, 0), SEQUENCES).unwrap();
@@ -82,17 +94,44 @@ fn a_step_exchanges_the_hand_computed_bytes_in_two_calls_per_pass() {
 
 #[test]
 fn activation_checkpointing_repeats_the_forward_exchange_in_the_backward_pass() {
-    for (rank, measured) in measure(SP, json!({ "activation_checkpointing": true })).into_iter().enumerate() {
+    let recomputing = json!({ "activation_checkpointing": true, "save_attention_output": false });
+    for (rank, measured) in measure(SP, recomputing).into_iter().enumerate() {
         let backward = expected(4, FORWARD[rank] + BACKWARD[rank]);
         assert_eq!(measured, [expected(2, FORWARD[rank]), backward], "rank {rank}");
     }
 }
 
 #[test]
+fn a_saved_attention_output_repeats_the_exchange_of_q_k_and_v_and_adds_that_of_delta() {
+    for (is_bf16, element) in [(false, 4), (true, 2)] {
+        // Saving is the default.
+        let extra =
+            json!({ "bf16": { "enabled": is_bf16 }, "ulysses": { "activation_checkpointing": true } });
+        for (rank, measured) in measure_with(SP, extra).into_iter().enumerate() {
+            let of_tokens = (SEQUENCES * CONFIG.num_layers) as u64;
+            let bytes = |vectors: u64| vectors * of_tokens * CONFIG.head_dim as u64 * element;
+            let (calls, delta) = (CONFIG.num_layers as u64, DELTA[rank] * of_tokens * 4);
+            let backward = (4 * calls, bytes(QKV[rank] + BACKWARD[rank]) + delta);
+            assert_eq!(
+                measured,
+                [(2 * calls, bytes(FORWARD[rank])), backward],
+                "rank {rank}, {element} bytes"
+            );
+        }
+    }
+}
+
+#[test]
 fn head_chunks_exchange_the_same_bytes_in_more_calls() {
-    for checkpointing in [false, true] {
-        let of =
-            |chunks| measure(2, json!({ "activation_checkpointing": checkpointing, "head_chunks": chunks }));
+    for (checkpointing, saves) in [(false, false), (true, false), (true, true)] {
+        let of = |chunks| {
+            measure(
+                2,
+                json!({
+                    "activation_checkpointing": checkpointing, "save_attention_output": saves, "head_chunks": chunks,
+                }),
+            )
+        };
         for (rank, (whole, chunked)) in of(1).into_iter().zip(of(2)).enumerate() {
             let in_two = whole.map(|(calls, bytes)| (2 * calls, bytes));
             assert_eq!(chunked, in_two, "rank {rank}, checkpointing {checkpointing}");

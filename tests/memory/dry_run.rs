@@ -151,8 +151,12 @@ fn memory_cases() -> Vec<Case> {
     let every_other = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2 });
     let chunks = |chunks: usize, checkpointing: bool| json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
     let tiles = json!({ "tile_tokens": 5, "activation_checkpointing": true });
+    let recomputed = |chunks: usize| json!({ "activation_checkpointing": true, "save_attention_output": false, "head_chunks": chunks });
     let mut offload = with(3, json!({ "head_chunks": 2, "activation_checkpointing": true }));
     offload["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
+    let mut offloaded_output = offload.clone();
+    offloaded_output["ulysses"]["save_attention_output"] = json!(true);
+    offloaded_output["bf16"] = json!({ "enabled": true });
     let frozen = |patterns: &[&str]| {
         let groups: Vec<_> = patterns.iter().map(|name| json!({ "match": name, "frozen": true })).collect();
         json!({ "parameter_groups": groups })
@@ -176,6 +180,9 @@ fn memory_cases() -> Vec<Case> {
         case("3 chunks, uneven, sp 2", tiny(8, 4), (1, 2), 25, with(2, chunks(3, true))),
         case("4 chunks, 2 x 2", tiny(8, 4), (2, 2), 22, with(3, chunks(4, true))),
         case("offload, 2 x 2", tiny(8, 4), (2, 2), 22, offload),
+        case("offload of the attention output, 2 x 2", tiny(8, 4), (2, 2), 22, offloaded_output),
+        case("attention recomputed, sp 3", tiny(8, 4), (1, 3), 25, with(0, recomputed(1))),
+        case("attention recomputed in 2 chunks, sp 2", tiny(8, 4), (1, 2), 25, with(3, recomputed(2))),
         case("state and parameters in files, 2 x 2", tiny(8, 4), (2, 2), 22, in_files("AdamW")),
         case("state and parameters in files, LAMB", tied(tiny(8, 4)), (3, 1), 16, in_files("Lamb")),
         case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),

@@ -111,6 +111,31 @@ fn offloaded_checkpoints_come_back_bit_for_bit() {
     }
 }
 
+/// With and without intervals, tiles, head chunks and offload, in f32 and with an f32 lse next to bf16.
+#[test]
+fn a_saved_attention_output_does_not_change_a_bit() {
+    let plain = json!({});
+    let chunks = json!({ "head_chunks": 2, "tile_tokens": 7 });
+    let every_other = json!({ "activation_checkpointing_interval": 2 });
+    for (is_bf16, offloads, more) in [
+        (false, false, &plain),
+        (false, true, &chunks),
+        (false, false, &every_other),
+        (true, false, &chunks),
+        (true, true, &plain),
+    ] {
+        let with = |saves: bool| {
+            let mut ulysses = json!({ "activation_checkpointing": true, "save_attention_output": saves });
+            ulysses.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!({
+                "bf16": { "enabled": is_bf16 }, "ulysses": ulysses,
+                "activation_checkpointing": { "cpu_checkpointing": offloads },
+            })
+        };
+        assert_same_bits(&with(true), &with(false));
+    }
+}
+
 /// Stages that partition the offloaded tensors, with uneven partitions, replicas, accumulation and a group of
 /// one.
 fn partitioned() -> impl Iterator<Item = Layout> {

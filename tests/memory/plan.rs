@@ -173,6 +173,7 @@ fn memory_cases() -> Vec<Case> {
         config
     };
     let frozen = |pattern: &str| json!({ "parameter_groups": [{ "match": pattern, "frozen": true }] });
+    let recomputed_chunks = with(json!({ "head_chunks": 2, "save_attention_output": false }));
     let mut bf16 = with(json!({ "tile_tokens": 128, "head_chunks": 2 }));
     bf16["bf16"] = json!({ "enabled": true });
     let mut stage_3 = plain(frozen("_proj"));
@@ -210,7 +211,11 @@ fn memory_cases() -> Vec<Case> {
         case("2 chunks, checkpointing, sp 2", (1, 2), with(json!({ "head_chunks": 2 }))),
         case("3 chunks, checkpointing", (1, 1), with(json!({ "head_chunks": 3 }))),
         case("tiles, chunks, bf16, sp 2", (1, 2), bf16),
+        case("attention recomputed", (1, 1), with(json!({ "save_attention_output": false }))),
+        case("attention recomputed, sp 2", (1, 2), with(json!({ "save_attention_output": false }))),
+        case("2 chunks recomputed, sp 2", (1, 2), recomputed_chunks),
         case("offload", (1, 1), offloaded(json!({}))),
+        case("offload of the attention output", (1, 2), offloaded(json!({ "save_attention_output": true }))),
         case(
             "offload, tiles, chunks, sp 2",
             (1, 2),

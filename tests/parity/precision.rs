@@ -16,7 +16,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention, Upstream,
 };
 use ulysses::model::{LlamaConfig, Model};
 
@@ -155,6 +155,18 @@ impl Attention for Overflowing {
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
         FlashAttention.backward(saved, dout, layout, workspace)
     }
+
+    fn backward_recomputed(
+        &self,
+        q: candle_core::Tensor,
+        k: candle_core::Tensor,
+        v: candle_core::Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
+        FlashAttention.backward_recomputed(q, k, v, upstream, layout, workspace)
+    }
 }
 
 /// Reports of `steps` steps on a mesh, with infinities in the given ones.
@@ -260,6 +272,18 @@ impl Attention for OverflowingBackward {
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
         let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
         Ok((dq, dk, dv))
+    }
+
+    fn backward_recomputed(
+        &self,
+        q: candle_core::Tensor,
+        k: candle_core::Tensor,
+        v: candle_core::Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
+        FlashAttention.backward_recomputed(q, k, v, upstream, layout, workspace)
     }
 }
 

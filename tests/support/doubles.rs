@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention, Upstream,
 };
 use ulysses::kernels::{OpError, Workspace};
 
@@ -108,5 +108,17 @@ impl Attention for WrongAttentionLayout {
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         FlashAttention.backward(saved, dout, &self.0(layout), workspace)
+    }
+
+    fn backward_recomputed(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        FlashAttention.backward_recomputed(q, k, v, upstream, &self.0(layout), workspace)
     }
 }

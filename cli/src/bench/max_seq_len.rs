@@ -82,6 +82,11 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut config = raw.resolve(&overrides).or_usage()?;
     let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
     config.ulysses.model.get_or_insert_with(|| "small".to_owned());
+    let is_decided = config.saves_attention_output_if_it_fits();
+    if is_decided {
+        // The longest sequence has no memory for it.
+        config.ulysses.save_attention_output = Some(false);
+    }
     let model = config.require_model().or_usage()?.to_owned();
     let directory = tempfile::tempdir().context("cannot create a temporary directory").or_run()?;
     let path = args.config.clone();
@@ -98,7 +103,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if search.args.by_feature {
         return by_feature(search, &config);
     }
-    if !search.args.set.is_empty() {
+    if is_decided || !search.args.set.is_empty() {
         search.write(&config)?;
     }
     let longest =

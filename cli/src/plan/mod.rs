@@ -145,6 +145,10 @@ struct MeshReport {
 struct Features {
     activation_checkpointing_interval: usize,
     offload_checkpoints: bool,
+    /// As configured, or decided by `--memory-gib`.
+    save_attention_output: bool,
+    #[serde(skip)]
+    is_save_decided: bool,
     offload_optimizer: &'static str,
     offload_param: &'static str,
     tile_tokens: Option<NonZero<usize>>,
@@ -253,8 +257,9 @@ impl Report {
         criteria: Criteria<'_>,
         max_seq_len: Option<usize>,
     ) -> Result<Self, Failure> {
-        let rank = workload.plan().or_usage()?;
-        let step_time = criteria.machine.map(|machine| workload.step_time(machine)).transpose().or_usage()?;
+        let decided = workload.decided(criteria.budget).or_usage()?;
+        let rank = decided.plan().or_usage()?;
+        let step_time = criteria.machine.map(|machine| decided.step_time(machine)).transpose().or_usage()?;
         let host_bytes_per_node = workload.host_bytes_per_node(&rank);
         let budget = criteria.budget.map(|budget| Budget {
             bytes: budget.rank_bytes,
@@ -269,7 +274,7 @@ impl Report {
         let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.mesh.sp_size))?;
         Ok(Self {
             device: device.name(),
-            features: Features::new(&config, &model),
+            features: Features::new(&config, &decided.config, &model),
             model: ModelReport::new(name, &model),
             mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
             shard_size: config.zero.mics_shard_size,
@@ -294,11 +299,14 @@ impl Report {
 }
 
 impl Features {
-    fn new(config: &Config, model: &LlamaConfig) -> Self {
+    /// The features of a config, and of the same with everything decided.
+    fn new(config: &Config, decided: &Config, model: &LlamaConfig) -> Self {
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         Self {
             activation_checkpointing_interval: config.ulysses.activation_checkpointing_interval,
             offload_checkpoints: config.activation_checkpointing.cpu_checkpointing,
+            save_attention_output: decided.saves_attention_output(),
+            is_save_decided: config.ulysses.save_attention_output.is_none(),
             offload_optimizer: config.zero.offload_optimizer.device(),
             offload_param: config.zero.offload_param.device(),
             tile_tokens: config.ulysses.tile_tokens,

@@ -69,6 +69,12 @@ impl Text<'_> {
                 (true, _) => " with offload to a file",
             };
             features.push(format!("activation checkpointing{layers}{place}"));
+            let attention = match self.0.features.save_attention_output {
+                true => "attention output saved",
+                false => "attention recomputed",
+            };
+            let auto = if self.0.features.is_save_decided { " (auto)" } else { "" };
+            features.push(format!("{attention}{auto}"));
         }
         features.extend(tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
         if head_chunks > 1 {

@@ -140,6 +140,12 @@ impl<'a> Host<'a> {
         }
     }
 
+    /// Returns whether `own` is true in all processes. Collective.
+    pub(super) fn all(&mut self, own: bool) -> Result<bool, Failure> {
+        let Some(process) = self.process.as_mut() else { return Ok(own) };
+        Ok(process.all_gather(&own)?.into_iter().all(|of_process| of_process))
+    }
+
     /// Returns the value of rank 0. Collective.
     pub(super) fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
         let Some(process) = self.process.as_mut() else { return Ok(own) };

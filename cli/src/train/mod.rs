@@ -35,7 +35,8 @@ pub(super) fn run(
     let (config_path, is_verbose) = (args.config().to_owned(), args.verbose);
     let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);
-    let prepared = host.agree(prepared)?;
+    let mut prepared = host.agree(prepared)?;
+    prepared.decide(&mut host)?;
     // Nothing is written unless all processes can start.
     let trace_path = trace.as_ref().map(|(path, _)| &**path);
     let acquired =

@@ -57,6 +57,26 @@ impl PlannedMemory {
         }
     }
 
+    /// Returns whether the available memory is enough, as far as it is known. `ranks`: as for [`log`](Self::log).
+    pub(super) fn fits(&self, ranks: [usize; 2]) -> bool {
+        self.fits_into(ranks, [on_machine(), in_process()])
+    }
+
+    fn fits_into(&self, ranks: [usize; 2], available: [Option<Available>; 2]) -> bool {
+        ranks.into_iter().zip(available).all(|(ranks, available)| {
+            available
+                .is_none_or(|available| self.host_bytes().saturating_mul(ranks as u64) <= available.bytes)
+        })
+    }
+
+    /// Prints that attention is recomputed, because with its saved output this plan does not fit.
+    pub(super) fn log_recomputed_attention(&self) {
+        log_line(format_args!(
+            "attention is recomputed: with `ulysses.save_attention_output` the planned peak would be {} per rank",
+            bytes(self.plan.peak_bytes as f64)
+        ));
+    }
+
     /// Prints the plan next to the available memory. `ranks`: how many share this machine, and how many this process.
     pub(super) fn log(&self, ranks: [usize; 2]) {
         // A process trains once.
@@ -196,6 +216,18 @@ mod tests {
         {
             assert!(line.starts_with("warning: ") && line.contains(expected), "{line}");
         }
+    }
+
+    #[test]
+    fn a_plan_fits_if_no_limit_is_exceeded() {
+        let fits = |machine: u64, process: Option<u64>| {
+            let available = |gib: u64| Available { bytes: gib * GIB, limit: Limit::Machine };
+            let available = [Some(available(machine)), process.map(available)];
+            planned(DeviceKind::Cpu).fits_into([4, 2], available)
+        };
+        assert!(fits(12, None) && fits(12, Some(6)));
+        assert!(!fits(11, None) && !fits(12, Some(5)));
+        assert!(planned(DeviceKind::Cpu).fits_into([4, 2], [None, None]), "nothing to compare with");
     }
 
     #[test]

@@ -38,6 +38,30 @@ pub(super) struct Prepared {
     pub(super) planned: Option<PlannedMemory>,
 }
 
+impl Prepared {
+    /// Decides `ulysses.save_attention_output` if the config leaves it open: on if the planned memory fits on all
+    /// machines. Collective.
+    pub(super) fn decide(&mut self, host: &mut Host<'_>) -> Result<(), Failure> {
+        if !self.config.saves_attention_output_if_it_fits() {
+            return Ok(());
+        }
+        let world_size = self.mesh.world_size();
+        let ranks = [host.local_ranks(world_size), host.ranks_in_process(world_size)];
+        let fits = host.all(self.planned.as_ref().is_none_or(|planned| planned.fits(ranks)))?;
+        self.config.ulysses.save_attention_output = Some(fits);
+        if fits {
+            return Ok(());
+        }
+        let threads_per_rank = self.launch.threads_per_rank;
+        let planned =
+            PlannedMemory::of(&self.config, &self.model.config, self.device, threads_per_rank, ranks[0]);
+        if let Some(planned) = std::mem::replace(&mut self.planned, planned.or_usage()?) {
+            planned.log_recomputed_attention();
+        }
+        Ok(())
+    }
+}
+
 pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, Failure> {
     let (path, device, resume, process) =
         (args.config().to_owned(), args.device, args.resume.clone(), args.process);

@@ -74,6 +74,25 @@ pub trait Attention: Send + Sync {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+
+    /// As [`backward`](Self::backward), for a forward pass of which only `o` and [`SavedAttention::lse`] were
+    /// saved: with `q`, `k` and `v` computed again. `upstream` contains that `lse`, and [`delta`] of `o` and
+    /// `dout`. The implementation may overwrite `q`, `k` and `v`.
+    ///
+    /// # Shapes
+    /// `q`, `k`, `v` and `dout` as for [`forward`](Self::forward); `delta [b, hq, sq]`.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn backward_recomputed(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
 }
 
 /// State that a forward pass saves for its backward pass.
@@ -143,13 +162,27 @@ impl Attention for FlashAttention {
         let delta_of_rows = workspace.alloc_f32(lse.dims())?;
         with_category(Category::Other, || delta(&o, dout, &delta_of_rows))?;
         workspace.recycle(o);
+        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
+        let gradients = self.backward_recomputed(q, k, v, &upstream, layout, workspace)?;
+        [lse, delta_of_rows].into_iter().for_each(|tensor| workspace.recycle(tensor));
+        Ok(gradients)
+    }
+
+    fn backward_recomputed(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
-        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
-        with_category(Category::Other, || backward(&operands, &upstream, &gradients))?;
-        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.recycle(tensor));
+        with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
+        [q, k, v].into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok((dq, dk, dv))
     }
 }

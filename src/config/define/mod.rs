@@ -143,7 +143,7 @@ macro_rules! plain {
 }
 
 plain! {
-    bool: |section, name| Some(section.boolean(name)), false;
+    bool: |section, name| section.boolean(name), false;
     u64: |section, name| section.integer(name), 1;
     u32: |section, name| section.integer(name)?.try_into().ok(), 1;
     usize: |section, name| section.count(name), 1;

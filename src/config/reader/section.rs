@@ -158,11 +158,11 @@ impl<'a> Section<'a> {
         self.report.position(range.start)
     }
 
-    pub(crate) fn boolean(&self, name: &'static str) -> bool {
-        match self.find(name) {
-            Some(Found::Given(Value::BooleanLit(boolean))) => boolean.value,
-            Some(Found::Known(Literal::Boolean(boolean))) => boolean,
-            _ => false,
+    pub(crate) fn boolean(&self, name: &'static str) -> Option<bool> {
+        match self.find(name)? {
+            Found::Given(Value::BooleanLit(boolean)) => Some(boolean.value),
+            Found::Known(Literal::Boolean(boolean)) => Some(boolean),
+            _ => None,
         }
     }
 

@@ -53,7 +53,7 @@ impl ParameterGroup {
     pub(crate) fn check_all(ulysses: &Section<'_>, optimizer_lr: f64) {
         let groups = ulysses.sections("parameter_groups");
         for group in groups.iter().take(MAX_GROUPS) {
-            if group.boolean("frozen") {
+            if group.boolean("frozen").unwrap_or(false) {
                 for key in ["lr", "lr_scale", "weight_decay"] {
                     group.contradiction(key, "no such key next to `frozen`: true");
                 }

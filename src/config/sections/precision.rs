@@ -83,7 +83,7 @@ impl Precision {
     /// Reports two enabled precisions, and a loss scale whose reciprocal f32 cannot represent.
     pub(crate) fn check(root: &Section<'_>) {
         let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
-        let (is_fp16, is_bf16) = (fp16.boolean("enabled"), bf16.boolean("enabled"));
+        let [is_fp16, is_bf16] = [&fp16, &bf16].map(|section| section.boolean("enabled").unwrap_or(false));
         if is_fp16 && is_bf16 {
             bf16.contradiction("enabled", "false (`fp16.enabled` is true, and a run has one dtype)");
         }

@@ -62,6 +62,12 @@ keys! {
         pub activation_checkpointing: bool = flag(),
         /// Recomputes one layer in this many; the others keep their activations.
         pub activation_checkpointing_interval: usize = count().integer(1),
+        /// Saves the attention output of recomputed layers, so that attention and the exchange of its output are not computed
+        /// again. Takes about as much memory as the inputs of these layers; changes no bit.
+        pub save_attention_output: Option<bool> = key(Value::Boolean).derived(
+            "true, except with `activation_checkpointing.cpu_checkpointing`, and where `ulysses train` (host memory) or \
+             `ulysses plan --memory-gib` finds that it does not fit",
+        ),
         /// Tile size, in tokens, of norms, projections and the MLP.
         pub tile_tokens: Option<NonZero<usize>> = count().derived("all"),
         /// Number of head chunks that attention and its exchange process in turn; at most the number of KV heads.
@@ -139,6 +145,10 @@ impl UlyssesConfig {
         if self.activation_checkpointing_interval > 1 && !self.activation_checkpointing {
             let expected = "1, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
             section.contradiction("activation_checkpointing_interval", expected);
+        }
+        if self.save_attention_output == Some(true) && !self.activation_checkpointing {
+            let expected = "false, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
+            section.contradiction("save_attention_output", expected);
         }
         ValidationConfig::check(section);
         ParameterGroup::check_all(section, optimizer_lr);

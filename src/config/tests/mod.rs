@@ -77,7 +77,7 @@ const FULL: &str = r#"{
     "model": "models/größer", "data": "data.txt", "tokenizer": "tok.json", "output": "out",
     "seq_len": 1000, "steps": 12, "threads_per_rank": 3, "backend": "thread",
     "activation_checkpointing": true, "loss_tile_tokens": 64,
-    "activation_checkpointing_interval": 2, "tile_tokens": 100, "head_chunks": 4,
+    "activation_checkpointing_interval": 2, "save_attention_output": true, "tile_tokens": 100, "head_chunks": 4,
     "offload_path": "/scratch"
   }
 }"#;

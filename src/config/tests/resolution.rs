@@ -74,6 +74,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             comm: CommConfig { check: CommCheck::Off, timeout_seconds: 300 },
             activation_checkpointing: false,
             activation_checkpointing_interval: 1,
+            save_attention_output: None,
             tile_tokens: None,
             head_chunks: 1,
             offload_path: None,
@@ -139,6 +140,7 @@ fn every_key_of_a_full_file_arrives() {
     assert!(config.ulysses.activation_checkpointing);
     let ulysses = &config.ulysses;
     assert_eq!((ulysses.activation_checkpointing_interval, ulysses.head_chunks), (2, 4));
+    assert_eq!((ulysses.save_attention_output, config.saves_attention_output()), (Some(true), true));
     assert_eq!(ulysses.tile_tokens, std::num::NonZero::new(100));
     assert_eq!(ulysses.offload_path.as_deref(), Some("/scratch"));
     assert!(config.activation_checkpointing.cpu_checkpointing);

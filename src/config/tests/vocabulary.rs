@@ -93,7 +93,9 @@ fn surroundings(entry: &Entry) -> Value {
             json!({ "zero_optimization": { "stage": 3, section: { "device": device } } })
         }
         ("activation_checkpointing", _) => json!({ "ulysses": { "activation_checkpointing": true } }),
-        _ if entry.path == "ulysses.activation_checkpointing_interval" => {
+        _ if ["ulysses.activation_checkpointing_interval", "ulysses.save_attention_output"]
+            .contains(&entry.path.as_str()) =>
+        {
             json!({ "ulysses": { "activation_checkpointing": true } })
         }
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {

@@ -7,6 +7,7 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     let mut now = config.clone();
     let ulysses = &mut now.ulysses;
     ulysses.activation_checkpointing = false;
+    ulysses.save_attention_output = ulysses.save_attention_output.filter(|saves| !saves);
     (ulysses.activation_checkpointing_interval, ulysses.head_chunks, ulysses.tile_tokens) = (1, 1, None);
     now.activation_checkpointing.cpu_checkpointing = false;
     (now.zero.offload_optimizer, now.zero.offload_param) = (Offload::None, Offload::None);
@@ -30,6 +31,7 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     add(format!("`ulysses.activation_checkpointing`{of_layers}"), &|now| {
         now.ulysses.activation_checkpointing = ulysses.activation_checkpointing;
         now.ulysses.activation_checkpointing_interval = ulysses.activation_checkpointing_interval;
+        now.ulysses.save_attention_output = ulysses.save_attention_output;
     });
     let tokens = ulysses.tile_tokens.map_or(0, usize::from);
     add(format!("`tile_tokens: {tokens}`"), &|now| now.ulysses.tile_tokens = ulysses.tile_tokens);

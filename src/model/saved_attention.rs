@@ -1,0 +1,84 @@
+//! What the attention half of the decoder block saves for its backward pass.
+
+use super::LayerContext;
+use super::qkv_projection::SavedHeadNorm;
+use candle_core::Tensor;
+use ulysses_kernels::attention::SavedAttention;
+
+/// Queries, keys and values of one head chunk, with the state of the norms over heads.
+pub(super) struct QkvHeads {
+    pub(super) q: Tensor,
+    pub(super) k: Tensor,
+    pub(super) v: Tensor,
+    pub(super) norms: HeadNorms,
+}
+
+/// State of the norms over the heads of q and of k.
+pub(super) type HeadNorms = [Option<SavedHeadNorm>; 2];
+
+/// Saved state of one head chunk.
+pub(super) enum AttentionSaved {
+    /// All that the backward pass needs.
+    Whole {
+        /// State of the attention.
+        inner: SavedAttention,
+        /// Attention output `[batch, seq_local, heads, head_dim]`.
+        out: Tensor,
+        /// State of the norms over heads.
+        norms: HeadNorms,
+    },
+    /// Tensors of a checkpoint: q, k and v are recomputed.
+    Output {
+        /// As above.
+        out: Tensor,
+        /// As the attention saved it.
+        lse: Tensor,
+    },
+}
+
+impl AttentionSaved {
+    /// The attention output.
+    pub(super) fn out(&self) -> &Tensor {
+        match self {
+            Self::Whole { out, .. } | Self::Output { out, .. } => out,
+        }
+    }
+
+    /// Bytes of the saved tensors.
+    pub(super) fn bytes(&self) -> usize {
+        let bytes = ulysses_kernels::tensor::bytes;
+        match self {
+            Self::Whole { inner, out, norms } => {
+                let out = if shares_output(inner, out) { 0 } else { bytes(out) };
+                let norms = norms.iter().flatten().map(SavedHeadNorm::bytes);
+                inner.bytes() + out + norms.sum::<usize>()
+            }
+            Self::Output { out, lse } => bytes(out) + bytes(lse),
+        }
+    }
+
+    /// Recycles all tensors, for the next chunk.
+    pub(super) fn recycle(self, ctx: &LayerContext) {
+        self.into_output(ctx).into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
+    }
+
+    /// The tensors of a checkpoint; recycles the others.
+    pub(super) fn into_output(self, ctx: &LayerContext) -> [Tensor; 2] {
+        match self {
+            Self::Output { out, lse } => [out, lse],
+            Self::Whole { inner, out, norms } => {
+                let is_shared = shares_output(&inner, &out);
+                let SavedAttention { q, k, v, o, lse } = inner;
+                let o = Some(o).filter(|_| !is_shared);
+                [q, k, v].into_iter().chain(o).for_each(|tensor| ctx.workspace().recycle(tensor));
+                norms.into_iter().flatten().for_each(|norm| norm.recycle(ctx));
+                [out, lse]
+            }
+        }
+    }
+}
+
+/// Returns whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
+pub(super) fn shares_output(inner: &SavedAttention, out: &Tensor) -> bool {
+    out.id() == inner.o.id()
+}
