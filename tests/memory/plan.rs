@@ -3,7 +3,7 @@
 
 use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
-use crate::support::reference::Batch;
+use crate::support::reference::{Batch, IGNORED};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
@@ -233,10 +233,14 @@ impl Case {
     /// The peak of each rank in the second step, above its memory before the engine existed; and the memory
     /// of its thread at that time.
     fn measured(&self) -> Vec<(i64, ByCategory)> {
+        self.measured_with(|batch| batch)
+    }
+
+    /// The same with masked labels.
+    fn measured_with(&self, mask: impl FnOnce(Batch) -> Batch) -> Vec<(i64, ByCategory)> {
         let config = self.config();
-        let vocab_size = self.model.vocab_size;
-        let batch =
-            global_batch(&Batch::random(vocab_size, config.train_batch_size, self.seq_len, 3)).unwrap();
+        let batch = Batch::random(self.model.vocab_size, config.train_batch_size, self.seq_len, 3);
+        let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
             let (attention, device) = (Arc::new(FlashAttention), test_device());
@@ -295,6 +299,48 @@ fn the_planned_peak_is_the_measured_one() {
         }
     }
     assert!(off.is_empty(), "off by more than {TOLERANCE}:\n{}", off.join("\n"));
+}
+
+/// Returns the batch with only every so many tokens of its first sequence labeled.
+fn keep_labels(mut batch: Batch, every: usize) -> Batch {
+    for (token, label) in batch.labels[0].iter_mut().enumerate() {
+        if token % every != 0 {
+            *label = IGNORED;
+        }
+    }
+    batch
+}
+
+#[test]
+fn masked_tokens_need_no_more_memory_than_planned() {
+    let case = |label, mesh, config| {
+        let model = LlamaConfig { num_layers: 1, ..model(8, 4, 256) };
+        Case { label, model, mesh, rows: 1, seq_len: 300, config }
+    };
+    let tiles = json!({ "activation_checkpointing": true, "tile_tokens": 64, "loss_tile_tokens": 32 });
+    let cases = [
+        case("one tile", (1, 1), json!({ "gradient_accumulation_steps": 2 })),
+        case("tiles, sp 2", (1, 2), json!({ "gradient_accumulation_steps": 2, "ulysses": tiles })),
+        case("tiles, bf16", (1, 1), json!({ "bf16": { "enabled": true }, "ulysses": tiles })),
+    ];
+    for case in cases {
+        let masks: [(&str, fn(Batch) -> Batch); 5] = [
+            ("no mask", |batch| batch),
+            ("a prompt", |batch| batch.mask_tokens(0..240)),
+            ("one token", |batch| batch.mask_tokens(7..8)),
+            ("half of the first sequence", |batch| keep_labels(batch, 2)),
+            ("all but few of the first sequence", |batch| keep_labels(batch, 40)),
+        ];
+        for (name, mask) in masks {
+            for (rank, (measured, _)) in case.measured_with(mask).into_iter().enumerate() {
+                let planned = case.planned(rank).iter().sum::<u64>() as i64;
+                let what = format!("{}, {name}, rank {rank}", case.label);
+                println!("{what}: {measured} measured, {planned} planned");
+                // Names, pending operations.
+                assert!(measured <= planned + planned / 200, "{what}: {measured} bytes, {planned} planned");
+            }
+        }
+    }
 }
 
 /// The tolerance in terms of a unit's whole gradient or a gathered unit, as above.
