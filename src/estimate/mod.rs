@@ -32,7 +32,7 @@ pub use meshes::MeshChoice;
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
 pub use rank_plan::{MomentMemory, RankPlan};
-pub use rank_step::{PlannedCalls, RankStep, model_flops};
+pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use time::StepTime;
 
 use crate::config::Config;
