@@ -24,6 +24,7 @@
 mod error;
 mod finite;
 mod frozen_split;
+mod gradient_partition;
 mod groups;
 mod lamb;
 mod layout;

@@ -52,6 +52,13 @@ impl StateTensor {
         Ok(stored)
     }
 
+    pub(super) fn device(&self) -> &Device {
+        match self {
+            Self::Resident(tensor) => tensor.device(),
+            Self::Offloaded(slot) => &slot.device,
+        }
+    }
+
     pub(super) fn numel(&self) -> usize {
         match self {
             Self::Resident(tensor) => tensor.elem_count(),

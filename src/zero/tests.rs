@@ -171,21 +171,32 @@ fn an_update_reaches_the_parameters_of_every_rank() {
     }
 }
 
-/// Parameters and state after three updates, as one rank sees them.
+/// Gradients and norms of three updates, one of them of two micro steps, and parameters and state after them, as one
+/// rank sees them.
 fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize) -> Vec<Vec<f32>> {
+    let mut seen = Vec::new();
     for step in 1..=3 {
         let _gathered = [0, 1].map(|unit| {
             zero.read_ahead(unit).unwrap();
             zero.parameters(unit).unwrap()
         });
+        if step == 2 {
+            one_micro_step(zero, dp_rank, sp_rank, false);
+        }
         one_micro_step(zero, dp_rank, sp_rank, true);
+        let gradients = zero.gather_gradients().unwrap();
+        seen.extend(gradients.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap()));
+        seen.push(vec![zero.gradient_sum_of_squares().unwrap() as f32]);
+        assert!(zero.non_finite_gradients().unwrap().is_empty());
         zero.update(step, 0.01, None, 0.5).unwrap();
         zero.zero_gradients().unwrap();
+        assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     }
     let state = (0..zero.state_kinds().len()).filter_map(|kind| zero.state_partition(1, kind).unwrap());
     let state: Vec<_> = state.map(|part| to_vec::<f32>(&part).unwrap()).collect();
     let parameters = zero.gather_parameters().unwrap();
-    state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())).collect()
+    seen.extend(state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())));
+    seen
 }
 
 /// Host copies that complete as late as a device may.
@@ -222,6 +233,7 @@ fn offloaded_state_comes_back_bit_for_bit() {
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
                 let bytes = zero.expected_state_bytes();
                 assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
+                assert_eq!(bytes.gradients == 0, stage.partitions_gradients());
             });
         }
     }
@@ -235,6 +247,29 @@ fn zeroed_gradients_are_zero_again() {
         zero.zero_gradients().unwrap();
         assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     });
+}
+
+/// An offloaded gradient is loaded to find it.
+#[test]
+fn a_non_finite_offloaded_gradient_is_named() {
+    let storage = || Storage {
+        optimizer: Some(Arc::new(OffloadStore::with_late_copies())),
+        ..TensorOptions::default().into()
+    };
+    for stage in [ZeroStage::Gradients, ZeroStage::Parameters] {
+        on_mesh_with((2, 1), stage, (momentum(), storage), |zero, dp_rank, _| {
+            let gradients = zero.gradients(1).unwrap();
+            // The last element of `b`, in the second partition.
+            let write = |b: &mut [f32]| b[4] = f32::INFINITY;
+            with_slice_mut(gradients[1].as_ref().unwrap(), write).unwrap();
+            drop(gradients);
+            zero.gradients(0).unwrap();
+            [1, 0].into_iter().for_each(|unit| zero.reduce(unit, true).unwrap());
+            zero.finish_reductions().unwrap();
+            assert_eq!(zero.non_finite_gradients().unwrap(), [&["b"][..dp_rank]].concat());
+            assert!(!zero.gradient_sum_of_squares().unwrap().is_finite());
+        });
+    }
 }
 
 #[test]

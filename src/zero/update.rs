@@ -112,13 +112,8 @@ impl ZeroOptimizer {
 
     /// The same without optimizer state.
     pub(super) fn update_tensors_without_state(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
-        let gradients = if self.stage.partitions_optimizer() {
-            unit.gradient_partition(unit.shard_rank)?
-        } else {
-            unit.persistent_gradients().cloned()
-        };
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
-        let gradients = gradients.ok_or_else(missing)?;
+        let gradients = unit.updated_gradients(self.stage)?.ok_or_else(missing)?;
         let parameters = self.exact_parameters(unit)?.fetch()?;
         Ok(UpdateTensors { parameters, gradients, state: Vec::new() })
     }
@@ -140,9 +135,11 @@ impl ZeroOptimizer {
         unit.put_state(state)
     }
 
-    /// Writes updated state back, if offloaded, once the previous unit is written.
-    pub(super) fn put_back_state(&self, unit: &Unit, state: Vec<Tensor>) -> Result<(), ZeroError> {
+    /// Writes updated state and overwritten gradients back, if offloaded, once the previous unit is written.
+    pub(super) fn put_back_state(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+        let UpdateTensors { gradients, state, .. } = update;
         self.storage.settle()?;
+        unit.put_gradients(gradients)?;
         unit.put_state(state)
     }
 
