@@ -50,6 +50,11 @@ impl GradientPartition {
         Ok(zeros)
     }
 
+    /// The stored gradient.
+    pub(super) fn stored(&self) -> Result<StateTensor, ZeroError> {
+        if self.is_zero { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
+    }
+
     /// Starts to load an offloaded gradient for a later [`fetch`](Self::fetch) or [`plus`](Self::plus).
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         if self.is_zero { Ok(()) } else { self.stored.read_ahead() }

@@ -26,6 +26,7 @@ mod finite;
 mod frozen_split;
 mod gradient_partition;
 mod groups;
+mod host_update;
 mod lamb;
 mod layout;
 mod optimizer;

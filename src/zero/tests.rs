@@ -199,7 +199,7 @@ fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize)
     seen
 }
 
-/// Host copies that complete as late as a device may.
+/// Host copies that complete as late as a device may, and updates on the host of all optimizers but LAMB.
 #[test]
 fn offloaded_state_comes_back_bit_for_bit() {
     let lamb = OptimizerConfig::Lamb {
@@ -211,11 +211,36 @@ fn offloaded_state_comes_back_bit_for_bit() {
         min_coeff: 0.01,
         max_coeff: 10.0,
     };
+    let (lr, betas, weight_decay) = (0.01, [0.9, 0.99], 0.1);
+    let adam = OptimizerConfig::Adam {
+        lr,
+        betas,
+        eps: 1e-8,
+        weight_decay,
+        adam_w_mode: true,
+        bias_correction: true,
+    };
+    let lion = OptimizerConfig::Lion { lr, betas, weight_decay };
+    let adagrad = OptimizerConfig::Adagrad {
+        lr,
+        lr_decay: 0.1,
+        eps: 1e-8,
+        weight_decay,
+        initial_accumulator_value: 0.5,
+    };
     let stages = [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters];
     for (mesh, stage) in
         [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| stages.map(|stage| (mesh, stage)))
     {
-        for (config, dtype) in [momentum(), lamb.clone()].into_iter().zip([DType::F32, DType::BF16]) {
+        for (config, dtype) in [
+            (momentum(), DType::F32),
+            (adam.clone(), DType::F32),
+            (adam.clone(), DType::BF16),
+            (lion.clone(), DType::BF16),
+            (adagrad.clone(), DType::F16),
+            (lamb.clone(), DType::BF16),
+        ] {
+            let on_host = config != lamb;
             let options = || TensorOptions { dtype, ..TensorOptions::default() };
             let store = || Some(Arc::new(OffloadStore::with_late_copies()));
             let away = || Storage {
@@ -229,6 +254,7 @@ fn offloaded_state_comes_back_bit_for_bit() {
                 seen.lock().insert((dp_rank, sp_rank), bits);
             });
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
+                assert_eq!(zero.host_store().is_some(), on_host, "{dtype:?}");
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
                 let bytes = zero.expected_state_bytes();

@@ -36,7 +36,10 @@ impl ZeroOptimizer {
         self.release_all();
         tracing::trace_span!("optimizer").in_scope(|| match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
-            _ => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+            _ => match self.host_store() {
+                Some(store) => self.update_on_host(store, &config, step),
+                None => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+            },
         })?;
         self.storage.settle()?;
         let _publish = tracing::trace_span!("publish").entered();
@@ -119,7 +122,7 @@ impl ZeroOptimizer {
     }
 
     /// The parameters that this rank updates; their master copy if there is one.
-    fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
+    pub(super) fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
         unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
     }
 
