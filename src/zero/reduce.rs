@@ -2,12 +2,12 @@
 //! partition (sp), always in rank order.
 
 use super::unit::{Gradients, Unit};
-use super::{ZeroError, ZeroGroups};
+use super::{Storage, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
 use candle_core::Tensor;
 use ulysses_kernels::memory::{Category, with_category};
-use ulysses_kernels::{elementwise, strided_copy};
+use ulysses_kernels::strided_copy;
 
 /// A started reduction of a unit over the ZeRO world. It completes when the next one starts, and so overlaps with one
 /// layer's backward.
@@ -39,8 +39,12 @@ pub(super) fn start(
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
         Some(Gradients::Whole(whole)) => whole.flat.clone(),
-        Some(Gradients::Partitioned { transient, .. }) => match transient.take() {
-            Some(whole) => whole.flat,
+        Some(Gradients::Partitioned { transient, partition }) => match transient.take() {
+            Some(whole) => {
+                // Loaded while the next unit's backward runs, to be added to.
+                partition.read_ahead()?;
+                whole.flat
+            }
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
     };
@@ -51,25 +55,33 @@ pub(super) fn start(
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
 
-/// Completes a reduction, and at the boundary sums the result over the replicas.
-pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
+/// Completes a reduction, and at the boundary sums the result over the replicas. An offloaded partition is written
+/// back once the previous unit's is written.
+pub(super) fn complete(
+    reduction: Reduction,
+    unit: &mut Unit,
+    groups: &ZeroGroups,
+    storage: &Storage,
+) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
-    match (&unit.gradients, received) {
+    let own = unit.layout.partition(unit.shard_rank);
+    match (&mut unit.gradients, received) {
         (None, _) => {}
-        (Some(gradients), None) => sum_over_replicas(gradients.persistent(), groups)?,
-        (Some(Gradients::Whole(_)), Some(received)) => {
+        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, groups)?,
+        (Some(Gradients::Whole(whole)), Some(received)) => {
             sum_over_replicas(&received, groups)?;
-            if let Some(partition) = unit.gradient_partition(unit.shard_rank)? {
-                strided_copy::copy(&received, &partition)?;
-            }
+            strided_copy::copy(&received, &whole.flat.narrow(0, own.start, own.len())?)?;
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
-            elementwise::accumulate(partition, &received)?;
+            let sum = partition.plus(received)?;
             if boundary {
-                sum_over_replicas(partition, groups)?;
+                sum_over_replicas(&sum, groups)?;
             }
+            storage.settle()?;
+            partition.put(sum, boundary)?;
         }
+        (Some(Gradients::Partitioned { .. }), None) => unreachable!("partitions are received"),
     }
     Ok(())
 }

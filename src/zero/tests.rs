@@ -171,24 +171,35 @@ fn an_update_reaches_the_parameters_of_every_rank() {
     }
 }
 
-/// Parameters and state after three updates, as one rank sees them.
+/// Gradients and norms of three updates, one of them of two micro steps, and parameters and state after them, as one
+/// rank sees them.
 fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize) -> Vec<Vec<f32>> {
+    let mut seen = Vec::new();
     for step in 1..=3 {
         let _gathered = [0, 1].map(|unit| {
             zero.read_ahead(unit).unwrap();
             zero.parameters(unit).unwrap()
         });
+        if step == 2 {
+            one_micro_step(zero, dp_rank, sp_rank, false);
+        }
         one_micro_step(zero, dp_rank, sp_rank, true);
+        let gradients = zero.gather_gradients().unwrap();
+        seen.extend(gradients.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap()));
+        seen.push(vec![zero.gradient_sum_of_squares().unwrap() as f32]);
+        assert!(zero.non_finite_gradients().unwrap().is_empty());
         zero.update(step, 0.01, None, 0.5).unwrap();
         zero.zero_gradients().unwrap();
+        assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     }
     let state = (0..zero.state_kinds().len()).filter_map(|kind| zero.state_partition(1, kind).unwrap());
     let state: Vec<_> = state.map(|part| to_vec::<f32>(&part).unwrap()).collect();
     let parameters = zero.gather_parameters().unwrap();
-    state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())).collect()
+    seen.extend(state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())));
+    seen
 }
 
-/// Host copies that complete as late as a device may.
+/// Host copies that complete as late as a device may, and updates on the host of all optimizers but LAMB.
 #[test]
 fn offloaded_state_comes_back_bit_for_bit() {
     let lamb = OptimizerConfig::Lamb {
@@ -200,11 +211,36 @@ fn offloaded_state_comes_back_bit_for_bit() {
         min_coeff: 0.01,
         max_coeff: 10.0,
     };
+    let (lr, betas, weight_decay) = (0.01, [0.9, 0.99], 0.1);
+    let adam = OptimizerConfig::Adam {
+        lr,
+        betas,
+        eps: 1e-8,
+        weight_decay,
+        adam_w_mode: true,
+        bias_correction: true,
+    };
+    let lion = OptimizerConfig::Lion { lr, betas, weight_decay };
+    let adagrad = OptimizerConfig::Adagrad {
+        lr,
+        lr_decay: 0.1,
+        eps: 1e-8,
+        weight_decay,
+        initial_accumulator_value: 0.5,
+    };
     let stages = [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters];
     for (mesh, stage) in
         [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| stages.map(|stage| (mesh, stage)))
     {
-        for (config, dtype) in [momentum(), lamb.clone()].into_iter().zip([DType::F32, DType::BF16]) {
+        for (config, dtype) in [
+            (momentum(), DType::F32),
+            (adam.clone(), DType::F32),
+            (adam.clone(), DType::BF16),
+            (lion.clone(), DType::BF16),
+            (adagrad.clone(), DType::F16),
+            (lamb.clone(), DType::BF16),
+        ] {
+            let on_host = config != lamb;
             let options = || TensorOptions { dtype, ..TensorOptions::default() };
             let store = || Some(Arc::new(OffloadStore::with_late_copies()));
             let away = || Storage {
@@ -218,10 +254,12 @@ fn offloaded_state_comes_back_bit_for_bit() {
                 seen.lock().insert((dp_rank, sp_rank), bits);
             });
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
+                assert_eq!(zero.host_store().is_some(), on_host, "{dtype:?}");
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
                 let bytes = zero.expected_state_bytes();
                 assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
+                assert_eq!(bytes.gradients == 0, stage.partitions_gradients());
             });
         }
     }
@@ -235,6 +273,29 @@ fn zeroed_gradients_are_zero_again() {
         zero.zero_gradients().unwrap();
         assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     });
+}
+
+/// An offloaded gradient is loaded to find it.
+#[test]
+fn a_non_finite_offloaded_gradient_is_named() {
+    let storage = || Storage {
+        optimizer: Some(Arc::new(OffloadStore::with_late_copies())),
+        ..TensorOptions::default().into()
+    };
+    for stage in [ZeroStage::Gradients, ZeroStage::Parameters] {
+        on_mesh_with((2, 1), stage, (momentum(), storage), |zero, dp_rank, _| {
+            let gradients = zero.gradients(1).unwrap();
+            // The last element of `b`, in the second partition.
+            let write = |b: &mut [f32]| b[4] = f32::INFINITY;
+            with_slice_mut(gradients[1].as_ref().unwrap(), write).unwrap();
+            drop(gradients);
+            zero.gradients(0).unwrap();
+            [1, 0].into_iter().for_each(|unit| zero.reduce(unit, true).unwrap());
+            zero.finish_reductions().unwrap();
+            assert_eq!(zero.non_finite_gradients().unwrap(), [&["b"][..dp_rank]].concat());
+            assert!(!zero.gradient_sum_of_squares().unwrap().is_finite());
+        });
+    }
 }
 
 #[test]

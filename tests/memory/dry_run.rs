@@ -167,6 +167,11 @@ fn memory_cases() -> Vec<Case> {
         let zero = json!({ "stage": 3, "offload_optimizer": file, "offload_param": file });
         json!({ "zero_optimization": zero, "optimizer": { "type": optimizer }, "ulysses": chunks(1, true) })
     };
+    let files_twice = |stage: u8, axes: &[&str]| {
+        let zero = json!({ "stage": stage, "offload_optimizer": { "device": "nvme" } });
+        let ulysses = json!({ "zero_partition_axes": axes });
+        json!({ "zero_optimization": zero, "gradient_accumulation_steps": 2, "ulysses": ulysses })
+    };
     let mut twice = with(3, lower.clone());
     twice["gradient_accumulation_steps"] = json!(2);
     vec![
@@ -178,6 +183,14 @@ fn memory_cases() -> Vec<Case> {
         case("offload, 2 x 2", tiny(8, 4), (2, 2), 22, offload),
         case("state and parameters in files, 2 x 2", tiny(8, 4), (2, 2), 22, in_files("AdamW")),
         case("state and parameters in files, LAMB", tied(tiny(8, 4)), (3, 1), 16, in_files("Lamb")),
+        case("gradients in files, 2 x 2, twice", tiny(8, 4), (2, 2), 22, files_twice(2, &["dp"])),
+        case(
+            "gradients in files over sp, twice",
+            tied(tiny(8, 4)),
+            (2, 2),
+            22,
+            files_twice(3, &["dp", "sp"]),
+        ),
         case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),
         case("frozen below, 2 x 2, stage 1", tiny(8, 4), (2, 2), 22, with(1, lower.clone())),
         case("frozen below, 2 x 2, stage 2", tiny(8, 4), (2, 2), 22, with(2, lower)),

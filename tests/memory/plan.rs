@@ -189,6 +189,8 @@ fn memory_cases() -> Vec<Case> {
     let both = ["offload_optimizer", "offload_param"];
     let mut lamb = in_file(3, &both, "bf16");
     lamb["optimizer"] = json!({ "type": "Lamb" });
+    let mut twice = in_file(3, &both[..1], "bf16");
+    twice["gradient_accumulation_steps"] = json!(2);
     // Whether a layer's gradient is still in flight at the peak depends on chance: sequences so long that it
     // does not matter.
     let long = |label, mesh: (usize, usize), config| {
@@ -198,6 +200,7 @@ fn memory_cases() -> Vec<Case> {
     vec![
         case("optimizer in a file", (1, 1), in_file(1, &both[..1], "f32")),
         case("optimizer in a file, dp 2, bf16", (2, 1), in_file(2, &both[..1], "bf16")),
+        case("optimizer in a file, dp 2, twice", (2, 1), twice),
         case("parameters in a file, dp 2", (2, 1), in_file(3, &both[1..], "f32")),
         case("both in files", (1, 1), in_file(3, &both, "f32")),
         long("both in files, dp 2, bf16", (2, 1), in_file(3, &both, "bf16")),

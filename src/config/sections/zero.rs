@@ -21,7 +21,8 @@ keys! {
         pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
         /// Offloads parameters between uses; stage 3 only.
         pub offload_param: Offload = section().or_null(),
-        /// Offloads optimizer state between uses; stages 1 to 3.
+        /// Offloads optimizer state, and at stages 2 and 3 gradients, between uses; stages 1 to 3. In host memory of a GPU the host updates
+        /// them, unless the optimizer is LAMB.
         pub offload_optimizer: Offload = section().or_null(),
     }
 }
