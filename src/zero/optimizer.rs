@@ -284,7 +284,7 @@ impl ZeroOptimizer {
         match self.in_flight.take() {
             Some(reduction) => {
                 let unit = &self.units[reduction.unit];
-                reduce::complete(reduction, unit, &self.groups)
+                reduce::complete(reduction, unit, self.stage, &self.groups)
             }
             None => Ok(()),
         }
