@@ -104,7 +104,7 @@ fn gradients_sent_in_bf16_are_the_same_bits_at_all_stages_and_near_those_in_f32(
     let exact = main_problem(Rule::AdamW(ADAMW), Some(0.25));
     let rounded = Problem { extra: keys, ..exact.clone() };
     let over_dp = [(2, 1), (1, 3), (2, 3)].map(|(dp, sp)| (dp, sp, dp, false));
-    for mesh in meshes().chain(over_dp) {
+    for mesh in over_dp.into_iter().chain([(4, 2, 2, false), (1, 3, 1, true), (2, 2, 2, true)]) {
         let runs = [0, 1, 2, 3].map(|stage| rounded.run(sharded(mesh, stage)).unwrap());
         for stage in 1..=3 {
             assert!(bits(&runs[stage]).unwrap() == bits(&runs[0]).unwrap(), "{mesh:?} stage {stage}");
