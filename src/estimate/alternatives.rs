@@ -1,7 +1,7 @@
 //! The effect of single changes of the configuration.
 
 use super::{Criteria, RankPlan, Throughput, Workload};
-use crate::config::{Config, Offload, PartitionAxes, Precision, ZeroStage};
+use crate::config::{CommunicationDtype, Config, Offload, PartitionAxes, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
@@ -101,6 +101,12 @@ impl Workload {
         if config.precision == Precision::F32 {
             add("bf16".to_owned(), &|config| {
                 config.precision = Precision::Bf16 { check_grad_overflow: false };
+            });
+        }
+        if config.world_size() > 1 && config.gradient_communication() == CommunicationDtype::Fp32 {
+            add("gradients sent in bf16".to_owned(), &|config| {
+                config.communication_data_type = CommunicationDtype::Bf16;
+                config.seq_parallel_communication_data_type = CommunicationDtype::Bf16;
             });
         }
         if config.ulysses.loss_tile_tokens > SMALL_LOSS_TILE {

@@ -282,7 +282,7 @@ impl ZeroOptimizer {
         match self.in_flight.take() {
             Some(reduction) => {
                 let unit = &mut self.units[reduction.unit];
-                reduce::complete(reduction, unit, &self.groups, &self.storage)
+                reduce::complete(reduction, unit, self.stage, &self.groups, &self.storage)
             }
             None => Ok(()),
         }

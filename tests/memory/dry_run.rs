@@ -101,6 +101,7 @@ fn cases() -> Vec<Case> {
     .chain(memory_cases())
     .chain(hybrid_cases())
     .chain(cases_over_sp())
+    .chain(cases_in_bf16())
     .collect()
 }
 
@@ -141,6 +142,29 @@ fn cases_over_sp() -> Vec<Case> {
         case("2 x 2, stage 2 over sp", tiny(4, 2), (2, 2), 16, of(2, -1, twice.clone())),
         case("4 x 2, 2 replicas, stage 3 over sp", tiny(8, 4), (4, 2), 22, of(3, 2, twice)),
         case("2 x 2, stage 0 over sp", tiny(4, 2), (2, 2), 16, of(0, -1, once)),
+    ]
+}
+
+/// Gradients sent in bf16: to partitions, to whole gradients, and to replicas that do not divide them evenly.
+fn cases_in_bf16() -> Vec<Case> {
+    let of = |stage: usize, extra: Value| {
+        let mut config = json!({
+            "zero_optimization": { "stage": stage },
+            "communication_data_type": "bf16", "seq_parallel_communication_data_type": "bf16",
+        });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let twice = json!({ "gradient_accumulation_steps": 2 });
+    let over_sp = json!({ "ulysses": { "zero_partition_axes": ["dp", "sp"] } });
+    vec![
+        case("dp 3, stage 0, sent in bf16", tiny(4, 2), (3, 1), 16, of(0, twice.clone())),
+        case("2 x 2, stage 0, sent in bf16", tiny(8, 4), (2, 2), 22, of(0, json!({}))),
+        case("1 x 3, stage 0, sent in bf16", tiny(6, 3), (1, 3), 22, of(0, json!({}))),
+        case("2 x 3, stage 1, sent in bf16", tiny(6, 2), (2, 3), 25, of(1, json!({}))),
+        case("2 x 3, stage 2, sent in bf16", tied(tiny(6, 2)), (2, 3), 25, of(2, twice.clone())),
+        case("2 x 3, stage 3, sent in bf16", tiny(8, 4), (2, 3), 26, of(3, twice)),
+        case("2 x 2, stage 3 over sp, sent in bf16", tiny(4, 2), (2, 2), 16, of(3, over_sp)),
     ]
 }
 

@@ -106,6 +106,22 @@ fn cases_of_cpus() -> Vec<Case> {
         ),
         case("dp 2, stage 1", model(8, 8, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(1) })),
         case("dp 2, stage 2", model(8, 4, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(2) })),
+        case(
+            "dp 2, stage 2, gradients sent in bf16",
+            model(8, 4, 4000),
+            (2, 1),
+            1,
+            300,
+            json!({ "zero_optimization": stage(2), "communication_data_type": "bf16" }),
+        ),
+        case(
+            "dp 2, stage 0, gradients sent in bf16",
+            model(8, 4, 4000),
+            (2, 1),
+            1,
+            300,
+            json!({ "communication_data_type": "bf16" }),
+        ),
         case("dp 3, stage 3", model(8, 4, 4000), (3, 1), 1, 600, json!({ "zero_optimization": stage(3) })),
         case(
             "stage 3, tied, accumulation",

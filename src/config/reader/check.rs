@@ -8,8 +8,8 @@ use super::document::{abbreviated, describe};
 use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config::vocabulary::{
-    Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
-    find, join,
+    Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Value as Kind, Variant, entries_of, find,
+    join, refused_names,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
@@ -132,9 +132,9 @@ impl Checker<'_, '_> {
                 }
                 return true;
             }
-            (Kind::Variant { refused, .. }, Value::StringLit(name)) => {
-                let known = |known: &&Refused| known.name.eq_ignore_ascii_case(&name.value);
-                if let Some(known) = refused.iter().find(known) {
+            (Kind::Variant { .. } | Kind::Choice(_), Value::StringLit(name)) => {
+                let mut refused = refused_names(path);
+                if let Some(known) = refused.find(|known| known.name.eq_ignore_ascii_case(&name.value)) {
                     let reason = format!("\"{}\": {}", known.name, known.reason);
                     self.report.add(range, path.to_owned(), || Problem::Unsupported { reason });
                     return false;

@@ -48,10 +48,9 @@ pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'st
 }
 
 /// Returns the names that the key at `path` refuses, with the reasons.
-pub(crate) fn refused_names(path: &str) -> &'static [Refused] {
-    let sections = TABLE.iter().filter(|section| section.path.strip_prefix("names of ") == Some(path));
-    let names = sections.flat_map(|section| &section.lines).filter_map(|line| refused_name(line));
-    names.collect::<Vec<_>>().leak()
+pub(crate) fn refused_names(path: &str) -> impl Iterator<Item = Refused> {
+    let sections = TABLE.iter().filter(move |section| section.path.strip_prefix("names of ") == Some(path));
+    sections.flat_map(|section| &section.lines).filter_map(|line| refused_name(line))
 }
 
 fn refused_name(line: &'static str) -> Option<Refused> {

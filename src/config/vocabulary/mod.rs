@@ -11,7 +11,7 @@ mod key;
 mod synonyms;
 
 pub(crate) use deepspeed::{complete, refused_names};
-pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
+pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Value, Variant};
 #[cfg(test)]
 pub(crate) use synonyms::synonyms;
 pub(crate) use synonyms::{Synonym, synonym_of};
