@@ -12,7 +12,8 @@ pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant
 
 /// Returns the keys of such a section; `about` documents the type.
 pub(crate) fn declare_variants(path: &str, about: &'static str, variants: Vec<Variant>) -> Vec<Key> {
-    let (variants, refused): (&[_], _) = (variants.leak(), refused_names(&join(path, "type")));
+    let refused: Vec<_> = refused_names(&join(path, "type")).collect();
+    let (variants, refused): (&[_], &[_]) = (variants.leak(), refused.leak());
     vec![
         Key { value: Value::Variant { variants, refused }, about, ..section().named("type").required() },
         Key { about: "Its parameters.", ..key(Value::Params(variants)).named("params") },

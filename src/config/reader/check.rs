@@ -135,13 +135,13 @@ impl Checker<'_, '_> {
                 }
                 return true;
             }
-            (Kind::Variant { refused, variants }, Value::StringLit(name)) => {
-                let known = |known: &&Refused| known.name.eq_ignore_ascii_case(&name.value);
-                if let Some(known) = refused.iter().find(known) {
-                    self.refused(path.to_owned(), range, known);
+            (Kind::Variant { .. } | Kind::Choice(_), Value::StringLit(name)) => {
+                if let Some(refused) = refused_name(path, &name.value) {
+                    self.refused(path.to_owned(), range, &refused);
                     return false;
                 }
-                if let Some(variant) = variant_named(&name.value, variants)
+                if let Kind::Variant { variants, .. } = kind
+                    && let Some(variant) = variant_named(&name.value, variants)
                     && !variant.name.eq_ignore_ascii_case(&name.value)
                 {
                     let note = format!("`{path}` \"{}\" is another name of \"{}\"", name.value, variant.name);

@@ -47,17 +47,13 @@ pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'st
     keys.leak()
 }
 
-/// Returns the names that the key at `path` refuses, with the reasons.
-pub(crate) fn refused_names(path: &str) -> &'static [Refused] {
-    refused_at(path).collect::<Vec<_>>().leak()
-}
-
 /// Returns `name` with the reason if the key at `path` refuses it.
 pub(crate) fn refused_name(path: &str, name: &str) -> Option<Refused> {
-    refused_at(path).find(|refused| refused.name.eq_ignore_ascii_case(name))
+    refused_names(path).find(|refused| refused.name.eq_ignore_ascii_case(name))
 }
 
-fn refused_at(path: &str) -> impl Iterator<Item = Refused> {
+/// Returns the names that the key at `path` refuses, with the reasons.
+pub(crate) fn refused_names(path: &str) -> impl Iterator<Item = Refused> {
     pairs("names of ", path).map(|(name, reason)| Refused { name, reason })
 }
 
