@@ -190,12 +190,13 @@ impl Workload {
     pub fn max_seq_len(&self, budget: impl Into<MemoryBudget>) -> Result<Option<usize>, EngineError> {
         let MemoryBudget { rank_bytes, host_bytes_per_node } = budget.into();
         let longest = self.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
-        match (longest, host_bytes_per_node) {
-            (Some(longest), Some(bytes)) => Ok(self
-                .max_seq_len_of(bytes, |plan| self.host_bytes_per_node(plan))?
-                .map(|host| host.min(longest))),
-            _ => Ok(longest),
+        let (Some(longest), Some(host_bytes)) = (longest, host_bytes_per_node) else { return Ok(longest) };
+        // Most often the device is the limit, and lengths beyond it take long to plan.
+        if self.host_bytes_per_node(&self.with_seq_len(longest).plan()?) <= host_bytes {
+            return Ok(Some(longest));
         }
+        let by_host = self.max_seq_len_of(host_bytes, |plan| self.host_bytes_per_node(plan))?;
+        Ok(by_host.map(|by_host| by_host.min(longest)))
     }
 
     /// Returns the longest sequence of whose plan `bytes` are at most `budget_bytes`.

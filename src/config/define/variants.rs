@@ -1,12 +1,13 @@
 //! Sections with a `type` and its `params`: the optimizer and the scheduler.
 
 use super::words::{key, section};
-use crate::config::vocabulary::{Key, Value, Variant, complete, join, refused_names};
+use crate::config::vocabulary::{Key, Value, Variant, complete, join, other_names, refused_names};
 use serde_json::{Map, Value as Json, json};
 
 /// Returns the type `name` of the section at `path`, with its parameters.
 pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant {
-    Variant { name, params: complete(params.to_vec(), &join(path, "params"), Some(name)) }
+    let params = complete(params.to_vec(), &join(path, "params"), Some(name));
+    Variant { name, other_names: other_names(&join(path, "type"), name), params }
 }
 
 /// Returns the keys of such a section; `about` documents the type.
