@@ -3,14 +3,15 @@
 //! Settings form a grid: for each mesh the place of the optimizer state and the parameters, activation checkpointing, and
 //! the settings of a [`Setting`]. Along each axis of the grid memory falls and cost grows, so the search neither runs
 //! settings that save less than ones that do not fit, nor ones that cost more than ones that do. Tiles and head chunks do
-//! not always save memory (a chunk may have fewer KV heads than there are ranks), so their values are tried first.
+//! not always save memory (with head chunks, a recomputed layer has two checkpoints), so their values
+//! are tried first.
 
 mod grid;
 
 use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
 use crate::config::Config;
 use crate::engine::{EngineError, Moment};
-use grid::{Grid, Point, Recomputation, STATES, Setting};
+use grid::{Grid, OffloadedState, Point, Recomputation, STATES, Setting};
 use std::cmp::{Ordering, Reverse};
 
 /// The order of [`Fit::choices`] without a machine profile.
@@ -87,8 +88,7 @@ impl Workload {
         let mut combinations = 0;
         for mut grid in self.grids()? {
             combinations += grid.num_points();
-            search.keep_saving(&mut grid, Setting::HeadChunks)?;
-            search.keep_saving(&mut grid, Setting::Tiles)?;
+            search.keep_saving(&mut grid, Setting::Tiles, Recomputation::OffloadedInputs)?;
             search.on_mesh(&grid)?;
         }
         let Search { tried, mut choices, .. } = search;
@@ -123,11 +123,17 @@ struct Search {
 }
 
 impl Search {
-    /// Drops the values of a setting that do not save memory in a layer.
-    fn keep_saving(&mut self, grid: &mut Grid, setting: Setting) -> Result<(), EngineError> {
+    /// Drops the values of a setting that do not save memory in a layer, with one head chunk unless they are chunks.
+    fn keep_saving(
+        &mut self,
+        grid: &mut Grid,
+        setting: Setting,
+        recomputation: Recomputation,
+    ) -> Result<(), EngineError> {
         let (mut kept, mut least) = (Vec::new(), u64::MAX);
         for level in 0..grid.num_levels(setting) {
-            let workload = grid.most_saving().with(setting, level).workload();
+            let point = grid.most_saving_with(OffloadedState::OptimizerAndParameters, recomputation);
+            let workload = point.with(Setting::HeadChunks, 0).with(setting, level).workload();
             let peak = self.plan(&workload)?.map_or(u64::MAX, |plan| peak_of_layers(&plan));
             if kept.is_empty() || peak < least {
                 kept.push(level);
@@ -143,6 +149,8 @@ impl Search {
         // More recomputation is of interest only if it avoids offload.
         let mut num_states = STATES.len();
         for recomputation in Recomputation::ALL {
+            let mut grid = grid.clone();
+            self.keep_saving(&mut grid, Setting::HeadChunks, recomputation)?;
             let point = |state: usize| grid.most_saving_with(STATES[state], recomputation);
             if num_states == 0 || !self.may_fit(&point(num_states - 1))? {
                 continue;

@@ -53,7 +53,7 @@ impl Setting {
 }
 
 /// The settings of one mesh.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Grid {
     /// The workload on this mesh.
     base: Workload,
@@ -111,11 +111,6 @@ impl Grid {
             Setting::Tiles => self.tiles = levels.iter().map(|level| self.tiles[*level]).collect(),
             Setting::Stage | Setting::Axes | Setting::MicroBatch => {}
         }
-    }
-
-    /// Returns the point that needs least memory.
-    pub(super) fn most_saving(&self) -> Point<'_> {
-        self.most_saving_with(OffloadedState::OptimizerAndParameters, Recomputation::OffloadedInputs)
     }
 
     /// Returns the point with this offload and recomputation that needs least memory.
