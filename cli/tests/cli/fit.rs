@@ -121,22 +121,19 @@ fn a_plan_without_a_config_states_what_it_assumes() {
 #[test]
 fn memory_that_is_reserved_is_subtracted() {
     let place = workplace(json!({}));
-    let with = |flags: &[&str]| {
-        let arguments = ["--model", "llama3-8b", "--mesh", "1x8", "--seq-len", "65536", "--memory-gib", "80"];
-        plan(&place, &[&arguments, flags].concat())["budget"].clone()
+    let nano = ["--model", "nano", "--seq-len", "64", "--memory-gib"];
+    let with = |memory: &str, flags: &[&str]| {
+        let budget = plan(&place, &[&nano[..], &[memory], flags].concat())["budget"].clone();
+        ["bytes", "reserve_bytes"].map(|key| budget[key].as_u64().unwrap() >> 20)
     };
-    let (cpu, gpu) = (with(&[]), with(&["--device", "cuda"]));
-    let gib = |budget: &Value, key: &str| budget[key].as_u64().unwrap() >> 30;
-    assert_eq!([gib(&cpu, "bytes"), gib(&cpu, "reserve_bytes")], [80, 0]);
-    assert_eq!([gib(&gpu, "bytes"), gib(&gpu, "reserve_bytes")], [76, 4]);
-    assert_eq!(gib(&with(&["--device", "cuda", "--reserve-gib", "0"]), "bytes"), 80);
-    assert_eq!(gib(&with(&["--reserve-gib", "16"]), "bytes"), 64);
-    let line = "fits into 76.00 GiB per rank (80.00 GiB less 4.00 GiB for the CUDA context and libraries: --reserve-gib)";
-    let flags = ["--mesh", "1x8", "--seq-len", "65536", "--memory-gib", "80", "--device", "cuda"];
-    let text = place.run(&[&["plan", "--model", "llama3-8b"], &flags[..]].concat());
+    assert_eq!(with("4.03125", &["--device", "cuda"]), [32, 4096]);
+    assert_eq!(with("0.03125", &["--device", "cuda", "--reserve-gib", "0"]), [32, 0]);
+    assert_eq!(with("0.03125", &[]), [32, 0]);
+    assert_eq!(with("1.03125", &["--reserve-gib", "1"]), [32, 1024]);
+    let line = "fits into 32.00 MiB per rank (4.03 GiB less 4.00 GiB for the CUDA context and libraries: --reserve-gib)";
+    let text = place.run(&[&["plan"], &nano[..], &["4.03125", "--device", "cuda"]].concat());
     assert!(text.assert_done().stdout.contains(line), "{text:?}");
-    let refused =
-        place.run(&["plan", "--model", "nano", "--seq-len", "64", "--memory-gib", "8", "--reserve-gib", "8"]);
+    let refused = place.run(&[&["plan"], &nano[..], &["8", "--reserve-gib", "8"]].concat());
     refused.assert_refused(2, &["--reserve-gib 8", "less than --memory-gib 8"]);
 }
 
