@@ -24,7 +24,7 @@ use ulysses_kernels::memory::live_bytes;
 const MAX_MICRO_BATCHES: usize = 4;
 
 /// Maximum number of documents in a planned micro batch.
-const MAX_DOCUMENTS: usize = 1 << 22;
+pub(super) const MAX_DOCUMENTS: usize = 1 << 22;
 
 /// The events and the memory of a rank's step.
 #[derive(Debug)]

@@ -8,6 +8,7 @@
 //! - [`Workload::plan`]: the plan of one configuration
 //! - [`Workload::max_seq_len`]: the longest sequence that fits
 //! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
+//! - [`Workload::fit`]: the cheapest settings that fit
 //! - [`Workload::propose`]: the mesh for a cluster
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
 //! - [`RankStep`]: the compute and communication of one step
@@ -17,6 +18,7 @@ mod alternatives;
 mod criteria;
 mod dry_run;
 pub mod event;
+mod fit;
 mod meshes;
 mod nodes;
 mod proposal;
@@ -28,6 +30,7 @@ mod time;
 
 pub use alternatives::Alternative;
 pub use criteria::{Criteria, MemoryBudget, Throughput};
+pub use fit::{FIT_CRITERION, Fit, FitChoice};
 pub use meshes::MeshChoice;
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};

@@ -49,7 +49,7 @@ pub use embedding::Embedding;
 pub use error::ModelError;
 pub use hf::HfWeights;
 pub use hf_model::{HfDescription, HfModel, HfSource};
-pub use known_models::{KNOWN_MODELS, shape};
+pub use known_models::{KNOWN_MODELS, max_positions, shape};
 pub use labeled_tokens::LabeledTokens;
 pub use layer::{Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};

@@ -30,7 +30,7 @@ fn a_plan_shows_memory_traffic_and_flops_that_add_up() {
         assert!(text.stdout.contains(part), "{part}: {}", text.stdout);
     }
     assert!(text.stdout.contains("use --memory-gib N to check whether this fits"), "{}", text.stdout);
-    let of_budget = |text: &str| text.lines().any(|line| line.ends_with("longest sequence  fits"));
+    let of_budget = |text: &str| text.lines().any(|line| line.ends_with("longest sequence (tokens)  fits"));
     assert!(!of_budget(&text.stdout), "without a memory nothing can fit: {}", text.stdout);
     let text =
         place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4", "--memory-gib", "80"]);
@@ -405,7 +405,7 @@ fn host_memory_of_a_node_limits_what_gpus_offload() {
         "activation_checkpointing": { "cpu_checkpointing": true },
         "ulysses": { "seq_len": 1_048_576, "activation_checkpointing": true, "zero_partition_axes": ["dp", "sp"] },
     }));
-    let on_gpus = ["changed.json", "--model", "llama3-8b", "--device", "cuda", "--memory-gib", "76"];
+    let on_gpus = ["changed.json", "--model", "llama3-8b", "--device", "cuda", "--memory-gib", "80"];
     let with = |host: &[&str]| plan(&place, &[&on_gpus[..], host].concat());
     let (unlimited, limited) = (with(&[]), with(&["--host-memory-gib", "300"]));
     // 8192 bytes per token and layer, and 16 bytes of state and gradient per parameter.
