@@ -40,6 +40,9 @@ enum Action {
         first: PathBuf,
         /// Checkpoint, or output directory for its newest checkpoint.
         second: PathBuf,
+        /// Largest absolute difference of two elements that counts as equal [default: bit-identical].
+        #[arg(long, value_parser = tolerance)]
+        tolerance: Option<f64>,
     },
     /// Export the parameters as a Hugging Face model directory.
     Export(ExportArgs),
@@ -93,7 +96,7 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
             let checkpoint = open(&dir)?;
             print(description(&checkpoint))
         }
-        Action::Diff { first, second } => compare(&open(&first)?, &open(&second)?),
+        Action::Diff { first, second, tolerance } => compare(&open(&first)?, &open(&second)?, tolerance),
         Action::Export(args) => run_export(args),
     }
 }
@@ -156,32 +159,42 @@ fn description(checkpoint: &Checkpoint) -> String {
     text
 }
 
-fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
+fn tolerance(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| value.is_finite() && *value >= 0.0);
+    value.ok_or_else(|| "expected a number of at least 0".to_owned())
+}
+
+fn compare(first: &Checkpoint, second: &Checkpoint, tolerance: Option<f64>) -> Result<(), Failure> {
     let comparisons = diff(first, second).or_run()?;
     let mut text = String::new();
-    let mut differing = 0;
+    let (mut differing, mut is_equal, mut maximum) = (0, true, 0.0_f64);
     for ((kind, parameter), comparison) in &comparisons {
         let what = match comparison {
             Comparison::Equal => continue,
             Comparison::Differs { elements, largest } => {
+                is_equal &= tolerance.is_some_and(|tolerance| *largest <= tolerance);
+                // `f64::max` would ignore NaN.
+                maximum = if maximum.is_nan() || *largest <= maximum { maximum } else { *largest };
                 format!("{elements} elements differ, by at most {largest:.3e}")
             }
             Comparison::Shapes(first, second) => format!("shapes {first:?} and {second:?}"),
             Comparison::OnlyFirst => "only in the first".to_owned(),
             Comparison::OnlySecond => "only in the second".to_owned(),
         };
+        is_equal &= matches!(comparison, Comparison::Differs { .. });
         differing += 1;
         let _ = writeln!(text, "{kind:<12} {parameter}: {what}");
     }
     let steps = [first, second].map(|checkpoint| checkpoint.manifest().progress.step);
-    let all = comparisons.len();
+    let (all, [first, second]) = (comparisons.len(), steps);
+    let largest =
+        if differing > 0 { format!("; largest absolute difference {maximum:.3e}") } else { String::new() };
+    let identical = all - differing;
     print(format_args!(
-        "{text}steps {} and {}: {} of {all} tensors are bit-identical\n",
-        steps[0],
-        steps[1],
-        all - differing
+        "{text}steps {first} and {second}: {identical} of {all} tensors are bit-identical{largest}\n"
     ))?;
-    if differing == 0 { Ok(()) } else { Err(Failure::Run(anyhow!("the checkpoints differ"))) }
+    let by = tolerance.map_or_else(String::new, |tolerance| format!(" by more than {tolerance:e}"));
+    if is_equal { Ok(()) } else { Err(Failure::Run(anyhow!("the checkpoints differ{by}"))) }
 }
 
 /// Adds the files of the initial model directory to a checkpoint of an earlier version, which lacks them.

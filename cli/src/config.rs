@@ -48,7 +48,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let PartiallyResolved { config, written, open } = raw.resolve_partially(&overrides).or_usage()?;
             print_notes(&config);
             for UnresolvedValue { key, needs } in open {
-                log_line(format_args!("open: `{key}` depends on {needs}"));
+                log_line(format_args!("unset: `{key}` needs {needs}"));
             }
             print_json(&written)
         }

@@ -8,8 +8,8 @@ use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::model::{
-    HfDescription, HfModel, HfSource, HfWeights, KNOWN_MODELS, LlamaConfig, Model, ModelError, PRESETS,
-    RandomWeights, WeightSource, preset,
+    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
+    WeightSource, max_positions, preset, shape,
 };
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
 
@@ -58,6 +58,16 @@ pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
     Ok(description.config)
 }
 
+/// Returns the `max_position_embeddings` of a model directory or file, if it has one.
+pub(super) fn max_positions_of(path: &Path) -> Option<usize> {
+    let description = match path.is_file() {
+        true => HfDescription::from_file(path),
+        false => HfDescription::from_dir(path),
+    };
+    let positions = description.ok()?.json["max_position_embeddings"].as_u64()?;
+    usize::try_from(positions).ok()
+}
+
 fn print_notes(notes: &[String]) {
     notes.iter().for_each(|text| log_line(format_args!("note: {text}")));
 }
@@ -65,7 +75,10 @@ fn print_notes(notes: &[String]) {
 /// Explains an unknown model name.
 fn unknown(model: &str, error: ModelError) -> anyhow::Error {
     let ModelError::UnknownPreset { presets, .. } = error else { return error.into() };
-    let hint = match KNOWN_MODELS.contains(&model) {
+    if let Err(unsupported @ ModelError::UnsupportedModel { .. }) = shape(model) {
+        return unsupported.into();
+    }
+    let hint = match max_positions(model).is_some() {
         true => "; only `ulysses plan` knows this shape: give a directory with weights",
         false => "",
     };

@@ -90,8 +90,8 @@ pub(super) fn launch_options(requested: Option<usize>, world_size: usize) -> Res
 }
 
 /// Rejects runs whose lower bound on memory exceeds this machine's. `local_ranks` ranks together store at least their
-/// share of one copy of parameters and gradients and, unless offloaded, of the input of every layer. A trained parameter
-/// has an f32 master copy whatever its dtype.
+/// share of one copy of parameters and gradients and of the input of every layer, unless these are offloaded. Gradients
+/// are f32 whatever the dtype.
 pub(super) fn check_memory(
     config: &Config,
     llama: &LlamaConfig,
@@ -104,10 +104,13 @@ pub(super) fn check_memory(
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
     let frozen = llama.num_parameters_where(is_frozen) as f64;
     let trained = llama.num_parameters() as f64 - frozen;
-    // The master copy and the gradient.
+    // The gradient, which is offloaded with the optimizer state where it is partitioned.
+    let are_gradients_in_file =
+        config.zero.offload_optimizer.is_in_file() && config.zero.stage.partitions_gradients();
+    let gradient = if are_gradients_in_file { 0.0 } else { 4.0 };
     let share = local_ranks as f64 / config.world_size() as f64;
     let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
-    let values = share * (stored * frozen + (4.0 + stored) * trained);
+    let values = share * (stored * frozen + (gradient + stored) * trained);
     let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
     let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers };
     let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;

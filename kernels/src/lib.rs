@@ -6,7 +6,7 @@
 //! | [`rms_norm`] | w · x / √(mean(x²) + ε) | input, weight |
 //! | [`rope`] | rotary position embedding, in place | the inverse rotation, in place |
 //! | [`swiglu`] | silu(gate) · up | both |
-//! | [`embedding`] | rows of a table | summed per row |
+//! | [`embedding`] | rows of a table, or of tokens | summed per row |
 //! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight |
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
@@ -68,7 +68,9 @@ pub mod swiglu;
 pub mod tensor;
 #[cfg(test)]
 mod testing;
+mod token_table;
 mod workspace;
 
 pub use error::OpError;
+pub use token_table::TokenTable;
 pub use workspace::Workspace;

@@ -130,6 +130,14 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, write: impl FnOnce(&mut [u8]) -> R) ->
     }
 }
 
+/// Returns bytes as f32 elements.
+///
+/// # Panics
+/// If they are not those of aligned f32 elements.
+pub fn f32_elements(bytes: &mut [u8]) -> &mut [f32] {
+    bytemuck::cast_slice_mut(bytes)
+}
+
 /// Copies a contiguous tensor to a vector. Synchronizes with a GPU. A dry tensor ([`crate::device::dry`])
 /// gives zeros.
 ///

@@ -84,7 +84,22 @@ fn compare(first: &[f32], second: &[f32]) -> Comparison {
     }
     let distances = differing().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     // `f64::max` would ignore NaN.
-    let largest =
-        distances.fold(0.0, |largest: f64, distance| if distance <= largest { largest } else { distance });
-    Comparison::Differs { elements, largest }
+    let maximum = |a: f64, b: f64| if a.is_nan() || b <= a { a } else { b };
+    Comparison::Differs { elements, largest: distances.fold(0.0, maximum) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_difference_is_nan_if_any_difference_is() {
+        let Comparison::Differs { elements, largest } = compare(&[0.0, f32::NAN, 3.0], &[1.0, 2.0, 5.0])
+        else {
+            panic!("the elements differ");
+        };
+        assert!(elements == 3 && largest.is_nan(), "{largest}");
+        let expected = Comparison::Differs { elements: 2, largest: 2.0 };
+        assert_eq!(compare(&[0.0, 4.0, 3.0], &[1.0, 4.0, 5.0]), expected);
+    }
 }

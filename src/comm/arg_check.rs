@@ -1,6 +1,7 @@
 //! Argument checks that need no peer, shared by the backends.
 
-use super::{CollectiveOp, CommError};
+use super::reduce::is_unrounded_sum;
+use super::{CollectiveOp, CommError, ReduceOp};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
 use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
@@ -29,17 +30,13 @@ impl ArgCheck<'_> {
             return Err(self.invalid(format!("dtype {dtype:?} is not supported; use {DTYPE_NAMES}")));
         }
         Target::of(first.device()).map_err(|unsupported| self.invalid(unsupported.to_string()))?;
-        let location = first.device().location();
         for tensor in tensors {
             if tensor.dtype() != dtype {
                 return Err(
                     self.invalid(format!("tensors of dtype {dtype:?} and {:?} in one call", tensor.dtype()))
                 );
             }
-            let other = tensor.device().location();
-            if other != location {
-                return Err(self.invalid(format!("tensors on {location:?} and {other:?} in one call")));
-            }
+            self.device(first, tensor)?;
             if !tensor.is_contiguous() {
                 let (shape, stride) = (tensor.shape(), tensor.stride());
                 return Err(self
@@ -47,6 +44,25 @@ impl ArgCheck<'_> {
             }
         }
         Ok(dtype)
+    }
+
+    /// Checks that two tensors are on one device.
+    fn device(&self, first: &Tensor, other: &Tensor) -> Result<(), CommError> {
+        let (first, other) = (first.device().location(), other.device().location());
+        if first == other {
+            return Ok(());
+        }
+        Err(self.invalid(format!("tensors on {first:?} and {other:?} in one call")))
+    }
+
+    /// As [`tensors`](Self::tensors), for the input and the output of a reduction: a sum of 16-bit elements may be f32.
+    pub(super) fn reduced(&self, op: ReduceOp, input: &Tensor, output: &Tensor) -> Result<(), CommError> {
+        if !is_unrounded_sum(op, &[input], output) {
+            return self.tensors(&[input, output]).map(drop);
+        }
+        self.tensors(&[input])?;
+        self.tensors(&[output])?;
+        self.device(input, output)
     }
 
     /// Checks that `whole` holds one chunk of the size of `part` per rank.

@@ -85,9 +85,10 @@ impl<'a> CollectiveArgs<'a> {
         Ok(match *self {
             Self::AllReduce { tensor, op } => CallSignature::AllReduce { op, elements: elements(tensor)? },
             Self::ReduceScatter { input, output, op } => {
-                check.tensors(&[input, output])?;
+                check.reduced(op, input, output)?;
                 check.chunks(("input", input), ("output", output))?;
-                CallSignature::ReduceScatter { op, chunk: Elements::of(output) }
+                let chunk = Elements { dtype: input.dtype(), count: output.elem_count() };
+                CallSignature::ReduceScatter { op, chunk }
             }
             Self::AllGather { input, output } => {
                 check.tensors(&[input, output])?;

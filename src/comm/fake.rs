@@ -122,8 +122,8 @@ impl FakeGroup {
         let (send_counts, recv_counts) = plan.counts();
         let [sent, received] = [send_counts, recv_counts].map(|counts| counts.into_iter().sum::<usize>());
         let mut buffers = [inputs, outputs].concat();
-        if dry::is_dry() && matches!(Target::of(inputs[0].device()), Ok(Target::Kernels(_))) {
-            // Without peer access, the blocks on a GPU are packed.
+        if is_without_peer_access(&inputs[0]) {
+            // The blocks are packed.
             for elems in [sent, received] {
                 buffers.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
             }
@@ -174,7 +174,12 @@ impl ProcessGroup for FakeGroup {
             }
             CollectiveArgs::ReduceScatter { input, output, .. } => {
                 let traffic = Traffic::reduce_scatter(ranks, rank, output.elem_count());
-                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
+                let mut buffers = vec![input.clone(), output.clone()];
+                if input.dtype() != output.dtype() && is_without_peer_access(input) {
+                    // The ranks' elements are received before they are summed.
+                    buffers.push(zeros(input.elem_count(), input.dtype(), input.device())?);
+                }
+                self.record(op, (input.elem_count(), &traffic), buffers, 0)
             }
             CollectiveArgs::AllGather { input, output } => {
                 let traffic = Traffic::all_gather(ranks, rank, input.elem_count());
@@ -210,4 +215,9 @@ impl ProcessGroup for FakeGroup {
     }
 
     fn abort(&self, _reason: &str) {}
+}
+
+/// Returns whether the tensors of a dry run are those of a GPU, whose ranks communicate by NCCL.
+fn is_without_peer_access(tensor: &Tensor) -> bool {
+    dry::is_dry() && matches!(Target::of(tensor.device()), Ok(Target::Kernels(_)))
 }

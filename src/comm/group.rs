@@ -77,7 +77,8 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         self.start(CollectiveArgs::AllReduce { tensor, op })
     }
 
-    /// Reduces `input` and leaves chunk `rank` of the result in `output`.
+    /// Reduces `input` and leaves chunk `rank` of the result in `output`. A sum of 16-bit elements may go to an f32
+    /// `output`: every backend then adds in f32 and in rank order, and does not round the sum.
     ///
     /// # Shapes
     /// `input`: `world_size · n` elements, `output`: `n`.

@@ -12,7 +12,7 @@ use super::sections::data::DataSource;
 use super::sections::mesh::MeshConfig;
 use super::sections::monitoring::MonitoringConfig;
 use super::sections::optimizer::OptimizerConfig;
-use super::sections::precision::Precision;
+use super::sections::precision::{CommunicationDtype, Precision};
 use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{PartitionAxes, ZeroConfig};
@@ -66,6 +66,11 @@ keys! {
         pub gradient_clipping: f64 = number().number(0.0).auto(Literal::Number(1.0)),
         /// The dtype of parameters and activations.
         pub precision: Precision,
+        /// The dtype in which gradients are sent to be summed, on a mesh with sp 1: "bf16" rounds the gradient of each rank once
+        /// and halves the bytes; the sum is f32. (DeepSpeed's default is the dtype of the parameters.)
+        pub communication_data_type: CommunicationDtype = choice().text("fp32").or_null(),
+        /// The same on a mesh with sp > 1, over dp and sp; `communication_data_type` then has no effect.
+        pub seq_parallel_communication_data_type: CommunicationDtype = choice().text("fp32").or_null(),
         /// `global`: sum of token losses / valid tokens of the global batch; `micro_batch`: DeepSpeed's mean of means.
         pub loss_normalization: LossNormalization = choice().text("global"),
         /// Seed of the initial weights and of the data order.
@@ -183,6 +188,27 @@ impl Config {
     pub fn zero_world_size(&self) -> usize {
         self.zero_shards().map_or(self.mesh.dp_size, |shards| {
             shards.dp_size * if shards.spans_sp { self.mesh.sp_size } else { 1 }
+        })
+    }
+
+    /// Returns the dtype in which gradients are sent to be summed over dp and sp.
+    pub fn gradient_communication(&self) -> CommunicationDtype {
+        match self.mesh.sp_size {
+            1 => self.communication_data_type,
+            _ => self.seq_parallel_communication_data_type,
+        }
+    }
+
+    /// Returns a warning if `communication_data_type` asks for what `seq_parallel_communication_data_type` decides.
+    pub(super) fn communication_note(&self) -> Option<String> {
+        let (asked, effective) = (self.communication_data_type, self.gradient_communication());
+        (asked != CommunicationDtype::default() && asked != effective).then(|| {
+            let sp = self.mesh.sp_size;
+            format!(
+                "`communication_data_type` has no effect: sp is {sp}, and gradients are sent in \
+                 `seq_parallel_communication_data_type`, \"{}\", as in DeepSpeed",
+                effective.name()
+            )
         })
     }
 

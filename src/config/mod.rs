@@ -72,7 +72,7 @@ pub use sections::mesh_rules::{MeshRule, sizes_of};
 pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
 pub use sections::optimizer::OptimizerConfig;
 pub use sections::parameter_groups::{GroupRate, NamePattern, ParameterGroup};
-pub use sections::precision::{DynamicLossScale, LossScale, Precision};
+pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, Precision};
 pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };

@@ -39,6 +39,7 @@ impl RawConfig {
                  over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
             ));
         }
+        config.notes.extend(config.communication_note().map(Note::warning));
         config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));

@@ -6,11 +6,10 @@ use super::offload::{ActivationOffload, OffloadedTensor};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::model::{HeadSaved, LayerContext, ModelError};
+use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError};
 use candle_core::Tensor;
 use std::time::Instant;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::lm_head_loss::Labels;
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's gradients are reduced while the backward pass of
@@ -80,7 +79,7 @@ impl Engine {
     fn backward_head(
         &mut self,
         saved: HeadSaved,
-        labels: &Labels,
+        labels: &LabeledTokens,
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {

@@ -5,13 +5,13 @@ use super::offload::OffloadedTensor;
 use super::{Engine, EngineError};
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
-use crate::model::{HeadSaved, LayerContext, Saved, Tiling, TokenLayout};
+use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::Instant;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::embedding::Ids;
-use ulysses_kernels::lm_head_loss::{Labels, LossSum, Losses};
+use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
 /// The loss of a micro batch on this rank, with the saved state for its backward pass.
 #[must_use]
@@ -29,7 +29,7 @@ pub(super) struct Tape {
     /// Tokens of the micro batch, over the sp group.
     pub(super) tokens: u64,
     pub(super) input_ids: Ids,
-    pub(super) labels: Labels,
+    pub(super) labels: LabeledTokens,
     /// One tape per layer.
     pub(super) layers: Vec<LayerTape>,
     /// Output of the last layer.
@@ -120,7 +120,7 @@ impl Engine {
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = labels(batch);
+        let labels = labels(batch, self.model.head.vocab_size())?;
         let start = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.part_times(self.model.layers.len()).forward += start.elapsed().as_secs_f64();
@@ -147,7 +147,7 @@ impl Engine {
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = labels(batch);
+        let labels = labels(batch, self.model.head.vocab_size())?;
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.zero.release(head_unit);
         head.recycle(&ctx);
@@ -283,11 +283,11 @@ fn input_ids(batch: &MicroBatch) -> Ids {
     }
 }
 
-/// The batch's labels; a dry batch has only their number.
-fn labels(batch: &MicroBatch) -> Labels {
+/// The batch's tokens with a label: all of a dry batch.
+fn labels(batch: &MicroBatch, vocab_size: usize) -> Result<LabeledTokens, ModelError> {
     match dry::is_dry() {
-        true => Labels::dry(batch.batch_size * batch.seq_len_local()),
-        false => Labels::new(&*batch.labels),
+        true => Ok(LabeledTokens::dry(batch.batch_size * batch.seq_len_local())),
+        false => LabeledTokens::new(&batch.labels, vocab_size),
     }
 }
 

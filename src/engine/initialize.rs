@@ -96,6 +96,7 @@ impl Engine {
             _ => CommTimer::default(),
         });
         let groups = groups.map(|axis, group| comm_timer.wrap(axis, group));
+        let groups = ZeroGroups { gradient_dtype: config.gradient_communication(), ..groups };
         if !dry::is_dry() {
             warn_about_candle_threads();
         }

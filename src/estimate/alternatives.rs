@@ -1,9 +1,11 @@
 //! The effect of single changes of the configuration.
 
 use super::{Criteria, RankPlan, Throughput, Workload};
-use crate::config::{Config, Offload, PartitionAxes, Precision, ZeroStage};
+use crate::config::{CommunicationDtype, Config, Offload, PartitionAxes, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::num::NonZero;
 use ulysses_kernels::device::DeviceKind;
 
@@ -21,8 +23,12 @@ const HOST_MEMORY: &str = "in host memory";
 pub struct Alternative {
     /// The change.
     pub change: String,
+    /// The config keys that change, with their values.
+    pub keys: Vec<String>,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
+    /// Memory of a rank between steps: its model state, without what is offloaded.
+    pub persistent_bytes: u64,
     /// Bytes of host memory per node that ranks on GPUs offload to.
     pub host_bytes_per_node: u64,
     /// Bytes that a rank sends per step.
@@ -47,7 +53,8 @@ impl Workload {
         let saves_attention_output = self.decided(criteria.budget)?.config.saves_attention_output();
         let changed = self.variants(saves_attention_output).into_iter().filter_map(|(change, workload)| {
             // Variants that cannot be planned are omitted.
-            workload.alternative(change, criteria).ok()
+            let alternative = workload.alternative(change, criteria).ok()?;
+            Some(Alternative { keys: changed_keys(&self.config, &workload.config), ..alternative })
         });
         Ok(std::iter::once(as_configured).chain(changed).collect())
     }
@@ -56,10 +63,12 @@ impl Workload {
         let decided = self.decided(criteria.budget)?;
         let plan = decided.plan()?;
         let host_bytes_per_node = self.host_bytes_per_node(&plan);
-        let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = plan;
+        let RankPlan { peak_bytes, persistent_bytes, sent, model_flops, recompute_flops, .. } = plan;
         Ok(Alternative {
             change,
+            keys: Vec::new(),
             peak_bytes,
+            persistent_bytes,
             host_bytes_per_node,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
@@ -113,6 +122,12 @@ impl Workload {
                 config.precision = Precision::Bf16 { check_grad_overflow: false };
             });
         }
+        if config.world_size() > 1 && config.gradient_communication() == CommunicationDtype::Fp32 {
+            add("gradients sent in bf16".to_owned(), &|config| {
+                config.communication_data_type = CommunicationDtype::Bf16;
+                config.seq_parallel_communication_data_type = CommunicationDtype::Bf16;
+            });
+        }
         if config.ulysses.loss_tile_tokens > SMALL_LOSS_TILE {
             add(format!("loss in tiles of {SMALL_LOSS_TILE}"), &|config| {
                 config.ulysses.loss_tile_tokens = SMALL_LOSS_TILE;
@@ -127,6 +142,33 @@ impl Workload {
         let sp = 2 * config.mesh.sp_size;
         add(format!("sp {sp} (twice the ranks)"), &|config| config.mesh.sp_size = sp);
         variants
+    }
+}
+
+/// Returns the keys whose values differ, as `path: value` of `changed`.
+fn changed_keys(config: &Config, changed: &Config) -> Vec<String> {
+    let written = |config: &Config| serde_json::to_value(config).unwrap_or_default();
+    let mut keys = Vec::new();
+    compare("", &written(config), &written(changed), &mut keys);
+    keys
+}
+
+fn compare(path: &str, before: &Value, after: &Value, keys: &mut Vec<String>) {
+    if before == after {
+        return;
+    }
+    let empty = Map::new();
+    let section = |value: &'_ Value| value.as_object().cloned();
+    let (before, after) = match (section(before), section(after)) {
+        (None, None) if after.is_null() => return keys.push(format!("no {path}")),
+        (None, None) => return keys.push(format!("{path}: {after}")),
+        (before, after) => (before.unwrap_or_else(|| empty.clone()), after.unwrap_or(empty)),
+    };
+    let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+    for name in names {
+        let value = |section: &Map<String, Value>| section.get(name).cloned().unwrap_or_default();
+        let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+        compare(&path, &value(&before), &value(&after), keys);
     }
 }
 

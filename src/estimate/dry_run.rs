@@ -24,7 +24,7 @@ use ulysses_kernels::memory::live_bytes;
 const MAX_MICRO_BATCHES: usize = 4;
 
 /// Maximum number of documents in a planned micro batch.
-const MAX_DOCUMENTS: usize = 1 << 22;
+pub(super) const MAX_DOCUMENTS: usize = 1 << 22;
 
 /// The events and the memory of a rank's step.
 #[derive(Debug)]
@@ -104,7 +104,7 @@ impl Workload {
         let accumulation = config.gradient_accumulation_steps;
         config.gradient_accumulation_steps = accumulation.min(max_micro_batches);
         config.monitoring.comms_logger.enabled = false;
-        let recorder = Arc::new(Mutex::new(Recorder::new(self.device)));
+        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, config.zero.stage)));
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
         let sink = recorder.clone();
         let run = || {
@@ -222,5 +222,6 @@ fn fake_groups(
             Some(ShardGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
         }
     };
-    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding })
+    let gradient_dtype = config.gradient_communication();
+    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding, gradient_dtype })
 }

@@ -58,7 +58,7 @@ impl Transfer {
 
     /// Returns whether the rank waits for the collective immediately.
     pub fn is_awaited_at_once(&self) -> bool {
-        self.purpose.is_awaited_at_once(self.axis)
+        self.purpose.is_awaited_at_once(self.op, self.axis)
     }
 }
 
@@ -81,11 +81,13 @@ pub enum Purpose {
 
 impl Purpose {
     /// Returns whether a rank waits for such a collective immediately. ZeRO's collectives between partitions overlap with
-    /// compute until an [`Event::Wait`].
-    pub(super) fn is_awaited_at_once(self, axis: Axis) -> bool {
+    /// compute until an [`Event::Wait`], except the gather of summed gradients.
+    pub(super) fn is_awaited_at_once(self, op: CollectiveOp, axis: Axis) -> bool {
         match self {
             Self::GatherParameters | Self::PublishParameters => false,
-            Self::ReduceGradients => matches!(axis, Axis::Sp | Axis::Replicas),
+            Self::ReduceGradients => {
+                op == CollectiveOp::AllGather || matches!(axis, Axis::Sp | Axis::Replicas)
+            }
             Self::ExchangeForward | Self::ExchangeBackward | Self::Agree => true,
         }
     }

@@ -1,6 +1,7 @@
 //! The other meshes with the same number of ranks.
 
-use super::{Criteria, RankPlan, Throughput, Workload};
+use super::dry_run::MAX_DOCUMENTS;
+use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
@@ -21,8 +22,14 @@ pub struct MeshChoice {
     pub zero_stage: ZeroStage,
     /// Axes over which ZeRO partitions: the configured ones, or dp and sp.
     pub zero_partition_axes: PartitionAxes,
+    /// Sequences per forward pass of a rank: the largest divisor that fits the budget.
+    pub micro_batch_size: usize,
+    /// Forward passes per step.
+    pub gradient_accumulation_steps: usize,
     /// Peak memory of a rank.
     pub peak_bytes: u64,
+    /// Memory of a rank between steps: its model state, without what is offloaded.
+    pub persistent_bytes: u64,
     /// Bytes of host memory per node that ranks on GPUs offload to.
     pub host_bytes_per_node: u64,
     /// Whether both are within the budget; true without one.
@@ -38,6 +45,8 @@ pub struct MeshChoice {
     pub max_seq_len: Option<usize>,
     /// Why this mesh is the best; set on at most one.
     pub reason: Option<String>,
+    /// Whether the longest sequence of all choices fits on this one, with its micro batch; set on at most one.
+    pub is_longest: bool,
 }
 
 impl MeshChoice {
@@ -56,22 +65,35 @@ impl MeshChoice {
 
 impl Workload {
     /// Returns the valid meshes for the same ranks and global batch, each at the configured ZeRO stage, at stage 3, and at
-    /// stage 3 over dp and sp. dp
-    /// is a multiple of the configured shard size. The best one has a reason: of those that fit, the fastest on the machine
-    /// or, without a machine, the one that sends least between nodes, then least in total.
+    /// stage 3 over dp and sp. dp is a multiple of the configured shard size. With a budget, each has the largest micro
+    /// batch that fits, or 1; without one, the configured micro batch or the largest smaller one that divides the batch.
+    /// The best mesh has a reason: of those that fit, the fastest on the machine or, without a machine, the one that sends
+    /// least between nodes, then least in total.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), for a mesh that the model and the batch allow.
     pub fn meshes(&self, criteria: Criteria<'_>) -> Result<Vec<MeshChoice>, EngineError> {
-        let world_size = self.config.world_size();
-        let sizes = (1..=self.max_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
-        let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
-        let arranged = arranged.flat_map(Self::at_stages);
+        let arranged = self.meshes_of_batch()?.into_iter().flat_map(Self::at_stages);
         let mut choices = arranged
-            .map(|workload| workload.choice(criteria))
+            .map(|workload| match criteria.budget {
+                Some(budget) => workload.with_largest_micro_batch(budget)?.choice(criteria),
+                None => workload.choice(criteria),
+            })
             .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
         recommend(&mut choices, criteria.budget.is_some());
+        // The first of equal ones; `max_by_key` takes the last.
+        let longest = choices.iter_mut().rev().filter(|choice| choice.max_seq_len.is_some());
+        if let Some(longest) = longest.max_by_key(|choice| choice.max_seq_len) {
+            longest.is_longest = true;
+        }
         Ok(choices)
+    }
+
+    /// Returns the workload on every mesh of its ranks that the model, the batch and the shard size allow, by ascending sp.
+    pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
+        let world_size = self.config.world_size();
+        let sizes = (1..=self.max_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
+        Ok(sizes.filter_map(|sp| self.arranged(world_size / sp, sp)).collect())
     }
 
     /// Returns the largest sp that the model's heads and the sequence length allow.
@@ -86,20 +108,53 @@ impl Workload {
         Ok(fewest_heads.min(seq_len))
     }
 
-    /// Returns the workload with the same batch on `dp` × `sp` ranks, if it divides.
+    /// Returns the workload with the same batch on `dp` × `sp` ranks, if it divides. The micro batch is the configured one
+    /// or the largest smaller one that divides.
     fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
         let mut workload = self.clone();
         let config = &mut workload.config;
-        let sequences_per_rank = config.train_batch_size / dp;
-        let divides = config.partitions_fill(dp)
-            && config.train_batch_size.is_multiple_of(dp)
-            && sequences_per_rank.is_multiple_of(config.micro_batch_size);
-        if !divides || sequences_per_rank == 0 {
+        if !config.partitions_fill(dp) || !config.train_batch_size.is_multiple_of(dp) {
             return None;
         }
-        config.gradient_accumulation_steps = sequences_per_rank / config.micro_batch_size;
         config.mesh = MeshConfig { dp_size: dp, sp_size: sp };
-        Some(workload)
+        let configured = config.micro_batch_size;
+        let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;
+        Some(workload.with_micro_batch(micro_batch))
+    }
+
+    /// Returns the micro batch sizes that divide the batch on this mesh, in descending order; of huge batches only those
+    /// that can be planned.
+    pub(super) fn micro_batches(&self) -> Vec<usize> {
+        let per_rank = self.config.train_batch_size / self.config.mesh.dp_size;
+        let below_root = (1..MAX_DOCUMENTS).take_while(|size| size * size <= per_rank);
+        let small: Vec<usize> = below_root.filter(|size| per_rank.is_multiple_of(*size)).collect();
+        let large = small.iter().map(|size| per_rank / size).filter(|size| size * size > per_rank);
+        large.chain(small.iter().rev().copied()).collect()
+    }
+
+    /// Returns the workload with another micro batch size and the same batch.
+    pub(super) fn with_micro_batch(&self, micro_batch_size: usize) -> Self {
+        let mut workload = self.clone();
+        let config = &mut workload.config;
+        config.micro_batch_size = micro_batch_size;
+        config.gradient_accumulation_steps = config.train_batch_size / config.mesh.dp_size / micro_batch_size;
+        workload
+    }
+
+    /// Returns the workload with the largest micro batch within `budget`; 1 if none is.
+    fn with_largest_micro_batch(&self, budget: MemoryBudget) -> Result<Self, EngineError> {
+        let sizes = self.micro_batches();
+        let (mut first, mut end) = (0, sizes.len().saturating_sub(1));
+        while first < end {
+            let middle = first.midpoint(end);
+            let workload = self.with_micro_batch(sizes[middle]);
+            let fits = match workload.plan() {
+                Err(EngineError::StepTooLarge { .. }) => false,
+                plan => workload.fits(&plan?, budget),
+            };
+            if fits { end = middle } else { first = middle + 1 }
+        }
+        Ok(sizes.get(end).map_or_else(|| self.clone(), |size| self.with_micro_batch(*size)))
     }
 
     /// Returns the workload itself, then the same with more partitions: at stage 3, and at stage 3 over dp and sp.
@@ -124,7 +179,7 @@ impl Workload {
         let plan = decided.plan()?;
         let host_bytes_per_node = self.host_bytes_per_node(&plan);
         let fits = criteria.budget.is_none_or(|budget| self.fits(&plan, budget));
-        let RankPlan { peak_bytes, sent, .. } = plan;
+        let RankPlan { peak_bytes, persistent_bytes, sent, .. } = plan;
         Ok(MeshChoice {
             dp: self.config.mesh.dp_size,
             sp: self.config.mesh.sp_size,
@@ -132,7 +187,10 @@ impl Workload {
             zero_stage: self.config.zero.stage,
             zero_partition_axes: self.config.zero_axes(),
             num_partitions: self.config.zero_world_size(),
+            micro_batch_size: self.config.micro_batch_size,
+            gradient_accumulation_steps: self.config.gradient_accumulation_steps,
             peak_bytes,
+            persistent_bytes,
             host_bytes_per_node,
             fits,
             intra_node_bytes: sent.intra_node_bytes,
@@ -140,6 +198,7 @@ impl Workload {
             throughput: decided.throughput(criteria)?,
             max_seq_len: self.max_seq_len_within(criteria)?,
             reason: None,
+            is_longest: false,
         })
     }
 }

@@ -8,6 +8,7 @@
 //! - [`Workload::plan`]: the plan of one configuration
 //! - [`Workload::max_seq_len`]: the longest sequence that fits
 //! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
+//! - [`Workload::fit`]: the cheapest settings that fit
 //! - [`Workload::propose`]: the mesh for a cluster
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
 //! - [`RankStep`]: the compute and communication of one step
@@ -17,6 +18,7 @@ mod alternatives;
 mod criteria;
 mod dry_run;
 pub mod event;
+mod fit;
 mod meshes;
 mod nodes;
 mod proposal;
@@ -28,11 +30,12 @@ mod time;
 
 pub use alternatives::Alternative;
 pub use criteria::{Criteria, MemoryBudget, Throughput};
+pub use fit::{FIT_CRITERION, Fit, FitChoice};
 pub use meshes::MeshChoice;
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
 pub use rank_plan::{MomentMemory, RankPlan};
-pub use rank_step::{PlannedCalls, RankStep, model_flops};
+pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use time::StepTime;
 
 use crate::config::Config;
@@ -195,12 +198,13 @@ impl Workload {
             workload.config.ulysses.save_attention_output = Some(false);
         }
         let longest = workload.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
-        match (longest, host_bytes_per_node) {
-            (Some(longest), Some(bytes)) => Ok(workload
-                .max_seq_len_of(bytes, |plan| self.host_bytes_per_node(plan))?
-                .map(|host| host.min(longest))),
-            _ => Ok(longest),
+        let (Some(longest), Some(host_bytes)) = (longest, host_bytes_per_node) else { return Ok(longest) };
+        // Most often the device is the limit, and lengths beyond it take long to plan.
+        if workload.host_bytes_per_node(&workload.with_seq_len(longest).plan()?) <= host_bytes {
+            return Ok(Some(longest));
         }
+        let by_host = workload.max_seq_len_of(host_bytes, |plan| workload.host_bytes_per_node(plan))?;
+        Ok(by_host.map(|by_host| by_host.min(longest)))
     }
 
     /// Returns the longest sequence of whose plan `bytes` are at most `budget_bytes`.

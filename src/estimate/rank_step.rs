@@ -94,8 +94,32 @@ impl RankStep {
     }
 
     /// Returns the FLOPs of forward and backward passes, without recomputation.
-    pub fn model_flops(&self) -> f64 {
-        self.flops.iter().filter(|((_, pass), _)| *pass != Pass::Recompute).map(|(_, flops)| flops).sum()
+    pub fn model_flops(&self) -> ModelFlops {
+        let mut model = ModelFlops::default();
+        for ((op, pass), flops) in &self.flops {
+            match (op, pass) {
+                (_, Pass::Recompute) => {}
+                (MatmulOp::LmHead, _) => model.lm_head += flops,
+                (MatmulOp::Linear | MatmulOp::Attention, _) => model.layers += flops,
+            }
+        }
+        model
+    }
+}
+
+/// FLOPs of a step without recomputation, if every token has a label.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ModelFlops {
+    /// FLOPs of the layers.
+    pub layers: f64,
+    /// FLOPs of the LM head, which computes only tokens with a label.
+    pub lm_head: f64,
+}
+
+impl ModelFlops {
+    /// Returns the FLOPs if a share of the tokens, from 0 to 1, has a label.
+    pub fn with_labels(self, share: f64) -> f64 {
+        self.layers + self.lm_head * share
     }
 }
 
@@ -105,18 +129,24 @@ fn workload(config: &Config, model: &LlamaConfig) -> Workload {
     Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
 }
 
-/// Returns the FLOPs of a step on all ranks, without recomputation.
+/// Returns the FLOPs of a step on all ranks.
 ///
 /// # Errors
 /// As [`Workload::plan`].
-pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> Result<f64, EngineError> {
-    let of_kind = |RankClass { rank, ranks }| {
-        Ok::<_, EngineError>(ranks as f64 * RankStep::of(config, model, mesh, rank)?.model_flops())
-    };
-    let kinds = workload(config, model).rank_classes()?;
-    let of_group = kinds.into_iter().map(of_kind).sum::<Result<f64, _>>()?;
-    // Ranks of different dp coordinates do the same.
-    Ok(of_group * config.mesh.dp_size as f64)
+pub fn model_flops(
+    config: &Config,
+    model: &LlamaConfig,
+    mesh: &DeviceMesh,
+) -> Result<ModelFlops, EngineError> {
+    let mut total = ModelFlops::default();
+    for RankClass { rank, ranks } in workload(config, model).rank_classes()? {
+        // Ranks of different dp coordinates do the same.
+        let ranks = (ranks * config.mesh.dp_size) as f64;
+        let ModelFlops { layers, lm_head } = RankStep::of(config, model, mesh, rank)?.model_flops();
+        total =
+            ModelFlops { layers: total.layers + ranks * layers, lm_head: total.lm_head + ranks * lm_head };
+    }
+    Ok(total)
 }
 
 #[cfg(test)]
@@ -132,7 +162,8 @@ mod tests {
                 r#"{{ "train_batch_size": 4, "mesh_param": [{dp}, {sp}], "ulysses": {{ "seq_len": 64 }} }}"#
             );
             let config = Config::from_json_str(&json, "c.json").unwrap();
-            model_flops(&config, &preset("nano").unwrap(), &DeviceMesh::dp_sp(dp, sp).unwrap()).unwrap()
+            let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
+            model_flops(&config, &preset("nano").unwrap(), &mesh).unwrap().with_labels(1.0)
         };
         let alone = of_mesh(1, 1);
         assert!(alone > 0.0);
@@ -150,10 +181,12 @@ mod tests {
             model_flops(&config, &preset("nano").unwrap(), &DeviceMesh::dp_sp(1, 1).unwrap()).unwrap();
         // Forward and backward: 6 per weight of a matmul, 12 per visible pair and head element.
         // q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
-        let weights = 2 * (64 * 192 + 3 * 64 * 172) + 64 * 256;
+        let (layers, head) = (2 * (64 * 192 + 3 * 64 * 172), 64 * 256);
         // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.
         let attention = 2 * 12 * 64 * 5;
-        assert_eq!(flops, (9 * (6 * weights + attention)) as f64);
+        assert_eq!(flops.with_labels(1.0), (9 * (6 * (layers + head) + attention)) as f64);
+        let three_labels = 9 * (6 * layers + attention) + 3 * 6 * head;
+        assert!((flops.with_labels(3.0 / 9.0) / three_labels as f64 - 1.0).abs() < 1e-12, "{flops:?}");
     }
 
     #[test]

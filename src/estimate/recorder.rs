@@ -3,6 +3,7 @@
 use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
 use crate::comm::CollectiveOp;
 use crate::comm::fake::{FakeCollective, FakeTransfer};
+use crate::config::ZeroStage;
 use candle_core::DType;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, MatmulOp};
@@ -19,6 +20,7 @@ pub(super) enum Phase {
 #[derive(Debug)]
 pub(super) struct Recorder {
     device: DeviceKind,
+    stage: ZeroStage,
     pub(super) phase: Phase,
     events: Vec<Event>,
     /// The exchanges before attention; their direction is known once attention runs.
@@ -30,9 +32,10 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    pub(super) fn new(device: DeviceKind) -> Self {
+    pub(super) fn new(device: DeviceKind, stage: ZeroStage) -> Self {
         Self {
             device,
+            stage,
             phase: Phase::Forward,
             events: Vec::new(),
             exchanges_before: Vec::new(),
@@ -87,10 +90,10 @@ impl Recorder {
     pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
         let FakeCollective { op, dtype, started } = collective;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
-            return self.complete(axis, self.purpose(op, dtype));
+            return self.complete(op, axis, self.purpose(op, axis, dtype));
         };
         let bytes = dtype.size_in_bytes() as u64;
-        let purpose = self.purpose(op, dtype);
+        let purpose = self.purpose(op, axis, dtype);
         if op == CollectiveOp::AllToAllStrided && !std::mem::take(&mut self.is_exchange_after) {
             self.exchanges_before.push(self.events.len());
         }
@@ -104,19 +107,23 @@ impl Recorder {
         }));
     }
 
-    fn complete(&mut self, axis: Axis, purpose: Purpose) {
-        if !purpose.is_awaited_at_once(axis) {
+    fn complete(&mut self, op: CollectiveOp, axis: Axis, purpose: Purpose) {
+        if !purpose.is_awaited_at_once(op, axis) {
             self.events.push(Event::Wait(purpose));
         }
     }
 
     /// Returns the purpose of a collective. Single values have other dtypes than tensors.
-    fn purpose(&self, op: CollectiveOp, dtype: DType) -> Purpose {
+    fn purpose(&self, op: CollectiveOp, axis: Axis, dtype: DType) -> Purpose {
         let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+        let gathers_parameters =
+            self.stage.partitions_optimizer() && !matches!(axis, Axis::Sp | Axis::Replicas);
         match op {
             CollectiveOp::AllToAllStrided => self.direction,
             _ if is_value => Purpose::Agree,
             CollectiveOp::AllReduce | CollectiveOp::ReduceScatter => Purpose::ReduceGradients,
+            // Of sums, after a reduction in bf16.
+            CollectiveOp::AllGather if !gathers_parameters => Purpose::ReduceGradients,
             CollectiveOp::AllGather if self.phase == Phase::Update => Purpose::PublishParameters,
             CollectiveOp::AllGather => Purpose::GatherParameters,
             _ => Purpose::Agree,

@@ -6,6 +6,7 @@ use crate::engine::EngineError;
 use crate::model::{LlamaConfig, preset, shape};
 use serde_json::{Value, json};
 use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::memory::Category;
 
 /// Every stage, with every feature that keeps something from one micro batch to the next.
 pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
@@ -159,4 +160,20 @@ fn a_micro_batch_of_more_documents_than_a_plan_lists_is_refused() {
     let error = workload.plan().unwrap_err();
     assert!(matches!(error, EngineError::StepTooLarge { .. }), "{error}");
     assert!(error.to_string().contains("documents"), "{error}");
+}
+
+#[test]
+fn state_in_host_memory_is_updated_there() {
+    let most = |optimizer: &str, category: Category| {
+        let place = json!({ "device": "cpu" });
+        let config = json!({
+            "mesh_param": [2, 1], "bf16": { "enabled": true }, "optimizer": { "type": optimizer },
+            "zero_optimization": { "stage": 3, "offload_optimizer": place },
+        });
+        let plan = workload(&config, DeviceKind::Cuda, 2).plan_of(0).unwrap();
+        plan.timeline.iter().map(|part| part.by_category[category as usize]).max().unwrap()
+    };
+    assert_eq!(most("AdamW", Category::Optimizer), 0, "no moment and no master copy is loaded");
+    assert!(most("Lamb", Category::Optimizer) > 0, "LAMB is updated on the GPU");
+    assert!(most("AdamW", Category::Gradients) > 0);
 }

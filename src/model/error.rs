@@ -96,6 +96,14 @@ pub enum ModelError {
         /// The known presets.
         presets: Vec<&'static str>,
     },
+    /// A published model of an unsupported family.
+    #[error("the model `{name}` is not supported: {reason}")]
+    UnsupportedModel {
+        /// Its name.
+        name: String,
+        /// What this version does not compute.
+        reason: &'static str,
+    },
     /// A layer got the saved state of another kind of layer.
     #[error("layer {layer}: backward got the saved state of another layer")]
     ForeignSavedState {

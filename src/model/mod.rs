@@ -2,7 +2,7 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`DecoderLayer`] is the Llama block, [`AutogradLayer`] runs
 //!   any block written with candle ops.
-//! - [`Embedding`] before and [`LossHead`] after the layers.
+//! - [`Embedding`] before and [`LossHead`] after the layers; the head computes only [`LabeledTokens`].
 //! - [`Model`]: the three together. Its parameters form units, which ZeRO partitions, gathers and reduces as
 //!   a whole.
 //! - [`LlamaConfig`]: presets and Hugging Face `config.json`.
@@ -27,6 +27,7 @@ mod hf_fields;
 mod hf_model;
 mod hf_rope;
 mod known_models;
+mod labeled_tokens;
 mod layer;
 mod llama;
 mod lm_head;
@@ -49,7 +50,8 @@ pub use embedding::Embedding;
 pub use error::ModelError;
 pub use hf::HfWeights;
 pub use hf_model::{HfDescription, HfModel, HfSource};
-pub use known_models::{KNOWN_MODELS, shape};
+pub use known_models::{KNOWN_MODELS, max_positions, shape};
+pub use labeled_tokens::LabeledTokens;
 pub use layer::{Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};
 pub use lm_head::{HeadSaved, LossHead};

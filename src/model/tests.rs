@@ -1,6 +1,7 @@
 //! The fused layer against the same block under autograd; weights and descriptions.
 
 mod families;
+mod masks;
 mod shards;
 
 use super::*;

@@ -140,7 +140,7 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
         // dp, and the axes of ZeRO's shards.
         (false, _) => 1,
     };
-    let names = ["Ulysses exchange", "ZeRO and data parallelism (dp)", "sums over sp"];
+    let names = ["Ulysses exchange", "ZeRO and data parallelism", "sums over sp"];
     let of_kind = |index: usize, what: &&str| {
         let mut planned: BTreeMap<String, u64> = BTreeMap::new();
         for volume in ranks.iter().flat_map(|rank| &rank.planned) {
@@ -281,7 +281,7 @@ mod tests {
         let volumes = volumes(&[rank.clone(), rank]);
         let found: Vec<_> =
             volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
-        assert_eq!(found, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism (dp)", 10, 12)]);
+        assert_eq!(found, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism", 10, 12)]);
         assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
     }
 }

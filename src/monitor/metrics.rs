@@ -64,6 +64,13 @@ pub struct Metrics {
     pub gemm_share: Option<f64>,
 }
 
+impl Metrics {
+    /// Returns the share of the tokens that have a label.
+    pub fn label_share(&self) -> f64 {
+        self.label_tokens as f64 / self.tokens.max(1) as f64
+    }
+}
+
 /// The seconds of a step on the reporting rank, divided in two ways: by phase (forward, backward, update), and by activity
 /// (all-to-all, other collectives, compute). With `data_seconds`, each adds up to the step time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]

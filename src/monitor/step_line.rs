@@ -96,13 +96,14 @@ fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
 /// Returns throughput, memory and utilization, if known.
 fn machine(metrics: &Metrics) -> Vec<String> {
     let tokens = format!("{:.0} tokens/s", metrics.tokens_per_second);
-    let held = (metrics.memory_bytes > 0).then(|| format_bytes(metrics.memory_bytes as f64));
+    let memory =
+        (metrics.memory_bytes > 0).then(|| format!("mem {}", format_bytes(metrics.memory_bytes as f64)));
     // The peak of a GPU is unknown, so there is a rate in place of the MFU.
     let utilization = match (metrics.gemm_share, metrics.model_flops_per_second) {
-        (Some(share), _) => Some(format!("GEMM share {:.0} %", 100.0 * share)),
+        (Some(share), _) => Some(format!("MFU {:.0} %", 100.0 * share)),
         (None, rate) => rate.map(|rate| format!("{:.1} TFLOP/s", rate / 1e12)),
     };
-    once(tokens).chain(held).chain(utilization).collect()
+    once(tokens).chain(memory).chain(utilization).collect()
 }
 
 fn skip_reason(metrics: &Metrics) -> String {
@@ -142,11 +143,12 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_loss_rate_norm_throughput_memory_and_gemm_share() {
-        let expected = "step  10/200  loss 4.7114   lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB  GEMM share 52 %";
+    fn a_line_has_loss_rate_norm_throughput_memory_and_mfu() {
+        let expected =
+            "step  10/200  loss 4.7114   lr 1.20e-3  grad norm 2.612  27749 tokens/s  mem 1.50 GiB  MFU 52 %";
         assert_eq!(step_line(&metrics(), 200, MAX_COLUMNS), expected);
         let on_gpus = Metrics { gemm_share: None, model_flops_per_second: Some(1.25e14), ..metrics() };
-        assert!(step_line(&on_gpus, 200, MAX_COLUMNS).ends_with("1.50 GiB  125.0 TFLOP/s"));
+        assert!(step_line(&on_gpus, 200, MAX_COLUMNS).ends_with("mem 1.50 GiB  125.0 TFLOP/s"));
         let unknown = Metrics { memory_bytes: 0, gemm_share: None, ..metrics() };
         assert!(step_line(&unknown, 200, MAX_COLUMNS).ends_with("27749 tokens/s"));
     }
@@ -184,7 +186,7 @@ mod tests {
             }
         }
         let [wide, narrow] = [80, 40].map(|columns| step_line(&metrics(), 200, columns));
-        assert_eq!(wide, "step 10  loss 4.7114  lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB");
+        assert_eq!(wide, "step 10  loss 4.7114  lr 1.20e-3  grad norm 2.612  27749 tokens/s  mem 1.50 GiB");
         assert_eq!(narrow, "step 10  loss 4.7114  lr 1.20e-3");
     }
 

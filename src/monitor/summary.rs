@@ -75,7 +75,11 @@ impl Display for RunSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let RunTotals { first_loss, last_loss, tokens, label_tokens, seconds, .. } = &self.totals;
         if let (Some((first_step, first)), Some((last_step, last))) = (first_loss, last_loss) {
-            writeln!(f, "loss        {first:.4} at step {first_step}, {last:.4} at step {last_step}")?;
+            write!(f, "loss        {first:.4} at step {first_step}")?;
+            match last_step > first_step {
+                true => writeln!(f, ", {last:.4} at step {last_step}")?,
+                false => writeln!(f)?,
+            }
         } else {
             writeln!(f, "loss        none: every step was skipped")?;
         }

@@ -113,7 +113,13 @@ impl Resumption<'_> {
         if is_reset {
             self.evaluations.restart_patience();
         }
-        (self.log)(&format!("resumed from {}", checkpoint.dir().display()));
+        let Manifest { mesh, zero_stage, num_partitions, .. } = manifest;
+        (self.log)(&format!(
+            "resumed from {}: step {step}, saved on mesh dp {} × sp {} at ZeRO stage {zero_stage} with {num_partitions} partition(s)",
+            checkpoint.dir().display(),
+            mesh.dp,
+            mesh.sp
+        ));
         if step_dir_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
             (self.log)(&format!("the checkpoint's directory was renamed: its manifest says step {step}"));
         }

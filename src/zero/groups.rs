@@ -1,6 +1,7 @@
 //! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
 
 use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
+use crate::config::CommunicationDtype;
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -13,6 +14,8 @@ pub struct ZeroGroups {
     pub sp: Arc<dyn ProcessGroup>,
     /// Groups that ZeRO uses instead, if partitions do not span exactly dp.
     pub sharding: Option<ShardGroups>,
+    /// The dtype in which gradients are sent to be summed.
+    pub gradient_dtype: CommunicationDtype,
 }
 
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
@@ -26,7 +29,7 @@ pub struct ShardGroups {
 
 impl ZeroGroups {
     /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span the ranks
-    /// of `shape`, or dp without a `shape`. Collective over the mesh's world.
+    /// of `shape`, or dp without a `shape`. Gradients are sent in f32. Collective over the mesh's world.
     ///
     /// # Errors
     /// A mesh that lacks an axis, a `shape` that does not divide dp, or failed communication.
@@ -40,7 +43,7 @@ impl ZeroGroups {
                 Some(ShardGroups { shard, replicas })
             }
         };
-        Ok(Self { dp, sp, sharding })
+        Ok(Self { dp, sp, sharding, gradient_dtype: CommunicationDtype::default() })
     }
 
     /// Wraps each group with `wrap`, which gets the axis of the group.
@@ -53,6 +56,7 @@ impl ZeroGroups {
                 shard: wrap(SHARD_AXIS, shard),
                 replicas: wrap(REPLICAS_AXIS, replicas),
             }),
+            ..self
         }
     }
 

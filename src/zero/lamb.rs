@@ -22,7 +22,7 @@ impl ZeroOptimizer {
         self.each_trained_unit(|unit| {
             let update = self.update_tensors(unit)?;
             norms.push(find_directions(unit, &update, config, step)?);
-            self.put_back_state(unit, update.state)
+            self.put_back_state(unit, update)
         })?;
         let norms = self.sum_over_partitions(norms)?;
         for (unit, norms) in self.trained_units().zip(&norms) {

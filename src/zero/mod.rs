@@ -24,7 +24,9 @@
 mod error;
 mod finite;
 mod frozen_split;
+mod gradient_partition;
 mod groups;
+mod host_update;
 mod lamb;
 mod layout;
 mod optimizer;

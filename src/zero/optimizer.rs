@@ -64,9 +64,11 @@ impl ZeroOptimizer {
         let parameter_bytes = meter.bytes();
         let meter = memory::AllocationMeter::start();
         let gradients = each(Category::Gradients, &units, |layout| {
-            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
+            let store = storage.gradients(stage);
+            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device, store);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
+        storage.settle()?;
         let gradient_bytes = meter.bytes();
         let meter = memory::AllocationMeter::start();
         let state =
@@ -201,7 +203,7 @@ impl ZeroOptimizer {
         let state_tensors = optimizer_step::state_kinds(&self.config).len();
         let all = StateBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
             + StateBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
-        all.without(self.storage.parameters.is_some(), self.storage.optimizer.is_some())
+        all.without(stage, self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
     /// Views of a unit's parameters, in the order of its layout. Partitioned parameters are gathered over dp
@@ -271,31 +273,36 @@ impl ZeroOptimizer {
         let mut flats = self.splits[unit].flats.clone();
         let Some(trained) = flats.find(|flat| !self.units[*flat].layout.is_frozen()) else { return Ok(()) };
         let next = reduce::start(trained, &mut self.units[trained], self.stage, &self.groups, boundary)?;
-        self.finish_reductions()?;
+        self.complete_reduction()?;
         self.in_flight = next;
         Ok(())
+    }
+
+    fn complete_reduction(&mut self) -> Result<(), ZeroError> {
+        match self.in_flight.take() {
+            Some(reduction) => {
+                let unit = &mut self.units[reduction.unit];
+                reduce::complete(reduction, unit, self.stage, &self.groups, &self.storage)
+            }
+            None => Ok(()),
+        }
     }
 
     /// Completes the last reduction. Required before the norm is computed.
     ///
     /// # Errors
-    /// A failed collective.
+    /// A failed collective, or a write of an offloaded gradient that failed.
     pub fn finish_reductions(&mut self) -> Result<(), ZeroError> {
-        match self.in_flight.take() {
-            Some(reduction) => {
-                let unit = &self.units[reduction.unit];
-                reduce::complete(reduction, unit, &self.groups)
-            }
-            None => Ok(()),
-        }
+        self.complete_reduction()?;
+        self.storage.settle()
     }
 
     /// Zeroes all gradients, for the next accumulation.
     ///
     /// # Errors
     /// A refused operation.
-    pub fn zero_gradients(&self) -> Result<(), ZeroError> {
-        self.units.iter().try_for_each(Unit::zero_gradients)
+    pub fn zero_gradients(&mut self) -> Result<(), ZeroError> {
+        self.units.iter_mut().try_for_each(Unit::zero_gradients)
     }
 
     /// Sum of the squares of all reduced gradients, in f64: first over the units of each partition, then over
@@ -305,6 +312,9 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
+        if let Some(own) = self.known_sum_of_squares() {
+            return Ok(self.groups.shard().all_gather_values(&[own])?.into_iter().sum());
+        }
         let of_partition = |rank: usize| {
             let of_units = self.units.iter().filter_map(|unit| unit.gradient_partition(rank).transpose());
             of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
@@ -324,6 +334,15 @@ impl ZeroOptimizer {
             return Ok(self.groups.shard().all_gather_values(&own)?.into_iter().sum());
         }
         Ok(of_partitions.sum())
+    }
+
+    /// The sum over the units of this rank's partition, if it is known without loading offloaded gradients.
+    fn known_sum_of_squares(&self) -> Option<f64> {
+        self.storage.gradients(self.stage)?;
+        self.trained_units().try_fold(0.0, |sum, unit| match &unit.gradients {
+            Some(Gradients::Partitioned { partition, .. }) => Some(sum + partition.known_sum_of_squares()?),
+            _ => None,
+        })
     }
 }
 

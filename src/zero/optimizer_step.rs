@@ -63,20 +63,65 @@ pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
 /// Updates elements independently of each other.
 pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
     let UpdateTensors { parameters, gradients, state } = tensors;
-    let Step { number, lr, grad_scale } = step;
-    match (config, state.as_slice()) {
-        (
-            &OptimizerConfig::Adam {
+    match (Rule::of(config, step), state.as_slice()) {
+        (Rule::Adam(params), [exp_avg, exp_avg_sq]) => {
+            adamw::step(parameters, gradients, exp_avg, exp_avg_sq, &params)?;
+        }
+        (Rule::Sgd(params), buffer) => sgd::step(parameters, gradients, buffer.first(), &params)?,
+        (Rule::Lion(params), [exp_avg]) => lion::step(parameters, gradients, exp_avg, &params)?,
+        (Rule::Adagrad(params), [sum]) => adagrad::step(parameters, gradients, sum, &params)?,
+        _ => unreachable!("the state follows `state_kinds`"),
+    }
+    Ok(())
+}
+
+/// Parameters, gradients and state in host memory: slices of equal length.
+type HostSlices<'a> = (&'a mut [f32], &'a [f32], Vec<&'a mut [f32]>);
+
+/// The same on the host.
+pub(super) fn update_on_host(
+    config: &OptimizerConfig,
+    (parameters, gradients, mut state): HostSlices<'_>,
+    step: Step,
+) -> Result<(), ZeroError> {
+    match (Rule::of(config, step), state.as_mut_slice()) {
+        (Rule::Adam(params), [exp_avg, exp_avg_sq]) => {
+            adamw::step_on_host(parameters, gradients, exp_avg, exp_avg_sq, &params)?;
+        }
+        (Rule::Sgd(params), buffer) => {
+            sgd::step_on_host(
+                parameters,
+                gradients,
+                buffer.first_mut().map(|buffer| &mut **buffer),
+                &params,
+            )?;
+        }
+        (Rule::Lion(params), [exp_avg]) => lion::step_on_host(parameters, gradients, exp_avg, &params)?,
+        (Rule::Adagrad(params), [sum]) => adagrad::step_on_host(parameters, gradients, sum, &params)?,
+        _ => unreachable!("the state follows `state_kinds`"),
+    }
+    Ok(())
+}
+
+/// The update rule of one step.
+enum Rule {
+    Adam(AdamParams),
+    Sgd(SgdParams),
+    Lion(LionParams),
+    Adagrad(AdagradParams),
+}
+
+impl Rule {
+    fn of(config: &OptimizerConfig, Step { number: step, lr, grad_scale }: Step) -> Self {
+        match *config {
+            OptimizerConfig::Adam {
                 betas: [beta1, beta2],
                 eps,
                 weight_decay,
                 adam_w_mode: decoupled,
                 bias_correction,
                 ..
-            },
-            [exp_avg, exp_avg_sq],
-        ) => {
-            let params = AdamParams {
+            } => Self::Adam(AdamParams {
                 lr,
                 beta1,
                 beta2,
@@ -84,24 +129,19 @@ pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: St
                 weight_decay,
                 decoupled,
                 bias_correction,
-                step: number,
+                step,
                 grad_scale,
-            };
-            adamw::step(parameters, gradients, exp_avg, exp_avg_sq, &params)?;
+            }),
+            OptimizerConfig::Sgd { momentum, nesterov, weight_decay, .. } => {
+                Self::Sgd(SgdParams { lr, momentum, nesterov, weight_decay, step, grad_scale })
+            }
+            OptimizerConfig::Lion { betas: [beta1, beta2], weight_decay, .. } => {
+                Self::Lion(LionParams { lr, beta1, beta2, weight_decay, grad_scale })
+            }
+            OptimizerConfig::Adagrad { lr_decay, eps, weight_decay, .. } => {
+                Self::Adagrad(AdagradParams { lr, lr_decay, eps, weight_decay, step, grad_scale })
+            }
+            OptimizerConfig::Lamb { .. } => unreachable!("LAMB has its own update"),
         }
-        (&OptimizerConfig::Sgd { momentum, nesterov, weight_decay, .. }, buffer) => {
-            let params = SgdParams { lr, momentum, nesterov, weight_decay, step: number, grad_scale };
-            sgd::step(parameters, gradients, buffer.first(), &params)?;
-        }
-        (&OptimizerConfig::Lion { betas: [beta1, beta2], weight_decay, .. }, [exp_avg]) => {
-            let params = LionParams { lr, beta1, beta2, weight_decay, grad_scale };
-            lion::step(parameters, gradients, exp_avg, &params)?;
-        }
-        (&OptimizerConfig::Adagrad { lr_decay, eps, weight_decay, .. }, [sum]) => {
-            let params = AdagradParams { lr, lr_decay, eps, weight_decay, step: number, grad_scale };
-            adagrad::step(parameters, gradients, sum, &params)?;
-        }
-        _ => unreachable!("LAMB has its own update, and the state follows `state_kinds`"),
     }
-    Ok(())
 }

@@ -1,13 +1,15 @@
 //! Reduces gradients: first over the ranks that share the partitions (by default dp), then over those with the same
 //! partition (sp), always in rank order.
+//!
+//! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{ZeroError, ZeroGroups};
-use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
-use crate::config::ZeroStage;
-use candle_core::Tensor;
+use super::{Storage, ZeroError, ZeroGroups};
+use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::config::{CommunicationDtype, ZeroStage};
+use candle_core::{DType, Tensor};
 use ulysses_kernels::memory::{Category, with_category};
-use ulysses_kernels::{elementwise, strided_copy};
+use ulysses_kernels::{cast, strided_copy};
 
 /// A started reduction of a unit over the ZeRO world. It completes when the next one starts, and so overlaps with one
 /// layer's backward.
@@ -31,52 +33,104 @@ pub(super) fn start(
     groups: &ZeroGroups,
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
+    let shard = &**groups.shard();
     let whole = match &mut unit.gradients {
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
-        Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() => {
-            let pending = groups.shard().start_all_reduce(&whole.flat, ReduceOp::Sum)?;
+        Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() && !rounds(shard, groups) => {
+            let pending = shard.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
         Some(Gradients::Whole(whole)) => whole.flat.clone(),
-        Some(Gradients::Partitioned { transient, .. }) => match transient.take() {
-            Some(whole) => whole.flat,
+        Some(Gradients::Partitioned { transient, partition }) => match transient.take() {
+            Some(whole) => {
+                // Loaded while the next unit's backward runs, to be added to.
+                partition.read_ahead()?;
+                whole.flat
+            }
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
     };
     let received = with_category(Category::Gradients, || {
         ulysses_kernels::tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
-    let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
+    let sent = if rounds(shard, groups) { rounded(&whole, whole.elem_count())? } else { whole };
+    let pending = shard.start_reduce_scatter(&sent, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
 
-/// Completes a reduction, and at the boundary sums the result over the replicas.
-pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
+/// Completes a reduction, and at the boundary sums the result over the replicas. An offloaded partition is written
+/// back once the previous unit's is written.
+pub(super) fn complete(
+    reduction: Reduction,
+    unit: &mut Unit,
+    stage: ZeroStage,
+    groups: &ZeroGroups,
+    storage: &Storage,
+) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
-    match (&unit.gradients, received) {
+    let own = unit.layout.partition(unit.shard_rank);
+    match (&mut unit.gradients, received) {
         (None, _) => {}
-        (Some(gradients), None) => sum_over_replicas(gradients.persistent(), groups)?,
-        (Some(Gradients::Whole(_)), Some(received)) => {
+        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, groups)?,
+        (Some(Gradients::Whole(whole)), Some(received)) if !stage.partitions_optimizer() => {
             sum_over_replicas(&received, groups)?;
-            if let Some(partition) = unit.gradient_partition(unit.shard_rank)? {
-                strided_copy::copy(&received, &partition)?;
-            }
+            groups.shard().all_gather(&received, &whole.flat)?;
+        }
+        (Some(Gradients::Whole(whole)), Some(received)) => {
+            sum_over_replicas(&received, groups)?;
+            strided_copy::copy(&received, &whole.flat.narrow(0, own.start, own.len())?)?;
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
-            elementwise::accumulate(partition, &received)?;
+            let sum = partition.plus(received)?;
             if boundary {
-                sum_over_replicas(partition, groups)?;
+                sum_over_replicas(&sum, groups)?;
             }
+            storage.settle()?;
+            partition.put(sum, boundary)?;
         }
+        (Some(Gradients::Partitioned { .. }), None) => unreachable!("partitions are received"),
     }
     Ok(())
 }
 
 fn sum_over_replicas(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
-    if groups.replicas().world_size() > 1 {
-        groups.replicas().all_reduce(gradient, ReduceOp::Sum)?;
+    let replicas = &**groups.replicas();
+    match replicas.world_size() {
+        1 => Ok(()),
+        _ if rounds(replicas, groups) => {
+            with_category(Category::Gradients, || sum_rounded(gradient, replicas))
+        }
+        _ => Ok(replicas.all_reduce(gradient, ReduceOp::Sum)?),
     }
-    Ok(())
+}
+
+/// Returns whether gradients are rounded before they are sent to the other ranks of a group.
+fn rounds(group: &dyn ProcessGroup, groups: &ZeroGroups) -> bool {
+    groups.gradient_dtype == CommunicationDtype::Bf16 && group.world_size() > 1
+}
+
+/// Returns a copy in bf16, padded with zeros to `numel` elements.
+fn rounded(gradient: &Tensor, numel: usize) -> Result<Tensor, ZeroError> {
+    let rounded = with_category(Category::Gradients, || {
+        ulysses_kernels::tensor::zeros(numel, DType::BF16, gradient.device())
+    })?;
+    cast::cast(gradient, &rounded.narrow(0, 0, gradient.elem_count())?)?;
+    Ok(rounded)
+}
+
+/// Sums a gradient over a group in place. Each rank sums one chunk of it, then gathers the other chunks, in f32.
+fn sum_rounded(gradient: &Tensor, group: &dyn ProcessGroup) -> Result<(), ZeroError> {
+    let zeros = |numel| ulysses_kernels::tensor::zeros(numel, DType::F32, gradient.device());
+    let (numel, ranks) = (gradient.elem_count(), group.world_size());
+    let chunk = zeros(numel.div_ceil(ranks))?;
+    let padded_numel = chunk.elem_count() * ranks;
+    group.reduce_scatter(&rounded(gradient, padded_numel)?, &chunk, ReduceOp::Sum)?;
+    if padded_numel == numel {
+        return Ok(group.all_gather(&chunk, gradient)?);
+    }
+    let padded = zeros(padded_numel)?;
+    group.all_gather(&chunk, &padded)?;
+    Ok(strided_copy::copy(&padded.narrow(0, 0, numel)?, gradient)?)
 }

@@ -45,14 +45,14 @@ impl StateBytes {
         Self { parameters, ..Self::default() }
     }
 
-    /// The same without offloaded parameters or optimizer state.
+    /// The same without what is offloaded at a stage: parameters, or optimizer state with the gradients' partitions.
     #[must_use]
-    pub fn without(self, parameters: bool, optimizer: bool) -> Self {
+    pub fn without(self, stage: ZeroStage, parameters: bool, optimizer: bool) -> Self {
         let resident = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
         Self {
             parameters: resident(self.parameters, parameters),
+            gradients: resident(self.gradients, optimizer && stage.partitions_gradients()),
             optimizer: resident(self.optimizer, optimizer),
-            ..self
         }
     }
 

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::memory::{Category, with_category};
-use ulysses_kernels::offload::{Extent, OffloadStore};
+use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore};
 
 /// A flat, persistent tensor.
 #[derive(Debug, Clone)]
@@ -28,6 +28,13 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    /// Reserves an extent for a tensor like this one.
+    fn like(tensor: &Tensor, category: Category, store: &Arc<OffloadStore>) -> Self {
+        let extent = store.reserve(ulysses_kernels::tensor::bytes(tensor));
+        let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
+        Self { store: store.clone(), extent, numel, dtype, device, category }
+    }
+
     fn empty(&self) -> Result<Tensor, ZeroError> {
         Ok(with_category(self.category, || {
             ulysses_kernels::tensor::zeros(self.numel, self.dtype, &self.device)
@@ -44,12 +51,16 @@ impl StateTensor {
     ) -> Result<Self, ZeroError> {
         let Some(store) = store else { return Ok(Self::Resident(tensor)) };
         store.settle()?;
-        let extent = store.reserve(ulysses_kernels::tensor::bytes(&tensor));
-        let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
-        let slot = Slot { store: store.clone(), extent, numel, dtype, device, category };
-        let stored = Self::Offloaded(Arc::new(slot));
+        let stored = Self::Offloaded(Arc::new(Slot::like(&tensor, category, store)));
         stored.put(tensor)?;
         Ok(stored)
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        match self {
+            Self::Resident(tensor) => tensor.device(),
+            Self::Offloaded(slot) => &slot.device,
+        }
     }
 
     pub(super) fn numel(&self) -> usize {
@@ -90,6 +101,60 @@ impl StateTensor {
             Self::Offloaded(slot) => Ok(slot.store.write(&slot.extent, tensor)?),
         }
     }
+}
+
+/// Slots in host memory, for updates on the host.
+impl StateTensor {
+    /// The slot of an offloaded tensor. For a resident one, a temporary slot in `store`, to which a copy is started.
+    pub(super) fn slot_or_copy(&self, store: &Arc<OffloadStore>) -> Result<Arc<Slot>, ZeroError> {
+        let slot = self.slot_or_blank(store);
+        if let Self::Resident(tensor) = self {
+            store.write(&slot.extent, tensor.clone())?;
+        }
+        Ok(slot)
+    }
+
+    /// The same with unspecified content.
+    pub(super) fn slot_or_blank(&self, store: &Arc<OffloadStore>) -> Arc<Slot> {
+        match self {
+            Self::Resident(tensor) => Arc::new(Slot::like(tensor, Category::Other, store)),
+            Self::Offloaded(slot) => slot.clone(),
+        }
+    }
+
+    /// Starts to overwrite a resident tensor with its temporary slot.
+    pub(super) fn load_from(&self, slot: &Slot) -> Result<(), ZeroError> {
+        if let Self::Resident(tensor) = self {
+            slot.store.read(&slot.extent, || Ok::<_, ZeroError>(tensor.clone()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Calls `work` once with the bytes of distinct slots in host memory, in this order; without any in a dry run. Slots of
+/// one store must follow each other.
+pub(super) fn with_bytes(slots: &[&Slot], work: &mut dyn FnMut(Vec<&mut [u8]>)) -> Result<(), OffloadError> {
+    with_further_bytes(slots, Vec::new(), work)
+}
+
+fn with_further_bytes(
+    slots: &[&Slot],
+    first: Vec<&mut [u8]>,
+    work: &mut dyn FnMut(Vec<&mut [u8]>),
+) -> Result<(), OffloadError> {
+    let Some(store) = slots.first().map(|slot| &slot.store) else {
+        work(first);
+        return Ok(());
+    };
+    let of_store = slots.iter().take_while(|slot| Arc::ptr_eq(&slot.store, store)).count();
+    let (own, others) = slots.split_at(of_store);
+    let extents: Vec<&Extent> = own.iter().map(|slot| &slot.extent).collect();
+    let (mut first, mut outcome) = (Some(first), Ok(()));
+    store.with_bytes(&extents, |own| {
+        let all = first.take().into_iter().flatten().chain(own).collect();
+        outcome = with_further_bytes(others, all, work);
+    })?;
+    outcome
 }
 
 /// A range of a persistent tensor.

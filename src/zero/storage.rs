@@ -1,6 +1,7 @@
 //! The storage of a rank's state.
 
 use super::ZeroError;
+use crate::config::ZeroStage;
 use std::sync::Arc;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::TensorOptions;
@@ -12,7 +13,7 @@ pub struct Storage {
     pub options: TensorOptions,
     /// Store for the parameter partitions of stage 3.
     pub parameters: Option<Arc<OffloadStore>>,
-    /// Store for optimizer state and master copies.
+    /// Store for optimizer state and master copies, and for the gradient partitions of stages 2 and 3.
     pub optimizer: Option<Arc<OffloadStore>>,
 }
 
@@ -24,6 +25,11 @@ impl From<TensorOptions> for Storage {
 }
 
 impl Storage {
+    /// The store for gradients at a stage.
+    pub(super) fn gradients(&self, stage: ZeroStage) -> Option<&Arc<OffloadStore>> {
+        self.optimizer.as_ref().filter(|_| stage.partitions_gradients())
+    }
+
     /// Waits for pending writes and frees their tensors.
     pub(super) fn settle(&self) -> Result<(), ZeroError> {
         let mut stores = self.parameters.iter().chain(&self.optimizer);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
-use crate::config::{OptimizerConfig, ZeroStage};
+use crate::config::{CommunicationDtype, OptimizerConfig, ZeroStage};
 use crate::mesh::DeviceMesh;
 use candle_core::DType;
 use parking_lot::Mutex;
@@ -64,10 +64,21 @@ fn on_mesh_with<S: Into<Storage>>(
     (config, storage): (OptimizerConfig, impl Fn() -> S + Sync),
     check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync,
 ) {
+    on_mesh_sending(CommunicationDtype::Fp32, (dp, sp), stage, (config, storage), check);
+}
+
+/// The same with gradients that are sent in `gradient_dtype`.
+fn on_mesh_sending<S: Into<Storage>>(
+    gradient_dtype: CommunicationDtype,
+    (dp, sp): (usize, usize),
+    stage: ZeroStage,
+    (config, storage): (OptimizerConfig, impl Fn() -> S + Sync),
+    check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync,
+) {
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups::new(&groups, None)?;
+        let groups = ZeroGroups { gradient_dtype, ..ZeroGroups::new(&groups, None)? };
         let fill = |(_, parameter): (usize, usize), range: std::ops::Range<usize>, out: &mut [f32]| {
             let first = range.start + [0, 6][parameter];
             out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);
@@ -171,24 +182,35 @@ fn an_update_reaches_the_parameters_of_every_rank() {
     }
 }
 
-/// Parameters and state after three updates, as one rank sees them.
+/// Gradients and norms of three updates, one of them of two micro steps, and parameters and state after them, as one
+/// rank sees them.
 fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize) -> Vec<Vec<f32>> {
+    let mut seen = Vec::new();
     for step in 1..=3 {
         let _gathered = [0, 1].map(|unit| {
             zero.read_ahead(unit).unwrap();
             zero.parameters(unit).unwrap()
         });
+        if step == 2 {
+            one_micro_step(zero, dp_rank, sp_rank, false);
+        }
         one_micro_step(zero, dp_rank, sp_rank, true);
+        let gradients = zero.gather_gradients().unwrap();
+        seen.extend(gradients.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap()));
+        seen.push(vec![zero.gradient_sum_of_squares().unwrap() as f32]);
+        assert!(zero.non_finite_gradients().unwrap().is_empty());
         zero.update(step, 0.01, None, 0.5).unwrap();
         zero.zero_gradients().unwrap();
+        assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     }
     let state = (0..zero.state_kinds().len()).filter_map(|kind| zero.state_partition(1, kind).unwrap());
     let state: Vec<_> = state.map(|part| to_vec::<f32>(&part).unwrap()).collect();
     let parameters = zero.gather_parameters().unwrap();
-    state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())).collect()
+    seen.extend(state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())));
+    seen
 }
 
-/// Host copies that complete as late as a device may.
+/// Host copies that complete as late as a device may, and updates on the host of all optimizers but LAMB.
 #[test]
 fn offloaded_state_comes_back_bit_for_bit() {
     let lamb = OptimizerConfig::Lamb {
@@ -200,11 +222,36 @@ fn offloaded_state_comes_back_bit_for_bit() {
         min_coeff: 0.01,
         max_coeff: 10.0,
     };
+    let (lr, betas, weight_decay) = (0.01, [0.9, 0.99], 0.1);
+    let adam = OptimizerConfig::Adam {
+        lr,
+        betas,
+        eps: 1e-8,
+        weight_decay,
+        adam_w_mode: true,
+        bias_correction: true,
+    };
+    let lion = OptimizerConfig::Lion { lr, betas, weight_decay };
+    let adagrad = OptimizerConfig::Adagrad {
+        lr,
+        lr_decay: 0.1,
+        eps: 1e-8,
+        weight_decay,
+        initial_accumulator_value: 0.5,
+    };
     let stages = [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters];
     for (mesh, stage) in
         [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| stages.map(|stage| (mesh, stage)))
     {
-        for (config, dtype) in [momentum(), lamb.clone()].into_iter().zip([DType::F32, DType::BF16]) {
+        for (config, dtype) in [
+            (momentum(), DType::F32),
+            (adam.clone(), DType::F32),
+            (adam.clone(), DType::BF16),
+            (lion.clone(), DType::BF16),
+            (adagrad.clone(), DType::F16),
+            (lamb.clone(), DType::BF16),
+        ] {
+            let on_host = config != lamb;
             let options = || TensorOptions { dtype, ..TensorOptions::default() };
             let store = || Some(Arc::new(OffloadStore::with_late_copies()));
             let away = || Storage {
@@ -218,10 +265,12 @@ fn offloaded_state_comes_back_bit_for_bit() {
                 seen.lock().insert((dp_rank, sp_rank), bits);
             });
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
+                assert_eq!(zero.host_store().is_some(), on_host, "{dtype:?}");
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
                 let bytes = zero.expected_state_bytes();
                 assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
+                assert_eq!(bytes.gradients == 0, stage.partitions_gradients());
             });
         }
     }
@@ -235,6 +284,29 @@ fn zeroed_gradients_are_zero_again() {
         zero.zero_gradients().unwrap();
         assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
     });
+}
+
+/// An offloaded gradient is loaded to find it.
+#[test]
+fn a_non_finite_offloaded_gradient_is_named() {
+    let storage = || Storage {
+        optimizer: Some(Arc::new(OffloadStore::with_late_copies())),
+        ..TensorOptions::default().into()
+    };
+    for stage in [ZeroStage::Gradients, ZeroStage::Parameters] {
+        on_mesh_with((2, 1), stage, (momentum(), storage), |zero, dp_rank, _| {
+            let gradients = zero.gradients(1).unwrap();
+            // The last element of `b`, in the second partition.
+            let write = |b: &mut [f32]| b[4] = f32::INFINITY;
+            with_slice_mut(gradients[1].as_ref().unwrap(), write).unwrap();
+            drop(gradients);
+            zero.gradients(0).unwrap();
+            [1, 0].into_iter().for_each(|unit| zero.reduce(unit, true).unwrap());
+            zero.finish_reductions().unwrap();
+            assert_eq!(zero.non_finite_gradients().unwrap(), [&["b"][..dp_rank]].concat());
+            assert!(!zero.gradient_sum_of_squares().unwrap().is_finite());
+        });
+    }
 }
 
 #[test]
@@ -261,4 +333,98 @@ fn stage_1_sends_each_gradient_once_and_each_parameter_once() {
         assert_eq!(sent(zero, CollectiveOp::ReduceScatter), 2 * 6 * 4);
         assert_eq!(sent(zero, CollectiveOp::AllGather) - gathered_before, 2 * 6 * 4);
     });
+}
+
+/// A gradient of one rank; every fourth element is negative, so that sums cancel.
+fn irregular(dp_rank: usize, sp_rank: usize, element: usize) -> f32 {
+    let value = ((element * 7919 + dp_rank * 104_729 + sp_rank * 1_299_709) % 10_007) as f32 * 1.7e-3;
+    if (element + dp_rank).is_multiple_of(4) { -value } else { value }
+}
+
+/// Sets every gradient to that of `of_element` and reduces. Returns the reduced gradients of the first unit.
+fn reduced(zero: &mut ZeroOptimizer, of_element: impl Fn(usize) -> f32) -> Vec<f32> {
+    for unit in [1, 0] {
+        for (view, first) in zero.gradients(unit).unwrap().iter().flatten().zip([0, 6]) {
+            with_slice_mut(view, |elements: &mut [f32]| {
+                let of_view = elements.iter_mut().enumerate();
+                of_view.for_each(|(i, element)| *element = of_element(first + i));
+            })
+            .unwrap();
+        }
+        zero.reduce(unit, true).unwrap();
+    }
+    zero.finish_reductions().unwrap();
+    zero.gather_gradients().unwrap()[..2].iter().flat_map(|(_, t)| to_vec::<f32>(t).unwrap()).collect()
+}
+
+fn on_mesh_in_bf16(
+    mesh: (usize, usize),
+    stage: ZeroStage,
+    check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync,
+) {
+    let settings = (momentum(), TensorOptions::default);
+    on_mesh_sending(CommunicationDtype::Bf16, mesh, stage, settings, check);
+}
+
+#[test]
+fn each_contribution_sent_in_bf16_is_rounded_once_and_the_sum_is_not() {
+    for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
+        on_mesh_in_bf16(mesh, stage, |zero, dp_rank, sp_rank| {
+            let got = reduced(zero, |element| irregular(dp_rank, sp_rank, element));
+            let (dp, sp) = mesh;
+            // A group of one rank sends nothing.
+            let sent = |ranks: usize, x: f32| if ranks > 1 { half::bf16::from_f32(x).to_f32() } else { x };
+            for (element, got) in got.into_iter().enumerate() {
+                let over_dp =
+                    |s: usize| (0..dp).map(move |d| sent(dp, irregular(d, s, element))).sum::<f32>();
+                let expected: f32 = (0..sp).map(|s| sent(sp, over_dp(s))).sum();
+                assert_eq!(got, expected, "{mesh:?} {stage:?} element {element}");
+                // The documented bound, against f64: 2⁻⁸ per reduction that sends.
+                let exact =
+                    || (0..dp).flat_map(|d| (0..sp).map(move |s| f64::from(irregular(d, s, element))));
+                let roundings = u32::from(dp > 1) + u32::from(sp > 1);
+                let bound = ((1.0 + 2f64.powi(-8)).powi(roundings as i32) - 1.0 + 1e-6)
+                    * exact().map(f64::abs).sum::<f64>();
+                let error = (f64::from(got) - exact().sum::<f64>()).abs();
+                assert!(error <= bound, "{mesh:?} {stage:?} element {element}: {error:e} > {bound:e}");
+            }
+        });
+    }
+}
+
+#[test]
+fn gradients_sent_in_bf16_keep_infinities_and_nan() {
+    for stage in ZeroStage::ALL {
+        on_mesh_in_bf16((2, 2), stage, |zero, dp_rank, sp_rank| {
+            // One rank has an infinity and a NaN; the others' largest f32 that bf16 represents stays finite.
+            let got = reduced(zero, |element| match (element, (dp_rank, sp_rank)) {
+                (2, (1, 0)) => f32::NEG_INFINITY,
+                (7, (0, 1)) => f32::NAN,
+                (9, (1, 1)) => 3e38,
+                _ => 1.0,
+            });
+            assert_eq!((got[2], got[7].is_nan(), got[8]), (f32::NEG_INFINITY, true, 4.0), "{stage:?}");
+            assert!(got[9].is_finite(), "{stage:?} {}", got[9]);
+            let squares = zero.gradient_sum_of_squares().unwrap();
+            assert!(squares.is_nan(), "{stage:?} {squares}");
+        });
+    }
+}
+
+#[test]
+fn bf16_halves_the_bytes_of_a_reduce_scatter() {
+    // Per unit of 12 padded elements over 2 ranks: 6 elements of 2 bytes, to sum; at stage 0 as many of 4, to gather.
+    for (stage, gathered) in [(ZeroStage::Disabled, 2 * 6 * 4), (ZeroStage::Gradients, 0)] {
+        on_mesh_in_bf16((2, 1), stage, |zero, dp_rank, sp_rank| {
+            let sent = |zero: &ZeroOptimizer, op| {
+                crate::comm::ProcessGroupExt::barrier(&*zero.groups.dp).unwrap();
+                zero.groups.dp.stats().get(op).bytes_sent
+            };
+            let gathered_before = sent(zero, CollectiveOp::AllGather);
+            one_micro_step(zero, dp_rank, sp_rank, true);
+            assert_eq!(sent(zero, CollectiveOp::ReduceScatter), 2 * 6 * 2);
+            assert_eq!(sent(zero, CollectiveOp::AllGather) - gathered_before, gathered, "{stage:?}");
+            assert_eq!(sent(zero, CollectiveOp::AllReduce), 0);
+        });
+    }
 }

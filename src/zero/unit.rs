@@ -1,5 +1,6 @@
 //! The tensors of one unit on one rank.
 
+use super::gradient_partition::GradientPartition;
 use super::param_group_ranges::ParamGroupRange;
 use super::state_tensor::StateTensor;
 use super::{FlatLayout, ZeroError};
@@ -37,7 +38,7 @@ pub(super) type Parameters = MaybePartitioned<StateTensor, Gathered>;
 
 /// The gradients of a unit. Partitioned gradients accumulate over micro steps; the whole gradient exists from
 /// the unit's backward to its reduction.
-pub(super) type Gradients = MaybePartitioned<Tensor, Viewed>;
+pub(super) type Gradients = MaybePartitioned<GradientPartition, Viewed>;
 
 /// Gathered parameters; `pending` until the gather is complete.
 pub(super) struct Gathered {
@@ -75,22 +76,19 @@ impl Parameters {
 }
 
 impl Gradients {
-    /// Allocates zeros in f32.
-    pub(super) fn zeros(layout: &FlatLayout, partitioned: bool, device: &Device) -> Result<Self, ZeroError> {
+    /// Allocates zeros in f32; a partition goes to the `store`, if there is one.
+    pub(super) fn zeros(
+        layout: &FlatLayout,
+        partitioned: bool,
+        device: &Device,
+        store: Option<&Arc<OffloadStore>>,
+    ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = ulysses_kernels::tensor::zeros(layout.partition_numel(), DType::F32, device)?;
+            let partition = GradientPartition::zeros(layout.partition_numel(), device, store)?;
             Self::Partitioned { partition, transient: None }
         } else {
             Self::Whole(Viewed::zeros(layout, DType::F32, device)?)
         })
-    }
-
-    /// The elements that persist: all, or this rank's partition.
-    pub(super) fn persistent(&self) -> &Tensor {
-        match self {
-            Self::Whole(whole) => &whole.flat,
-            Self::Partitioned { partition, .. } => partition,
-        }
     }
 }
 
@@ -155,7 +153,18 @@ impl Unit {
         if self.master.is_none() {
             self.read_ahead()?;
         }
+        if let Some(Gradients::Partitioned { partition, .. }) = &self.gradients {
+            partition.read_ahead()?;
+        }
         self.master.iter().chain(&self.state).try_for_each(StateTensor::read_ahead)
+    }
+
+    /// Writes back fetched gradients that an update has overwritten.
+    pub(super) fn put_gradients(&self, overwritten: Tensor) -> Result<(), ZeroError> {
+        match &self.gradients {
+            Some(Gradients::Partitioned { partition, .. }) => partition.put_overwritten(overwritten),
+            _ => Ok(()),
+        }
     }
 
     /// Writes back the state tensors that were fetched and changed.
@@ -179,7 +188,7 @@ impl Unit {
                 let whole = match transient.take() {
                     Some(whole) => whole,
                     None => with_category(Category::Gradients, || {
-                        Viewed::zeros(&self.layout, partition.dtype(), partition.device())
+                        Viewed::zeros(&self.layout, DType::F32, partition.device())
                     })?,
                 };
                 &transient.insert(whole).views
@@ -188,12 +197,15 @@ impl Unit {
         Ok(views.iter().cloned().map(Some).collect())
     }
 
-    /// The gradients that persist.
-    pub(super) fn persistent_gradients(&self) -> Option<&Tensor> {
-        self.gradients.as_ref().map(Gradients::persistent)
+    /// The gradients of the elements that this rank updates; a copy of offloaded ones.
+    pub(super) fn updated_gradients(&self, stage: ZeroStage) -> Result<Option<Tensor>, ZeroError> {
+        match &self.gradients {
+            Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() => Ok(Some(whole.flat.clone())),
+            _ => self.gradient_partition(self.shard_rank),
+        }
     }
 
-    /// Partition `rank` within the persistent gradients, if this rank holds it.
+    /// Partition `rank` within the persistent gradients, if this rank holds it; a copy of an offloaded one.
     pub(super) fn gradient_partition(&self, rank: usize) -> Result<Option<Tensor>, ZeroError> {
         match &self.gradients {
             None => Ok(None),
@@ -202,7 +214,7 @@ impl Unit {
                 Ok(Some(whole.flat.narrow(0, range.start, range.len())?))
             }
             Some(Gradients::Partitioned { partition, .. }) => {
-                Ok((rank == self.shard_rank).then(|| partition.clone()))
+                (rank == self.shard_rank).then(|| partition.fetch()).transpose()
             }
         }
     }
@@ -219,7 +231,12 @@ impl Unit {
         }
     }
 
-    pub(super) fn zero_gradients(&self) -> Result<(), ZeroError> {
-        self.persistent_gradients().map_or(Ok(()), |gradients| Ok(elementwise::fill(gradients, 0.0)?))
+    pub(super) fn zero_gradients(&mut self) -> Result<(), ZeroError> {
+        match &mut self.gradients {
+            None => {}
+            Some(Gradients::Whole(whole)) => elementwise::fill(&whole.flat, 0.0)?,
+            Some(Gradients::Partitioned { partition, .. }) => partition.set_to_zero(),
+        }
+        Ok(())
     }
 }

@@ -36,7 +36,10 @@ impl ZeroOptimizer {
         self.release_all();
         tracing::trace_span!("optimizer").in_scope(|| match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
-            _ => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+            _ => match self.host_store() {
+                Some(store) => self.update_on_host(store, &config, step),
+                None => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+            },
         })?;
         self.storage.settle()?;
         let _publish = tracing::trace_span!("publish").entered();
@@ -112,19 +115,14 @@ impl ZeroOptimizer {
 
     /// The same without optimizer state.
     pub(super) fn update_tensors_without_state(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
-        let gradients = if self.stage.partitions_optimizer() {
-            unit.gradient_partition(unit.shard_rank)?
-        } else {
-            unit.persistent_gradients().cloned()
-        };
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
-        let gradients = gradients.ok_or_else(missing)?;
+        let gradients = unit.updated_gradients(self.stage)?.ok_or_else(missing)?;
         let parameters = self.exact_parameters(unit)?.fetch()?;
         Ok(UpdateTensors { parameters, gradients, state: Vec::new() })
     }
 
     /// The parameters that this rank updates; their master copy if there is one.
-    fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
+    pub(super) fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
         unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
     }
 
@@ -140,9 +138,11 @@ impl ZeroOptimizer {
         unit.put_state(state)
     }
 
-    /// Writes updated state back, if offloaded, once the previous unit is written.
-    pub(super) fn put_back_state(&self, unit: &Unit, state: Vec<Tensor>) -> Result<(), ZeroError> {
+    /// Writes updated state and overwritten gradients back, if offloaded, once the previous unit is written.
+    pub(super) fn put_back_state(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+        let UpdateTensors { gradients, state, .. } = update;
         self.storage.settle()?;
+        unit.put_gradients(gradients)?;
         unit.put_state(state)
     }
 

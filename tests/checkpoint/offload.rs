@@ -1,4 +1,4 @@
-//! Resuming with optimizer state offloaded to files.
+//! Resuming with optimizer state and gradients offloaded to files.
 
 use crate::training::{ADAGRAD, ADAM, LAMB, Setup, on_mesh, setup};
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};

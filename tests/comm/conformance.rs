@@ -86,6 +86,7 @@ mod on_eight_gpus {
         reduce:
             all_reduce_sums_every_dtype_at_every_size,
             all_reduce_finds_max_and_min,
+            sixteen_bit_elements_are_summed_into_f32_in_rank_order,
             reduce_scatter_may_write_over_its_own_input;
         gather:
             all_gather_concatenates_in_rank_order,

@@ -68,7 +68,7 @@ const OFFLOADING: &str = "offload_zero3.json";
 
 /// Files with the keys that they are refused for.
 const REFUSED: [(&str, &[&str]); 2] = [
-    ("offload_wrong_stage.json", &["zero_optimization.stage", "zero_optimization.cpu_offload"]),
+    ("offload_wrong_stage.json", &["zero_optimization.stage"]),
     (
         "one_bit_and_monitors.json",
         &[

@@ -5,6 +5,7 @@
 mod deepspeed;
 mod files;
 mod properties;
+mod recipes;
 mod reference;
 
 use std::alloc::System;

@@ -76,6 +76,10 @@ fn the_schema_refuses_what_the_reader_refuses() {
         json!({ "zero_optimization": { "stage": 0, "offload_optimizer": { "device": "nvme" } } }),
         json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "gpu" } } }),
         json!({ "zero_optimization": { "zenflow": {} } }),
+        json!({ "zero_optimization": { "cpu_offload": true } }),
+        json!({ "zero_optimization": { "stage": 2, "cpu_offload_param": true } }),
+        json!({ "compile": { "passes": ["autotp"] } }),
+        json!({ "offload_optimizer_device": "cpu" }),
         json!({ "ulysses": { "model": "" } }),
         json!({ "wandb": { "enabled": true } }),
         json!({ "tensorboard": { "output_path": null } }),
@@ -96,6 +100,8 @@ fn the_schema_takes_the_other_forms_of_a_value() {
         json!({ "zero_optimization": { "stage": 3, "offload_param": { "device": "nvme", "nvme_path": "x" } } }),
         json!({ "zero_optimization": { "stage": 1, "offload_optimizer": { "device": "cpu" }, "offload_param": null } }),
         json!({ "bfloat16": { "enabled": true }, "communication_data_type": "fp32" }),
+        json!({ "_comment": "any", "optimizer": { "type": "FusedAdam", "params": { "_lr": 1, "adamw_mode": false } } }),
+        json!({ "zero_optimization": { "stage": 1, "cpu_offload": true }, "compile": { "passes": ["autosp"] } }),
     ] {
         assert_eq!(faults(&schema, &right, ""), Vec::<String>::new(), "{right}");
     }
@@ -139,8 +145,11 @@ fn faults(schema: &Value, value: &Value, place: &str) -> Vec<String> {
             }
             "additionalProperties" => {
                 let keys = value.as_object().into_iter().flat_map(|object| object.keys());
-                check(keys.into_iter().all(|key| schema["properties"].get(key).is_some()), keyword);
+                let is_known = |key: &String| key.starts_with('_') || schema["properties"].get(key).is_some();
+                check(keys.into_iter().all(is_known), keyword);
             }
+            // Comments, with any value; the only pattern there is.
+            "patternProperties" => assert_eq!(*argument, json!({ "^_": {} })),
             "properties" => {
                 for (key, value) in value.as_object().into_iter().flatten() {
                     if let Some(schema) = argument.get(key) {

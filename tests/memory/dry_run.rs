@@ -101,6 +101,7 @@ fn cases() -> Vec<Case> {
     .chain(memory_cases())
     .chain(hybrid_cases())
     .chain(cases_over_sp())
+    .chain(cases_in_bf16())
     .collect()
 }
 
@@ -144,6 +145,29 @@ fn cases_over_sp() -> Vec<Case> {
     ]
 }
 
+/// Gradients sent in bf16: to partitions, to whole gradients, and to replicas that do not divide them evenly.
+fn cases_in_bf16() -> Vec<Case> {
+    let of = |stage: usize, extra: Value| {
+        let mut config = json!({
+            "zero_optimization": { "stage": stage },
+            "communication_data_type": "bf16", "seq_parallel_communication_data_type": "bf16",
+        });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let twice = json!({ "gradient_accumulation_steps": 2 });
+    let over_sp = json!({ "ulysses": { "zero_partition_axes": ["dp", "sp"] } });
+    vec![
+        case("dp 3, stage 0, sent in bf16", tiny(4, 2), (3, 1), 16, of(0, twice.clone())),
+        case("2 x 2, stage 0, sent in bf16", tiny(8, 4), (2, 2), 22, of(0, json!({}))),
+        case("1 x 3, stage 0, sent in bf16", tiny(6, 3), (1, 3), 22, of(0, json!({}))),
+        case("2 x 3, stage 1, sent in bf16", tiny(6, 2), (2, 3), 25, of(1, json!({}))),
+        case("2 x 3, stage 2, sent in bf16", tied(tiny(6, 2)), (2, 3), 25, of(2, twice.clone())),
+        case("2 x 3, stage 3, sent in bf16", tiny(8, 4), (2, 3), 26, of(3, twice)),
+        case("2 x 2, stage 3 over sp, sent in bf16", tiny(4, 2), (2, 2), 16, of(3, over_sp)),
+    ]
+}
+
 /// Features that reduce a step's memory: intervals, tiles, head chunks, offload, frozen parameters.
 fn memory_cases() -> Vec<Case> {
     let with =
@@ -171,6 +195,11 @@ fn memory_cases() -> Vec<Case> {
         let zero = json!({ "stage": 3, "offload_optimizer": file, "offload_param": file });
         json!({ "zero_optimization": zero, "optimizer": { "type": optimizer }, "ulysses": chunks(1, true) })
     };
+    let files_twice = |stage: u8, axes: &[&str]| {
+        let zero = json!({ "stage": stage, "offload_optimizer": { "device": "nvme" } });
+        let ulysses = json!({ "zero_partition_axes": axes });
+        json!({ "zero_optimization": zero, "gradient_accumulation_steps": 2, "ulysses": ulysses })
+    };
     let mut twice = with(3, lower.clone());
     twice["gradient_accumulation_steps"] = json!(2);
     vec![
@@ -185,6 +214,14 @@ fn memory_cases() -> Vec<Case> {
         case("attention recomputed in 2 chunks, sp 2", tiny(8, 4), (1, 2), 25, with(3, recomputed(2))),
         case("state and parameters in files, 2 x 2", tiny(8, 4), (2, 2), 22, in_files("AdamW")),
         case("state and parameters in files, LAMB", tied(tiny(8, 4)), (3, 1), 16, in_files("Lamb")),
+        case("gradients in files, 2 x 2, twice", tiny(8, 4), (2, 2), 22, files_twice(2, &["dp"])),
+        case(
+            "gradients in files over sp, twice",
+            tied(tiny(8, 4)),
+            (2, 2),
+            22,
+            files_twice(3, &["dp", "sp"]),
+        ),
         case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),
         case("frozen below, 2 x 2, stage 1", tiny(8, 4), (2, 2), 22, with(1, lower.clone())),
         case("frozen below, 2 x 2, stage 2", tiny(8, 4), (2, 2), 22, with(2, lower)),

@@ -141,7 +141,9 @@ fn a_saved_attention_output_does_not_change_a_bit() {
 fn partitioned() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (2, 1), (2, 2), (3, 1)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [1, 2, 3].map(|stage| layout(dp, sp, stage)));
-    once.chain([Layout { accumulation: 2, ..layout(2, 2, 3) }])
+    let over_sp = [2, 3].map(|stage| Layout { spans_sp: true, ..layout(1, 2, stage) });
+    let twice = [layout(2, 2, 3), layout(1, 2, 2), Layout { spans_sp: true, ..layout(2, 2, 2) }];
+    once.chain(over_sp).chain(twice.map(|layout| Layout { accumulation: 2, ..layout }))
 }
 
 /// Every optimizer, clipped, with the fewest sequences that two dp ranks can accumulate. The size of the
@@ -169,18 +171,31 @@ fn place() -> &'static str {
 fn assert_offload_keeps_bits(extra: &Value, features: &[&[&str]], layouts: impl Iterator<Item = Layout>) {
     for layout in layouts {
         for problem in optimizers() {
-            let bits = |extra: &Value| bits(&run(&problem, extra.clone(), layout)).unwrap();
-            let expected = bits(extra);
             for sections in features {
-                let mut offloading = extra.clone();
-                offloading["zero_optimization"] = json!({ "stage": layout.stage });
-                for section in *sections {
-                    offloading["zero_optimization"][*section] = json!({ "device": place() });
-                }
-                let got = bits(&offloading);
-                assert!(expected == got, "{:?}, {layout:?}: {offloading} changes bits", problem.rule);
+                assert_same_when_offloaded(&problem, extra, sections, [layout]);
             }
         }
+    }
+}
+
+fn assert_same_when_offloaded(
+    problem: &Problem,
+    extra: &Value,
+    sections: &[&str],
+    layouts: impl IntoIterator<Item = Layout>,
+) {
+    for layout in layouts {
+        let bits = |extra: &Value| bits(&run(problem, extra.clone(), layout)).unwrap();
+        let mut offloading = extra.clone();
+        offloading["zero_optimization"] = json!({ "stage": layout.stage });
+        for section in sections {
+            offloading["zero_optimization"][*section] = json!({ "device": place() });
+        }
+        assert!(
+            bits(extra) == bits(&offloading),
+            "{:?}, {layout:?}: {offloading} changes bits",
+            problem.rule
+        );
     }
 }
 
@@ -189,6 +204,31 @@ fn offloaded_optimizer_state_comes_back_bit_for_bit() {
     for extra in [json!({}), json!({ "bf16": { "enabled": true } })] {
         assert_offload_keeps_bits(&extra, &[&["offload_optimizer"]], partitioned());
     }
+}
+
+/// With frozen parameters, and steps that an overflow skips before the loss scale fits.
+#[test]
+fn offloaded_gradients_come_back_bit_for_bit() {
+    let frozen = json!([{ "match": "mlp|layers.0.", "frozen": true }]);
+    let of_stages = [layout(2, 1, 2), Layout { accumulation: 2, ..layout(2, 2, 3) }];
+    let extra = json!({
+        "fp16": { "enabled": true, "initial_scale_power": 21, "hysteresis": 1 },
+        "ulysses": { "parameter_groups": frozen },
+    });
+    let problem = |steps| Problem { steps, ..main_problem(Rule::AdamW(ADAMW), Some(0.25)) };
+    let skipped = run(&problem(10), extra.clone(), of_stages[0]).reports;
+    let skipped: Vec<_> = skipped.iter().map(|report| report.skipped).collect();
+    assert!(skipped[0] && !skipped[9], "{skipped:?}");
+    assert_same_when_offloaded(&problem(10), &extra, &["offload_optimizer"], of_stages);
+}
+
+/// The shared matrix is reduced once, after the backward of the embedding.
+#[test]
+fn the_offloaded_gradient_of_a_tied_matrix_comes_back_bit_for_bit() {
+    let config = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
+    let problem = Problem { rule: Rule::AdamW(ADAMW), ..problem(config, packed_batch()) };
+    let layouts = [layout(2, 2, 2), Layout { accumulation: 2, ..layout(2, 1, 3) }];
+    assert_same_when_offloaded(&problem, &json!({}), &["offload_optimizer"], layouts);
 }
 
 #[test]

@@ -84,6 +84,18 @@ fn a_shard_whose_labels_are_all_masked_contributes_zero() {
 }
 
 #[test]
+fn masked_prompts_are_the_same_on_every_mesh() {
+    let every_other =
+        (0..SEQ_LEN).step_by(2).fold(packed_batch(), |batch, token| batch.mask_tokens(token..token + 1));
+    let config = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
+    let mut tiled_and_tied = problem(config, packed_batch().mask_tokens(2..16));
+    tiled_and_tied.extra = serde_json::json!({ "ulysses": { "loss_tile_tokens": 3 } });
+    check(&problem(CONFIG, packed_batch().mask_tokens(0..17)), small_grid(), 2e-5);
+    check(&problem(CONFIG, every_other), small_grid(), 2e-5);
+    check(&tiled_and_tied, small_grid(), 2e-5);
+}
+
+#[test]
 fn sequences_that_dp_does_not_divide_are_padded_with_masked_ones() {
     for rows in [1, 3] {
         check(&problem(CONFIG, packed_batch().rows(0..rows)), small_grid(), 2e-5);

@@ -1,7 +1,7 @@
 //! Partitions over ranks other than dp: over a part of it (hybrid sharding: HSDP, MiCS), and over sp too. The math is the
 //! same; memory is less the more ranks share the partitions.
 
-use crate::support::compare::assert_all_close;
+use crate::support::compare::{assert_all_close, max_rel_error, values};
 use crate::support::doubles::{Fault, FaultyGroup};
 use crate::support::mesh_run::{
     Doubles, Layout, Problem, Rule, assert_matches, bits, by_name, global_batch, layout, matches,
@@ -95,6 +95,26 @@ fn on_one_axis_partitions_over_sp_give_the_same_bits() {
                 assert!(bits_without_norms(over_dp) == bits_without_norms(over_sp), "{over_dp:?}");
             }
         }
+    }
+}
+
+#[test]
+fn gradients_sent_in_bf16_are_the_same_bits_at_all_stages_and_near_those_in_f32() {
+    let keys = json!({ "communication_data_type": "bf16", "seq_parallel_communication_data_type": "bf16" });
+    let exact = main_problem(Rule::AdamW(ADAMW), Some(0.25));
+    let rounded = Problem { extra: keys, ..exact.clone() };
+    let over_dp = [(2, 1), (1, 3), (2, 3)].map(|(dp, sp)| (dp, sp, dp, false));
+    for mesh in over_dp.into_iter().chain([(4, 2, 2, false), (1, 3, 1, true), (2, 2, 2, true)]) {
+        let runs = [0, 1, 2, 3].map(|stage| rounded.run(sharded(mesh, stage)).unwrap());
+        for stage in 1..=3 {
+            assert!(bits(&runs[stage]).unwrap() == bits(&runs[0]).unwrap(), "{mesh:?} stage {stage}");
+        }
+        let expected = by_name(&exact.run(sharded(mesh, 0)).unwrap().gradients);
+        let gradients = by_name(&runs[0].gradients);
+        // Two sums, each of contributions rounded by at most 2⁻⁸, and which may cancel.
+        assert_all_close(&format!("{mesh:?}: gradient"), &gradients, &expected, 2e-2);
+        let error = |(name, gradient)| max_rel_error(&values(gradient), &expected[name]);
+        assert!(gradients.iter().map(error).any(|error| error > 1e-4), "{mesh:?}: no gradient was rounded");
     }
 }
 

@@ -50,7 +50,8 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
         }
     }
     let tokens = (on_mesh.config.train_batch_size * seq_len) as f64;
-    let flops = model_flops(&on_mesh.config, &on_mesh.source.config, &on_mesh.mesh).or_run()?;
+    let flops =
+        model_flops(&on_mesh.config, &on_mesh.source.config, &on_mesh.mesh).or_run()?.with_labels(1.0);
     let step = |name: &str, seconds| {
         let figure = Figure::new(name, seconds, flops);
         let tokens_per_second = tokens / figure.seconds();

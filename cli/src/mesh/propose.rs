@@ -3,8 +3,10 @@
 use super::Drawn;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
+use crate::plan::assumed::{ASSUMED, AssumedBatch, assumed_config, settings};
+use crate::plan::budget::{Available, MemoryFlags, per_rank};
 use crate::plan::table::bytes;
-use crate::plan::{memory_budget, model};
+use crate::plan::{longest_of_model, model};
 use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
 use std::fmt::Write;
@@ -15,28 +17,23 @@ use ulysses::engine::check_offload_device;
 use ulysses::estimate::{MemoryBudget, Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 
-/// The default config: typical settings for long sequences on many ranks.
-const DEFAULT_CONFIG: &str = r#"{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": { "enabled": true },
-  "zero_optimization": { "stage": 3 },
-  "ulysses": { "activation_checkpointing": true }
-}"#;
-
 #[derive(clap::Args)]
 pub(super) struct ProposeArgs {
-    /// Propose a mesh for --nodes, --devices-per-node, --model, --seq-len and --memory-gib, with reasons.
-    #[arg(long, requires_all = ["nodes", "devices_per_node", "model", "seq_len", "memory_gib"])]
+    /// Propose a mesh for --nodes, --devices-per-node, --model and --memory-gib, with reasons.
+    #[arg(long, requires_all = ["nodes", "devices_per_node", "model", "memory_gib"])]
     propose: bool,
     /// Model, as in `ulysses plan`.
     #[arg(long, requires = "propose")]
     model: Option<String>,
-    /// Tokens per sequence, over all sp ranks.
+    /// Tokens per sequence, over all sp ranks [default: the config's, else the model's `max_position_embeddings`].
     #[arg(long, requires = "propose")]
     seq_len: Option<usize>,
-    /// Available memory per rank in GiB.
+    /// Memory per rank in GiB.
     #[arg(long, requires = "propose")]
     memory_gib: Option<f64>,
+    /// Part of --memory-gib that is not for tensors, as in `ulysses plan` [default: 4 on GPUs, 0 on CPUs].
+    #[arg(long, requires = "propose")]
+    reserve_gib: Option<f64>,
     /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
     #[arg(long, requires = "propose")]
     host_memory_gib: Option<f64>,
@@ -65,23 +62,39 @@ pub(super) fn run(
     let cluster = Cluster { nodes, ranks_per_node };
     let raw = match &args.config {
         Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
-        None => RawConfig::from_json_str_with(DEFAULT_CONFIG, "the default config", &args.set.settings()),
+        None => {
+            let assumed = assumed_config(AssumedBatch::OnePerRank, false);
+            RawConfig::from_json_str_with(&assumed, ASSUMED, &args.set.settings())
+        }
     };
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The config's mesh does not matter.
-    let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
+    let mut config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
-    let budget = memory_budget(args.memory_gib, args.host_memory_gib)?.unwrap_or(u64::MAX.into());
+    let is_of_model = config.ulysses.seq_len.is_none();
+    config.ulysses.seq_len = config.ulysses.seq_len.or_else(|| longest_of_model(&name));
+    let ProposeArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
+    let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
+    let Some(Available { budget, reserve_bytes }) = available else {
+        return Err(Failure::Usage(anyhow!("--propose needs --memory-gib")));
+    };
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
     let proposal = workload.propose(cluster, budget).or_usage()?;
     let seq_len = workload.config.require_seq_len().or_usage()?;
+    let source = match &args.config {
+        Some(path) => path.display().to_string(),
+        None => "assumed".to_owned(),
+    };
+    let length = if is_of_model { " (the model's `max_position_embeddings`)" } else { "" };
     print(format_args!(
-        "{name}, sequences of {seq_len} tokens, {nodes} node(s) of {ranks_per_node} ranks, {} per rank\n\n{}\n",
-        bytes(budget.rank_bytes as f64),
+        "{name}, sequences of {seq_len} tokens{length}, {nodes} node(s) of {ranks_per_node} ranks, {}\n\
+         {source}: {}; the batch is one micro batch per dp rank\n\n{}\n",
+        per_rank(budget.rank_bytes, reserve_bytes),
+        settings(&workload.config, device),
         explain(&proposal, &workload.config, cluster, budget)
     ))?;
     if !proposal.chosen.fits {

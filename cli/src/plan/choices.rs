@@ -1,9 +1,9 @@
 //! The tables of single changes and of other meshes.
 
 use super::Report;
-use super::table::{bytes, flops, seconds};
+use super::table::{bytes, flops, plain_seconds};
 use std::collections::BTreeSet;
-use ulysses::estimate::{MeshChoice, Throughput};
+use ulysses::estimate::{Alternative, MeshChoice, Throughput};
 
 /// A table as text. Columns that do not apply to the plan are left out.
 pub(super) struct Choices {
@@ -11,55 +11,75 @@ pub(super) struct Choices {
     pub(super) rows: Vec<Vec<String>>,
     /// Text next to each row.
     pub(super) row_notes: Vec<Option<String>>,
-    /// Why some rows have no time.
-    pub(super) footnote: Option<String>,
+    /// What columns mean, and why some rows have no time.
+    pub(super) footnotes: Vec<String>,
 }
 
-/// Returns the table of single changes.
+const LONGEST: &str = "longest sequence (tokens)";
+
+/// Returns the table of single changes, each with the config keys that make it.
 pub(super) fn alternatives(report: &Report) -> Choices {
     let columns = Columns::of(report);
     let rows = report.alternatives.iter().map(|change| {
-        let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
-        let mut cells = vec![change.change.clone(), peak];
+        let memory = [change.peak_bytes, change.persistent_bytes].map(|amount| bytes(amount as f64));
+        let mut cells = vec![change.change.clone()];
+        cells.extend(memory);
         cells.extend(columns.host(change.host_bytes_per_node));
-        cells.extend([sent, flops(change.flops)]);
+        cells.extend([bytes(change.sent_bytes as f64), flops(change.flops)]);
         columns.row(cells, change.throughput.as_ref(), [longest(change.max_seq_len)])
     });
+    let keys = |change: &Alternative| (!change.keys.is_empty()).then(|| change.keys.join(", "));
     Choices {
         head: columns.head(
-            ["change", "peak per rank"],
+            ["change", "peak per rank", "model state per rank"],
             &["sent per rank", "FLOPs per rank"],
-            &["longest sequence"],
+            &[LONGEST],
         ),
         rows: rows.collect(),
-        row_notes: vec![None; report.alternatives.len()],
-        footnote: footnote(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
+        row_notes: report.alternatives.iter().map(keys).collect(),
+        footnotes: lacking_rates(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
     }
 }
 
-/// Returns the table of meshes with the same number of ranks and the same batch.
+/// Returns the table of meshes with the same number of ranks and the same batch; those that do not fit come last.
 pub(super) fn meshes(report: &Report) -> Choices {
     let columns = Columns::of(report);
-    let rows = report.meshes.iter().map(|mesh| {
+    let (fitting, others): (Vec<_>, Vec<_>) = report.meshes.iter().partition(|mesh| mesh.fits);
+    let meshes = [fitting, others].concat();
+    let rows = meshes.iter().map(|mesh| {
         let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
         let mut cells = vec![
             format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
             mesh.zero_partition_axes.with_stage(mesh.zero_stage),
-            bytes(mesh.peak_bytes as f64),
+            mesh.micro_batch_size.to_string(),
         ];
+        cells.extend([mesh.peak_bytes, mesh.persistent_bytes].map(|amount| bytes(amount as f64)));
         cells.extend(columns.host(mesh.host_bytes_per_node));
         cells.extend(sent);
         let fits = if mesh.fits { "yes" } else { "no" };
         columns.row(cells, mesh.throughput.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
     });
-    let (first, sent) =
-        (["dp × sp", "ZeRO stage", "peak per rank"], ["sent within node", "sent between nodes"]);
-    Choices {
-        head: columns.head(first, &sent, &["longest sequence", "fits"]),
-        rows: rows.collect(),
-        row_notes: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
-        footnote: footnote(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref())),
+    let first = ["dp × sp", "ZeRO stage", "micro batch", "peak per rank", "model state per rank"];
+    let mut footnotes = lacking_rates(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref()));
+    if columns.has_budget {
+        footnotes.push(format!(
+            "micro batch: the largest that fits, else 1. {LONGEST}: that fits with this micro batch"
+        ));
     }
+    Choices {
+        head: columns.head(first, &["sent within node", "sent between nodes"], &[LONGEST, "fits"]),
+        rows: rows.collect(),
+        row_notes: meshes.iter().map(|mesh| marks(mesh)).collect(),
+        footnotes,
+    }
+}
+
+/// Returns what distinguishes a mesh.
+fn marks(mesh: &MeshChoice) -> Option<String> {
+    let longest = mesh.is_longest.then(|| "longest sequence".to_owned());
+    let marks: Vec<_> =
+        mesh.reason.clone().into_iter().chain(longest).map(|mark| format!("◄ {mark}")).collect();
+    (!marks.is_empty()).then(|| marks.join("  "))
 }
 
 /// The optional columns of a plan's tables.
@@ -88,7 +108,7 @@ impl Columns {
         with_budget: &[&'static str],
     ) -> Vec<&'static str> {
         let host: &[&str] = if self.has_host { &["host per node"] } else { &[] };
-        let with_times: &[&str] = if self.has_times { &["step time", "tokens/s"] } else { &[] };
+        let with_times: &[&str] = if self.has_times { &["step time (s)", "tokens/s"] } else { &[] };
         let with_budget = if self.has_budget { with_budget } else { &[] };
         [&memory, host, always, with_times, with_budget].concat()
     }
@@ -109,23 +129,24 @@ impl Columns {
     }
 }
 
-fn times(throughput: Option<&Throughput>) -> [String; 2] {
+pub(super) fn times(throughput: Option<&Throughput>) -> [String; 2] {
     match throughput {
         Some(Throughput::Known { step_seconds, tokens_per_second }) => {
-            [seconds(*step_seconds), format!("{tokens_per_second:.0}")]
+            [plain_seconds(*step_seconds), format!("{tokens_per_second:.0}")]
         }
         Some(Throughput::Unknown { .. }) | None => ["–", "–"].map(str::to_owned),
     }
 }
 
-fn footnote<'a>(throughputs: impl Iterator<Item = &'a Throughput>) -> Option<String> {
+fn lacking_rates<'a>(throughputs: impl Iterator<Item = &'a Throughput>) -> Vec<String> {
     let lacking = throughputs.filter_map(|throughput| match throughput {
         Throughput::Known { .. } => None,
         Throughput::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
     });
     let lacking: BTreeSet<String> = lacking.collect();
     let keys = lacking.into_iter().collect::<Vec<_>>().join(", ");
-    (!keys.is_empty()).then(|| format!("–: no time, because the machine profile lacks {keys}"))
+    let note = (!keys.is_empty()).then(|| format!("–: no time, because the machine profile lacks {keys}"));
+    note.into_iter().collect()
 }
 
 fn longest(max_seq_len: Option<usize>) -> String {

@@ -25,9 +25,12 @@ pub(super) fn page_of(report: &Report) -> String {
     if let Some(budget) = &report.budget {
         let fits = if budget.fits { "fits" } else { "does not fit" };
         facts.push(("available per rank", format!("{}: {fits}", bytes(budget.bytes))));
+        if budget.reserve_bytes > 0 {
+            facts.push(("reserved per rank", bytes(budget.reserve_bytes)));
+        }
         facts.extend(budget.host_bytes_per_node.map(|host| ("available host memory per node", bytes(host))));
         let longest = budget.max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
-        facts.push(("longest sequence that fits", longest));
+        facts.push(("longest sequence that fits (tokens)", longest));
     }
     if let Some(time) = &report.step_time {
         facts.push(("step time", seconds(time.total_seconds)));
@@ -51,14 +54,14 @@ pub(super) fn page_of(report: &Report) -> String {
 
 /// Formats a table of choices; notes on rows become a last column.
 fn card(title: &str, choices: Choices) -> String {
-    let Choices { mut head, mut rows, row_notes, footnote } = choices;
+    let Choices { mut head, mut rows, row_notes, footnotes } = choices;
     if row_notes.iter().any(Option::is_some) {
         head.push("");
         rows.iter_mut().zip(row_notes).for_each(|(row, note)| row.push(note.unwrap_or_default()));
     }
-    let footnote =
-        footnote.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", escape(&note)));
-    format!("<div class=\"card\"><h3>{title}</h3>\n{}{footnote}</div>\n", table(&head, rows.into_iter()))
+    let footnotes: String =
+        footnotes.iter().map(|note| format!("<p></p><p class=\"faint\">{}</p>", escape(note))).collect();
+    format!("<div class=\"card\"><h3>{title}</h3>\n{}{footnotes}</div>\n", table(&head, rows.into_iter()))
 }
 
 /// Formats the parts of the predicted step time.

@@ -1,7 +1,11 @@
 //! `ulysses plan`.
 
+pub(crate) mod assumed;
+pub(crate) mod budget;
 mod choices;
+mod fit;
 mod html;
+mod inputs;
 pub(crate) mod pictures;
 mod scaling;
 pub(crate) mod table;
@@ -9,42 +13,56 @@ mod text;
 
 use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
-use super::model::{check_config, check_exchange, describe};
-use super::{DeviceArg, Failure, OrFail, log_line, print, training_shape};
+use super::model::check_config;
+use super::{DeviceArg, Failure, OrFail, log_line, print};
 use crate::html::chart::drawing;
 use anyhow::{Context, anyhow};
+use budget::{Available, MemoryFlags};
+use inputs::{check_model, resolve};
+pub(crate) use inputs::{longest_of_model, model, use_longest_sequences};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use ulysses::config::{
-    Config, MachineProfile, Overrides, ParameterGroup, PartitionAxes, RawConfig, ZeroStage,
-};
-use ulysses::data::Tokenizer;
+use ulysses::config::{Config, MachineProfile, ParameterGroup, PartitionAxes, ZeroStage};
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
-use ulysses::estimate::{Alternative, Criteria, MemoryBudget, MeshChoice, RankPlan, StepTime, Workload};
-use ulysses::model::{LlamaConfig, PRESETS, shape};
-
-const GIB: f64 = (1_u64 << 30) as f64;
+use ulysses::estimate::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::model::LlamaConfig;
 
 /// Default number of ranks per node, as on common GPU nodes.
 const RANKS_PER_NODE: usize = 8;
 
 #[derive(clap::Args)]
 pub(super) struct PlanArgs {
-    /// DeepSpeed-style JSON config.
-    #[arg(required_unless_present = "scaling", conflicts_with = "scaling")]
+    /// DeepSpeed-style JSON config [default with --model: bf16, AdamW, ZeRO stage 3, activation checkpointing, one
+    /// sequence per rank].
+    #[arg(conflicts_with = "scaling")]
     config: Option<PathBuf>,
-    /// Preset (nano, tiny, small, base), published shape (llama2-7b, llama3-8b, llama3-70b, llama3-405b), or Hugging
-    /// Face config.json or a directory with one. Needs no weights.
+    /// Preset (nano, tiny, small, base), published model (llama3-8b, Llama-3.1-70B, Qwen3-8B, Mistral-7B-v0.3, …), or
+    /// Hugging Face config.json or a directory with one. Needs no weights.
     #[arg(long)]
     model: Option<String>,
     #[command(flatten)]
     flags: ConfigFlags,
-    /// Available memory per rank in GiB: reports whether the run fits, and the longest sequence that fits.
+    /// Search the cheapest settings that fit --memory-gib, and print them as a config.
+    ///
+    /// Searches mesh, micro batch, ZeRO stage and its axes, activation checkpointing, tiles, head chunks and offload for
+    /// the same number of ranks and the same global batch. Everything else is as in CONFIG.
+    #[arg(long, requires = "memory_gib", conflicts_with_all = ["scaling", "html", "svg"])]
+    fit: bool,
+    /// Number of ranks for --fit [default: those of the mesh].
+    #[arg(long, requires = "fit", conflicts_with = "mesh", value_parser = at_least_1::<usize>)]
+    ranks: Option<usize>,
+    /// Write the cheapest config of --fit to a file instead of printing it.
+    #[arg(long, requires = "fit", value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Memory per rank in GiB: reports whether the run fits, and the longest sequence that fits.
     #[arg(long, visible_alias = "gib-per-rank")]
     memory_gib: Option<f64>,
+    /// Part of --memory-gib that is not for tensors: CUDA context and libraries [default: 4 on GPUs, 0 on CPUs].
+    #[arg(long, requires = "memory_gib")]
+    reserve_gib: Option<f64>,
     /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
     #[arg(long, requires = "memory_gib")]
     host_memory_gib: Option<f64>,
@@ -93,6 +111,9 @@ pub(super) struct PlanArgs {
 #[derive(Serialize)]
 struct Report {
     device: &'static str,
+    /// The settings that are assumed without a config.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    assumed: Option<String>,
     model: ModelReport,
     mesh: MeshReport,
     /// Number of ranks that share one copy of ZeRO's partitions, if the config sets it.
@@ -158,30 +179,36 @@ struct Features {
 
 #[derive(Serialize)]
 struct Budget {
+    /// For tensors, without the reserve.
     bytes: u64,
+    reserve_bytes: u64,
     host_bytes_per_node: Option<u64>,
     fits: bool,
     max_seq_len: Option<usize>,
 }
 
 pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
-    match &args.config {
-        None => scaling::run(args.tokens_per_rank, args.svg.as_deref(), args.json),
-        Some(path) => {
-            let report = report(path, &args)?;
-            if let Some(file) = &args.html {
-                write_file(file, "--html", html::page_of(&report))?;
-            }
-            if let Some(file) = &args.svg {
-                let memory = pictures::memory(&report.rank.timeline, &[]);
-                write_file(file, "--svg", drawing(&[memory], 1))?;
-            }
-            if args.json {
-                return print(format_args!("{}\n", serde_json::to_string_pretty(&report).or_run()?));
-            }
-            print(text::Text(&report))
-        }
+    if args.scaling {
+        return scaling::run(args.tokens_per_rank, args.svg.as_deref(), args.json);
     }
+    if args.config.is_none() && args.model.is_none() {
+        return Err(Failure::Usage(anyhow!("give a CONFIG, or --model for a plan without one")));
+    }
+    if args.fit {
+        return fit::run(&args);
+    }
+    let report = report(&args)?;
+    if let Some(file) = &args.html {
+        write_file(file, "--html", html::page_of(&report))?;
+    }
+    if let Some(file) = &args.svg {
+        let memory = pictures::memory(&report.rank.timeline, &[]);
+        write_file(file, "--svg", drawing(&[memory], 1))?;
+    }
+    if args.json {
+        return print(format_args!("{}\n", serde_json::to_string_pretty(&report).or_run()?));
+    }
+    print(text::Text(&report))
 }
 
 /// Writes the output file of a flag.
@@ -193,18 +220,45 @@ fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
     Ok(())
 }
 
-fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
-    let config = resolve(path, args)?;
-    let (name, model) = model(&config)?;
-    check_model(&model, &config)?;
-    let machine = args.machine.as_deref().map(MachineProfile::from_file);
-    let machine = machine.transpose().context("--machine").or_usage()?;
-    let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
-    let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
-    let budget = memory_budget(args.memory_gib, args.host_memory_gib)?;
-    let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
-    check_offload_device(&config, device).or_usage()?;
-    let workload = Workload { config, model, document_len, ranks_per_node, device };
+/// What the arguments describe.
+struct Inputs {
+    /// The model's name.
+    name: String,
+    workload: Workload,
+    machine: Option<MachineProfile>,
+    available: Option<Available>,
+    /// The sequence length of the config; the workload's is the longest of its schedule.
+    seq_len: Option<usize>,
+}
+
+impl Inputs {
+    fn read(args: &PlanArgs) -> Result<Self, Failure> {
+        let mut config = resolve(args)?;
+        let seq_len = config.ulysses.seq_len;
+        if args.seq_len.is_none() {
+            use_longest_sequences(&mut config);
+        }
+        let (name, model) = model(&config)?;
+        match args.fit {
+            true => check_config(&model, &config)?,
+            false => check_model(&model, &config)?,
+        }
+        let machine = args.machine.as_deref().map(MachineProfile::from_file);
+        let machine = machine.transpose().context("--machine").or_usage()?;
+        let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
+        let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
+        let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
+        let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
+        let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
+        check_offload_device(&config, device).or_usage()?;
+        let workload = Workload { config, model, document_len, ranks_per_node, device };
+        Ok(Self { name, workload, machine, available, seq_len })
+    }
+}
+
+fn report(args: &PlanArgs) -> Result<Report, Failure> {
+    let Inputs { name, workload, machine, available, .. } = Inputs::read(args)?;
+    let budget = available.map(|available| available.budget);
     let max_seq_len = budget.map(|budget| workload.max_seq_len(budget)).transpose().or_usage()?.flatten();
     let workload = match (workload.config.ulysses.seq_len, max_seq_len) {
         (None, Some(longest)) => workload.with_seq_len(longest),
@@ -215,38 +269,9 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         }
         _ => workload,
     };
-    Report::new(name, workload, Criteria { budget, machine: machine.as_ref() }, max_seq_len)
-}
-
-/// Resolves the config with the sequence length to plan for.
-fn resolve(path: &Path, args: &PlanArgs) -> Result<Config, Failure> {
-    let shape = args.mesh.as_deref().map(training_shape).transpose()?;
-    let overrides = Overrides {
-        mesh: shape.map(|shape| (shape.dp, shape.sp)),
-        shard_size: shape.and_then(|shape| shape.shard_size),
-        seq_len: args.seq_len,
-        model: args.model.clone(),
-        ..Overrides::default()
-    };
-    let raw = RawConfig::from_file_with(path, &args.flags.settings()).or_usage()?;
-    let mut config = raw.resolve(&overrides).or_usage()?;
-    if args.seq_len.is_none() {
-        use_longest_sequences(&mut config);
-    }
-    match config.ulysses.seq_len.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
-        Some(seq_len) => Err(Failure::Usage(anyhow!(
-            "`ulysses.seq_len` (--seq-len): expected at most {} tokens, found {seq_len}",
-            u32::MAX
-        ))),
-        None => Ok(config),
-    }
-}
-
-/// Checks that the config fits the model, as training does.
-fn check_model(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
-    check_config(model, config)?;
-    let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
-    check_exchange(model, config.micro_batch_size, seq_len, config)
+    let assumed = args.config.is_none().then(|| assumed::settings(&workload.config, workload.device));
+    let report = Report::new(name, workload, machine.as_ref(), available, max_seq_len)?;
+    Ok(Report { assumed, ..report })
 }
 
 impl Report {
@@ -254,15 +279,18 @@ impl Report {
     fn new(
         name: String,
         workload: Workload,
-        criteria: Criteria<'_>,
+        machine: Option<&MachineProfile>,
+        available: Option<Available>,
         max_seq_len: Option<usize>,
     ) -> Result<Self, Failure> {
+        let criteria = Criteria { budget: available.map(|available| available.budget), machine };
         let decided = workload.decided(criteria.budget).or_usage()?;
         let rank = decided.plan().or_usage()?;
         let step_time = criteria.machine.map(|machine| decided.step_time(machine)).transpose().or_usage()?;
         let host_bytes_per_node = workload.host_bytes_per_node(&rank);
-        let budget = criteria.budget.map(|budget| Budget {
+        let budget = available.map(|Available { budget, reserve_bytes }| Budget {
             bytes: budget.rank_bytes,
+            reserve_bytes,
             host_bytes_per_node: budget.host_bytes_per_node,
             fits: workload.fits(&rank, budget),
             max_seq_len,
@@ -274,6 +302,7 @@ impl Report {
         let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.mesh.sp_size))?;
         Ok(Self {
             device: device.name(),
+            assumed: None,
             features: Features::new(&config, &decided.config, &model),
             model: ModelReport::new(name, &model),
             mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
@@ -330,12 +359,6 @@ impl ModelReport {
     }
 }
 
-/// Sets the sequence length to the longest of the schedule, which needs the most memory.
-pub(super) fn use_longest_sequences(config: &mut Config) {
-    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
-    config.ulysses.seq_len = scheduled.chain(config.ulysses.seq_len).max();
-}
-
 /// Returns the traffic of a model from two ranks to four times its number of heads.
 pub(super) fn scaling_of(
     name: &str,
@@ -347,39 +370,4 @@ pub(super) fn scaling_of(
         .take_while(|ranks| *ranks <= max_ranks)
         .collect();
     traffic::of_model(name.to_owned(), model, tokens_per_rank, &ranks).or_usage()
-}
-
-/// Returns the memory that the flags allow, if `--memory-gib` is given.
-pub(super) fn memory_budget(
-    memory_gib: Option<f64>,
-    host_memory_gib: Option<f64>,
-) -> Result<Option<MemoryBudget>, Failure> {
-    let bytes = |flag: &str, gib: Option<f64>| match gib {
-        Some(gib) if !(gib.is_finite() && gib > 0.0) => {
-            Err(Failure::Usage(anyhow!("--{flag} {gib}: expected a number above 0")))
-        }
-        gib => Ok(gib.map(|gib| (gib * GIB) as u64)),
-    };
-    let host_bytes_per_node = bytes("host-memory-gib", host_memory_gib)?;
-    let rank_bytes = bytes("memory-gib", memory_gib)?;
-    Ok(rank_bytes.map(|rank_bytes| MemoryBudget { rank_bytes, host_bytes_per_node }))
-}
-
-/// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.
-pub(super) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
-    let name = config.require_model().or_usage()?;
-    let path = Path::new(name);
-    let model = if path.is_file() || path.is_dir() && !PRESETS.contains(&name) {
-        describe(path)?
-    } else {
-        let model = shape(name).or_usage()?;
-        match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
-            Some(tokenizer) => {
-                let vocab_size = Tokenizer::from_file(Path::new(tokenizer)).or_usage()?.vocab_size();
-                LlamaConfig { vocab_size, ..model }
-            }
-            None => model,
-        }
-    };
-    Ok((name.to_owned(), model))
 }

@@ -3,9 +3,11 @@
 use std::fmt::{self, Formatter};
 pub(crate) use ulysses::monitor::{format_bytes as bytes, format_flops as flops};
 
-/// Writes a table whose first column is left-aligned and whose other columns are right-aligned.
+/// Writes a table whose first column is left-aligned and whose other columns are right-aligned. Cells beyond the head are
+/// notes, left-aligned.
 pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let num_headed = rows.first().map_or(0, Vec::len);
     let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
     let widths: Vec<usize> = (0..columns)
         .map(|column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0))
@@ -14,6 +16,7 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
         for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
             match column {
                 0 => write!(f, "  {cell:<width$}")?,
+                note if note >= num_headed => write!(f, "  {cell}")?,
                 _ => write!(f, "  {cell:>width$}")?,
             }
         }
@@ -41,6 +44,11 @@ pub(super) fn seconds(seconds: f64) -> String {
         short if short < 1.0 => format!("{:.2} ms", 1e3 * short),
         long => format!("{long:.3} s"),
     }
+}
+
+/// Formats a duration under a head that names the unit.
+pub(super) fn plain_seconds(seconds: f64) -> String {
+    if seconds < 1.0 { format!("{seconds:.6}") } else { format!("{seconds:.3}") }
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The plan as text.
 
+use super::budget::per_rank;
 use super::choices::Choices;
 use super::table::{bytes, flops, parameters, row, seconds, write_table};
 use super::{Budget, Features, MeshReport, Report, choices};
@@ -27,6 +28,9 @@ impl Display for Text<'_> {
 impl Text<'_> {
     fn head(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
+        if let Some(assumed) = &self.0.assumed {
+            writeln!(f, "assumed {assumed}; --set KEY=VALUE or a config changes them")?;
+        }
         writeln!(
             f,
             "model   {}: {}, {} layers, hidden size {}, {} query heads, {} KV heads",
@@ -188,7 +192,8 @@ impl Text<'_> {
     }
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Some(Budget { bytes: budget, host_bytes_per_node: host, fits, max_seq_len }) = &self.0.budget
+        let Some(Budget { bytes: budget, reserve_bytes, host_bytes_per_node: host, fits, max_seq_len }) =
+            &self.0.budget
         else {
             return writeln!(
                 f,
@@ -207,12 +212,13 @@ impl Text<'_> {
                 None if needed_host > 0 => " (host memory is not compared: --host-memory-gib)".to_owned(),
                 None => String::new(),
             };
-            let budget = size(budget);
-            return writeln!(f, "\nfits into {budget} per rank{host}; longest sequence that fits: {longest}");
+            let budget = per_rank(budget, *reserve_bytes);
+            return writeln!(f, "\nfits into {budget}{host}; longest sequence that fits: {longest}");
         }
         let of_rank = (needed > budget).then(|| {
             let (rank, lacking) = (self.0.rank.rank, size(needed - budget));
-            format!("rank {rank} needs {}, {lacking} more than {} per rank", size(needed), size(budget))
+            let budget = per_rank(budget, *reserve_bytes);
+            format!("rank {rank} needs {}, {lacking} more than {budget}", size(needed))
         });
         let of_host = host.filter(|host| needed_host > *host).map(|host| {
             let lacking = size(needed_host - host);
@@ -243,12 +249,12 @@ impl Text<'_> {
 }
 
 fn write_choices(f: &mut Formatter<'_>, choices: Choices) -> fmt::Result {
-    let Choices { head, rows, row_notes, footnote } = choices;
+    let Choices { head, rows, row_notes, footnotes } = choices;
     let head = head.into_iter().map(str::to_owned).collect();
     let rows = rows.into_iter().zip(row_notes).map(|(mut row, note)| {
-        row.extend(note.map(|note| format!("◄ {note}")));
+        row.extend(note);
         row
     });
     write_table(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>())?;
-    footnote.map_or(Ok(()), |note| writeln!(f, "  {note}"))
+    footnotes.iter().try_for_each(|note| writeln!(f, "  {note}"))
 }

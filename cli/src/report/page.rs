@@ -49,7 +49,7 @@ fn facts(run: &RunFiles) -> Facts {
     facts.extend([
         ("tokens/s", number(run.rate("tokens"))),
         ("label tokens/s", number(run.rate("label_tokens"))),
-        ("GEMM share", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
+        ("MFU", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
         ("peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
         ("mesh", mesh),
         ("ZeRO stage", stage.unwrap_or_else(|| "–".to_owned())),
@@ -112,7 +112,7 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
         chart("Label tokens per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
         chart("Gradient norm before clipping", "grad_norm", Unit::Number, Scale::FromZero),
         chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
-        chart("GEMM share", "gemm_share", Unit::Percent, Scale::FromZero),
+        chart("MFU", "gemm_share", Unit::Percent, Scale::FromZero),
         chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
     ]
 }

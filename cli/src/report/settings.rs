@@ -2,7 +2,7 @@
 
 use super::run::RunFiles;
 use crate::html::{escape, plain};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// The origin of a setting.
@@ -72,6 +72,8 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
         None if name.ends_with("parallel_size") && given.iter().any(|(path, _)| path == "mesh_param") => {
             Origin::File
         }
+        // `sequence_parallel_size` without a dp size sets the axes of ZeRO's partitions too.
+        None if key == "ulysses.zero_partition_axes" && *value == json!(["dp", "sp"]) => Origin::File,
         None => Origin::Default,
     }
 }

@@ -2,7 +2,7 @@
 
 use super::prepare::Prepared;
 use ulysses::engine::Engine;
-use ulysses::estimate::model_flops;
+use ulysses::estimate::{ModelFlops, model_flops};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.
@@ -26,7 +26,8 @@ impl Observer for FlopRate<'_> {
             let config = config.clone().with_seq_len(step.seq_len);
             model_flops(&config, &model.config, mesh).ok()
         });
-        let rate = flops.map(|flops| flops / step.metrics.step_seconds);
+        let rate =
+            flops.map(|flops| flops.with_labels(step.metrics.label_share()) / step.metrics.step_seconds);
         step.metrics.model_flops_per_second = rate;
         step.metrics.gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
         Ok(())
@@ -36,12 +37,12 @@ impl Observer for FlopRate<'_> {
 /// Cache of the FLOPs of a step on all ranks, for the last sequence length.
 #[derive(Default)]
 struct StepFlops {
-    known: Option<(usize, Option<f64>)>,
+    known: Option<(usize, Option<ModelFlops>)>,
 }
 
 impl StepFlops {
     /// Returns the cached result, including a failed one, or calls `plan`.
-    fn of_length(&mut self, seq_len: usize, plan: impl FnOnce() -> Option<f64>) -> Option<f64> {
+    fn of_length(&mut self, seq_len: usize, plan: impl FnOnce() -> Option<ModelFlops>) -> Option<ModelFlops> {
         match self.known {
             Some((known, flops)) if known == seq_len => flops,
             _ => {
@@ -60,12 +61,14 @@ mod tests {
     #[test]
     fn each_length_is_planned_once_even_if_it_fails() {
         let (mut flops, mut planned) = (StepFlops::default(), Vec::new());
-        for (seq_len, answer) in [(64, None), (64, None), (128, Some(2.0)), (128, Some(3.0)), (64, None)] {
+        let of_layers = |layers| Some(ModelFlops { layers, lm_head: 1.0 });
+        let plans = [(64, None), (64, None), (128, of_layers(2.0)), (128, of_layers(3.0)), (64, None)];
+        for (seq_len, answer) in plans {
             let result = flops.of_length(seq_len, || {
                 planned.push(seq_len);
                 answer
             });
-            assert_eq!(result, (seq_len == 128).then_some(2.0));
+            assert_eq!(result, of_layers(2.0).filter(|_| seq_len == 128));
         }
         assert_eq!(planned, [64, 128, 64]);
     }

@@ -63,7 +63,8 @@ fn cannot_write(path: &Path) -> String {
     format!("`flops_profiler.output_file`: cannot write {}", path.display())
 }
 
-/// Rank 0's planned FLOPs and measured times of a step.
+/// Rank 0's planned FLOPs and measured times of a step. FLOPs of the LM head are those of the share of all
+/// ranks' tokens that have a label.
 struct Profile<'a> {
     run: &'a Prepared,
     metrics: &'a Metrics,
@@ -85,7 +86,9 @@ impl Profile<'_> {
 
     fn flops(&self, ops: &[MatmulOp], pass: Pass) -> f64 {
         let flops = self.planned.flops.iter();
-        flops.filter(|((op, of_pass), _)| ops.contains(op) && *of_pass == pass).map(|(_, n)| n).sum()
+        let share = |op| if op == MatmulOp::LmHead { self.metrics.label_share() } else { 1.0 };
+        let flops = flops.filter(|((op, of_pass), _)| ops.contains(op) && *of_pass == pass);
+        flops.map(|((op, _), flops)| share(*op) * flops).sum()
     }
 
     fn row(f: &mut Formatter<'_>, name: &str, flops: f64, seconds: f64) -> fmt::Result {

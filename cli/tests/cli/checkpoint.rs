@@ -41,6 +41,12 @@ fn verify_inspect_and_diff_describe_checkpoints() {
     outcome.assert_refused(1, &["the checkpoints differ"]);
     assert!(outcome.stdout.contains("exp_avg      lm_head.weight:"), "{outcome:?}");
     assert!(outcome.stdout.contains("steps 1 and 2: "), "{outcome:?}");
+    assert!(outcome.stdout.contains("; largest absolute difference "), "{outcome:?}");
+    let within =
+        |tolerance| place.run(&["checkpoint", "diff", "out/step_00000001", "out", "--tolerance", tolerance]);
+    within("1e3").assert_done();
+    within("1e-9").assert_refused(1, &["the checkpoints differ by more than 1e-9"]);
+    within("-1").assert_refused(2, &["expected a number of at least 0"]);
     place.run(&["checkpoint", "diff", "out", "out/step_00000002"]).assert_done();
     for dir in ["out", "out/step_00000002"] {
         let outcome = place.run(&["eval", dir, "--data", "text.txt"]);

@@ -41,9 +41,9 @@ fn resolve_lists_values_that_depend_on_a_missing_flag() {
     assert_eq!(resolved["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&resolved["seed"], &resolved["zero_optimization"]["stage"]), (&json!(5), &json!(2)));
     for waiting in [
-        "open: `scheduler.params.total_num_steps` depends on --steps, or `ulysses.steps`",
-        "open: `data_parallel_size` depends on --mesh: the batch sizes need dp 2, such as 2x1",
-        "open: `ulysses.model` depends on --model",
+        "unset: `scheduler.params.total_num_steps` needs --steps, or `ulysses.steps`",
+        "unset: `data_parallel_size` needs --mesh: the batch sizes need dp 2, such as 2x1",
+        "unset: `ulysses.model` needs --model",
     ] {
         assert!(outcome.stderr.contains(waiting), "{}", outcome.stderr);
     }

@@ -140,9 +140,9 @@ fn the_age_of_a_renamed_checkpoint_comes_from_its_manifest() {
         fs::remove_dir_all(name(step)).unwrap();
     }
     let outcome = train(&place, &["--steps", "8", "--resume"]);
-    let expected =
-        "resumed from out/step_00000099\nthe checkpoint's directory was renamed: its manifest says step 5";
-    assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
+    let stderr = &outcome.assert_done().stderr;
+    assert!(stderr.contains("resumed from out/step_00000099: step 5, saved on mesh"), "{stderr}");
+    assert!(stderr.contains("the checkpoint's directory was renamed: its manifest says step 5"), "{stderr}");
     // A directory name between the two kept checkpoints replaces neither.
     fs::rename(name(99), name(9)).unwrap();
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));

@@ -14,6 +14,7 @@ mod datasets;
 mod disk;
 mod doctor;
 mod evaluations;
+mod fit;
 #[cfg(unix)]
 mod launch;
 #[cfg(unix)]

@@ -16,7 +16,7 @@ fn the_parts_of_a_step_add_up_to_its_time() {
     let outcome = place.run(&["train", "c.json"]);
     let line =
         outcome.assert_done().stderr.lines().find(|line| line.contains("4/4  loss")).unwrap().to_owned();
-    for part in ["loss ", "lr ", "grad norm ", " tokens/s", " MiB", "GEMM share "] {
+    for part in ["loss ", "lr ", "grad norm ", " tokens/s", " mem ", " MiB", "MFU "] {
         assert!(line.contains(part), "no {part} in {line}");
     }
     assert!(line.chars().count() <= 100, "{line}");

@@ -102,7 +102,7 @@ fn with_a_machine_every_change_and_mesh_has_a_time() {
     let text = place.run(&[&["plan"], &timed[..], &["--html", "plan.html"]].concat());
     let text = &text.assert_done().stdout;
     for head in ["change", "dp × sp"] {
-        assert!(line(text, head).contains(" step time  tokens/s"), "{text}");
+        assert!(line(text, head).contains(" step time (s)  tokens/s"), "{text}");
     }
     assert!(line(text, "4 × 1").contains("◄ fastest of all"), "{text}");
     let note = "–: no time, because the machine profile lacks `file_bytes_per_second`, `rates.bf16`";

@@ -39,7 +39,7 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
         assert!(!page.contains(foreign), "{foreign} in the page");
     }
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
-    // Loss, tokens/s, label tokens/s, norm, learning rate, GEMM share and memory of two runs; evaluation losses are dots.
+    // Loss, tokens/s, label tokens/s, norm, learning rate, MFU and memory of two runs; evaluation losses are dots.
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);

@@ -14,7 +14,9 @@ use super::OpError;
 use super::call::Call;
 use crate::device::Target;
 use crate::tensor::with_slice;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use half::slice::HalfBitsSliceExt;
+use half::{bf16, f16};
 
 /// target = source, element by element in memory order, rounded to nearest even if `target` is narrower.
 ///
@@ -34,6 +36,24 @@ pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::cast(&launcher, source, target)),
     }
+}
+
+/// Rounds f32 values on the host to the elements of type `dtype` whose bytes are `target`, aligned for them.
+///
+/// # Errors
+/// A `target` of another length, or an unsupported element type.
+pub fn round_on_host(source: &[f32], target: &mut [u8], dtype: DType) -> Result<(), OpError> {
+    let call = Call::new("cast::round_on_host");
+    let halves = bytemuck::cast_slice_mut::<u8, u16>;
+    let fits = target.len() == source.len() * dtype.size_in_bytes();
+    call.expect_value("target", target.len() as f64, fits, "the bytes of as many elements as `source`")?;
+    match dtype {
+        DType::BF16 => convert(source, halves(target).reinterpret_cast_mut::<bf16>()),
+        DType::F16 => convert(source, halves(target).reinterpret_cast_mut::<f16>()),
+        DType::F32 => convert::<f32, f32>(source, bytemuck::cast_slice_mut(target)),
+        _ => return call.expect_value("dtype", dtype.size_in_bytes() as f64, false, "f32, bf16 or f16"),
+    }
+    Ok(())
 }
 
 fn from<S: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {

@@ -106,3 +106,20 @@ fn wrong_arguments_are_named() {
     let error = cast(&flat.narrow(0, 0, 4).unwrap(), &flat.narrow(0, 4, 4).unwrap()).unwrap_err();
     assert!(matches!(error, OpError::SharedStorage { output: "target", other: "source", .. }), "{error}");
 }
+
+#[test]
+fn rounding_on_the_host_gives_the_bits_of_a_cast() {
+    let values = values(1003);
+    for dtype in TYPES {
+        let target = Tensor::zeros(values.len(), dtype, &Device::Cpu).unwrap();
+        cast(&Tensor::from_slice(&values, values.len(), &Device::Cpu).unwrap(), &target).unwrap();
+        // f32 elements, so that the bytes are aligned.
+        let mut elements = vec![0.0_f32; values.len()];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);
+        let bytes = &mut bytes[..values.len() * dtype.size_in_bytes()];
+        round_on_host(&values, bytes, dtype).unwrap();
+        crate::tensor::with_bytes(&target, |expected| assert!(*bytes == *expected, "{dtype:?}")).unwrap();
+        let error = round_on_host(&values[1..], bytes, dtype).unwrap_err().to_string();
+        assert!(error.contains("the bytes of as many elements as `source`"), "{error}");
+    }
+}

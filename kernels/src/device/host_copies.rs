@@ -34,6 +34,13 @@ pub(crate) trait HostCopies: Send + Sync {
     /// # Errors
     /// An error of the driver, or a failed copy.
     fn hold(&self, copy: &Self::Copy) -> Result<(), DeviceError>;
+
+    /// Returns the bytes of host memory, for the host to read and write; at least those that were allocated. The host
+    /// waits for the copies to and from it.
+    ///
+    /// # Errors
+    /// As [`hold`](Self::hold).
+    fn bytes<'a>(&self, memory: &'a mut Self::Memory) -> Result<&'a mut [u8], DeviceError>;
 }
 
 pub(crate) use late::LateCopies;
@@ -63,7 +70,8 @@ mod late {
         Load(Memory, Tensor),
     }
 
-    type Memory = Arc<Mutex<Vec<u8>>>;
+    /// f32 elements, because the host reads and writes f32.
+    type Memory = Arc<Mutex<Vec<f32>>>;
 
     impl LateCopies {
         fn start(&self, job: Job) -> u64 {
@@ -78,7 +86,7 @@ mod late {
         type Copy = u64;
 
         fn allocate(&self, bytes: usize) -> Result<Memory, DeviceError> {
-            Ok(Arc::new(Mutex::new(vec![0; bytes])))
+            Ok(Arc::new(Mutex::new(vec![0.0; bytes.div_ceil(size_of::<f32>())])))
         }
 
         fn store(&self, tensor: &Tensor, memory: &mut Memory) -> Result<u64, DeviceError> {
@@ -99,16 +107,41 @@ mod late {
             }
             Ok(())
         }
+
+        fn bytes<'a>(&self, memory: &'a mut Memory) -> Result<&'a mut [u8], DeviceError> {
+            let last = {
+                let queue = self.0.lock();
+                let last = queue.waiting.iter().rposition(|job| Arc::ptr_eq(job.memory(), memory));
+                last.map(|index| queue.done + index as u64 + 1)
+            };
+            last.map_or(Ok(()), |copy| self.hold(&copy))?;
+            let Some(memory) = Arc::get_mut(memory) else { unreachable!("its copies are done") };
+            Ok(bytemuck::cast_slice_mut::<f32, u8>(memory.get_mut()))
+        }
     }
 
     impl Job {
+        fn memory(&self) -> &Memory {
+            match self {
+                Self::Store(_, memory) | Self::Load(memory, _) => memory,
+            }
+        }
+
         fn run(self) -> candle_core::Result<()> {
             match self {
                 Self::Store(tensor, memory) => {
-                    with_bytes(&tensor, |bytes| memory.lock().copy_from_slice(bytes))
+                    let copy = |bytes: &[u8]| {
+                        bytemuck::cast_slice_mut::<f32, u8>(&mut memory.lock())[..bytes.len()]
+                            .copy_from_slice(bytes);
+                    };
+                    with_bytes(&tensor, copy)
                 }
                 Self::Load(memory, tensor) => {
-                    with_bytes_mut(&tensor, |bytes| bytes.copy_from_slice(&memory.lock()))
+                    let copy = |bytes: &mut [u8]| {
+                        bytes
+                            .copy_from_slice(&bytemuck::cast_slice::<f32, u8>(&memory.lock())[..bytes.len()]);
+                    };
+                    with_bytes_mut(&tensor, copy)
                 }
             }
         }

@@ -4,7 +4,7 @@ use crate::cast::Pieces;
 use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use rayon::prelude::*;
 
-pub(super) fn forward<T: Copy + Send + Sync>(ids: &[u32], weight: &[T], y: &mut [T], d: usize) {
+pub(super) fn copy_rows<T: Copy + Send + Sync>(ids: &[u32], weight: &[T], y: &mut [T], d: usize) {
     let rows = rows_per_block(ids.len(), d);
     (ids.par_chunks(rows), y.par_chunks_mut(rows * d)).into_par_iter().for_each(|(ids, y)| {
         for (id, y) in ids.iter().zip(y.chunks_exact_mut(d)) {

@@ -8,20 +8,16 @@ use candle_core::{DType, Tensor};
 const COLUMNS: usize = 512;
 const COLUMN_THREADS: u32 = 128;
 
-pub(super) fn forward(
+/// Copies the rows of `weight` that the first `rows` elements of `ids` name.
+pub(super) fn copy_rows(
     launcher: &Launcher,
     dtype: DType,
-    ids: &Ids,
+    (ids, rows): (&Tensor, usize),
     [weight, y]: [&Tensor; 2],
     d: usize,
 ) -> Result<(), DeviceError> {
-    if ids.is_empty() {
-        return Ok(());
-    }
     let kernel = Kernel::of_dtype(&EMBEDDING, "embedding_forward", dtype)?;
-    let rows = ids.len();
-    let tables = ids.on(y.device())?.tables;
-    launcher.open([y], [weight, &tables], |[y], [weight, ids]| {
+    launcher.open([y], [weight, ids], |[y], [weight, ids]| {
         let args = [y.into(), weight.into(), ids.into(), (rows as u64).into(), (d as u32).into()];
         // SAFETY: `y` has `rows` rows of d elements, and all of the `rows` ids are rows of `weight`.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * 32), &args) }

@@ -1,4 +1,5 @@
-//! Token embedding: looks up rows of a table, and sums gradients per row.
+//! Token embedding: looks up rows of a table, and sums gradients per row. [`gather`] looks up rows of any
+//! matrix, without a gradient.
 
 mod cpu;
 mod cuda;
@@ -10,11 +11,15 @@ mod tests;
 
 pub use ids::Ids;
 
-use super::OpError;
-use super::call::Call;
+use super::call::{Argument, Call};
 use super::cast::with_element_type;
+use super::{OpError, TokenTable};
 use crate::device::{Target, dry};
-use candle_core::Tensor;
+use crate::host_table::HostTable;
+use candle_core::{Device, Tensor};
+
+/// Indices of rows, for [`gather`].
+pub type Rows = TokenTable<u32>;
 
 /// `y[i] = weight[ids[i]]`.
 ///
@@ -25,20 +30,47 @@ use candle_core::Tensor;
 /// An id that is not below vocab, shapes, dtypes, devices or layouts that do not match, or an output that
 /// shares storage with the weight.
 pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("embedding::forward");
-    let (vocab_size, d) = call.rows(("weight", weight))?;
+    let on_device = |device: &Device| Ok(ids.on(device)?.tables);
+    copy_rows(Call::new("embedding::forward"), ids, on_device, ("weight", weight), y)
+}
+
+/// `y[i] = x[rows[i]]`, bit for bit.
+///
+/// # Shapes
+/// `rows: [n], x: [m, d], y: [n, d]`
+///
+/// # Errors
+/// As [`forward`].
+pub fn gather(rows: &Rows, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
+    copy_rows(Call::new("embedding::gather"), rows, |device| rows.on(device), ("x", x), y)
+}
+
+/// Copies rows `ids` of `from`; `ids_on` returns them on the device, where more may follow them.
+fn copy_rows(
+    call: Call,
+    ids: &HostTable<u32>,
+    ids_on: impl FnOnce(&Device) -> candle_core::Result<Tensor>,
+    from: Argument<'_>,
+    y: &Tensor,
+) -> Result<(), OpError> {
+    let (vocab_size, d) = call.rows(from)?;
     call.expect(("y", y), &[ids.len(), d])?;
     check_ids(call, ids, vocab_size)?;
-    // Reads as many elements of the weight as it writes.
+    // Reads as many elements as it writes.
     dry::report_elementwise([y, y]);
-    let target = call.target(&[("y", y)], &[("weight", weight)])?;
-    let dtype = call.element_type(&[("weight", weight), ("y", y)], &[])?;
+    let target = call.target(&[("y", y)], &[from])?;
+    let dtype = call.element_type(&[from, ("y", y)], &[])?;
+    let (_, from) = from;
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
-            call.on_cpu([weight], [y], |[weight], [y]| cpu::forward::<T>(ids, weight, y, d))
+            call.on_cpu([from], [y], |[from], [y]| cpu::copy_rows::<T>(ids, from, y, d))
         }),
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, ids, [weight, y], d)),
+        Target::Kernels(_) if ids.is_empty() => Ok(()),
+        Target::Kernels(launcher) => {
+            let on_device = ids_on(y.device()).map_err(|source| OpError::Candle { op: call.op, source })?;
+            call.kernels(cuda::copy_rows(&launcher, dtype, (&on_device, ids.len()), [from, y], d))
+        }
     }
 }
 

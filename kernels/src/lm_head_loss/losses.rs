@@ -6,35 +6,34 @@ use crate::tensor::to_vec;
 use candle_core::Tensor;
 
 /// The token losses of a micro batch; a GPU may still be computing them.
-#[derive(Debug)]
-pub struct Losses(Values);
-
-#[derive(Debug)]
-enum Values {
-    Summed(LossSum),
-    /// f32, `[n]`; 0 for tokens without a label.
-    OnDevice {
-        losses: Tensor,
-        valid_tokens: u64,
-    },
+#[derive(Debug, Default)]
+pub struct Losses {
+    /// Losses that the CPU has summed, and the number of all tokens with a label.
+    summed: LossSum,
+    /// f32, `[n]` each; 0 for tokens without a label.
+    on_device: Vec<Tensor>,
 }
 
 impl Losses {
-    pub(super) fn summed(sum: LossSum) -> Self {
-        Self(Values::Summed(sum))
+    pub(super) fn summed(summed: LossSum) -> Self {
+        Self { summed, on_device: Vec::new() }
     }
 
     pub(super) fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
-        Self(Values::OnDevice { losses, valid_tokens })
+        Self { summed: LossSum { sum: 0.0, valid_tokens }, on_device: vec![losses] }
+    }
+
+    /// Appends the losses of the tokens that follow.
+    pub fn append(&mut self, following: Self) {
+        self.summed.sum += following.summed.sum;
+        self.summed.valid_tokens += following.summed.valid_tokens;
+        self.on_device.extend(following.on_device);
     }
 
     /// Number of tokens with a label.
     #[must_use]
     pub fn valid_tokens(&self) -> u64 {
-        match &self.0 {
-            Values::Summed(sum) => sum.valid_tokens,
-            Values::OnDevice { valid_tokens, .. } => *valid_tokens,
-        }
+        self.summed.valid_tokens
     }
 
     /// Sums the losses. Synchronizes with a GPU, and sums on the host in f64, in token order.
@@ -42,14 +41,12 @@ impl Losses {
     /// # Errors
     /// A failure of the GPU.
     pub fn sum(&self) -> Result<LossSum, OpError> {
-        match &self.0 {
-            Values::Summed(sum) => Ok(*sum),
-            Values::OnDevice { losses, valid_tokens } => {
-                let op = "lm_head_loss::Losses::sum";
-                let losses = to_vec::<f32>(losses).map_err(|source| OpError::Candle { op, source })?;
-                let sum = losses.into_iter().map(f64::from).sum();
-                Ok(LossSum { sum, valid_tokens: *valid_tokens })
-            }
+        let mut total = self.summed;
+        for losses in &self.on_device {
+            let op = "lm_head_loss::Losses::sum";
+            let losses = to_vec::<f32>(losses).map_err(|source| OpError::Candle { op, source })?;
+            total.sum += losses.into_iter().map(f64::from).sum::<f64>();
         }
+        Ok(total)
     }
 }

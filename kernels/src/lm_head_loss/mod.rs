@@ -10,19 +10,17 @@
 
 mod cpu;
 mod cuda;
-mod labels;
 mod losses;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use labels::Labels;
 pub use losses::Losses;
 
 use super::call::Call;
 use super::cast::with_element_type;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
-use super::{OpError, Workspace, linear};
+use super::{OpError, TokenTable, Workspace, linear};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
@@ -30,6 +28,9 @@ use std::ops::Range;
 
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
 pub const IGNORED: i64 = -100;
+
+/// The labels of a micro batch.
+pub type Labels = TokenTable<i64>;
 
 /// A sum of token losses, with the number of tokens. Sums of shards and micro batches can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -41,8 +42,8 @@ pub struct LossSum {
 }
 
 /// Computes the losses, and writes each token's logsumexp for [`backward`]. Does not synchronize with a GPU;
-/// their sum does. On a CPU, a tile's logits are allocated from the `workspace`, which must be one of CPU
-/// tensors.
+/// their sum does. The buffer for logits has room for `tile_tokens`, even if there are fewer tokens; on a CPU
+/// it is allocated from the `workspace`, which must be one of CPU tensors.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -164,6 +165,15 @@ fn with_tile_logits<R>(
     Ok(result)
 }
 
+/// Checks labels before some of them are passed to [`forward`], so that an error names the position among
+/// all of them.
+///
+/// # Errors
+/// A label that is neither [`IGNORED`] nor in `0..vocab_size`.
+pub fn validate_labels(labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
+    check_labels(Call::new("lm_head_loss::forward"), labels, vocab_size)
+}
+
 /// Computes all logits at once, for evaluation and checks.
 ///
 /// # Shapes
@@ -215,11 +225,17 @@ fn check(
     call.expect(("weight", weight), &[vocab_size, dim])?;
     call.expect_tokens("labels", labels.len(), tokens)?;
     call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
+    check_labels(call, labels, vocab_size)?;
+    Ok(Sizes { tokens, dim, vocab_size, tile_tokens })
+}
+
+fn check_labels(call: Call, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
     let valid = |label: i64| label == IGNORED || usize::try_from(label).is_ok_and(|l| l < vocab_size);
-    if let Some((position, &value)) = labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
-        let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
-        return Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid });
+    match labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
+        None => Ok(()),
+        Some((position, &value)) => {
+            let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
+            Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid })
+        }
     }
-    // A tile larger than the input would only need a larger scratch buffer.
-    Ok(Sizes { tokens, dim, vocab_size, tile_tokens: tile_tokens.min(tokens.max(1)) })
 }

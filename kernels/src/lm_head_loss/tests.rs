@@ -143,6 +143,17 @@ fn an_empty_shard_gives_zero() {
 }
 
 #[test]
+fn batches_of_any_number_of_tokens_recycle_one_buffer_of_logits() {
+    let workspace = Workspace::new();
+    for n in [5, 2, 4, 9] {
+        let case = Case::new([n, 4, 6]);
+        let (x, weight) = (tensor(&case.x, &[n, 4]), tensor(&case.weight, &[6, 4]));
+        forward(&x, &weight, &Labels::new(&*case.labels), 4, &output(&[n]), &workspace).unwrap();
+        assert_eq!(workspace.free_bytes(), 4 * 6 * size_of::<f32>(), "{n} tokens");
+    }
+}
+
+#[test]
 fn huge_logits_neither_overflow_nor_lose_the_loss() {
     on_every_target(|_| {
         let (x, weight) = (tensor(&[1000.0, -1000.0], &[2, 1]), tensor(&[1.0, 0.0, -1.0], &[3, 1]));

@@ -3,7 +3,7 @@
 //! A thread writes while its owner continues. Before a tensor is needed, the same thread reads it ahead, so
 //! that it is in the system's page cache, which does not count as a rank's memory.
 
-use super::{Backing, Extent, OffloadError, StoreLabel};
+use super::{Backing, Extent, OffloadError, StoreLabel, Work};
 use crate::tensor::{with_bytes, with_bytes_mut};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -96,6 +96,14 @@ impl Backing for File {
 
     fn finish_read(&self, _: &Extent) -> Result<(), OffloadError> {
         Ok(())
+    }
+
+    fn is_in_host_memory(&self) -> bool {
+        false
+    }
+
+    fn with_bytes(&self, _: &[&Extent], _: Work<'_>) -> Result<(), OffloadError> {
+        Err(self.failed(io::Error::other("a file cannot be updated in place")))
     }
 }
 

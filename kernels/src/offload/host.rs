@@ -8,7 +8,7 @@
     allow(dead_code, reason = "compiled always, but without a device there is no host memory next to it")
 )]
 
-use super::{Backing, Extent, OffloadError, StoreLabel};
+use super::{Backing, Extent, OffloadError, StoreLabel, Work};
 use crate::device::{DeviceError, HostCopies, Launcher};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -72,12 +72,20 @@ impl<C: HostCopies> HostMemory<C> {
     }
 }
 
-impl<C: HostCopies> Backing for HostMemory<C> {
-    fn write(&self, extent: &Extent, tensor: Tensor) -> Result<(), OffloadError> {
+impl<C: HostCopies> HostMemory<C> {
+    /// Allocates the memory of an extent, if it has none.
+    fn allocate(&self, extent: &Extent) -> Result<(), OffloadError> {
         if let Entry::Vacant(place) = self.blocks.lock().entry(extent.offset) {
             let memory = self.copies.allocate(extent.bytes as usize).map_err(self.failed())?;
             place.insert(Block { memory, read: None });
         }
+        Ok(())
+    }
+}
+
+impl<C: HostCopies> Backing for HostMemory<C> {
+    fn write(&self, extent: &Extent, tensor: Tensor) -> Result<(), OffloadError> {
+        self.allocate(extent)?;
         let copy = self.with_block(extent, |block| self.copies.store(&tensor, &mut block.memory))?;
         self.pending_writes.lock().push((tensor, copy));
         Ok(())
@@ -108,6 +116,27 @@ impl<C: HostCopies> Backing for HostMemory<C> {
             Some(copy) => self.copies.hold(copy),
             None => Ok(()),
         })
+    }
+
+    fn is_in_host_memory(&self) -> bool {
+        true
+    }
+
+    fn with_bytes(&self, extents: &[&Extent], work: Work<'_>) -> Result<(), OffloadError> {
+        extents.iter().try_for_each(|extent| self.allocate(extent))?;
+        let mut blocks = self.blocks.lock();
+        let mut blocks: HashMap<u64, &mut Block<C>> =
+            blocks.iter_mut().map(|(offset, block)| (*offset, block)).collect();
+        let mut bytes = Vec::with_capacity(extents.len());
+        for extent in extents {
+            let missing = || self.failed()(DeviceError::NotWritten { bytes: extent.bytes });
+            let block = blocks.remove(&extent.offset).ok_or_else(missing)?;
+            bytes.push(
+                &mut self.copies.bytes(&mut block.memory).map_err(self.failed())?[..extent.bytes as usize],
+            );
+        }
+        work(bytes);
+        Ok(())
     }
 }
 

@@ -71,6 +71,9 @@ pub struct OffloadStore {
     prefetched: Mutex<HashMap<u64, Tensor>>,
 }
 
+/// Work on the bytes of several extents.
+type Work<'a> = &'a mut dyn FnMut(Vec<&mut [u8]>);
+
 /// The storage behind a store. Calls return before the work that they start is done.
 trait Backing: Debug + Send + Sync {
     /// Starts to copy a tensor to an extent.
@@ -87,6 +90,13 @@ trait Backing: Debug + Send + Sync {
 
     /// Makes later work on the tensor's device wait for the started reads of an extent.
     fn finish_read(&self, extent: &Extent) -> Result<(), OffloadError>;
+
+    /// Returns whether extents are in host memory.
+    fn is_in_host_memory(&self) -> bool;
+
+    /// Calls `work` once with the bytes of distinct extents in host memory, after the copies to and from them; without
+    /// bytes in a dry run.
+    fn with_bytes(&self, extents: &[&Extent], work: Work<'_>) -> Result<(), OffloadError>;
 }
 
 impl OffloadStore {
@@ -184,6 +194,29 @@ impl OffloadStore {
         let tensor = prefetched.map_or_else(|| self.started(extent, empty), Ok)?;
         self.backing.finish_read(extent)?;
         Ok(tensor)
+    }
+
+    /// Returns whether extents are in host memory, where [`with_bytes`](Self::with_bytes) can work on them.
+    pub fn is_in_host_memory(&self) -> bool {
+        self.backing.is_in_host_memory()
+    }
+
+    /// Calls `work` with the bytes of distinct extents in host memory, in this order and aligned for f32. The host
+    /// first waits for copies to and from them. An extent that was never written has unspecified content. In a dry
+    /// run there are no bytes. `work` must not use the store.
+    ///
+    /// # Errors
+    /// Extents that are not in [host memory](Self::is_in_host_memory), or an error of the driver.
+    pub fn with_bytes(
+        &self,
+        extents: &[&Extent],
+        mut work: impl FnMut(Vec<&mut [u8]>),
+    ) -> Result<(), OffloadError> {
+        let mut prefetched = self.prefetched.lock();
+        // What was read ahead is stale.
+        extents.iter().for_each(|extent| drop(prefetched.remove(&extent.offset)));
+        drop(prefetched);
+        self.backing.with_bytes(extents, &mut work)
     }
 
     fn started<E: From<OffloadError>>(

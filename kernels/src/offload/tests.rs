@@ -135,6 +135,37 @@ fn reading_what_was_never_written_is_an_error() {
     }
 }
 
+/// Copies to the extent are done before, copies from it see the changes, and what was read ahead is stale.
+#[test]
+fn work_on_host_memory_is_ordered_with_copies() {
+    let store = OffloadStore::with_late_copies();
+    let (extent, tensor) = one_and_two(&store);
+    let other = store.reserve(2);
+    read_ahead(&store, &extent, &tensor);
+    store
+        .with_bytes(&[&other, &extent], |bytes| {
+            let [other, own] = bytes.try_into().unwrap();
+            assert_eq!(other.len(), 2);
+            let own = crate::tensor::f32_elements(own);
+            assert_eq!(own, [1.0, 2.0]);
+            own[1] = 7.0;
+        })
+        .unwrap();
+    let first = read(&store, &extent, &tensor);
+    store.with_bytes(&[&extent], |mut bytes| bytes[0].fill(0)).unwrap();
+    assert_eq!(bits(&first), [1.0, 7.0]);
+    assert_eq!(bits(&read(&store, &extent, &tensor)), [0.0, 0.0]);
+}
+
+#[test]
+fn a_file_refuses_work_on_its_bytes() {
+    let [file, memory] = stores();
+    assert_eq!([file.is_in_host_memory(), memory.is_in_host_memory()], [false, true]);
+    let (extent, _) = one_and_two(&file);
+    let error = file.with_bytes(&[&extent], |_| panic!("no bytes")).unwrap_err().to_string();
+    assert!(error.contains("cannot be updated in place"), "{error}");
+}
+
 #[test]
 fn tensors_on_a_cpu_are_already_in_host_memory() {
     assert!(OffloadStore::in_host_memory(USE, &Device::Cpu).unwrap().is_none());

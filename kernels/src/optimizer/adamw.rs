@@ -55,6 +55,20 @@ pub fn step(
     elementwise::step(params, [param, exp_avg, exp_avg_sq], grad)
 }
 
+/// As [`step`], on slices in host memory of equal length.
+///
+/// # Errors
+/// As [`step`].
+pub fn step_on_host(
+    param: &mut [f32],
+    grad: &[f32],
+    exp_avg: &mut [f32],
+    exp_avg_sq: &mut [f32],
+    params: &AdamParams,
+) -> Result<(), OpError> {
+    elementwise::step_on_host(params, [param, exp_avg, exp_avg_sq], grad)
+}
+
 #[derive(Clone, Copy, NoUninit)]
 #[repr(C)]
 pub(super) struct Constants {

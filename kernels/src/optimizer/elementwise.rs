@@ -53,6 +53,23 @@ pub(super) fn step<R: Rule<T>, const T: usize>(
     }
 }
 
+/// One step of a rule on the host, on elements of `tensors`, parameters first. Its bits are those of [`step`] on CPU
+/// tensors.
+pub(super) fn step_on_host<R: Rule<T>, const T: usize>(
+    rule: &R,
+    tensors: [&mut [f32]; T],
+    grad: &[f32],
+) -> Result<(), OpError> {
+    let call = Call::new(R::OP);
+    rule.check(call)?;
+    for (name, tensor) in R::TENSORS.iter().zip(&tensors) {
+        let len = tensor.len();
+        call.expect_value(name, len as f64, len == grad.len(), "as many elements as `grad`")?;
+    }
+    on_cpu(rule, tensors, grad);
+    Ok(())
+}
+
 fn on_cpu<R: Rule<T>, const T: usize>(rule: &R, mut tensors: [&mut [f32]; T], grad: &[f32]) {
     let constants = rule.constants();
     let block_elems = rows_per_block(grad.len(), 1);

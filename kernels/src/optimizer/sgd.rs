@@ -44,15 +44,34 @@ pub fn step(
 ) -> Result<(), OpError> {
     match momentum_buffer {
         Some(buffer) if params.momentum > 0.0 => elementwise::step(params, [param, buffer], grad),
-        None if params.momentum > 0.0 => {
-            let expected = "0 (there is no momentum buffer)";
-            Call::new(<SgdParams as Rule<1>>::OP).expect_value("momentum", params.momentum, false, expected)
-        }
+        None if params.momentum > 0.0 => params.refuse_momentum(),
         _ => elementwise::step(params, [param], grad),
     }
 }
 
+/// As [`step`], on slices in host memory of equal length.
+///
+/// # Errors
+/// As [`step`].
+pub fn step_on_host(
+    param: &mut [f32],
+    grad: &[f32],
+    momentum_buffer: Option<&mut [f32]>,
+    params: &SgdParams,
+) -> Result<(), OpError> {
+    match momentum_buffer {
+        Some(buffer) if params.momentum > 0.0 => elementwise::step_on_host(params, [param, buffer], grad),
+        None if params.momentum > 0.0 => params.refuse_momentum(),
+        _ => elementwise::step_on_host(params, [param], grad),
+    }
+}
+
 impl SgdParams {
+    fn refuse_momentum(&self) -> Result<(), OpError> {
+        let expected = "0 (there is no momentum buffer)";
+        Call::new(<SgdParams as Rule<1>>::OP).expect_value("momentum", self.momentum, false, expected)
+    }
+
     fn check(&self, call: Call) -> Result<(), OpError> {
         let Self { momentum, nesterov, .. } = *self;
         check_step(call, self.step)?;

@@ -16,35 +16,56 @@ const TASK: usize = 16 * BLOCK;
 /// of the range.
 pub(super) fn reduce<T: Arithmetic>(op: ReduceOp, sources: &[&[T]], begin: usize, target: &mut [T]) {
     match op {
-        ReduceOp::Sum => reduce_with(sources, begin, target, |a, b| a.plus(b)),
+        ReduceOp::Sum => sum(sources, begin, target, T::narrow),
         // A NaN on either side wins, so that it cannot hide.
-        ReduceOp::Max => reduce_with(sources, begin, target, |a, b| if a > b || a.is_nan() { a } else { b }),
-        ReduceOp::Min => reduce_with(sources, begin, target, |a, b| if a < b || a.is_nan() { a } else { b }),
+        ReduceOp::Max => {
+            let max = |a: T::Wide, b| if a > b || a.is_nan() { a } else { b };
+            reduce_with(sources, begin, target, max, T::narrow);
+        }
+        ReduceOp::Min => {
+            let min = |a: T::Wide, b| if a < b || a.is_nan() { a } else { b };
+            reduce_with(sources, begin, target, min, T::narrow);
+        }
     }
 }
 
-fn reduce_with<T: Arithmetic>(
+/// As [`reduce`], for a sum that `narrow` converts to the type of `target`.
+pub(super) fn sum<T: Arithmetic, U: Copy + Send>(
     sources: &[&[T]],
     begin: usize,
-    target: &mut [T],
+    target: &mut [U],
+    narrow: fn(T::Wide) -> U,
+) {
+    reduce_with(sources, begin, target, |a, b| a.plus(b), narrow);
+}
+
+fn reduce_with<T: Arithmetic, U: Copy + Send>(
+    sources: &[&[T]],
+    begin: usize,
+    target: &mut [U],
     combine: impl Fn(T::Wide, T::Wide) -> T::Wide + Copy + Sync,
+    narrow: impl Fn(T::Wide) -> U + Copy + Sync,
 ) {
     if target.len() <= TASK || rayon::current_num_threads() == 1 {
-        return reduce_blocks(sources, begin, target, combine);
+        return reduce_blocks(sources, begin, target, combine, narrow);
     }
     let tasks = target.par_chunks_mut(TASK).enumerate();
-    tasks.for_each(|(task, target)| reduce_blocks(sources, begin + task * TASK, target, combine));
+    tasks.for_each(|(task, target)| reduce_blocks(sources, begin + task * TASK, target, combine, narrow));
 }
 
-fn reduce_blocks<T: Arithmetic>(
+fn reduce_blocks<T: Arithmetic, U: Copy>(
     sources: &[&[T]],
     begin: usize,
-    target: &mut [T],
+    target: &mut [U],
     combine: impl Fn(T::Wide, T::Wide) -> T::Wide + Copy,
+    narrow: impl Fn(T::Wide) -> U,
 ) {
     let [first, between @ .., last] = sources else {
         // At most one source.
-        return sources.iter().for_each(|only| target.copy_from_slice(&only[begin..begin + target.len()]));
+        for (to, &x) in target.iter_mut().zip(sources.iter().flat_map(|only| &only[begin..])) {
+            *to = narrow(x.widen());
+        }
+        return;
     };
     let mut sums: Vec<T::Wide> = Vec::with_capacity(BLOCK.min(target.len()));
     for (index, target) in target.chunks_mut(BLOCK).enumerate() {
@@ -57,7 +78,7 @@ fn reduce_blocks<T: Arithmetic>(
             }
         }
         for ((to, &sum), &x) in target.iter_mut().zip(&sums).zip(&last[block]) {
-            *to = T::narrow(combine(sum, x.widen()));
+            *to = narrow(combine(sum, x.widen()));
         }
     }
 }

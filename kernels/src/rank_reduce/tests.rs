@@ -106,6 +106,33 @@ fn sixteen_bit_floats_are_rounded_once() {
 }
 
 #[test]
+fn sixteen_bit_floats_are_summed_into_f32_without_rounding() {
+    fn check<T: Arithmetic<Wide = f32>>(target: &str) {
+        for (ranks, len, begin) in [(1, 5, 0), (2, 64, 16), (3, 1_003, 32), (8, 700, 5), (4, 0, 2)] {
+            let elements = |rank: usize| (0..begin + len + 4).map(move |i| irregular::<T>(rank, i)).collect();
+            let values: Vec<Vec<T>> = (0..ranks).map(elements).collect();
+            let sources: Vec<Tensor> = values.iter().map(|values| tensor(3, values)).collect();
+            let output = tensor(1, &vec![9.0_f32; len]);
+            reduce(ReduceOp::Sum, &sources.iter().collect::<Vec<_>>(), begin, &output).unwrap();
+            let sum = |i: usize| values.iter().map(|of_rank| of_rank[begin + i].widen()).reduce(|a, b| a + b);
+            let expected: Vec<f32> = (0..len).map(|i| sum(i).unwrap()).collect();
+            assert_eq!(to_vec::<f32>(&output).unwrap(), expected, "{:?} {ranks} ranks {target}", T::DTYPE);
+        }
+    }
+    on_every_target(|target| {
+        check::<bf16>(target);
+        check::<half::f16>(target);
+    });
+    let (short, long) = (tensor(0, &[bf16::ONE; 2]), tensor(0, &[0.0_f32; 2]));
+    for (op, sources) in
+        [(ReduceOp::Max, [&short, &short]), (ReduceOp::Sum, [&short, &tensor(0, &[1.0_f32; 2])])]
+    {
+        let refused = reduce(op, &sources, 0, &long).unwrap_err();
+        assert!(matches!(refused, OpError::MixedDTypes { .. }), "{refused}");
+    }
+}
+
+#[test]
 fn integers_wrap() {
     on_every_target(|_| {
         assert_eq!(reduced(ReduceOp::Sum, &[&[250_u8], &[10]]), [4]);

@@ -112,7 +112,7 @@ pub(super) fn reduce_scatter(
     op: ReduceOp,
 ) -> StepResult {
     let count = output.elem_count();
-    let staged = staging_buffer(members, count, &output)?;
+    let staged = staging_buffer(members, count, &input)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;

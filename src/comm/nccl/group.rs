@@ -7,6 +7,7 @@ use crate::comm::arg_check::ArgCheck;
 use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::GroupLabel;
+use crate::comm::reduce::{is_unrounded_sum, reduce};
 use crate::comm::{
     CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt, ReduceOp,
     pack_exchange_unpack,
@@ -17,7 +18,7 @@ use parking_lot::Mutex;
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
-use ulysses_kernels::tensor::bytes;
+use ulysses_kernels::tensor::{bytes, zeros};
 
 /// Interval between polls of a host that waits for the GPU.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -86,6 +87,9 @@ impl NcclGroup {
         output: &Tensor,
         op: ReduceOp,
     ) -> Result<Pending, CommError> {
+        if is_unrounded_sum(op, &[input], output) {
+            return self.reduce_scatter_unrounded(call, input, output);
+        }
         let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
         let (count, of, op) = (output.elem_count(), data_type(output.dtype()), operator(op));
         let input = &copy_if_shared(input, &[output])?;
@@ -93,6 +97,27 @@ impl NcclGroup {
             // SAFETY: `count` elements of the output, and `count` per rank of the input; kept as above.
             unsafe { result::reduce_scatter(source(at[1]), target(at[0]), count, of, op, comm, stream) }
         })
+    }
+
+    /// Sums 16-bit elements in f32 and in rank order, as NCCL's kernels do not: each rank receives its chunk of all ranks.
+    fn reduce_scatter_unrounded(
+        &self,
+        call: CallSignature,
+        input: &Tensor,
+        output: &Tensor,
+    ) -> Result<Pending, CommError> {
+        let received = zeros(input.elem_count(), input.dtype(), input.device())?;
+        let chunk = output.elem_count();
+        let counts = vec![chunk; self.world_size()];
+        let op = CollectiveOp::ReduceScatter;
+        let pending = self.all_to_all(op, call, (input, &counts), (&received, &counts))?;
+        let output = output.clone();
+        Ok(pending.then(move || {
+            let chunks: Vec<Tensor> = (0..counts.len())
+                .map(|rank| received.narrow(0, rank * chunk, chunk))
+                .collect::<Result<_, _>>()?;
+            Ok(reduce(ReduceOp::Sum, &chunks.iter().collect::<Vec<_>>(), 0, &output)?)
+        }))
     }
 
     fn all_gather(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
@@ -105,15 +130,17 @@ impl NcclGroup {
         })
     }
 
-    /// Runs grouped sends and receives, which NCCL fuses into one kernel.
+    /// Runs grouped sends and receives, which NCCL fuses into one kernel, and counts them as `op`.
     fn all_to_all(
         &self,
+        op: CollectiveOp,
         call: CallSignature,
         (input, send_counts): (&Tensor, &[usize]),
         (output, recv_counts): (&Tensor, &[usize]),
     ) -> Result<Pending, CommError> {
         let dtype = input.dtype();
-        let traffic = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
+        let moved = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
+        let traffic = MovedBytes { op, ..moved };
         let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
         let input = &copy_if_shared(input, &[output])?;
         self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
@@ -210,7 +237,8 @@ impl ProcessGroup for NcclGroup {
             }
             CollectiveArgs::AllGather { input, output } => self.all_gather(signature()?, input, output),
             CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
-                self.all_to_all(signature()?, (input, send_counts), (output, recv_counts))
+                let (sent, received) = ((input, send_counts), (output, recv_counts));
+                self.all_to_all(call.op(), signature()?, sent, received)
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
                 pack_exchange_unpack(self, inputs, outputs, plan)

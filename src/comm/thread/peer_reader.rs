@@ -88,7 +88,7 @@ impl PeerReader<'_> {
             .collect::<Result<_, CommError>>()?;
         let sources: Vec<&Tensor> = locked.iter().filter_map(|inputs| inputs.first()).collect();
         reduce::reduce(op, &sources, begin, output)?;
-        (0..locked.len()).for_each(|peer| self.moved(peer, output.elem_count(), output));
+        sources.iter().enumerate().for_each(|(peer, source)| self.moved(peer, output.elem_count(), source));
         Ok(())
     }
 

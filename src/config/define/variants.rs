@@ -1,17 +1,19 @@
 //! Sections with a `type` and its `params`: the optimizer and the scheduler.
 
 use super::words::{key, section};
-use crate::config::vocabulary::{Key, Value, Variant, complete, join, refused_names};
+use crate::config::vocabulary::{Key, Value, Variant, complete, join, other_names, refused_names};
 use serde_json::{Map, Value as Json, json};
 
 /// Returns the type `name` of the section at `path`, with its parameters.
 pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant {
-    Variant { name, params: complete(params.to_vec(), &join(path, "params"), Some(name)) }
+    let params = complete(params.to_vec(), &join(path, "params"), Some(name));
+    Variant { name, other_names: other_names(&join(path, "type"), name), params }
 }
 
 /// Returns the keys of such a section; `about` documents the type.
 pub(crate) fn declare_variants(path: &str, about: &'static str, variants: Vec<Variant>) -> Vec<Key> {
-    let (variants, refused): (&[_], _) = (variants.leak(), refused_names(&join(path, "type")));
+    let refused: Vec<_> = refused_names(&join(path, "type")).collect();
+    let (variants, refused): (&[_], &[_]) = (variants.leak(), refused.leak());
     vec![
         Key { value: Value::Variant { variants, refused }, about, ..section().named("type").required() },
         Key { about: "Its parameters.", ..key(Value::Params(variants)).named("params") },

@@ -39,7 +39,7 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
         found = entries.iter().filter(|entry| entry.key.name == key).collect();
     }
     if found.is_empty()
-        && let Some(text) = refused_name(key, &entries)
+        && let Some(text) = other_name(key, &entries).or_else(|| refused_name(key, &entries))
     {
         return Ok(text);
     }
@@ -59,6 +59,18 @@ fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     let explanations = entries.iter().filter(|entry| entry.path == *key).map(explanation);
     let explanations = explanations.collect::<Vec<_>>().join("\n");
     Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
+}
+
+/// Returns the name here of an optimizer that has another name too.
+fn other_name(name: &str, entries: &[Entry]) -> Option<String> {
+    entries.iter().find_map(|entry| {
+        let Value::Variant { variants, .. } = entry.key.value else { return None };
+        let is_other = |other: &&&str| other.eq_ignore_ascii_case(name);
+        let found = variants
+            .iter()
+            .find_map(|variant| variant.other_names.iter().find(is_other).map(|other| (other, variant.name)));
+        found.map(|(other, own)| format!("`{}` \"{other}\" is another name of \"{own}\"\n", entry.path))
+    })
 }
 
 /// Returns the replacement for an optimizer or a scheduler that is not supported.
@@ -120,9 +132,14 @@ pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
 pub(crate) fn effect_text(key: &Key) -> String {
     match key.effect {
         Effect::Supported => match key.value {
-            Value::Variant { refused: refused @ [_, ..], .. } => {
+            Value::Variant { variants, refused: refused @ [_, ..] } => {
+                let others = variants.iter().filter(|variant| !variant.other_names.is_empty());
+                let others = others.map(|variant| {
+                    format!("; other names of \"{}\": {}", variant.name, variant.other_names.join(", "))
+                });
                 let names: Vec<_> = refused.iter().map(|refused| refused.name).collect();
-                format!("supported; refused, with an alternative: {}", names.join(", "))
+                let others: String = others.collect();
+                format!("supported{others}; refused, with an alternative: {}", names.join(", "))
             }
             _ => "supported".to_owned(),
         },

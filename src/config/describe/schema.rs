@@ -28,10 +28,17 @@ pub fn json_schema() -> Value {
 /// Returns the stages that `offload_param` and `offload_optimizer` require.
 fn stages_of_offload() -> Value {
     let off = json!({ "properties": { "device": { "enum": ["none", "auto"] } } });
+    let no = json!({ "enum": [false, "auto", null] });
+    let no_param = json!({ "offload_param": off, "cpu_offload_param": no });
+    let mut stages_1_and_2 = json!({ "properties": no_param, "required": ["stage"] });
+    stages_1_and_2["properties"]["stage"] = json!({ "enum": [1, 2] });
+    let mut any_stage = json!({ "properties": no_param });
+    any_stage["properties"]["offload_optimizer"] = off;
+    any_stage["properties"]["cpu_offload"] = no;
     json!([
         { "properties": { "stage": { "const": 3 } }, "required": ["stage"] },
-        { "properties": { "stage": { "enum": [1, 2] }, "offload_param": off }, "required": ["stage"] },
-        { "properties": { "offload_param": off, "offload_optimizer": off } },
+        stages_1_and_2,
+        any_stage,
     ])
 }
 
@@ -40,6 +47,7 @@ fn object(keys: &'static [Key]) -> Value {
     let required: Vec<_> =
         keys.iter().filter(|key| matches!(key.default, Default::Required)).map(|key| key.name).collect();
     let mut object = json!({ "type": "object", "additionalProperties": false, "properties": properties });
+    object["patternProperties"] = json!({ "^_": {} });
     if !required.is_empty() {
         object["required"] = required.into();
     }
@@ -53,12 +61,16 @@ fn object(keys: &'static [Key]) -> Value {
 
 /// Returns the schema of the section with the variant's `type`.
 fn variant_of(params: &str, variant: &Variant) -> Value {
-    let mut alternative = json!({ "properties": { "type": { "const": variant.name } } });
+    let mut alternative = json!({ "properties": { "type": { "enum": names_of(variant) } } });
     alternative["properties"][params] = object(variant.params);
     if variant.params.iter().any(|key| matches!(key.default, Default::Required)) {
         alternative["required"] = json!([params]);
     }
     alternative
+}
+
+fn names_of(variant: &Variant) -> Vec<&'static str> {
+    variant.names().collect()
 }
 
 fn property(key: &'static Key) -> Value {
@@ -141,7 +153,7 @@ fn value(kind: Kind) -> Value {
         Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {
-            json!({ "enum": variants.iter().map(|variant| variant.name).collect::<Vec<_>>() })
+            json!({ "enum": variants.iter().flat_map(names_of).collect::<Vec<_>>() })
         }
         Kind::Params(_) => json!({ "type": "object" }),
         Kind::Anything => json!({}),

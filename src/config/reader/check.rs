@@ -9,7 +9,7 @@ use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config::vocabulary::{
     Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
-    find, join,
+    find, is_comment, join, refused_name,
 };
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
@@ -31,6 +31,9 @@ impl Checker<'_, '_> {
         let mut first_seen = HashMap::new();
         for property in properties {
             let name = property.name.as_str();
+            if is_comment(name) {
+                continue;
+            }
             if let Some(&first) = first_seen.get(name) {
                 let problem = || Problem::DuplicateKey { first: self.report.position(first) };
                 self.report.add(property.name.range(), join(path, &abbreviated(name)), problem);
@@ -132,12 +135,17 @@ impl Checker<'_, '_> {
                 }
                 return true;
             }
-            (Kind::Variant { refused, .. }, Value::StringLit(name)) => {
-                let known = |known: &&Refused| known.name.eq_ignore_ascii_case(&name.value);
-                if let Some(known) = refused.iter().find(known) {
-                    let reason = format!("\"{}\": {}", known.name, known.reason);
-                    self.report.add(range, path.to_owned(), || Problem::Unsupported { reason });
+            (Kind::Variant { .. } | Kind::Choice(_), Value::StringLit(name)) => {
+                if let Some(refused) = refused_name(path, &name.value) {
+                    self.refused(path.to_owned(), range, &refused);
                     return false;
+                }
+                if let Kind::Variant { variants, .. } = kind
+                    && let Some(variant) = variant_named(&name.value, variants)
+                    && !variant.name.eq_ignore_ascii_case(&name.value)
+                {
+                    let note = format!("`{path}` \"{}\" is another name of \"{}\"", name.value, variant.name);
+                    self.report.note(Note::info(note));
                 }
             }
             (Kind::TwoCounts(_), Value::Array(array)) if array.elements.len() == 2 => {
@@ -169,12 +177,20 @@ impl Checker<'_, '_> {
         for (index, element) in elements.iter().enumerate() {
             let Value::StringLit(name) = element else { continue };
             if !known.iter().any(|known| known.eq_ignore_ascii_case(&name.value)) {
-                let path = format!("{path}[{index}]");
-                self.report.add_unknown_name(name.range, path, &name.value, known);
+                let element = format!("{path}[{index}]");
+                match refused_name(path, &name.value) {
+                    Some(refused) => self.refused(element, name.range, &refused),
+                    None => self.report.add_unknown_name(name.range, element, &name.value, known),
+                }
                 valid = false;
             }
         }
         valid
+    }
+
+    fn refused(&self, path: String, range: Range, Refused { name, reason }: &Refused) {
+        let reason = format!("\"{name}\": {reason}");
+        self.report.add(range, path, || Problem::Unsupported { reason });
     }
 
     fn effect(&self, path: &str, key: &'static Key, value: &Value<'_>) {
@@ -223,11 +239,13 @@ pub(crate) fn variant_of_siblings(
 ) -> Option<&'static Variant> {
     let property = properties.iter().find(|property| property.name.as_str() == "type")?;
     match &property.value {
-        Value::StringLit(name) => {
-            variants.iter().find(|variant| variant.name.eq_ignore_ascii_case(&name.value))
-        }
+        Value::StringLit(name) => variant_named(&name.value, variants),
         _ => None,
     }
+}
+
+fn variant_named(name: &str, variants: &'static [Variant]) -> Option<&'static Variant> {
+    variants.iter().find(|variant| variant.names().any(|known| known.eq_ignore_ascii_case(name)))
 }
 
 /// Returns whether `value` is `"auto"`, and the key accepts it.
@@ -259,7 +277,7 @@ fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
             }
         }
         (Kind::Variant { variants, .. }, Value::StringLit(text)) => {
-            variants.iter().any(|variant| variant.name.eq_ignore_ascii_case(&text.value))
+            variant_named(&text.value, variants).is_some()
         }
         _ => false,
     }

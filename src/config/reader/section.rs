@@ -9,7 +9,7 @@ use super::diagnostic::{Position, Problem};
 use super::document::describe;
 use super::note::Note;
 use super::report::Report;
-use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, join};
+use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, is_comment, join};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
 
@@ -127,10 +127,10 @@ impl<'a> Section<'a> {
         self.object.is_some()
     }
 
-    /// Returns the names of the keys in the file.
+    /// Returns the names of the keys in the file, without comments.
     pub(crate) fn given(&self) -> impl Iterator<Item = &'a str> {
         let properties = self.object.map_or(&[][..], |object| &object.properties);
-        properties.iter().map(|property| property.name.as_str())
+        properties.iter().map(|property| property.name.as_str()).filter(|name| !is_comment(name))
     }
 
     /// Returns whether the file has `true` instead of the section.

@@ -11,7 +11,8 @@ keys! {
     pub struct MeshConfig {
         /// Data-parallel ranks: they process different sequences.
         pub dp_size: usize = count().named("data_parallel_size").derived("the world size / sp, or 1"),
-        /// Sequence-parallel ranks: they share each sequence.
+        /// Sequence-parallel ranks: they share each sequence. A file that sets this key above 1, and neither `mesh_param`
+        /// nor `data_parallel_size`, also partitions ZeRO over dp × sp (`ulysses.zero_partition_axes`), as in DeepSpeed.
         pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
     }
 }

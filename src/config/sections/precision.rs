@@ -1,13 +1,13 @@
-//! The `fp16` and `bf16` sections.
+//! The `fp16` and `bf16` sections, and the dtype of gradients in reductions.
 
 use crate::config::define::words::{count, flag, integer, number, section};
-use crate::config::define::{Keys, Setting, keys};
+use crate::config::define::{Keys, Setting, choices, keys};
 use crate::config::reader::Section;
 use crate::config::vocabulary::{Key, Literal};
 use candle_core::DType;
 use serde_json::{Map, Value as Json, json};
 
-/// The dtype of parameters and activations. Reductions, master weights and optimizer state are
+/// The dtype of parameters and activations. Gradients, master weights and optimizer state are
 /// always f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Precision {
@@ -24,6 +24,17 @@ pub enum Precision {
         /// The loss scale.
         loss_scale: LossScale,
     },
+}
+
+choices! {
+    /// The dtype in which ranks send their gradients to be summed. Sums are f32.
+    pub enum CommunicationDtype {
+        /// f32: exact.
+        #[default]
+        Fp32 = "fp32",
+        /// bf16: each rank's gradient is rounded once.
+        Bf16 = "bf16",
+    }
 }
 
 /// The factor that multiplies the loss before the backward pass.

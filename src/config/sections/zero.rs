@@ -21,7 +21,8 @@ keys! {
         pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
         /// Offloads parameters between uses; stage 3 only.
         pub offload_param: Offload = section().or_null(),
-        /// Offloads optimizer state between uses; stages 1 to 3.
+        /// Offloads optimizer state, and at stages 2 and 3 gradients, between uses; stages 1 to 3. In host memory of a GPU the host updates
+        /// them, unless the optimizer is LAMB.
         pub offload_optimizer: Offload = section().or_null(),
     }
 }
@@ -38,19 +39,45 @@ impl ZeroConfig {
         }
     }
 
-    pub(crate) fn check(&self, section: &Section<'_>) {
-        let needs = |name: &'static str, stages: &str, is_enough: bool| {
-            let offload = section.section(name);
-            let is_on = offload.text("device").is_some_and(|device| !device.eq_ignore_ascii_case("none"));
-            if is_on && !is_enough {
-                section.contradiction("stage", &format!("{stages} (required by `{name}.device`)"));
-                if !section.names("stage") {
-                    offload.contradiction("device", &format!("none, unless `stage` is {stages}"));
-                }
-            }
-        };
-        needs("offload_param", "3", self.stage.partitions_parameters());
-        needs("offload_optimizer", "1, 2 or 3", self.stage.partitions_optimizer());
+    /// Applies DeepSpeed's deprecated flags of offload, and reports offload that the stage does not support.
+    pub(crate) fn check(&mut self, section: &Section<'_>) {
+        let is_enough = self.stage.partitions_parameters();
+        check_offload(
+            section,
+            ["offload_param", "cpu_offload_param"],
+            &mut self.offload_param,
+            "3",
+            is_enough,
+        );
+        let is_enough = self.stage.partitions_optimizer();
+        let names = ["offload_optimizer", "cpu_offload"];
+        check_offload(section, names, &mut self.offload_optimizer, "1, 2 or 3", is_enough);
+    }
+}
+
+/// Checks one offload: its section and the flag that the section replaced. `stages` are those that support it.
+fn check_offload(
+    zero: &Section<'_>,
+    [name, flag]: [&'static str; 2],
+    offload: &mut Offload,
+    stages: &str,
+    is_enough: bool,
+) {
+    let mut by = format!("{name}.device");
+    if zero.boolean(flag) == Some(true) {
+        if zero.names(name) {
+            return zero.contradiction(flag, &format!("false, as `{name}`, which replaces it, is also set"));
+        }
+        zero.note(format!("`zero_optimization.{flag}` is deprecated: use `zero_optimization.{by}` \"cpu\""));
+        (*offload, by) = (Offload::Cpu, flag.to_owned());
+    }
+    if *offload == Offload::None || is_enough {
+        return;
+    }
+    zero.contradiction("stage", &format!("{stages} (required by `{by}`)"));
+    if !zero.names("stage") {
+        zero.section(name).contradiction("device", &format!("none, unless `stage` is {stages}"));
+        zero.contradiction(flag, &format!("false, unless `stage` is {stages}"));
     }
 }
 

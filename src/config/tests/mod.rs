@@ -4,6 +4,7 @@ mod auto;
 mod data;
 mod diagnostics;
 mod machine;
+mod names;
 mod resolution;
 mod robustness;
 mod settings;

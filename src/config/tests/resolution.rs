@@ -49,6 +49,8 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         },
         mesh: MeshConfig { dp_size: 1, sp_size: 1 },
         steps_per_print: 10,
+        communication_data_type: CommunicationDtype::Fp32,
+        seq_parallel_communication_data_type: CommunicationDtype::Fp32,
         seed: 1234,
         loss_normalization: LossNormalization::Global,
         checkpoint: None,
@@ -395,4 +397,34 @@ fn a_file_with_the_size_of_sp_alone_has_deepspeeds_partition_axes() {
     let verified = format!(r#"{{"train_batch_size": 8, "sequence_parallel_size": 2, {stage}}}"#);
     let raw = RawConfig::from_json_str(&verified, "c.json").unwrap().for_batch(4);
     assert_eq!(raw.resolve(&mesh(2, 2)).unwrap().ulysses.zero_partition_axes, PartitionAxes::Dp);
+}
+
+#[test]
+fn sp_decides_which_key_is_the_dtype_of_sent_gradients_as_in_deepspeed() {
+    let of = |sp: usize, keys: &str| {
+        let config = config_with(&format!("\"mesh_param\": [2, {sp}]{keys}"));
+        let is_noted = config.notes.iter().any(|note| {
+            note.severity == Severity::Warning
+                && note.contains("`communication_data_type` has no effect: sp is 2")
+        });
+        (config.gradient_communication(), is_noted)
+    };
+    let (dp, sp) =
+        (r#", "communication_data_type": "bf16""#, r#", "seq_parallel_communication_data_type": "BF16""#);
+    let (bf16, fp32) = (CommunicationDtype::Bf16, CommunicationDtype::Fp32);
+    assert_eq!([of(1, ""), of(2, "")], [(fp32, false); 2]);
+    assert_eq!([of(1, dp), of(2, dp)], [(bf16, false), (fp32, true)]);
+    assert_eq!([of(1, sp), of(2, sp)], [(fp32, false), (bf16, false)]);
+    assert_eq!(of(2, &format!("{dp}{sp}")), (bf16, false));
+    assert_eq!(of(2, r#", "seq_parallel_communication_data_type": null"#), (fp32, false));
+}
+
+#[test]
+fn gradients_in_fp16_are_refused_with_the_reason() {
+    for key in ["communication_data_type", "seq_parallel_communication_data_type"] {
+        let refused = message(&format!("{{\"train_batch_size\": 1, \"{key}\": \"FP16\"}}"));
+        let reason =
+            "\"fp16\": gradients can exceed its range: use \"bf16\", which sends as many bytes, or \"fp32\"";
+        assert!(refused.contains(&format!("`{key}`: {reason}")), "{refused}");
+    }
 }

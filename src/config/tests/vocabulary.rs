@@ -67,6 +67,10 @@ fn surroundings(entry: &Entry) -> Value {
         {
             json!({ "data_parallel_size": 6 })
         }
+        // A stage for what the flag offloads.
+        ("zero_optimization", _) if entry.key.name.starts_with("cpu_offload") => {
+            json!({ "zero_optimization": { "stage": 3 } })
+        }
         ("fp16", _) => half("fp16"),
         ("bf16" | "bfloat16", _) => half("bf16"),
         ("optimizer", Some("SGD")) => {

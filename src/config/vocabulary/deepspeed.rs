@@ -47,16 +47,26 @@ pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'st
     keys.leak()
 }
 
-/// Returns the names that the key at `path` refuses, with the reasons.
-pub(crate) fn refused_names(path: &str) -> &'static [Refused] {
-    let sections = TABLE.iter().filter(|section| section.path.strip_prefix("names of ") == Some(path));
-    let names = sections.flat_map(|section| &section.lines).filter_map(|line| refused_name(line));
-    names.collect::<Vec<_>>().leak()
+/// Returns `name` with the reason if the key at `path` refuses it.
+pub(crate) fn refused_name(path: &str, name: &str) -> Option<Refused> {
+    refused_names(path).find(|refused| refused.name.eq_ignore_ascii_case(name))
 }
 
-fn refused_name(line: &'static str) -> Option<Refused> {
-    let (name, reason) = line.split_once(" | ")?;
-    Some(Refused { name, reason })
+/// Returns the names that the key at `path` refuses, with the reasons.
+pub(crate) fn refused_names(path: &str) -> impl Iterator<Item = Refused> {
+    pairs("names of ", path).map(|(name, reason)| Refused { name, reason })
+}
+
+/// Returns the other names of the type `name`, in the key at `path`.
+pub(crate) fn other_names(path: &str, name: &str) -> &'static [&'static str] {
+    let others = pairs("other names of ", path).filter(|(_, of_type)| *of_type == name);
+    others.map(|(other, _)| other).collect::<Vec<_>>().leak()
+}
+
+/// Returns the pairs of the section `kind` of the key at `path`.
+fn pairs(kind: &str, path: &str) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let sections = TABLE.iter().filter(move |section| section.path.strip_prefix(kind) == Some(path));
+    sections.flat_map(|section| &section.lines).filter_map(|line| line.split_once(" | "))
 }
 
 fn parse(text: &'static str) -> Vec<Section> {
@@ -111,11 +121,17 @@ fn kind(value: &'static str) -> Option<Value> {
         "text" => Value::Text,
         "any text" => Value::AnyText,
         "list" => Value::List,
-        _ => match value.strip_prefix("one of ") {
-            Some(names) => Value::Choice(names.split(", ").collect::<Vec<_>>().leak()),
-            None => Value::TwoCounts(value.strip_prefix("array of ")?),
+        _ => match value.split_once(" of ")? {
+            ("one", names) => Value::Choice(listed(names)),
+            ("names", names) => Value::Names(listed(names)),
+            ("array", what) => Value::TwoCounts(what),
+            _ => return None,
         },
     })
+}
+
+fn listed(names: &'static str) -> &'static [&'static str] {
+    names.split(", ").collect::<Vec<_>>().leak()
 }
 
 fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
@@ -158,10 +174,9 @@ mod tests {
     #[test]
     fn every_line_of_the_table_is_valid_and_every_section_is_reached() {
         for Section { path, lines, .. } in TABLE.iter() {
-            let names_of = path.strip_prefix("names of ");
+            let names_of = path.split_once("names of ").map(|(_, path)| path);
             for line in lines {
-                let is_row =
-                    if names_of.is_some() { refused_name(line).is_some() } else { row(line).is_some() };
+                let is_row = if names_of.is_some() { line.contains(" | ") } else { row(line).is_some() };
                 assert!(is_row, "{line}");
             }
             let path = names_of.unwrap_or(path);

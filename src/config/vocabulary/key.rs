@@ -89,7 +89,16 @@ pub(crate) enum Value {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Variant {
     pub(crate) name: &'static str,
+    /// Names that mean the same in a file, such as DeepSpeed's classes.
+    pub(crate) other_names: &'static [&'static str],
     pub(crate) params: &'static [Key],
+}
+
+impl Variant {
+    /// Returns all names, the first of which is written.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &'static str> {
+        std::iter::once(self.name).chain(self.other_names.iter().copied())
+    }
 }
 
 /// A name that DeepSpeed or PyTorch has, and that is not supported.

@@ -10,7 +10,7 @@ mod deepspeed;
 mod key;
 mod synonyms;
 
-pub(crate) use deepspeed::{complete, refused_names};
+pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
 pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
 #[cfg(test)]
 pub(crate) use synonyms::synonyms;
@@ -52,6 +52,11 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
 /// Returns the key `name`.
 pub(crate) fn find(keys: &'static [Key], name: &str) -> Option<&'static Key> {
     keys.iter().find(|key| key.name == name)
+}
+
+/// Returns whether a key of the file is a comment, such as `_comment`, which JSON has no other form of.
+pub(crate) fn is_comment(name: &str) -> bool {
+    name.starts_with('_')
 }
 
 /// Returns the path of a key.

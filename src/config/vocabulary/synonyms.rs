@@ -1,4 +1,4 @@
-//! Our keys for the arguments of Hugging Face's Trainer and other common names.
+//! Our keys for the arguments of Hugging Face's Trainer, the keys of ArcticTraining and other common names.
 
 /// A name that is not a key, and the key that does the same.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +63,17 @@ const SYNONYMS: &[Synonym] = &[
     synonym("dataset", "ulysses.data"),
     synonym("output_dir", "ulysses.output"),
     synonym("gradient_checkpointing", "ulysses.activation_checkpointing"),
+    Synonym {
+        remark: "with `ulysses.activation_checkpointing`",
+        ..synonym("activation_checkpoint_cpu_offload", "activation_checkpointing.cpu_checkpointing")
+    },
+    Synonym {
+        remark: "a number of tokens, such as 2048",
+        ..synonym("tiled_mlp_compute", "ulysses.tile_tokens")
+    },
+    synonym("exit_iteration", "ulysses.steps"),
+    synonym("train_iters", "ulysses.steps"),
+    synonym("zero_stage", "zero_optimization.stage"),
     synonym("data_seed", "seed"),
     synonym("ddp_timeout", "ulysses.comm.timeout_seconds"),
 ];

@@ -13,6 +13,7 @@ macro_rules! every_case {
                 sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs,
                 sixteen_bit_sums_are_rounded_once,
                 reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit,
+                sixteen_bit_elements_are_summed_into_f32_in_rank_order,
                 reduce_scatter_may_write_over_its_own_input;
             gather:
                 all_gather_concatenates_in_rank_order,

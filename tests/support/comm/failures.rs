@@ -302,6 +302,8 @@ pub(crate) fn wrong_arguments_are_typed_errors_and_leave_the_group_usable(backen
             group.all_gather(&four, &four),
             group.all_gather(&four, &tensor(8, |i| i as u32)),
             group.reduce_scatter(&four, &four, ReduceOp::Sum),
+            group.reduce_scatter(&tensor(8, |_| half::bf16::ONE), &four, ReduceOp::Max),
+            group.reduce_scatter(&eight, &tensor(4, |_| half::bf16::ONE), ReduceOp::Sum),
             group.all_reduce(&transposed, ReduceOp::Sum),
             group.all_to_all(&four, &four, &[2, 1], &[2, 2]),
             group.all_to_all(&four, &four, &[4], &[2, 2]),

@@ -1,8 +1,8 @@
 //! all_reduce and reduce_scatter.
 
 use super::{Backend, Value, code, for_each_dtype, irregular, tensor, values, zeros};
-use half::bf16;
-use ulysses::comm::{ProcessGroupExt, ReduceOp};
+use half::{bf16, f16};
+use ulysses::comm::{CollectiveOp, ProcessGroupExt, ReduceOp};
 
 /// Sizes below and above the switch to two phases, with uneven chunks, several blocks and several tasks.
 const COUNTS: [usize; 7] = [0, 1, 5, 4096, 4097, 10_001, 200_003];
@@ -104,6 +104,32 @@ pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend:
         }
     }
     for_each_dtype!(case(backend));
+}
+
+pub(crate) fn sixteen_bit_elements_are_summed_into_f32_in_rank_order(backend: &impl Backend) {
+    fn case<T: Value + Into<f32>>(backend: &impl Backend) {
+        for (world_size, chunk) in [(1, 7), (2, 0), (3, 4_099), (4, 30_000)] {
+            let element = |rank: usize, i: usize| T::from_f64(f64::from(irregular(rank, i)));
+            let chunks = backend.run(world_size, |group| {
+                let input = tensor(world_size * chunk, |i| element(group.rank(), i));
+                let output = zeros::<f32>(chunk);
+                group.reduce_scatter(&input, &output, ReduceOp::Sum)?;
+                // A rank's bytes are counted when its peers read them.
+                group.barrier()?;
+                let sent = group.stats().get(CollectiveOp::ReduceScatter).bytes_sent;
+                Ok((values::<f32>(&output), sent))
+            });
+            let sum = |i| (0..world_size).map(|rank| element(rank, i).into()).reduce(|sum: f32, x| sum + x);
+            for (rank, (output, sent)) in chunks.into_iter().enumerate() {
+                let expected = (0..chunk).map(|i| sum(rank * chunk + i).unwrap());
+                let label = format!("{:?}, chunk {rank} of {world_size} × {chunk}", T::DTYPE);
+                assert!(output.into_iter().map(f32::to_bits).eq(expected.map(f32::to_bits)), "{label}");
+                assert_eq!(sent, ((world_size - 1) * chunk * 2) as u64, "{label}");
+            }
+        }
+    }
+    case::<bf16>(backend);
+    case::<f16>(backend);
 }
 
 pub(crate) fn reduce_scatter_may_write_over_its_own_input(backend: &impl Backend) {

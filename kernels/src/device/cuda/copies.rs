@@ -52,8 +52,8 @@ impl HostCopies for CudaCopies {
     type Copy = CudaEvent;
 
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError> {
-        // Only copies use this memory, so it is neither portable nor mapped. Write-combined memory is for
-        // data that the CPU writes.
+        // The GPU only copies from and to this memory, so it is neither portable nor mapped. Write-combined memory
+        // is slow for the CPU to read.
         let plain = 0;
         let context = self.device.cuda_stream().context().clone();
         // SAFETY: bytes, none of which is read before it is written. The driver cannot allocate zero bytes.
@@ -85,6 +85,11 @@ impl HostCopies for CudaCopies {
 
     fn hold(&self, copy: &CudaEvent) -> Result<(), DeviceError> {
         self.device.cuda_stream().wait(copy).map_err(failed)
+    }
+
+    fn bytes<'a>(&self, memory: &'a mut Self::Memory) -> Result<&'a mut [u8], DeviceError> {
+        // Waits for the event that the guards of `store` and `load` recorded last.
+        memory.as_mut_slice().map_err(failed)
     }
 }
 

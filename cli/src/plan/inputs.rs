@@ -1,0 +1,95 @@
+//! The config and the model of a plan.
+
+use super::PlanArgs;
+use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
+use crate::model::{check_config, check_exchange, describe, max_positions_of};
+use crate::{Failure, OrFail, training_shape};
+use anyhow::anyhow;
+use std::path::Path;
+use ulysses::config::{Config, Overrides, RawConfig};
+use ulysses::data::Tokenizer;
+use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
+
+/// Resolves the config file, or the assumed config.
+pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
+    let shape = args.mesh.as_deref().map(training_shape).transpose()?;
+    let (dp, sp) = shape.map_or((args.ranks.unwrap_or(1), 1), |shape| (shape.dp, shape.sp));
+    let overrides = Overrides {
+        mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        world_size: args.ranks,
+        shard_size: shape.and_then(|shape| shape.shard_size),
+        seq_len: args.seq_len,
+        model: args.model.clone(),
+        ..Overrides::default()
+    };
+    let settings = args.flags.settings();
+    let raw = match &args.config {
+        Some(path) => RawConfig::from_file_with(path, &settings),
+        None => {
+            let batch =
+                if args.fit { AssumedBatch::Global(dp.saturating_mul(sp)) } else { AssumedBatch::OnePerRank };
+            RawConfig::from_json_str_with(&assumed_config(batch, dp == 1 && sp > 1), ASSUMED, &settings)
+        }
+    };
+    let raw = raw.or_usage()?;
+    let config = raw.resolve(&overrides).or_else(|error| match args.ranks {
+        // The search chooses the mesh: the batch need not be divisible by all ranks.
+        Some(ranks) => {
+            let alone = Overrides { mesh: Some((1, ranks)), world_size: None, ..overrides };
+            raw.resolve(&alone).map_err(|_| error)
+        }
+        None => Err(error),
+    });
+    let config = config.or_usage()?;
+    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
+    let longest = scheduled.chain(config.ulysses.seq_len).max();
+    match longest.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
+        Some(seq_len) => Err(Failure::Usage(anyhow!(
+            "`ulysses.seq_len` (--seq-len): expected at most {} tokens, found {seq_len}",
+            u32::MAX
+        ))),
+        None => Ok(config),
+    }
+}
+
+/// Checks that the config fits the model, as training does.
+pub(super) fn check_model(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
+    check_config(model, config)?;
+    let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
+    check_exchange(model, config.micro_batch_size, seq_len, config)
+}
+
+/// Sets the sequence length to the longest of the schedule, which needs the most memory.
+pub(crate) fn use_longest_sequences(config: &mut Config) {
+    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
+    config.ulysses.seq_len = scheduled.chain(config.ulysses.seq_len).max();
+}
+
+/// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.
+pub(crate) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
+    let name = config.require_model().or_usage()?;
+    let model = if is_on_disk(name) {
+        describe(Path::new(name))?
+    } else {
+        let model = shape(name).or_usage()?;
+        match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
+            Some(tokenizer) => {
+                let vocab_size = Tokenizer::from_file(Path::new(tokenizer)).or_usage()?.vocab_size();
+                LlamaConfig { vocab_size, ..model }
+            }
+            None => model,
+        }
+    };
+    Ok((name.to_owned(), model))
+}
+
+/// Returns the model's `max_position_embeddings`, if its description has it.
+pub(crate) fn longest_of_model(name: &str) -> Option<usize> {
+    if is_on_disk(name) { max_positions_of(Path::new(name)) } else { max_positions(name) }
+}
+
+/// Returns whether a model is a file or a directory; a preset comes before a directory of its name.
+fn is_on_disk(name: &str) -> bool {
+    let path = Path::new(name);
+    path.is_file() || path.is_dir() && !PRESETS.contains(&name)
+}

@@ -1,0 +1,90 @@
+use super::*;
+use crate::config::PartitionAxes;
+use crate::model::{LlamaConfig, preset};
+use serde_json::json;
+use ulysses_kernels::device::DeviceKind;
+
+/// Eight sequences of 512 tokens on `ranks` ranks.
+fn workload(ranks: usize, device: DeviceKind) -> Workload {
+    let config = json!({
+        "train_batch_size": 8, "mesh_param": [ranks, 1], "bf16": { "enabled": true },
+        "ulysses": { "seq_len": 512 },
+    });
+    let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+    let model = LlamaConfig { num_layers: 4, ..preset("tiny").unwrap() };
+    Workload { config, model, document_len: None, ranks_per_node: ranks, device }
+}
+
+fn fit(workload: &Workload, rank_bytes: u64) -> Fit {
+    workload.fit(Criteria::default(), rank_bytes.into()).unwrap()
+}
+
+/// Whether a config has none of the settings that save memory.
+fn is_plain(config: &Config) -> bool {
+    let ulysses = &config.ulysses;
+    u8::from(config.zero.stage) == 0
+        && !ulysses.activation_checkpointing
+        && (ulysses.tile_tokens, ulysses.head_chunks) == (None, 1)
+        && ulysses.zero_partition_axes == PartitionAxes::Dp
+}
+
+#[test]
+fn with_enough_memory_nothing_is_saved_and_the_batch_stays() {
+    let found = fit(&workload(4, DeviceKind::Cpu), 1 << 40);
+    assert!(found.nearest.is_none() && found.tried < found.combinations / 4, "{}", found.tried);
+    let meshes: Vec<_> = found.choices.iter().map(|choice| choice.workload.config.mesh.sp_size).collect();
+    assert_eq!(meshes.len(), 3, "{meshes:?}");
+    for choice in &found.choices {
+        let config = &choice.workload.config;
+        assert!(is_plain(config), "{config:?}");
+        assert_eq!((config.gradient_accumulation_steps, config.train_batch_size), (1, 8));
+        assert_eq!(config.micro_batch_size * config.mesh.dp_size, 8);
+    }
+    // Without sp nothing is exchanged.
+    assert_eq!(meshes[0], 1, "{meshes:?}");
+}
+
+#[test]
+fn every_choice_fits_and_no_cheaper_value_of_a_setting_does() {
+    let workload = workload(4, DeviceKind::Cuda);
+    let plain = fit(&workload, 1 << 40).choices[0].plan.peak_bytes;
+    for budget in [plain * 3 / 4, plain / 2, plain / 4] {
+        let found = fit(&workload, budget);
+        assert!(!found.choices.is_empty(), "{budget} of {plain}");
+        for choice in &found.choices {
+            let config = &choice.workload.config;
+            let peak = |workload: &Workload| workload.plan().unwrap().peak_bytes;
+            assert_eq!(peak(&choice.workload), choice.plan.peak_bytes);
+            assert!(choice.plan.peak_bytes <= budget);
+            let sizes = config.micro_batch_size * config.gradient_accumulation_steps * config.mesh.dp_size;
+            assert_eq!(sizes, 8);
+            if let Some(larger) =
+                choice.workload.micro_batches().iter().rev().find(|size| **size > config.micro_batch_size)
+            {
+                assert!(peak(&choice.workload.with_micro_batch(*larger)) > budget, "{config:?}");
+            }
+        }
+        let order = |pair: &[FitChoice]| pair[0].compare(&pair[1]) != Ordering::Greater;
+        assert!(found.choices.windows(2).all(order));
+    }
+}
+
+#[test]
+fn host_memory_limits_what_is_offloaded() {
+    let workload = workload(4, DeviceKind::Cuda);
+    let least = fit(&workload, 1).nearest.unwrap();
+    let rank_bytes = least.plan.peak_bytes;
+    let offloading = fit(&workload, rank_bytes * 11 / 10);
+    assert!(offloading.choices.iter().any(|choice| choice.plan.offloaded_bytes > 0), "{offloading:?}");
+    let budget = MemoryBudget { rank_bytes: rank_bytes * 11 / 10, host_bytes_per_node: Some(0) };
+    let limited = workload.fit(Criteria::default(), budget).unwrap();
+    assert!(limited.choices.iter().all(|choice| choice.plan.offloaded_bytes == 0));
+}
+
+#[test]
+fn where_nothing_fits_the_nearest_is_the_one_that_exceeds_least() {
+    let found = fit(&workload(2, DeviceKind::Cpu), 1000);
+    let nearest = found.nearest.unwrap();
+    assert!(found.choices.is_empty() && nearest.plan.peak_bytes > 1000);
+    assert_eq!(nearest.workload.config.micro_batch_size, 1);
+}

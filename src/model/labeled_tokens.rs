@@ -1,0 +1,146 @@
+//! The tokens of a micro batch that have a label.
+
+use super::ModelError;
+use candle_core::{Device, Tensor};
+use std::ops::Range;
+use ulysses_kernels::embedding::{self, Rows};
+use ulysses_kernels::lm_head_loss::{IGNORED, Labels, validate_labels};
+use ulysses_kernels::{OpError, elementwise, strided_copy};
+
+/// The tokens of a shard whose label is not −100, the only ones that head and loss compute.
+///
+/// They form at most two chunks, one after the other. A chunk of which some tokens are masked has at most
+/// half of the shard's tokens, so that its hidden states and their gradient fit in one buffer of the
+/// shard's size. So masks need no more activation memory than a shard in which every token has a label, of
+/// which there is one chunk that copies nothing.
+#[derive(Debug)]
+pub struct LabeledTokens {
+    num_tokens: usize,
+    pub(super) chunks: Vec<Chunk>,
+    /// Tables of a masked batch, which a plan includes.
+    reserved: Option<Compaction>,
+}
+
+/// Labeled tokens, and the part of the shard that contains them.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    /// The part of the shard: the chunk's tokens and masked ones.
+    pub(super) region: Range<usize>,
+    /// The labels of the chunk's tokens.
+    pub(super) labels: Labels,
+    /// `None` if no token of the region is masked.
+    pub(super) compaction: Option<Compaction>,
+}
+
+/// Row indices that copy the labeled tokens of a region to adjacent rows, and back.
+#[derive(Debug)]
+pub(super) struct Compaction {
+    /// For each labeled token, its row in the region.
+    rows: Rows,
+    /// For each row of the region, its labeled token, or their number if it is masked.
+    tokens: Rows,
+}
+
+impl LabeledTokens {
+    /// Finds the tokens with a label; `labels` has one for each token of the shard, −100 for masked ones.
+    ///
+    /// # Errors
+    /// A label outside the vocabulary.
+    pub fn new(labels: &[i64], vocab_size: usize) -> Result<Self, ModelError> {
+        validate_labels(labels, vocab_size)?;
+        let num_tokens = labels.len();
+        let labeled: Vec<usize> = (0..num_tokens).filter(|&token| labels[token] != IGNORED).collect();
+        let chunk_tokens = if labeled.len() == num_tokens { num_tokens } else { num_tokens / 2 }.max(1);
+        let starts = (0..labeled.len()).step_by(chunk_tokens);
+        let chunks = starts.map(|start| {
+            let end = (start + chunk_tokens).min(labeled.len());
+            // The masked tokens before the first chunk belong to it, others to the chunk that they follow.
+            let region_start = if start == 0 { 0 } else { labeled[start] };
+            let region = region_start..labeled.get(end).copied().unwrap_or(num_tokens);
+            Chunk::new(labels, region)
+        });
+        Ok(Self { num_tokens, chunks: chunks.collect(), reserved: None })
+    }
+
+    /// The tokens of a dry batch: all have a label, which takes the most compute and activation memory. It
+    /// also has the tables of a masked batch, so that no batch needs more memory.
+    pub fn dry(num_tokens: usize) -> Self {
+        let chunk = Chunk { region: 0..num_tokens, labels: Labels::dry(num_tokens), compaction: None };
+        let [rows, tokens] = [(); 2].map(|()| Rows::dry(num_tokens));
+        Self { num_tokens, chunks: vec![chunk], reserved: Some(Compaction { rows, tokens }) }
+    }
+
+    /// Number of tokens of the shard, with or without a label.
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// Returns the shard's rows of `x`.
+    ///
+    /// # Shapes
+    /// `x`: `[batch, seq_local, hidden]` → `[num_tokens, hidden]`.
+    pub(super) fn rows_of(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        let (batch, seq_len, hidden) = x.dims3()?;
+        let (got, expected) = (self.num_tokens, batch * seq_len);
+        if got != expected {
+            return Err(OpError::TokenCount { op: "LossHead", argument: "labels", expected, got }.into());
+        }
+        Ok(x.reshape((expected, hidden))?)
+    }
+
+    /// Returns whether some chunk has to be copied.
+    pub(super) fn is_compacted(&self) -> bool {
+        self.chunks.iter().any(|chunk| chunk.compaction.is_some())
+    }
+
+    /// Copies the row indices to a GPU, so that the backward pass need not wait for it.
+    pub(super) fn upload(&self, device: &Device) -> Result<(), OpError> {
+        let tables = self.chunks.iter().filter_map(|chunk| chunk.compaction.as_ref()).chain(&self.reserved);
+        let mut tables = tables.flat_map(|Compaction { rows, tokens }| [rows, tokens]);
+        tables.try_for_each(|table| table.upload(device))
+    }
+}
+
+impl Chunk {
+    /// The labeled tokens of `region`, with the labels of the shard.
+    fn new(labels: &[i64], region: Range<usize>) -> Self {
+        let labels = &labels[region.clone()];
+        let rows: Vec<u32> =
+            (0..labels.len() as u32).filter(|&row| labels[row as usize] != IGNORED).collect();
+        if rows.len() == labels.len() {
+            return Self { region, labels: Labels::new(labels), compaction: None };
+        }
+        let mut tokens = vec![rows.len() as u32; labels.len()];
+        rows.iter().zip(0..).for_each(|(&row, token)| tokens[row as usize] = token);
+        let labels: Vec<i64> = rows.iter().map(|&row| labels[row as usize]).collect();
+        let compaction = Compaction { rows: Rows::new(rows), tokens: Rows::new(tokens) };
+        Self { region, labels: Labels::new(labels), compaction: Some(compaction) }
+    }
+
+    /// The rows of the chunk's region.
+    ///
+    /// # Shapes
+    /// `rows`: `[num_tokens, hidden]` → `[region, hidden]`.
+    pub(super) fn region_of(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
+        rows.narrow(0, self.region.start, self.region.len())
+    }
+}
+
+impl Compaction {
+    /// Copies the rows of the labeled tokens from a region to the first rows of `buffer`, and returns these.
+    pub(super) fn compact(&self, region: &Tensor, buffer: &Tensor) -> Result<Tensor, ModelError> {
+        let compact = buffer.narrow(0, 0, self.rows.len())?;
+        embedding::gather(&self.rows, region, &compact)?;
+        Ok(compact)
+    }
+
+    /// Moves the first rows of a region to the rows of the labeled tokens, and writes 0 to the masked ones.
+    /// `buffer` has room for one row more than there are labeled tokens.
+    pub(super) fn expand(&self, region: &Tensor, buffer: &Tensor) -> Result<(), ModelError> {
+        let labeled = self.rows.len();
+        strided_copy::copy(&region.narrow(0, 0, labeled)?, &buffer.narrow(0, 0, labeled)?)?;
+        elementwise::fill(&buffer.narrow(0, labeled, 1)?, 0.0)?;
+        embedding::gather(&self.tokens, &buffer.narrow(0, 0, labeled + 1)?, region)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,96 @@
+//! The reduced gradient of a partition, accumulated over micro steps.
+
+use super::ZeroError;
+use super::state_tensor::StateTensor;
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+use ulysses_kernels::memory::Category;
+use ulysses_kernels::offload::OffloadStore;
+use ulysses_kernels::{elementwise, strided_copy};
+
+/// The gradient of one rank's partition of a unit, in f32: resident, or offloaded with the optimizer state.
+#[derive(Debug)]
+pub(super) struct GradientPartition {
+    stored: StateTensor,
+    /// Whether the gradient is zero, whatever is stored. So the first micro step overwrites what is stored, without
+    /// loading it.
+    is_zero: bool,
+    /// Σ g² of an offloaded gradient that is complete, so that the norm need not load it.
+    sum_of_squares: Option<f64>,
+}
+
+impl GradientPartition {
+    /// Allocates zeros, in the `store` if there is one.
+    pub(super) fn zeros(
+        numel: usize,
+        device: &Device,
+        store: Option<&Arc<OffloadStore>>,
+    ) -> Result<Self, ZeroError> {
+        let zeros = ulysses_kernels::tensor::zeros(numel, DType::F32, device)?;
+        let stored = StateTensor::new(zeros, Category::Gradients, store)?;
+        Ok(Self { stored, is_zero: true, sum_of_squares: None })
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        self.stored.device()
+    }
+
+    /// Sets the gradient to zero, for the next accumulation.
+    pub(super) fn set_to_zero(&mut self) {
+        (self.is_zero, self.sum_of_squares) = (true, None);
+    }
+
+    /// The gradient itself, or a copy of an offloaded one.
+    pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
+        if !self.is_zero {
+            return self.stored.fetch();
+        }
+        let zeros = self.stored.blank()?;
+        elementwise::fill(&zeros, 0.0)?;
+        Ok(zeros)
+    }
+
+    /// The stored gradient.
+    pub(super) fn stored(&self) -> Result<StateTensor, ZeroError> {
+        if self.is_zero { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
+    }
+
+    /// Starts to load an offloaded gradient for a later [`fetch`](Self::fetch) or [`plus`](Self::plus).
+    pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
+        if self.is_zero { Ok(()) } else { self.stored.read_ahead() }
+    }
+
+    /// The sum with a reduced micro step, to be [stored](Self::put).
+    pub(super) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
+        if !self.is_zero {
+            let sum = self.stored.fetch()?;
+            elementwise::accumulate(&sum, &received)?;
+            return Ok(sum);
+        }
+        match &self.stored {
+            StateTensor::Resident(sum) => {
+                strided_copy::copy(&received, sum)?;
+                Ok(sum.clone())
+            }
+            StateTensor::Offloaded(_) => Ok(received),
+        }
+    }
+
+    /// Stores a sum; starts to write an offloaded one. `is_complete` says that no further micro step follows.
+    pub(super) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
+        let has_left = is_complete && matches!(self.stored, StateTensor::Offloaded(_));
+        self.sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
+        self.is_zero = false;
+        self.stored.put(sum)
+    }
+
+    /// Writes back a fetched gradient that an update has overwritten.
+    pub(super) fn put_overwritten(&self, gradient: Tensor) -> Result<(), ZeroError> {
+        self.stored.put(gradient)
+    }
+
+    /// Σ g² if it is known without loading the gradient.
+    pub(super) fn known_sum_of_squares(&self) -> Option<f64> {
+        if self.is_zero { Some(0.0) } else { self.sum_of_squares }
+    }
+}
