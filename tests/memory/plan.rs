@@ -337,7 +337,8 @@ fn masked_tokens_need_no_more_memory_than_labels_everywhere() {
         batch.labels[0].iter_mut().step_by(2).for_each(|label| *label = IGNORED);
         batch
     };
-    let masks: [(&str, fn(Batch) -> Batch); 3] = [
+    type Mask = fn(Batch) -> Batch;
+    let masks: [(&str, Mask); 3] = [
         ("one token masked", |batch| batch.mask_tokens(7..8)),
         ("every other token of the first sequence masked", every_other_of_the_first),
         ("a masked prompt, all of the first sequence", |batch| batch.mask_tokens(0..320).mask_rows(0..1)),
