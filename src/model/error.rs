@@ -101,7 +101,7 @@ pub enum ModelError {
     UnsupportedModel {
         /// Its name.
         name: String,
-        /// What this version does not compute.
+        /// The part of the model that is not supported.
         reason: &'static str,
     },
     /// A layer got the saved state of another kind of layer.

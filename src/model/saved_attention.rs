@@ -1,4 +1,4 @@
-//! What the attention half of the decoder block saves for its backward pass.
+//! Saved state of the attention half of the decoder block.
 
 use super::LayerContext;
 use super::qkv_projection::SavedHeadNorm;

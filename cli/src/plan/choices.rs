@@ -11,7 +11,7 @@ pub(super) struct Choices {
     pub(super) rows: Vec<Vec<String>>,
     /// Text next to each row.
     pub(super) row_notes: Vec<Option<String>>,
-    /// What columns mean, and why some rows have no time.
+    /// Notes on columns, and on rows without a time.
     pub(super) footnotes: Vec<String>,
 }
 

@@ -220,7 +220,7 @@ fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the arguments describe.
+/// The workload and budget of the arguments.
 struct Inputs {
     /// The model's name.
     name: String,
