@@ -220,7 +220,7 @@ fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The workload and budget of the arguments.
+/// The workload, machine and memory that the arguments describe.
 struct Inputs {
     /// The model's name.
     name: String,
