@@ -65,7 +65,7 @@ fn a_slurm_batch_job_resumes_after_a_signal() {
     let job = &outcome.assert_done().stdout;
     assert!(job.contains("JobState=COMPLETED") && job.contains("Restarts=1"), "{outcome:?}");
     let log = place.read("log");
-    assert_eq!(log.matches("mesh dp 2 × sp 2").count(), 2, "dp takes the nodes: {log}");
+    assert_eq!(log.matches("mesh dp 2 × sp 2, ZeRO").count(), 2, "dp takes the nodes: {log}");
     assert_eq!(log.matches("resumed from out/step_").count(), 1, "{log}");
     let (threads, tasks) =
         (trained_metrics(&place, "threads/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
