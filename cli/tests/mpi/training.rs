@@ -37,6 +37,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         all_to_all_and_collectives_are_benchmarked,
     ));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
+    trials.push(trial("the_memory_of_a_rank_does_not_grow", the_memory_of_a_rank_does_not_grow));
     trials
 }
 
@@ -55,6 +56,16 @@ pub(crate) fn trained_metrics(place: &Workplace, metrics: &str) -> Vec<Value> {
     let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
     let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
     place.metrics(metrics).into_iter().map(pick).collect()
+}
+
+/// Operations once leaked their lists of messages: 4.5 KB per step.
+fn the_memory_of_a_rank_does_not_grow() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "ulysses": { "steps": 220 } }));
+    train(&place, 2, &["--mesh", "1x2", "--output", "out"]).assert_done();
+    let metrics = place.metrics("out/metrics.jsonl");
+    let [early, late] = [20, 219].map(|index| metrics[index]["memory_bytes"].as_u64().unwrap());
+    assert!(late < early + (200 << 10), "{early} bytes after 21 steps, {late} after 220");
 }
 
 fn training_matches_threads(stage: u64) {
