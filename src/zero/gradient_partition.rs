@@ -12,11 +12,19 @@ use ulysses_kernels::{elementwise, strided_copy};
 #[derive(Debug)]
 pub(super) struct GradientPartition {
     stored: StateTensor,
-    /// Whether the gradient is zero, whatever is stored. So the first micro step overwrites what is stored, without
-    /// loading it.
-    is_zero: bool,
-    /// Σ g² of an offloaded gradient that is complete, so that the norm need not load it.
-    sum_of_squares: Option<f64>,
+    content: Content,
+}
+
+/// The meaning of the stored elements.
+#[derive(Debug)]
+enum Content {
+    /// The gradient is zero, whatever is stored. So the first micro step overwrites what is stored, without loading it.
+    Zero,
+    /// The gradient is what is stored.
+    Stored {
+        /// Σ g² of an offloaded gradient that is complete, so that the norm need not load it.
+        sum_of_squares: Option<f64>,
+    },
 }
 
 impl GradientPartition {
@@ -28,7 +36,11 @@ impl GradientPartition {
     ) -> Result<Self, ZeroError> {
         let zeros = ulysses_kernels::tensor::zeros(numel, DType::F32, device)?;
         let stored = StateTensor::new(zeros, Category::Gradients, store)?;
-        Ok(Self { stored, is_zero: true, sum_of_squares: None })
+        Ok(Self { stored, content: Content::Zero })
+    }
+
+    fn is_zero(&self) -> bool {
+        matches!(self.content, Content::Zero)
     }
 
     pub(super) fn device(&self) -> &Device {
@@ -37,12 +49,12 @@ impl GradientPartition {
 
     /// Sets the gradient to zero, for the next accumulation.
     pub(super) fn set_to_zero(&mut self) {
-        (self.is_zero, self.sum_of_squares) = (true, None);
+        self.content = Content::Zero;
     }
 
     /// The gradient itself, or a copy of an offloaded one.
     pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
-        if !self.is_zero {
+        if !self.is_zero() {
             return self.stored.fetch();
         }
         let zeros = self.stored.blank()?;
@@ -52,17 +64,17 @@ impl GradientPartition {
 
     /// The stored gradient.
     pub(super) fn stored(&self) -> Result<StateTensor, ZeroError> {
-        if self.is_zero { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
+        if self.is_zero() { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
     }
 
     /// Starts to load an offloaded gradient for a later [`fetch`](Self::fetch) or [`plus`](Self::plus).
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
-        if self.is_zero { Ok(()) } else { self.stored.read_ahead() }
+        if self.is_zero() { Ok(()) } else { self.stored.read_ahead() }
     }
 
     /// The sum with a reduced micro step, to be [stored](Self::put).
     pub(super) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
-        if !self.is_zero {
+        if !self.is_zero() {
             let sum = self.stored.fetch()?;
             elementwise::accumulate(&sum, &received)?;
             return Ok(sum);
@@ -79,8 +91,8 @@ impl GradientPartition {
     /// Stores a sum; starts to write an offloaded one. `is_complete` says that no further micro step follows.
     pub(super) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
         let has_left = is_complete && matches!(self.stored, StateTensor::Offloaded(_));
-        self.sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
-        self.is_zero = false;
+        let sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
+        self.content = Content::Stored { sum_of_squares };
         self.stored.put(sum)
     }
 
@@ -91,6 +103,9 @@ impl GradientPartition {
 
     /// Σ g² if it is known without loading the gradient.
     pub(super) fn known_sum_of_squares(&self) -> Option<f64> {
-        if self.is_zero { Some(0.0) } else { self.sum_of_squares }
+        match self.content {
+            Content::Zero => Some(0.0),
+            Content::Stored { sum_of_squares } => sum_of_squares,
+        }
     }
 }

@@ -377,15 +377,16 @@ fn a_plan_restores_the_counters_of_its_thread() {
     let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
     let plan = || drop((workload.plan().unwrap(), workload.events(0).unwrap()));
     plan();
-    let counted = || live_by_category().values().map(|bytes| bytes as i64);
-    let before = (live_bytes(), counted());
-    plan();
-    // Blocks of a few bytes, which threads share, may be freed by another one.
-    let is_close = |now: i64, before: i64| (now - before).abs() < 256;
-    let after = counted();
-    assert!(is_close(live_bytes(), before.0), "{} and {}", live_bytes(), before.0);
-    assert!(after.iter().zip(&before.1).all(|(now, before)| is_close(*now, *before)), "{after:?} {before:?}");
+    let counters = || (live_bytes(), live_by_category());
+    // Other tests may free a block that this thread shares with them during one plan, but not during each of several.
+    let is_restored = || {
+        let before = counters();
+        plan();
+        counters() == before
+    };
+    assert!((0..8).any(|_| is_restored()), "every plan changed the counters");
+    let before = live_bytes();
     let events = workload.events(0).unwrap();
     let held = std::mem::size_of_val(&events[..]) as i64;
-    assert!(live_bytes() >= before.0 + held, "what a dry run returns is held: {held}");
+    assert!(live_bytes() >= before + held, "what a dry run returns is held: {held}");
 }

@@ -85,10 +85,13 @@ fn on_engines<T: Send>(
     ranks.unwrap()
 }
 
-/// At least the tensors, at most 2 % more for names, shapes and views.
+/// At least the tensors, at most 1 % more for names, shapes and views.
 fn assert_holds(label: &str, held: u64, tensors: usize) {
     let tensors = tensors as u64;
-    assert!((tensors..=tensors + tensors / 50).contains(&held), "{label}: {held} held, {tensors} of tensors");
+    assert!(
+        (tensors..=tensors + tensors / 100).contains(&held),
+        "{label}: {held} held, {tensors} of tensors"
+    );
 }
 
 #[test]
