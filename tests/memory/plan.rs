@@ -350,8 +350,10 @@ fn masked_tokens_need_no_more_memory_than_labels_everywhere() {
             for (rank, ((masked, _), (unmasked, _))) in
                 case.measured_with(mask).into_iter().zip(&unmasked).enumerate()
             {
-                // The plan has two tables of u32, and labels everywhere do not. Others: pending operations.
-                let allowed = unmasked + 400 * 8 + 8192;
+                // The plan has two tables of u32, and labels everywhere do not. The other rank decides how
+                // long a message lives, which moves this peak by 20 KB; a fault would cost a tile of logits.
+                let (tables, logits_tile) = (400 * 8, 64 * 256 * 4);
+                let allowed = unmasked + tables + logits_tile / 2;
                 let what = format!("{}, {name}, rank {rank}", case.label);
                 println!("{what}: {masked} masked, {unmasked} with labels everywhere");
                 assert!(masked <= allowed, "{what}: {masked} bytes, at most {allowed}");
