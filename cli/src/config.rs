@@ -7,6 +7,7 @@ use ulysses::config::{
     Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,
     reference_markdown,
 };
+use ulysses::device::DeviceKind;
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -75,11 +76,12 @@ fn print_notes(config: &Config) {
 
 /// Prints the config's warnings to standard error: settings whose effect differs from the file at `path`. Other notes and
 /// `"auto"` values are counted in one line.
-pub(super) fn print_warnings(config: &Config, path: &Path) {
+pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
     let (warnings, others): (Vec<_>, Vec<_>) =
         config.notes.iter().partition(|note| note.severity == Severity::Warning);
     warnings.iter().for_each(log_line);
     print_partition_note(config);
+    config.offload_note(device).iter().for_each(log_warning);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
     let plural = |count: usize| if count == 1 { "" } else { "s" };
     let counts = [
@@ -95,5 +97,9 @@ pub(super) fn print_warnings(config: &Config, path: &Path) {
 }
 
 fn print_partition_note(config: &Config) {
-    config.zero_partition_note().iter().for_each(|text| log_line(format_args!("warning: {text}")));
+    config.zero_partition_note().iter().for_each(log_warning);
+}
+
+fn log_warning(text: &String) {
+    log_line(format_args!("warning: {text}"));
 }

@@ -15,12 +15,13 @@ use super::sections::optimizer::OptimizerConfig;
 use super::sections::precision::{CommunicationDtype, Precision};
 use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
-use super::sections::zero::{PartitionAxes, ZeroConfig};
+use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
 use crate::mesh::ShardShape;
 use serde::{Serialize, Serializer};
 use std::path::Path;
 use std::sync::LazyLock;
+use ulysses_kernels::device::DeviceKind;
 
 static ROOT: LazyLock<&'static [Key]> = LazyLock::new(|| section_keys::<Config>("", None));
 
@@ -229,6 +230,27 @@ impl Config {
         Some(format!(
             "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state; {remedy}"
         ))
+    }
+
+    /// Returns a note if state is to be offloaded to host memory and ranks on `device` have it there anyway.
+    pub fn offload_note(&self, device: DeviceKind) -> Option<String> {
+        let sections = [
+            ("offload_optimizer", &self.zero.offload_optimizer),
+            ("offload_param", &self.zero.offload_param),
+        ];
+        let idle = |offload: &Offload| *offload != Offload::None && !offload.is_moved_from(device);
+        let keys: Vec<_> = sections
+            .into_iter()
+            .filter(|(_, offload)| idle(offload))
+            .map(|(key, _)| format!("`{key}`"))
+            .collect();
+        (!keys.is_empty()).then(|| {
+            format!(
+                "{} with device \"cpu\" saves no memory on CPU ranks, whose state is in host memory; device \"nvme\" offloads \
+                 it to files",
+                keys.join(" and ")
+            )
+        })
     }
 
     /// Returns the config with another `seq_len`.

@@ -78,7 +78,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     )?;
     let device = host.device(device.kind()?, config.ulysses.backend)?;
     let resume = resume.map(open_resume).transpose()?;
-    print_warnings(&config, &path);
+    print_warnings(&config, &path, device);
     check_config(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;

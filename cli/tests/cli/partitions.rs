@@ -17,6 +17,19 @@ fn a_zero_stage_with_one_partition_is_noted_before_the_run() {
 }
 
 #[test]
+fn offload_to_host_memory_is_noted_on_cpu_ranks() {
+    let place = Workplace::new();
+    let note = "warning: `offload_optimizer` with device \"cpu\" saves no memory on CPU ranks";
+    let says_so = |offload| {
+        let zero = json!({ "zero_optimization": { "stage": 3, "offload_optimizer": offload } });
+        place.write_config("c.json", zero);
+        place.run(&["train", "c.json"]).assert_done().stderr.contains(note)
+    };
+    assert!(says_so(json!({ "device": "cpu" })));
+    assert!(!says_so(json!({ "device": "nvme", "nvme_path": "." })) && !says_so(json!({ "device": "none" })));
+}
+
+#[test]
 fn zero_partitions_over_sp_by_flag_key_or_deepspeeds_mesh() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));

@@ -47,6 +47,21 @@ fn with_a_machine_the_step_time_is_predicted() {
 }
 
 #[test]
+fn a_search_with_a_machine_sorts_settings_by_step_time() {
+    let place = workplace(json!({ "train_batch_size": 4, "ulysses": { "model": null } }));
+    place.write("m.json", machine(1e9).to_string());
+    let search =
+        ["changed.json", "--model", "nano", "--ranks", "4", "--seq-len", "512", "--fit", "--memory-gib", "1"];
+    let with = |machine: &[&str]| plan(&place, &[&search[..], machine].concat());
+    let timed = with(&["--machine", "m.json"]);
+    let seconds = |choice: &Value| choice["step_seconds"].as_f64().unwrap();
+    let seconds: Vec<f64> = timed["choices"].as_array().unwrap().iter().map(seconds).collect();
+    assert!(seconds.len() > 1 && seconds.is_sorted() && seconds[0] < *seconds.last().unwrap(), "{seconds:?}");
+    // Without a machine there are no times, and bytes decide.
+    assert_eq!(with(&[])["choices"][0].get("step_seconds"), None);
+}
+
+#[test]
 fn an_invalid_or_incomplete_machine_profile_is_refused_by_name() {
     let place = workplace(json!({ "bf16": { "enabled": true } }));
     let mut damaged = machine(1e9);
