@@ -55,13 +55,13 @@ class Check(unittest.TestCase):
     def binary(self, name: str, body: str) -> None:
         self.script(self.folder / "bin" / name, body)
 
-    def run_check(self) -> subprocess.CompletedProcess:
+    def run_check(self, *options: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "PATH": f"{self.machine}:/usr/bin:/bin"}
-        return subprocess.run([self.folder / "check.sh"], env=environment, capture_output=True, text=True)
+        return subprocess.run([self.folder / "check.sh", *options], env=environment, capture_output=True, text=True)
 
-    def run_with_gpu(self) -> tuple[int, dict[str, dict]]:
+    def run_with_gpu(self, *options: str) -> tuple[int, dict[str, dict]]:
         self.script(self.machine / "nvidia-smi", LISTS_A_GPU)
-        done = self.run_check()
+        done = self.run_check(*options)
         report = json.loads((self.folder / "results/report.json").read_text())
         self.assertEqual(report["build"], 'commit "quoted"\nsecond line')
         self.assertIn("made up", report["devices"])
@@ -107,6 +107,43 @@ class Check(unittest.TestCase):
         self.binary("test_kernels", f'{USES_IT}; echo "$ULYSSES_TEST_DEVICE $CARGO_MANIFEST_DIR"')
         _, checks = self.run_with_gpu()
         self.assertEqual(checks["kernels_and_ops"]["output"], f"cuda {self.folder}")
+
+    def test_a_second_run_repeats_what_failed_and_what_is_asked_for(self):
+        self.binary("test_kernels", f"{PASSES}; echo again >> kernels.log")
+        self.binary("test_parity", f'{USES_IT}; test "$1" != precision:: || exit 1')
+        runs = lambda: (self.folder / "kernels.log").read_text().count("again")
+        code, checks = self.run_with_gpu("--only", "kernels*")
+        self.assertEqual((code, {name: checks[name]["status"] for name in checks}), (0, {"kernels_and_ops": "passed"}))
+        code, checks = self.run_with_gpu()
+        self.assertEqual((code, runs(), checks["precision_16_bits"]["status"]), (1, 1, "failed"))
+        self.assertEqual((checks["kernels_and_ops"]["status"], checks["golden"]["status"]), ("passed", "passed"))
+        self.binary("test_parity", USES_IT)
+        code, checks = self.run_with_gpu()
+        self.assertEqual((code, checks["precision_16_bits"]["status"]), (0, "passed"))
+        self.run_with_gpu("--again", "--only", "kernels*")
+        self.assertEqual(runs(), 2)
+
+    def test_tables_are_made_of_the_figures_of_benchmarks(self):
+        passes = '"forward bf16": {"gflop_per_s": 105000.0}, "backward bf16": {"gflop_per_s": 75000.0}'
+        body = f"""{USES_IT}; echo noise >&2
+            case $2 in
+            attention) echo '{{"figures": {{{passes}}}}}' ;;
+            train) echo '{{"figures": {{"train_step": {{"tokens_per_second": 5000.0}}}}}}' ;;
+            *) echo '{{}}' ;;
+            esac"""
+        self.binary("ulysses", body)
+        step = """{"layer_step": {"tokens_per_second": 10000.0}}"""
+        self.script(self.machine / "python3", f"""test "$1" = pytorch_peer.py || exit 0; {USES_IT}; echo '{step}'""")
+        code, checks = self.run_with_gpu()
+        self.assertEqual((code, checks["bench_layer_4096"]["status"]), (0, "passed"), checks["bench_layer_4096"])
+        document = self.folder / "gpu.md"
+        document.write_text("before\n<!-- gpu-results: begin -->\nobsolete\n<!-- gpu-results: end -->\nafter\n")
+        command = ["python3", GPU / "tables.py", self.folder / "results/report.json", "--write", document]
+        subprocess.run(command, check=True)
+        text = document.read_text()
+        self.assertTrue(text.startswith("before\n") and text.endswith("after\n") and "obsolete" not in text, text)
+        self.assertIn("| 16384 | 105 / 75 | – / – | – / – |", text)
+        self.assertIn("| 32768 | 5000 | 10000 | 0.5 |", text)
 
     def test_what_passes_without_using_a_gpu_was_not_run(self):
         cc(self.folder / "lib/libcuda.so.1", DRIVER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")

@@ -27,7 +27,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         let config =
             LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
-        return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
+        return Ok(ModelSource::random(config, seed));
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
         _ if dir.is_file() && read_pointer(dir).is_none() => anyhow!("{model}: expected a model directory with config.json and weights, found a file"),
@@ -41,6 +41,14 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         HfModel::with_weights(description.or_usage()?, dir).or_usage()?;
     print_notes(&notes);
     Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source) })
+}
+
+/// Returns the shape of a preset or a published model; `None` for a directory.
+pub(super) fn named_shape(model: &str) -> Result<Option<LlamaConfig>, Failure> {
+    match directory(model) {
+        Some(_) => Ok(None),
+        None => shape(model).map(Some).map_err(|error| unknown(model, error)).or_usage(),
+    }
 }
 
 /// Reads the shape of a model from a directory or file, for commands that need no weights. If weights exist, they decide
@@ -104,6 +112,11 @@ fn directory(model: &str) -> Option<&Path> {
 }
 
 impl ModelSource {
+    /// Creates a model with random weights.
+    pub(super) fn random(config: LlamaConfig, seed: u64) -> Self {
+        Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None }
+    }
+
     /// As [`check_config`].
     pub(super) fn check_config(&self, config: &Config) -> Result<(), Failure> {
         check_config(&self.config, config)

@@ -4,21 +4,26 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
 use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, on_ranks, settings};
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::{AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward};
+use ulysses::kernels::attention::{
+    AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward, grouped_heads,
+};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// Tokens per sequence.
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq_len: u32,
-    /// Number of query heads and of KV heads.
+    /// Number of query heads.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     num_heads: u16,
+    /// Number of KV heads, which divides the query heads [default: as many].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    num_kv_heads: Option<u16>,
     /// Head dimension.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     head_dim: u16,
@@ -39,13 +44,18 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let device = args.device.kind()?;
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
-    // q, k, v, o and the gradient of each.
+    // q, k, v, o and the gradient of each, with at most as many KV heads.
     settings::check_tensors(device, 8.0 * head_elems * args.dtype.memory_factor())?;
-    let heads = (0..usize::from(args.num_heads)).collect::<Vec<_>>();
-    let layout = AttentionLayout::causal(1, args.seq_len, heads).or_usage()?;
+    let (num_heads, num_kv_heads) = (args.num_heads, args.num_kv_heads.unwrap_or(args.num_heads));
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        let message = format!("--num-kv-heads {num_kv_heads} does not divide the {num_heads} query heads");
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
+    let layout = AttentionLayout::causal(1, args.seq_len, q_to_kv).or_usage()?;
     let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &layout))?;
     let settings = json!({
-        "seq_len": args.seq_len, "num_heads": args.num_heads, "head_dim": args.head_dim,
+        "seq_len": args.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": args.head_dim,
         "dtype": args.dtype.name(), "device": args.device.name(),
     });
     let method = "causal; FLOPs of visible pairs only; each pass alternating with a square f32 GEMM on the same \
@@ -103,7 +113,7 @@ pub(super) struct Operation<'a> {
 }
 
 impl<'a> Operation<'a> {
-    /// Creates one sequence whose queries, keys and values have the same number of heads.
+    /// Creates one sequence with the heads of the layout.
     pub(super) fn new(
         layout: &'a AttentionLayout,
         head_dim: usize,
@@ -111,19 +121,20 @@ impl<'a> Operation<'a> {
         device: &Device,
     ) -> Result<Self> {
         let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
-        let random = || Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?.to_dtype(dtype);
-        let (qkv, dout) = ([random()?, random()?, random()?], random()?);
+        let num_kv_heads = layout.q_to_kv().iter().max().map_or(0, |last| last + 1);
+        // Drawn on the CPU, since a GPU may have no cuRAND.
+        let random = |heads: usize| {
+            let normal = Tensor::randn(0f32, 1.0, (1, seq_len, heads, head_dim), &Device::Cpu)?;
+            normal.to_dtype(dtype)?.to_device(device)
+        };
+        let qkv = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?];
+        let [dq, dk, dv] = &qkv;
+        let dqkv = [dq.zeros_like()?, dk.zeros_like()?, dv.zeros_like()?];
+        let dout = random(num_heads)?;
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
-        Ok(Self {
-            layout,
-            scale: (1.0 / (head_dim as f64).sqrt()) as f32,
-            o: dout.zeros_like()?,
-            dqkv: [dout.zeros_like()?, dout.zeros_like()?, dout.zeros_like()?],
-            row_terms: lse.zeros_like()?,
-            lse,
-            qkv,
-            dout,
-        })
+        let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
+        let (o, row_terms) = (dout.zeros_like()?, lse.zeros_like()?);
+        Ok(Self { layout, scale, qkv, o, lse, row_terms, dout, dqkv })
     }
 
     fn operands(&self) -> Operands<'_> {

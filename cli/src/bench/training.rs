@@ -3,7 +3,7 @@
 use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
 use crate::config_flags::SetFlags;
 use crate::model::{self, ModelSource};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use serde_json::json;
 use std::sync::Arc;
@@ -20,9 +20,18 @@ const SEED: u64 = 1;
 /// Flags that select model, mesh and device.
 #[derive(clap::Args)]
 pub(super) struct TrainingArgs {
-    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base).
+    /// Model directory (config.json, model.safetensors), preset (nano, tiny, small, base), or shape of a published model,
+    /// such as llama3-8b.
+    ///
+    /// Presets and shapes have random weights.
     #[arg(long, default_value = "base")]
     model: String,
+    /// Number of layers, instead of the preset's or shape's.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    num_layers: Option<u32>,
+    /// Vocabulary size, instead of the preset's (256) or shape's.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    vocab_size: Option<u32>,
     /// Mesh: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
@@ -93,7 +102,7 @@ impl TrainingArgs {
         let raw = RawConfig::from_json_str_with(&config.to_string(), "bench", &settings).or_usage()?;
         let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
         let config = raw.resolve(&overrides).or_usage()?;
-        let source = model::open(&self.model, SEED, 256)?;
+        let source = self.source()?;
         source.check_exchange(config.micro_batch_size, seq_len, &config)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
@@ -107,13 +116,29 @@ impl TrainingArgs {
         Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
     }
 
+    fn source(&self) -> Result<ModelSource, Failure> {
+        let Some(mut config) = model::named_shape(&self.model)? else {
+            if self.num_layers.or(self.vocab_size).is_some() {
+                let message =
+                    format!("{}: --num-layers and --vocab-size need a preset or a shape", self.model);
+                return Err(Failure::Usage(anyhow!(message)));
+            }
+            return model::open(&self.model, SEED, 256);
+        };
+        config.vocab_size = self.vocab_size.map_or(config.vocab_size, |size| size as usize);
+        config.num_layers = self.num_layers.map_or(config.num_layers, |layers| layers as usize);
+        Ok(ModelSource::random(config, SEED))
+    }
+
     /// Returns the settings for reports.
     pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
         let Self { model, mesh, device, .. } = self;
         let stage = u8::from(training.config.zero.stage);
         let dtype = DtypeArg::of(training.config.precision.dtype()).name();
         json!({
-            "model": model, "mesh": mesh, "zero_stage": stage, "dtype": dtype, "device": device.name(),
+            "model": model, "num_layers": training.source.config.num_layers,
+            "vocab_size": training.source.config.vocab_size, "mesh": mesh, "zero_stage": stage, "dtype": dtype,
+            "device": device.name(),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! `ulysses bench`: the content of its reports.
 
 use crate::support::cli::Workplace;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 
 /// Measures once, checks the keys that all reports have, and returns the report.
@@ -104,6 +104,9 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     {
         assert!(in_fp16["ratios"][ratio].is_f64(), "no {ratio} in {in_fp16:#}");
     }
+    let grouped =
+        report(&place, &["attention", "--seq-len", "64", "--num-heads", "4", "--num-kv-heads", "2"]);
+    assert_eq!(grouped["settings"]["num_kv_heads"], 2);
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
     let set = ["--set", "gradient_accumulation_steps=2", "--set", "zero_optimization.stage=1"];
@@ -120,6 +123,21 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
 }
 
 #[test]
+fn a_layer_of_a_published_shape_is_measured() {
+    let place = Workplace::new();
+    let shape = ["--model", "qwen3-0.6b", "--num-layers", "1", "--vocab-size", "32"];
+    let train = report(&place, &[&["train", "--seq-len", "8"], &shape[..]].concat());
+    assert_eq!((&train["settings"]["num_layers"], &train["settings"]["vocab_size"]), (&json!(1), &json!(32)));
+    // 6 FLOPs per token and parameter of the matmuls, and attention's: 1024 → 2048 + 2 · 1024, 2048 → 1024, 3 · 1024 × 3072.
+    let matmuls = 1024.0 * (4096.0 + 2048.0 + 3.0 * 3072.0 + 32.0);
+    let (pairs, head_elems) = (8.0 * 9.0 / 2.0, 2048.0);
+    let flops = 6.0 * 8.0 * matmuls + 12.0 * pairs * head_elems;
+    let step = &train["figures"]["train_step"];
+    let counted = step["gflop_per_s"].as_f64().unwrap() * 1e9 * step["ms"].as_f64().unwrap() * 1e-3;
+    assert!((counted / flops - 1.0).abs() < 1e-6, "{counted} counted, {flops} by the formula");
+}
+
+#[test]
 fn the_table_has_the_figures_and_their_baseline() {
     let outcome = Workplace::new().run(&["bench", "all-to-all", "--mib", "1", "--repeats", "1"]);
     for expected in ["GB/s", "copy", "seq_to_head", " × copy", "2 rank(s)"] {
@@ -130,7 +148,7 @@ fn the_table_has_the_figures_and_their_baseline() {
 #[test]
 fn invalid_benchmarks_are_refused() {
     let place = Workplace::new();
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
@@ -139,7 +157,12 @@ fn invalid_benchmarks_are_refused() {
         (&["train", "--mesh", "1x99"], "99"),
         (&["train", "--set", "sede=1"], "--set sede=1: unknown key `sede`, did you mean `seed`?"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
+        (
+            &["train", "--model", ".", "--num-layers", "1"],
+            "--num-layers and --vocab-size need a preset or a shape",
+        ),
         (&["attention", "--repeats", "0"], "--repeats"),
+        (&["attention", "--num-kv-heads", "3"], "--num-kv-heads 3 does not divide the 8 query heads"),
         (
             &["max-seq-len", "c.json", "--gib-per-rank", "0"],
             "expected a number of GiB of at least 0.03125, such as 2 or 0.5",
