@@ -19,7 +19,7 @@ use ulysses::estimate::event::{Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::mesh::{DeviceMesh, ShardShape};
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
 use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
@@ -367,6 +367,20 @@ fn what_a_rank_sends_its_peer_receives() {
             }
         }
     }
+}
+
+#[test]
+fn kernels_of_very_long_sequences_have_valid_grids() {
+    // Norms over heads have the most rows: 64 per token.
+    let model = LlamaConfig { num_layers: 1, vocab_size: 256, ..shape("qwen3-32b").unwrap() };
+    let config = json!({
+        "train_batch_size": 1, "bf16": { "enabled": true },
+        "ulysses": { "seq_len": 8 << 20, "activation_checkpointing": true, "loss_tile_tokens": 8192 },
+    });
+    let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+    let device = DeviceKind::Cuda;
+    let workload = Workload { config, model, document_len: Some(4096), ranks_per_node: 1, device };
+    workload.plan().unwrap();
 }
 
 #[test]

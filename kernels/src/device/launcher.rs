@@ -72,7 +72,6 @@ impl Launcher {
     /// that the addresses were opened from, as opened for reading or writing.
     ///
     /// # Errors
-    /// A kernel that does not compile, or a launch that the driver refuses.
     /// A kernel that does not compile or a launch that the driver refuses.
     pub(crate) unsafe fn launch(
         &self,
