@@ -116,8 +116,8 @@ impl Options {
 
 fn device(name: &str) -> Result<Device> {
     Ok(match name {
-        "cpu" => DeviceKind::Cpu.open(0)?,
-        "cuda" => DeviceKind::Cuda.open(0)?,
+        "cpu" => DeviceKind::Cpu.open()?,
+        "cuda" => DeviceKind::Cuda.open()?,
         _ => bail!("--device is cpu or cuda, got {name}"),
     })
 }

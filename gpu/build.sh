@@ -4,6 +4,7 @@
 #
 #     gpu/build.sh [FOLDER]         FOLDER: default target/gpu-folder
 #
+# Uses the toolkit in $CUDA_HOME (12.4 or newer, with NCCL), else the compilers of CUDA 13.0 from PyPI.
 # candle's kernels are compiled to PTX for $CUDA_COMPUTE_CAP (default 80); the driver compiles PTX for newer GPUs.
 set -euo pipefail
 
@@ -34,10 +35,14 @@ fail() {
 }
 
 prepare_toolchain() {
-    CUDA_HOME=$(gpu/toolchain.sh)
-    gpu/link-stubs.sh "$CUDA_HOME"
+    if [[ -z ${CUDA_HOME:-} ]]; then
+        CUDA_HOME=$(gpu/toolchain.sh)
+        gpu/link-stubs.sh "$CUDA_HOME"
+        # Older compilers lack it.
+        export NVCC_APPEND_FLAGS="--compress-mode=size"
+    fi
     export CUDA_HOME PATH=$CUDA_HOME/bin:$PATH CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80}
-    export NVCC=$CUDA_HOME/bin/nvcc NVCC_APPEND_FLAGS="--compress-mode=size"
+    export NVCC=$CUDA_HOME/bin/nvcc
     export CUDAFORGE_THREADS=${CUDAFORGE_THREADS:-$(nproc)} CARGO_TARGET_DIR=target/cuda
 }
 
@@ -77,7 +82,7 @@ add_files() {
     cp -r configs kernels "$folder/"
     cp -r tests/fixtures "$folder/tests/"
     cp -r src "$folder/text" # what the main job trains on
-    cp "$CUDA_HOME/lib/libcudart.so.13" "$folder/lib/"
+    cp "$CUDA_HOME"/lib64/libcudart.so.1[23] "$folder/lib/"
     cc -shared -fPIC -Wall -Werror -Wl,-soname,libcurand.so.10 -o "$folder/lib/libcurand.so.10" gpu/curand_standin.c
     cc -shared -fPIC -Wall -Werror -o "$folder/lib/libwitness.so" gpu/witness.c -ldl
     cp gpu/check.sh gpu/libraries.sh gpu/pytorch_peer.py docs/gpu.md "$folder/"

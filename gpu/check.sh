@@ -105,7 +105,7 @@ require_libraries() {
     local missing
     missing=$({ ldd bin/* 2>/dev/null || true; } | sed -n 's/^[[:space:]]*\([^ ]*\) => not found$/\1/p' | sort -u | paste -sd' ')
     [[ -z $missing ]] || cannot "these libraries are missing, so nothing was run: $missing. They come with a" \
-        "driver for CUDA 13 (libcuda), the CUDA 13 toolkit or PyTorch for CUDA 13; add their folders to LD_LIBRARY_PATH"
+        "driver (libcuda), and with the toolkit or PyTorch of the CUDA release in BUILD; add their folders to LD_LIBRARY_PATH"
 }
 
 # Runs a command of this folder or the system: name $1, command $2…

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Adds this machine's CUDA 13 libraries to LD_LIBRARY_PATH, from the toolkit's folders and PyTorch's packages.
+# Adds this machine's CUDA libraries to LD_LIBRARY_PATH, from the toolkit's folders and PyTorch's packages.
 # Source it before running anything in this folder.
 
 wheel_folders() {
@@ -12,7 +12,7 @@ print("\n".join(found for root in sorted(roots) for found in sorted(glob.glob(ro
 
 library_folders() {
     local folder
-    for folder in /usr/local/cuda/lib64 /usr/local/cuda-13*/lib64; do
+    for folder in /usr/local/cuda/lib64 /usr/local/cuda-1[23]*/lib64; do
         [[ -d $folder ]] && echo "$folder"
     done
     wheel_folders

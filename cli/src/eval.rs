@@ -1,11 +1,12 @@
 //! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
+use super::ranks::Joined;
 use super::sources::{Sources, open_tokenizer, parse_packing};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use serde_json::json;
 use std::path::Path;
-use ulysses::comm::{MeshGroups, launch};
+use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
 use ulysses::data::{Dataset, predicted_text_bytes};
 use ulysses::engine::initialize;
@@ -39,7 +40,7 @@ pub(super) struct EvalArgs {
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Device of the ranks' tensors.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
     /// Print one JSON object.
     #[arg(long)]
@@ -47,8 +48,8 @@ pub(super) struct EvalArgs {
 }
 
 pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
-    let device = args.device.kind()?;
     let mut config = config(&args)?;
+    let mut ranks = Joined::threads().place(args.device, config.world_size())?;
     let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
     source.check_exchange(config.micro_batch_size, args.seq_len, &config)?;
@@ -57,12 +58,11 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let options = settings::launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
     let data = sources.training(args.seq_len).or_run()?;
-    let results = launch(mesh.world_size(), &options, |rank| {
-        let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
+    let evaluation = ranks.run(mesh.world_size(), &options, |rank, device| {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
         let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;
-        Ok::<_, anyhow::Error>(evaluate(&mut engine, &data, None)?)
-    });
-    let evaluation = results.or_run()?.into_iter().next().context("a mesh has a rank").or_run()?;
+        Ok(evaluate(&mut engine, &data, None)?)
+    })?;
     let bytes = text_bytes(&config, &data, &evaluation).or_run()?;
     print(if args.json {
         as_json(&args, &data, evaluation, bytes)

@@ -21,6 +21,7 @@ mod launch;
 mod manual;
 mod mesh;
 mod model;
+mod placement;
 mod plan;
 mod process;
 mod progress;

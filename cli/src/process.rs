@@ -2,6 +2,7 @@
 
 use super::{Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
+use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
 #[cfg(feature = "mpi")]
 use ulysses::comm::mpi;
@@ -159,17 +160,17 @@ impl Process {
         }
     }
 
-    /// Runs this process's rank. Collective.
+    /// Runs this process's rank, with the device of its tensors. Collective.
     pub(super) fn run<T: Send>(
         &mut self,
         options: &LaunchOptions,
-        run: impl Fn(&RankContext) -> anyhow::Result<T> + Sync,
+        run: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
     ) -> Result<T, LaunchError> {
         match *self {
             #[cfg(feature = "mpi")]
-            Self::Mpi(ref mut session) => session.run(options, |rank| run(&rank)),
+            Self::Mpi(ref mut session) => session.run(options, |rank| run(&rank, Device::Cpu)),
             #[cfg(feature = "nccl")]
-            Self::Nccl(ref mut session) => session.run(options, |rank| run(&rank)),
+            Self::Nccl(ref mut session) => session.run(options, |rank| run(&rank, rank.group.value_device())),
         }
     }
 

@@ -5,7 +5,7 @@
 //! being written must not share storage with one that is read in the same closure: candle has a read-write
 //! lock per storage, so the second lock would deadlock.
 
-use crate::device::dry;
+use crate::device::{dry, explain_allocation};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -166,7 +166,8 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     match shape.elem_count() {
         elements if elements > 0 && dry::is_dry() => dry::tensor(shape, dtype),
         0 => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
-        _ => Tensor::zeros(shape, dtype, device),
+        elements => Tensor::zeros(shape, dtype, device)
+            .map_err(|error| explain_allocation(error, elements * dtype.size_in_bytes(), device)),
     }
 }
 

@@ -70,7 +70,7 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
 /// `ULYSSES_TEST_DEVICE=cuda`, on a GPU.
 pub(super) fn on_every_target(run: impl Fn(&str)) {
     if std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
-        let gpu = crate::device::DeviceKind::Cuda.open(0).expect("a GPU, as ULYSSES_TEST_DEVICE asks for");
+        let gpu = crate::device::DeviceKind::Cuda.open().expect("a GPU, as ULYSSES_TEST_DEVICE asks for");
         DEVICE.set(gpu);
         run("cuda");
         return DEVICE.set(Device::Cpu);

@@ -72,6 +72,12 @@ impl Engine {
         })
     }
 
+    /// Returns the bytes of the state that this rank stores on its device: parameters, gradients and optimizer state.
+    pub fn state_by_category(&self) -> memory::ByCategory {
+        let StateBytes { parameters, gradients, optimizer, .. } = self.zero.state_bytes();
+        memory::ByCategory { parameters, gradients, optimizer, ..memory::ByCategory::default() }
+    }
+
     /// Bytes that this rank sends in the exchanges of some passes, by formula.
     fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
         let Passes { seq_len, trained, evaluated } = passes;

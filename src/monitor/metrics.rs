@@ -45,11 +45,11 @@ pub struct Metrics {
     /// Bytes that the reporting rank sent, over all groups.
     pub comm_bytes: u64,
     /// Memory of the reporting rank's thread after the step; 0 unless the program uses a counting allocator
-    /// ([`memory`](ulysses_kernels::memory)).
+    /// ([`memory`](ulysses_kernels::memory)). On a GPU, the bytes in tensors of all ranks of the process on it.
     pub memory_bytes: u64,
     /// `memory_bytes` by category.
     pub memory_by_category: ByCategory,
-    /// Peak memory of the thread so far.
+    /// Peak of `memory_bytes` so far.
     pub peak_memory_bytes: u64,
     /// `peak_memory_bytes` by category.
     pub peak_memory_by_category: ByCategory,
@@ -59,7 +59,8 @@ pub struct Metrics {
     /// FLOP/s of the model on all ranks, without recomputation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model_flops_per_second: Option<f64>,
-    /// `model_flops_per_second` relative to the measured matmul FLOP/s of all ranks; not on a GPU.
+    /// MFU: `model_flops_per_second` relative to the peak of all ranks. The peak is the dense FLOP/s of the GPU's data sheet, or
+    /// the measured matmul FLOP/s of a CPU or an unknown GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gemm_share: Option<f64>,
 }

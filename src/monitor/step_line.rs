@@ -98,7 +98,7 @@ fn machine(metrics: &Metrics) -> Vec<String> {
     let tokens = format!("{:.0} tokens/s", metrics.tokens_per_second);
     let memory =
         (metrics.memory_bytes > 0).then(|| format!("mem {}", format_bytes(metrics.memory_bytes as f64)));
-    // The peak of a GPU is unknown, so there is a rate in place of the MFU.
+    // Without a known peak, there is a rate in place of the MFU.
     let utilization = match (metrics.gemm_share, metrics.model_flops_per_second) {
         (Some(share), _) => Some(format!("MFU {:.0} %", 100.0 * share)),
         (None, rate) => rate.map(|rate| format!("{:.1} TFLOP/s", rate / 1e12)),

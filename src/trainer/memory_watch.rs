@@ -1,10 +1,12 @@
 //! The memory of a rank in each part of a step, for `run.json` and traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
+use crate::device::{GpuMemory, gpu_memory};
 use crate::engine::Moment;
 use crate::engine::{Engine, PartPeak};
 use crate::kernels::memory::{ByCategory, peak_bytes};
-use crate::monitor::Tracer;
+use crate::monitor::{Metrics, Tracer};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 /// Number of watched steps per sequence length. Steps recycle storage of previous ones, so the second step is the first
@@ -14,8 +16,8 @@ const WATCHED_STEPS: u64 = 2;
 /// Measures the memory of one rank in a few steps, and in traced steps.
 #[derive(Debug)]
 pub struct MemoryWatch {
-    /// Whether tensors are in host memory: the allocator does not count GPU memory.
-    is_on_host: bool,
+    /// The device of the tensors. The allocator counts host memory, the driver GPU memory.
+    device: Device,
     tracer: Option<Tracer>,
     rank: u64,
     /// Steps of this process so far.
@@ -49,9 +51,9 @@ pub struct PartMemory {
 }
 
 impl MemoryWatch {
-    /// Creates an observer for a global rank; `is_on_host` is whether its tensors are in host memory.
-    pub fn new(tracer: Option<Tracer>, rank: usize, is_on_host: bool) -> Self {
-        Self { is_on_host, tracer, rank: rank as u64, done: 0, of_length: (0, 0), longest: None }
+    /// Creates an observer for a global rank, whose tensors are on `device`.
+    pub fn new(tracer: Option<Tracer>, rank: usize, device: Device) -> Self {
+        Self { device, tracer, rank: rank as u64, done: 0, of_length: (0, 0), longest: None }
     }
 
     /// Returns the memory of a step with the longest sequences so far.
@@ -66,15 +68,18 @@ impl Observer for MemoryWatch {
             self.of_length = (seq_len, 0);
         }
         let is_traced = self.tracer.as_ref().is_some_and(|tracer| tracer.traces(self.done));
-        if self.is_on_host && is_traced {
+        if self.device.is_cpu() && is_traced {
             engine.watch_memory();
-        } else if self.is_on_host && self.of_length.1 < WATCHED_STEPS {
+        } else if self.device.is_cpu() && self.of_length.1 < WATCHED_STEPS {
             engine.watch_last_micro_batch();
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        if let Some(memory) = gpu_memory(&self.device) {
+            count_gpu(&mut step.metrics, memory, engine.state_by_category());
+        }
         let parts = engine.take_part_peaks();
         if !parts.is_empty() {
             // The peak is reset at each watched part.
@@ -97,6 +102,14 @@ impl Observer for MemoryWatch {
     }
 }
 
+/// Reports GPU memory in place of host memory. The driver knows no categories: what is not stored state counts as
+/// [`Category::Other`](crate::memory::Category::Other).
+fn count_gpu(metrics: &mut Metrics, memory: GpuMemory, state: ByCategory) {
+    let with_rest = |bytes: u64| ByCategory { other: bytes.saturating_sub(state.total()), ..state };
+    (metrics.memory_bytes, metrics.memory_by_category) = (memory.in_use, with_rest(memory.in_use));
+    (metrics.peak_memory_bytes, metrics.peak_memory_by_category) = (memory.peak, with_rest(memory.peak));
+}
+
 fn last_micro_batch(parts: &[PartPeak]) -> Vec<PartMemory> {
     let first = parts.iter().rposition(|part| part.at == Moment::Embedding).unwrap_or(0);
     let part = |part: &PartPeak| PartMemory {
@@ -105,4 +118,20 @@ fn last_micro_batch(parts: &[PartPeak]) -> Vec<PartMemory> {
         by_category: part.peak.by_category,
     };
     parts[first..].iter().map(part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpu_memory_that_is_not_state_is_other() {
+        let memory = GpuMemory { in_use: 100, peak: 150, ..GpuMemory::default() };
+        let state = ByCategory { parameters: 20, gradients: 10, optimizer: 40, ..ByCategory::default() };
+        let mut metrics = Metrics { memory_bytes: 7, peak_memory_bytes: 9, ..Metrics::default() };
+        count_gpu(&mut metrics, memory, state);
+        assert_eq!((metrics.memory_bytes, metrics.peak_memory_bytes), (100, 150));
+        assert_eq!(metrics.memory_by_category, ByCategory { other: 30, ..state });
+        assert_eq!(metrics.peak_memory_by_category, ByCategory { other: 80, ..state });
+    }
 }

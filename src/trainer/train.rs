@@ -12,7 +12,7 @@ use super::resume::{Resume, Resumption, is_same_dir};
 use super::stragglers::Stragglers;
 use crate::checkpoint::{EvaluationResult, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::engine::{Engine, RunRecord};
+use crate::engine::{Engine, EngineError, RunRecord};
 use crate::monitor::{EvalMetrics, Metrics};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -171,6 +171,8 @@ impl<'a> Trainer<'a> {
         let (seq_len, padding_share) = (phase.data.seq_len(), phase.data.padding_share());
         self.notify(|observer, engine| observer.on_step_begin(engine, seq_len))?;
         let report = self.engine.train_batch(|| self.data.next_micro_batch())?;
+        // A GPU may still be computing the update: the step ends with it.
+        self.engine.workspace().options().device.synchronize().map_err(EngineError::from)?;
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times();
         let time = times.shares(step_seconds, data_seconds);

@@ -1,5 +1,5 @@
 //! The device under test, from `ULYSSES_TEST_DEVICE`: `cpu` (default), `emulated` (GPU kernels on the CPU, feature
-//! `kernel-emulation`) or `cuda` (feature `cuda`; the ranks share the available GPUs).
+//! `kernel-emulation`) or `cuda` (feature `cuda`; the ranks share the first GPU).
 
 use candle_core::Device;
 use std::cell::RefCell;
@@ -9,13 +9,13 @@ thread_local! {
 }
 
 /// Runs one rank of a test on the device under test.
-pub fn on_test_device<R>(rank: usize, run: impl FnOnce() -> R) -> R {
+pub fn on_test_device<R>(run: impl FnOnce() -> R) -> R {
     match choice().as_str() {
         "cpu" => run(),
         #[cfg(feature = "kernel-emulation")]
         "emulated" => ulysses::device::emulate(run),
         "cuda" => {
-            let device = ulysses::device::DeviceKind::Cuda.open(rank);
+            let device = ulysses::device::DeviceKind::Cuda.open();
             DEVICE.set(device.expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
             run()
         }

@@ -227,7 +227,7 @@ pub fn on_mesh<T: Send>(
     launch(mesh.world_size(), options, |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let groups = ZeroGroups::new(&groups, config.zero_shards())?;
-        super::device::on_test_device(rank.rank, || work(rank.rank, groups))
+        super::device::on_test_device(|| work(rank.rank, groups))
     })
 }
 

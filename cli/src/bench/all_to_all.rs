@@ -4,10 +4,9 @@ use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
 use super::{Failure, MeasureArgs, Process, RankArgs, RankSetup, settings};
 use anyhow::{Result, anyhow};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
-use ulysses::device::DeviceKind;
 use ulysses::kernels::{Workspace, strided_copy};
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded};
 use ulysses::tensor::TensorOptions;
@@ -17,7 +16,7 @@ const NUM_HEADS: usize = 16;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Number of ranks, at most 16 (one head each) [default: 2, or all processes with MPI].
+    /// Number of ranks, at most 16 (one head each) [default: 2, or all processes of a job].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=NUM_HEADS as i64))]
     ranks: Option<u16>,
     #[command(flatten)]
@@ -30,7 +29,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
-    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks, process)?;
+    let RankSetup { mut on, ranks, options } = args.rank_args.start(args.ranks, process)?;
     if ranks > NUM_HEADS {
         return Err(Failure::Usage(anyhow!("{ranks} ranks: expected at most {NUM_HEADS}, one head each")));
     }
@@ -44,19 +43,19 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
         head_dim: HEAD_DIM,
     };
     // Two inputs, the copy, and one output of each exchange.
-    settings::check_tensors(device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
-    let seconds = on.run(ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
+    settings::check_tensors(on.placement().device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
+    let seconds =
+        on.run(ranks, &options, |rank, device| measure(rank, &device, shape, args.measuring.repeats))?;
     let work = (bytes * ranks) as f64;
     let [copy, to_heads, to_tokens] = seconds;
     let copy = Figure::new("copy", copy, work);
     let to_heads = Figure::new("seq_to_head", to_heads, work).against(&copy);
     let to_tokens = Figure::new("head_to_seq", to_tokens, work).against(&copy);
     let figures = vec![copy, to_heads, to_tokens];
-    let RankArgs { backend, device, .. } = &args.rank_args;
-    let settings = json!({ "backend": backend.name(), "mib_per_rank": args.mib, "device": device.name() });
+    let settings = json!({ "mib_per_rank": args.mib });
     let method = "f32, 16 heads of 64; exchange of one tensor in both directions, alternating with a copy of it by all \
                   ranks at once; bytes of all ranks, including local parts; slowest rank, median";
-    let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options);
+    let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options, on.placement());
     args.measuring.print(&Report { figures, ..report })
 }
 
@@ -67,17 +66,17 @@ fn q_to_kv() -> Vec<usize> {
 /// Returns the seconds of the copy and of both exchanges.
 fn measure(
     rank: &RankContext,
-    device: DeviceKind,
+    device: &Device,
     shape: AttentionShape,
     repeats: u32,
 ) -> Result<[Vec<f64>; 3]> {
-    let (device, group) = (device.open(rank.rank)?, rank.group.clone());
+    let group = rank.group.clone();
     let options = TensorOptions { device: device.clone(), dtype: DType::F32 };
     let workspace = Workspace::with_options(options);
     let plan = ExchangePlan::new(shape, &q_to_kv(), rank.world_size, rank.rank)?;
     let exchange = Exchange::new(plan, group.clone());
     let seq_len_local = shape.seq_len / rank.world_size;
-    let tokens = Tensor::ones((1, seq_len_local, NUM_HEADS, HEAD_DIM), DType::F32, &device)?;
+    let tokens = Tensor::ones((1, seq_len_local, NUM_HEADS, HEAD_DIM), DType::F32, device)?;
     let copied = tokens.zeros_like()?;
     let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
     let cases = vec![
@@ -93,6 +92,6 @@ fn measure(
             Ok(())
         }),
     ];
-    let seconds = take_turns(&*group, &device, repeats, cases)?;
+    let seconds = take_turns(&*group, device, repeats, cases)?;
     seconds.try_into().map_err(|_| anyhow!("three cases have three times"))
 }

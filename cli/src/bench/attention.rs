@@ -3,12 +3,11 @@
 use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, on_ranks, settings};
+use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, Placement, Ranks, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
-use ulysses::device::DeviceKind;
 use ulysses::kernels::attention::{
     AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward, grouped_heads,
 };
@@ -34,18 +33,18 @@ pub(super) struct Args {
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
     /// Device of the tensors.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
     #[command(flatten)]
     measuring: MeasureArgs,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let device = args.device.kind()?;
+    let placement = Placement::of_one(args.device)?;
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
     // q, k, v, o and the gradient of each, with at most as many KV heads.
-    settings::check_tensors(device, 8.0 * head_elems * args.dtype.memory_factor())?;
+    settings::check_tensors(placement.device, 8.0 * head_elems * args.dtype.memory_factor())?;
     let (num_heads, num_kv_heads) = (args.num_heads, args.num_kv_heads.unwrap_or(args.num_heads));
     if !num_heads.is_multiple_of(num_kv_heads) {
         let message = format!("--num-kv-heads {num_kv_heads} does not divide the {num_heads} query heads");
@@ -53,34 +52,34 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
     let layout = AttentionLayout::causal(1, args.seq_len, q_to_kv).or_usage()?;
-    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &layout))?;
+    let mut on = Ranks::threads(placement);
+    let figures = on.run(1, &options, |rank, device| measure(rank, &device, args, &layout))?;
     let settings = json!({
         "seq_len": args.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": args.head_dim,
-        "dtype": args.dtype.name(), "device": args.device.name(),
+        "dtype": args.dtype.name(),
     });
     let method = "causal; FLOPs of visible pairs only; each pass alternating with a square f32 GEMM on the same \
                   threads; median. delta: the row sums of o · dout that backward needs.";
-    let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options);
+    let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options, on.placement());
     args.measuring.print(&Report { figures, ..report })
 }
 
 /// Measures the square GEMM and the passes; other dtypes are compared with f32.
 fn measure(
     rank: &RankContext,
-    device: DeviceKind,
+    device: &Device,
     args: &Args,
     layout: &AttentionLayout,
 ) -> Result<Vec<Figure>> {
-    let device = device.open(rank.rank)?;
     let operation =
-        |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), &device);
+        |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), device);
     let in_f32 = operation(DtypeArg::F32)?;
     let other = if args.dtype == DtypeArg::F32 { None } else { Some(operation(args.dtype)?) };
-    let square = Square::new(DType::F32, &device)?;
+    let square = Square::new(DType::F32, device)?;
     let mut cases = vec![square.case()];
     cases.extend(in_f32.cases());
     cases.extend(other.iter().flat_map(Operation::cases));
-    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let mut seconds = take_turns(&*rank.group, device, args.measuring.repeats, cases)?.into_iter();
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
     // Two dot products of head_dim multiply-adds per visible pair forward, five backward.
     let heads = f64::from(args.num_heads) * f64::from(args.head_dim);

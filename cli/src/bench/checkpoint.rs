@@ -3,8 +3,9 @@
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, MeasureArgs, OrFail, on_ranks};
+use super::{Failure, Joined, MeasureArgs, OrFail};
 use anyhow::{Context, Result, anyhow};
+use candle_core::Device;
 use serde_json::json;
 use std::cell::Cell;
 use std::fs::{self, File};
@@ -34,8 +35,10 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let training = args.training.prepare(SEQ_LEN)?;
     let output = args.output.unwrap_or_else(std::env::temp_dir);
     let scratch = Scratch::new(&output).context("--output").or_usage()?;
-    let measure = |rank: &RankContext| measure(rank, &training, &scratch.0, args.measuring.repeats);
-    let ([save, copy], bytes) = on_ranks(training.mesh.world_size(), &training.launch, measure)?;
+    let mut on = args.training.place(Joined::threads(), &training)?;
+    let repeats = args.measuring.repeats;
+    let measure = |rank: &RankContext, device| measure(rank, &device, &training, &scratch.0, repeats);
+    let ([save, copy], bytes) = on.run(training.mesh.world_size(), &training.launch, measure)?;
     let copy = Figure::new("copy", copy, bytes as f64);
     let save = Figure::new("save", save, bytes as f64).against(&copy);
     let mut settings = args.training.settings(&training);
@@ -44,7 +47,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let method = "save: compare replicas, write, hash and fsync every file, publish; copy: copy and fsync the same files \
                   one after the other, from the page cache; alternating, median";
     let report = Report::new("checkpoint", settings, method, Unit::Bytes);
-    let report = report.on(training.mesh.world_size(), &training.launch);
+    let report = report.on(training.mesh.world_size(), &training.launch, on.placement());
     args.measuring.print(&Report { figures: vec![copy, save], ..report })
 }
 
@@ -69,11 +72,12 @@ impl Drop for Scratch {
 /// Returns the seconds of saves and of copies, and the bytes of each.
 fn measure(
     rank: &RankContext,
+    device: &Device,
     training: &Training,
     dir: &Path,
     repeats: u32,
 ) -> Result<([Vec<f64>; 2], u64)> {
-    let (mut engine, mut loader, device) = training.start(rank)?;
+    let (mut engine, mut loader) = training.start(rank, device)?;
     engine.train_batch(|| loader.next_micro_batch())?;
     let mut saver = engine.saver(rank.group.clone(), dir, SaveOptions::default())?;
     let (saved, copied) = (dir.join(step_name(engine.attempted_steps())), dir.join("copy"));
@@ -88,7 +92,7 @@ fn measure(
     let save = save.after(|| if is_first { remove(&saved) } else { Ok(()) });
     let copy = Case::new(|| if is_first { copy_dir(&saved, &copied) } else { Ok(()) });
     let copy = copy.after(|| if is_first { remove(&copied) } else { Ok(()) });
-    let seconds = take_turns(&*rank.group, &device, repeats, vec![save, copy])?;
+    let seconds = take_turns(&*rank.group, device, repeats, vec![save, copy])?;
     let seconds = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
     Ok((seconds, bytes.get()))
 }

@@ -2,12 +2,11 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, on_ranks, settings};
+use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, Placement, Ranks, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
-use ulysses::device::DeviceKind;
 use ulysses::kernels::linear;
 use ulysses::model::{LlamaConfig, preset};
 
@@ -29,7 +28,7 @@ pub(super) struct Args {
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
     /// Device of the matrices.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
     #[command(flatten)]
     measuring: MeasureArgs,
@@ -113,7 +112,7 @@ impl WeightGemms {
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let model = preset(&args.model).or_usage()?;
-    let device = args.device.kind()?;
+    let placement = Placement::of_one(args.device)?;
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let tokens = args.tokens as usize;
     let shapes = shapes(&model);
@@ -123,27 +122,30 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         let (weight, activations) = ((inputs * outputs) as f64, (tokens * (inputs + outputs)) as f64);
         factor * activations + (factor + factor.ceil()) * weight
     };
-    settings::check_tensors(device, shapes.iter().map(elems).sum())?;
-    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &model))?;
+    settings::check_tensors(placement.device, shapes.iter().map(elems).sum())?;
+    let mut on = Ranks::threads(placement);
+    let figures = on.run(1, &options, |rank, device| measure(rank, &device, args, &model))?;
     let settings = json!({
-        "model": args.model, "tokens": tokens, "dtype": args.dtype.name(), "device": args.device.name(),
+        "model": args.model, "tokens": tokens, "dtype": args.dtype.name(),
     });
     let method = "each GEMM of the model's weights with all tokens, forward and backward, alternating with a square \
                   f32 GEMM on the same threads; median";
-    let report = Report { figures, ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options) };
+    let report = Report {
+        figures,
+        ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options, on.placement())
+    };
     args.measuring.print(&report)
 }
 
 /// Measures the square GEMM and those of the model; other dtypes are compared with f32.
-fn measure(rank: &RankContext, device: DeviceKind, args: &Args, model: &LlamaConfig) -> Result<Vec<Figure>> {
-    let device = device.open(rank.rank)?;
-    let square = Square::new(DType::F32, &device)?;
-    let all = |dtype: DtypeArg| WeightGemms::all(model, args.tokens as usize, dtype.dtype(), &device);
+fn measure(rank: &RankContext, device: &Device, args: &Args, model: &LlamaConfig) -> Result<Vec<Figure>> {
+    let square = Square::new(DType::F32, device)?;
+    let all = |dtype: DtypeArg| WeightGemms::all(model, args.tokens as usize, dtype.dtype(), device);
     let gemms = all(DtypeArg::F32)?;
     let others = if args.dtype == DtypeArg::F32 { Vec::new() } else { all(args.dtype)? };
     let mut cases = vec![square.case()];
     cases.extend(gemms.iter().chain(&others).flat_map(WeightGemms::cases).map(|(_, case)| case));
-    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let mut seconds = take_turns(&*rank.group, device, args.measuring.repeats, cases)?.into_iter();
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
     let mut figures = |gemms: &[WeightGemms], dtype: DtypeArg| -> Vec<Figure> {
         let names = gemms.iter().flat_map(|gemm| gemm.cases().map(|(pass, _)| (gemm, pass)));

@@ -272,6 +272,8 @@ impl Search {
             .arg("train")
             .arg(&self.config)
             .args(["--model", &self.model, "--mesh", &self.mesh, "--steps", "1"])
+            // The limit is on host memory.
+            .args(["--device", "cpu", "--backend", "thread"])
             .args(["--seq-len", &seq_len.to_string()])
             .args([Path::new("--data"), &data, Path::new("--output"), &output]);
         if let Some(threads) = self.args.threads_per_rank {

@@ -19,16 +19,17 @@ pub(super) use checkpoint::Scratch;
 pub(super) use collectives::figures as collective_figures;
 pub(super) use gemm::Square;
 pub(super) use report::{Figure, cores, cpu_name};
+pub(super) use training::TrainingArgs;
 pub(super) use turns::{Case, take_turns};
 
+use super::placement::Placement;
 use super::process::Process;
-use super::ranks::{BackendArgs, Ranks};
+use super::ranks::{BackendArgs, Joined, Ranks};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use candle_core::DType;
 use clap::{Subcommand, ValueEnum};
 use report::Report;
-use ulysses::comm::{LaunchOptions, RankContext, launch};
-use ulysses::device::DeviceKind;
+use ulysses::comm::LaunchOptions;
 use ulysses::mesh::DeviceMesh;
 
 #[derive(clap::Args)]
@@ -143,7 +144,7 @@ struct RankArgs {
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Device of the tensors.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
 }
 
@@ -152,7 +153,6 @@ struct RankSetup<'a> {
     on: Ranks<'a>,
     ranks: usize,
     options: LaunchOptions,
-    device: DeviceKind,
 }
 
 impl RankArgs {
@@ -163,23 +163,12 @@ impl RankArgs {
         requested: Option<u16>,
         process: &'a mut Option<Process>,
     ) -> Result<RankSetup<'a>, Failure> {
-        let device = self.device.kind()?;
-        self.backend.check_device(device)?;
-        let on = self.backend.start(process)?;
-        let ranks = on.count(requested.map(usize::from), 2)?;
+        let joined = self.backend.join(process)?;
+        let ranks = joined.count(requested.map(usize::from), 2);
+        let on = joined.place(self.device, ranks)?;
         let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
-        Ok(RankSetup { on, ranks, options, device })
+        Ok(RankSetup { on, ranks, options })
     }
-}
-
-/// Runs `measure` on ranks that are threads and returns the result of rank 0; all are equal.
-pub(super) fn on_ranks<T: Send>(
-    world_size: usize,
-    options: &LaunchOptions,
-    measure: impl Fn(&RankContext) -> anyhow::Result<T> + Sync,
-) -> Result<T, Failure> {
-    let mut results = launch(world_size, options, |rank| measure(&rank)).or_run()?;
-    Ok(results.swap_remove(0))
 }
 
 /// Parses `--mesh`.

@@ -5,7 +5,7 @@ use super::collectives::{figures, figures_of};
 use super::gemm::{Square, WeightGemms};
 use super::report::{Figure, cores, cpu_name};
 use super::turns::{Case, median, take_turns};
-use super::{DeviceArg, Failure, OrFail, Ranks, on_ranks, print, settings};
+use super::{DeviceArg, Failure, Joined, OrFail, Ranks, print, settings};
 use crate::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
@@ -40,7 +40,7 @@ pub(super) struct Args {
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Device of the tensors.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
     /// Directory for the offload file [default: the system's temporary directory].
     #[arg(long)]
@@ -61,29 +61,31 @@ struct Bench<'a> {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let device = args.device.kind()?;
     let model = preset(&args.model).or_usage()?;
     let ranks = usize::from(args.ranks);
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
+    let mut on = Joined::threads().place(args.device, ranks)?;
+    let device = on.placement().device;
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
     let layout =
         AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
     let bench = Bench { args, model, layout };
-    let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
+    let mut rates_of =
+        |dtype| on.run(ranks, &options, |rank, device| bench.rates(rank, &device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
-        name: cpu_name(),
+        name: on.placement().gpu_name().unwrap_or_else(cpu_name),
         origin: bench.origin(&options),
         ranks_per_node: ranks,
         rates,
-        update_bytes_per_second: on_ranks(ranks, &options, |rank| bench.update(rank, device))?,
-        file_bytes_per_second: bench.file(ranks, &options, device)?,
+        update_bytes_per_second: on.run(ranks, &options, |rank, device| bench.update(rank, &device))?,
+        file_bytes_per_second: bench.file(&mut on, ranks, &options)?,
         // Not measured yet: see docs/gpu.md.
         host_bytes_per_second: None,
         // Threads transfer their data themselves while they wait.
         overlaps_communication: false,
-        links: Links { intra_node: bench.link(ranks, &options, device)?, inter_node: None },
+        links: Links { intra_node: bench.link(&mut on, ranks, &options)?, inter_node: None },
     };
     let text = format!("{:#}\n", profile.to_json());
     let Some(path) = &args.output else { return print(text) };
@@ -107,12 +109,11 @@ impl Bench<'_> {
     }
 
     /// Measures the compute rates of a rank while all ranks run. Collective.
-    fn rates(&self, rank: &RankContext, device: DeviceKind, dtype: DType) -> Result<Rates> {
-        let device = device.open(rank.rank)?;
-        let (square, tokens) = (Square::new(dtype, &device)?, self.args.tokens as usize);
-        let gemms = WeightGemms::all(&self.model, tokens, dtype, &device)?;
-        let attention = Operation::new(&self.layout, self.model.head_dim, dtype, &device)?;
-        let elementwise = Elementwise::new(&self.model, tokens, dtype, &device)?;
+    fn rates(&self, rank: &RankContext, device: &Device, dtype: DType) -> Result<Rates> {
+        let (square, tokens) = (Square::new(dtype, device)?, self.args.tokens as usize);
+        let gemms = WeightGemms::all(&self.model, tokens, dtype, device)?;
+        let attention = Operation::new(&self.layout, self.model.head_dim, dtype, device)?;
+        let elementwise = Elementwise::new(&self.model, tokens, dtype, device)?;
         let LlamaConfig { num_heads, head_dim, .. } = self.model;
         let pair_elems = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
         let mut cases = vec![square.case(), attention.forward(), attention.backward()];
@@ -122,7 +123,7 @@ impl Bench<'_> {
             cases.push(case);
             work.push(amount);
         }
-        let seconds = take_turns(&*rank.group, &device, self.args.repeats, cases)?;
+        let seconds = take_turns(&*rank.group, device, self.args.repeats, cases)?;
         let first_elementwise = 3 + 3 * gemms.len();
         let rate = |cases: std::ops::Range<usize>| {
             let seconds: f64 = seconds[cases.clone()].iter().map(|seconds| median(seconds)).sum();
@@ -138,10 +139,9 @@ impl Bench<'_> {
     }
 
     /// Measures the bytes per second that AdamW reads and writes. Collective.
-    fn update(&self, rank: &RankContext, device: DeviceKind) -> Result<f64> {
-        let device = device.open(rank.rank)?;
+    fn update(&self, rank: &RankContext, device: &Device) -> Result<f64> {
         let elems = usize::from(self.args.mib) << 18;
-        let ones = || Tensor::ones(elems, DType::F32, &device);
+        let ones = || Tensor::ones(elems, DType::F32, device);
         let (parameters, gradients, mean, squares) = (ones()?, ones()?, ones()?, ones()?);
         let params = AdamParams {
             lr: 1e-3,
@@ -155,7 +155,7 @@ impl Bench<'_> {
             grad_scale: 1.0,
         };
         let update = Case::new(|| Ok(adamw::step(&parameters, &gradients, &mean, &squares, &params)?));
-        let seconds = take_turns(&*rank.group, &device, self.args.repeats, vec![update])?;
+        let seconds = take_turns(&*rank.group, device, self.args.repeats, vec![update])?;
         // Four tensors are read, three written.
         Ok((7 * elems * size_of::<f32>()) as f64 / median(&seconds[0]))
     }
@@ -163,19 +163,18 @@ impl Bench<'_> {
     /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
     fn file(
         &self,
+        on: &mut Ranks<'_>,
         ranks: usize,
         options: &LaunchOptions,
-        device: DeviceKind,
     ) -> Result<Option<f64>, Failure> {
-        if device != DeviceKind::Cpu {
+        if on.placement().device != DeviceKind::Cpu {
             return Ok(None);
         }
         let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };
         let directory = self.args.offload_path.as_deref();
         // Fails before ranks start.
         OffloadStore::in_file(label, directory).or_usage()?;
-        let measure = |rank: &RankContext| self.file_of(rank, label, directory);
-        on_ranks(ranks, options, measure).map(Some)
+        on.run(ranks, options, |rank, _| self.file_of(rank, label, directory)).map(Some)
     }
 
     fn file_of(&self, rank: &RankContext, label: StoreLabel, directory: Option<&Path>) -> Result<f64> {
@@ -197,18 +196,17 @@ impl Bench<'_> {
 
     fn link(
         &self,
+        on: &mut Ranks<'_>,
         ranks: usize,
         options: &LaunchOptions,
-        device: DeviceKind,
     ) -> Result<Option<LinkRates>, Failure> {
         if ranks == 1 {
             return Ok(None);
         }
         let Args { mib, repeats, .. } = *self.args;
-        let mut threads = Ranks::threads();
         let (small, large) = (
-            figures_of(LATENCY_ELEMS, &mut threads, ranks, options, device, repeats)?,
-            figures(&mut threads, ranks, options, device, mib, repeats)?,
+            figures_of(LATENCY_ELEMS, on, ranks, options, repeats)?,
+            figures(on, ranks, options, mib, repeats)?,
         );
         link_rates(&small, &large).map(Some).or_run()
     }

@@ -1,6 +1,7 @@
 //! The result of a benchmark as a table or JSON object.
 
 use super::turns::median;
+use crate::placement::Placement;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Display, Formatter};
 use ulysses::comm::LaunchOptions;
@@ -99,8 +100,14 @@ impl Report {
         Self { bench, settings, method: method.into(), ranks, threads_per_rank, unit, figures: Vec::new() }
     }
 
-    pub(super) fn on(mut self, ranks: usize, options: &LaunchOptions) -> Self {
+    /// Adds the ranks, with their backend, device and GPU to the settings.
+    pub(super) fn on(mut self, ranks: usize, options: &LaunchOptions, placement: &Placement) -> Self {
         (self.ranks, self.threads_per_rank) = (ranks, options.threads_per_rank);
+        self.settings["backend"] = json!(placement.backend);
+        self.settings["device"] = json!(placement.device.name());
+        if let Some(gpu) = placement.gpu_name() {
+            self.settings["gpu"] = json!(gpu);
+        }
         self
     }
 

@@ -6,6 +6,7 @@ use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
 use super::{BackendArgs, Failure, MeasureArgs, OrFail, Process, Ranks};
 use anyhow::{Result, anyhow};
+use candle_core::Device;
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::estimate::model_flops;
@@ -31,12 +32,15 @@ pub(super) struct Args {
 
 pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
     let seq_len = args.seq_len as usize;
-    let mut on = args.backend.start(process)?;
-    if args.against_single && args.backend.name() != "thread" {
-        let message = "--against-single needs --backend thread: run the single rank as a command of its own";
+    let joined = args.backend.join(process)?;
+    if args.against_single && joined.are_processes() {
+        let message =
+            "--against-single needs ranks that are threads: run the single rank as a command of its own";
         return Err(Failure::Usage(anyhow!(message)));
     }
     let on_mesh = args.training.prepare(seq_len)?;
+    let mut on = args.training.place(joined, &on_mesh)?;
+    let mut alone = Ranks::threads(on.placement().alone());
     let single = args.against_single.then(|| args.training.prepare_single(&on_mesh, seq_len)).transpose()?;
     let repeats = args.measuring.repeats;
     let rounds = if single.is_some() { ROUNDS.min(repeats) } else { 1 };
@@ -46,7 +50,7 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
         let repeats = repeats / rounds + u32::from(round < repeats % rounds);
         times.append(measure(&mut on, &on_mesh, repeats)?);
         if let Some(single) = &single {
-            times_of_single.append(measure(&mut on, single, repeats)?);
+            times_of_single.append(measure(&mut alone, single, repeats)?);
         }
     }
     let tokens = (on_mesh.config.train_batch_size * seq_len) as f64;
@@ -67,13 +71,12 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
     }
     figures.push(train);
     let mut settings = args.training.settings(&on_mesh);
-    settings["backend"] = json!(args.backend.name());
     settings["seq_len"] = json!(seq_len);
     settings["rows_per_step"] = json!(on_mesh.config.train_batch_size);
     let method = "whole steps with AdamW and clipping, alternating with one square GEMM on all ranks at once; model FLOPs: \
                   forward and backward, visible pairs only, no recomputation; slowest rank, median";
     let report = Report::new("train", settings, method, Unit::Flops);
-    let report = report.on(on_mesh.mesh.world_size(), &on_mesh.launch);
+    let report = report.on(on_mesh.mesh.world_size(), &on_mesh.launch, on.placement());
     args.measuring.print(&Report { figures, ..report })
 }
 
@@ -95,17 +98,18 @@ impl Times {
 }
 
 fn measure(on: &mut Ranks<'_>, training: &Training, repeats: u32) -> Result<Times, Failure> {
-    on.run(training.mesh.world_size(), &training.launch, |rank| measure_rank(training, rank, repeats))
+    let measure = |rank: &RankContext, device| measure_rank(training, rank, &device, repeats);
+    on.run(training.mesh.world_size(), &training.launch, measure)
 }
 
-fn measure_rank(training: &Training, rank: &RankContext, repeats: u32) -> Result<Times> {
-    let (mut engine, mut loader, device) = training.start(rank)?;
-    let square = Square::new(training.config.precision.dtype(), &device)?;
+fn measure_rank(training: &Training, rank: &RankContext, device: &Device, repeats: u32) -> Result<Times> {
+    let (mut engine, mut loader) = training.start(rank, device)?;
+    let square = Square::new(training.config.precision.dtype(), device)?;
     let step = Case::new(|| {
         engine.train_batch(|| loader.next_micro_batch())?;
         Ok(())
     });
-    let seconds = take_turns(&*rank.group, &device, repeats, vec![square.case(), step])?;
+    let seconds = take_turns(&*rank.group, device, repeats, vec![square.case(), step])?;
     let [of_square, of_step] = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
     let square_flops = rank.world_size as f64 * square.flops();
     Ok(Times { square: of_square, step: of_step, square_flops })

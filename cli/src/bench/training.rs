@@ -1,6 +1,6 @@
 //! An engine with synthetic data, for benchmarks that train.
 
-use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
+use super::{DeviceArg, DtypeArg, Failure, Joined, OrFail, Ranks, mesh, settings};
 use crate::config_flags::SetFlags;
 use crate::model::{self, ModelSource};
 use anyhow::{Context, Result, anyhow};
@@ -10,7 +10,6 @@ use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
 use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedSequences};
-use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
@@ -19,7 +18,7 @@ const SEED: u64 = 1;
 
 /// Flags that select model, mesh and device.
 #[derive(clap::Args)]
-pub(super) struct TrainingArgs {
+pub(crate) struct TrainingArgs {
     /// Model directory (config.json, model.safetensors), preset (nano, tiny, small, base), or shape of a published model,
     /// such as llama3-8b.
     ///
@@ -47,23 +46,37 @@ pub(super) struct TrainingArgs {
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
     /// Device of the ranks' tensors.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
 }
 
 /// A prepared training run.
-pub(super) struct Training {
+pub(crate) struct Training {
     pub(super) mesh: DeviceMesh,
     pub(super) launch: LaunchOptions,
     pub(super) source: ModelSource,
     pub(super) config: Config,
-    device: DeviceKind,
     rows: Arc<PackedSequences>,
 }
 
 impl TrainingArgs {
+    /// A small run on one rank, to test a device.
+    pub(crate) fn small() -> Self {
+        Self {
+            model: "nano".to_owned(),
+            num_layers: None,
+            vocab_size: None,
+            mesh: "1x1".to_owned(),
+            zero_stage: None,
+            set: SetFlags::default(),
+            threads_per_rank: None,
+            dtype: DtypeArg::F32,
+            device: DeviceArg::Auto,
+        }
+    }
+
     /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
-    pub(super) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
+    pub(crate) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
         let mesh = mesh(&self.mesh)?;
         let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
         self.prepare_on(mesh, launch, seq_len, None)
@@ -113,7 +126,12 @@ impl TrainingArgs {
         let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
         let corpus = Corpus::from_documents([tokens]).or_run()?;
         let rows = Arc::new(PackedSequences::new(corpus, seq_len).or_run()?);
-        Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
+        Ok(Training { mesh, launch, source, config, rows })
+    }
+
+    /// Chooses the device and the backend of the mesh's ranks.
+    pub(super) fn place<'a>(&self, joined: Joined<'a>, training: &Training) -> Result<Ranks<'a>, Failure> {
+        joined.place(self.device, training.mesh.world_size())
     }
 
     fn source(&self) -> Result<ModelSource, Failure> {
@@ -132,25 +150,24 @@ impl TrainingArgs {
 
     /// Returns the settings for reports.
     pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
-        let Self { model, mesh, device, .. } = self;
+        let Self { model, mesh, .. } = self;
         let stage = u8::from(training.config.zero.stage);
         let dtype = DtypeArg::of(training.config.precision.dtype()).name();
+        let shape = &training.source.config;
         json!({
-            "model": model, "num_layers": training.source.config.num_layers,
-            "vocab_size": training.source.config.vocab_size, "mesh": mesh, "zero_stage": stage, "dtype": dtype,
-            "device": device.name(),
+            "model": model, "num_layers": shape.num_layers, "vocab_size": shape.vocab_size, "mesh": mesh,
+            "zero_stage": stage, "dtype": dtype,
         })
     }
 }
 
 impl Training {
     /// Returns one rank's engine and data.
-    pub(super) fn start(&self, rank: &RankContext) -> Result<(Engine, DataLoader, Device)> {
-        let device = self.device.open(rank.rank)?;
+    pub(crate) fn start(&self, rank: &RankContext, device: &Device) -> Result<(Engine, DataLoader)> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
         let model = Model::llama(&self.source.config)?;
         let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
         let loader = engine.data_loader(self.rows.clone())?;
-        Ok((engine, loader, device))
+        Ok((engine, loader))
     }
 }

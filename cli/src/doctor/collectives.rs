@@ -1,34 +1,40 @@
-//! Tests every collective on ranks that are threads: correct data, and bus bandwidth.
+//! Tests every collective on ranks of this process: correct data, and bus bandwidth.
 
 use super::machine::REPEATS;
 use super::{Finding, State};
 use crate::Failure;
 use crate::bench::{Figure, collective_figures};
-use crate::ranks::Ranks;
+use crate::placement::Placement;
+use crate::ranks::{Ranks, run_threads};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
-use ulysses::comm::{LaunchOptions, ProcessGroup, ProcessGroupExt, ReduceOp, launch};
-use ulysses::device::DeviceKind;
+use ulysses::comm::{LaunchOptions, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, SeqSharded};
+use ulysses::tensor::{TensorOptions, from_slice, to_vec};
 
 /// More elements than one block of a reduction, and not a multiple of any block size.
 const ELEMS: usize = 5001;
 
 /// Tests each collective.
-pub(super) fn check(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Finding> {
-    let outcomes = launch(ranks, options, |rank| check_all(&rank.group)).map_err(anyhow::Error::from);
-    let checked = match outcomes {
+pub(super) fn check(
+    section: &'static str,
+    placement: Placement,
+    ranks: usize,
+    options: &LaunchOptions,
+    mib: u16,
+) -> Vec<Finding> {
+    let outcomes = run_threads(&placement, ranks, options, |rank, device| check_all(&rank.group, &device));
+    let checked = match outcomes.map_err(anyhow::Error::from) {
         Ok(checked) => checked,
-        Err(error) => return vec![Finding::new("collectives", "all", State::Failed, format!("{error:#}"))],
+        Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],
     };
-    let mut threads = Ranks::threads();
-    let rates = match collective_figures(&mut threads, ranks, options, DeviceKind::Cpu, mib, REPEATS) {
+    let rates = match collective_figures(&mut Ranks::threads(placement), ranks, options, mib, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {
-            return vec![Finding::new("collectives", "rates", State::Failed, format!("{error:#}"))];
+            return vec![Finding::new(section, "rates", State::Failed, format!("{error:#}"))];
         }
         Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
     };
@@ -37,12 +43,12 @@ pub(super) fn check(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Find
         let fault = faults.filter_map(|(rank, fault)| Some((rank, fault.as_ref()?))).next();
         match (fault, rates.iter().find(|figure| figure.name() == *name).map(Figure::rate)) {
             (Some((rank, fault)), _) => {
-                Finding::new("collectives", *name, State::Failed, format!("rank {rank}: {fault}"))
+                Finding::new(section, *name, State::Failed, format!("rank {rank}: {fault}"))
             }
-            (None, None) => Finding::new("collectives", *name, State::Ok, "correct"),
+            (None, None) => Finding::new(section, *name, State::Ok, "correct"),
             (None, Some(rate)) => {
                 let text = format!("correct, busbw {rate:.2} GB/s");
-                Finding::new("collectives", *name, State::Ok, text).with_value(rate)
+                Finding::new(section, *name, State::Ok, text).with_value(rate)
             }
         }
     };
@@ -54,7 +60,9 @@ type Checked = (&'static str, Option<String>);
 
 /// Compares the result of each collective with the expected one. Wrong data does not end the test early, so that all
 /// ranks make the same calls.
-fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
+fn check_all(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Vec<Checked>> {
+    let tensor = |values: Vec<f32>| from_slice(&values, device);
+    let zeros = |len: usize| tensor(vec![0.0; len]);
     let (me, n) = (group.rank(), group.world_size());
     // The value encodes rank and index, exactly in f32.
     let value = |rank: usize, index: usize| (10_000 * rank + index) as f32;
@@ -84,7 +92,7 @@ fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
         (0..n).flat_map(|peer| (0..count(peer, me)).map(move |index| value(peer, 100 * me + index)));
     checked.push(("all_to_all", differs(&received, expected)?));
 
-    checked.push(("Ulysses exchange", check_exchange(group)?));
+    checked.push(("Ulysses exchange", check_exchange(group, device)?));
 
     let sent = tensor(of(me, ELEMS))?;
     group.broadcast(&sent, n - 1)?;
@@ -105,7 +113,7 @@ fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
 }
 
 /// Tests the exchange between tokens and heads, both with uneven shards.
-fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
+fn check_exchange(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Option<String>> {
     let (me, n) = (group.rank(), group.world_size());
     let (seq_len, heads, head_dim) = (5 * n + 1, 2 * n + 1, 2);
     let shape = AttentionShape { batch: 1, seq_len, num_heads: heads, num_kv_heads: heads, head_dim };
@@ -117,8 +125,9 @@ fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
     };
     let (own_tokens, own_heads) = (plan.seq_ranges()[me].clone(), plan.q_head_ranges()[me].clone());
     let local = block(own_tokens.clone(), 0..heads);
-    let qkv = || Tensor::from_vec(local.clone(), (1, own_tokens.len(), heads, head_dim), &Device::Cpu);
-    let (exchange, workspace) = (Exchange::new(plan, group.clone()), Workspace::new());
+    let qkv = || from_slice(&local, device)?.reshape((1, own_tokens.len(), heads, head_dim));
+    let options = TensorOptions { device: device.clone(), ..TensorOptions::default() };
+    let (exchange, workspace) = (Exchange::new(plan, group.clone()), Workspace::with_options(options));
     let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]), &workspace)?;
     let expected = block(0..seq_len, own_heads);
     let fault = exchanged.0.iter().map(|tensor| differs(&tensor.flatten_all()?, expected.clone()));
@@ -128,18 +137,9 @@ fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
     Ok(fault.or(back.collect::<Result<Vec<_>>>()?.into_iter().flatten().next()))
 }
 
-fn tensor(values: Vec<f32>) -> Result<Tensor> {
-    let len = values.len();
-    Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
-}
-
-fn zeros(len: usize) -> Result<Tensor> {
-    tensor(vec![0.0; len])
-}
-
 /// Describes the first wrong element.
 fn differs(tensor: &Tensor, expected: impl IntoIterator<Item = f32>) -> Result<Option<String>> {
-    let (got, expected) = (tensor.to_vec1::<f32>()?, expected.into_iter().collect::<Vec<_>>());
+    let (got, expected) = (to_vec::<f32>(tensor)?, expected.into_iter().collect::<Vec<_>>());
     if got.len() != expected.len() {
         return Ok(Some(format!("got {} elements, expected {}", got.len(), expected.len())));
     }
@@ -151,11 +151,14 @@ fn differs(tensor: &Tensor, expected: impl IntoIterator<Item = f32>) -> Result<O
 mod tests {
     use super::*;
     use ulysses::comm::fake::FakeGroup;
+    use ulysses::comm::launch;
 
     #[test]
     fn correct_data_passes_on_any_number_of_ranks() {
         for ranks in [2, 3, 5] {
-            let checked = launch(ranks, &LaunchOptions::default(), |rank| check_all(&rank.group)).unwrap();
+            let checked =
+                launch(ranks, &LaunchOptions::default(), |rank| check_all(&rank.group, &Device::Cpu))
+                    .unwrap();
             for (name, fault) in checked.iter().flatten() {
                 assert_eq!(*fault, None, "{name} on {ranks} ranks");
             }
@@ -167,10 +170,11 @@ mod tests {
     fn wrong_data_is_detected() {
         // A group that moves nothing.
         let group: Arc<dyn ProcessGroup> = Arc::new(FakeGroup::new("fake", vec![0, 1, 2], 1).unwrap());
-        let fault = check_exchange(&group).unwrap().expect("zeros are not the peers' tokens");
+        let fault = check_exchange(&group, &Device::Cpu).unwrap().expect("zeros are not the peers' tokens");
         assert!(fault.starts_with("element 0 is 0"), "{fault}");
-        let gathered = zeros(3).unwrap();
-        group.all_gather(&tensor(vec![5.0]).unwrap(), &gathered).unwrap();
+        let [gathered, own] =
+            [&[0.0_f32; 3][..], &[5.0]].map(|values| from_slice(values, &Device::Cpu).unwrap());
+        group.all_gather(&own, &gathered).unwrap();
         let fault = differs(&gathered, [4.0, 5.0, 6.0]).unwrap();
         assert_eq!(fault.as_deref(), Some("element 0 is 0, expected 4"));
         assert_eq!(differs(&gathered, [5.0]).unwrap().as_deref(), Some("got 3 elements, expected 1"));

@@ -1,7 +1,9 @@
 //! Hardware, software and measured rates of the machine.
 
 use super::{Finding, State};
-use crate::bench::{Case, Figure, Scratch, Square, cores, cpu_name, on_ranks, take_turns};
+use crate::bench::{Case, Figure, Scratch, Square, cores, cpu_name, take_turns};
+use crate::placement::Placement;
+use crate::ranks::Ranks;
 use crate::{Failure, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +11,6 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
-use ulysses::device::DeviceKind;
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::kernels::strided_copy;
 
@@ -85,7 +86,7 @@ pub(super) fn mpi() -> Vec<Finding> {
 }
 
 /// Returns whether this build has a cargo feature.
-fn feature(section: &'static str, name: &'static str) -> Finding {
+pub(super) fn feature(section: &'static str, name: &'static str) -> Finding {
     let is_there = match name {
         "mpi" => cfg!(feature = "mpi"),
         "cuda" => cfg!(feature = "cuda"),
@@ -99,39 +100,11 @@ fn feature(section: &'static str, name: &'static str) -> Finding {
     Finding::new(section, format!("feature {name}"), state, text)
 }
 
-pub(super) fn gpus() -> Vec<Finding> {
-    let mut findings = vec![feature("GPU", "cuda"), feature("GPU", "nccl")];
-    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
-    let driver = driver.as_deref().and_then(|text| text.lines().next());
-    findings.push(match driver {
-        Some(line) => {
-            Finding::new("GPU", "driver", State::Ok, line.trim_start_matches("NVRM version:").trim())
-        }
-        None => Finding::new("GPU", "driver", State::Absent, "no NVIDIA driver is loaded"),
-    });
-    let query = ["--query-gpu=name,memory.total", "--format=csv,noheader"];
-    let listed = output(Command::new("nvidia-smi").args(query)).unwrap_or_default();
-    findings.extend(
-        listed
-            .lines()
-            .enumerate()
-            .map(|(gpu, line)| Finding::new("GPU", format!("GPU {gpu}"), State::Ok, line)),
-    );
-    if cfg!(feature = "cuda") {
-        // A CUDA build without a GPU still trains on the CPU.
-        findings.push(match DeviceKind::Cuda.open(0) {
-            Ok(_) => Finding::new("GPU", "kernels", State::Ok, "compiled and loaded on the first GPU"),
-            Err(error) => Finding::new("GPU", "kernels", State::Warning, error.to_string()),
-        });
-    }
-    findings
-}
-
 /// Measures the GEMM rate and the copy rate on all threads.
 pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     let options = settings::launch_options(None, 1)?;
     let bytes = usize::from(mib) << 20;
-    let figures = on_ranks(1, &options, |rank| {
+    let figures = Ranks::threads(Placement::cpu()).run(1, &options, |rank, _| {
         let square = Square::new(DType::F32, &Device::Cpu)?;
         let ones = || Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu);
         let (from, to) = (ones()?, ones()?);
@@ -180,7 +153,7 @@ fn write_rate(dir: &Path, mib: u16) -> Result<f64> {
     Ok(Figure::new("write", seconds, data.len() as f64).rate())
 }
 
-fn output(command: &mut Command) -> Option<String> {
+pub(super) fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     String::from_utf8(output.stdout).ok()
 }

@@ -1,8 +1,10 @@
 //! `ulysses doctor`: checks of this machine.
 
 mod collectives;
+mod gpus;
 mod machine;
 
+use super::placement::Placement;
 use super::{Failure, OrFail, print, settings};
 use serde::Serialize;
 use serde_json::json;
@@ -121,10 +123,10 @@ pub(super) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = machine::cpu();
     findings.extend(machine::memory());
     findings.extend(machine::mpi());
-    findings.extend(machine::gpus());
+    findings.extend(gpus::check(args));
     findings.extend(machine::rates(args.mib)?);
     findings.push(machine::disk(&args.dir, args.mib));
-    findings.extend(collectives::check(ranks, &options, args.mib));
+    findings.extend(collectives::check("collectives", Placement::cpu(), ranks, &options, args.mib));
     let examination = Examination(findings);
     let can_train = examination.of(State::Failed).next().is_none();
     if args.json {

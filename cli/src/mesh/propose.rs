@@ -3,6 +3,7 @@
 use super::Drawn;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
+use crate::placement::likely_device;
 use crate::plan::assumed::{ASSUMED, AssumedBatch, assumed_config, settings};
 use crate::plan::budget::{Available, MemoryFlags, per_rank};
 use crate::plan::table::bytes;
@@ -12,7 +13,6 @@ use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
 use ulysses::config::{Config, Overrides, PartitionAxes, RawConfig};
-use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::{MemoryBudget, Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
@@ -46,8 +46,8 @@ pub(super) struct ProposeArgs {
     #[command(flatten)]
     set: SetFlags,
     /// Device of the ranks, as in `ulysses plan`.
-    #[arg(long, requires = "propose")]
-    device: Option<DeviceArg>,
+    #[arg(long, default_value = "auto", requires = "propose")]
+    device: DeviceArg,
 }
 
 /// Prints the proposal and returns its mesh.
@@ -70,7 +70,7 @@ pub(super) fn run(
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The config's mesh does not matter.
     let mut config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
-    let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
+    let device = likely_device(args.device, Some(config.ulysses.backend));
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let is_of_model = config.ulysses.seq_len.is_none();

@@ -14,6 +14,7 @@ mod text;
 use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
 use super::model::check_config;
+use super::placement::likely_device;
 use super::{DeviceArg, Failure, OrFail, log_line, print};
 use crate::html::chart::drawing;
 use anyhow::{Context, anyhow};
@@ -24,7 +25,6 @@ use serde::Serialize;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use ulysses::config::{Config, MachineProfile, ParameterGroup, PartitionAxes, ZeroStage};
-use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
 use ulysses::estimate::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
@@ -72,11 +72,11 @@ pub(super) struct PlanArgs {
     /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must agree with the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
-    /// Device of the ranks [default: cuda if the backend is nccl, else cpu].
+    /// Device of the ranks. `auto`: cuda if the backend is nccl, else as in `ulysses train` on this machine.
     ///
     /// Decides where offloaded tensors go: host memory on GPUs, files on CPUs.
-    #[arg(long, conflicts_with = "scaling")]
-    device: Option<DeviceArg>,
+    #[arg(long, default_value = "auto", conflicts_with = "scaling")]
+    device: DeviceArg,
     /// Consecutive ranks per node [default: the value of --machine, else 8].
     #[arg(long, value_parser = at_least_1::<usize>)]
     ranks_per_node: Option<usize>,
@@ -247,7 +247,7 @@ impl Inputs {
         let machine = machine.transpose().context("--machine").or_usage()?;
         let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
         let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
-        let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
+        let device = likely_device(args.device, Some(config.ulysses.backend));
         let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
         let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
         check_offload_device(&config, device).or_usage()?;

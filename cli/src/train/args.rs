@@ -3,12 +3,11 @@
 use crate::arguments::at_least_1;
 use crate::config_flags::ConfigFlags;
 use crate::process::ProcessArgs;
+use crate::ranks::BackendArg;
 use crate::{DeviceArg, sources};
-use clap::ValueEnum;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::read_pointer;
-use ulysses::config::{Backend, Packing};
-use ulysses::device::DeviceKind;
+use ulysses::config::Packing;
 use ulysses::monitor::Tracer;
 
 #[derive(clap::Args, Clone)]
@@ -56,10 +55,11 @@ pub(crate) struct TrainArgs {
     /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     pub(super) threads_per_rank: Option<usize>,
-    /// Device of the ranks' tensors. Ranks share GPUs if there are fewer GPUs than ranks.
-    #[arg(long, default_value = "cpu")]
+    /// Device of the ranks' tensors.
+    #[arg(long, default_value = "auto")]
     pub(super) device: DeviceArg,
-    /// Communication backend [default: the config's, else the launcher's, else thread].
+    /// Communication backend [default: the config's, else the launcher's, else nccl for several ranks on several GPUs, else
+    /// thread].
     #[arg(long)]
     pub(super) backend: Option<BackendArg>,
     #[command(flatten)]
@@ -118,34 +118,9 @@ impl TrainArgs {
         self.trace.as_ref().map(|_| Tracer::new(self.trace_steps))
     }
 
-    /// Returns the kind of device of the ranks' tensors.
-    pub(super) fn rank_device(&self, backend: Option<Backend>) -> DeviceKind {
-        if backend == Some(Backend::Nccl) { DeviceKind::Cuda } else { self.device.into() }
-    }
-
     /// Returns whether the run resumes from a checkpoint.
     #[cfg(unix)]
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()
-    }
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-pub(super) enum BackendArg {
-    /// Ranks are threads of this process.
-    Thread,
-    /// Ranks are threads or processes with one GPU each; needs the feature `nccl`.
-    Nccl,
-    /// Ranks are processes that `mpirun` starts; needs the feature `mpi`.
-    Mpi,
-}
-
-impl From<BackendArg> for Backend {
-    fn from(backend: BackendArg) -> Self {
-        match backend {
-            BackendArg::Thread => Self::Thread,
-            BackendArg::Nccl => Self::Nccl,
-            BackendArg::Mpi => Self::Mpi,
-        }
     }
 }

@@ -5,16 +5,16 @@ use ulysses::engine::Engine;
 use ulysses::estimate::{ModelFlops, model_flops};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
-/// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.
+/// Adds the model's FLOP rate to the metrics, and its share of the peak (MFU).
 pub(super) struct FlopRate<'a> {
     run: &'a Prepared,
-    /// GEMM rate of all ranks together, if known.
-    peak_flops: Option<f64>,
+    /// Peak FLOP rate of all ranks together.
+    peak_flops: f64,
     step_flops: StepFlops,
 }
 
 impl<'a> FlopRate<'a> {
-    pub(super) fn new(run: &'a Prepared, peak_flops: Option<f64>) -> Self {
+    pub(super) fn new(run: &'a Prepared, peak_flops: f64) -> Self {
         Self { run, peak_flops, step_flops: StepFlops::default() }
     }
 }
@@ -29,7 +29,7 @@ impl Observer for FlopRate<'_> {
         let rate =
             flops.map(|flops| flops.with_labels(step.metrics.label_share()) / step.metrics.step_seconds);
         step.metrics.model_flops_per_second = rate;
-        step.metrics.gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
+        step.metrics.gemm_share = rate.map(|rate| rate / self.peak_flops);
         Ok(())
     }
 }

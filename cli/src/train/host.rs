@@ -1,16 +1,16 @@
 //! The ranks of a run: threads of this process, or processes of a job.
 
-use super::overrides::{missing_backend, resolve};
+use super::overrides::resolve;
+use crate::placement::{Placement, Request};
 use crate::process::{self, Process, ProcessArgs, all_gather};
-use crate::ranks::mpi_gpu_error;
-use crate::{Failure, OrFail, mute};
+use crate::ranks::{check_backend, run_threads};
+use crate::{DeviceArg, Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
 use ulysses::checkpoint::CheckpointError;
-use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, launch};
+use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext};
 use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
-use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
 
 /// This process, and the job that it has joined, if any.
@@ -23,14 +23,15 @@ impl<'a> Host<'a> {
         Self { process }
     }
 
-    /// Joins the launcher's job, if any, and then resolves the config, so that other processes learn of an invalid config.
+    /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
+    /// places its ranks. The placement's backend is the config's from then on.
     pub(super) fn join_and_resolve(
         &mut self,
         args: ProcessArgs,
-        by_flag: Option<Backend>,
+        (device, by_flag): (DeviceArg, Option<Backend>),
         read: impl FnOnce() -> Result<RawConfig, ConfigError>,
-        overrides: impl FnOnce(&RawConfig, Option<Cluster>, Backend) -> Result<Overrides, Failure>,
-    ) -> Result<Config, Failure> {
+        overrides: impl FnOnce(&RawConfig, Option<Cluster>, Option<Backend>) -> Result<Overrides, Failure>,
+    ) -> Result<(Config, Placement), Failure> {
         // With threads each process trains by itself.
         let is_alone = by_flag == Some(Backend::Thread);
         let info = if is_alone { None } else { Some(process::discover(args)?) };
@@ -47,15 +48,18 @@ impl<'a> Host<'a> {
         if let (None, Some(info)) = (stated, &info) {
             process::check_build(info)?;
         }
-        let backend = stated.or(discovered).unwrap_or_default();
-        check_build(backend, by_flag.is_some())?;
+        let backend = stated.or(discovered);
+        check_backend(backend.unwrap_or_default(), by_flag.is_some())?;
         if let Some(info) = &info {
-            self.join(info, backend, &options)?;
+            self.join(info, backend.unwrap_or_default(), &options)?;
         }
-        let overrides = Overrides { backend: Some(backend), ..overrides(&raw, self.cluster(), backend)? };
-        let config = resolve(&raw, &overrides)?;
+        let overrides = Overrides { backend, ..overrides(&raw, self.cluster(), backend)? };
+        let mut config = resolve(&raw, &overrides)?;
         self.check_size(&config)?;
-        Ok(config)
+        let threads = self.process.is_none().then_some(config.world_size());
+        let placement = Placement::of(Request { device, backend, threads })?;
+        config.ulysses.backend = placement.backend;
+        Ok((config, placement))
     }
 
     fn join(&mut self, info: &ProcessInfo, backend: Backend, options: &LaunchOptions) -> Result<(), Failure> {
@@ -108,19 +112,6 @@ impl<'a> Host<'a> {
         self.process.as_ref().is_none_or(|process| process.rank() == 0)
     }
 
-    /// Returns the kind of device of the ranks' tensors.
-    pub(super) fn device(&self, requested: DeviceKind, backend: Backend) -> Result<DeviceKind, Failure> {
-        match backend {
-            Backend::Mpi if requested != DeviceKind::Cpu => Err(mpi_gpu_error()),
-            Backend::Nccl if self.process.is_none() => {
-                DeviceKind::Cuda.open(0).or_usage()?;
-                Ok(DeviceKind::Cuda)
-            }
-            Backend::Nccl => Ok(DeviceKind::Cuda),
-            _ => Ok(requested),
-        }
-    }
-
     /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports. Collective.
     pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
         let Some(process) = self.process.as_mut() else { return own };
@@ -156,40 +147,19 @@ impl<'a> Host<'a> {
     pub(super) fn launch<T: Serialize + DeserializeOwned + Send>(
         &mut self,
         config: &Config,
-        device: DeviceKind,
+        placement: &Placement,
         options: &LaunchOptions,
         train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
     ) -> Result<Vec<T>, Failure> {
         let Some(process) = self.process.as_mut() else {
-            return launch_threads(config, device, options, train).map_err(failure);
+            return run_threads(placement, config.world_size(), options, train).map_err(failure);
         };
-        let (own, backend) = (process.rank(), process.backend());
-        let outcomes = process.run(options, |rank| {
-            let device = if backend == Backend::Mpi { Device::Cpu } else { rank.group.value_device() };
-            all_gather(&*rank.group, &train(rank, device)?)
-        });
+        let own = process.rank();
+        let outcomes = process.run(options, |rank, device| all_gather(&*rank.group, &train(rank, device)?));
         outcomes.map_err(|error| {
             mute(reporting_rank(&error, own) != own);
             failure(error)
         })
-    }
-}
-
-/// Runs ranks that are threads of this process.
-fn launch_threads<T: Send>(
-    config: &Config,
-    device: DeviceKind,
-    options: &LaunchOptions,
-    train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
-) -> Result<Vec<T>, LaunchError> {
-    let world_size = config.world_size();
-    match config.ulysses.backend {
-        #[cfg(feature = "nccl")]
-        Backend::Nccl => {
-            let gpus: Vec<usize> = (0..world_size).collect();
-            ulysses::comm::nccl::launch(&gpus, options, |rank| train(&rank, rank.group.value_device()))
-        }
-        _ => launch(world_size, options, |rank| train(&rank, device.open(rank.rank)?)),
     }
 }
 
@@ -203,15 +173,6 @@ fn failure(error: LaunchError) -> Failure {
         // All ranks report the same cause; the context adds nothing.
         Some(mismatch) => Failure::Usage(anyhow!("{mismatch}")),
         None => Failure::Run(error),
-    }
-}
-
-/// Rejects a backend that this build lacks.
-fn check_build(backend: Backend, by_flag: bool) -> Result<(), Failure> {
-    match backend {
-        Backend::Mpi if !cfg!(feature = "mpi") => Err(missing_backend("mpi", by_flag)),
-        Backend::Nccl if !cfg!(feature = "nccl") => Err(missing_backend("nccl", by_flag)),
-        _ => Ok(()),
     }
 }
 

@@ -51,7 +51,7 @@ pub(super) fn run(
         let world_size = prepared.mesh.world_size();
         planned.log([host.local_ranks(world_size), host.ranks_in_process(world_size)]);
     }
-    let results = host.launch(&prepared.config, prepared.device, &prepared.launch, |rank, device| {
+    let results = host.launch(&prepared.config, &prepared.placement, &prepared.launch, |rank, device| {
         rank::train(&run, rank, device)
     });
     let traced = trace.filter(|_| host.is_first()).map_or(Ok(()), |(path, tracer)| {

@@ -8,7 +8,6 @@ use anyhow::{Context, anyhow};
 use std::path::Path;
 use ulysses::checkpoint::{BEST, EvaluationResult, EvaluationSummary, step_name};
 use ulysses::comm::CollectiveOp;
-use ulysses::device::DeviceKind;
 use ulysses::monitor::{CommsTable, RankComms, RunSummary};
 use ulysses::trainer::TrainReport;
 
@@ -61,9 +60,6 @@ pub(super) fn report(
 
 /// Prints the paths of the results.
 fn print_paths(run: &Run, checkpoint: Option<&Path>) -> Result<(), Failure> {
-    if run.prepared.device != DeviceKind::Cpu {
-        print("memory      host memory only; GPU memory is not counted\n")?;
-    }
     if let Some(checkpoint) = checkpoint {
         print(format_args!("checkpoint  {}\n", checkpoint.display()))?;
     }

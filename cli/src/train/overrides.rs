@@ -1,21 +1,14 @@
 //! The config of a run: the file, overridden by flags.
 
 use super::args::TrainArgs;
+#[cfg(unix)]
+use crate::placement::likely_device;
 use crate::{Failure, OrFail, training_shape};
 use anyhow::{Context, anyhow};
 use std::path::Path;
 use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::{Cluster, Preset, TrainingShape};
-
-/// Returns the error for a backend that this build lacks.
-pub(super) fn missing_backend(name: &str, by_flag: bool) -> Failure {
-    let place =
-        if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
-    Failure::Usage(anyhow!(
-        "{place}: this build lacks the feature `{name}`; use `thread`, or build with --features {name}"
-    ))
-}
 
 /// Resolves the config of a run. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
 /// later.
@@ -31,7 +24,7 @@ impl TrainArgs {
         let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
         let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
         let backend = self.backend.map(Backend::from).or(raw.backend());
-        let overrides = overrides(self.clone(), &raw, Some(cluster), self.rank_device(backend))?;
+        let overrides = overrides(self.clone(), &raw, Some(cluster), likely_device(self.device, backend))?;
         Ok((resolve(&raw, &overrides)?, backend))
     }
 }
@@ -98,6 +91,6 @@ fn mesh_selector(
 /// Returns the default selector of this machine. A GPU that does not report its name fails later, when it is opened.
 fn machine(device: DeviceKind) -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let device = device.describe(0).unwrap_or_else(|_| "cuda".to_owned());
+    let device = device.describe().unwrap_or_else(|_| "cuda".to_owned());
     format!("{}/{device}", host.trim())
 }

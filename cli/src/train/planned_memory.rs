@@ -4,11 +4,11 @@ use super::available::{Available, in_process, on_machine};
 use crate::log_line;
 use crate::plan::table::{bytes, flops};
 use crate::plan::use_longest_sequences;
-use ulysses::config::Config;
+use ulysses::config::{Config, Offload, ZeroStage};
 use ulysses::device::DeviceKind;
-use ulysses::engine::EngineError;
-use ulysses::engine::Moment;
+use ulysses::engine::{Engine, EngineError};
 use ulysses::estimate::{RankPlan, RankStep, Workload};
+use ulysses::memory::ByCategory;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
 
@@ -121,15 +121,14 @@ impl PlannedMemory {
     }
 }
 
-/// Prints the expected duration of the first step if it is long. `peak_flops` is the GEMM rate of all ranks.
+/// Prints the expected duration of the first step if it is long. `peak` is the GEMM rate of all ranks.
 pub(super) fn log_first_step(
     config: &Config,
     model: &LlamaConfig,
     mesh: &DeviceMesh,
     seq_len: usize,
-    peak_flops: Option<f64>,
+    peak: f64,
 ) {
-    let Some(peak) = peak_flops else { return };
     let config = config.clone().with_seq_len(seq_len);
     // Rank 0 is representative: ranks differ by few tokens or heads.
     let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
@@ -137,18 +136,45 @@ pub(super) fn log_first_step(
     first_step(work, peak).into_iter().for_each(log_line);
 }
 
-/// Adds the part of the step and the planned peak to an out-of-memory error.
+/// Adds to an out-of-memory error: the part of the step, the stored state, the planned peak, and what needs less memory.
 pub(super) fn explain_out_of_memory(
     error: anyhow::Error,
-    part: Option<Moment>,
+    config: &Config,
+    engine: Option<&Engine>,
     planned: Option<&PlannedMemory>,
 ) -> anyhow::Error {
     if !is_out_of_memory(&error) {
         return error;
     }
+    let part = engine.and_then(Engine::part);
     let part = part.map_or_else(|| "before the first step".to_owned(), |part| format!("during {part}"));
+    let state = engine.map_or_else(String::new, |engine| stored_state(engine.state_by_category()));
     let planned = planned.map_or_else(String::new, PlannedMemory::clause);
-    error.context(format!("out of memory {part}{planned}"))
+    let less = less_memory(config);
+    error.context(format!("out of memory {part}{state}{planned}; less memory: {less}"))
+}
+
+fn stored_state(state: ByCategory) -> String {
+    let ByCategory { parameters, gradients, optimizer, .. } = state;
+    let [parameters, gradients, optimizer] =
+        [parameters, gradients, optimizer].map(|held| bytes(held as f64));
+    format!("; stored state: parameters {parameters}, gradients {gradients}, optimizer {optimizer}")
+}
+
+/// Lists the next changes of the config that lower the peak, most effective first.
+fn less_memory(config: &Config) -> String {
+    let (ulysses, stage) = (&config.ulysses, u8::from(config.zero.stage));
+    let stage = format!("`zero_optimization.stage`: {}", stage + 1);
+    let candidates = [
+        (config.micro_batch_size > 1, "a smaller `train_micro_batch_size_per_gpu`"),
+        (!ulysses.activation_checkpointing, "`ulysses.activation_checkpointing`: true"),
+        (config.zero.stage != ZeroStage::Parameters, stage.as_str()),
+        (ulysses.tile_tokens.is_none(), "`ulysses.tile_tokens`: 2048"),
+        (config.zero.offload_optimizer == Offload::None, "`zero_optimization.offload_optimizer`"),
+        (true, "more sp ranks (`--mesh`)"),
+    ];
+    let applicable = candidates.into_iter().filter(|(applies, _)| *applies).map(|(_, change)| change);
+    applicable.take(3).collect::<Vec<_>>().join(", ")
 }
 
 fn first_step(work: f64, peak: f64) -> Option<String> {
@@ -172,7 +198,8 @@ fn duration(seconds: f64) -> String {
 
 /// Recognizes out-of-memory errors by the wording of drivers and system.
 fn is_out_of_memory(error: &anyhow::Error) -> bool {
-    const SIGNS: [&str; 3] = ["out of memory", "out_of_memory", "cannot allocate memory"];
+    const SIGNS: [&str; 4] =
+        ["out of memory", "out of gpu memory", "out_of_memory", "cannot allocate memory"];
     error.chain().any(|cause| {
         let cause = cause.to_string().to_lowercase();
         SIGNS.iter().any(|sign| cause.contains(sign))
@@ -242,6 +269,23 @@ mod tests {
         let expected = "estimated time of the first step: 20 s (10.00 GFLOP at half the GEMM rate of all ranks, 1.00 GFLOP/s)";
         assert_eq!(first_step(10e9, 1e9).as_deref(), Some(expected));
         assert_eq!([119.0, 7200.0, 1e6].map(duration), ["119 s", "2 hours", "12 days"]);
+    }
+
+    #[test]
+    fn an_out_of_memory_error_names_the_keys_that_are_left() {
+        let config = |text: &str| Config::from_json_str(text, "c.json").unwrap();
+        let plain = config(r#"{ "train_micro_batch_size_per_gpu": 2, "ulysses": { "seq_len": 64 } }"#);
+        let expected = "a smaller `train_micro_batch_size_per_gpu`, `ulysses.activation_checkpointing`: true, \
+                        `zero_optimization.stage`: 1";
+        assert_eq!(less_memory(&plain), expected);
+        let small = r#"{ "train_batch_size": 1, "zero_optimization": { "stage": 3 },
+                         "ulysses": { "seq_len": 64, "activation_checkpointing": true, "tile_tokens": 32 } }"#;
+        let expected = "`zero_optimization.offload_optimizer`, more sp ranks (`--mesh`)";
+        assert_eq!(less_memory(&config(small)), expected);
+        let error = || anyhow::anyhow!("out of GPU memory: requested 1.00 GiB");
+        let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, None));
+        assert!(explained.starts_with("out of memory before the first step; less memory: "), "{explained}");
+        assert!(explained.ends_with(": out of GPU memory: requested 1.00 GiB"), "{explained}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use super::resume::{check_candidate, check_output, open_resume};
 use super::signals;
 use crate::config::print_warnings;
 use crate::model::{self, ModelSource};
+use crate::placement::{Placement, likely_device};
 use crate::sources::{Sources, open_tokenizer};
 use crate::{Failure, OrFail, settings};
 use anyhow::Context;
@@ -16,7 +17,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, RawConfig};
-use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload;
 use ulysses::mesh::DeviceMesh;
 use ulysses::trainer::{Phase, Resume, TrainingData, check_config};
@@ -26,7 +26,7 @@ pub(super) struct Prepared {
     pub(super) config: Config,
     pub(super) mesh: DeviceMesh,
     pub(super) launch: LaunchOptions,
-    pub(super) device: DeviceKind,
+    pub(super) placement: Placement,
     pub(super) model: ModelSource,
     pub(super) data: TrainingData,
     pub(super) resume: Option<Resume>,
@@ -53,8 +53,13 @@ impl Prepared {
             return Ok(());
         }
         let threads_per_rank = self.launch.threads_per_rank;
-        let planned =
-            PlannedMemory::of(&self.config, &self.model.config, self.device, threads_per_rank, ranks[0]);
+        let planned = PlannedMemory::of(
+            &self.config,
+            &self.model.config,
+            self.placement.device,
+            threads_per_rank,
+            ranks[0],
+        );
         if let Some(planned) = std::mem::replace(&mut self.planned, planned.or_usage()?) {
             planned.log_recomputed_attention();
         }
@@ -63,20 +68,17 @@ impl Prepared {
 }
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, Failure> {
-    let (path, device, resume, process) =
+    let (path, device_arg, resume, process) =
         (args.config().to_owned(), args.device, args.resume.clone(), args.process);
     let (settings, reset_data) = (args.flags.settings(), args.reset_data);
     let by_flag = args.backend.map(Into::into);
-    let mut config = host.join_and_resolve(
+    let (mut config, placement) = host.join_and_resolve(
         process,
-        by_flag,
+        (device_arg, by_flag),
         || RawConfig::from_file_with(&path, &settings),
-        |raw, cluster, backend| {
-            let device = args.rank_device(Some(backend));
-            overrides(args, raw, cluster, device)
-        },
+        |raw, cluster, backend| overrides(args, raw, cluster, likely_device(device_arg, backend)),
     )?;
-    let device = host.device(device.kind()?, config.ulysses.backend)?;
+    let device = placement.device;
     let resume = resume.map(open_resume).transpose()?;
     print_warnings(&config, &path, device);
     check_config(&config).or_usage()?;
@@ -112,7 +114,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
         signals::watch(host.is_first().then_some(message)).context("cannot handle signals").or_run()?;
     let planned = PlannedMemory::of(&config, &model.config, device, launch.threads_per_rank, local_ranks);
     let planned = planned.or_usage()?;
-    Ok(Prepared { config, mesh, launch, device, model, data, resume, reset_data, stop, planned })
+    Ok(Prepared { config, mesh, launch, placement, model, data, resume, reset_data, stop, planned })
 }
 
 /// Returns every sequence length of the run, with the number of steps before it.

@@ -11,6 +11,7 @@ use crate::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
 use ulysses::comm::{MeshGroups, RankContext};
+use ulysses::device::gpu_memory;
 use ulysses::engine::{Engine, Passes, initialize};
 use ulysses::estimate::{PlannedCalls, RankStep};
 use ulysses::memory::peak_bytes;
@@ -23,18 +24,23 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     let Prepared { config, mesh, model, planned, .. } = &run.prepared;
     let groups = MeshGroups::new(mesh, rank.group.clone())?.on(device);
     let engine = initialize(Model::llama(&model.config)?, &*model.weights, config, &groups)
-        .map_err(|error| explain_out_of_memory(error.into(), None, planned.as_ref()))?;
-    let mut memory = MemoryWatch::new(run.tracer.clone(), rank.rank, groups.device().is_cpu());
+        .map_err(|error| explain_out_of_memory(error.into(), config, None, planned.as_ref()))?;
+    let mut memory = MemoryWatch::new(run.tracer.clone(), rank.rank, groups.device().clone());
     let (mut totals, mut record) = (RunTotals::default(), None);
     let mut trainer = Trainer::new(engine, &groups, run.prepared.data.clone(), options(run))?;
-    let peak_flops = gemm_peak::measure(trainer.group(), groups.device(), config.precision.dtype())?;
+    let gpu = run.prepared.placement.gpu_name();
+    let dtype = config.precision.dtype();
+    let peak_flops = gemm_peak::measure(trainer.group(), groups.device(), gpu.as_deref(), dtype)?;
     trainer.observe(&mut memory);
     // A complete run leaves its files unchanged.
     if rank.rank == 0 && !trainer.is_done() {
         let steps = trainer.steps();
         record = Some(output::begin(run, trainer.run_id(), steps.start)?);
         let files = MetricsFiles::open(config, &run.output, steps.start, log)?;
-        log_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);
+        // The peak of a GPU's data sheet says too little about its steps.
+        if groups.device().is_cpu() {
+            log_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);
+        }
         trainer.observe(FlopRate::new(&run.prepared, peak_flops));
         trainer.observe(&mut totals);
         trainer.observe(LiveProgress::new(steps.clone(), config));
@@ -43,7 +49,12 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     }
     let report = match trainer.train() {
         Err(error @ TrainerError::Engine(_)) => {
-            return Err(explain_out_of_memory(error.into(), trainer.engine().part(), planned.as_ref()));
+            return Err(explain_out_of_memory(
+                error.into(),
+                config,
+                Some(trainer.engine()),
+                planned.as_ref(),
+            ));
         }
         report => report?,
     };
@@ -55,9 +66,12 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
         train: report,
         trace: run.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default(),
         comms,
-        peak_bytes: u64::try_from(peak_bytes()).unwrap_or(0),
+        peak_bytes: match gpu_memory(groups.device()) {
+            Some(memory) => memory.peak,
+            None => u64::try_from(peak_bytes()).unwrap_or(0),
+        },
         step_memory: memory.longest(),
-        peak_flops,
+        peak_flops: Some(peak_flops),
         summary,
     })
 }

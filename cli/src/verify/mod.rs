@@ -4,6 +4,7 @@ mod batch;
 mod results;
 
 use super::config_flags::SetFlags;
+use super::placement::Placement;
 use super::process::Process;
 use super::ranks::{BackendArgs, Ranks};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
@@ -13,7 +14,6 @@ use std::path::{Path, PathBuf};
 use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
-use ulysses::device::DeviceKind;
 use ulysses::engine::{BatchOutcome, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
@@ -51,7 +51,7 @@ pub(super) struct VerifyArgs {
     #[arg(long, default_value_t = 2e-5, value_parser = parse_tolerance)]
     tolerance: f64,
     /// Device of the mesh's tensors. The single rank always runs on the CPU.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "auto")]
     device: DeviceArg,
     #[command(flatten)]
     backend: BackendArgs,
@@ -78,10 +78,10 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
     }
-    let mut ranks = args.backend.start(process)?;
+    let mut ranks = args.backend.join(process)?.place(args.device, dp * sp)?;
     let check = Check::read(&args)?;
     let batch_size = check.batch.batch_size();
-    let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage, args.device.kind()?)?;
+    let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage)?;
     if !ranks.is_first() {
         return Ok(());
     }
@@ -89,7 +89,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
         let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
-    let single = check.run(&mut Ranks::threads(), (1, 1), Some(0), DeviceKind::Cpu)?;
+    let single = check.run(&mut Ranks::threads(Placement::cpu()), (1, 1), Some(0))?;
     let errors = results::compare(&on_mesh, &single, batch_size).or_run()?;
     let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
     print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
@@ -122,7 +122,6 @@ impl Check {
         ranks: &mut Ranks<'_>,
         (dp, sp): (usize, usize),
         stage: Option<u64>,
-        device: DeviceKind,
     ) -> Result<BatchOutcome, Failure> {
         let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
         let mut batch = self.batch.clone();
@@ -133,8 +132,8 @@ impl Check {
         self.source.check_exchange(batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
-        ranks.run(world_size, &options, |rank| {
-            let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
+        ranks.run(world_size, &options, |rank, device| {
+            let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
             let model = Model::llama(&self.source.config)?;
             let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;

@@ -175,8 +175,17 @@ fn missing_files_and_features_are_refused() {
 
 #[cfg(not(feature = "cuda"))]
 #[test]
-fn a_gpu_is_refused_by_a_build_without_cuda() {
-    let feature = ["no kernels for cuda:0 in", "lacks the feature `cuda`"];
+fn a_gpu_is_refused_by_a_build_without_cuda_which_says_that_it_runs_on_the_cpu() {
+    let feature = ["--device cuda: this build lacks the feature `cuda`"];
     train(&["--device", "cuda"]).assert_refused(2, &feature);
     verify(&["--mesh", "1x2", "--device", "cuda"]).assert_refused(2, &feature);
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "steps": 1 } }));
+    let line = "device: cpu (this build lacks the feature `cuda`)";
+    for (device, lines) in [(&[][..], 1), (&["--device", "auto"], 1), (&["--device", "cpu"], 0)] {
+        let outcome =
+            place.run(&[&["train", "c.json", "--output", &format!("out-{device:?}")], device].concat());
+        let found = outcome.assert_done().stderr.lines().filter(|found| *found == line).count();
+        assert_eq!(found, lines, "{device:?}: {outcome:?}");
+    }
 }

@@ -56,7 +56,8 @@ fn every_mesh_and_stage_agrees_with_a_single_rank() {
     for fixture in ["tiny_strong", "packed_strong"] {
         for mesh in MESHES {
             for stage in STAGES {
-                let outcome = verify(&place, fixture, &["--mesh", mesh, "--zero-stage", stage]);
+                let flags = ["--mesh", mesh, "--zero-stage", stage, "--device", "cpu"];
+                let outcome = verify(&place, fixture, &flags);
                 let within = outcome.assert_done().stdout.contains("within tolerance 2.00e-5");
                 assert!(within && outcome.stderr.is_empty(), "{fixture} {mesh} {stage}: {outcome:?}");
             }

@@ -1,5 +1,6 @@
 //! The error of a device.
 
+use super::GpuMemory;
 use candle_core::{DType, DeviceLocation};
 
 /// The reason why a kernel or a matmul did not run.
@@ -29,6 +30,18 @@ pub enum DeviceError {
     NoGpu {
         /// What is missing.
         message: String,
+    },
+    /// A tensor does not fit on its GPU.
+    #[error(
+        "out of GPU memory: requested {}, free {} of {}; tensors of this process take {}, other blocks of its allocator {}",
+        gib(*requested), gib(memory.free), gib(memory.total), gib(memory.in_use),
+        gib(memory.reserved.saturating_sub(memory.in_use))
+    )]
+    OutOfMemory {
+        /// Bytes of the tensor.
+        requested: u64,
+        /// The memory of the GPU.
+        memory: GpuMemory,
     },
     /// A GPU kernel's arguments include tensors on the CPU.
     #[error("all tensors of a kernel must be on one device")]
@@ -68,6 +81,10 @@ pub enum DeviceError {
     /// candle refused an operation on a tensor.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
 /// A device in users' notation.

@@ -22,38 +22,26 @@ impl DeviceKind {
         }
     }
 
-    /// Opens the device of a rank: the host, or a GPU, which ranks share if there are more ranks than GPUs.
-    /// Each rank has a separate stream.
+    /// Opens the device of ranks that are threads of one process: the host, or the first visible GPU. Such ranks copy
+    /// from each other's tensors, which must be on one GPU. Each call creates a separate stream.
     ///
     /// # Errors
     /// A build without the feature, or a machine without a driver or GPU.
-    pub fn open(self, local_rank: usize) -> Result<Device, DeviceError> {
+    pub fn open(self) -> Result<Device, DeviceError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            #[cfg(feature = "cuda")]
-            Self::Cuda => super::cuda::open_shared(local_rank),
-            #[cfg(not(feature = "cuda"))]
-            Self::Cuda => Err(not_built(local_rank)),
+            Self::Cuda => super::gpus::open_gpu(0),
         }
     }
 
-    /// The name of a rank's device: `cpu`, or the name of the GPU, such as `NVIDIA H100 80GB HBM3`.
+    /// The name of that device: `cpu`, or the name of the GPU, such as `NVIDIA H100 80GB HBM3`.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn describe(self, local_rank: usize) -> Result<String, DeviceError> {
+    pub fn describe(self) -> Result<String, DeviceError> {
         match self {
             Self::Cpu => Ok("cpu".to_owned()),
-            #[cfg(feature = "cuda")]
-            Self::Cuda => super::cuda::name_of(local_rank),
-            #[cfg(not(feature = "cuda"))]
-            Self::Cuda => Err(not_built(local_rank)),
+            Self::Cuda => super::gpus::gpu(0).map(|gpu| gpu.name),
         }
     }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn not_built(local_rank: usize) -> DeviceError {
-    let device = candle_core::DeviceLocation::Cuda { gpu_id: local_rank };
-    DeviceError::NotBuilt { device, feature: "cuda" }
 }

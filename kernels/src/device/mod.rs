@@ -29,6 +29,7 @@ pub mod dry;
 mod emulation;
 mod error;
 mod fence;
+mod gpus;
 mod host_copies;
 mod kernel;
 mod kind;
@@ -40,13 +41,13 @@ mod target;
 
 pub use address::Address;
 #[cfg(feature = "cuda")]
-pub use cuda::open as open_gpu;
-#[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;
 pub use fence::Fence;
+pub(crate) use gpus::explain_allocation;
+pub use gpus::{Gpu, GpuMemory, driver_cuda_version, gpu, gpu_count, gpu_memory, open_gpu};
 pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, sources};
 pub use kind::DeviceKind;

@@ -11,7 +11,7 @@ const MULTI_RANK_VERSION: i32 = 23_000;
 pub(super) struct Environment {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// Index of the GPU on this machine.
+    /// Index of the process on this machine.
     pub(super) local_rank: usize,
     pub(super) meeting: Rendezvous,
 }
@@ -57,6 +57,25 @@ impl Environment {
         };
         Ok(Self { rank, world_size, local_rank, meeting })
     }
+}
+
+/// Returns the GPU of a process, by ordinal. A process that sees a single GPU uses it: launchers such as
+/// `srun --gpus-per-task=1` show every process only its own. `visible` is `CUDA_VISIBLE_DEVICES`.
+///
+/// # Errors
+/// A local rank without a GPU.
+pub(super) fn process_gpu(local_rank: usize, gpus: usize, visible: Option<&str>) -> Result<usize, String> {
+    if gpus == 1 {
+        return Ok(0);
+    }
+    if local_rank < gpus {
+        return Ok(local_rank);
+    }
+    let visible = visible.map_or_else(|| "is not set".to_owned(), |visible| format!("is `{visible}`"));
+    Err(format!(
+        "no GPU for local rank {local_rank}: this process sees {gpus} GPUs (CUDA_VISIBLE_DEVICES {visible}); start at most \
+         {gpus} processes on this machine, or show every process its own GPU"
+    ))
 }
 
 /// Rejects two ranks on one GPU if NCCL does. `gpus[rank]` identifies the GPU; `may_share` is whether
@@ -178,6 +197,16 @@ mod tests {
         refuse(&port("MASTER_PORT", "65535"), "set ULYSSES_MASTER_PORT");
         refuse(&port("ULYSSES_MASTER_BIND", "n0"), "ULYSSES_MASTER_BIND is `n0`, expected an IP address");
         refuse(&port("ULYSSES_JOB_SECRET", "short"), "ULYSSES_JOB_SECRET has 5 bytes");
+    }
+
+    #[test]
+    fn a_process_uses_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees() {
+        assert_eq!(process_gpu(3, 8, None), Ok(3));
+        assert_eq!(process_gpu(3, 1, Some("3")), Ok(0), "srun --gpus-per-task=1");
+        let refused = process_gpu(2, 2, Some("0,1")).unwrap_err();
+        let expected = "no GPU for local rank 2: this process sees 2 GPUs (CUDA_VISIBLE_DEVICES is `0,1`)";
+        assert!(refused.starts_with(expected), "{refused}");
+        assert!(process_gpu(9, 8, None).unwrap_err().contains("CUDA_VISIBLE_DEVICES is not set"));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Launching ranks that communicate through NCCL.
 
-use super::communicator::{Communicator, ID_BYTES, Id, unique_id, version};
+use super::communicator::{self, Communicator, ID_BYTES, Id, unique_id};
 use super::control_plane::ControlPlane;
-use super::environment::{Environment, Rendezvous, check_gpus};
+use super::environment::{Environment, Rendezvous, check_gpus, process_gpu};
 use super::group::NcclGroup;
 use super::operation::ShutdownGuard;
 use super::rank::NcclRank;
@@ -15,7 +15,7 @@ use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
-use ulysses_kernels::device::open_gpu;
+use ulysses_kernels::device::{gpu_count, open_gpu};
 
 /// Runs `run` on one thread per GPU of `gpus`, the ordinals of this machine's GPUs, all in one process.
 ///
@@ -37,6 +37,16 @@ where
         let group = if options.check { checked(&own, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
+}
+
+/// Returns NCCL's version: major, minor, patch.
+///
+/// # Errors
+/// NCCL's error.
+pub fn version() -> Result<[i32; 3], CommError> {
+    let refuse = |reason: String| CommError::Start { library: "NCCL", rank: None, reason };
+    let version = communicator::version().map_err(refuse)?;
+    Ok([version / 10_000, version / 100 % 100, version % 100])
 }
 
 /// Creates an NCCL group of the ranks of `bootstrap`, a group that supports CPU tensors. Collective. `device` is this
@@ -78,7 +88,7 @@ fn join_over(
     let uuids = bootstrap.all_gather_values(&own_uuid)?;
     let uuids: Vec<&[u8]> = uuids.chunks(own_uuid.len()).collect();
     let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    check_gpus(&uuids, version().map_err(refuse)?, may_share)?;
+    check_gpus(&uuids, communicator::version().map_err(refuse)?, may_share)?;
     let own = if bootstrap.rank() == 0 { unique_id().map_err(refuse)? } else { [0; ID_BYTES] };
     let ids = bootstrap.all_gather_values(&own)?;
     let mut id = own;
@@ -90,7 +100,7 @@ fn join_over(
 
 /// Creates the group of all processes of a job in which every process drives one GPU.
 ///
-/// `info` identifies this process; the local rank is the GPU's ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or
+/// `info` identifies this process. The local rank is the GPU's ordinal, unless the process sees a single GPU. NCCL_COMM_ID (`host:port`, the same everywhere) or
 /// MASTER_ADDR gives the host of rank 0; for SLURM's tasks it is known. The ranks connect to port ULYSSES_MASTER_PORT, or
 /// else MASTER_PORT + 1, since torchrun's own store uses MASTER_PORT. Rank 0 listens on the address of MASTER_ADDR
 /// (ULYSSES_MASTER_BIND sets another), and accepts only processes with the same ULYSSES_JOB_SECRET.
@@ -105,7 +115,10 @@ pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joi
     let environment = Environment::read(info, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
-    let own_rank = NcclRank::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
+    let gpus = gpu_count().map_err(|error| refuse(error.to_string()))?;
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let ordinal = process_gpu(local_rank, gpus, visible.as_deref()).map_err(refuse)?;
+    let own_rank = NcclRank::new(rank, &gpu(ordinal, rank)?, timeout, None)?;
     let id = match meeting {
         Rendezvous::Nccl => unique_id().map_err(refuse)?,
         Rendezvous::At(point) => {

@@ -35,6 +35,6 @@ mod traffic;
 mod watch;
 
 #[cfg(feature = "nccl")]
-pub use launch::{from_env, launch, over};
+pub use launch::{from_env, launch, over, version};
 #[cfg(feature = "nccl")]
 pub use session::Session;

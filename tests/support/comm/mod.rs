@@ -128,7 +128,7 @@ impl<B: Backend> Backend for OnOneGpu<B> {
         timeout: Duration,
         run: impl Fn(Group) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, LaunchError> {
-        self.0.run_for(world_size, timeout, |group| on(DeviceKind::Cuda.open(0)?, || run(group)))
+        self.0.run_for(world_size, timeout, |group| on(DeviceKind::Cuda.open()?, || run(group)))
     }
 }
 

@@ -10,12 +10,14 @@ mod copies;
 mod matmul;
 mod module;
 mod pointer;
+mod query;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
+pub(super) use query::{count, describe, driver_version, memory};
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};
@@ -63,32 +65,13 @@ pub(super) unsafe fn launch(
     .map_err(|failure| error(failure.to_string()))
 }
 
-/// Opens the GPU of a rank. Ranks share GPUs if there are more ranks than GPUs.
-pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
-    open(shared_ordinal(local_rank)?)
-}
-
-/// The name of that GPU, without starting anything on it.
-pub(super) fn name_of(local_rank: usize) -> Result<String, DeviceError> {
-    let ordinal = shared_ordinal(local_rank)?;
-    let name = result::device::get(ordinal as i32).and_then(result::device::get_name);
-    name.map_err(no_gpu)
-}
-
-fn shared_ordinal(local_rank: usize) -> Result<usize, DeviceError> {
-    match CudaContext::device_count().map_err(no_gpu)? {
-        gpus if gpus > 0 => Ok(local_rank % gpus as usize),
-        _ => Err(DeviceError::NoGpu { message: "the driver finds none".to_owned() }),
-    }
-}
-
 fn no_gpu(failure: DriverError) -> DeviceError {
     DeviceError::NoGpu { message: failure.to_string() }
 }
 
 /// Opens a GPU with a separate stream that does not synchronize with the default stream, and loads all
 /// kernels.
-pub fn open(ordinal: usize) -> Result<Device, DeviceError> {
+pub(super) fn open(ordinal: usize) -> Result<Device, DeviceError> {
     let device = CudaDevice::new_with_stream(ordinal)?;
     let stream = device.cuda_stream();
     keep_freed_memory(stream.context()).map_err(no_gpu)?;

@@ -1,0 +1,218 @@
+//! GPUs, their driver and libraries, and short tests on them.
+
+use super::machine::{feature, output};
+use super::{DoctorArgs, Finding, State, collectives};
+use crate::bench::TrainingArgs;
+use crate::placement::{Placement, Request};
+use crate::{DeviceArg, Failure};
+use anyhow::Result;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+use ulysses::comm::{LaunchOptions, RankContext, launch};
+use ulysses::config::Backend;
+use ulysses::device::{Gpu, driver_cuda_version, gpu, gpu_count, open_gpu};
+
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// The oldest CUDA release that has all functions in use.
+const OLDEST_CUDA: (u32, u32) = (12, 4);
+
+/// Libraries of a CUDA build.
+const LIBRARIES: [&str; 6] = ["libcuda", "libcudart", "libcublas", "libcublasLt", "libnvrtc", "libcurand"];
+
+/// A GPU that hangs must not block the checks after it.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Describes the GPUs, and tests them if this build can use them.
+pub(super) fn check(args: &DoctorArgs) -> Vec<Finding> {
+    let mut findings = vec![feature("GPU", "cuda"), feature("GPU", "nccl"), driver()];
+    let gpus = match gpu_count().and_then(|gpus| (0..gpus).map(gpu).collect::<Result<Vec<_>, _>>()) {
+        Ok(gpus) => gpus,
+        Err(error) => {
+            findings.extend(listed());
+            if cfg!(feature = "cuda") {
+                // A CUDA build without a GPU still trains on the CPU.
+                findings.push(Finding::new("GPU", "GPUs", State::Warning, error.to_string()));
+            }
+            return findings;
+        }
+    };
+    findings.extend(gpus.iter().enumerate().map(|(ordinal, gpu)| {
+        let text = describe(gpu, gpus.len());
+        Finding::new("GPU", format!("GPU {ordinal}"), State::Ok, text).with_value(gpu.total_bytes as f64)
+    }));
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    findings.extend(cuda_version(driver_cuda_version().ok(), &maps));
+    findings.extend(LIBRARIES.map(|name| library(&maps, name)));
+    findings.extend(nccl(&maps));
+    findings.extend((0..gpus.len()).map(training));
+    findings.extend(communication(gpus.len(), args));
+    findings
+}
+
+fn driver() -> Finding {
+    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
+    match driver.as_deref().and_then(|text| text.lines().next()) {
+        Some(line) => {
+            Finding::new("GPU", "driver", State::Ok, line.trim_start_matches("NVRM version:").trim())
+        }
+        None => Finding::new("GPU", "driver", State::Absent, "no NVIDIA driver is loaded"),
+    }
+}
+
+/// The GPUs that `nvidia-smi` lists, for builds that cannot use them.
+fn listed() -> Vec<Finding> {
+    let query = ["--query-gpu=name,memory.total", "--format=csv,noheader"];
+    let listed = output(Command::new("nvidia-smi").args(query)).unwrap_or_default();
+    let gpus = listed.lines().enumerate();
+    gpus.map(|(ordinal, line)| Finding::new("GPU", format!("GPU {ordinal}"), State::Ok, line)).collect()
+}
+
+fn describe(gpu: &Gpu, num_gpus: usize) -> String {
+    let peers = match (gpu.peers.len(), num_gpus) {
+        (_, 1) => String::new(),
+        (0, _) => ", no peer access: copies to other GPUs pass through host memory".to_owned(),
+        (peers, all) if peers + 1 == all => ", peer access to all others".to_owned(),
+        _ => format!(", peer access to {:?} only", gpu.peers),
+    };
+    format!("{}, {:.1} GiB{peers}", gpu.name, gpu.total_bytes as f64 / GIB)
+}
+
+/// Compares the CUDA version of the driver with the version that the libraries of this process need.
+fn cuda_version(driver: Option<(u32, u32)>, maps: &str) -> Option<Finding> {
+    let (major, minor) = driver?;
+    let is_cuda_13 = file_of(maps, "libcublas").is_some_and(|file| file.contains(".so.13"));
+    let needed = if is_cuda_13 { (13, 0) } else { OLDEST_CUDA };
+    let text = format!("the driver supports CUDA {major}.{minor}");
+    Some(if (major, minor) >= needed {
+        Finding::new("GPU", "CUDA version", State::Ok, text)
+    } else {
+        let (major, minor) = needed;
+        let advice = "update the driver, or build with the toolkit of an older CUDA release";
+        let text = format!("{text}, but this build needs {major}.{minor}: {advice}");
+        Finding::new("GPU", "CUDA version", State::Failed, text)
+    })
+}
+
+/// Returns the file of a loaded library.
+fn file_of<'a>(maps: &'a str, library: &str) -> Option<&'a str> {
+    let mut paths = maps.lines().filter_map(|line| line.find('/').map(|start| &line[start..]));
+    let is_it = |path: &&str| {
+        let name = Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.strip_prefix(library).is_some_and(|rest| rest.starts_with(".so"))
+    };
+    paths.find(is_it)
+}
+
+fn library(maps: &str, name: &str) -> Finding {
+    match file_of(maps, name) {
+        Some(file) => Finding::new("GPU", name, State::Ok, file),
+        None => {
+            let text = format!("{name}.so is not loaded: install the CUDA libraries that this build links");
+            Finding::new("GPU", name, State::Warning, text)
+        }
+    }
+}
+
+#[cfg(feature = "nccl")]
+fn nccl(maps: &str) -> Option<Finding> {
+    Some(match ulysses::comm::nccl::version() {
+        Ok([major, minor, patch]) => {
+            let file = file_of(maps, "libnccl").unwrap_or("linked statically");
+            Finding::new("GPU", "NCCL", State::Ok, format!("{major}.{minor}.{patch}, {file}"))
+        }
+        Err(error) => Finding::new("GPU", "NCCL", State::Failed, error.to_string()),
+    })
+}
+
+#[cfg(not(feature = "nccl"))]
+fn nccl(_: &str) -> Option<Finding> {
+    None
+}
+
+/// Trains two steps on a GPU, which compiles and loads all kernels.
+fn training(ordinal: usize) -> Finding {
+    let name = format!("training on GPU {ordinal}");
+    match train(ordinal) {
+        Ok(loss) if loss.is_finite() => {
+            Finding::new("GPU", name, State::Ok, format!("2 steps of a small model, loss {loss:.4}"))
+        }
+        Ok(loss) => Finding::new("GPU", name, State::Failed, format!("the loss is {loss}")),
+        Err(Failure::Usage(error) | Failure::Run(error)) => {
+            Finding::new("GPU", name, State::Failed, format!("{error:#}"))
+        }
+        Err(Failure::Stopped { .. } | Failure::Ended { .. }) => {
+            Finding::new("GPU", name, State::Failed, "stopped by a signal")
+        }
+    }
+}
+
+fn train(ordinal: usize) -> Result<f64, Failure> {
+    let training = TrainingArgs::small().prepare(128)?;
+    let steps = |rank: &RankContext| {
+        let device = open_gpu(ordinal)?;
+        let (mut engine, mut loader) = training.start(rank, &device)?;
+        engine.train_batch(|| loader.next_micro_batch())?;
+        Ok::<_, anyhow::Error>(engine.train_batch(|| loader.next_micro_batch())?.loss)
+    };
+    let losses = launch(1, &LaunchOptions::default(), |rank| steps(&rank));
+    losses.map(|losses| losses.into_iter().sum()).map_err(|error| Failure::Run(error.into()))
+}
+
+/// Tests the collectives between GPUs with NCCL, or between ranks that share the only GPU.
+fn communication(num_gpus: usize, args: &DoctorArgs) -> Vec<Finding> {
+    let section = "collectives on GPUs";
+    let ranks = usize::from(args.ranks).min(num_gpus.max(2));
+    let backend = (num_gpus == 1).then_some(Backend::Thread);
+    let request = Request { device: DeviceArg::Cuda, backend, threads: Some(ranks) };
+    let options = LaunchOptions { timeout: TIMEOUT, ..LaunchOptions::default() };
+    match Placement::quiet(request) {
+        Ok(placement) => collectives::check(section, placement, ranks, &options, args.mib),
+        Err(Failure::Usage(error) | Failure::Run(error)) => {
+            vec![Finding::new(section, "all", State::Warning, error.to_string())]
+        }
+        Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f00-7f01 r--p 00000000 08:01 12 /usr/lib/x86_64-linux-gnu/libcublasLt.so.13\n\
+7f01-7f02 r-xp 00001000 08:01 12 /opt/my cuda/lib64/libcublas.so.13.0.2\n\
+7f02-7f03 rw-p 00000000 00:00 0 [heap]\n";
+
+    #[test]
+    fn libraries_are_found_by_their_whole_name() {
+        assert_eq!(file_of(MAPS, "libcublas"), Some("/opt/my cuda/lib64/libcublas.so.13.0.2"));
+        assert_eq!(file_of(MAPS, "libcublasLt"), Some("/usr/lib/x86_64-linux-gnu/libcublasLt.so.13"));
+        assert_eq!(file_of(MAPS, "libcu"), None);
+        assert_eq!(library(MAPS, "libnvrtc").state, State::Warning);
+    }
+
+    #[test]
+    fn the_driver_must_support_the_cuda_release_of_the_libraries() {
+        let state = |driver, maps: &str| cuda_version(driver, maps).map(|finding| finding.state);
+        let cuda_12 = MAPS.replace(".so.13", ".so.12");
+        assert_eq!(state(Some((12, 4)), &cuda_12), Some(State::Ok));
+        assert_eq!(state(Some((12, 2)), &cuda_12), Some(State::Failed));
+        assert_eq!(state(Some((13, 0)), MAPS), Some(State::Ok));
+        assert_eq!(state(Some((12, 8)), MAPS), Some(State::Failed));
+        assert_eq!(state(None, MAPS), None);
+    }
+
+    #[test]
+    fn peers_are_described_as_far_as_there_are_other_gpus() {
+        let gpu =
+            |peers: &[usize]| Gpu { name: "G".to_owned(), total_bytes: 80 << 30, peers: peers.to_vec() };
+        let described = [(vec![], 1), (vec![], 2), (vec![1, 2], 3), (vec![1], 3)];
+        let texts = described.map(|(peers, num_gpus)| describe(&gpu(&peers), num_gpus));
+        assert_eq!(texts[0], "G, 80.0 GiB");
+        assert!(texts[1].contains("no peer access"), "{texts:?}");
+        assert!(texts[2].ends_with("peer access to all others"), "{texts:?}");
+        assert!(texts[3].ends_with("peer access to [1] only"), "{texts:?}");
+    }
+}
