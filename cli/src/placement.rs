@@ -99,6 +99,11 @@ impl Placement {
         (self.device == DeviceKind::Cuda).then(|| self.device.describe().ok()).flatten()
     }
 
+    /// Returns how many of the ranks of this process share a GPU.
+    pub(crate) fn ranks_per_gpu(&self, ranks_in_process: usize) -> usize {
+        ranks_in_process.div_ceil(self.num_gpus.max(1))
+    }
+
     /// Returns the GPU of each NCCL rank of this process.
     #[cfg(feature = "nccl")]
     pub(crate) fn gpus(&self, world_size: usize) -> Vec<usize> {

@@ -11,6 +11,9 @@ const GIB: f64 = (1_u64 << 30) as f64;
 /// Default reserve on a GPU.
 const GPU_RESERVE_GIB: f64 = 4.0;
 
+/// The same in bytes.
+pub(crate) const GPU_RESERVE_BYTES: u64 = (GPU_RESERVE_GIB * GIB) as u64;
+
 /// The values of the flags.
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryFlags {

@@ -18,6 +18,7 @@ use super::placement::likely_device;
 use super::{DeviceArg, Failure, OrFail, log_line, print};
 use crate::html::chart::drawing;
 use anyhow::{Context, anyhow};
+pub(crate) use budget::GPU_RESERVE_BYTES;
 use budget::{Available, MemoryFlags};
 use inputs::{check_model, resolve};
 pub(crate) use inputs::{longest_of_model, model, use_longest_sequences};

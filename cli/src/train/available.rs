@@ -1,8 +1,10 @@
 //! Available memory of this machine and of this process.
 
+use crate::plan::GPU_RESERVE_BYTES;
 use crate::settings::{kib_line, memory_bytes};
 use std::fmt;
 use std::path::Path;
+use ulysses::device::gpu;
 
 /// Bytes that can still be allocated, and the limit that applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +22,15 @@ pub(super) enum Limit {
     ControlGroup,
     /// The address space of a process (`ulimit -v`).
     AddressSpace,
+    /// The memory of a GPU, without the usual reserve.
+    Gpu,
+}
+
+impl Limit {
+    /// Returns the memory that it limits.
+    pub(super) fn memory(self) -> &'static str {
+        if self == Self::Gpu { "GPU memory" } else { "host memory" }
+    }
 }
 
 impl fmt::Display for Limit {
@@ -28,6 +39,7 @@ impl fmt::Display for Limit {
             Self::Machine => "MemAvailable",
             Self::ControlGroup => "cgroup limit",
             Self::AddressSpace => "RLIMIT_AS of this process",
+            Self::Gpu => "less 4 GiB for the CUDA context and libraries",
         })
     }
 }
@@ -51,6 +63,12 @@ pub(super) fn in_process() -> Option<Available> {
     let limit = address_space(&read(Path::new("/proc/self/limits"))?)?;
     let mapped = kib_line("/proc/self/status", "VmSize:").map_or(0, |kib| kib as u64 * 1024);
     least([(limit.saturating_sub(mapped), Limit::AddressSpace)])
+}
+
+/// Returns the memory of a GPU of this machine for tensors, if there is one.
+pub(super) fn on_gpu() -> Option<Available> {
+    let bytes = gpu(0).ok()?.total_bytes.saturating_sub(GPU_RESERVE_BYTES);
+    Some(Available { bytes, limit: Limit::Gpu })
 }
 
 fn least(limits: impl IntoIterator<Item = (u64, Limit)>) -> Option<Available> {

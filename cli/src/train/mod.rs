@@ -48,8 +48,7 @@ pub(super) fn run(
     log_line(&run);
     let Run { prepared, .. } = &run;
     if let Some(planned) = &prepared.planned {
-        let world_size = prepared.mesh.world_size();
-        planned.log([host.local_ranks(world_size), host.ranks_in_process(world_size)]);
+        planned.log(prepared.ranks_together(&host));
     }
     let results = host.launch(&prepared.config, &prepared.placement, &prepared.launch, |rank, device| {
         rank::train(&run, rank, device)

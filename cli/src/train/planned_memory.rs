@@ -1,6 +1,6 @@
 //! Log lines before the first step: planned and available memory, and the expected duration of a long step.
 
-use super::available::{Available, in_process, on_machine};
+use super::available::{Available, in_process, on_gpu, on_machine};
 use crate::log_line;
 use crate::plan::table::{bytes, flops};
 use crate::plan::use_longest_sequences;
@@ -49,24 +49,26 @@ impl PlannedMemory {
         }
     }
 
-    /// Returns the host memory per rank: on GPUs only offloaded tensors.
-    fn host_bytes(&self) -> u64 {
+    /// Returns the bytes per rank that each limit of [`limits`] applies to: on GPUs host memory has only offloaded tensors.
+    fn bytes(&self) -> [u64; 3] {
+        let RankPlan { peak_bytes, offloaded_bytes, .. } = self.plan;
         match self.device {
-            DeviceKind::Cpu => self.plan.peak_bytes,
-            DeviceKind::Cuda => self.plan.offloaded_bytes,
+            DeviceKind::Cpu => [peak_bytes, peak_bytes, 0],
+            DeviceKind::Cuda => [offloaded_bytes, offloaded_bytes, peak_bytes],
         }
     }
 
     /// Returns whether the available memory is enough, as far as it is known. `ranks`: as for [`log`](Self::log).
-    pub(super) fn fits(&self, ranks: [usize; 2]) -> bool {
-        self.fits_into(ranks, [on_machine(), in_process()])
+    pub(super) fn fits(&self, ranks: [usize; 3]) -> bool {
+        self.needs(ranks, limits()).iter().all(|(_, bytes, available)| *bytes <= available.bytes)
     }
 
-    fn fits_into(&self, ranks: [usize; 2], available: [Option<Available>; 2]) -> bool {
-        ranks.into_iter().zip(available).all(|(ranks, available)| {
-            available
-                .is_none_or(|available| self.host_bytes().saturating_mul(ranks as u64) <= available.bytes)
-        })
+    /// Returns the ranks that share each limit, the bytes that they need together, and the limit.
+    fn needs(&self, ranks: [usize; 3], limits: [Option<Available>; 3]) -> Vec<(usize, u64, Available)> {
+        let each = ranks.into_iter().zip(self.bytes()).zip(limits);
+        let needs = each
+            .filter_map(|((ranks, bytes), limit)| Some((ranks, bytes.saturating_mul(ranks as u64), limit?)));
+        needs.filter(|(_, bytes, _)| *bytes > 0).collect()
     }
 
     /// Prints that attention is recomputed, because with its saved output this plan does not fit.
@@ -77,11 +79,11 @@ impl PlannedMemory {
         ));
     }
 
-    /// Prints the plan next to the available memory. `ranks`: how many share this machine, and how many this process.
-    pub(super) fn log(&self, ranks: [usize; 2]) {
+    /// Prints the plan next to the available memory. `ranks`: how many share this machine, this process and a GPU.
+    pub(super) fn log(&self, ranks: [usize; 3]) {
         // A process trains once.
         let _ = crate::settings::PLANNED_PEAK.set(self.clause());
-        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(log_line);
+        self.lines(ranks, limits()).into_iter().for_each(log_line);
     }
 
     /// Returns the planned peak as an addition to an out-of-memory error.
@@ -90,35 +92,30 @@ impl PlannedMemory {
     }
 
     /// Formats the plan, then one warning for each limit that it exceeds.
-    fn lines(&self, ranks: [usize; 2], available: [Option<Available>; 2]) -> Vec<String> {
-        let host_bytes = self.host_bytes();
-        let planned = format!(
-            "planned peak memory: {} per rank ({})",
-            bytes(self.plan.peak_bytes as f64),
-            self.plan.peak_at
-        );
-        if host_bytes == 0 {
-            return vec![planned];
-        }
-        let limits = ranks.into_iter().zip(available);
-        let limits: Vec<_> = limits.filter_map(|(ranks, available)| Some((ranks, available?))).collect();
-        let compared = limits.iter().map(|(ranks, Available { bytes: available, limit })| {
-            let needed = bytes(host_bytes.saturating_mul(*ranks as u64) as f64);
-            format!(
-                "; host memory: {needed} for {ranks} rank(s), {} available ({limit})",
-                bytes(*available as f64)
-            )
+    fn lines(&self, ranks: [usize; 3], limits: [Option<Available>; 3]) -> Vec<String> {
+        let RankPlan { peak_bytes, peak_at, .. } = &self.plan;
+        let planned = format!("planned peak memory: {} per rank ({peak_at})", bytes(*peak_bytes as f64));
+        let needs = self.needs(ranks, limits);
+        let compared = needs.iter().map(|(ranks, needed, Available { bytes: available, limit })| {
+            let [needed, available] = [needed, available].map(|amount| bytes(*amount as f64));
+            format!("; {}: {needed} for {ranks} rank(s), {available} available ({limit})", limit.memory())
         });
-        let exceeded = limits.iter().filter_map(|(ranks, Available { bytes: available, limit })| {
-            let lacking = host_bytes.saturating_mul(*ranks as u64).checked_sub(*available).filter(|lacking| *lacking > 0)?;
+        let exceeded = needs.iter().filter_map(|(_, needed, Available { bytes: available, limit })| {
+            let lacking = needed.checked_sub(*available).filter(|lacking| *lacking > 0)?;
             Some(format!(
-                "warning: the planned memory exceeds the available memory ({limit}) by {}; the run may run out of memory. \
+                "warning: the planned memory exceeds the available {} ({limit}) by {}; the run may run out of memory. \
                  `ulysses plan` lists single changes that need less",
+                limit.memory(),
                 bytes(lacking as f64)
             ))
         });
         std::iter::once(planned + &compared.collect::<String>()).chain(exceeded).collect()
     }
+}
+
+/// Returns the memory that is available on this machine, to this process, and on a GPU.
+fn limits() -> [Option<Available>; 3] {
+    [on_machine(), in_process(), on_gpu()]
 }
 
 /// Prints the expected duration of the first step if it is long. `peak` is the GEMM rate of all ranks.
@@ -226,7 +223,7 @@ mod tests {
     fn lines(device: DeviceKind, machine: u64, process: Option<u64>) -> Vec<String> {
         let machine = Available { bytes: machine * GIB, limit: Limit::ControlGroup };
         let process = process.map(|gib| Available { bytes: gib * GIB, limit: Limit::AddressSpace });
-        planned(device).lines([4, 2], [Some(machine), process])
+        planned(device).lines([4, 2, 1], [Some(machine), process, None])
     }
 
     #[test]
@@ -249,12 +246,24 @@ mod tests {
     fn a_plan_fits_if_no_limit_is_exceeded() {
         let fits = |machine: u64, process: Option<u64>| {
             let available = |gib: u64| Available { bytes: gib * GIB, limit: Limit::Machine };
-            let available = [Some(available(machine)), process.map(available)];
-            planned(DeviceKind::Cpu).fits_into([4, 2], available)
+            let limits = [Some(available(machine)), process.map(available), None];
+            let needs = planned(DeviceKind::Cpu).needs([4, 2, 1], limits);
+            needs.iter().all(|(_, bytes, available)| *bytes <= available.bytes)
         };
         assert!(fits(12, None) && fits(12, Some(6)));
         assert!(!fits(11, None) && !fits(12, Some(5)));
-        assert!(planned(DeviceKind::Cpu).fits_into([4, 2], [None, None]), "nothing to compare with");
+        assert!(planned(DeviceKind::Cpu).needs([4, 2, 1], [None; 3]).is_empty(), "nothing to compare with");
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_need_their_peaks_together() {
+        let lines = |gib: u64| {
+            let gpu = Available { bytes: gib * GIB, limit: Limit::Gpu };
+            planned(DeviceKind::Cuda).lines([4, 2, 2], [None, None, Some(gpu)])
+        };
+        assert!(lines(6)[0].contains("; GPU memory: 6.00 GiB for 2 rank(s), 6.00 GiB available (less 4 GiB"));
+        assert_eq!((lines(6).len(), lines(5).len()), (1, 2));
+        assert!(lines(5)[1].contains("exceeds the available GPU memory ("), "{:?}", lines(5));
     }
 
     #[test]

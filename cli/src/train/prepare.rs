@@ -39,14 +39,20 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
+    /// Returns how many ranks share this machine, this process and a GPU.
+    pub(super) fn ranks_together(&self, host: &Host<'_>) -> [usize; 3] {
+        let world_size = self.mesh.world_size();
+        let in_process = host.ranks_in_process(world_size);
+        [host.local_ranks(world_size), in_process, self.placement.ranks_per_gpu(in_process)]
+    }
+
     /// Decides `ulysses.save_attention_output` if the config leaves it open: on if the planned memory fits on all
     /// machines. Collective.
     pub(super) fn decide(&mut self, host: &mut Host<'_>) -> Result<(), Failure> {
         if !self.config.saves_attention_output_if_it_fits() {
             return Ok(());
         }
-        let world_size = self.mesh.world_size();
-        let ranks = [host.local_ranks(world_size), host.ranks_in_process(world_size)];
+        let ranks = self.ranks_together(host);
         let fits = host.all(self.planned.as_ref().is_none_or(|planned| planned.fits(ranks)))?;
         self.config.ulysses.save_attention_output = Some(fits);
         if fits {
