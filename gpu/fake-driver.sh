@@ -44,10 +44,10 @@ usage() {
 
 run() {
     local code=0
-    FAKE_DRIVER_REPORTS=$(mktemp)
-    export FAKE_DRIVER_REPORTS
+    FAKE_NCCL_FOLDER=$(mktemp -d)
+    export FAKE_NCCL_FOLDER FAKE_DRIVER_REPORTS=$FAKE_NCCL_FOLDER/reports
     # shellcheck disable=SC2064 # Expand the name now.
-    trap "rm -f '$FAKE_DRIVER_REPORTS'" EXIT
+    trap "rm -rf '$FAKE_NCCL_FOLDER'" EXIT
     export LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export PATH=$repository/gpu/fake_driver/bin:$PATH XDG_CACHE_HOME=$folder/cache
     "$@" || code=$?

@@ -249,4 +249,10 @@ FAKE_EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const int *locations,
     return CUDA_SUCCESS;
 }
 
+FAKE_EXPORT CUresult cuMemPoolGetAccess(int *access, CUmemoryPool pool, const int *location) {
+    const Lock lock(lock_of_driver);
+    *access = has_peer_access(location[1], static_cast<int>(address(pool)) - 1) ? 3 : 0;
+    return CUDA_SUCCESS;
+}
+
 FAKE_EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool, std::size_t) { return CUDA_SUCCESS; }

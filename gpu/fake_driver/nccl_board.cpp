@@ -16,7 +16,7 @@ namespace {
 // fake-driver.sh sets a folder and removes it in the end.
 std::string root() {
     const char *folder = std::getenv("FAKE_NCCL_FOLDER");
-    return folder != nullptr ? folder : "/dev/shm";
+    return folder != nullptr ? folder : std::filesystem::temp_directory_path().string();
 }
 
 }  // namespace

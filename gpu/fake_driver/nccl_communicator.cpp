@@ -11,7 +11,9 @@
 #include <thread>
 #include <unistd.h>
 
-extern "C" CUresult cuDeviceGetUuid_v2(void *uuid, CUdevice device);
+extern "C" CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], CUdevice device);
+extern "C" CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device);
+extern "C" CUresult cuMemPoolGetAccess(int *access, CUmemoryPool pool, const int *location);
 
 using namespace fake::nccl;
 using fake::report;
@@ -36,6 +38,8 @@ constexpr auto kAbortTimeout = std::chrono::seconds(20);
 // The first version that aborts a group of communicators together.
 constexpr int kAbortsTogether = 22'200;
 constexpr int kSharesGpus = 23'000;
+// The first version that copies between GPUs of one process only where memory pools allow it.
+constexpr int kKnowsPools = 22'300;
 
 std::mutex registry_mutex;
 std::set<ncclComm *> &registry() {
@@ -84,17 +88,48 @@ bool is_valid(const ncclConfig *config) {
     return is_blocking_valid && are_others_undefined;
 }
 
+// What a rank says of itself when it joins.
+struct Joined {
+    unsigned char uuid[16];
+    int process, device;
+};
+
+bool is_enabled(const char *name) {
+    const char *value = std::getenv(name);
+    return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+// Old versions access the tensors of another GPU of this process directly.
+void check_pool(const Member &member, int peer, const Joined &other) {
+    constexpr int kGpu = 1, kReadWrite = 3;
+    const int location[2] = {kGpu, other.device};
+    CUmemoryPool pool;
+    int access = 0;
+    cuDeviceGetDefaultMemPool(&pool, member.device);
+    cuMemPoolGetAccess(&access, pool, location);
+    if (access != kReadWrite) {
+        report("NCCL: rank %d accesses the memory pool of GPU %d, which does not allow it", peer, member.device);
+    }
+}
+
 // As NCCL does: several ranks of a communicator on one GPU need version 2.30 and consent.
-ncclResult_t check_gpus(ncclComm *communicator) {
+ncclResult_t check_peers(ncclComm *communicator) {
     const Member &member = *communicator->member;
-    const char *consent = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    if (version() >= kSharesGpus && consent != nullptr && std::strcmp(consent, "1") == 0) return ncclSuccess;
-    const auto own = member.board.get("rank." + std::to_string(member.rank));
+    std::vector<Joined> all(member.ranks);
+    for (int rank = 0; rank < member.ranks; ++rank) {
+        const auto bytes = member.board.get("rank." + std::to_string(rank));
+        if (bytes && bytes->size() == sizeof(Joined)) std::memcpy(&all[rank], bytes->data(), sizeof(Joined));
+    }
+    const Joined &own = all[member.rank];
     for (int peer = 0; peer < member.ranks; ++peer) {
-        if (peer != member.rank && member.board.get("rank." + std::to_string(peer)) == own) {
+        const bool is_own_gpu = std::memcmp(own.uuid, all[peer].uuid, sizeof own.uuid) == 0;
+        const bool may_share = version() >= kSharesGpus && is_enabled("NCCL_MULTI_RANK_GPU_ENABLE");
+        if (peer != member.rank && is_own_gpu && !may_share) {
             return communicator->fail(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(peer) +
                                                             " and rank " + std::to_string(member.rank));
         }
+        const bool is_direct = version() < kKnowsPools && !is_enabled("NCCL_P2P_DIRECT_DISABLE");
+        if (!is_own_gpu && is_direct && all[peer].process == own.process) check_pool(member, peer, all[peer]);
     }
     return ncclSuccess;
 }
@@ -193,14 +228,14 @@ FAKE_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm **created, int ranks, n
     *created = communicator;
     const std::string own = "rank." + std::to_string(rank);
     if (member->board.has(own)) report("NCCL: rank %d joins communicator %s twice", rank, name.c_str());
-    unsigned char uuid[16];
-    if (cuDeviceGetUuid_v2(uuid, device) != CUDA_SUCCESS) return ncclUnhandledCudaError;
-    member->board.set(own, uuid, sizeof uuid);
+    Joined joined{{}, getpid(), device};
+    if (cuDeviceGetUuid_v2(joined.uuid, device) != CUDA_SUCCESS) return ncclUnhandledCudaError;
+    member->board.set(own, &joined, sizeof joined);
     const std::lock_guard guard(communicator->mutex);
     return communicator->begin([communicator, member]() -> ncclResult_t {
         if (!are_all_set(*member, "rank")) return ncclInProgress;
         communicator->phase = ncclComm::Phase::Open;
-        return check_gpus(communicator);
+        return check_peers(communicator);
     });
 }
 

@@ -22,6 +22,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *, CUdevice);
 CUresult cuCtxSetCurrent(CUcontext);
 CUresult cuStreamCreate(CUstream *, unsigned);
 CUresult cuStreamSynchronize(CUstream);
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *, CUdevice);
+CUresult cuMemPoolSetAccess(CUmemoryPool, const int *, std::size_t);
 CUresult cuMemAllocAsync(CUdeviceptr *, std::size_t, CUstream);
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr, const void *, std::size_t, CUstream);
 CUresult cuMemcpyDtoHAsync_v2(void *, CUdeviceptr, std::size_t, CUstream);
@@ -71,6 +73,8 @@ Config config() {
     return {sizeof(Config), 0xcafebeef, 22'200, 0, {undefined, undefined, undefined}, nullptr, undefined, undefined};
 }
 
+bool allows_peers = true;
+
 // Until the call in progress is over.
 int settle(Comm comm) {
     int state = kInProgress;
@@ -89,9 +93,19 @@ struct Rank {
         cuCtxSetCurrent(context);
         cuStreamCreate(&stream, 1);
         cuStreamCreate(&other, 1);
+        if (allows_peers) allow_peers();
         Config settings = config();
         ncclCommInitRankConfig(&comm, ranks, id, rank, &settings);
         expect(settle(comm) == 0, "the communicator is not created");
+    }
+
+    void allow_peers() const {
+        CUmemoryPool pool;
+        cuDeviceGetDefaultMemPool(&pool, rank);
+        for (int peer = 0; peer < ranks; ++peer) {
+            const int access[] = {1, peer, 3};
+            if (peer != rank) cuMemPoolSetAccess(pool, access, 1);
+        }
     }
 
     // Without waiting for the GPU.
@@ -261,6 +275,7 @@ const std::map<std::string, std::function<void(Rank &)>> cases = {
          ncclAllReduce(memory, memory, kCount, kF32, kSum, own.comm, own.stream);
      }},
     {"not_finalized", [](Rank &own) { ncclCommDestroy(own.comm); }},
+    {"pool", [](Rank &) {}},
     {"group_end", [](Rank &) { ncclGroupEnd(); }},
     {"group_open", [](Rank &) { ncclGroupStart(); }},
     {"config",
@@ -278,6 +293,7 @@ int main(int, char **arguments) {
     constexpr int ranks = 3;
     const std::string name = arguments[1];
     const bool are_processes = name == "processes";
+    allows_peers = name != "pool";
     const auto &run = cases.at(are_processes ? "right" : name);
     Id id;
     ncclGetUniqueId(&id);
