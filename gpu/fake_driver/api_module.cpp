@@ -52,6 +52,7 @@ std::shared_ptr<Arguments> copy_arguments(const Kernel &kernel, void **given) {
 FAKE_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     const int device = context_of("cuModuleLoadData");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    check_load("a module");
     const char *text = static_cast<const char *>(image);
     auto made = std::make_unique<Module>();
     made->device = device;
@@ -81,10 +82,13 @@ FAKE_EXPORT CUresult cuModuleUnload(CUmodule module) {
 }
 
 FAKE_EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule handle, const char *name) {
-    const Lock lock(lock_of_driver);
+    Lock lock(lock_of_driver);
     Module &module = *module_of(handle);
     auto found = module.functions.find(name);
     if (found == module.functions.end()) {
+        lock.unlock();
+        check_load(name);
+        lock.lock();
         const Kernel *kernel = module.is_candle ? kernel_of_candle(name) : nullptr;
         if (kernel == nullptr) {
             report("cuModuleGetFunction: there is no kernel %s", name);

@@ -1,6 +1,9 @@
 // libcublas.so.13: handles, and the one product that this program uses, with the checks of its arguments.
 
+#include <array>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_set>
 
 #include "gemm.h"
@@ -67,6 +70,14 @@ void add_ranges(std::vector<Range> &ranges, const Matrix &matrix, const Stored &
 Matrix nth(Matrix matrix, long long stride, std::size_t index) {
     matrix.address += index * stride * bytes_of(matrix.type);
     return matrix;
+}
+
+// cuBLAS loads a kernel at its first use on a GPU: types of the operands and of the result, and how they are stored.
+void load(int device, const std::array<int, 4> &kernel) {
+    static std::mutex mutex;
+    static auto &loaded = *new std::set<std::pair<int, std::array<int, 4>>>;
+    const std::lock_guard guard(mutex);
+    if (loaded.emplace(device, kernel).second) check_load("a kernel of cuBLAS");
 }
 
 }  // namespace
@@ -138,6 +149,7 @@ FAKE_EXPORT int cublasGemmStridedBatchedEx(void *opaque, int a_operation, int b_
         report("cublasGemmStridedBatchedEx: the results of the batch have one address");
         return kInvalidValue;
     }
+    load(handle.device, {a_type, c_type, a_operation, b_operation});
     if (is_seeded("swapped_operands")) std::swap(a.is_transposed, b.is_transposed);
     std::vector<Range> ranges;
     add_ranges(ranges, a, stored_a, batch, false);

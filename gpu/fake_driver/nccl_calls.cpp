@@ -7,6 +7,9 @@
 
 #include "nccl_communicator.h"
 
+extern "C" CUresult cuEventCreate(CUevent *event, unsigned flags);
+extern "C" CUresult cuEventRecord(CUevent event, CUstream stream);
+
 using namespace fake::nccl;
 using fake::report;
 
@@ -14,6 +17,7 @@ namespace {
 
 // The first version whose ranks connect at their first collective, not at the creation.
 constexpr int kConnectsLazily = 22'200;
+constexpr unsigned kWithoutTime = 2;
 
 // A collective, or a message, until its group of calls ends.
 struct Request {
@@ -163,6 +167,8 @@ void enqueue(ncclComm *communicator, CUstream stream, const std::shared_ptr<Oper
     communicator->in_flight.push_back(operation);
     fake::enqueue(stream, operation->describe(), operation->ranges(), [operation] { operation->run(); },
                   [operation] { return operation->is_ready(); });
+    if (communicator->newest_done == nullptr) cuEventCreate(&communicator->newest_done, kWithoutTime);
+    cuEventRecord(communicator->newest_done, stream);
     if (operation->injected.kind == Fault::Error) communicator->member->is_faulty = true;
 }
 

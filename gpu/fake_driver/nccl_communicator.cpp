@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 extern "C" CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], CUdevice device);
+extern "C" CUresult cuEventSynchronize(CUevent event);
 extern "C" CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device);
 extern "C" CUresult cuMemPoolGetAccess(int *access, CUmemoryPool pool, const int *location);
 
@@ -185,6 +186,10 @@ bool ncclComm::is_idle() {
     return in_flight.empty();
 }
 
+void ncclComm::wait_for_gpu() {
+    if (newest_done != nullptr) cuEventSynchronize(newest_done);
+}
+
 ncclComm *fake::nccl::open_communicator(ncclComm *handle, const char *function) {
     const std::lock_guard guard(registry_mutex);
     if (handle == nullptr || registry().count(handle) == 0) {
@@ -293,7 +298,11 @@ FAKE_EXPORT ncclResult_t ncclCommFinalize(ncclComm *handle) {
     if (communicator->poll() != ncclSuccess) return communicator->state;
     if (communicator->phase != ncclComm::Phase::Open) return ncclInvalidArgument;
     communicator->phase = ncclComm::Phase::Finalized;
-    return communicator->begin([communicator] { return communicator->is_idle() ? ncclSuccess : ncclInProgress; });
+    return communicator->begin([communicator] {
+        if (!communicator->is_idle()) return ncclInProgress;
+        communicator->wait_for_gpu();
+        return ncclSuccess;
+    });
 }
 
 FAKE_EXPORT ncclResult_t ncclCommDestroy(ncclComm *handle) {
@@ -320,6 +329,7 @@ static ncclResult_t finish_abort(ncclComm *communicator) {
         }
         std::this_thread::sleep_for(kPoll);
     }
+    if (communicator->in_flight.empty()) communicator->wait_for_gpu();
     leave(*communicator->member);
     return ncclSuccess;
 }

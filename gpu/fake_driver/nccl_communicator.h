@@ -23,6 +23,7 @@ struct ncclComm {
     std::set<std::string> connections;            // that all their ranks have made
     std::shared_ptr<fake::nccl::Operation> newest;
     std::vector<std::shared_ptr<fake::nccl::Operation>> in_flight;
+    CUevent newest_done = nullptr;
     // Recursive, because a blocking call polls itself.
     std::recursive_mutex mutex;
 
@@ -33,6 +34,8 @@ struct ncclComm {
     ncclResult_t fail(ncclResult_t failure, std::string message);
     // Whether all operations are done. The driver runs those that wait for peers by itself.
     bool is_idle();
+    // As NCCL does before it frees what its kernels use.
+    void wait_for_gpu();
 };
 
 namespace fake::nccl {

@@ -189,6 +189,19 @@ void after_submit(Lock &lock) {
 
 }  // namespace
 
+__attribute__((visibility("default"))) void check_load(const char *kernel) {
+    const int device = current_device();
+    const Lock lock(lock_of_driver);
+    for (const auto &stream : streams) {
+        if (stream->device != device) continue;
+        for (const OperationPtr &operation : stream->queue) {
+            if (!operation->ready) continue;
+            report("%s is loaded while %s waits for its peers", kernel, operation->name.c_str());
+            return;
+        }
+    }
+}
+
 Stream *create_stream(int device) {
     std::size_t slot = 0;
     while (slot < slots.size() && slots[slot].is_used) ++slot;

@@ -36,6 +36,10 @@ bool in_allocation(int device, std::uintptr_t begin, std::size_t bytes);
 // The GPU of the calling thread's current context, or -1.
 int current_device();
 
+// A library loads this kernel on the current GPU, where the driver may wait for it. Reports if a collective is queued
+// there: that may wait for another rank, whose thread may wait for the driver's loading lock.
+void check_load(const char *kernel);
+
 // Prints and counts a fault of the program. The process ends with exit code 97 if there was one.
 void report(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

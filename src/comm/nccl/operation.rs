@@ -13,7 +13,6 @@ use cudarc::nccl::{result, sys};
 use parking_lot::Mutex;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 use ulysses_kernels::device::{Address, DeviceError, Launcher, Target};
 
 /// The state of a group that its operations use.
@@ -107,6 +106,17 @@ impl Drop for ShutdownGuard {
     }
 }
 
+impl Drop for Inner {
+    /// Waits for operations in progress. After a failure they may never end, so they are aborted, on all communicators.
+    fn drop(&mut self) {
+        let has_failed = || std::thread::panicking() || self.own.check().is_err();
+        self.communicator.finalize(|| !has_failed());
+        if has_failed() {
+            self.own.abort();
+        }
+    }
+}
+
 impl Inner {
     pub(super) fn check(&self, op: CollectiveOp) -> Result<(), CommError> {
         self.own.check()?;
@@ -174,6 +184,7 @@ impl Inner {
         };
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
+        let reached = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
         let mut taken = Ok(());
         let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
@@ -188,9 +199,10 @@ impl Inner {
         taken.map_err(failed)?;
         let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let done = Arc::new(done);
-        let probe = InProgress { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
+        let communicator = Arc::downgrade(&self.communicator);
+        let probe = InProgress { reached, done: done.clone(), communicator };
         let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
-        let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
+        let watched = Watched { group, op, sequence, rank, started: None, probe };
         self.own.watch(watched, &self.label, calls);
         Ok(Enqueued { done, guard })
     }

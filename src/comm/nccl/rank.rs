@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
+use ulysses_kernels::device::load_library_kernels;
 
 /// Interval between polls of the operations in progress; it bounds how late a failure is noticed.
 const WATCH_EVERY: Duration = Duration::from_millis(20);
@@ -47,12 +48,18 @@ pub(super) struct NcclRank {
 /// An operation on the GPU.
 #[derive(Debug)]
 pub(super) struct InProgress {
+    /// Recorded before the operation.
+    pub(super) reached: CudaEvent,
     pub(super) done: Arc<CudaEvent>,
     /// Weak, so that the communicator is freed by whoever drops the group, not by the watching thread.
     pub(super) communicator: Weak<Communicator>,
 }
 
 impl Probe for InProgress {
+    fn has_started(&self) -> Result<bool, String> {
+        self.reached.try_is_complete().map_err(|error| error.to_string())
+    }
+
     fn is_done(&self) -> Result<bool, String> {
         self.done.try_is_complete().map_err(|error| error.to_string())
     }
@@ -78,6 +85,7 @@ impl NcclRank {
         let driver = |error: DriverError| refuse(error.to_string());
         let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
+        load_library_kernels(device).map_err(|error| refuse(error.to_string()))?;
         let own = Arc::new(Self {
             in_progress: Mutex::default(),
             communicators: Mutex::default(),
@@ -186,7 +194,10 @@ impl NcclRank {
         let failure = self.failure.get().cloned().unwrap_or(error);
         // Notify the other ranks first: later steps may have to wait until they abort their communicators.
         if let Some(bootstrap) = &self.bootstrap {
-            bootstrap.abort(&failure.to_string());
+            bootstrap.abort(&match &failure {
+                CommError::PeerFailed { rank, reason } if *rank == self.rank => reason.clone(),
+                other => other.to_string(),
+            });
         }
         if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
             control.announce_failure(&failure);
@@ -195,7 +206,8 @@ impl NcclRank {
         failure
     }
 
-    fn abort(&self) {
+    /// Aborts all communicators.
+    pub(super) fn abort(&self) {
         let adopted: Vec<_> = self.communicators.lock().drain(..).collect();
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }

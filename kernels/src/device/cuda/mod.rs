@@ -10,12 +10,14 @@ mod copies;
 mod matmul;
 mod module;
 mod pointer;
+mod shared;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
+pub use shared::{allow_peer_access, load_library_kernels};
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};
