@@ -51,6 +51,7 @@ enum class Fault {
     Stall,   // NCCL never accepts the call
     Slow,    // the operation takes so many milliseconds
     Exit,    // the process ends, as if killed
+    Freeze,  // the process stops, and its host threads with it
 };
 
 struct Injected {

@@ -189,6 +189,7 @@ ncclResult_t launch(ncclComm *communicator, std::vector<Request> requests) {
     const CUstream stream = requests.front().stream;
     for (const auto &operation : all) {
         if (operation->injected.kind == Fault::Exit) kill(getpid(), SIGKILL);
+        if (operation->injected.kind == Fault::Freeze) kill(getpid(), SIGSTOP);
         if (operation->injected.kind == Fault::Refuse) {
             return communicator->state = communicator->fail(ncclInternalError, "refused (injected)");
         }

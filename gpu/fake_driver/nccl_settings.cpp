@@ -26,6 +26,7 @@ Injected parse(const char *kind) {
     constexpr std::pair<const char *, Fault> kinds[] = {
         {"refuse", Fault::Refuse}, {"error", Fault::Error}, {"hang", Fault::Hang},
         {"stall", Fault::Stall},   {"slow", Fault::Slow},   {"exit", Fault::Exit},
+        {"freeze", Fault::Freeze},
     };
     const std::size_t length = std::strcspn(kind, "=,");
     for (const auto &[name, fault] : kinds) {

@@ -13,8 +13,8 @@ from pathlib import Path
 ULYSSES = os.environ["ULYSSES"]
 # Far more than a job takes on a busy machine: a hang is a failure.
 LIMIT_S = 300
-# After the creation of all groups, in the first step.
-OPERATION = 12
+# In the first step.
+OPERATION = 45
 CONFIG = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
@@ -26,7 +26,8 @@ FAILURES = {
     "refuse": ["rank 1", "internal error: refused (injected)"],
     "error": ["rank 1", "remote process exited or there was a network error"],
     "hang": ["not complete after", "a rank did not join, or is slower than the timeout"],
-    "stall": ["NCCL did not accept the call in time; a rank did not make the same call"],
+    "stall": ["not complete after", "a rank did not join, or is slower than the timeout"],
+    "freeze": ["timed out", "[1]"],
     "exit": ["rank 1 was killed by signal 9 (SIGKILL)"],
 }
 
@@ -76,8 +77,8 @@ class Jobs(unittest.TestCase):
                     self.assertIn(words, output)
 
     def train_with(self, fault):
-        launcher, name = ["launch", "--nproc", "2", "--"], fault.replace(":", "-")
-        return self.train(name, ["--mesh", "1x2", "--backend", "nccl"], launcher, FAKE_NCCL_FAULT=fault)
+        launcher, name = ["launch", "--nproc", "4", "--grace", "1", "--"], fault.replace(":", "-")
+        return self.train(name, ["--mesh", "2x2", "--backend", "nccl"], launcher, FAKE_NCCL_FAULT=fault)
 
 
 if __name__ == "__main__":

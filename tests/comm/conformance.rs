@@ -114,7 +114,6 @@ mod on_eight_gpus {
             inputs_may_be_overwritten_once_waited_for;
         failures:
             a_panic_reaches_the_others_at_once,
-            a_panic_with_an_operation_under_way_reaches_the_others_at_once,
             an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch,
             an_invalid_argument_on_one_rank_reaches_the_others,
             a_failure_in_a_small_group_fails_the_whole_world,
