@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 repository=$(cd ../.. && pwd)
 FLAGS=(-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-missing-field-initializers)
 # The fibers of the emulation jump between stacks, which a fortified longjmp refuses.
-EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
+EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
 
 main() {
     exec 9>"$folder/lock"
@@ -23,6 +23,7 @@ main() {
         emulated+=("$folder/objects/$(basename "$kernel" .cu).cpp")
     done
     emulated+=("$repository"/kernels/cuda/emulation/*.cpp)
+    # Where cudarc binds the functions that binaries can reference.
     sources=$(cargo metadata --manifest-path "$repository/Cargo.toml" --locked --format-version 1 --features cuda |
         python3 -c '
 import json, os, sys
@@ -51,11 +52,11 @@ compile_all() {
     local source
     {
         for source in *.cpp; do
-            [[ $source == test_* ]] || is_current "$(object_of "$source")" "$source" ./*.h ||
+            [[ $source == test_* ]] || is_current "$(object_of "$source")" "$source" ./*.h build.sh ||
                 printf '%s\0' g++ "${FLAGS[*]} $(optimization "$source")" "$source" "$(object_of "$source")"
         done
         for source in "$@"; do
-            is_current "$(object_of "$source")" "$source" "$repository"/kernels/cuda/*.cu* \
+            is_current "$(object_of "$source")" "$source" build.sh "$repository"/kernels/cuda/*.cu* \
                 "$repository"/kernels/cuda/emulation/*.h ||
                 printf '%s\0' g++ "${EMULATION_FLAGS[*]}" "$source" "$(object_of "$source")"
         done

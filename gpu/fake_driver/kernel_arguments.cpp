@@ -1,5 +1,6 @@
 // What a kernel accesses, from its parameters.
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -27,23 +28,47 @@ Range range_from(std::uintptr_t address, bool written) {
 
 // The tables that two kernels take by value, as in strided_copy.cu and rank_reduce.cu.
 struct Block {
-    std::uint64_t from, to, strides[4];
-    std::uint32_t rest[8];
+    std::uint64_t from, to;
+    std::uint64_t from_batch, from_row, to_batch, to_row;  // strides in bytes
+    std::uint32_t rows, run, units;                        // of `run` units each, `units` in all
+    std::uint32_t rest[5];
 };
-// A copy's table is an array of blocks, then their count and 4 unused bytes.
 struct Ranks {
     std::uint64_t sources[256];
     std::uint32_t count, op;
 };
 
-void add_copy_table(const unsigned char *bytes, std::size_t size, std::vector<Range> &ranges) {
+// The bytes of a unit: the number at the end of a copy's name, 16 for packs, else those of the element type.
+std::size_t unit_bytes(const std::string &name) {
+    static const std::vector<std::pair<const char *, std::size_t>> ends = {
+        {"_8", 8},   {"_4", 4},   {"_2", 2},    {"_1", 1},   {"_f64", 8},
+        {"_i64", 8}, {"_f32", 4}, {"_u32", 4}, {"_bf16", 2}, {"_f16", 2}, {"_u8", 1},
+    };
+    if (name.find("_packs_") != std::string::npos) return 16;
+    for (const auto &[end, bytes] : ends) {
+        const std::string suffix = end;
+        if (name.size() > suffix.size() && name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0) {
+            return bytes;
+        }
+    }
+    return 16;
+}
+
+// The table is an array of blocks, then their count and 4 unused bytes.
+void add_copy_table(const Kernel &kernel, const unsigned char *bytes, std::size_t size, std::vector<Range> &ranges) {
     std::uint32_t count;
     std::memcpy(&count, bytes + size - 8, sizeof count);
     for (std::uint32_t i = 0; i < count; ++i) {
         Block block;
         std::memcpy(&block, bytes + i * sizeof block, sizeof block);
-        ranges.push_back(range_from(block.from, false));
-        ranges.push_back(range_from(block.to, true));
+        if (block.units == 0) continue;
+        const std::uint64_t runs = (block.units + block.run - 1) / block.run, rows = std::min<std::uint64_t>(block.rows, runs);
+        const std::uint64_t batches = (runs + block.rows - 1) / block.rows, run_bytes = block.run * unit_bytes(kernel.name);
+        const auto extent = [&](std::uint64_t batch, std::uint64_t row) {
+            return (batches - 1) * batch + (rows - 1) * row + run_bytes;
+        };
+        ranges.push_back({block.from, extent(block.from_batch, block.from_row), false});
+        ranges.push_back({block.to, extent(block.to_batch, block.to_row), true});
     }
 }
 
@@ -86,7 +111,7 @@ std::vector<Range> accessed_ranges(const Kernel &kernel, void *const *arguments)
             std::memcpy(&address, bytes, sizeof address);
             if (address != 0) ranges.push_back(range_from(address, all[i][0] == 'W'));
         } else if (all[i][0] == 's' && starts_with(kernel.name, "strided_copy")) {
-            add_copy_table(bytes, size, ranges);
+            add_copy_table(kernel, bytes, size, ranges);
         } else if (all[i][0] == 's' && starts_with(kernel.name, "rank_reduce")) {
             add_ranks(bytes, ranges);
         } else if (all[i][0] == 's') {
