@@ -75,7 +75,8 @@ suite!(threads_on_one_cuda_gpu_with_default_methods, OnOneGpu(Defaults));
 #[cfg(feature = "nccl")]
 whole!(nccl, Nccl, [crate::support::comm::nccl_ranks()]);
 
-/// NCCL, without the cases that it does not support: it has its own order of summation, and does not compare calls.
+/// NCCL, without the cases that it does not support: it has its own order of summation, does not compare calls, and a
+/// message may wait on the GPU for its receiver.
 #[cfg(feature = "nccl")]
 mod on_eight_gpus {
     use super::*;
@@ -102,7 +103,7 @@ mod on_eight_gpus {
             plans_that_exceed_their_tensors_are_errors;
         point_to_point:
             a_ring_passes_tensors_on,
-            messages_between_a_pair_keep_their_order;
+            messages_started_together_keep_their_order;
         groups:
             split_orders_members_by_key_then_rank,
             ranks_without_a_color_join_no_group,
@@ -113,6 +114,9 @@ mod on_eight_gpus {
             inputs_may_be_overwritten_once_waited_for;
         failures:
             a_panic_reaches_the_others_at_once,
+            an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch,
+            an_invalid_argument_on_one_rank_reaches_the_others,
+            a_failure_in_a_small_group_fails_the_whole_world,
             wrong_arguments_are_typed_errors_and_leave_the_group_usable;
     }
 }

@@ -42,6 +42,8 @@ mod target;
 pub use address::Address;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
+#[cfg(feature = "cuda")]
+pub use cuda::{allow_peer_access, load_library_kernels, open as open_gpu};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;

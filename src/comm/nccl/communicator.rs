@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// `NCCL_CONFIG_UNDEF_INT` and `NCCL_API_MAGIC` of `nccl.h`.
@@ -34,6 +35,8 @@ pub(super) const ID_BYTES: usize = 128;
 #[derive(Debug)]
 pub(super) struct Communicator {
     raw: Mutex<Option<Raw>>,
+    /// All operations have ended. Otherwise the communicator is aborted on drop.
+    is_finalized: AtomicBool,
     _handle_slot: Slot,
 }
 
@@ -116,6 +119,10 @@ pub(super) fn abort(communicators: &[Arc<Communicator>]) {
 }
 
 impl Communicator {
+    fn new(raw: Option<Raw>, slot: Slot) -> Self {
+        Self { raw: Mutex::new(raw), is_finalized: AtomicBool::new(false), _handle_slot: slot }
+    }
+
     /// Starts to connect to the other ranks with the same id; [`wait_ready`](Self::wait_ready) waits for them. The rank's
     /// GPU is the current one of this thread.
     pub(super) fn join(id: &Id, rank: usize, ranks: usize) -> Result<Arc<Self>, String> {
@@ -127,7 +134,7 @@ impl Communicator {
             result::comm_init_rank_config(slot.0.as_ptr(), ranks as c_int, id, rank as c_int, &raw mut config)
         };
         let raw = slot.handle();
-        let created = Self { raw: Mutex::new((!raw.0.is_null()).then_some(raw)), _handle_slot: slot };
+        let created = Self::new((!raw.0.is_null()).then_some(raw), slot);
         // A partly created communicator is freed with it.
         started.map_err(|error| raw.describe(error.0))?;
         Ok(Arc::new(created))
@@ -154,7 +161,7 @@ impl Communicator {
         if child.0.is_null() {
             return Ok(None);
         }
-        Ok(Some(Arc::new(Self { raw: Mutex::new(Some(child)), _handle_slot: slot })))
+        Ok(Some(Arc::new(Self::new(Some(child), slot))))
     }
 
     /// Makes a call and waits until NCCL has accepted it (not until the GPU has completed it).
@@ -186,6 +193,25 @@ impl Communicator {
         }
     }
 
+    /// Waits until the GPU has completed all operations, while `may_complete` says that it can.
+    pub(super) fn finalize(&self, may_complete: impl Fn() -> bool) {
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        // SAFETY: the handle is valid under its lock.
+        let started = self.with(|raw| unsafe { result::comm_finalize(raw.0) });
+        if !matches!(started, Ok(Ok(_))) {
+            return;
+        }
+        while may_complete() && Instant::now() < deadline {
+            match self.with(Raw::state) {
+                Ok(sys::ncclResult_t::ncclInProgress) => std::thread::sleep(POLL_INTERVAL),
+                Ok(sys::ncclResult_t::ncclSuccess) => {
+                    return self.is_finalized.store(true, Ordering::Relaxed);
+                }
+                _ => return,
+            }
+        }
+    }
+
     /// Returns the asynchronous error of a valid communicator.
     pub(super) fn fault(&self) -> Option<String> {
         let reported = self.with(|raw| match raw.state() {
@@ -204,13 +230,14 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is valid under its lock.
-        let finalized =
-            self.call(Instant::now() + SHUTDOWN_TIMEOUT, |raw| unsafe { result::comm_finalize(raw) });
         let Some(raw) = self.raw.get_mut().take() else { return };
         // SAFETY: no other code has the handle; it is destroyed or aborted once.
         unsafe {
-            let _ = if finalized.is_ok() { result::comm_destroy(raw.0) } else { result::comm_abort(raw.0) };
+            let _ = if *self.is_finalized.get_mut() {
+                result::comm_destroy(raw.0)
+            } else {
+                result::comm_abort(raw.0)
+            };
         }
     }
 }

@@ -15,7 +15,10 @@ use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
-use ulysses_kernels::device::{gpu_count, open_gpu};
+use ulysses_kernels::device::{allow_peer_access, gpu_count, open_gpu};
+
+/// The first NCCL version that copies to and from memory pools of another GPU of the process without access to them.
+const SEPARATE_POOLS_VERSION: i32 = 22_300;
 
 /// Runs `run` on one thread per GPU of `gpus`, the ordinals of this machine's GPUs, all in one process.
 ///
@@ -33,9 +36,12 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let (own, group) = join_over(context.group.clone(), &device, options.timeout)?;
+        let bootstrap = context.group.clone();
+        let (own, group) = join_over(bootstrap.clone(), &device, options.timeout)?;
         let group = if options.check { checked(&own, group)? } else { group };
-        run(RankContext { group, ..context }).map_err(Into::into)
+        let outcome = run(RankContext { group: group.clone(), ..context }).map_err(Into::into);
+        // Notify the other ranks before the groups are dropped, which waits for operations in progress.
+        outcome.inspect_err(|error| bootstrap.abort(&error.to_string()))
     })
 }
 
@@ -88,7 +94,11 @@ fn join_over(
     let uuids = bootstrap.all_gather_values(&own_uuid)?;
     let uuids: Vec<&[u8]> = uuids.chunks(own_uuid.len()).collect();
     let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    check_gpus(&uuids, communicator::version().map_err(refuse)?, may_share)?;
+    let version = communicator::version().map_err(refuse)?;
+    check_gpus(&uuids, version, may_share)?;
+    if version < SEPARATE_POOLS_VERSION {
+        allow_peer_access(device).map_err(|error| refuse(error.to_string()))?;
+    }
     let own = if bootstrap.rank() == 0 { unique_id().map_err(refuse)? } else { [0; ID_BYTES] };
     let ids = bootstrap.all_gather_values(&own)?;
     let mut id = own;

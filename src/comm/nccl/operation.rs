@@ -1,7 +1,7 @@
 //! Enqueueing an operation to NCCL, and keeping its tensors until it ends.
 
 use super::communicator::{CallResult, Communicator};
-use super::rank::{InProgress, NcclRank};
+use super::rank::{InProgress, NcclRank, Stage};
 use super::traffic::MovedBytes;
 use super::watch::Watched;
 use crate::comm::call_signature::{CallSignature, Elements};
@@ -12,8 +12,8 @@ use cudarc::driver::CudaEvent;
 use cudarc::nccl::{result, sys};
 use parking_lot::Mutex;
 use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 use ulysses_kernels::device::{Address, DeviceError, Launcher, Target};
 
 /// The state of a group that its operations use.
@@ -107,6 +107,17 @@ impl Drop for ShutdownGuard {
     }
 }
 
+impl Drop for Inner {
+    /// Waits for operations in progress. After a failure they may never end, so they are aborted, on all communicators.
+    fn drop(&mut self) {
+        let has_failed = || std::thread::panicking() || self.own.check().is_err();
+        self.communicator.finalize(|| !has_failed());
+        if has_failed() {
+            self.own.abort();
+        }
+    }
+}
+
 impl Inner {
     pub(super) fn check(&self, op: CollectiveOp) -> Result<(), CommError> {
         self.own.check()?;
@@ -160,7 +171,7 @@ impl Inner {
             *next += 1;
             *next - 1
         };
-        let stream = &self.own.communication;
+        let (launcher, stream) = (self.launcher()?, &self.own.communication);
         let failed = |reason: String| {
             let (group, rank) = (self.label.name.clone(), self.own.rank);
             self.own.fail(CommError::Library {
@@ -174,24 +185,31 @@ impl Inner {
         };
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
+        let reached = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
+        let watch = |stage: Stage| {
+            let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
+            let probe = InProgress { stage, communicator: Arc::downgrade(&self.communicator) };
+            self.own.watch(Watched { group, op, sequence, rank, started: None, probe });
+        };
+        self.own.record(&self.label, sequence, calls);
+        let has_ended = Arc::new(AtomicBool::new(false));
+        watch(Stage::Accepting(has_ended.clone()));
         let mut taken = Ok(());
-        let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
+        let opened = launcher.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
-            taken = self.communicator.call(self.own.deadline(), call);
+            taken = self.communicator.call(self.own.watched_deadline(), call);
             Ok(())
         });
         if let Err(refused) = opened {
+            has_ended.store(true, Ordering::Relaxed);
             guard.release();
             return Err(refused.into());
         }
         taken.map_err(failed)?;
-        let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
-        let done = Arc::new(done);
-        let probe = InProgress { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
-        let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
-        let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
-        self.own.watch(watched, &self.label, calls);
+        let done = Arc::new(stream.record_event(None).map_err(|error| failed(error.to_string()))?);
+        watch(Stage::Enqueued { reached, done: done.clone() });
+        has_ended.store(true, Ordering::Relaxed);
         Ok(Enqueued { done, guard })
     }
 

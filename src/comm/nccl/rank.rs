@@ -10,10 +10,14 @@ use crate::comm::{CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
+use ulysses_kernels::device::load_library_kernels;
 
+/// Time for the watching thread to find out why NCCL does not accept a call, before the call ends by itself.
+const EXPLANATION: Duration = Duration::from_secs(5);
 /// Interval between polls of the operations in progress; it bounds how late a failure is noticed.
 const WATCH_EVERY: Duration = Duration::from_millis(20);
 
@@ -44,17 +48,36 @@ pub(super) struct NcclRank {
     thread: ThreadId,
 }
 
-/// An operation on the GPU.
+/// An operation that NCCL or the GPU has not completed.
 #[derive(Debug)]
 pub(super) struct InProgress {
-    pub(super) done: Arc<CudaEvent>,
+    pub(super) stage: Stage,
     /// Weak, so that the communicator is freed by whoever drops the group, not by the watching thread.
     pub(super) communicator: Weak<Communicator>,
 }
 
+/// How far an operation has come.
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// NCCL accepts the call, for which ranks that connect wait for each other. The flag is set when it has ended.
+    Accepting(Arc<AtomicBool>),
+    /// On the stream, between two events.
+    Enqueued { reached: CudaEvent, done: Arc<CudaEvent> },
+}
+
 impl Probe for InProgress {
+    fn has_started(&self) -> Result<bool, String> {
+        match &self.stage {
+            Stage::Accepting(_) => Ok(true),
+            Stage::Enqueued { reached, .. } => reached.try_is_complete().map_err(|error| error.to_string()),
+        }
+    }
+
     fn is_done(&self) -> Result<bool, String> {
-        self.done.try_is_complete().map_err(|error| error.to_string())
+        match &self.stage {
+            Stage::Accepting(has_ended) => Ok(has_ended.load(Ordering::Relaxed)),
+            Stage::Enqueued { done, .. } => done.try_is_complete().map_err(|error| error.to_string()),
+        }
     }
 
     fn fault(&self) -> Option<String> {
@@ -78,6 +101,7 @@ impl NcclRank {
         let driver = |error: DriverError| refuse(error.to_string());
         let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
+        load_library_kernels(device).map_err(|error| refuse(error.to_string()))?;
         let own = Arc::new(Self {
             in_progress: Mutex::default(),
             communicators: Mutex::default(),
@@ -153,16 +177,24 @@ impl NcclRank {
         Ok(())
     }
 
-    /// Starts to watch an operation of a group: a collective, or messages.
-    pub(super) fn watch(
+    /// Deadline for NCCL to accept a watched operation.
+    pub(super) fn watched_deadline(&self) -> Instant {
+        self.deadline() + EXPLANATION
+    }
+
+    /// Records an operation of a group: a collective, or messages.
+    pub(super) fn record(
         &self,
-        operation: Watched<InProgress>,
         group: &Arc<GroupLabel>,
+        sequence: u64,
         calls: impl IntoIterator<Item = CallSignature>,
     ) {
         let mut recorder = self.recorder.lock();
-        calls.into_iter().for_each(|call| recorder.issued(group, operation.sequence, call));
-        drop(recorder);
+        calls.into_iter().for_each(|call| recorder.issued(group, sequence, call));
+    }
+
+    /// Starts to watch an operation.
+    pub(super) fn watch(&self, operation: Watched<InProgress>) {
         self.in_progress.lock().push(operation);
     }
 
@@ -186,7 +218,10 @@ impl NcclRank {
         let failure = self.failure.get().cloned().unwrap_or(error);
         // Notify the other ranks first: later steps may have to wait until they abort their communicators.
         if let Some(bootstrap) = &self.bootstrap {
-            bootstrap.abort(&failure.to_string());
+            bootstrap.abort(&match &failure {
+                CommError::PeerFailed { rank, reason } if *rank == self.rank => reason.clone(),
+                other => other.to_string(),
+            });
         }
         if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
             control.announce_failure(&failure);
@@ -195,7 +230,8 @@ impl NcclRank {
         failure
     }
 
-    fn abort(&self) {
+    /// Aborts all communicators.
+    pub(super) fn abort(&self) {
         let adopted: Vec<_> = self.communicators.lock().drain(..).collect();
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }

@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 
 /// The state of an operation, from the driver and from NCCL.
 pub(super) trait Probe {
+    /// Returns whether the GPU has reached it: earlier operations, and the compute that it waits for, are done.
+    fn has_started(&self) -> Result<bool, String>;
+
     /// Returns whether the GPU has completed it.
     fn is_done(&self) -> Result<bool, String>;
 
@@ -20,26 +23,29 @@ pub(super) struct Watched<P> {
     pub(super) sequence: u64,
     /// The global rank.
     pub(super) rank: usize,
-    /// Start of its time limit: when it was issued, or when an earlier operation was seen to complete.
-    pub(super) started: Instant,
+    /// Start of its time limit: when the GPU was seen to have reached it.
+    pub(super) started: Option<Instant>,
     pub(super) probe: P,
 }
 
 impl<P> Watched<P> {
-    /// Returns how long it has taken so far.
+    /// Returns how long it has taken so far, without the time before the GPU reached it.
     pub(super) fn waited(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(self.started)
+        self.started.map_or(Duration::ZERO, |started| now.saturating_duration_since(started))
     }
 }
 
 impl<P: Probe> Watched<P> {
     /// Returns `Ok(true)` when it is complete, `Ok(false)` while it is in progress.
-    fn inspect(&self, now: Instant, timeout: Duration) -> Result<bool, CommError> {
+    fn inspect(&mut self, now: Instant, timeout: Duration) -> Result<bool, CommError> {
         if let Some(fault) = self.probe.fault() {
             return Err(self.failed(fault));
         }
         if self.probe.is_done().map_err(|fault| self.failed(fault))? {
             return Ok(true);
+        }
+        if self.started.is_none() && self.probe.has_started().map_err(|fault| self.failed(fault))? {
+            self.started = Some(now);
         }
         let waited = self.waited(now);
         if waited >= timeout {
@@ -63,8 +69,7 @@ impl<P: Probe> Watched<P> {
     }
 }
 
-/// Removes completed operations. A rank's operations run in order, and the host issues many ahead. So the time limit
-/// of the remaining ones restarts whenever one completes.
+/// Removes completed operations. The host issues many ahead, so the time limit of one starts when the GPU reaches it.
 ///
 /// # Errors
 /// The first failure, in issue order.
@@ -73,17 +78,14 @@ pub(super) fn inspect<P: Probe>(
     now: Instant,
     timeout: Duration,
 ) -> Result<(), CommError> {
-    let (mut failure, issued) = (None, in_progress.len());
-    in_progress.retain(|operation| match operation.inspect(now, timeout) {
+    let mut failure = None;
+    in_progress.retain_mut(|operation| match operation.inspect(now, timeout) {
         Ok(is_done) => !is_done,
         Err(error) => {
             failure.get_or_insert(error);
             true
         }
     });
-    if in_progress.len() < issued {
-        in_progress.iter_mut().for_each(|operation| operation.started = operation.started.max(now));
-    }
     failure.map_or(Ok(()), Err)
 }
 
@@ -91,32 +93,38 @@ pub(super) fn inspect<P: Probe>(
 mod tests {
     use super::*;
 
-    #[derive(Debug, Clone, Copy)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
     enum Fake {
-        Done,
+        /// Behind compute, or an earlier operation.
+        Queued,
         Waits,
+        Done,
         Faulty,
     }
 
     impl Probe for Fake {
+        fn has_started(&self) -> Result<bool, String> {
+            Ok(*self != Fake::Queued)
+        }
+
         fn is_done(&self) -> Result<bool, String> {
-            Ok(matches!(self, Fake::Done))
+            Ok(*self == Fake::Done)
         }
 
         fn fault(&self) -> Option<String> {
-            matches!(self, Fake::Faulty).then(|| "unhandled system error".to_owned())
+            (*self == Fake::Faulty).then(|| "unhandled system error".to_owned())
         }
     }
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
-    fn operations(probes: &[Fake], started: Instant) -> Vec<Watched<Fake>> {
+    fn operations(probes: &[Fake]) -> Vec<Watched<Fake>> {
         let watched = |(index, probe): (usize, &Fake)| Watched {
             group: "sp".into(),
             op: CollectiveOp::AllToAll,
             sequence: index as u64,
             rank: 5,
-            started,
+            started: None,
             probe: *probe,
         };
         probes.iter().enumerate().map(watched).collect()
@@ -128,16 +136,16 @@ mod tests {
 
     #[test]
     fn completed_operations_are_removed_and_others_stay() {
-        let started = Instant::now();
-        let mut in_progress = operations(&[Fake::Done, Fake::Waits, Fake::Done, Fake::Waits], started);
-        inspect(&mut in_progress, started + TIMEOUT / 2, TIMEOUT).unwrap();
+        let mut in_progress = operations(&[Fake::Done, Fake::Waits, Fake::Done, Fake::Waits]);
+        inspect(&mut in_progress, Instant::now(), TIMEOUT).unwrap();
         assert_eq!(sequences(&in_progress), [1, 3]);
     }
 
     #[test]
     fn a_timed_out_operation_is_named_with_rank_and_sequence_number() {
         let started = Instant::now();
-        let mut in_progress = operations(&[Fake::Done, Fake::Waits], started);
+        let mut in_progress = operations(&[Fake::Done, Fake::Waits]);
+        inspect(&mut in_progress, started, TIMEOUT).unwrap();
         let error = inspect(&mut in_progress, started + TIMEOUT, TIMEOUT).unwrap_err();
         let CommError::Library { group, op, sequence, rank, reason, .. } = &error else { panic!("{error}") };
         assert_eq!((group.as_str(), *op, *sequence, *rank), ("sp", CollectiveOp::AllToAll, 1, 5));
@@ -145,24 +153,31 @@ mod tests {
     }
 
     #[test]
-    fn the_time_limit_restarts_when_an_earlier_operation_completes() {
-        let started = Instant::now();
-        let mut in_progress = operations(&[Fake::Done, Fake::Waits, Fake::Waits], started);
-        inspect(&mut in_progress, started + TIMEOUT / 2, TIMEOUT).unwrap();
-        inspect(&mut in_progress, started + TIMEOUT, TIMEOUT).unwrap();
+    fn compute_and_earlier_operations_do_not_count_toward_the_time_limit() {
+        let issued = Instant::now();
+        let mut in_progress = operations(&[Fake::Queued, Fake::Queued]);
+        inspect(&mut in_progress, issued, TIMEOUT).unwrap();
+        inspect(&mut in_progress, issued + TIMEOUT * 5, TIMEOUT).unwrap();
+        in_progress[0].probe = Fake::Waits;
+        let reached = issued + TIMEOUT * 6;
+        inspect(&mut in_progress, reached, TIMEOUT).unwrap();
+        let waited: Vec<_> =
+            in_progress.iter().map(|operation| operation.waited(reached + TIMEOUT / 2)).collect();
+        assert_eq!(waited, [TIMEOUT / 2, Duration::ZERO]);
         in_progress[0].probe = Fake::Done;
-        inspect(&mut in_progress, started + TIMEOUT * 5 / 4, TIMEOUT).unwrap();
-        inspect(&mut in_progress, started + TIMEOUT * 2, TIMEOUT).unwrap();
-        let error = inspect(&mut in_progress, started + TIMEOUT * 9 / 4, TIMEOUT).unwrap_err();
+        in_progress[1].probe = Fake::Waits;
+        let reached = reached + TIMEOUT * 5 / 4;
+        inspect(&mut in_progress, reached, TIMEOUT).unwrap();
+        inspect(&mut in_progress, reached + TIMEOUT * 3 / 4, TIMEOUT).unwrap();
+        let error = inspect(&mut in_progress, reached + TIMEOUT, TIMEOUT).unwrap_err();
         assert!(error.to_string().contains("not complete after 10000 ms"), "{error}");
-        assert_eq!(sequences(&in_progress), [2]);
+        assert_eq!(sequences(&in_progress), [1]);
     }
 
     #[test]
     fn a_fault_is_reported_at_once_and_the_first_of_several_counts() {
-        let started = Instant::now();
-        let mut in_progress = operations(&[Fake::Waits, Fake::Faulty, Fake::Faulty], started);
-        let error = inspect(&mut in_progress, started, TIMEOUT).unwrap_err();
+        let mut in_progress = operations(&[Fake::Queued, Fake::Faulty, Fake::Faulty]);
+        let error = inspect(&mut in_progress, Instant::now(), TIMEOUT).unwrap_err();
         assert!(error.to_string().contains("all_to_all #1 of group \"sp\" on rank 5"), "{error}");
         assert!(error.to_string().contains("unhandled system error"), "{error}");
     }

@@ -31,6 +31,7 @@ macro_rules! every_case {
             point_to_point:
                 a_ring_passes_tensors_on,
                 messages_between_a_pair_keep_their_order,
+                messages_started_together_keep_their_order,
                 pairs_do_not_wait_for_each_other;
             groups:
                 split_orders_members_by_key_then_rank,

@@ -1,6 +1,7 @@
 //! The errors of all ranks when one rank fails.
 
 use super::{Backend, Group, tensor, zeros};
+use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use ulysses::comm::{
@@ -25,7 +26,15 @@ fn fail(
 }
 
 fn all_reduce(count: usize, group: &Group) -> Result<(), CommError> {
-    group.all_reduce(&tensor(count, |i| i as f32), ReduceOp::Sum)
+    let tensor = tensor(count, |i| i as f32);
+    group.all_reduce(&tensor, ReduceOp::Sum)?;
+    received(&tensor, group)
+}
+
+/// Reads a result. On a GPU, an operation may fail after `wait` has returned.
+fn received(tensor: &Tensor, group: &Group) -> Result<(), CommError> {
+    super::values::<f32>(tensor);
+    group.check()
 }
 
 pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
@@ -51,7 +60,8 @@ pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(bac
         let tensor = tensor(9_000, |i| i as f32);
         let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
         assert!(group.rank() != 2, "mid-flight");
-        pending.wait()
+        pending.wait()?;
+        received(&tensor, group)
     });
     assert!(matches!(launched, LaunchError::Panicked { rank: 2, .. }), "{launched}");
     for error in errors[..2].iter().flatten() {
@@ -76,7 +86,9 @@ pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(
 pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         let count = if group.rank() == 1 { 5 } else { 4 };
-        group.all_gather(&tensor(count, |i| i as f32), &zeros::<f32>(12))
+        let output = zeros::<f32>(12);
+        group.all_gather(&tensor(count, |i| i as f32), &output)?;
+        received(&output, group)
     });
     assert!(matches!(
         launched.comm_error(),

@@ -37,6 +37,22 @@ pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
     });
 }
 
+pub(crate) fn messages_started_together_keep_their_order(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let other = 1 - group.rank();
+        let sent = |n: usize| tensor(n, |i| (100 * n + i) as u32);
+        let sends: Vec<_> = (0..10).map(|n| group.start_send(&sent(n), other)).collect::<Result<_, _>>()?;
+        let received: Vec<_> = (0..10).map(zeros::<u32>).collect();
+        let receives = received.iter().map(|tensor| group.start_recv(tensor, other));
+        let receives: Vec<_> = receives.collect::<Result<_, _>>()?;
+        sends.into_iter().chain(receives).rev().try_for_each(|pending| pending.wait())?;
+        for (n, tensor) in received.iter().enumerate() {
+            assert_eq!(values::<u32>(tensor), values::<u32>(&sent(n)));
+        }
+        Ok(())
+    });
+}
+
 pub(crate) fn pairs_do_not_wait_for_each_other(backend: &impl Backend) {
     // Rank 0 expects rank 1's message first, which rank 1 sends only once rank 2 was
     // served by rank 0; and a collective runs between.

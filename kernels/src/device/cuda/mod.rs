@@ -11,6 +11,7 @@ mod matmul;
 mod module;
 mod pointer;
 mod query;
+mod shared;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
@@ -18,6 +19,7 @@ pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
 pub(super) use query::{count, describe, driver_version, memory};
+pub use shared::{allow_peer_access, load_library_kernels};
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};

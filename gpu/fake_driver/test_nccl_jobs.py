@@ -1,0 +1,85 @@
+"""Jobs of processes over the fake NCCL: they train as threads on the CPU do, and end with the documented error if a rank fails.
+
+    ULYSSES=target/fake/debug/ulysses gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+ULYSSES = os.environ["ULYSSES"]
+# Far more than a job takes on a busy machine: a hang is a failure.
+LIMIT_S = 300
+# In the first step.
+OPERATION = 45
+CONFIG = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+    "gradient_clipping": 1.0,
+    "ulysses": {"model": "nano", "seq_len": 32, "steps": 2, "comm": {"timeout_seconds": 4}},
+}
+# What rank 1 does at that operation, and what the job then says.
+FAILURES = {
+    "refuse": ["rank 1", "internal error: refused (injected)"],
+    "error": ["rank 1", "remote process exited or there was a network error"],
+    "hang": ["not complete after", "a rank did not join, or is slower than the timeout"],
+    "stall": ["not complete after", "a rank did not join, or is slower than the timeout"],
+    "freeze": ["timed out", "[1]"],
+    "exit": ["rank 1 was killed by signal 9 (SIGKILL)"],
+}
+
+
+class Jobs(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.path = Path(self.folder.name)
+        (self.path / "text.txt").write_text("A text to train on, of some length. " * 100)
+
+    def train(self, name, arguments, launcher=(), stage=0, **environment):
+        """Trains; returns the exit code, the losses and the output."""
+        config, output = self.path / "config.json", self.path / name
+        config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": stage}}))
+        flags = ["--data", self.path / "text.txt", "--output", output, "--threads-per-rank", "1", "--seed", "1"]
+        command = [ULYSSES, *launcher, "train", config, *flags, *arguments]
+        done = subprocess.run(
+            [str(word) for word in command], env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        metrics = output / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        return done.returncode, losses, done.stdout + done.stderr
+
+    def test_processes_train_as_threads_on_the_cpu_do(self):
+        code, expected, output = self.train("cpu", ["--mesh", "1x2", "--backend", "thread", "--device", "cpu"])
+        self.assertEqual((code, len(expected)), (0, 2), output)
+        for mesh, ranks, stage in [("1x2", 2, 0), ("2x1", 2, 3), ("2x2", 4, 2)]:
+            with self.subTest(mesh=mesh):
+                launcher = ["launch", "--nproc", ranks, "--"]
+                code, losses, output = self.train(mesh, ["--mesh", mesh, "--backend", "nccl"], launcher, stage)
+                self.assertEqual(code, 0, output)
+                for loss, wanted in zip(losses, expected, strict=True):
+                    self.assertAlmostEqual(loss, wanted, delta=2e-4)
+
+    def test_a_slow_rank_is_waited_for(self):
+        code, losses, output = self.train_with(f"1:{OPERATION}:slow=1000")
+        self.assertEqual((code, len(losses)), (0, 2), output)
+
+    def test_a_failed_rank_ends_the_job_with_the_documented_error(self):
+        for kind, said in FAILURES.items():
+            with self.subTest(kind=kind):
+                code, _, output = self.train_with(f"1:{OPERATION}:{kind}")
+                self.assertEqual(code, 1, output)
+                for words in said:
+                    self.assertIn(words, output)
+
+    def train_with(self, fault):
+        launcher, name = ["launch", "--nproc", "4", "--grace", "1", "--"], fault.replace(":", "-")
+        return self.train(name, ["--mesh", "2x2", "--backend", "nccl"], launcher, FAKE_NCCL_FAULT=fault)
+
+
+if __name__ == "__main__":
+    unittest.main()
