@@ -10,7 +10,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 repository=$(cd ../.. && pwd)
 FLAGS=(-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-missing-field-initializers)
 # The fibers of the emulation jump between stacks, which a fortified longjmp refuses.
-EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
+# Its kernels read thread-local variables all the time, which `initial-exec` makes twice as fast in a library.
+EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -fvisibility=hidden -ftls-model=initial-exec -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
 
 main() {
     exec 9>"$folder/lock"

@@ -24,6 +24,7 @@ CUresult cuStreamCreate(CUstream *, unsigned);
 CUresult cuStreamSynchronize(CUstream);
 CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *, CUdevice);
 CUresult cuMemPoolSetAccess(CUmemoryPool, const int *, std::size_t);
+CUresult cuModuleLoadData(CUmodule *, const void *);
 CUresult cuMemAllocAsync(CUdeviceptr *, std::size_t, CUstream);
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr, const void *, std::size_t, CUstream);
 CUresult cuMemcpyDtoHAsync_v2(void *, CUdeviceptr, std::size_t, CUstream);
@@ -275,6 +276,15 @@ const std::map<std::string, std::function<void(Rank &)>> cases = {
          ncclAllReduce(memory, memory, kCount, kF32, kSum, own.comm, own.stream);
      }},
     {"not_finalized", [](Rank &own) { ncclCommDestroy(own.comm); }},
+    {"load",
+     [](Rank &own) {
+         float *memory = own.floats(kCount);
+         CUmodule module;
+         sum(own, own.comm, memory, kCount);  // connects
+         if (own.rank != 1) let_run();
+         sum(own, own.comm, memory, kCount);
+         if (own.rank == 1) cuModuleLoadData(&module, "");
+     }},
     {"pool", [](Rank &) {}},
     {"group_end", [](Rank &) { ncclGroupEnd(); }},
     {"group_open", [](Rank &) { ncclGroupStart(); }},

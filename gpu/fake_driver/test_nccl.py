@@ -23,6 +23,7 @@ REPORTED = {
     "not_finalized": "is destroyed before it is finalized",
     "group_end": "ncclGroupEnd without ncclGroupStart",
     "group_open": "a thread ended within a group of calls",
+    "load": "a module is loaded while ncclAllReduce",
     "pool": "accesses the memory pool of GPU",
     "config": "do not fit together",
 }

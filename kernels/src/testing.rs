@@ -1,5 +1,6 @@
 //! Helpers shared by the ops' tests.
 
+use crate::device::DeviceKind;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -31,13 +32,23 @@ const ALIGNED: (usize, usize) = (8, 2);
 
 /// A tensor of `data` in the middle of a larger buffer, at an odd offset except in [`at_every_alignment`].
 pub(super) fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
+    in_a_buffer(DType::F32, data).reshape(shape).unwrap()
+}
+
+/// Device of the tests' tensors.
+pub(super) fn device() -> Device {
+    DEVICE.with_borrow(Device::clone)
+}
+
+/// `data`, rounded to `dtype`, in the middle of a larger buffer of NaN.
+fn in_a_buffer(dtype: DType, data: &[f32]) -> Tensor {
     let (before, after) = PADDING.get();
     let mut padded = vec![f32::NAN; before];
     padded.extend_from_slice(data);
     padded.resize(padded.len() + after, f32::NAN);
     let len = padded.len();
-    let flat = DEVICE.with_borrow(|device| Tensor::from_vec(padded, len, device)).unwrap();
-    flat.narrow(0, before, data.len()).unwrap().reshape(shape).unwrap()
+    let flat = Tensor::from_vec(padded, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    flat.to_device(&device()).unwrap().narrow(0, before, data.len()).unwrap()
 }
 
 /// An output whose old content must not matter: all NaN.
@@ -66,14 +77,21 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
     elements
 }
 
+/// Runs `run` with the tests' tensors on a GPU, with `ULYSSES_TEST_DEVICE=cuda`.
+pub(super) fn on_the_gpu<R>(run: impl FnOnce() -> R) -> Option<R> {
+    std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda").then(|| {
+        DEVICE.set(DeviceKind::Cuda.open(0).expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
+        let output = run();
+        DEVICE.set(Device::Cpu);
+        output
+    })
+}
+
 /// Runs a test with every instruction set of the CPU and, if compiled in, with the emulated kernels; with
 /// `ULYSSES_TEST_DEVICE=cuda`, on a GPU.
 pub(super) fn on_every_target(run: impl Fn(&str)) {
-    if std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
-        let gpu = crate::device::DeviceKind::Cuda.open().expect("a GPU, as ULYSSES_TEST_DEVICE asks for");
-        DEVICE.set(gpu);
-        run("cuda");
-        return DEVICE.set(Device::Cpu);
+    if on_the_gpu(|| run("cuda")).is_some() {
+        return;
     }
     crate::simd::at_every_level(|level| run(&format!("{level:?}")));
     #[cfg(feature = "kernel-emulation")]
@@ -142,13 +160,7 @@ pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Ten
 
 /// As [`tensor`], with an element type; also returns the elements after rounding to it.
 pub(super) fn rounded(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f64>) {
-    let (before, _) = PADDING.get();
-    let flat = tensor(data, &[data.len()]);
-    // The whole padded buffer is converted, so that the result is again in the middle of one.
-    let (storage, _) = flat.storage_and_layout();
-    let Storage::Cpu(CpuStorage::F32(whole)) = &*storage else { panic!("an f32 tensor on the CPU") };
-    let whole = Tensor::from_slice(whole, whole.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-    let tensor = whole.narrow(0, before, data.len()).unwrap().reshape(shape).unwrap();
+    let tensor = in_a_buffer(dtype, data).reshape(shape).unwrap();
     let values = to_f64(&read(&tensor));
     (tensor, values)
 }

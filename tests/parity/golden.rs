@@ -7,7 +7,7 @@ use crate::support::mesh_run::{Layout, Problem, Rule, by_name, layout};
 use crate::support::reference::{
     AdamW, Optimizer, Tensors, Weights, as_tensors, clip_by_global_norm, weights_from,
 };
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use ulysses::model::LlamaConfig;
 
@@ -79,8 +79,11 @@ impl OwnTrajectory {
 
     /// Parameters after one more step on `gradients`.
     fn step(&mut self, gradients: &Tensors, clip: Option<f64>) -> Tensors {
-        let to_f64 =
-            |(name, tensor): (&String, &Tensor)| (name.clone(), tensor.to_dtype(DType::F64).unwrap());
+        // The reference's weights are on the CPU.
+        let to_f64 = |(name, tensor): (&String, &Tensor)| {
+            let tensor = tensor.to_device(&Device::Cpu).and_then(|tensor| tensor.to_dtype(DType::F64));
+            (name.clone(), tensor.unwrap())
+        };
         let mut gradients: Tensors = gradients.iter().map(to_f64).collect();
         if let Some(max_norm) = clip {
             gradients = clip_by_global_norm(&gradients, max_norm).unwrap();

@@ -8,7 +8,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 fn source(dtype: DType, data: &[f32]) -> (Tensor, Vec<f64>) {
     let padded: Vec<f32> = [&[f32::NAN; 3], data, &[f32::NAN; 2]].concat();
     let flat = Tensor::from_slice(&padded, padded.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-    let tensor = flat.narrow(0, 3, data.len()).unwrap();
+    let tensor = flat.to_device(&device()).unwrap().narrow(0, 3, data.len()).unwrap();
     let values = to_f64(&read(&tensor));
     (tensor, values)
 }

@@ -81,7 +81,7 @@ impl Opener {
         let (storage, layout) = tensor.storage_and_layout();
         let bytes = byte_offset(layout, tensor.dtype());
         match &*storage {
-            Storage::Cpu(storage) => run(cpu_pointer(storage)? + bytes),
+            Storage::Cpu(storage) => run(self.cpu_pointer(storage)? + bytes),
             #[cfg(feature = "cuda")]
             Storage::Cuda(storage) => {
                 super::cuda::with_pointer(storage, self.stream()?, |pointer| run(pointer + bytes))
@@ -98,6 +98,15 @@ impl Opener {
         let op = OpenOp { opener: self, run: Cell::new(Some(run)), output: Cell::new(None) };
         tensor.inplace_op1(&op)?;
         op.output.into_inner().unwrap_or_else(|| Err(not_built(tensor)))
+    }
+
+    /// The address of a tensor on the CPU, which a GPU cannot use.
+    fn cpu_pointer(&self, storage: &CpuStorage) -> Result<u64, DeviceError> {
+        #[cfg(feature = "cuda")]
+        if self.stream.is_some() {
+            return Err(DeviceError::MixedDevices);
+        }
+        Ok(cpu_pointer(storage)?)
     }
 
     #[cfg(feature = "cuda")]
@@ -140,7 +149,6 @@ fn cpu_pointer(storage: &CpuStorage) -> candle_core::Result<u64> {
 
 /// candle allows writes to a storage only in in-place ops, and calls these through `&self`.
 struct OpenOp<'a, F, R> {
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a GPU's tensors need its stream"))]
     opener: &'a Opener,
     run: Cell<Option<F>>,
     output: Cell<Option<Result<R, DeviceError>>>,
@@ -161,7 +169,8 @@ impl<R, F: FnOnce(u64) -> Result<R, DeviceError>> InplaceOp1 for OpenOp<'_, F, R
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         let dtype = candle_core::backend::BackendStorage::dtype(storage);
-        self.run_at(cpu_pointer(storage)? + byte_offset(layout, dtype));
+        let pointer = self.opener.cpu_pointer(storage).map_err(candle_core::Error::wrap)?;
+        self.run_at(pointer + byte_offset(layout, dtype));
         Ok(())
     }
 
@@ -174,5 +183,34 @@ impl<R, F: FnOnce(u64) -> Result<R, DeviceError>> InplaceOp1 for OpenOp<'_, F, R
             Ok(())
         })
         .map_err(candle_core::Error::wrap)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::{DeviceError, Launcher, Target};
+    use crate::testing::on_every_target;
+    use candle_core::{DType, Device, Tensor};
+
+    #[test]
+    fn a_gpu_does_not_open_tensors_on_the_cpu() {
+        on_every_target(|target| {
+            let device = crate::testing::device();
+            let Ok(Target::Kernels(launcher)) = Target::of(&device) else { return };
+            let here = Tensor::zeros(4, DType::F32, &device).unwrap();
+            let elsewhere = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
+            let opened = |launcher: &Launcher, [output, input]: [&Tensor; 2]| {
+                launcher.open([output], [input], |_, _| Ok(()))
+            };
+            for tensors in [[&here, &elsewhere], [&elsewhere, &here]] {
+                let opened = opened(&launcher, tensors);
+                if target == "cuda" {
+                    let error = opened.unwrap_err();
+                    assert!(matches!(error, DeviceError::MixedDevices | DeviceError::Candle(_)), "{error}");
+                } else {
+                    opened.unwrap();
+                }
+            }
+        });
     }
 }

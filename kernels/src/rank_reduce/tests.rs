@@ -1,7 +1,7 @@
 use super::*;
 use crate::element::{Arithmetic, Number};
 use crate::tensor::{Element, to_vec};
-use crate::testing::on_every_target;
+use crate::testing::{device, on_every_target};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
@@ -11,7 +11,7 @@ fn tensor<T: Element>(before: usize, elements: &[T]) -> Tensor {
     whole.extend_from_slice(elements);
     whole.push(T::from_f64(77.0));
     let len = whole.len();
-    Tensor::from_vec(whole, len, &Device::Cpu).unwrap().narrow(0, before, elements.len()).unwrap()
+    Tensor::from_vec(whole, len, &device()).unwrap().narrow(0, before, elements.len()).unwrap()
 }
 
 fn reduced<T: Element>(op: ReduceOp, ranks: &[&[T]]) -> Vec<T> {

@@ -1,21 +1,28 @@
 use super::*;
 use crate::element::Arithmetic;
 use crate::tensor::{Element, to_vec};
-use crate::testing::on_every_target;
-use candle_core::{DType, Device, Tensor};
+use crate::testing::{device, on_every_target};
+#[cfg(feature = "cuda")]
+use candle_core::backend::BackendStorage;
+use candle_core::{DType, Storage, Tensor};
 
 /// A tensor of `len` elements that begins `before` elements into its storage.
 fn tensor<T: Element>(before: usize, len: usize, element: impl Fn(usize) -> T) -> Tensor {
     let elements: Vec<T> = (0..before + len + 3).map(|i| element(i.wrapping_sub(before))).collect();
-    let flat = Tensor::from_vec(elements, before + len + 3, &Device::Cpu).unwrap();
+    let flat = Tensor::from_vec(elements, before + len + 3, &device()).unwrap();
     flat.narrow(0, before, len).unwrap()
 }
 
 /// The whole storage behind a view of [`tensor`], as bytes.
 fn whole_storage<T: Element>(view: &Tensor) -> Vec<T> {
     let (storage, _) = view.storage_and_layout();
-    let candle_core::Storage::Cpu(storage) = &*storage else { panic!("a tensor on the CPU") };
-    T::cpu_storage_as_slice(storage).unwrap().to_vec()
+    let on_the_host = match &*storage {
+        Storage::Cpu(storage) => storage.clone(),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => storage.to_cpu_storage().unwrap(),
+        _ => panic!("a tensor on the CPU or a GPU"),
+    };
+    T::cpu_storage_as_slice(&on_the_host).unwrap().to_vec()
 }
 
 fn small<T: Element>(value: usize) -> T {
@@ -36,9 +43,9 @@ fn block(
 /// Compares with the definition, including the surroundings of the targets.
 fn check<T: Arithmetic>(what: &str, befores: [usize; 2], lens: [usize; 2], copies: &[BlockCopy]) {
     let sources: Vec<Tensor> =
-        (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i + 17 * k))).collect();
+        (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i.wrapping_add(17 * k)))).collect();
     let targets: Vec<Tensor> =
-        (0..2).map(|k| tensor(befores[1], lens[1], |i| small::<T>(i + 29 * k))).collect();
+        (0..2).map(|k| tensor(befores[1], lens[1], |i| small::<T>(i.wrapping_add(29 * k)))).collect();
     let mut expected: Vec<Vec<T>> = targets.iter().map(whole_storage::<T>).collect();
     for BlockCopy { from, to, accumulate } in copies {
         let source: Vec<T> = to_vec(&sources[from.tensor]).unwrap();
@@ -151,8 +158,8 @@ fn empty_blocks_and_empty_lists_move_nothing() {
             &[BlockCopy { from: empty.clone(), to: empty, accumulate: true }],
         );
         check::<f32>(target, [0, 0], [8; 2], &[]);
-        let nothing = Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap();
-        copy(&nothing, &Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let nothing = Tensor::zeros(0, DType::F32, &device()).unwrap();
+        copy(&nothing, &Tensor::zeros(0, DType::F32, &device()).unwrap()).unwrap();
     });
 }
 

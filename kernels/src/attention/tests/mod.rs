@@ -13,7 +13,7 @@ use super::{
 use crate::OpError;
 use crate::tensor::to_vec;
 use crate::testing::{self, read};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
@@ -30,11 +30,14 @@ fn random(seed: u64, len: usize) -> Vec<f32> {
 }
 
 fn tensor(data: Vec<f32>, shape: [usize; 4]) -> Result<Tensor> {
-    Ok(Tensor::from_vec(data, &shape, &Device::Cpu)?)
+    Ok(Tensor::from_vec(data, &shape, &testing::device())?)
 }
 
-/// Runs a test on the CPU kernels and, if they are built in, on the emulated kernels.
+/// Runs a test on the CPU kernels and, if they are built in, on the emulated kernels; or on a GPU.
 fn on_every_target(run: impl Fn(&str) -> Result<()>) -> Result<()> {
+    if let Some(result) = testing::on_the_gpu(|| run("cuda")) {
+        return result;
+    }
     run("CPU")?;
     #[cfg(feature = "kernel-emulation")]
     crate::device::emulate(|| run("emulated kernels"))?;

@@ -151,7 +151,7 @@ fn a_nan_input_shows_in_the_output() -> Result<()> {
 #[test]
 fn a_nan_does_not_outlive_its_call() -> Result<()> {
     let clean = causal(1, 40, &[0], 1, 4)?;
-    let nan = |like: &Tensor| Tensor::full(f32::NAN, like.shape(), &Device::Cpu);
+    let nan = |like: &Tensor| Tensor::full(f32::NAN, like.shape(), like.device());
     let poisoned = Case { q: nan(&clean.q)?, v: nan(&clean.v)?, ..causal(1, 40, &[0], 1, 4)? };
     // One thread, so that both calls use the same scratch memory.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().map_err(AttentionError::other)?;
@@ -167,7 +167,7 @@ fn a_nan_does_not_outlive_its_call() -> Result<()> {
 #[test]
 fn operands_that_do_not_fit_are_refused_by_name() -> Result<()> {
     let case = causal(2, 8, &[0, 1], 2, 4)?;
-    let (o, lse) = (case.q.zeros_like()?, Tensor::zeros((2, 2, 8), DType::F32, &Device::Cpu)?);
+    let (o, lse) = (case.q.zeros_like()?, Tensor::zeros((2, 2, 8), DType::F32, case.q.device())?);
     let attempt = |operands: Operands<'_>, o: &Tensor| forward(&operands, o, &lse).expect_err("misfit");
 
     let short = case.k.narrow(0, 0, 1)?;
@@ -198,8 +198,8 @@ fn operands_that_do_not_fit_are_refused_by_name() -> Result<()> {
 #[test]
 fn gradients_that_share_storage_are_refused_instead_of_deadlocking() -> Result<()> {
     let case = causal(1, 8, &[0], 1, 4)?;
-    let lse = Tensor::zeros((1, 1, 8), DType::F32, &Device::Cpu)?;
-    let flat = Tensor::zeros((3, 8, 1, 4), DType::F32, &Device::Cpu)?;
+    let lse = Tensor::zeros((1, 1, 8), DType::F32, &testing::device())?;
+    let flat = Tensor::zeros((3, 8, 1, 4), DType::F32, &testing::device())?;
     let (dq, dk, dv) = (flat.narrow(0, 0, 1)?, flat.narrow(0, 1, 1)?, case.v.zeros_like()?);
     let upstream = Upstream { dout: &case.dout, lse: &lse, delta: &lse };
     let error = backward(&case.operands(), &upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv });

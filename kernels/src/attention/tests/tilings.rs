@@ -1,6 +1,7 @@
 //! The emulated kernels on tiles so small that every loop of the host code runs more than once.
 
 use super::*;
+use candle_core::Device;
 use crate::attention::{
     cuda::{self, Tiling},
     dims::Dims,

@@ -17,7 +17,7 @@ const PARAMS: LambParams = LambParams {
 };
 
 fn segments(ends: &[(usize, usize)]) -> Segments {
-    Segments::new(ends.iter().map(|(start, end)| *start..*end).collect(), &Device::Cpu).unwrap()
+    Segments::new(ends.iter().map(|(start, end)| *start..*end).collect(), &device()).unwrap()
 }
 
 /// Parameter tensors at odd offsets, an empty one, gaps between and after them, and one of several chunks.
