@@ -60,6 +60,10 @@ impl Launcher {
         }
         let mut run = Some(run);
         self.opener().open_all(&tensors, &mut Vec::new(), &mut |addresses| match run.take() {
+            #[cfg(feature = "kernel-emulation")]
+            Some(run) if matches!(self, Self::Emulated) => {
+                super::emulation::with_memory(&tensors, addresses, || run(addresses))
+            }
             Some(run) => run(addresses),
             None => Ok(()),
         })
