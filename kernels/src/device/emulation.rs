@@ -4,7 +4,7 @@
 mod tests;
 
 use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use half::{bf16, f16};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -47,10 +47,10 @@ pub(super) fn is_active() -> bool {
     IS_ACTIVE.get()
 }
 
-/// Calls `run`, whose launches may access the elements of `tensors` and of those opened before, but no others.
+/// Calls `run`, whose launches may access these ranges, of as many elements each, and those opened before, but
+/// no other memory.
 pub(super) fn with_memory<R>(
-    tensors: &[(bool, &Tensor)],
-    addresses: &[Address],
+    ranges: impl IntoIterator<Item = (Address, usize)>,
     run: impl FnOnce() -> R,
 ) -> R {
     struct Close(usize);
@@ -60,10 +60,11 @@ pub(super) fn with_memory<R>(
         }
     }
     let _close = Close(MEMORY.with_borrow(Vec::len));
-    let opened = tensors.iter().zip(addresses).map(|((_, tensor), address)| {
-        let bytes = (tensor.elem_count() * address.dtype.size_in_bytes()) as u64;
-        let is_writable = u32::from(address.is_writable);
-        Memory { begin: address.pointer, end: address.pointer + bytes, is_writable, reserved: 0 }
+    let opened = ranges.into_iter().map(|(address, elements)| Memory {
+        begin: address.pointer,
+        end: address.offset(elements).pointer,
+        is_writable: u32::from(address.is_writable),
+        reserved: 0,
     });
     MEMORY.with_borrow_mut(|open| open.extend(opened));
     run()

@@ -36,9 +36,9 @@ fn block(
 /// Compares with the definition, including the surroundings of the targets.
 fn check<T: Arithmetic>(what: &str, befores: [usize; 2], lens: [usize; 2], copies: &[BlockCopy]) {
     let sources: Vec<Tensor> =
-        (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i + 17 * k))).collect();
+        (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i.wrapping_add(17 * k)))).collect();
     let targets: Vec<Tensor> =
-        (0..2).map(|k| tensor(befores[1], lens[1], |i| small::<T>(i + 29 * k))).collect();
+        (0..2).map(|k| tensor(befores[1], lens[1], |i| small::<T>(i.wrapping_add(29 * k)))).collect();
     let mut expected: Vec<Vec<T>> = targets.iter().map(whole_storage::<T>).collect();
     for BlockCopy { from, to, accumulate } in copies {
         let source: Vec<T> = to_vec(&sources[from.tensor]).unwrap();
