@@ -13,18 +13,30 @@ mod emulation {
     pub(super) fn build() {
         println!("cargo:rerun-if-changed=cuda");
         let mut kernels = sources(Path::new("cuda"), "cu");
+        kernels.extend(sources(Path::new("cuda/tests"), "cu"));
         kernels.sort();
         let mut build = cc::Build::new();
         build.cpp(true).std("c++17").opt_level(2).warnings_into_errors(true);
         // The scheduler jumps between stacks, which a fortified longjmp refuses.
         build.flag("-U_FORTIFY_SOURCE").flag("-Wno-unknown-pragmas");
         // Kernels register themselves at start: no symbol of theirs is referenced by name.
-        build.link_lib_modifier("+whole-archive");
-        build.file("cuda/emulation/emulation.cpp");
-        for kernel in &kernels {
-            build.file(as_cpp(kernel));
+        build.link_lib_modifier("+whole-archive").include("cuda");
+        let mut scheduler = build.clone();
+        scheduler.files(["cuda/emulation/emulation.cpp", "cuda/emulation/sanitizer.cpp"]);
+        scheduler.compile("ulysses_emulation");
+        build.flags(["-fsanitize=thread", "-fno-sanitize-recover=all"]);
+        build.flag("-fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero");
+        build.flags(contraction());
+        build.files(kernels.iter().map(|kernel| as_cpp(kernel))).compile("ulysses_kernels");
+    }
+
+    /// Products and sums are contracted to one rounding, as CUDA's compilers do, if this CPU can.
+    fn contraction() -> &'static [&'static str] {
+        #[cfg(target_arch = "x86_64")]
+        if !std::is_x86_feature_detected!("fma") {
+            return &[];
         }
-        build.include("cuda").compile("ulysses_kernels");
+        if cfg!(target_arch = "x86_64") { &["-mfma", "-ffp-contract=fast"] } else { &["-ffp-contract=fast"] }
     }
 
     fn sources(folder: &Path, extension: &str) -> Vec<PathBuf> {

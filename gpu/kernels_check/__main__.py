@@ -1,8 +1,8 @@
 """Compiles every CUDA kernel without a GPU and checks its resources: `just kernels-check [--write]`.
 
-Each `kernels/cuda/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning, and
-no kernel may keep anything in local memory: a stack frame or spilled registers. The table of registers in `docs/gpu.md` must be the one that comes out
-of this run; `--write` puts it there.
+Each `kernels/cuda/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning. No
+kernel may keep anything in local memory: a stack frame, spilled registers, or any access of it in the machine
+code; and none may have generic accesses there. The table in `docs/gpu.md` must be the one that comes out of this run; `--write` puts it there.
 """
 
 import argparse
@@ -11,14 +11,18 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernels_check import ptxas, table
-from kernels_check.compilers import CompileError, Nvrtc, nvcc_report
+from kernels_check import ptxas, sass, table
+from kernels_check.compilers import CompileError, Nvrtc, nvcc_outputs
 from kernels_check.ptxas import Usage
+from kernels_check.sass import Code
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Kernels that may use local memory, as (kernel, architecture), with the reason.
 MAY_USE_LOCAL_MEMORY: dict[tuple[str, str], str] = {}
+
+# Kernels that must have a loop with tensor-core instructions (HMMA).
+MMA_LOOPS: set[str] = set()
 
 
 def toolchain() -> Path:
@@ -29,16 +33,19 @@ def toolchain() -> Path:
     return Path(done.stdout.strip())
 
 
-def compile_all(cuda_home: Path, sources: list[Path]) -> dict[str, list[Usage]]:
-    """Returns the resources of every kernel, by file name."""
+def compile_all(cuda_home: Path, sources: list[Path]) -> tuple[dict[str, list[Usage]], dict[str, list[Code]]]:
+    """Returns the resources and the machine code of every kernel, by file name."""
     nvrtc = Nvrtc(cuda_home)
 
-    def compile_one(source: Path) -> list[Usage]:
+    def compile_one(source: Path) -> tuple[list[Usage], list[Code]]:
         nvrtc.compile(source)
-        return ptxas.parse(nvcc_report(cuda_home, source))
+        report, code = nvcc_outputs(cuda_home, source)
+        return ptxas.parse(report), sass.parse(code)
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip((source.name for source in sources), pool.map(compile_one, sources)))
+        compiled = dict(zip((source.name for source in sources), pool.map(compile_one, sources)))
+    usages = {file: usage for file, (usage, _) in compiled.items()}
+    return usages, {file: code for file, (_, code) in compiled.items()}
 
 
 def local_memory_errors(usages: dict[str, list[Usage]], may: dict[tuple[str, str], str]) -> list[str]:
@@ -72,23 +79,29 @@ def table_errors(document: Path, current: str, write: bool) -> list[str]:
     return [f"the table in {document} is not that of the kernels: run `just kernels-check --write`"]
 
 
-def check(cuda_home: Path, kernels: Path, document: Path, write: bool = False) -> list[str]:
+def check(
+    cuda_home: Path, kernels: Path, document: Path, write: bool = False, mma_loops: set[str] = MMA_LOOPS
+) -> list[str]:
     """Runs all checks, prints the table, and returns the errors."""
     sources = sorted(kernels.glob("*.cu"))
     if not sources:
         return [f"there is no kernel in {kernels}"]
     try:
-        usages = compile_all(cuda_home, sources)
-        current = table.render(usages)
+        usages, codes = compile_all(cuda_home, sources)
+        current = table.render(usages, codes)
         print(current)
-        return local_memory_errors(usages, MAY_USE_LOCAL_MEMORY) + table_errors(document, current, write)
-    except (CompileError, ptxas.UnreadableReport, table.NoMarkers) as error:
+        return [
+            *local_memory_errors(usages, MAY_USE_LOCAL_MEMORY),
+            *sass.errors(codes, set(MAY_USE_LOCAL_MEMORY), mma_loops),
+            *table_errors(document, current, write),
+        ]
+    except (CompileError, ptxas.UnreadableReport, sass.UnreadableCode, table.NoMarkers) as error:
         return [str(error)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels-check", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the table of registers to docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/gpu.md")
     arguments = parser.parse_args()
     errors = check(toolchain(), REPOSITORY / "kernels/cuda", REPOSITORY / "docs/gpu.md", arguments.write)
     for error in errors:

@@ -5,33 +5,38 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kernels_check import sass
+
 ARCHITECTURES = ("80", "90", "100")
 # The same options as in `kernels/src/device/cuda/module.rs`.
 LANGUAGE = "--std=c++17"
-COMMON_INCLUDE = '#include "common.cuh"'
+# What kernels may include, as in `module.rs`.
+HEADERS = ("common.cuh", "mma.cuh")
 
 
 class CompileError(Exception):
     """A kernel does not compile, or not without warnings."""
 
 
-def nvcc_report(cuda_home: Path, source: Path) -> str:
-    """Compiles `source` for all architectures; returns the report of `ptxas -v`."""
+def nvcc_outputs(cuda_home: Path, source: Path) -> tuple[str, str]:
+    """Compiles `source` for all architectures; returns the report of `ptxas -v`, and the machine code as text."""
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     strict = ["-Xptxas", "-v", "-Werror", "all-warnings"]
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as fatbin:
         command = [cuda_home / "bin/nvcc", "-fatbin", LANGUAGE, *targets, *strict, source, "-o", fatbin.name]
         done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CompileError(f"nvcc refuses {source.name}:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
+        if done.returncode != 0:
+            raise CompileError(f"nvcc refuses {source.name}:\n{done.stdout}{done.stderr}")
+        return done.stdout + done.stderr, sass.disassemble(cuda_home, fatbin.name)
 
 
 def inlined(source: Path) -> str:
-    """Returns the source for run-time compilation, which has no include path: `common.cuh` is inlined."""
+    """Returns the source for run-time compilation, which has no include path: headers are inlined."""
     text = source.read_text()
-    if COMMON_INCLUDE in text:
-        text = text.replace(COMMON_INCLUDE, (source.parent / "common.cuh").read_text())
+    for header in HEADERS:
+        include = f'#include "{header}"'
+        if include in text:
+            text = text.replace(include, (source.parent / header).read_text())
     return text
 
 

@@ -1,7 +1,11 @@
-"""The table of registers and shared memory, and its copy in `docs/gpu.md`."""
+"""The table of registers, shared memory and widths of accesses, and its copy in `docs/gpu.md`."""
 
 from kernels_check.compilers import ARCHITECTURES
 from kernels_check.ptxas import Usage
+from kernels_check.sass import Code
+
+# Widest accesses in the table: of global memory, then of shared memory.
+ACCESSES = ("LDG", "STG", "LDS", "STS")
 
 BEGIN = "<!-- kernels-check: begin -->"
 END = "<!-- kernels-check: end -->"
@@ -11,21 +15,29 @@ class NoMarkers(Exception):
     """The document has no markers for the table."""
 
 
-def render(usages: dict[str, list[Usage]]) -> str:
-    """Returns one row per kernel of every file; a cell is registers per thread / static shared bytes per block."""
-    header = " | ".join(f"sm_{arch}" for arch in ARCHITECTURES)
-    lines = [f"| file | kernel | {header} |", "|---|---" + "|---:" * len(ARCHITECTURES) + "|"]
+def render(usages: dict[str, list[Usage]], codes: dict[str, list[Code]]) -> str:
+    """Returns one row per kernel of every file: registers per thread / static shared bytes per block for every
+    architecture, then the bytes per thread of the widest accesses."""
+    header = " | ".join([*(f"sm_{arch}" for arch in ARCHITECTURES), " / ".join(ACCESSES)])
+    lines = [f"| file | kernel | {header} |", "|---|---" + "|---:" * (len(ARCHITECTURES) + 1) + "|"]
     for file in sorted(usages):
         cells = {(usage.kernel, usage.arch): _cell(usage) for usage in usages[file]}
         for kernel in sorted({usage.kernel for usage in usages[file]}):
             row = " | ".join(cells[kernel, f"sm_{arch}"] for arch in ARCHITECTURES)
-            lines.append(f"| `{file}` | `{kernel}` | {row} |")
+            widths = _widths([code for code in codes[file] if code.kernel == kernel])
+            lines.append(f"| `{file}` | `{kernel}` | {row} | {widths} |")
     return "\n".join(lines)
 
 
 def _cell(usage: Usage) -> str:
     stack = f" / {usage.stack} stack" if usage.stack else ""
     return f"{usage.registers} / {usage.shared}{stack}"
+
+
+def _widths(codes: list[Code]) -> str:
+    """The widest accesses on the architecture where they are narrowest; – for none."""
+    widths = (min(code.widest(access) for code in codes) for access in ACCESSES)
+    return " / ".join(str(width) if width else "–" for width in widths)
 
 
 def split(document: str) -> tuple[str, str, str]:

@@ -1,13 +1,15 @@
 """Tests of the kernels check on reports and kernels that violate its rules."""
 
 import io
+import shutil
 import tempfile
 import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from kernels_check import ptxas, table
-from kernels_check.__main__ import check, local_memory_errors, toolchain
+from kernels_check import ptxas, sass, table
+from kernels_check.__main__ import REPOSITORY, check, local_memory_errors, toolchain
+from kernels_check.compilers import nvcc_outputs
 from kernels_check.ptxas import Usage
 
 REPORT = """\
@@ -84,6 +86,58 @@ class LocalMemory(unittest.TestCase):
         self.assertTrue(Usage("k", "sm_80", 1, 0, 0, 0, 4).spills())
 
 
+LISTING = """\
+	code for sm_90
+		Function : products
+	.headerflags	@"EF_CUDA_SM90"
+        /*0000*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;    /* 0x0000000402047981 */
+                                                                                /* 0x000fe200078e00ff */
+        /*0010*/              @!P0 BRA 0x80 ;                                   /* 0x0000000000708947 */
+        /*0020*/                   HMMA.16816.F32.BF16 R16, R24.reuse, R32, R16 ;
+        /*0030*/               @P1 BRA 0x20 ;
+        /*0040*/                   STG.E.U16 desc[UR4][R2.64], R7 ;
+        /*0050*/                   STG.E desc[UR4][R2.64], R7 ;
+        /*0060*/               @P0 BRA 0x10 ;
+        /*0070*/                   BRA 0x70;
+		Function : sums
+        /*0000*/                   LDS.64 R4, [R2] ;
+        /*0010*/                   STL [R1], R4 ;
+        /*0020*/                   HMMA.16816.F32 R16, R24, R32, R16 ;
+        /*0030*/                   EXIT ;
+"""
+
+
+class MachineCode(unittest.TestCase):
+    def test_the_widest_access_of_a_kind_is_found(self):
+        products, sums = sass.parse(LISTING)
+        self.assertEqual([products.widest(name) for name in ("LDG", "STG", "LDS")], [16, 4, 0])
+        self.assertEqual((products.arch, sums.kernel, sums.widest("LDS")), ("sm_90", "sums", 8))
+
+    def test_accesses_of_local_memory_are_errors_unless_allowed(self):
+        codes = {"made_up.cu": sass.parse(LISTING)}
+        self.assertEqual(sass.errors(codes, set(), set()), ["made_up.cu: `sums` has 1 accesses of local memory on sm_90"])
+        self.assertEqual(sass.errors(codes, {("sums", "sm_90")}, set()), [])
+
+    def test_generic_accesses_are_errors(self):
+        codes = {"made_up.cu": sass.parse(LISTING.replace("STG.E.U16", "ST.E.U16"))}
+        errors = sass.errors(codes, {("sums", "sm_90")}, set())
+        self.assertEqual(errors, ["made_up.cu: `products` has 1 generic accesses on sm_90"])
+
+    def test_tensor_core_instructions_must_be_in_a_loop(self):
+        products, sums = sass.parse(LISTING)
+        self.assertTrue(products.has_loop_with("HMMA"))
+        self.assertTrue(products.has_loop_with("STG"))
+        self.assertFalse(products.has_loop_with("LDG"))
+        errors = "\n".join(sass.errors({"made_up.cu": [sums]}, {("sums", "sm_90")}, {"sums", "gone"}))
+        self.assertIn("`sums` has no HMMA in a loop on sm_90", errors)
+        self.assertIn("MMA_LOOPS names `gone`", errors)
+
+    def test_a_listing_without_instructions_is_refused(self):
+        for listing in ("", LISTING.replace("/*00", "<00"), LISTING.replace("code for", "code of")):
+            with self.assertRaises(sass.UnreadableCode):
+                sass.parse(listing)
+
+
 class Tables(unittest.TestCase):
     def test_a_table_is_replaced_between_its_markers_only(self):
         document = table.replaced(DOCUMENT, "| a |")
@@ -120,7 +174,7 @@ class Kernels(unittest.TestCase):
     def test_a_clean_kernel_passes_and_gets_a_row_for_all_architectures(self):
         self.assertEqual(self.check(COPIES), [])
         row = next(line for line in self.document.read_text().splitlines() if "`copies`" in line)
-        self.assertRegex(row, r"^\| `made_up.cu` \| `copies` (\| [1-9]\d* / 0 ){3}\|$")
+        self.assertRegex(row, r"^\| `made_up.cu` \| `copies` (\| [1-9]\d* / 0 ){3}\| 4 / 4 / – / – \|$")
 
     def test_a_table_that_drifted_is_an_error_until_it_is_written(self):
         self.assertIn("is not that of the kernels", self.check(COPIES, write=False)[0])
@@ -131,6 +185,7 @@ class Kernels(unittest.TestCase):
         errors = "\n".join(self.check(SPILLS))
         for arch in ("sm_80", "sm_90", "sm_100"):
             self.assertRegex(errors, rf"made_up.cu: `spills` spills registers on {arch}: [1-9]\d* bytes")
+            self.assertRegex(errors, rf"made_up.cu: `spills` has [1-9]\d* accesses of local memory on {arch}")
 
     def test_a_kernel_that_copies_its_parameter_to_the_stack_fails(self):
         copies = """\
@@ -140,7 +195,24 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
 """
         errors = "\n".join(self.check(copies))
         self.assertRegex(errors, r"made_up.cu: `copies` has a stack frame on sm_90: [1-9]\d* bytes")
-        self.assertEqual(self.check(copies.replace("const Table table", "const __grid_constant__ Table table")), [])
+        in_place = self.check(copies.replace("const Table table", "const __grid_constant__ Table table"))
+        self.assertNotRegex("\n".join(in_place), "stack frame|local memory")
+
+    def test_tensor_core_instructions_compile_to_what_they_are_named_after(self):
+        for name in ("common.cuh", "mma.cuh", "tests/mma.cu"):
+            shutil.copy(REPOSITORY / "kernels/cuda" / name, self.kernels)
+        with redirect_stdout(io.StringIO()):
+            errors = check(self.cuda_home, self.kernels, self.document, True, {"test_matmul_bf16", "test_matmul_f16"})
+        self.assertEqual(errors, [])
+        _, code = nvcc_outputs(self.cuda_home, self.kernels / "mma.cu")
+        codes = {code.kernel: code for code in sass.parse(code) if code.arch == "sm_90"}
+        opcodes = {kernel: {each.opcode for each in code.instructions} for kernel, code in codes.items()}
+        self.assertIn("HMMA.16816.F32.BF16", opcodes["test_mma_bf16"])
+        self.assertIn("HMMA.16816.F32", opcodes["test_mma_f16"])
+        for kernel, opcode in (("x1", "M88"), ("x2", "M88.2"), ("x4", "M88.4"), ("x4_trans", "MT88.4")):
+            self.assertIn(f"LDSM.16.{opcode}", opcodes[f"test_ldmatrix_{kernel}"])
+        widths = {bytes: codes[f"test_cp_async_{bytes}"].widest("LDGSTS") for bytes in (4, 8, 16)}
+        self.assertEqual(widths, {4: 4, 8: 8, 16: 16})
 
     def test_a_warning_fails(self):
         unused = COPIES.replace("{ out", "{ int unused; out")

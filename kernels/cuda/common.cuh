@@ -1,8 +1,8 @@
 // Definitions that all kernels share: element types, vector accesses, reductions within a block.
 //
-// Kernels include only this file. They do not need the CUDA toolkit's headers, so NVRTC compiles a kernel on
-// any machine with a driver. The host compiler reads the same sources with `emulation/emulation.h` before
-// them.
+// Kernels include only this file, and `mma.cuh` for tensor cores. They do not need the CUDA toolkit's headers, so
+// NVRTC compiles a kernel on any machine with a driver. The host compiler reads the same sources with
+// `emulation/emulation.h` before them.
 //
 // Conventions
 // - Elements are f32, bf16 or f16; all arithmetic is in f32 and rounded once, when it is stored.
@@ -36,6 +36,8 @@ struct f16 {
 #define DYNAMIC_SHARED(T, name)                                   \
     extern __shared__ __align__(16) unsigned char shared_bytes_[]; \
     T *name = reinterpret_cast<T *>(shared_bytes_)
+// A static array of T in the block's shared memory: SHARED(float, scratch, [kWarp]).
+#define SHARED(T, name, extents) __shared__ T name extents
 
 __device__ __forceinline__ float bf16_to_float(bf16 x) {
     return __uint_as_float(static_cast<u32>(x.bits) << 16);

@@ -6,7 +6,7 @@ namespace {
 
 // Adds one value per thread, first over lanes, then over warps; thread 0 gets the sum.
 __device__ __forceinline__ double block_sum(double value) {
-    __shared__ double sums[kThreads / kWarp];
+    SHARED(double, sums, [kThreads / kWarp]);
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     for (u32 distance = kWarp / 2; distance > 0; distance /= 2) {
         value += __shfl_xor_sync(kFullWarp, value, distance);
@@ -63,7 +63,7 @@ template <typename T> struct LargestMagnitude {
 
 // found[block] = 1 if a tile of the block has an infinity or a NaN, else 0.
 template <typename T> __device__ __forceinline__ void find_non_finite(float *found, const T *x, u64 size) {
-    __shared__ float scratch[kWarp];
+    SHARED(float, scratch, [kWarp]);
     LargestMagnitude<T> magnitude = {x, is_aligned(x), 0};
     for (u64 tile = blockIdx.x; tile * kTile < size; tile += gridDim.x) {
         for_each_in_tile<kPack<T>>(tile, size, magnitude);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void for_chunk(const i64 *chunks, bool fits_vectors, 
 KERNEL(lamb_direction, float *grad, float *exp_avg, float *exp_avg_sq, float *partial, const float *param,
        const i64 *chunks, float grad_scale, float one_minus_beta1, float beta2, float one_minus_beta2,
        float mean_scale, float root_scale, float eps, float weight_decay) {
-    __shared__ float scratch[kWarp];
+    SHARED(float, scratch, [kWarp]);
     const Factors f = {grad_scale,      one_minus_beta1, beta2, one_minus_beta2,
                        mean_scale,      root_scale,      eps,   weight_decay};
     SquaredNorms norms = {0.0f, 0.0f};

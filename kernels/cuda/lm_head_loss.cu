@@ -52,7 +52,7 @@ template <typename T> __device__ void clear(T *rows, u64 len) {
 // 2018).
 KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, const i64 *labels, u32 vocab_size,
        u32 row_stride) {
-    __shared__ float scratch[kWarp];
+    SHARED(float, scratch, [kWarp]);
     const u64 row = blockIdx.x;
     const i64 label = labels[row];
     if (label == kIgnored) {

@@ -8,7 +8,7 @@ namespace {
 template <typename T>
 __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps) {
     constexpr int N = kPack<T>;
-    __shared__ float scratch[kWarp];
+    SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(y, x, weight);
     const u64 row = blockIdx.x;
     x += row * d;
@@ -33,7 +33,7 @@ template <typename T>
 __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, const T *weight, const float *rstd,
                                                u32 d, u32 accumulate) {
     constexpr int N = kPack<T>;
-    __shared__ float scratch[kWarp];
+    SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(dx, dy, x, weight);
     const u64 row = blockIdx.x;
     x += row * d;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void backward_weight(float *partial, const T *dy, con
                                                 u32 rows_per_chunk, u32 d) {
     constexpr int N = kPack<T>;
     constexpr u32 kWarps = kThreads / kWarp, kColumns = kWarp * N;
-    __shared__ float sums[kWarps][kColumns];
+    SHARED(float, sums, [kWarps][kColumns]);
     const bool aligned = d % N == 0 && is_aligned(dy, x);
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const u32 first = blockIdx.y * kColumns, column = first + lane * N;

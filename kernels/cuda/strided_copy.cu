@@ -52,12 +52,16 @@ struct Place {
         }
     }
 
+    // An integer that comes straight from a parameter is known to be an address in global memory. A sum of integers
+    // is not, and would be read with generic accesses.
     template <typename T> __device__ __forceinline__ const T *from(const Block &block) const {
-        return reinterpret_cast<const T *>(block.from + batch * block.from_batch + row * block.from_row) + unit;
+        const u8 *first = reinterpret_cast<const u8 *>(block.from);
+        return reinterpret_cast<const T *>(first + batch * block.from_batch + row * block.from_row) + unit;
     }
 
     template <typename T> __device__ __forceinline__ T *to(const Block &block) const {
-        return reinterpret_cast<T *>(block.to + batch * block.to_batch + row * block.to_row) + unit;
+        u8 *first = reinterpret_cast<u8 *>(block.to);
+        return reinterpret_cast<T *>(first + batch * block.to_batch + row * block.to_row) + unit;
     }
 };
 

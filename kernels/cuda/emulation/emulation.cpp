@@ -1,73 +1,54 @@
 // The scheduler of emulated blocks; see emulation.h.
 
-#include "emulation.h"
+#include "state.h"
 
-#include <csetjmp>
-#include <memory>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <dlfcn.h>
+#include <numeric>
 #include <stdexcept>
-#include <ucontext.h>
 #include <unordered_map>
-#include <vector>
 
 namespace emulation {
-namespace {
-
-constexpr unsigned kWarpSize = 32;
-constexpr std::size_t kStackBytes = 64 * 1024;
-constexpr std::size_t kMaxSharedBytes = 227 * 1024;  // what a block of sm_90 can have
-
-enum class State { kReady, kAtWarp, kAtBlock, kDone };
-
-struct Fiber {
-    std::unique_ptr<char[]> stack;
-    ucontext_t start;
-    // Switches by setjmp, since swapcontext would make a system call for the signal mask each time.
-    jmp_buf here;
-    bool is_started = false;
-    State state = State::kDone;
-    // Shuffles alternate between two slots, because a lane may reach its next shuffle before others have read
-    // this one.
-    alignas(8) unsigned char slots[2][8];
-    unsigned slot = 0;
-};
-
-struct Block {
-    std::vector<std::unique_ptr<Fiber>> fibers;
-    jmp_buf scheduler;
-    unsigned current = 0;
-    const Entry *entry = nullptr;
-    void **arguments = nullptr;
-    std::vector<unsigned char> shared;
-};
 
 thread_local Block block;
+
+namespace {
+
+constexpr std::size_t kMaxFailureBytes = 512;
 
 std::unordered_map<std::string, Entry> &entries() {
     static std::unordered_map<std::string, Entry> all;
     return all;
 }
 
+Fiber &current() { return *block.fibers[block.current]; }
+
+// Returns to the scheduler, and later from there.
+void stop(State state) {
+    current().state = state;
+    if (_setjmp(current().here) == 0) _longjmp(block.scheduler, 1);
+    running.is_in_kernel = true;
+}
+
 // Runs the kernel repeatedly, once each time the scheduler resumes this fiber.
 void fiber_main() {
     for (;;) {
+        current().copies.clear();
+        current().groups = 0;
         block.entry->run(block.arguments);
-        Fiber &fiber = *block.fibers[block.current];
-        fiber.state = State::kDone;
-        if (_setjmp(fiber.here) == 0) _longjmp(block.scheduler, 1);
+        running.is_in_kernel = false;
+        current().state = State::kDone;
+        if (_setjmp(current().here) == 0) _longjmp(block.scheduler, 1);
     }
 }
 
-void stop(State state) {
-    Fiber &fiber = *block.fibers[block.current];
-    fiber.state = state;
-    if (_setjmp(fiber.here) == 0) _longjmp(block.scheduler, 1);
-}
-
 void prepare(Fiber &fiber) {
-    fiber.stack.reset(new char[kStackBytes]);
+    fiber.stack.reset(new char[Fiber::kStackBytes]);
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStackBytes;
+    fiber.start.uc_stack.ss_size = Fiber::kStackBytes;
     fiber.start.uc_link = nullptr;
     makecontext(&fiber.start, fiber_main, 0);
 }
@@ -76,8 +57,13 @@ void prepare(Fiber &fiber) {
 void resume(unsigned index) {
     Fiber &fiber = *block.fibers[index];
     block.current = index;
-    thread_index = {index, 0, 0};
-    if (_setjmp(block.scheduler) != 0) return;
+    position.thread = {index, 0, 0};
+    running.is_in_kernel = false;
+    running.stack = fiber.stack.get();
+    if (_setjmp(block.scheduler) != 0) {
+        if (!block.failure.empty()) throw std::runtime_error(block.failure);
+        return;
+    }
     if (fiber.is_started) _longjmp(fiber.here, 1);
     fiber.is_started = true;
     setcontext(&fiber.start);
@@ -93,58 +79,188 @@ void release(unsigned begin, unsigned end) {
     for (unsigned i = begin; i < end; ++i) block.fibers[i]->state = State::kReady;
 }
 
+// Releases a warp if all its lanes have reached the same instruction.
+bool release_warp(unsigned begin, unsigned end) {
+    if (count(begin, end, State::kAtWarp) != end - begin) return false;
+    const WarpOp op = block.fibers[begin]->op;
+    for (unsigned i = begin; i < end; ++i) {
+        if (block.fibers[i]->op != op) throw std::runtime_error("the lanes of a warp are at different instructions");
+    }
+    if (op == WarpOp::kSync) block.shared.warp_barrier(begin / kWarpSize);
+    release(begin, end);
+    return true;
+}
+
 // Releases the threads that have all reached the same barrier. Returns false once all threads have ended.
 bool release_those_who_met() {
-    const unsigned threads = block_size.x;
+    const unsigned threads = position.block_size.x;
     if (count(0, threads, State::kDone) == threads) return false;
     if (count(0, threads, State::kAtBlock) == threads) {
+        block.shared.block_barrier();
         release(0, threads);
         return true;
     }
     bool released = false;
     for (unsigned begin = 0; begin < threads; begin += kWarpSize) {
-        const unsigned end = begin + kWarpSize < threads ? begin + kWarpSize : threads;
-        if (count(begin, end, State::kAtWarp) == end - begin) {
-            release(begin, end);
-            released = true;
-        }
+        released |= release_warp(begin, begin + kWarpSize < threads ? begin + kWarpSize : threads);
     }
-    if (!released) throw std::runtime_error("a barrier or shuffle is not reached by all threads");
+    if (!released) throw std::runtime_error("a barrier or a shuffle is not reached by all threads it needs");
     return true;
 }
 
+// 0 … n − 1: ascending with seed 0, otherwise in another order each time.
+std::vector<std::uint64_t> order_of(std::uint64_t n) {
+    std::vector<std::uint64_t> order(n);
+    std::iota(order.begin(), order.end(), 0);
+    if (block.seed == 0) return order;
+    for (std::uint64_t i = n; i > 1; --i) std::swap(order[i - 1], order[block.draw() % i]);
+    return order;
+}
+
 void run_block() {
-    // Shared memory starts as NaN, so that a read before a write shows.
-    std::fill(block.shared.begin(), block.shared.end(), 0xff);
-    release(0, block_size.x);
+    block.shared.begin_block();
+    release(0, position.block_size.x);
     do {
-        for (unsigned i = 0; i < block_size.x; ++i) {
-            if (block.fibers[i]->state == State::kReady) resume(i);
+        for (const std::uint64_t thread : order_of(position.block_size.x)) {
+            if (block.fibers[thread]->state == State::kReady) resume(static_cast<unsigned>(thread));
         }
     } while (release_those_who_met());
 }
 
+void run_grid(const unsigned grid[3]) {
+    for (const std::uint64_t at : order_of(static_cast<std::uint64_t>(grid[0]) * grid[1] * grid[2])) {
+        position.block = {static_cast<unsigned>(at % grid[0]), static_cast<unsigned>(at / grid[0] % grid[1]),
+                          static_cast<unsigned>(at / grid[0] / grid[1])};
+        run_block();
+    }
+}
+
+std::uint64_t seed_of_environment() {
+    const char *text = std::getenv("ULYSSES_EMULATION_SEED");
+    return text == nullptr ? 0 : std::strtoull(text, nullptr, 10);
+}
+
 }  // namespace
+
+Block::Block() {
+    static const std::uint64_t from_environment = seed_of_environment();
+    seed = random = from_environment;
+}
+
+// SplitMix64 (Steele, Lea & Flood 2014).
+std::uint64_t Block::draw() {
+    std::uint64_t x = random += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
 
 void add_entry(const char *name, Entry entry) { entries().emplace(name, std::move(entry)); }
 
+void begin_kernel() { running.is_in_kernel = true; }
+
 void sync_block() { stop(State::kAtBlock); }
-void sync_warp() { stop(State::kAtWarp); }
+
+void sync_warp(WarpOp op) {
+    current().op = op;
+    stop(State::kAtWarp);
+}
 
 void *exchange_slot() {
-    Fiber &fiber = *block.fibers[block.current];
-    fiber.slot ^= 1;
-    return fiber.slots[fiber.slot];
+    current().slot ^= 1;
+    return current().slots[current().slot];
 }
 
 const void *exchange_slot_of(unsigned lane) {
-    const unsigned slot = block.fibers[block.current]->slot;
+    const unsigned slot = current().slot;
     const unsigned thread = block.current / kWarpSize * kWarpSize + lane;
-    if (thread >= block_size.x) return block.fibers[block.current]->slots[slot];
-    return block.fibers[thread]->slots[slot];
+    return thread < position.block_size.x ? block.fibers[thread]->slots[slot] : current().slots[slot];
 }
 
-void *dynamic_shared() { return block.shared.data(); }
+void *dynamic_shared() { return block.shared.dynamic(); }
+
+void *static_shared(const void *declaration, std::size_t bytes) {
+    void *array = block.shared.array(declaration, bytes);
+    if (array == nullptr) fail("a block has at most %zu KiB of static arrays", SharedMemory::kMaxStaticBytes / 1024);
+    return array;
+}
+
+void fail(const char *format, ...) {
+    char text[kMaxFailureBytes];
+    const int used = std::snprintf(text, sizeof text, "thread %u of block (%u, %u, %u): ", position.thread.x,
+                                   position.block.x, position.block.y, position.block.z);
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text + used, sizeof text - used, format, arguments);
+    va_end(arguments);
+    block.failure = text;
+    running.is_in_kernel = false;
+    // No destructor of the kernel runs: kernels own nothing.
+    _longjmp(block.scheduler, 1);
+}
+
+void check_access(const void *address, std::size_t bytes, bool is_write) {
+    if (!is_sanitized) return;
+    const char *verb = is_write ? "writes" : "reads";
+    if (block.shared.contains(address)) {
+        int other = -1;
+        const char *fault = block.shared.access(position.thread.x, address, bytes, is_write, other);
+        if (fault == nullptr) return;
+        const std::size_t offset = block.shared.offset_of(address);
+        if (other < 0) fail("%s %zu bytes of shared memory at %zu, %s", verb, bytes, offset, fault);
+        fail("%s %zu bytes of shared memory at %zu, %s thread %d", verb, bytes, offset, fault, other);
+    }
+    const auto begin = reinterpret_cast<std::uint64_t>(address);
+    const Memory *nearest = nullptr;
+    for (const Memory &tensor : block.memory) {
+        if (begin < tensor.begin || begin > tensor.end) continue;
+        nearest = &tensor;
+        if (begin + bytes <= tensor.end && (tensor.is_writable || !is_write)) {
+            running.tensor = tensor;
+            return;
+        }
+    }
+    Dl_info constant;
+    if (block.memory.empty() || (!is_write && dladdr(address, &constant) != 0)) return;
+    if (nearest == nullptr) fail("%s %zu bytes outside of the tensors", verb, bytes);
+    const bool is_outside = begin + bytes > nearest->end;
+    fail("%s %zu bytes at byte %llu of a tensor of %llu bytes%s", verb, bytes,
+         static_cast<unsigned long long>(begin - nearest->begin),
+         static_cast<unsigned long long>(nearest->end - nearest->begin), is_outside ? "" : " that is read-only");
+}
+
+std::size_t shared_offset(const void *address) {
+    if (!block.shared.contains(address)) fail("the address is not in shared memory");
+    return block.shared.offset_of(address);
+}
+
+void count_bank_conflicts(unsigned conflicts) { block.bank_conflicts += conflicts; }
+
+void copy_async(void *to, const void *from, unsigned bytes, unsigned source_bytes) {
+    if (shared_offset(to) % bytes != 0 || reinterpret_cast<std::uint64_t>(from) % bytes != 0) {
+        fail("cp.async of %u bytes at an address that is not a multiple of that", bytes);
+    }
+    if (source_bytes > bytes) fail("cp.async of %u bytes that reads %u", bytes, source_bytes);
+    check_access(to, bytes, true);
+    if (source_bytes > 0) check_access(from, source_bytes, false);
+    std::memset(to, 0xff, bytes);
+    if (is_sanitized) block.shared.begin_copy(to, bytes);
+    current().copies.push_back({to, from, bytes, source_bytes, current().groups});
+}
+
+void commit_copies() { ++current().groups; }
+
+void wait_for_copies(unsigned pending) {
+    std::vector<AsyncCopy> &copies = current().copies;
+    auto copy = copies.begin();
+    for (; copy != copies.end() && copy->group + pending < current().groups; ++copy) {
+        // The target is written now, so other threads need a barrier after the wait.
+        check_access(copy->to, copy->bytes, true);
+        std::memset(copy->to, 0, copy->bytes);
+        std::memcpy(copy->to, copy->from, copy->source_bytes);
+    }
+    copies.erase(copies.begin(), copy);
+}
 
 }  // namespace emulation
 
@@ -156,36 +272,45 @@ const char *ulysses_emulation_signature(const char *name) {
     return found == emulation::entries().end() ? nullptr : found->second.signature.c_str();
 }
 
-// Runs a kernel over a grid of one-dimensional blocks. Returns null, or an error message.
+// Sets the memory that the next launches of this thread may access. Without, all memory may be accessed.
+void ulysses_emulation_set_memory(const emulation::Memory *memory, std::size_t count) {
+    emulation::block.memory.assign(memory, memory + count);
+    emulation::running.tensor = {};
+}
+
+// Sets the order of blocks and threads in this thread's launches: 0 is ascending, others are random.
+void ulysses_emulation_set_seed(std::uint64_t seed) { emulation::block.seed = emulation::block.random = seed; }
+
+// Number of bank conflicts of the tensor-core instructions in this thread's last launch.
+std::uint64_t ulysses_emulation_bank_conflicts() { return emulation::block.bank_conflicts; }
+
+// Runs a kernel over a grid of one-dimensional blocks. Returns null, or an error message that lives until the
+// next launch of this thread.
 const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], unsigned threads,
                                      std::size_t shared_bytes, void **arguments) {
     using namespace emulation;
     const auto found = entries().find(name);
     if (found == entries().end()) return "there is no kernel of this name";
     if (threads == 0 || threads > 1024) return "a block has 1 to 1024 threads";
-    if (shared_bytes > kMaxSharedBytes) return "a block has at most 227 KiB of shared memory";
+    if (shared_bytes > SharedMemory::kMaxBytes) return "a block has at most 227 KiB of shared memory";
     while (block.fibers.size() < threads) {
         block.fibers.push_back(std::make_unique<Fiber>());
         prepare(*block.fibers.back());
     }
     block.entry = &found->second;
     block.arguments = arguments;
-    block.shared.resize(shared_bytes);
-    block_size = {threads, 1, 1};
-    grid_size = {grid[0], grid[1], grid[2]};
+    block.failure.clear();
+    block.bank_conflicts = 0;
+    block.shared.begin_launch(shared_bytes);
+    position.block_size = {threads, 1, 1};
+    position.grid_size = {grid[0], grid[1], grid[2]};
     try {
-        for (unsigned z = 0; z < grid[2]; ++z) {
-            for (unsigned y = 0; y < grid[1]; ++y) {
-                for (unsigned x = 0; x < grid[0]; ++x) {
-                    block_index = {x, y, z};
-                    run_block();
-                }
-            }
-        }
-    } catch (const std::exception &) {
+        run_grid(grid);
+    } catch (const std::exception &failure) {
+        block.failure = failure.what();
         // The fibers are suspended in the middle of the kernel, so they are replaced by new ones.
         block.fibers.clear();
-        return "a barrier or a shuffle is not reached by all threads it needs";
+        return block.failure.c_str();
     }
     return nullptr;
 }

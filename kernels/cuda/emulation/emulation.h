@@ -2,10 +2,9 @@
 //
 // The host compiler reads every `kernels/*.cu` with this header before it. The blocks of a grid run one after
 // another. The threads of a block are fibers that run in turn and stop where GPU threads would wait: at a
-// barrier of the block, and at a shuffle of the warp. So a missing barrier is found if, in this order, a
-// thread reads before another has written; and a barrier that not all threads reach is an error. A host
-// cannot show races that this order hides, bank conflicts, coalescing, registers, and the rounding of fast
-// intrinsics.
+// barrier of the block, and at a shuffle of the warp. A barrier that not all threads reach is an error, and so
+// is whatever `sanitizer.cpp` finds if it is linked in. A host cannot show coalescing, registers, and the
+// rounding of fast intrinsics, nor races between blocks unless their order matters.
 
 #pragma once
 
@@ -22,8 +21,8 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// Blocks run one after another on a host thread, so shared memory can be thread-local.
-#define __shared__ static thread_local
+// Functions of the emulation itself, whose accesses the sanitizer ignores.
+#define NOT_SANITIZED __attribute__((no_sanitize("thread")))
 
 struct Index3 {
     unsigned x, y, z;
@@ -31,22 +30,52 @@ struct Index3 {
 
 namespace emulation {
 
-inline thread_local Index3 thread_index{}, block_index{}, block_size{}, grid_size{};
+// What a thread can ask about itself.
+struct Position {
+    Index3 thread, block, block_size, grid_size;
+};
+inline thread_local Position position{};
+
+// Warp-wide instructions. All lanes of a warp must be in the same one; only kSync orders their accesses.
+enum class WarpOp { kSync, kShuffle, kMma, kLoadMatrix };
 
 // Stops this fiber until all threads of the block have reached this point.
 void sync_block();
 // Stops this fiber until all lanes of its warp have reached this point.
-void sync_warp();
-// Slot in which this lane leaves a value for its warp, and the slot of lane `lane`.
+void sync_warp(WarpOp op = WarpOp::kSync);
+// Slot of kSlotBytes in which this lane leaves a value for its warp, and the slot of lane `lane`.
+inline constexpr std::size_t kSlotBytes = 32;
 void *exchange_slot();
 const void *exchange_slot_of(unsigned lane);
 void *dynamic_shared();
+// The static array in shared memory that is declared at `declaration`.
+void *static_shared(const void *declaration, std::size_t bytes);
 
-template <typename T> T shuffle(T value, unsigned source_lane) {
+// Stops the launch with an error.
+[[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// Called when the arguments are read and the kernel itself begins.
+void begin_kernel();
+
+// Fails if this thread must not make the access. Does nothing in kernels that are compiled without sanitizer.
+void check_access(const void *address, std::size_t bytes, bool is_write);
+// Fails if the address is not in shared memory; otherwise returns its distance from the start, which determines
+// the bank.
+std::size_t shared_offset(const void *address);
+void count_bank_conflicts(unsigned conflicts);
+
+// Asynchronous copies to shared memory: the target is NaN until the wait. The first `source_bytes` of `bytes`
+// are copied, the rest becomes 0.
+void copy_async(void *to, const void *from, unsigned bytes, unsigned source_bytes);
+// Makes a group of the copies since the last call.
+void commit_copies();
+// Completes all groups but the last `pending` ones.
+void wait_for_copies(unsigned pending);
+
+template <typename T> NOT_SANITIZED T shuffle(T value, unsigned source_lane) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     std::memcpy(exchange_slot(), &value, sizeof(T));
     const void *source = exchange_slot_of(source_lane);
-    sync_warp();
+    sync_warp(WarpOp::kShuffle);
     std::memcpy(&value, source, sizeof(T));
     return value;
 }
@@ -85,7 +114,8 @@ struct Entry {
 void add_entry(const char *name, Entry entry);
 
 template <typename... P, std::size_t... I>
-void call(void (*kernel)(P...), void **arguments, std::index_sequence<I...>) {
+NOT_SANITIZED void call(void (*kernel)(P...), void **arguments, std::index_sequence<I...>) {
+    begin_kernel();
     kernel(*static_cast<P *>(arguments[I])...);
 }
 
@@ -101,10 +131,10 @@ struct Registration {
 
 }  // namespace emulation
 
-#define threadIdx (::emulation::thread_index)
-#define blockIdx (::emulation::block_index)
-#define blockDim (::emulation::block_size)
-#define gridDim (::emulation::grid_size)
+#define threadIdx (::emulation::position.thread)
+#define blockIdx (::emulation::position.block)
+#define blockDim (::emulation::position.block_size)
+#define gridDim (::emulation::position.grid_size)
 
 #define KERNEL(name, ...)                                                  \
     extern "C" void name(__VA_ARGS__);                                     \
@@ -112,6 +142,11 @@ struct Registration {
     extern "C" void name(__VA_ARGS__)
 
 #define DYNAMIC_SHARED(T, name) T *name = static_cast<T *>(::emulation::dynamic_shared())
+#define SHARED(T, name, extents)           \
+    static char name##_declaration;        \
+    typedef T name##_array extents;        \
+    name##_array &name =                   \
+        *static_cast<name##_array *>(::emulation::static_shared(&name##_declaration, sizeof(name##_array)))
 
 inline void __syncthreads() { ::emulation::sync_block(); }
 inline void __syncwarp(unsigned = 0xffffffffu) { ::emulation::sync_warp(); }

@@ -1,13 +1,29 @@
 //! The CUDA kernels, compiled for the host and run on CPU tensors, for tests on machines without a GPU.
 
-use super::{Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
+#[cfg(test)]
+mod tests;
+
+use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
 use candle_core::DType;
 use half::{bf16, f16};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_void};
 
 thread_local! {
     static IS_ACTIVE: Cell<bool> = const { Cell::new(false) };
+
+    /// The tensors that are open.
+    static MEMORY: RefCell<Vec<Memory>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Memory that a kernel may access, as `Memory` in `cuda/emulation/state.h`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Memory {
+    begin: u64,
+    end: u64,
+    is_writable: u32,
+    reserved: u32,
 }
 
 /// Runs `run` with all ops of this thread on emulated kernels instead of the CPU kernels.
@@ -31,6 +47,29 @@ pub(super) fn is_active() -> bool {
     IS_ACTIVE.get()
 }
 
+/// Calls `run`, whose launches may access these ranges, of as many elements each, and those opened before, but
+/// no other memory.
+pub(super) fn with_memory<R>(
+    ranges: impl IntoIterator<Item = (Address, usize)>,
+    run: impl FnOnce() -> R,
+) -> R {
+    struct Close(usize);
+    impl Drop for Close {
+        fn drop(&mut self) {
+            MEMORY.with_borrow_mut(|open| open.truncate(self.0));
+        }
+    }
+    let _close = Close(MEMORY.with_borrow(Vec::len));
+    let opened = ranges.into_iter().map(|(address, elements)| Memory {
+        begin: address.pointer,
+        end: address.offset(elements).pointer,
+        is_writable: u32::from(address.is_writable),
+        reserved: 0,
+    });
+    MEMORY.with_borrow_mut(|open| open.extend(opened));
+    run()
+}
+
 // SAFETY: the functions of `cuda/emulation/emulation.cpp`, which the build script links in.
 unsafe extern "C" {
     fn ulysses_emulation_signature(name: *const c_char) -> *const c_char;
@@ -41,6 +80,7 @@ unsafe extern "C" {
         shared_bytes: usize,
         arguments: *mut *mut c_void,
     ) -> *const c_char;
+    fn ulysses_emulation_set_memory(memory: *const Memory, count: usize);
 }
 
 /// Runs a kernel to completion.
@@ -55,7 +95,7 @@ pub(super) unsafe fn launch(
 ) -> Result<(), DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let name = CString::new(kernel.name.as_str()).map_err(|nul| error(nul.to_string()))?;
-    // SAFETY: `name` ends in a nul; the returned text lives as long as the program.
+    // SAFETY: `name` ends in a nul; the returned text is read at once.
     let signature = unsafe { text(ulysses_emulation_signature(name.as_ptr())) };
     let signature = signature.ok_or_else(|| error("there is no kernel of this name".to_owned()))?;
     let given: Vec<_> = args.iter().map(describe).collect();
@@ -69,6 +109,7 @@ pub(super) unsafe fn launch(
     // SAFETY: as many pointers as the kernel has parameters, each to a value of the right size; the caller
     // guarantees that the memory behind the addresses may be accessed.
     let failure = unsafe {
+        MEMORY.with_borrow(|open| ulysses_emulation_set_memory(open.as_ptr(), open.len()));
         text(ulysses_emulation_launch(
             name.as_ptr(),
             blocks.as_ptr(),
@@ -77,14 +118,14 @@ pub(super) unsafe fn launch(
             pointers.as_mut_ptr(),
         ))
     };
-    failure.map_or(Ok(()), |message| Err(error(message.to_owned())))
+    failure.map_or(Ok(()), |message| Err(error(message)))
 }
 
 /// # Safety
-/// `pointer` is null or a nul-terminated text that lives as long as the program.
-unsafe fn text(pointer: *const c_char) -> Option<&'static str> {
+/// `pointer` is null or a nul-terminated text.
+unsafe fn text(pointer: *const c_char) -> Option<String> {
     // SAFETY: the caller's promise.
-    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("not a text"))
+    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned())
 }
 
 /// The parameter in the notation of `emulation.h`.

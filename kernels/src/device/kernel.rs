@@ -8,7 +8,7 @@ use candle_core::DType;
 pub(crate) struct Source {
     /// Its name without the extension.
     pub(crate) name: &'static str,
-    /// Its text, with `#include "common.cuh"` still in it.
+    /// Its text, with the `#include` of headers still in it.
     pub(crate) text: &'static str,
 }
 

@@ -60,9 +60,27 @@ impl Launcher {
         }
         let mut run = Some(run);
         self.opener().open_all(&tensors, &mut Vec::new(), &mut |addresses| match run.take() {
-            Some(run) => run(addresses),
+            Some(run) => {
+                let elements = tensors.iter().map(|(_, tensor)| tensor.elem_count());
+                self.with_ranges(addresses.iter().copied().zip(elements), || run(addresses))
+            }
             None => Ok(()),
         })
+    }
+
+    /// Calls `run`, whose kernels may also access these ranges, of as many elements each: further views of the
+    /// storages of opened tensors. Only the emulation checks it.
+    pub(crate) fn with_ranges<R>(
+        &self,
+        ranges: impl IntoIterator<Item = (Address, usize)>,
+        run: impl FnOnce() -> R,
+    ) -> R {
+        #[cfg(feature = "kernel-emulation")]
+        if matches!(self, Self::Emulated) {
+            return super::emulation::with_memory(ranges, run);
+        }
+        let _ = ranges;
+        run()
     }
 
     /// Starts a kernel. An empty grid does nothing.

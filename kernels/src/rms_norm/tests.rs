@@ -68,7 +68,11 @@ fn gradients_accumulate_where_asked() {
         let (dx_overwritten, dweight_added) = run(4.0, false);
         let (dx_added, _) = run(4.0, true);
         assert_eq!(dx, dx_overwritten);
-        assert!(dx.iter().zip(dx_added).all(|(plain, added)| plain + 4.0 == added));
+        // Kernels may round the last product and the sum once.
+        let is_sum = |(plain, added): (&f32, f32)| {
+            (plain + 4.0 - added).abs() <= 2.0 * f32::EPSILON * (plain.abs() + 4.0)
+        };
+        assert!(dx.iter().zip(dx_added).all(is_sum));
         assert!(dweight.iter().zip(dweight_added).all(|(plain, added)| plain + 4.0 == added));
     });
 }

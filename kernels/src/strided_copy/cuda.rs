@@ -62,15 +62,18 @@ pub(super) fn copy_blocks(
     }
     launcher.open_slices(&to.opened, &from.opened, |addresses| {
         let (to_addresses, from_addresses) = addresses.split_at(to.opened.len());
-        for wave in waves(&copies) {
-            let mut pieces = Vec::with_capacity(wave.len());
-            for copy in &wave {
-                let ends = [from.address(from_addresses, &copy.from), to.address(to_addresses, &copy.to)];
-                pieces.push(Piece::new(copy, ends));
+        let views = to.views(to_addresses, targets).chain(from.views(from_addresses, sources));
+        launcher.with_ranges(views, || {
+            for wave in waves(&copies) {
+                let mut pieces = Vec::with_capacity(wave.len());
+                for copy in &wave {
+                    let ends = [from.address(from_addresses, &copy.from), to.address(to_addresses, &copy.to)];
+                    pieces.push(Piece::new(copy, ends));
+                }
+                launch(launcher, dtype, wave[0].accumulate, pieces)?;
             }
-            launch(launcher, dtype, wave[0].accumulate, pieces)?;
-        }
-        Ok(())
+            Ok(())
+        })
     })
 }
 
@@ -102,6 +105,14 @@ impl<'a> Storages<'a> {
             places[index] = Some((storage, begin(tensor) - begin(opened[storage])));
         }
         Self { opened, places }
+    }
+
+    /// The address and number of elements of every tensor in use.
+    fn views(&self, opened: &[Address], tensors: &[&Tensor]) -> impl Iterator<Item = (Address, usize)> {
+        self.places.iter().zip(tensors).filter_map(|(place, tensor)| {
+            let (storage, elements) = (*place)?;
+            Some((opened[storage].offset(elements), tensor.elem_count()))
+        })
     }
 
     /// Address of a block.

@@ -150,9 +150,10 @@ impl Drop for Program {
     }
 }
 
-/// The file with its one header inlined, since there is no include folder at run time.
+/// The file with its headers inlined, since there is no include folder at run time.
 fn whole_text(source: &Source) -> String {
-    source.text.replace("#include \"common.cuh\"", include_str!("../../../cuda/common.cuh"))
+    let common = source.text.replace("#include \"common.cuh\"", include_str!("../../../cuda/common.cuh"));
+    common.replace("#include \"mma.cuh\"", include_str!("../../../cuda/mma.cuh"))
 }
 
 fn cache_path(name: &str, text: &str, architecture: &str) -> Option<PathBuf> {

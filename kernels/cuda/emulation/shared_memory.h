@@ -1,0 +1,154 @@
+// Shared memory of an emulated block, with a record of the last accesses to each byte.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace emulation {
+
+// The dynamic array and the static arrays lie in one piece of memory, with unused bytes between them. All bytes
+// are NaN when a block starts.
+//
+// Two accesses to a byte race if they are by different threads, at least one writes, and nothing orders them: a
+// barrier of the block, or `__syncwarp` for threads of the same warp. Shuffles order nothing. Time advances at
+// barriers, so an access is ordered before all that follow the next barrier.
+class SharedMemory {
+  public:
+    static constexpr std::size_t kMaxBytes = 227 * 1024;  // of a block of sm_90
+    static constexpr std::size_t kMaxStaticBytes = 48 * 1024;
+
+    void begin_launch(std::size_t dynamic_bytes) {
+        bytes_.resize(dynamic_bytes + kRedZone + 2 * kMaxStaticBytes + kAlignment);
+        const auto address = reinterpret_cast<std::uintptr_t>(bytes_.data());
+        base_ = bytes_.data() + (kAlignment - address % kAlignment) % kAlignment;
+        arrays_.assign(1, {nullptr, 0, dynamic_bytes});
+        record_.assign(dynamic_bytes, {});
+        static_bytes_ = 0;
+        now_ = 1;
+        std::fill(warp_barriers_, warp_barriers_ + 32, 0);
+    }
+
+    void begin_block() {
+        for (const Array &array : arrays_) std::fill_n(base_ + array.begin, array.bytes, 0xff);
+        block_start_ = block_barrier_ = now_++;
+    }
+
+    void block_barrier() { block_barrier_ = now_++; }
+    void warp_barrier(unsigned warp) { warp_barriers_[warp] = now_++; }
+
+    void *dynamic() { return base_; }
+
+    // The static array of a declaration, or null if a block would have more than it can.
+    void *array(const void *declaration, std::size_t bytes) {
+        for (const Array &array : arrays_) {
+            if (array.declaration == declaration) return base_ + array.begin;
+        }
+        static_bytes_ += bytes;
+        if (static_bytes_ > kMaxStaticBytes) return nullptr;
+        const std::size_t end = arrays_.back().begin + arrays_.back().bytes;
+        const std::size_t begin = (end + kRedZone + 15) / 16 * 16;
+        arrays_.push_back({declaration, begin, bytes});
+        record_.resize(begin + bytes);
+        std::fill_n(base_ + begin, bytes, 0xff);
+        return base_ + begin;
+    }
+
+    bool contains(const void *address) const {
+        const auto *byte = static_cast<const unsigned char *>(address);
+        return byte >= bytes_.data() && byte < bytes_.data() + bytes_.size();
+    }
+
+    // Distance from the start of shared memory, which determines the bank.
+    std::size_t offset_of(const void *address) const { return static_cast<const unsigned char *>(address) - base_; }
+
+    // Records an access. Returns what is wrong with it, or null. In a race, `other` becomes the other thread.
+    const char *access(unsigned thread, const void *address, std::size_t bytes, bool is_write, int &other) {
+        const std::size_t begin = offset_of(address);
+        if (!is_in_an_array(begin, bytes)) return "outside of the arrays in shared memory";
+        for (std::size_t i = begin; i < begin + bytes; ++i) {
+            const char *fault = is_write ? write(record_[i], thread, other) : read(record_[i], thread, other);
+            if (fault != nullptr) return fault;
+        }
+        return nullptr;
+    }
+
+    // Marks bytes that were just accessed as the target of an asynchronous copy, until the next write.
+    void begin_copy(const void *address, std::size_t bytes) {
+        const std::size_t begin = offset_of(address);
+        for (std::size_t i = begin; i < begin + bytes; ++i) record_[i].is_being_copied = true;
+    }
+
+  private:
+    static constexpr std::size_t kRedZone = 16, kAlignment = 1024;
+
+    struct Array {
+        const void *declaration;
+        std::size_t begin, bytes;
+    };
+    // The last reads and the last write of a byte. Only reads after the last barrier are of interest, of which
+    // there may be several: by lanes of one warp, or of different warps.
+    struct Byte {
+        std::uint32_t read_time = 0, write_time = 0;
+        std::uint16_t reader = 0, writer = 0;
+        bool is_read_by_lanes = false, is_read_by_warps = false, is_being_copied = false;
+    };
+
+    bool is_in_an_array(std::size_t begin, std::size_t bytes) const {
+        return std::any_of(arrays_.begin(), arrays_.end(), [&](const Array &array) {
+            return begin >= array.begin && begin + bytes <= array.begin + array.bytes;
+        });
+    }
+
+    bool is_ordered(std::uint32_t time, unsigned earlier, unsigned thread) const {
+        if (earlier == thread || time <= block_barrier_) return true;
+        return earlier / 32 == thread / 32 && time <= warp_barriers_[thread / 32];
+    }
+
+    const char *read(Byte &byte, unsigned thread, int &other) {
+        if (byte.write_time <= block_start_) return "which no thread of this block has written";
+        if (!is_ordered(byte.write_time, byte.writer, thread)) {
+            other = byte.writer;
+            return "without a barrier after the write by";
+        }
+        if (byte.is_being_copied) return "before the wait for the cp.async that writes it";
+        const bool is_first = byte.read_time <= block_barrier_;
+        const bool is_same_warp = byte.reader / 32 == thread / 32;
+        const bool is_first_of_warp = is_first || byte.read_time <= warp_barriers_[thread / 32];
+        byte.is_read_by_warps = !is_first && (byte.is_read_by_warps || !is_same_warp);
+        byte.is_read_by_lanes = !is_first_of_warp && (byte.is_read_by_lanes || byte.reader != thread);
+        byte.read_time = now_;
+        byte.reader = static_cast<std::uint16_t>(thread);
+        return nullptr;
+    }
+
+    const char *write(Byte &byte, unsigned thread, int &other) {
+        if (byte.write_time > block_start_ && !is_ordered(byte.write_time, byte.writer, thread)) {
+            other = byte.writer;
+            return "without a barrier after the write by";
+        }
+        const bool is_read = byte.read_time > block_barrier_;
+        const bool is_read_by_others =
+            byte.is_read_by_warps || (byte.is_read_by_lanes && byte.read_time > warp_barriers_[byte.reader / 32]);
+        if (is_read && (is_read_by_others || !is_ordered(byte.read_time, byte.reader, thread))) {
+            other = byte.reader;
+            return "without a barrier after the read by";
+        }
+        byte.write_time = now_;
+        byte.writer = static_cast<std::uint16_t>(thread);
+        byte.is_being_copied = false;
+        return nullptr;
+    }
+
+    std::vector<unsigned char> bytes_;
+    unsigned char *base_ = nullptr;
+    std::vector<Array> arrays_;
+    std::size_t static_bytes_ = 0;
+    std::vector<Byte> record_;
+    std::uint32_t now_ = 1, block_start_ = 0, block_barrier_ = 0;
+    std::uint32_t warp_barriers_[32] = {};
+};
+
+}  // namespace emulation
