@@ -195,10 +195,6 @@ FAKE_EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
 }
 
 FAKE_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
-    if (context != nullptr && is_seeded("wrong_device")) {
-        const int next = (reinterpret_cast<Primary *>(context)->device + 1) % gpu_count();
-        context = reinterpret_cast<CUcontext>(&(primaries[next] = {next, 1}));
-    }
     current = context;
     return CUDA_SUCCESS;
 }

@@ -86,7 +86,7 @@ FAKE_EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (flags != kNonBlocking) report("cuStreamCreate: streams that wait for the default stream are not implemented");
     const Lock lock(lock_of_driver);
-    Stream *made = create_stream(device);
+    Stream *made = create_stream(is_seeded("wrong_device") ? (device + 1) % gpu_count() : device);
     known_streams.insert(made);
     *stream = reinterpret_cast<CUstream>(made);
     return CUDA_SUCCESS;

@@ -1,5 +1,5 @@
-// The few of candle's kernels that this program launches, written by hand: gpu/nvcc-for-check compiles none. Their
-// parameters are those of candle-kernels' src/*.cu.
+// Those of candle's kernels that this program and its tests launch, written by hand: gpu/nvcc-for-check compiles none.
+// Their parameters are those of candle-kernels' src/*.cu.
 
 #include <functional>
 #include <map>
@@ -18,20 +18,29 @@ template <typename T> T value(void *argument) {
     return copied;
 }
 
-// Calls `with(to, from)` for every element of a strided layout: candle's `numel, num_dims, info`, where `info` has
-// the sizes and then the strides, or is null.
-template <typename F> void for_each(void **arguments, F with) {
-    const Size count = value<Size>(arguments[0]), dims = value<Size>(arguments[1]);
-    const Size *sizes = value<const Size *>(arguments[2]), *strides = sizes + dims;
-    for (Size i = 0; i < count; ++i) {
-        Size at = i;
-        if (sizes != nullptr) {
-            Size rest = i;
-            at = 0;
-            for (Size d = dims; d-- > 0; rest /= sizes[d]) at += rest % sizes[d] * strides[d];
-        }
-        with(i, at);
+// A tensor's sizes and strides on the device: candle's `num_dims, info`, where `info` may be null.
+struct Layout {
+    Size dims;
+    const Size *sizes, *strides;
+
+    // `operand` counts the strides that follow the sizes.
+    Layout(void **arguments, int operand = 0)
+        : dims(value<Size>(arguments[0])), sizes(value<const Size *>(arguments[1])),
+          strides(sizes + (1 + operand) * dims) {}
+
+    Size operator[](Size index) const {
+        if (sizes == nullptr) return index;
+        Size at = 0;
+        for (Size d = dims; d-- > 0; index /= sizes[d]) at += index % sizes[d] * strides[d];
+        return at;
     }
+};
+
+// Calls `with(to, from)` for every element of a strided tensor: `numel, num_dims, info`.
+template <typename F> void for_each(void **arguments, F with) {
+    const Size count = value<Size>(arguments[0]);
+    const Layout layout(arguments + 1);
+    for (Size i = 0; i < count; ++i) with(i, layout[i]);
 }
 
 using Run = std::function<void(void **)>;
@@ -101,6 +110,18 @@ template <typename T> void add_all_of(Kernels &all, const std::string &type) {
     });
 }
 
+// What the tests add with.
+template <typename T> void add_addition(Kernels &all, const std::string &type) {
+    const std::string read = sized<T>("R") + " ";
+    add(all, "badd_" + type, "U8 U8 R8 " + read + read + sized<T>("W"), [](void **arguments) {
+        const Layout left(arguments + 1), right(arguments + 1, 1);
+        const T *a = value<const T *>(arguments[3]), *b = value<const T *>(arguments[4]);
+        T *target = value<T *>(arguments[5]);
+        const Size count = value<Size>(arguments[0]);
+        for (Size i = 0; i < count; ++i) target[i] = a[left[i]] + b[right[i]];
+    });
+}
+
 Kernels all_kernels() {
     Kernels all;
     add_all_of<std::uint8_t>(all, "u8");
@@ -110,6 +131,8 @@ Kernels all_kernels() {
     add_all_of<F16>(all, "f16");
     add_all_of<float>(all, "f32");
     add_all_of<double>(all, "f64");
+    add_addition<float>(all, "f32");
+    add_addition<double>(all, "f64");
     return all;
 }
 

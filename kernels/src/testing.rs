@@ -59,7 +59,8 @@ pub(super) fn output(shape: &[usize]) -> Tensor {
 /// Returns a tensor's elements, after checking that nothing was written around them.
 #[track_caller]
 pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
-    let elements: Vec<f32> = crate::tensor::to_vec(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
+    let on_the_host = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    let elements: Vec<f32> = crate::tensor::to_vec(&on_the_host).unwrap();
     let (storage, _) = tensor.storage_and_layout();
     // The surroundings of a tensor on a GPU are not accessible; the emulated kernels are the same.
     let Storage::Cpu(storage) = &*storage else { return elements };

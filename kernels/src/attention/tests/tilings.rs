@@ -1,12 +1,12 @@
 //! The emulated kernels on tiles so small that every loop of the host code runs more than once.
 
 use super::*;
-use candle_core::Device;
 use crate::attention::{
     cuda::{self, Tiling},
     dims::Dims,
 };
 use crate::device::{Launcher, emulate};
+use candle_core::Device;
 
 /// Blocks of a few queries, tiles of at most 48 keys, and sums for one tile's keys.
 pub(super) const SMALL: Tiling = Tiling { rows: 64, keys: 48, heads: 4, sums: 0 };
