@@ -1,9 +1,9 @@
 //! The memory of a rank in each part of a step, for `run.json` and traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
-use crate::device::{GpuMemory, gpu_memory};
 use crate::engine::Moment;
 use crate::engine::{Engine, PartPeak};
+use crate::kernels::device::{GpuMemory, gpu_memory};
 use crate::kernels::memory::{ByCategory, peak_bytes};
 use crate::monitor::{Metrics, Tracer};
 use candle_core::Device;

@@ -54,7 +54,7 @@ enum Bench {
     Train(train::Args),
     /// Measure a machine profile for `ulysses plan --machine`.
     Profile(profile::Args),
-    /// Find the longest sequence that trains within a memory limit.
+    /// Find the longest sequence that trains on the CPU within a memory limit.
     MaxSeqLen(max_seq_len::Args),
 }
 
