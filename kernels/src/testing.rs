@@ -81,7 +81,7 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
 /// Runs `run` with the tests' tensors on a GPU, with `ULYSSES_TEST_DEVICE=cuda`.
 pub(super) fn on_the_gpu<R>(run: impl FnOnce() -> R) -> Option<R> {
     std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda").then(|| {
-        DEVICE.set(DeviceKind::Cuda.open(0).expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
+        DEVICE.set(DeviceKind::Cuda.open().expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
         let output = run();
         DEVICE.set(Device::Cpu);
         output
