@@ -19,7 +19,7 @@ CONFIG = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
     "gradient_clipping": 1.0,
-    "ulysses": {"model": "nano", "seq_len": 32, "steps": 2, "comm": {"timeout_seconds": 4}},
+    "ulysses": {"model": "nano", "seq_len": 32, "steps": 2},
 }
 # What rank 1 does at that operation, and what the job then says.
 FAILURES = {
@@ -39,10 +39,11 @@ class Jobs(unittest.TestCase):
         self.path = Path(self.folder.name)
         (self.path / "text.txt").write_text("A text to train on, of some length. " * 100)
 
-    def train(self, name, arguments, launcher=(), stage=0, **environment):
+    def train(self, name, arguments, launcher=(), stage=0, check="off", **environment):
         """Trains; returns the exit code, the losses and the output."""
         config, output = self.path / "config.json", self.path / name
-        config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": stage}}))
+        ulysses = CONFIG["ulysses"] | {"comm": {"timeout_seconds": 4, "check": check}}
+        config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": stage}, "ulysses": ulysses}))
         flags = ["--data", self.path / "text.txt", "--output", output, "--threads-per-rank", "1", "--seed", "1"]
         command = [ULYSSES, *launcher, "train", config, *flags, *arguments]
         done = subprocess.run(
@@ -56,10 +57,10 @@ class Jobs(unittest.TestCase):
     def test_processes_train_as_threads_on_the_cpu_do(self):
         code, expected, output = self.train("cpu", ["--mesh", "1x2", "--backend", "thread", "--device", "cpu"])
         self.assertEqual((code, len(expected)), (0, 2), output)
-        for mesh, ranks, stage in [("1x2", 2, 0), ("2x1", 2, 3), ("2x2", 4, 2)]:
+        for mesh, ranks, stage, check in [("1x2", 2, 0, "on"), ("2x1", 2, 3, "off"), ("2x2", 4, 2, "off")]:
             with self.subTest(mesh=mesh):
                 launcher = ["launch", "--nproc", ranks, "--"]
-                code, losses, output = self.train(mesh, ["--mesh", mesh, "--backend", "nccl"], launcher, stage)
+                code, losses, output = self.train(mesh, ["--mesh", mesh, "--backend", "nccl"], launcher, stage, check)
                 self.assertEqual(code, 0, output)
                 for loss, wanted in zip(losses, expected, strict=True):
                     self.assertAlmostEqual(loss, wanted, delta=2e-4)
