@@ -44,7 +44,7 @@ pub use address::Address;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
 #[cfg(feature = "cuda")]
-pub use cuda::{allow_peer_access, load_library_kernels, open as open_gpu};
+pub use cuda::{allow_peer_access, load_library_kernels};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;
