@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Builds the binaries with the features cuda and nccl, and runs their tests on pretended GPUs (gpu/fake-driver.sh). Every
+# call, copy and kernel is checked there, so a test that uses a GPU is also a test of its order.
+#
+#     gpu/fake-driver-check.sh [PART…]      default: all parts
+#
+# Parts: libraries (they find seeded faults of small programs), kernels, threads, golden, nccl, jobs (ranks that are
+# processes), training, seeded (the tests fail if a fault is seeded).
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export NVCC=$PWD/gpu/nvcc-for-check CUDA_COMPUTE_CAP=80 CUDA_HOME=$PWD/target/fake-driver CARGO_TARGET_DIR=target/fake
+# The crates are not optimized, because they leave the arithmetic to the libraries.
+export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 PYTHONDONTWRITEBYTECODE=1
+ULYSSES=target/fake/debug/ulysses
+
+main() {
+    local part parts=("$@")
+    ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs training seeded)
+    gpu/fake-driver.sh --build-only
+    cargo test --no-run --features cuda,nccl --lib --test comm --test parity --message-format json |
+        python3 gpu/binaries.py >target/fake/binaries
+    cargo build --features cuda,nccl
+    export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
+    for part in "${parts[@]}"; do
+        local started=$SECONDS
+        "check_$part"
+        echo "fake-driver-check.sh: $part passed in $((SECONDS - started)) s" >&2
+    done
+}
+
+check_libraries() {
+    python3 gpu/fake_driver/test_driver.py
+    python3 gpu/fake_driver/test_nccl.py
+}
+
+# Without the tests that compare the CPU's instruction sets and numbers of threads.
+check_kernels() {
+    tests 1 late test_kernels device:: cast:: attention::tests::parity attention::tests::properties lm_head_loss:: \
+        rms_norm:: optimizer:: rank_reduce:: embedding:: swiglu:: strided_copy:: linear:: rope:: elementwise:: \
+        --skip every_instruction_set --skip number_of_threads
+}
+
+check_threads() {
+    tests 1 random:1 test_comm threads_on_one_cuda_gpu exchange_volume::
+}
+
+check_golden() {
+    tests 1 late test_parity golden::logits golden::adamw
+}
+
+check_nccl() {
+    local ranks
+    for ranks in 1 2 8; do
+        ULYSSES_TEST_NCCL_RANKS=$ranks tests "$ranks" late test_comm conformance::nccl --test-threads 1
+    done
+    FAKE_NCCL_VERSION=2.20.5 ULYSSES_TEST_NCCL_RANKS=4 tests 4 late test_comm conformance::nccl --test-threads 1
+    tests 8 random:3 test_comm on_eight_gpus --test-threads 1
+}
+
+check_jobs() {
+    ULYSSES=$ULYSSES gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
+}
+
+check_training() {
+    train 1 random:2 main-job --seq-len 128 --steps 3
+    train 8 late nccl --seq-len 128 --steps 2 --set 'mesh_param=[2,4]' --zero-stage 3
+    train 1 late offload --seq-len 64 --steps 2 --zero-stage 3 --set bf16.enabled=true \
+        --set zero_optimization.offload_optimizer.device=cpu --set zero_optimization.offload_param.device=cpu
+}
+
+# The same tests pass without a seeded fault.
+check_seeded() {
+    local fault
+    for fault in none forgotten_event freed_early wrong_device; do
+        seed "$fault" test_comm threads_on_one_cuda_gpu::a_ring
+    done
+    seed host_too_early test_comm exchange_volume::a_step
+    seed swapped_operands test_kernels linear::tests
+}
+
+tests() { # with $1 GPUs, in order $2, of binary $3 with the filters $4…
+    local binary
+    binary=$(awk -v name="$3" '$1 == name { print $2 }' target/fake/binaries)
+    gpu/fake-driver.sh --gpus "$1" --order "$2" "$binary" "${@:4}"
+}
+
+train() { # with $1 GPUs, in order $2, the main job with output $3 and the flags $4…
+    rm -rf "target/fake/$3"
+    gpu/fake-driver.sh --gpus "$1" --order "$2" "$ULYSSES" train configs/long_sequence.json --data src \
+        --output "target/fake/$3" "${@:4}"
+}
+
+# A seeded fault $1 must fail the tests of binary $2 with the filter $3.
+seed() {
+    local failed=""
+    FAKE_DRIVER_SEED_FAULT=$1 tests 2 late "$2" "$3" >target/fake/seeded.log 2>&1 || failed=yes
+    if [[ $1 == none && -n $failed ]] || [[ $1 != none && -z $failed ]]; then
+        tail -n 40 target/fake/seeded.log
+        echo "fake-driver-check.sh: the tests have the wrong outcome with the seeded fault '$1'" >&2
+        return 1
+    fi
+}
+
+main "$@"
