@@ -53,9 +53,11 @@ CUresult free_on(Stream *stream, CUdeviceptr pointer, Lock &lock) {
         const Lock inner(lock_of_driver);
         release(*found);
     };
-    if (!submit(lock, stream, operation(name, run), {{found->begin, found->bytes, true}}, true)) {
+    const Allocation freed = {found->begin, found->bytes, found->device};
+    if (!submit(lock, stream, operation(name, run), {{freed.begin, freed.bytes, true}}, true)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    give_back(freed);
     found->freed_by = name;
     return CUDA_SUCCESS;
 }
@@ -229,15 +231,19 @@ FAKE_EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool, int, void *) { return C
 FAKE_EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value) {
     constexpr int kReservedNow = 5, kReservedMost = 6, kUsedNow = 7, kUsedMost = 8;
     const Lock lock(lock_of_driver);
-    const auto bytes = static_cast<unsigned long long>(bytes_in_use(static_cast<int>(address(pool)) - 1));
+    const int device = static_cast<int>(address(pool)) - 1;
+    std::uint64_t bytes;
     switch (attribute) {
     case kReservedNow:
+    case kUsedNow: bytes = bytes_in_use(device); break;
     case kReservedMost:
-    case kUsedNow:
-    case kUsedMost: std::memcpy(value, &bytes, sizeof bytes); return CUDA_SUCCESS;
-    default: report("cuMemPoolGetAttribute: the fake driver does not know attribute %d", attribute);
+    case kUsedMost: bytes = most_bytes_in_use(device); break;
+    default:
+        report("cuMemPoolGetAttribute: the fake driver does not know attribute %d", attribute);
+        return CUDA_ERROR_INVALID_VALUE;
     }
-    return CUDA_ERROR_INVALID_VALUE;
+    std::memcpy(value, &bytes, sizeof bytes);
+    return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const int *locations, std::size_t count) {

@@ -20,7 +20,7 @@ constexpr int kMaxGpus = 16;
 
 struct Gpu {
     std::uintptr_t begin = 0, next = 0;
-    std::size_t in_use = 0;
+    std::size_t in_use = 0, most = 0;
 };
 
 Gpu gpus[kMaxGpus];
@@ -69,6 +69,8 @@ std::size_t total_bytes() {
 }
 
 std::size_t bytes_in_use(int device) { return gpus[device].in_use; }
+std::size_t most_bytes_in_use(int device) { return gpus[device].most; }
+void give_back(const Allocation &allocation) { gpus[allocation.device].in_use -= allocation.bytes; }
 
 Allocation *allocate(int device, std::size_t bytes) {
     Gpu &on = gpu(device);
@@ -81,6 +83,7 @@ Allocation *allocate(int device, std::size_t bytes) {
     const std::uintptr_t begin = on.next + kRedZone;
     on.next += pages;
     on.in_use += bytes;
+    on.most = std::max(on.most, on.in_use);
     return add({begin, bytes, device, at(begin), {}, {}, {}});
 }
 
@@ -124,7 +127,6 @@ void release(Allocation &allocation) {
         allocations.erase(allocation.begin);  // the system may give the address to anyone
         return;
     }
-    gpus[allocation.device].in_use -= allocation.bytes;
     madvise(at(allocation.begin) - kRedZone, round_up(kRedZone + allocation.bytes + kRedZone), MADV_DONTNEED);
     allocation.accesses = {};
     freed.push_back(allocation.begin);

@@ -59,7 +59,10 @@ std::vector<Allocation *> &page_locked();
 // Where the driver finds the bytes at an address: another view of page-locked memory, else the address itself.
 unsigned char *view_of(std::uintptr_t address);
 
+// Bytes of a GPU that are not freed, and the most there were. As in a pool, a free counts once it is in a stream.
 std::size_t bytes_in_use(int device);
+std::size_t most_bytes_in_use(int device);
+void give_back(const Allocation &allocation);
 std::size_t total_bytes();
 bool is_device_address(std::uintptr_t address);
 

@@ -7,6 +7,7 @@ use crate::monitor::{Metrics, RankSummary};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use crate::zero::StateBytes;
 use ulysses_kernels::attention::grouped_heads;
+use ulysses_kernels::device::gpu_memory;
 use ulysses_kernels::memory;
 
 /// Number of passes that a rank has run over micro batches of one length.
@@ -68,11 +69,15 @@ impl Engine {
                 .map(|passes| self.exchange_bytes(model, *passes))
                 .sum::<Result<u64, EngineError>>()?,
             held_bytes: pairs(measured, expected),
-            peak_by_category: memory::peak_by_category(),
+            peak_by_category: match gpu_memory(&self.workspace.options().device) {
+                Some(gpu) => self.state_by_category().with_rest_of(gpu.peak),
+                None => memory::peak_by_category(),
+            },
         })
     }
 
-    /// Returns the bytes of the state that this rank stores on its device: parameters, gradients and optimizer state.
+    /// Returns the bytes of the state that this rank stores on its device: parameters, gradients and optimizer state. The
+    /// driver of a GPU knows no categories, so all else there is other memory.
     pub fn state_by_category(&self) -> memory::ByCategory {
         let StateBytes { parameters, gradients, optimizer, .. } = self.zero.state_bytes();
         memory::ByCategory { parameters, gradients, optimizer, ..memory::ByCategory::default() }

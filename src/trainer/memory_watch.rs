@@ -102,12 +102,11 @@ impl Observer for MemoryWatch {
     }
 }
 
-/// Reports GPU memory in place of host memory. The driver knows no categories: what is not stored state counts as
-/// [`Category::Other`](crate::memory::Category::Other).
+/// Reports GPU memory in place of host memory.
 fn count_gpu(metrics: &mut Metrics, memory: GpuMemory, state: ByCategory) {
-    let with_rest = |bytes: u64| ByCategory { other: bytes.saturating_sub(state.total()), ..state };
-    (metrics.memory_bytes, metrics.memory_by_category) = (memory.in_use, with_rest(memory.in_use));
-    (metrics.peak_memory_bytes, metrics.peak_memory_by_category) = (memory.peak, with_rest(memory.peak));
+    let GpuMemory { in_use, peak, .. } = memory;
+    (metrics.memory_bytes, metrics.memory_by_category) = (in_use, state.with_rest_of(in_use));
+    (metrics.peak_memory_bytes, metrics.peak_memory_by_category) = (peak, state.with_rest_of(peak));
 }
 
 fn last_micro_batch(parts: &[PartPeak]) -> Vec<PartMemory> {

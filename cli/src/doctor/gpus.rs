@@ -44,7 +44,7 @@ pub(super) fn check(args: &DoctorArgs) -> Vec<Finding> {
     }));
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     findings.extend(cuda_version(driver_cuda_version().ok(), &maps));
-    findings.extend(LIBRARIES.map(|name| library(&maps, name)));
+    findings.extend(LIBRARIES.into_iter().filter_map(|name| library(&maps, name)));
     findings.extend(nccl(&maps));
     findings.extend((0..gpus.len()).map(training));
     findings.extend(communication(gpus.len(), args));
@@ -105,14 +105,9 @@ fn file_of<'a>(maps: &'a str, library: &str) -> Option<&'a str> {
     paths.find(is_it)
 }
 
-fn library(maps: &str, name: &str) -> Finding {
-    match file_of(maps, name) {
-        Some(file) => Finding::new("GPU", name, State::Ok, file),
-        None => {
-            let text = format!("{name}.so is not loaded: install the CUDA libraries that this build links");
-            Finding::new("GPU", name, State::Warning, text)
-        }
-    }
+/// Without a library that it links, the program does not start; others are not needed.
+fn library(maps: &str, name: &'static str) -> Option<Finding> {
+    Some(Finding::new("GPU", name, State::Ok, file_of(maps, name)?))
 }
 
 #[cfg(feature = "nccl")]
@@ -190,7 +185,7 @@ mod tests {
         assert_eq!(file_of(MAPS, "libcublas"), Some("/opt/my cuda/lib64/libcublas.so.13.0.2"));
         assert_eq!(file_of(MAPS, "libcublasLt"), Some("/usr/lib/x86_64-linux-gnu/libcublasLt.so.13"));
         assert_eq!(file_of(MAPS, "libcu"), None);
-        assert_eq!(library(MAPS, "libnvrtc").state, State::Warning);
+        assert!(library(MAPS, "libcublas").is_some() && library(MAPS, "libnvrtc").is_none());
     }
 
     #[test]

@@ -67,6 +67,12 @@ impl ByCategory {
         [parameters, gradients, optimizer, activations, exchange, other]
     }
 
+    /// Returns the same bytes with [`Category::Other`] for the rest of `total`.
+    #[must_use]
+    pub fn with_rest_of(self, total: u64) -> Self {
+        Self { other: self.other + total.saturating_sub(self.total()), ..self }
+    }
+
     /// From bytes in the order of [`Category::ALL`]. Negative counts, from freeing another thread's memory,
     /// become zero.
     pub(super) fn from_counts(counts: [i64; Category::ALL.len()]) -> Self {
