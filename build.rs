@@ -22,8 +22,8 @@ mod nccl {
         TOOLKIT.into_iter().for_each(|name| println!("cargo:rerun-if-env-changed={name}"));
         let folders = folders();
         let find = |name: &str| folders.iter().map(|folder| folder.join(name)).find(|path| path.exists());
-        if find("libnccl.so").is_some() {
-            return;
+        if let Some(folder) = find("libnccl.so").and_then(|path| Some(path.parent()?.to_owned())) {
+            return println!("cargo:rustc-link-search=native={}", folder.display());
         }
         let Some(library) = find("libnccl.so.2") else {
             let advice = "set LIBRARY_PATH to its folder if the linker does not find it";

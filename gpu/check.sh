@@ -52,7 +52,8 @@ run_checks() {
     tests precision_16_bits parity precision::
     tests mesh_invariance parity mesh_invariance::
     tests library ulysses
-    check main_job bin/ulysses train configs/long_sequence.json --device cuda --data text --output "$results/main_job"
+    check main_job bin/ulysses train configs/long_sequence.json --device cuda --backend thread --data text \
+        --output "$results/main_job"
 
     local seq_len
     measure bench_all_to_all bin/ulysses bench all-to-all --device cuda

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command on pretended GPUs: libraries of this repository stand in for libcuda, NVRTC, cuBLAS, cuRAND and NCCL
+# Runs a command on simulated GPUs: libraries of this repository stand in for libcuda, NVRTC, cuBLAS, cuRAND and NCCL
 # (gpu/fake_driver). Fails if the command fails or if the libraries report a fault.
 #
 #     gpu/fake-driver.sh [--gpus N] [--order late|eager|random:SEED] COMMAND ARGUMENT…

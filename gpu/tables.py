@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 BEGIN, END = "<!-- gpu-results: begin -->\n", "<!-- gpu-results: end -->\n"
@@ -60,7 +61,8 @@ def layer(figures: dict) -> str:
 
 def tables(report: dict) -> str:
     figures = {check["name"]: check["figures"] for check in report["checks"] if check["figures"]}
-    parts = [f"{report['date'][:10]}, {report['devices'].strip()}, build {report['build'].splitlines()[0]}\n", checks(report)]
+    devices = "; ".join(re.sub(r" \(UUID: .*?\)", "", line) for line in report["devices"].strip().splitlines())
+    parts = [f"{report['date'][:10]}, {devices}, build {report['build'].splitlines()[0]}\n", checks(report)]
     for make in (attention, layer):
         parts += [f"{make.__doc__}\n", make(figures)]
     return "\n".join(parts)

@@ -114,8 +114,8 @@ impl Placement {
 /// Returns the device of ranks whose number is not known yet. Errors follow once it is.
 pub(crate) fn likely_device(device: DeviceArg, backend: Option<Backend>) -> DeviceKind {
     let is_gpu = match (device, backend) {
-        (DeviceArg::Cuda, _) | (_, Some(Backend::Nccl)) => true,
-        (DeviceArg::Cpu, _) | (_, Some(Backend::Mpi)) => false,
+        (DeviceArg::Cuda, _) | (DeviceArg::Auto, Some(Backend::Nccl)) => true,
+        (DeviceArg::Cpu, _) | (DeviceArg::Auto, Some(Backend::Mpi)) => false,
         (DeviceArg::Auto, _) => gpu_count().is_ok(),
     };
     if is_gpu { DeviceKind::Cuda } else { DeviceKind::Cpu }
@@ -142,7 +142,7 @@ fn place(request: Request, machine: &Machine) -> Result<Placement, String> {
             (None, _) => Ok(on_gpus(Backend::Nccl, 1, "one GPU per process, backend nccl".to_owned())),
             (Some(ranks), Ok(gpus)) => place_threads(ranks, *gpus, backend, machine),
             (_, Err(reason)) if backend == Some(Backend::Nccl) => Err(format!("the backend nccl needs GPUs: {reason}")),
-            (_, Err(reason)) if device == DeviceArg::Cuda => Err(format!("--device cuda: {reason}")),
+            (_, Err(reason)) if device == DeviceArg::Cuda => Err(format!("--device cuda: {reason}; use --device cpu")),
             (_, Err(reason)) => Ok(on_cpu(backend.unwrap_or_default(), Some(reason))),
         },
     }
@@ -168,13 +168,13 @@ fn place_threads(
     if !machine.has_nccl {
         return Err(format!(
             "{ranks} ranks on {gpus} GPUs need NCCL, but this build lacks the feature `nccl`: build with --features nccl, \
-             or set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU"
+             or use --device cpu, or CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU"
         ));
     }
     if ranks > gpus && !machine.shares_gpus {
         let alternative = match gpus {
-            1 => "use the backend thread, whose ranks share one GPU",
-            _ => "set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU",
+            1 => "use the backend thread, whose ranks share one GPU, or --device cpu",
+            _ => "set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU, or use --device cpu",
         };
         return Err(format!(
             "{ranks} ranks, but {gpus} GPU(s): NCCL needs one GPU per rank; choose a mesh of at most {gpus} rank(s), or \
@@ -204,6 +204,17 @@ mod tests {
     ) -> Result<(&'static str, Backend, String), String> {
         let placed = place(Request { device, backend, threads }, machine)?;
         Ok((placed.device.name(), placed.backend, placed.line.unwrap_or_default()))
+    }
+
+    #[test]
+    fn a_stated_device_decides_and_else_the_backend() {
+        use DeviceKind as Kind;
+        for backend in [None, Some(Nccl), Some(Mpi), Some(Thread)] {
+            let devices = [Cpu, Cuda].map(|device| likely_device(device, backend));
+            assert_eq!(devices, [Kind::Cpu, Kind::Cuda], "{backend:?}");
+        }
+        let by_backend = [Nccl, Mpi].map(|backend| likely_device(Auto, Some(backend)));
+        assert_eq!(by_backend, [Kind::Cuda, Kind::Cpu]);
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub(super) struct ProcessArgs {
     /// Number of processes in the job [default: set by the launcher].
     #[arg(long)]
     world_size: Option<usize>,
-    /// GPU index of this process on its node [default: set by the launcher].
+    /// Index of this process on its node: its GPU, unless it sees a single one [default: set by the launcher].
     #[arg(long)]
     local_rank: Option<usize>,
 }

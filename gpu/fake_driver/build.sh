@@ -64,7 +64,7 @@ compile_all() {
     } | xargs -0 --no-run-if-empty -n 4 -P "$(nproc)" bash -c '$0 $1 -c "$2" -o "$3"'
 }
 
-# The one file whose speed matters is not to depend on the machine that built it.
+# The one file whose speed matters.
 optimization() { [[ $1 != gemm.cpp ]] || echo "-O3 -mavx2 -mfma -mf16c"; }
 
 is_current() { # object $1 of the files $2…

@@ -1,4 +1,4 @@
-// Memory of the pretended GPUs and page-locked memory of the host.
+// Memory of the simulated GPUs and page-locked memory of the host.
 //
 // Every GPU has an address range of its own, in which addresses are never used twice, so that every use of freed
 // memory is found. All functions are called with the driver's lock held, except where they say otherwise.

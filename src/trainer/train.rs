@@ -173,6 +173,7 @@ impl<'a> Trainer<'a> {
         let report = self.engine.train_batch(|| self.data.next_micro_batch())?;
         // A GPU may still be computing the update: the step ends with it.
         self.engine.workspace().options().device.synchronize().map_err(EngineError::from)?;
+        self.group().check().map_err(EngineError::from)?;
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times();
         let time = times.shares(step_seconds, data_seconds);

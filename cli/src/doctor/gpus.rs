@@ -21,7 +21,7 @@ const OLDEST_CUDA: (u32, u32) = (12, 4);
 /// Libraries of a CUDA build.
 const LIBRARIES: [&str; 6] = ["libcuda", "libcudart", "libcublas", "libcublasLt", "libnvrtc", "libcurand"];
 
-/// A GPU that hangs must not block the checks after it.
+/// A collective that hangs must not block the checks after it.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Describes the GPUs, and tests them if this build can use them.

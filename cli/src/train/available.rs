@@ -39,7 +39,7 @@ impl fmt::Display for Limit {
             Self::Machine => "MemAvailable",
             Self::ControlGroup => "cgroup limit",
             Self::AddressSpace => "RLIMIT_AS of this process",
-            Self::Gpu => "less 4 GiB for the CUDA context and libraries",
+            Self::Gpu => "total less 4 GiB for the CUDA context and libraries",
         })
     }
 }

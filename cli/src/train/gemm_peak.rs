@@ -12,7 +12,7 @@ const SIZE_ON_GPU: usize = 8192;
 /// Minimum duration of the measurement.
 const DURATION: Duration = Duration::from_millis(20);
 
-/// Dense peak in TFLOP/s, from NVIDIA's data sheets: a part of the GPU's name, f32 without TF32, and bf16 or f16 with
+/// Dense peak in TFLOP/s, from NVIDIA's data sheets: words of the GPU's name, f32 without TF32, and bf16 or f16 with
 /// f32 sums on tensor cores. The first match counts.
 const GPUS: [(&str, f64, f64); 14] = [
     ("GB200", 80.0, 2500.0),
@@ -31,15 +31,15 @@ const GPUS: [(&str, f64, f64); 14] = [
     ("L4", 30.3, 121.0),
 ];
 
-/// Returns the peak FLOP/s of `dtype` on all ranks. On a GPU it is the data sheet's if `gpu`, its name, is known. Otherwise
-/// it is measured, with GEMMs on all ranks at the same time. Collective.
+/// Returns the peak FLOP/s of `dtype` on all ranks. On a GPU it is the data sheet's if `gpu`, its name and the number of
+/// ranks on it, is known. Otherwise it is measured, with GEMMs on all ranks at the same time. Collective.
 pub(super) fn measure(
     all: &dyn ProcessGroup,
     device: &Device,
-    gpu: Option<&str>,
+    gpu: Option<(&str, usize)>,
     dtype: DType,
 ) -> anyhow::Result<f64> {
-    let rate = match gpu.and_then(|name| data_sheet(name, dtype)) {
+    let rate = match gpu.and_then(|(name, ranks)| Some(data_sheet(name, dtype)? / ranks as f64)) {
         Some(rate) => rate,
         None => gemm_rate(all, device, dtype)?,
     };
@@ -47,7 +47,12 @@ pub(super) fn measure(
 }
 
 fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
-    let (_, f32, half) = GPUS.into_iter().find(|(part, ..)| name.contains(part))?;
+    // A part of a GPU (MIG) has a part of its peak.
+    if name.contains("MIG") {
+        return None;
+    }
+    let words = format!(" {} ", name.replace('-', " "));
+    let (_, f32, half) = GPUS.into_iter().find(|(model, ..)| words.contains(&format!(" {model} ")))?;
     Some(1e12 * if dtype == DType::F32 { f32 } else { half })
 }
 
@@ -81,13 +86,15 @@ mod tests {
         assert_eq!(tera("NVIDIA A100-SXM4-80GB", DType::BF16), Some(311.8));
         assert_eq!(tera("NVIDIA L40S", DType::BF16), Some(362.0));
         assert_eq!(tera("NVIDIA GB200", DType::BF16), Some(2500.0));
-        assert_eq!(tera("NVIDIA GeForce RTX 9999", DType::BF16), None);
+        for unknown in ["NVIDIA GeForce RTX 9999", "NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"] {
+            assert_eq!(tera(unknown, DType::BF16), None, "{unknown}");
+        }
     }
 
     #[test]
     fn an_unknown_device_is_measured() {
         let rates = ulysses::comm::launch(2, &ulysses::comm::LaunchOptions::default(), |rank| {
-            measure(&*rank.group, &Device::Cpu, Some("unknown"), DType::F32)
+            measure(&*rank.group, &Device::Cpu, Some(("unknown", 1)), DType::F32)
         });
         let rates = rates.unwrap();
         assert!(rates[0] > 0.0 && rates[0] == rates[1], "{rates:?}");

@@ -49,7 +49,7 @@ impl PlannedMemory {
         }
     }
 
-    /// Returns the bytes per rank that each limit of [`limits`] applies to: on GPUs host memory has only offloaded tensors.
+    /// Returns the bytes per rank that each limit of [`limits`](Self::limits) applies to: on GPUs host memory has only offloaded tensors.
     fn bytes(&self) -> [u64; 3] {
         let RankPlan { peak_bytes, offloaded_bytes, .. } = self.plan;
         match self.device {
@@ -58,9 +58,14 @@ impl PlannedMemory {
         }
     }
 
+    /// Returns the memory that is available on this machine, to this process, and on a GPU.
+    fn limits(&self) -> [Option<Available>; 3] {
+        [on_machine(), in_process(), if self.device == DeviceKind::Cuda { on_gpu() } else { None }]
+    }
+
     /// Returns whether the available memory is enough, as far as it is known. `ranks`: as for [`log`](Self::log).
     pub(super) fn fits(&self, ranks: [usize; 3]) -> bool {
-        self.needs(ranks, limits()).iter().all(|(_, bytes, available)| *bytes <= available.bytes)
+        self.needs(ranks, self.limits()).iter().all(|(_, bytes, available)| *bytes <= available.bytes)
     }
 
     /// Returns the ranks that share each limit, the bytes that they need together, and the limit.
@@ -83,7 +88,7 @@ impl PlannedMemory {
     pub(super) fn log(&self, ranks: [usize; 3]) {
         // A process trains once.
         let _ = crate::settings::PLANNED_PEAK.set(self.clause());
-        self.lines(ranks, limits()).into_iter().for_each(log_line);
+        self.lines(ranks, self.limits()).into_iter().for_each(log_line);
     }
 
     /// Returns the planned peak as an addition to an out-of-memory error.
@@ -111,11 +116,6 @@ impl PlannedMemory {
         });
         std::iter::once(planned + &compared.collect::<String>()).chain(exceeded).collect()
     }
-}
-
-/// Returns the memory that is available on this machine, to this process, and on a GPU.
-fn limits() -> [Option<Available>; 3] {
-    [on_machine(), in_process(), on_gpu()]
 }
 
 /// Prints the expected duration of the first step if it is long. `peak` is the GEMM rate of all ranks.
@@ -148,7 +148,7 @@ pub(super) fn explain_out_of_memory(
     let state = engine.map_or_else(String::new, |engine| stored_state(engine.state_by_category()));
     let planned = planned.map_or_else(String::new, PlannedMemory::clause);
     let less = less_memory(config);
-    error.context(format!("out of memory {part}{state}{planned}; less memory: {less}"))
+    error.context(format!("out of memory {part}{state}{planned}; to reduce memory: {less}"))
 }
 
 fn stored_state(state: ByCategory) -> String {
@@ -165,7 +165,7 @@ fn less_memory(config: &Config) -> String {
     let candidates = [
         (config.micro_batch_size > 1, "a smaller `train_micro_batch_size_per_gpu`"),
         (!ulysses.activation_checkpointing, "`ulysses.activation_checkpointing`: true"),
-        (config.zero.stage != ZeroStage::Parameters, stage.as_str()),
+        (config.zero.stage != ZeroStage::Parameters && config.zero_world_size() > 1, stage.as_str()),
         (ulysses.tile_tokens.is_none(), "`ulysses.tile_tokens`: 2048"),
         (config.zero.offload_optimizer == Offload::None, "`zero_optimization.offload_optimizer`"),
         (true, "more sp ranks (`--mesh`)"),
@@ -261,7 +261,10 @@ mod tests {
             let gpu = Available { bytes: gib * GIB, limit: Limit::Gpu };
             planned(DeviceKind::Cuda).lines([4, 2, 2], [None, None, Some(gpu)])
         };
-        assert!(lines(6)[0].contains("; GPU memory: 6.00 GiB for 2 rank(s), 6.00 GiB available (less 4 GiB"));
+        assert!(
+            lines(6)[0]
+                .contains("; GPU memory: 6.00 GiB for 2 rank(s), 6.00 GiB available (total less 4 GiB")
+        );
         assert_eq!((lines(6).len(), lines(5).len()), (1, 2));
         assert!(lines(5)[1].contains("exceeds the available GPU memory ("), "{:?}", lines(5));
     }
@@ -293,7 +296,10 @@ mod tests {
         assert_eq!(less_memory(&config(small)), expected);
         let error = || anyhow::anyhow!("out of GPU memory: requested 1.00 GiB");
         let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, None));
-        assert!(explained.starts_with("out of memory before the first step; less memory: "), "{explained}");
+        assert!(
+            explained.starts_with("out of memory before the first step; to reduce memory: "),
+            "{explained}"
+        );
         assert!(explained.ends_with(": out of GPU memory: requested 1.00 GiB"), "{explained}");
     }
 

@@ -28,9 +28,11 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     let mut memory = MemoryWatch::new(run.tracer.clone(), rank.rank, groups.device().clone());
     let (mut totals, mut record) = (RunTotals::default(), None);
     let mut trainer = Trainer::new(engine, &groups, run.prepared.data.clone(), options(run))?;
-    let gpu = run.prepared.placement.gpu_name();
+    let placement = &run.prepared.placement;
+    let gpu = placement.gpu_name();
+    let gpu = gpu.as_deref().map(|name| (name, placement.ranks_per_gpu(mesh.world_size())));
     let dtype = config.precision.dtype();
-    let peak_flops = gemm_peak::measure(trainer.group(), groups.device(), gpu.as_deref(), dtype)?;
+    let peak_flops = gemm_peak::measure(trainer.group(), groups.device(), gpu, dtype)?;
     trainer.observe(&mut memory);
     // A complete run leaves its files unchanged.
     if rank.rank == 0 && !trainer.is_done() {

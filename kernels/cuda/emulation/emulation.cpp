@@ -254,6 +254,7 @@ void wait_for_copies(unsigned pending) {
     std::vector<AsyncCopy> &copies = current().copies;
     auto copy = copies.begin();
     for (; copy != copies.end() && copy->group + pending < current().groups; ++copy) {
+        if (is_sanitized) block.shared.end_copy(copy->to, copy->bytes);
         // The target is written now, so other threads need a barrier after the wait.
         check_access(copy->to, copy->bytes, true);
         std::memset(copy->to, 0, copy->bytes);

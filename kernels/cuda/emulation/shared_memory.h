@@ -75,13 +75,16 @@ class SharedMemory {
         return nullptr;
     }
 
-    // Marks bytes that were just accessed as the target of an asynchronous copy, until the next write.
-    void begin_copy(const void *address, std::size_t bytes) {
-        const std::size_t begin = offset_of(address);
-        for (std::size_t i = begin; i < begin + bytes; ++i) record_[i].is_being_copied = true;
-    }
+    // Marks bytes as the target of an asynchronous copy.
+    void begin_copy(const void *address, std::size_t bytes) { mark(address, bytes, true); }
+    void end_copy(const void *address, std::size_t bytes) { mark(address, bytes, false); }
 
   private:
+    void mark(const void *address, std::size_t bytes, bool is_being_copied) {
+        const std::size_t begin = offset_of(address);
+        for (std::size_t i = begin; i < begin + bytes; ++i) record_[i].is_being_copied = is_being_copied;
+    }
+
     static constexpr std::size_t kRedZone = 16, kAlignment = 1024;
 
     struct Array {
@@ -129,6 +132,9 @@ class SharedMemory {
             other = byte.writer;
             return "without a barrier after the write by";
         }
+        if (byte.is_being_copied && byte.write_time > block_start_) {
+            return "before the wait for the cp.async that writes it";
+        }
         const bool is_read = byte.read_time > block_barrier_;
         const bool is_read_by_others =
             byte.is_read_by_warps || (byte.is_read_by_lanes && byte.read_time > warp_barriers_[byte.reader / 32]);
@@ -138,7 +144,6 @@ class SharedMemory {
         }
         byte.write_time = now_;
         byte.writer = static_cast<std::uint16_t>(thread);
-        byte.is_being_copied = false;
         return nullptr;
     }
 

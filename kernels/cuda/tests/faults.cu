@@ -83,13 +83,15 @@ KERNEL(test_contraction, float *out, const float *x, const float *y) {
 }
 
 // Reads the target of a copy: 0 before the wait, 1 in odd lanes that of the lane before, without a barrier, 2 without
-// a commit.
+// a commit. Writes it before the wait: 3 by a store, 4 by another copy.
 KERNEL(fault_cp_async_early, u32 *out, const u32 *x, u32 fault) {
     DYNAMIC_SHARED(u32, shared);
     const u32 i = threadIdx.x;
     cp_async<4>(shared + i, x + i);
     if (fault != 2) cp_async_commit();
     if (fault == 1) __syncwarp();
+    if (fault == 3) shared[i] = i;
+    if (fault == 4) cp_async<4>(shared + i, x + i);
     if (fault != 0) cp_async_wait<0>();
     out[i] = shared[fault == 1 ? i & ~1u : i];
 }

@@ -111,7 +111,9 @@ impl Drop for Inner {
     /// Waits for operations in progress. After a failure they may never end, so they are aborted, on all communicators.
     fn drop(&mut self) {
         let has_failed = || std::thread::panicking() || self.own.check().is_err();
-        self.communicator.finalize(|| !has_failed());
+        if !has_failed() {
+            self.communicator.finalize(|| !has_failed());
+        }
         if has_failed() {
             self.own.abort();
         }

@@ -10,7 +10,6 @@ use crate::config::reader::Section;
 use crate::config::vocabulary::Value;
 use std::num::NonZero;
 use std::time::Duration;
-use ulysses_kernels::device::DeviceKind;
 
 keys! {
     /// Settings that DeepSpeed leaves to the training script.
@@ -51,7 +50,7 @@ keys! {
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
         /// The communication backend.
-        pub backend: Backend = choice().derived("the launcher's backend if processes were launched, else `thread`"),
+        pub backend: Backend = choice().derived("the launcher's backend if processes were launched, else `nccl` for several ranks on several GPUs, else `thread`"),
         /// Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches the whole of `--mesh-selector` (default:
         /// `HOST/cpu`, or `HOST/` and the GPU's name) replaces the mesh sizes of the file; a null mesh follows from the number
         /// of ranks. `--mesh` overrides all rules.
@@ -115,13 +114,6 @@ choices! {
         Nccl = "nccl",
         /// Ranks are processes of an MPI job.
         Mpi = "mpi",
-    }
-}
-
-impl Backend {
-    /// Returns the device that the backend's ranks compute on by default.
-    pub fn device(self) -> DeviceKind {
-        if self == Self::Nccl { DeviceKind::Cuda } else { DeviceKind::Cpu }
     }
 }
 

@@ -70,10 +70,13 @@ pub fn allow_peer_access(device: &Device) -> Result<(), DeviceError> {
     let own = context.cu_device();
     for peer in 0..CudaContext::device_count().map_err(no_gpu)? {
         let peer = result::device::get(peer).map_err(no_gpu)?;
+        if peer == own {
+            continue;
+        }
         let mut can = 0;
         // SAFETY: `can` outlives the call, and both GPUs exist.
         unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, peer, own) }.result().map_err(no_gpu)?;
-        if peer == own || can == 0 {
+        if can == 0 {
             continue;
         }
         let location =

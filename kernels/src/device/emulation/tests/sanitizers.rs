@@ -163,6 +163,8 @@ fn uses_of_cp_async_before_its_completion_are_found() {
         (0, "before the wait for the cp.async that writes it"),
         (1, "without a barrier after the write by"),
         (2, "before the wait for the cp.async that writes it"),
+        (3, "before the wait for the cp.async that writes it"),
+        (4, "before the wait for the cp.async that writes it"),
     ] {
         let message = failure(copy(fault));
         assert!(message.contains(expected), "{fault}: {message}");
