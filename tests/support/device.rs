@@ -1,11 +1,33 @@
 //! The device under test, from `ULYSSES_TEST_DEVICE`: `cpu` (default), `emulated` (GPU kernels on the CPU, feature
-//! `kernel-emulation`) or `cuda` (feature `cuda`; the ranks share the first GPU).
+//! `kernel-emulation`), `cuda` (feature `cuda`; the ranks share the first GPU) or `nccl` (feature `nccl`; a GPU per rank).
 
+use anyhow::Result;
 use candle_core::Device;
 use std::cell::RefCell;
+use ulysses::comm::thread::{self, LaunchError, LaunchOptions};
+use ulysses::comm::{MeshGroups, RankContext};
+use ulysses::mesh::DeviceMesh;
 
 thread_local! {
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// Runs every rank of a mesh on the device under test.
+pub fn launch<T: Send>(
+    mesh: &DeviceMesh,
+    options: &LaunchOptions,
+    run: impl Fn(usize, MeshGroups) -> Result<T> + Sync,
+) -> Result<Vec<T>, LaunchError> {
+    let on_rank = |rank: RankContext| run(rank.rank, MeshGroups::new(mesh, rank.group)?);
+    #[cfg(feature = "nccl")]
+    if choice() == "nccl" {
+        let gpus: Vec<usize> = (0..mesh.world_size()).collect();
+        return ulysses::comm::nccl::launch(&gpus, options, |rank| {
+            DEVICE.set(rank.group.value_device());
+            on_rank(rank)
+        });
+    }
+    thread::launch(mesh.world_size(), options, |rank| on_test_device(|| on_rank(rank)))
 }
 
 /// Runs one rank of a test on the device under test.

@@ -11,8 +11,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses::comm::MeshGroups;
-use ulysses::comm::thread::{LaunchError, LaunchOptions, launch};
+use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
@@ -224,10 +223,8 @@ pub fn on_mesh<T: Send>(
     work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).expect("the mesh of a config");
-    launch(mesh.world_size(), options, |rank| {
-        let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups::new(&groups, config.zero_shards())?;
-        super::device::on_test_device(|| work(rank.rank, groups))
+    super::device::launch(&mesh, options, |rank, groups| {
+        work(rank, ZeroGroups::new(&groups, config.zero_shards())?)
     })
 }
 
