@@ -47,6 +47,7 @@ run_checks() {
     tests comm_conformance_threads comm conformance::threads
     nccl_tests 1
     nccl_tests 2
+    nccl_suite golden_nccl parity golden::
     tests zero_parity zero stages::
     tests kernels_and_ops kernels
     tests precision_16_bits parity precision::
@@ -178,6 +179,15 @@ nccl_tests() {
         record_unless_skipped "$name" "$1 ranks on $gpus GPU need NCCL 2.30, here is $version"
     else
         check "$name" env ULYSSES_TEST_NCCL_RANKS="$1" NCCL_MULTI_RANK_GPU_ENABLE=1 bin/test_comm conformance::nccl
+    fi
+}
+
+# Runs a suite over NCCL, with a GPU per rank: name $1, binary $2, filters $3…
+nccl_suite() {
+    if (($(nvidia-smi -L | grep -c '^GPU ') < 8)); then
+        record_unless_skipped "$1" "its meshes have up to 8 ranks, with a GPU each"
+    else
+        check "$1" env ULYSSES_TEST_DEVICE=nccl "bin/test_$2" "${@:3}"
     fi
 }
 
