@@ -226,7 +226,7 @@ mod tests {
                 assert_eq!(placed(Auto, None, Some(threads), &none), on_cpu);
                 assert_eq!(placed(Auto, Some(Thread), Some(threads), &none), on_cpu);
                 let refused = placed(Cuda, None, Some(threads), &none).unwrap_err();
-                assert_eq!(refused, format!("--device cuda: {reason}"));
+                assert_eq!(refused, format!("--device cuda: {reason}; use --device cpu"));
                 let refused = placed(Auto, Some(Nccl), Some(threads), &none).unwrap_err();
                 assert_eq!(refused, format!("the backend nccl needs GPUs: {reason}"));
             }
@@ -274,10 +274,17 @@ mod tests {
         for backend in [None, Some(Nccl)] {
             let refused = placed(Auto, backend, Some(4), &two).unwrap_err();
             assert!(refused.starts_with("4 ranks, but 2 GPU(s): NCCL needs one GPU per rank"), "{refused}");
-            assert!(refused.ends_with("set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU"), "{refused}");
+            assert!(
+                refused
+                    .ends_with("set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU, or use --device cpu"),
+                "{refused}"
+            );
         }
         let of_one = placed(Auto, Some(Nccl), Some(2), &machine(Ok(1), true)).unwrap_err();
-        assert!(of_one.ends_with("use the backend thread, whose ranks share one GPU"), "{of_one}");
+        assert!(
+            of_one.ends_with("use the backend thread, whose ranks share one GPU, or --device cpu"),
+            "{of_one}"
+        );
         two.shares_gpus = true;
         let shared = placed(Auto, None, Some(4), &two);
         assert_eq!(shared, Ok(("cuda", Nccl, "cuda (4 rank(s) on 2 of 2 GPU(s), backend nccl)".to_owned())));

@@ -286,7 +286,9 @@ mod tests {
     #[test]
     fn an_out_of_memory_error_names_the_keys_that_are_left() {
         let config = |text: &str| Config::from_json_str(text, "c.json").unwrap();
-        let plain = config(r#"{ "train_micro_batch_size_per_gpu": 2, "ulysses": { "seq_len": 64 } }"#);
+        let plain =
+            r#"{ "train_micro_batch_size_per_gpu": 2, "mesh_param": [2, 1], "ulysses": { "seq_len": 64 } }"#;
+        let plain = config(plain);
         let expected = "a smaller `train_micro_batch_size_per_gpu`, `ulysses.activation_checkpointing`: true, \
                         `zero_optimization.stage`: 1";
         assert_eq!(less_memory(&plain), expected);

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 /// Rows and columns of the matmuls of [`load_library_kernels`]: cuBLAS selects its kernel by size.
 const SIZES: [usize; 2] = [32, 256];
 
-/// Runs every kind of cast, scaling and matmul, so that candle and cuBLAS load their kernels now: candle for each device that
+/// Runs every kind of cast and matmul, so that candle and cuBLAS load their kernels now: candle for each device that
 /// was opened, cuBLAS for each GPU.
 ///
 /// They load a kernel at its first use, where the driver may wait for the GPU. If that waits in a collective for
@@ -24,9 +24,11 @@ pub fn load_library_kernels(device: &Device) -> Result<(), DeviceError> {
     let (launcher, gpu) = (Launcher::Cuda(cuda.clone()), cuda.cuda_stream().context().ordinal());
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     for (dtype, other) in dtypes.into_iter().flat_map(|dtype| dtypes.map(|other| (dtype, other))) {
-        // Reports of gradients are scaled.
-        Tensor::zeros(1, dtype, device)?.to_dtype(other)?.affine(1.0, 0.0)?;
+        Tensor::zeros(1, dtype, device)?.to_dtype(other)?;
     }
+    // What `ulysses verify` does with gathered gradients and logits.
+    let scaled = Tensor::zeros((1, 1), DType::F32, device)?.affine(1.0, 0.0)?;
+    Tensor::cat(&[&scaled, &scaled], 1)?.to_dtype(DType::F64)?;
     let mut loaded = LOADED.lock();
     if !loaded.contains(&gpu) {
         for (dtype, size) in dtypes.into_iter().flat_map(|dtype| SIZES.map(|size| (dtype, size))) {
