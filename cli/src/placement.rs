@@ -5,7 +5,7 @@ use anyhow::anyhow;
 use ulysses::config::Backend;
 use ulysses::device::{DeviceError, DeviceKind, gpu_count};
 
-/// What a command asks for.
+/// The device, backend and number of ranks of a command.
 #[derive(Clone, Copy)]
 pub(crate) struct Request {
     pub(crate) device: DeviceArg,
@@ -15,7 +15,7 @@ pub(crate) struct Request {
     pub(crate) threads: Option<usize>,
 }
 
-/// What build and machine offer.
+/// The GPUs and libraries of the build and the machine.
 pub(crate) struct Machine {
     /// Number of visible GPUs, or the reason why none can be used.
     gpus: Result<usize, String>,

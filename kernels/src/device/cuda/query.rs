@@ -1,4 +1,4 @@
-//! What the driver reports about GPUs.
+//! Queries of the driver: GPUs, their memory, its version.
 
 use super::no_gpu;
 use crate::device::{DeviceError, Gpu, GpuMemory};
