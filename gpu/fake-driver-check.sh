@@ -17,6 +17,7 @@ ULYSSES=target/fake/debug/ulysses
 main() {
     local part parts=("$@")
     ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs training seeded)
+    mkdir -p target/fake
     gpu/fake-driver.sh --build-only
     cargo test --no-run --features cuda,nccl --lib --test comm --test parity --message-format json |
         python3 gpu/binaries.py >target/fake/binaries
