@@ -168,12 +168,15 @@ fn check_length(sources: &[Source]) -> Vec<Violation> {
     sources.iter().filter(long).map(violation).collect()
 }
 
-/// Checks that every CUDA kernel has an op of the same name: `kernels/cuda/rope.cu` has `kernels/src/rope`, and
-/// `kernels/cuda/lamb.cu` has `kernels/src/optimizer/lamb`.
+/// Checks that every CUDA kernel has an op of the same name: `kernels/cuda/rope.cu` has `kernels/src/rope`,
+/// `kernels/cuda/lamb.cu` has `kernels/src/optimizer/lamb`, and `kernels/cuda/attention_fused_forward.cu` has
+/// `kernels/src/attention/fused/forward.rs`.
 fn check_kernels(files: &[String]) -> Vec<Violation> {
     let has_op = |stem: &str| {
         let of_op = files.iter().filter_map(|path| path.strip_prefix("kernels/src/"));
-        of_op.flat_map(|path| path.split('/')).any(|part| part.strip_suffix(".rs").unwrap_or(part) == stem)
+        of_op
+            .map(|path| path.strip_suffix(".rs").unwrap_or(path))
+            .any(|path| path.split('/').any(|part| part == stem) || path.replace('/', "_") == stem)
     };
     let kernels = files.iter().filter_map(|path| Some((path, path.strip_prefix("kernels/cuda/")?)));
     // Kernels of tests, in a folder, have no op.
@@ -389,9 +392,10 @@ fn stubs_and_long_files_are_reported() {
 
 #[test]
 fn a_kernel_without_an_op_and_a_missing_readme_are_reported() {
-    let cuda = ["rope.cu", "lamb.cu", "gemm.cu", "orphan.cu", "README.md"]
+    let cuda = ["rope.cu", "lamb.cu", "gemm.cu", "rope_backward.cu", "orphan.cu", "README.md"]
         .map(|name| format!("kernels/cuda/{name}"));
-    let ops = ["rope/mod.rs", "optimizer/lamb/mod.rs", "gemm.rs"].map(|name| format!("kernels/src/{name}"));
+    let ops = ["rope/mod.rs", "rope/backward.rs", "optimizer/lamb/mod.rs", "gemm.rs"]
+        .map(|name| format!("kernels/src/{name}"));
     let readmes = ["checkpoint", "comm", "data", "zero"].map(|name| format!("src/{name}/README.md"));
     let files = [&cuda[..], &ops, &readmes].concat();
     assert_eq!(lines(&check_kernels(&files)), [("kernels/cuda/orphan.cu", 1)]);

@@ -11,7 +11,7 @@ ARCHITECTURES = ("80", "90", "100")
 # The same options as in `kernels/src/device/cuda/module.rs`.
 LANGUAGE = "--std=c++17"
 # What kernels may include, as in `module.rs`.
-HEADERS = ("common.cuh", "mma.cuh")
+HEADERS = ("common.cuh", "mma.cuh", "attention_fused.cuh")
 
 
 class CompileError(Exception):

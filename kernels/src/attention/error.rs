@@ -66,6 +66,17 @@ pub enum AttentionError {
         /// KV heads of `k` and `v`.
         num_kv_heads: usize,
     },
+    /// The fused kernels are forced, and do not support the call.
+    #[error(
+        "{op}: there is no fused kernel for {found}; use bf16 or f16, a head dimension of 64, 96 or 128, contiguous \
+         tensors at offsets of a multiple of 16 bytes and a positive finite scale, or the tiled kernels"
+    )]
+    NotFused {
+        /// The operation.
+        op: &'static str,
+        /// What is not supported.
+        found: String,
+    },
     /// A tensor's shape does not match the other operands and the layout.
     #[error("{op}: {tensor} must have shape {expected:?}, got {got:?}")]
     Shape {

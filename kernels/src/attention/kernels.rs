@@ -4,7 +4,7 @@ use super::{
     AttentionError, AttentionLayout,
     cuda::{self, Tiling},
     dims::Dims,
-    on_cpu,
+    fused, on_cpu,
     operands::{Gradients, Operands, Upstream},
 };
 use crate::call::Call;
@@ -39,7 +39,11 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
         Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, false),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
-            call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
+            if fused::is_chosen(call.op, &problem, &[o])? {
+                call.kernels(fused::forward(&launcher, &problem, [o, lse]))?;
+            } else {
+                call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
+            }
         }
     }
     Ok(())

@@ -19,6 +19,7 @@ mod cpu;
 mod cuda;
 mod dims;
 mod error;
+mod fused;
 mod kernels;
 mod layout;
 mod on_cpu;
@@ -28,6 +29,7 @@ pub mod reference;
 mod tests;
 
 pub use error::AttentionError;
+pub use fused::{AttentionKernels, with_attention_kernels};
 pub use kernels::{backward, delta, forward};
 pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use operands::{Gradients, Operands, Upstream};

@@ -7,7 +7,7 @@ mod tiling;
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
-pub(super) use tiling::Tiling;
+pub(super) use tiling::{HeadChunk, Tiling};
 
 use super::{AttentionLayout, dims::Dims};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};

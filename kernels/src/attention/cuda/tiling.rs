@@ -37,13 +37,13 @@ impl Tiling {
 
 /// Adjacent KV heads with the same number of query heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct HeadChunk {
-    pub(super) first_kv_head: usize,
-    pub(super) num_kv_heads: usize,
+pub(in crate::attention) struct HeadChunk {
+    pub(in crate::attention) first_kv_head: usize,
+    pub(in crate::attention) num_kv_heads: usize,
     /// Query heads per KV head.
-    pub(super) group: usize,
+    pub(in crate::attention) group: usize,
     /// Index of their first query head in `AttentionLayout::heads_by_kv_head_on`.
-    pub(super) first_head: usize,
+    pub(in crate::attention) first_head: usize,
 }
 
 impl HeadChunk {
@@ -61,7 +61,12 @@ pub(super) struct Tile {
 
 impl Tiling {
     /// All KV heads in order, in chunks of at most `max_kv_heads`.
-    pub(super) fn head_chunks(&self, q_to_kv: &[usize], dims: &Dims, max_kv_heads: usize) -> Vec<HeadChunk> {
+    pub(in crate::attention) fn head_chunks(
+        &self,
+        q_to_kv: &[usize],
+        dims: &Dims,
+        max_kv_heads: usize,
+    ) -> Vec<HeadChunk> {
         let mut groups = vec![0; dims.num_kv_heads];
         for kv_head in q_to_kv {
             groups[*kv_head] += 1;

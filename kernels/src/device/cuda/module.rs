@@ -152,8 +152,14 @@ impl Drop for Program {
 
 /// The file with its headers inlined, since there is no include folder at run time.
 fn whole_text(source: &Source) -> String {
-    let common = source.text.replace("#include \"common.cuh\"", include_str!("../../../cuda/common.cuh"));
-    common.replace("#include \"mma.cuh\"", include_str!("../../../cuda/mma.cuh"))
+    let headers = [
+        ("common", include_str!("../../../cuda/common.cuh")),
+        ("mma", include_str!("../../../cuda/mma.cuh")),
+        ("attention_fused", include_str!("../../../cuda/attention_fused.cuh")),
+    ];
+    headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
+        text.replace(&format!("#include \"{name}.cuh\""), header)
+    })
 }
 
 fn cache_path(name: &str, text: &str, architecture: &str) -> Option<PathBuf> {

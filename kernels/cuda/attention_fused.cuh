@@ -1,0 +1,255 @@
+// Parts of the fused attention kernels (`src/attention/fused`): tiles of rows in shared memory, their products on
+// tensor cores, and the rows of queries, keys and values in tensors. A kernel includes this file after `common.cuh`
+// and `mma.cuh`.
+//
+// A block has kFusedThreads threads. Products are spread over the lanes of a warp as the C operand of `mma.cuh`:
+// c[m][n] has the 16 rows from 16 · m and the 8 columns from 8 · n on. With g = lane / 4 and t = lane % 4, c[m][n][i]
+// is row g + 8 · (i / 2), column 2 · t + i % 2.
+
+#ifndef ULYSSES_ATTENTION_FUSED_CUH
+#define ULYSSES_ATTENTION_FUSED_CUH
+
+inline constexpr u32 kFusedThreads = 128;
+inline constexpr u32 kFusedWarps = kFusedThreads / kWarp;
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+#ifndef ULYSSES_EMULATION
+// 2^x in one instruction, with a relative error of at most 2^-22; subnormal results are 0.
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two elements in a register, the first one low.
+template <typename T> __device__ __forceinline__ u32 round_pair(float low, float high);
+template <> __device__ __forceinline__ u32 round_pair<bf16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <> __device__ __forceinline__ u32 round_pair<f16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#else
+inline float fast_exp2(float x) { return std::exp2(x); }
+template <typename T> u32 round_pair(float low, float high) {
+    return round_to<T>(low).bits | static_cast<u32>(round_to<T>(high).bits) << 16;
+}
+#endif
+
+// The keys that a token sees: from `begin` to before `end`. Neither ever decreases from a token to the next.
+struct Visible {
+    u32 begin, end;
+    __device__ __forceinline__ bool contains(u32 key) const { return begin <= key && key < end; }
+};
+
+__device__ __forceinline__ Visible visible_to(const u32 *ranges, u32 token) {
+    const Pack<u32, 2> range = *reinterpret_cast<const Pack<u32, 2> *>(ranges + 2 * static_cast<u64>(token));
+    return {range.at[0], range.at[1]};
+}
+
+// The sizes of a launch: for `batch` sequences, the KV heads from `first_kv_head` on, of `group` query heads each.
+struct FusedSizes {
+    u32 batch, tokens, keys, num_heads, num_kv_heads, first_kv_head, kv_heads, group;
+    // Packed rows of a KV head.
+    __device__ __forceinline__ u32 rows() const { return tokens * group; }
+};
+
+// What a block computes: part `index` of a KV head of a sequence. Blocks of the same index are adjacent in the grid,
+// so that those with the most work can come first.
+struct FusedPart {
+    u32 index, kv_head;
+    u64 sequence;
+};
+
+__device__ __forceinline__ FusedPart fused_part(const FusedSizes &sizes) {
+    const u32 heads = sizes.kv_heads * sizes.batch, at = blockIdx.x % heads;
+    return {blockIdx.x / heads, at % sizes.kv_heads, at / sizes.kv_heads};
+}
+
+// The queries of a KV head, packed: row = token · group + member, for a tensor [token, head, D].
+template <typename T, u32 D> struct PackedRows {
+    T *x;
+    const u32 *heads;  // of the members
+    u32 count, group, num_heads;
+
+    __device__ __forceinline__ T *at(u32 row) const {
+        return x + (static_cast<u64>(row / group) * num_heads + heads[row % group]) * D;
+    }
+};
+
+// `x` is a tensor [sequence, token, head, D], `heads` the query heads of the launch, sorted by KV head.
+template <u32 D, typename T>
+__device__ __forceinline__ PackedRows<T, D> packed_rows(T *x, const u32 *heads, const FusedSizes &sizes,
+                                                        const FusedPart &part) {
+    return {x + part.sequence * sizes.tokens * sizes.num_heads * D, heads + part.kv_head * sizes.group, sizes.rows(),
+            sizes.group, sizes.num_heads};
+}
+
+// The keys or values of a KV head in a tensor [key, head, D].
+template <typename T, u32 D> struct KeyRows {
+    T *x;
+    u32 count, num_heads;
+
+    __device__ __forceinline__ T *at(u32 key) const { return x + static_cast<u64>(key) * num_heads * D; }
+};
+
+// `x` is a tensor [sequence, key, head, D].
+template <u32 D, typename T>
+__device__ __forceinline__ KeyRows<T, D> key_rows(T *x, const FusedSizes &sizes, const FusedPart &part) {
+    const u64 head = part.sequence * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + part.kv_head;
+    return {x + head * D, sizes.keys, sizes.num_kv_heads};
+}
+
+// Rows of D elements in shared memory. The chunks of 16 bytes of a row are permuted, so that neither 8 rows of a
+// matrix nor 8 chunks of a row share banks: `swizzled`, and its counterpart for rows of an odd multiple of 64 bytes.
+template <typename T, u32 D> struct Tile {
+    static constexpr u32 kChunk = 16 / sizeof(T), kChunks = D / kChunk;
+    static_assert(kChunks % 4 == 0, "rows are a multiple of 64 bytes");
+    T *first;
+
+    __device__ __forceinline__ T *at(u32 row, u32 chunk) const {
+        const u32 place = kChunks % 8 == 0 ? swizzled(row, chunk) : chunk ^ (row / 2 & 3);
+        return first + row * D + place * kChunk;
+    }
+};
+
+// Starts copies of kRows rows from `first` on to a tile, by all threads of the block; rows that do not exist become 0.
+template <u32 kRows, typename T, u32 D, typename Rows>
+__device__ __forceinline__ void copy_rows(const Tile<T, D> &tile, const Rows &rows, u32 first) {
+    constexpr u32 kChunks = Tile<T, D>::kChunks;
+    static_assert(kRows * kChunks % kFusedThreads == 0, "all threads copy equally much");
+#pragma unroll
+    for (u32 i = 0; i < kRows * kChunks; i += kFusedThreads) {
+        const u32 row = (i + threadIdx.x) / kChunks, chunk = (i + threadIdx.x) % kChunks;
+        const bool exists = first + row < rows.count;
+        const T *from = rows.at(exists ? first + row : first) + chunk * Tile<T, D>::kChunk;
+        cp_async<16>(tile.at(row, chunk), from, exists ? 16 : 0);
+    }
+}
+
+// Waits for all copies of the block. All threads are also past their reads of what was copied before.
+__device__ __forceinline__ void wait_for_copies() {
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
+// Operand A: a[r][k] = tile[row + r][16 · step + k].
+template <typename T, u32 D>
+__device__ __forceinline__ void load_a(u32 (&a)[4], const Tile<T, D> &tile, u32 row, u32 step) {
+    const u32 lane = threadIdx.x % kWarp;
+    ldmatrix<4, false>(a, tile.at(row + lane % 16, 2 * step + lane / 16));
+}
+
+// Operand B of 16 columns: b[k][n] = tile[row + k][16 · step + n].
+template <typename T, u32 D>
+__device__ __forceinline__ void load_b(u32 (&b)[4], const Tile<T, D> &tile, u32 row, u32 step) {
+    const u32 lane = threadIdx.x % kWarp;
+    ldmatrix<4, true>(b, tile.at(row + lane % 16, 2 * step + lane / 16));
+}
+
+// Operand B of 16 columns that are rows of the tile: b[k][n] = tile[row + n][16 · step + k].
+template <typename T, u32 D>
+__device__ __forceinline__ void load_b_transposed(u32 (&b)[4], const Tile<T, D> &tile, u32 row, u32 step) {
+    const u32 lane = threadIdx.x % kWarp;
+    ldmatrix<4, false>(b, tile.at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+}
+
+// `mma` with 16 columns: those of `left`, then those of `right`.
+template <typename T>
+__device__ __forceinline__ void mma_m16n16k16(float (&left)[4], float (&right)[4], const u32 (&a)[4],
+                                              const u32 (&b)[4]) {
+    const u32 of_left[2] = {b[0], b[1]}, of_right[2] = {b[2], b[3]};
+    mma_m16n8k16<T>(left, a, of_left);
+    mma_m16n8k16<T>(right, a, of_right);
+}
+
+// c += a · bᵀ for 16 · kM rows of `a` from `row` on, and the first 8 · kN rows of b.
+template <typename T, u32 D, u32 kM, u32 kN>
+__device__ __forceinline__ void multiply_transposed(float (&c)[kM][kN][4], const Tile<T, D> &a, u32 row,
+                                                    const Tile<T, D> &b) {
+#pragma unroll
+    for (u32 step = 0; step < D / 16; ++step) {
+        u32 of_a[kM][4];
+#pragma unroll
+        for (u32 m = 0; m < kM; ++m) load_a(of_a[m], a, row + 16 * m, step);
+#pragma unroll
+        for (u32 n = 0; n < kN; n += 2) {
+            u32 of_b[4];
+            load_b_transposed(of_b, b, 8 * n, step);
+#pragma unroll
+            for (u32 m = 0; m < kM; ++m) mma_m16n16k16<T>(c[m][n], c[m][n + 1], of_a[m], of_b);
+        }
+    }
+}
+
+// c += a · b for `a` in registers, and the first 16 · kK rows of b.
+template <typename T, u32 D, u32 kM, u32 kK>
+__device__ __forceinline__ void multiply(float (&c)[kM][D / 8][4], const u32 (&a)[kM][kK][4], const Tile<T, D> &b) {
+#pragma unroll
+    for (u32 k = 0; k < kK; ++k) {
+#pragma unroll
+        for (u32 n = 0; n < D / 8; n += 2) {
+            u32 of_b[4];
+            load_b(of_b, b, 16 * k, n / 2);
+#pragma unroll
+            for (u32 m = 0; m < kM; ++m) mma_m16n16k16<T>(c[m][n], c[m][n + 1], a[m][k], of_b);
+        }
+    }
+}
+
+// Rounds products to operand A. No lane needs an element of another one.
+template <typename T, u32 kM, u32 kN>
+__device__ __forceinline__ void round_to_a(u32 (&a)[kM][kN / 2][4], const float (&c)[kM][kN][4]) {
+#pragma unroll
+    for (u32 m = 0; m < kM; ++m) {
+#pragma unroll
+        for (u32 n = 0; n < kN; ++n) {
+            a[m][n / 2][n % 2 * 2] = round_pair<T>(c[m][n][0], c[m][n][1]);
+            a[m][n / 2][n % 2 * 2 + 1] = round_pair<T>(c[m][n][2], c[m][n][3]);
+        }
+    }
+}
+
+// Combines the values of the 4 lanes that share a row.
+template <typename Op> __device__ __forceinline__ float row_reduce(float value) {
+    const Op combine;
+    value = combine(value, __shfl_xor_sync(kFullWarp, value, 1));
+    return combine(value, __shfl_xor_sync(kFullWarp, value, 2));
+}
+
+// Writes products, times the factor of each row, to the rows from `first` on that exist. They pass through the rows
+// from `row` on of a tile, which no other warp may use: so whole chunks are written.
+template <typename T, u32 D, u32 kM, typename Rows>
+__device__ __forceinline__ void store_rows(const Rows &rows, u32 first, const Tile<T, D> &tile, u32 row,
+                                           const float (&c)[kM][D / 8][4], const float (&factor)[kM][2]) {
+    constexpr u32 kChunk = Tile<T, D>::kChunk, kChunks = Tile<T, D>::kChunks;
+    using Chunk = Pack<T, kChunk>;
+    const u32 lane = threadIdx.x % kWarp;
+    __syncwarp();
+#pragma unroll
+    for (u32 m = 0; m < kM; ++m) {
+#pragma unroll
+        for (u32 n = 0; n < D / 8; ++n) {
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const float low = c[m][n][2 * half] * factor[m][half], high = c[m][n][2 * half + 1] * factor[m][half];
+                T *to = tile.at(row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 2;
+                *reinterpret_cast<u32 *>(to) = round_pair<T>(low, high);
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (u32 i = lane; i < 16 * kM * kChunks; i += kWarp) {
+        const u32 at = i / kChunks, chunk = i % kChunks;
+        if (first + at >= rows.count) continue;
+        *reinterpret_cast<Chunk *>(rows.at(first + at) + chunk * kChunk) =
+            *reinterpret_cast<const Chunk *>(tile.at(row + at, chunk));
+    }
+}
+
+#endif

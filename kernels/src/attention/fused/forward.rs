@@ -1,0 +1,35 @@
+//! Forward: one launch per chunk of heads, without scratch.
+
+use super::{Problem, grid, head_chunks, sizes};
+use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
+use candle_core::Tensor;
+
+/// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
+const ROWS: usize = 128;
+
+/// Keys of a tile: `kKeys`.
+const KEYS: usize = 64;
+
+/// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+pub(in crate::attention) fn forward(
+    launcher: &Launcher,
+    problem: &Problem<'_>,
+    [o, lse]: [&Tensor; 2],
+) -> Result<(), DeviceError> {
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
+    let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
+    let name = format!("attention_fused_forward_{}_{}", dtype.as_str(), dims.head_dim);
+    let kernel = Kernel::named(&ATTENTION_FUSED_FORWARD, name);
+    launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
+        for chunk in head_chunks(problem) {
+            let parts = (dims.num_queries * chunk.group).div_ceil(ROWS);
+            let addresses = [o, lse, q, k, v, heads.offset(chunk.first_head), ranges].map(Into::into);
+            let args = [&addresses[..], &[scale.into()], &sizes(problem, &chunk)].concat();
+            // Queries, keys and values.
+            let grid = grid(problem, &chunk, parts, ROWS + 2 * KEYS);
+            // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
+            unsafe { launcher.launch(&kernel, grid, &args)? };
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,116 @@
+//! Fused attention on a GPU: kernels that keep scores in registers, for 16-bit elements and usual head dimensions.
+//!
+//! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
+
+mod forward;
+
+pub(super) use forward::forward;
+
+use super::AttentionError;
+use super::cuda::{HeadChunk, Problem, Tiling};
+use crate::device::{Arg, Grid};
+use candle_core::{DType, Tensor};
+use std::cell::Cell;
+
+/// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
+const THREADS: u32 = 128;
+
+/// The head dimensions that have kernels.
+const HEAD_DIMS: [usize; 3] = [64, 96, 128];
+
+/// Elements of 16 bytes, the unit of all copies.
+const CHUNK: usize = 8;
+
+/// The kernels that compute attention on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AttentionKernels {
+    /// The tiled kernels, until a check on the GPU itself allows the fused ones.
+    #[default]
+    Auto,
+    /// The fused kernels; a call that they do not support is an error.
+    Fused,
+    /// Matmuls by cuBLAS, and kernels for the steps in between.
+    Tiled,
+}
+
+thread_local! {
+    static KERNELS: Cell<AttentionKernels> = const { Cell::new(AttentionKernels::Auto) };
+}
+
+/// Runs `run` with these kernels for attention on a GPU, or emulated, on this thread.
+pub fn with_attention_kernels<R>(kernels: AttentionKernels, run: impl FnOnce() -> R) -> R {
+    struct Restore(AttentionKernels);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            KERNELS.set(self.0);
+        }
+    }
+    let _restore = Restore(KERNELS.replace(kernels));
+    run()
+}
+
+/// Returns whether the fused kernels are to compute a problem; `others` are the other tensors of its element type.
+///
+/// # Errors
+/// A problem that they do not support, if they are forced.
+pub(super) fn is_chosen(
+    op: &'static str,
+    problem: &Problem<'_>,
+    others: &[&Tensor],
+) -> Result<bool, AttentionError> {
+    match (KERNELS.get(), unsupported(problem, others)) {
+        (AttentionKernels::Auto | AttentionKernels::Tiled, _) => Ok(false),
+        (AttentionKernels::Fused, None) => Ok(true),
+        (AttentionKernels::Fused, Some(found)) => Err(AttentionError::NotFused { op, found }),
+    }
+}
+
+/// What the fused kernels do not support of a problem. All GPUs that can be opened have their instructions: those
+/// of `cuda/common.cuh` need compute capability 8.0, too.
+fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
+    let Problem { q, k, v, dims, dtype, scale, .. } = *problem;
+    if !matches!(dtype, DType::BF16 | DType::F16) {
+        return Some(format!("{} elements", dtype.as_str()));
+    }
+    if !HEAD_DIMS.contains(&dims.head_dim) {
+        return Some(format!("a head dimension of {}", dims.head_dim));
+    }
+    let tensors = [q, k, v].into_iter().chain(others.iter().copied());
+    let offsets = tensors.map(|tensor| tensor.layout().start_offset());
+    if let Some(offset) = offsets.into_iter().find(|offset| offset % CHUNK != 0) {
+        return Some(format!(
+            "a tensor that begins {} bytes into its storage",
+            offset * dtype.size_in_bytes()
+        ));
+    }
+    if !(scale > 0.0 && scale.is_finite()) {
+        return Some(format!("a scale of {scale}"));
+    }
+    // The kernels count rows and keys, and those of a tile past the end, in 32 bits.
+    let (rows, keys) = (dims.num_queries * dims.num_heads, dims.num_keys);
+    (rows.max(keys) > i32::MAX as usize).then(|| format!("{rows} queries of all heads and {keys} keys"))
+}
+
+/// All KV heads that a query head uses, by adjacent ones with equally many query heads: one launch each.
+fn head_chunks(problem: &Problem<'_>) -> Vec<HeadChunk> {
+    let Problem { dims, layout, .. } = problem;
+    let unlimited = Tiling { heads: usize::MAX, ..Tiling::FORWARD };
+    unlimited.head_chunks(layout.q_to_kv(), dims, dims.num_kv_heads)
+}
+
+/// The sizes of a launch: the fields of `FusedSizes` in `cuda/attention_fused.cuh`.
+fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 8] {
+    let dims = problem.dims;
+    let sizes = [dims.batch, dims.num_queries, dims.num_keys, dims.num_heads, dims.num_kv_heads];
+    let of_chunk = [chunk.first_kv_head, chunk.num_kv_heads, chunk.group];
+    let mut sizes = sizes.into_iter().chain(of_chunk);
+    std::array::from_fn(|_| (sizes.next().unwrap_or_default() as u32).into())
+}
+
+/// A block for every part of every KV head of a chunk, with `rows` rows of `head_dim` elements in shared memory.
+fn grid(problem: &Problem<'_>, chunk: &HeadChunk, parts: usize, rows: usize) -> Grid {
+    let Problem { dims, dtype, .. } = problem;
+    let shared_bytes = rows * dims.head_dim * dtype.size_in_bytes();
+    let blocks = parts * chunk.num_kv_heads * dims.batch;
+    Grid { shared_bytes, ..Grid::blocks(blocks).of_threads(THREADS) }
+}
