@@ -162,12 +162,37 @@ pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
 /// # Errors
 /// A failed allocation.
 pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-    let shape = shape.into();
+    allocate(shape.into(), dtype, device, |shape| Tensor::zeros(shape, dtype, device))
+}
+
+/// Allocates a tensor with **unspecified content**, as `torch.empty`, for a caller that overwrites all of it. An
+/// empty one as [`zeros`].
+///
+/// # Errors
+/// A failed allocation.
+pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    match device {
+        // SAFETY: a GPU's memory has no invalid values, and the host does not read it before a copy.
+        Device::Cuda(_) => {
+            allocate(shape.into(), dtype, device, |shape| unsafe { Tensor::empty(shape, dtype, device) })
+        }
+        // Rust does not allow references to uninitialized memory. The operating system zeroes new pages anyway.
+        _ => zeros(shape, dtype, device),
+    }
+}
+
+fn allocate(
+    shape: Shape,
+    dtype: DType,
+    device: &Device,
+    new: impl FnOnce(Shape) -> Result<Tensor>,
+) -> Result<Tensor> {
     match shape.elem_count() {
         elements if elements > 0 && dry::is_dry() => dry::tensor(shape, dtype),
         0 => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
-        elements => Tensor::zeros(shape, dtype, device)
-            .map_err(|error| explain_allocation(error, elements * dtype.size_in_bytes(), device)),
+        elements => {
+            new(shape).map_err(|error| explain_allocation(error, elements * dtype.size_in_bytes(), device))
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::OpError;
 use crate::device::dry;
 use crate::memory::{Category, with_default_category};
-use crate::tensor::{StorageId, TensorOptions, zeros};
+use crate::tensor::{StorageId, TensorOptions, empty};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -81,7 +81,7 @@ impl Workspace {
         match recycled {
             Some(flat) => flat.reshape(shape),
             None => {
-                with_default_category(Category::Activations, || zeros(shape, dtype, &self.options.device))
+                with_default_category(Category::Activations, || empty(shape, dtype, &self.options.device))
             }
         }
         .map_err(|source| OpError::Candle { op: "Workspace::alloc", source })

@@ -52,7 +52,7 @@ pub(super) fn start(
         },
     };
     let received = with_category(Category::Gradients, || {
-        ulysses_kernels::tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
+        ulysses_kernels::tensor::empty(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
     let sent = if rounds(shard, groups) { rounded(&whole, whole.elem_count())? } else { whole };
     let pending = shard.start_reduce_scatter(&sent, &received, ReduceOp::Sum)?;
@@ -122,15 +122,15 @@ fn rounded(gradient: &Tensor, numel: usize) -> Result<Tensor, ZeroError> {
 
 /// Sums a gradient over a group in place. Each rank sums one chunk of it, then gathers the other chunks, in f32.
 fn sum_rounded(gradient: &Tensor, group: &dyn ProcessGroup) -> Result<(), ZeroError> {
-    let zeros = |numel| ulysses_kernels::tensor::zeros(numel, DType::F32, gradient.device());
+    let empty = |numel| ulysses_kernels::tensor::empty(numel, DType::F32, gradient.device());
     let (numel, ranks) = (gradient.elem_count(), group.world_size());
-    let chunk = zeros(numel.div_ceil(ranks))?;
+    let chunk = empty(numel.div_ceil(ranks))?;
     let padded_numel = chunk.elem_count() * ranks;
     group.reduce_scatter(&rounded(gradient, padded_numel)?, &chunk, ReduceOp::Sum)?;
     if padded_numel == numel {
         return Ok(group.all_gather(&chunk, gradient)?);
     }
-    let padded = zeros(padded_numel)?;
+    let padded = empty(padded_numel)?;
     group.all_gather(&chunk, &padded)?;
     Ok(strided_copy::copy(&padded.narrow(0, 0, numel)?, gradient)?)
 }

@@ -40,7 +40,7 @@ pub(super) fn backward(
     let plan = ids.on(dy.device())?;
     let DeviceIds { tokens_at, segments_at, sums_at, .. } = plan;
     // At least one row, since CUDA cannot allocate zero bytes and most batches need none.
-    let partial = crate::tensor::zeros((plan.partials.max(1), d), DType::F32, dy.device())?;
+    let partial = crate::tensor::empty((plan.partials.max(1), d), DType::F32, dy.device())?;
     launcher.open([dweight, &partial], [dy, &plan.tables], |[dweight, partial], [dy, tables]| {
         let [tokens, segments, sums] = [tokens_at, segments_at, sums_at].map(|at| tables.offset(at));
         let columns = d.div_ceil(COLUMNS);

@@ -23,8 +23,8 @@ pub(super) fn forward(
         return Ok(Losses::summed(LossSum::default()));
     }
     let device = x.device();
-    let logits = crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
-    let losses = crate::tensor::zeros(sizes.tokens, DType::F32, device)?;
+    let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let losses = crate::tensor::empty(sizes.tokens, DType::F32, device)?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {
         return Ok(Losses::on_device(losses, sizes.tokens as u64));
@@ -81,10 +81,10 @@ pub(super) fn backward(
     }
     let Backward { x, weight, lse, dx, dweight } = *tensors;
     let device = x.device();
-    let logits = crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
     // f32 gradients overwrite their logits.
     let narrow = (dtype != DType::F32)
-        .then(|| crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
+        .then(|| crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), dtype, device))
         .transpose()?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {

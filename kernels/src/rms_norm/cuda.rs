@@ -81,7 +81,7 @@ fn backward_weight(
         return Ok(());
     }
     let chunks = rows.div_ceil(ROWS_PER_CHUNK);
-    let partial = crate::tensor::zeros((chunks, d), DType::F32, x.device())?;
+    let partial = crate::tensor::empty((chunks, d), DType::F32, x.device())?;
     let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
     launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {

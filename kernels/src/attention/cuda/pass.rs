@@ -227,7 +227,7 @@ pub(super) fn scratch<const N: usize>(
     sizes: [ScratchSize; N],
     device: &Device,
 ) -> candle_core::Result<[Tensor; N]> {
-    let tensor = |size| crate::tensor::zeros(elements(size), size.1, device);
+    let tensor = |size| crate::tensor::empty(elements(size), size.1, device);
     let tensors: Vec<Tensor> = sizes.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
     Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
 }

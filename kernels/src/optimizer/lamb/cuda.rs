@@ -16,7 +16,7 @@ pub(super) fn direction(
     let Some(table) = segments.table() else { return Ok(segments.sum([])) };
     let kernel = Kernel::new(&LAMB, "lamb_direction");
     let chunks = segments.chunks().len();
-    let partial = crate::tensor::zeros((chunks, 2), DType::F32, param.device())?;
+    let partial = crate::tensor::empty((chunks, 2), DType::F32, param.device())?;
     launcher.open([grad, exp_avg, exp_avg_sq, &partial], [param, table], |outputs, inputs| {
         let tensors = [&outputs[..], &inputs[..]].concat().into_iter().map(Arg::from);
         let factors = Factors::new(params).in_order().map(Arg::from);
