@@ -1,7 +1,7 @@
 //! The launches of `cuda/elementwise.cu`.
 
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::ELEMENTWISE};
-use crate::tensor::{empty, to_vec};
+use crate::tensor::{to_vec, zeros};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ fn blocks(x: &Tensor) -> usize {
 /// bytes.
 fn results(blocks: usize, dtype: DType, tensors: &[&Tensor]) -> candle_core::Result<Tensor> {
     let device = tensors.first().map_or(&Device::Cpu, |x| x.device());
-    empty(blocks.max(1), dtype, device)
+    zeros(blocks.max(1), dtype, device)
 }
 
 /// Writes the partial results of a reduction over `x`, one per block, to these elements of `results`.
