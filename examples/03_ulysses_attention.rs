@@ -37,7 +37,7 @@ fn main() -> Result<()> {
     let whole = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?, random(num_heads)?];
     let heads = grouped_heads(num_heads, num_kv_heads);
     let layout = AttentionLayout::causal(batch, seq_len as u32, heads.clone())?;
-    let expected = forward_and_backward(&FlashAttention, &whole, &layout)?;
+    let expected = forward_and_backward(&FlashAttention::default(), &whole, &layout)?;
 
     // The same problem on three ranks, each with its shard of the tokens.
     let options = LaunchOptions::default();
@@ -72,7 +72,7 @@ fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<(
     let layout = AttentionLayout::new(positions.clone(), positions, documents, heads, None)?;
 
     // `UlyssesAttention` makes any local attention sequence-parallel, with the same interface.
-    let attention = UlyssesAttention::new(Arc::new(FlashAttention), rank.group.clone());
+    let attention = UlyssesAttention::new(Arc::new(FlashAttention::default()), rank.group.clone());
     let results = forward_and_backward(&attention, &local, &layout)?;
     rank.group.barrier()?;
     let volume = ExchangePlan::new(SHAPE, heads, SP, rank.rank)?.volume();

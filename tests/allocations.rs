@@ -41,7 +41,7 @@ fn in_later_steps((dp, sp): (usize, usize), recompute: bool) -> u64 {
     let global = global_batch(&Batch::packed(model.vocab_size, &vec![&documents[..]; dp], 3)).unwrap();
     let ranks =
         on_mesh(&config, &LaunchOptions { threads_per_rank: 2, ..LaunchOptions::default() }, |_, groups| {
-            let (weights, attention) = (RandomWeights { seed: 1 }, Arc::new(FlashAttention));
+            let (weights, attention) = (RandomWeights { seed: 1 }, Arc::new(FlashAttention::default()));
             let model = Model::llama(&model)?;
             let mut engine =
                 Engine::with_attention(model, &weights, &config, groups, attention, &test_device())?;

@@ -76,7 +76,7 @@ pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, P
 pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
-pub use sections::ulysses::{Backend, CommCheck, CommConfig, UlyssesConfig};
+pub use sections::ulysses::{AttentionChoice, Backend, CommCheck, CommConfig, UlyssesConfig};
 pub use sections::zero::{Offload, PartitionAxes, ZeroConfig, ZeroStage};
 pub use settings::{Setting, Settings};
 pub use vocabulary::DEEPSPEED_VERSION;

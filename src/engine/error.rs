@@ -9,6 +9,7 @@ use crate::model::ModelError;
 use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
 use ulysses_kernels::OpError;
+use ulysses_kernels::attention::AttentionError;
 use ulysses_kernels::offload::OffloadError;
 
 /// An error of the engine.
@@ -206,6 +207,9 @@ pub enum EngineError {
         /// The name.
         name: String,
     },
+    /// The kernels of `ulysses.attention` do not run on the device.
+    #[error("`ulysses.attention`: {0}")]
+    Attention(Box<AttentionError>),
     /// A layer failed.
     #[error(transparent)]
     Model(Box<ModelError>),
@@ -263,5 +267,5 @@ macro_rules! boxed {
 }
 
 boxed! {
-    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
+    Attention(AttentionError), Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
 }

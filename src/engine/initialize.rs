@@ -9,7 +9,7 @@ use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use super::times::StepTimes;
 use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
-use crate::config::{Config, LrSchedule};
+use crate::config::{AttentionChoice, Config, LrSchedule};
 use crate::mesh::SHARD_AXIS;
 use crate::model::{Model, TokenLayout, WeightSource};
 use crate::sequence_parallel::UlyssesAttention;
@@ -18,7 +18,7 @@ use candle_core::{Device, Tensor};
 use std::collections::HashSet;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, FlashAttention};
+use ulysses_kernels::attention::{Attention, AttentionKernels, FlashAttention};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::tensor::TensorOptions;
@@ -71,7 +71,19 @@ pub fn initialize(
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
     let groups = ZeroGroups::new(groups, config.zero_shards())?;
-    Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), device)
+    let attention = Arc::new(attention(config, device)?);
+    Engine::with_attention(model, weights, config, groups, attention, device)
+}
+
+/// The attention of a config on a device.
+pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttention, EngineError> {
+    let kernels = match config.ulysses.attention {
+        AttentionChoice::Auto => AttentionKernels::Auto,
+        AttentionChoice::Fused => AttentionKernels::Fused,
+        AttentionChoice::Tiled => AttentionKernels::Tiled,
+    };
+    let kernels = kernels.on(device, config.precision.dtype())?;
+    Ok(FlashAttention::new(kernels))
 }
 
 impl Engine {

@@ -34,6 +34,7 @@ mod verify;
 pub use checkpoint::RunRecord;
 pub use error::EngineError;
 pub use forward::Loss;
+pub(crate) use initialize::attention;
 pub use initialize::{Engine, initialize};
 pub use memory::PartPeak;
 pub use moment::Moment;

@@ -7,7 +7,7 @@ use crate::comm::ProcessGroup;
 use crate::comm::fake::FakeGroup;
 use crate::config::Config;
 use crate::data::MicroBatch;
-use crate::engine::{Engine, EngineError, PartPeak};
+use crate::engine::{Engine, EngineError, PartPeak, attention};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
 use crate::zero::{ShardGroups, ZeroGroups};
@@ -15,7 +15,6 @@ use candle_core::Device;
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses_kernels::attention::FlashAttention;
 use ulysses_kernels::device::dry::{self, Allocation, DryDevice};
 use ulysses_kernels::memory::live_bytes;
 
@@ -111,7 +110,8 @@ impl Workload {
             let groups = fake_groups(&config, mesh, rank, &recorder)?;
             let model = Model::llama(&self.model)?;
             let batch = self.batch(groups.sp.rank())?;
-            let (attention, device) = (Arc::new(FlashAttention), &Device::Cpu);
+            let device = &Device::Cpu;
+            let attention = Arc::new(attention(&config, device)?);
             let engine = Engine::with_attention(model, &NoWeights, &config, groups, attention, device)?;
             work(&mut DryRank { engine, batch, recorder }, accumulation)
         };

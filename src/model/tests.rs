@@ -55,7 +55,7 @@ fn context(batch: usize, seq_len: usize) -> LayerContext {
     let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
     let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
     let tokens = TokenLayout::new(0..seq_len, position_ids, cu_seqlens).unwrap();
-    LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention), Arc::new(Workspace::default()))
+    LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention::default()), Arc::new(Workspace::default()))
 }
 
 /// Random values of strength 1, different for every `seed`.

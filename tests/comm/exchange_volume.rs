@@ -65,7 +65,7 @@ fn measure_with(sp: usize, extra: serde_json::Value) -> Vec<[(u64, u64); 2]> {
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, sp, 0), SEQUENCES).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
         let batch = micro_batches(&global, &engine)?.remove(0);
         let before = exchanged(&engine)?;
         let loss = engine.forward(&batch)?;

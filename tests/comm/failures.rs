@@ -52,7 +52,7 @@ fn run(
             &weights,
             &config,
             groups,
-            Arc::new(FlashAttention),
+            Arc::new(FlashAttention::default()),
             &test_device(),
         )?;
         let batch = micro_batches(&global, &engine)?.remove(0);

@@ -249,7 +249,7 @@ impl Case {
             let log = Log::default();
             let recorded = Recorded::groups(&groups, &log);
             let model = Model::llama(&self.model)?;
-            let (attention, device) = (Arc::new(FlashAttention), test_device());
+            let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
             let weights = RandomWeights { seed: 1 };
             let mut engine = Engine::with_attention(model, &weights, &config, recorded, attention, &device)?;
             let mut micro_batches = micro_batches(&batch, &engine)?.into_iter();

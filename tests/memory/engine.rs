@@ -67,7 +67,14 @@ impl WeightSource for Constant {
 }
 
 fn engine(model: Model, weights: &dyn WeightSource, config: &Config, groups: ZeroGroups) -> Result<Engine> {
-    Ok(Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), &test_device())?)
+    Ok(Engine::with_attention(
+        model,
+        weights,
+        config,
+        groups,
+        Arc::new(FlashAttention::default()),
+        &test_device(),
+    )?)
 }
 
 /// Runs `work` on every rank with its engine and its micro batch of two sequences.

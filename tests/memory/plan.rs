@@ -267,7 +267,7 @@ impl Case {
         let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
-            let (attention, device) = (Arc::new(FlashAttention), test_device());
+            let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
             let weights = RandomWeights { seed: 1 };
             let model = Model::llama(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;

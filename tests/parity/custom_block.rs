@@ -32,7 +32,7 @@ fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.5));
     let config = problem.json_config(layout, rows.len()).unwrap();
     let outcomes = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention));
+        let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention::default()));
         let mut engine =
             Engine::with_attention(model(), &weights, &config, groups, attention, &test_device())?;
         let outcome = engine.run_global_batch(&global, 3)?;

@@ -138,7 +138,7 @@ impl Attention for Overflowing {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        let (out, saved) = FlashAttention.forward(q, k, v, layout, workspace)?;
+        let (out, saved) = FlashAttention::default().forward(q, k, v, layout, workspace)?;
         let step = self.calls.fetch_add(1, Ordering::Relaxed) / self.per_step;
         if self.steps.contains(&step) {
             return Ok(((out * f64::INFINITY)?, saved));
@@ -153,7 +153,7 @@ impl Attention for Overflowing {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, layout, workspace)
+        FlashAttention::default().backward(saved, dout, layout, workspace)
     }
 
     fn backward_recomputed(
@@ -165,7 +165,7 @@ impl Attention for Overflowing {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward_recomputed(q, k, v, upstream, layout, workspace)
+        FlashAttention::default().backward_recomputed(q, k, v, upstream, layout, workspace)
     }
 }
 
@@ -258,7 +258,7 @@ impl Attention for OverflowingBackward {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, layout, workspace)
+        FlashAttention::default().forward(q, k, v, layout, workspace)
     }
 
     fn backward(
@@ -268,7 +268,7 @@ impl Attention for OverflowingBackward {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        let (dq, dk, dv) = FlashAttention.backward(saved, dout, layout, workspace)?;
+        let (dq, dk, dv) = FlashAttention::default().backward(saved, dout, layout, workspace)?;
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
         let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
         Ok((dq, dk, dv))
@@ -283,7 +283,7 @@ impl Attention for OverflowingBackward {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward_recomputed(q, k, v, upstream, layout, workspace)
+        FlashAttention::default().backward_recomputed(q, k, v, upstream, layout, workspace)
     }
 }
 

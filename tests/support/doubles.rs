@@ -97,7 +97,7 @@ impl Attention for WrongAttentionLayout {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, &self.0(layout), workspace)
+        FlashAttention::default().forward(q, k, v, &self.0(layout), workspace)
     }
 
     fn backward(
@@ -107,7 +107,7 @@ impl Attention for WrongAttentionLayout {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, &self.0(layout), workspace)
+        FlashAttention::default().backward(saved, dout, &self.0(layout), workspace)
     }
 
     fn backward_recomputed(
@@ -119,6 +119,6 @@ impl Attention for WrongAttentionLayout {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention.backward_recomputed(q, k, v, upstream, &self.0(layout), workspace)
+        FlashAttention::default().backward_recomputed(q, k, v, upstream, &self.0(layout), workspace)
     }
 }

@@ -15,7 +15,7 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
-use ulysses::kernels::attention::{Attention, FlashAttention};
+use ulysses::kernels::attention::{Attention, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
@@ -115,7 +115,11 @@ pub struct Doubles {
 
 impl Default for Doubles {
     fn default() -> Self {
-        Self { groups: |groups| groups, attention: Arc::new(FlashAttention), batch: |batch, _| batch }
+        Self {
+            groups: |groups| groups,
+            attention: Arc::new(FlashAttention::new(AttentionKernels::Auto)),
+            batch: |batch, _| batch,
+        }
     }
 }
 

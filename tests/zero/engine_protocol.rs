@@ -21,7 +21,7 @@ fn on_meshes<T: Send>(
     let run = |layout: Layout| {
         let config = problem.json_config(Layout { accumulation, ..layout }, ROWS).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
             let batches = micro_batches(&global, &engine)?;
             work(&mut engine, &batches)
         });
@@ -146,7 +146,7 @@ fn a_shard_of_a_longer_sequence_is_refused_without_sequence_parallelism_too() {
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, 1, 0), ROWS).unwrap();
     let errors = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
         Ok(engine.forward(&global.micro_batch(0..ROWS, 2, 0)?).err().unwrap().to_string())
     });
     let error = &errors.unwrap()[0];
@@ -169,7 +169,7 @@ fn a_config_for_another_mesh_is_refused() {
     let config = |dp, sp| problem.json_config(layout(dp, sp, 0), ROWS).unwrap();
     let (mesh, other) = (config(1, 2), config(2, 1));
     let errors = on_mesh(&mesh, &LaunchOptions::default(), |_, groups| {
-        Ok(problem.engine(&other, groups, Arc::new(FlashAttention)).err().unwrap().to_string())
+        Ok(problem.engine(&other, groups, Arc::new(FlashAttention::default())).err().unwrap().to_string())
     });
     for error in errors.unwrap() {
         assert!(error.contains("the config asks for dp = 2, the mesh has dp = 1"), "{error}");

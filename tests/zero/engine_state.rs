@@ -38,7 +38,7 @@ fn on_ranks<T: Send>(
     let config = problem.json_config(layout, ROWS).unwrap();
     let global = global_batch(&problem.batch).unwrap();
     let run = |_: usize, groups| {
-        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
         let batches = micro_batches(&global, &engine)?;
         work(&mut engine, &batches)
     };
@@ -157,7 +157,7 @@ fn micro_batches_of_different_lengths_weigh_by_their_tokens() {
         let config: Config = problem.json_config(layout, 2).unwrap();
         let reports = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let dp_rank = groups.dp.rank();
-            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
             let mine = if layout.dp == 2 { vec![order[dp_rank]] } else { order.to_vec() };
             for row in mine {
                 micro_step(&mut engine, &global_batch(&rows[row])?.micro_batch(0..1, 1, 0)?)?;
@@ -267,7 +267,7 @@ fn two_parameters_of_one_name_are_refused() {
             &weights,
             &config,
             groups,
-            Arc::new(FlashAttention),
+            Arc::new(FlashAttention::default()),
             &test_device(),
         );
         let error = engine.err().unwrap().to_string();
@@ -322,7 +322,7 @@ fn replicas_that_drift_apart_along_dp_are_detected() {
                 Some(fault) => ZeroGroups { dp: FaultyGroup::wrap(groups.dp, fault), ..groups },
                 None => groups,
             };
-            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
             for batch in micro_batches(&global, &engine)? {
                 micro_step(&mut engine, &batch)?;
             }
@@ -347,7 +347,7 @@ fn optimizer_state_that_drifts_apart_is_detected_before_parameters_differ() {
         let global = global_batch(&problem.batch).unwrap();
         let config = problem.json_config(layout, ROWS).unwrap();
         let run = |rank: usize, groups| {
-            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
             for batch in micro_batches(&global, &engine)? {
                 micro_step(&mut engine, &batch)?;
             }

@@ -145,7 +145,7 @@ fn each_rank_has_the_partition_of_its_shard_rank() {
     let held = |layout: Layout| {
         let config = problem.json_config(layout, 12).unwrap();
         let seen = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-            let engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
             Ok((engine.zero().world_size(), engine.zero().state_numel()))
         });
         seen.unwrap()
@@ -191,7 +191,8 @@ fn replicas_that_drift_apart_are_named() {
         let config = problem.json_config(sharded(mesh, 3), problem.batch.num_rows()).unwrap();
         let check = |wrap: fn(ZeroGroups) -> ZeroGroups| {
             let run = |_: usize, groups: ZeroGroups| {
-                let mut engine = problem.engine(&config, wrap(groups), Arc::new(FlashAttention))?;
+                let mut engine =
+                    problem.engine(&config, wrap(groups), Arc::new(FlashAttention::default()))?;
                 let mut batches = micro_batches(&global, &engine)?.into_iter();
                 engine.train_batch(|| Ok::<_, DataError>(batches.next().unwrap()))?;
                 Ok(engine.check_replicas().err())

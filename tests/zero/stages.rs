@@ -142,7 +142,7 @@ fn the_zero_world_of_a_live_engine_is_dp_size_for_every_sp() {
         for stage in 0..=3 {
             let config = problem.json_config(layout(dp, sp, stage), 20).unwrap();
             let seen = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-                let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+                let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
                 let mut batches = micro_batches(&global, &engine)?.into_iter();
                 engine.train_batch(|| Ok::<_, DataError>(batches.next().unwrap()))?;
                 Ok((engine.zero().world_size(), engine.zero().state_numel()))

@@ -6,11 +6,13 @@ use super::turns::{Case, take_turns};
 use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, Placement, Ranks, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, Tensor};
+use clap::ValueEnum;
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::kernels::attention::{
-    AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward, grouped_heads,
+    AttentionKernels, AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward, grouped_heads,
 };
+use ulysses::tensor::TensorOptions;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -32,11 +34,32 @@ pub(super) struct Args {
     /// Dtype of the tensors; f32 is always measured too.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
+    /// Kernels of 16-bit attention on a GPU, as `ulysses.attention`.
+    #[arg(long, default_value = "auto")]
+    kernels: KernelsArg,
     /// Device of the tensors.
     #[arg(long, default_value = "auto")]
     device: DeviceArg,
     #[command(flatten)]
     measuring: MeasureArgs,
+}
+
+/// The kernels of attention on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum KernelsArg {
+    Auto,
+    Fused,
+    Tiled,
+}
+
+impl From<KernelsArg> for AttentionKernels {
+    fn from(kernels: KernelsArg) -> Self {
+        match kernels {
+            KernelsArg::Auto => Self::Auto,
+            KernelsArg::Fused => Self::Fused,
+            KernelsArg::Tiled => Self::Tiled,
+        }
+    }
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -71,10 +94,15 @@ fn measure(
     args: &Args,
     layout: &AttentionLayout,
 ) -> Result<Vec<Figure>> {
-    let operation =
-        |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), device);
-    let in_f32 = operation(DtypeArg::F32)?;
-    let other = if args.dtype == DtypeArg::F32 { None } else { Some(operation(args.dtype)?) };
+    let operation = |dtype: DtypeArg, kernels: KernelsArg| {
+        let options = TensorOptions { device: device.clone(), dtype: dtype.dtype() };
+        Operation::new(layout, args.head_dim.into(), &options, kernels.into())
+    };
+    let in_f32 = operation(DtypeArg::F32, KernelsArg::Tiled)?;
+    let other = match args.dtype {
+        DtypeArg::F32 => None,
+        dtype => Some(operation(dtype, args.kernels)?),
+    };
     let square = Square::new(DType::F32, device)?;
     let mut cases = vec![square.case()];
     cases.extend(in_f32.cases());
@@ -103,6 +131,7 @@ fn measure(
 pub(super) struct Operation<'a> {
     layout: &'a AttentionLayout,
     scale: f32,
+    kernels: AttentionKernels,
     qkv: [Tensor; 3],
     o: Tensor,
     lse: Tensor,
@@ -116,9 +145,10 @@ impl<'a> Operation<'a> {
     pub(super) fn new(
         layout: &'a AttentionLayout,
         head_dim: usize,
-        dtype: DType,
-        device: &Device,
+        TensorOptions { device, dtype }: &TensorOptions,
+        kernels: AttentionKernels,
     ) -> Result<Self> {
+        let (dtype, kernels) = (*dtype, kernels.on(device, *dtype)?);
         let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
         let num_kv_heads = layout.q_to_kv().iter().max().map_or(0, |last| last + 1);
         // Drawn on the CPU, since a GPU may have no cuRAND.
@@ -133,12 +163,12 @@ impl<'a> Operation<'a> {
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         let (o, row_terms) = (dout.zeros_like()?, lse.zeros_like()?);
-        Ok(Self { layout, scale, qkv, o, lse, row_terms, dout, dqkv })
+        Ok(Self { layout, scale, kernels, qkv, o, lse, row_terms, dout, dqkv })
     }
 
     fn operands(&self) -> Operands<'_> {
         let [q, k, v] = &self.qkv;
-        Operands { q, k, v, scale: self.scale, layout: self.layout }
+        Operands { q, k, v, scale: self.scale, layout: self.layout, kernels: self.kernels }
     }
 
     pub(super) fn forward(&self) -> Case<'_> {

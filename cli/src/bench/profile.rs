@@ -13,11 +13,12 @@ use std::path::{Path, PathBuf};
 use ulysses::comm::{LaunchOptions, RankContext};
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::AttentionLayout;
+use ulysses::kernels::attention::{AttentionKernels, AttentionLayout};
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
+use ulysses::tensor::TensorOptions;
 
 /// Elements of a collective that is bound by latency.
 const LATENCY_ELEMS: usize = 8;
@@ -112,7 +113,8 @@ impl Bench<'_> {
     fn rates(&self, rank: &RankContext, device: &Device, dtype: DType) -> Result<Rates> {
         let (square, tokens) = (Square::new(dtype, device)?, self.args.tokens as usize);
         let gemms = WeightGemms::all(&self.model, tokens, dtype, device)?;
-        let attention = Operation::new(&self.layout, self.model.head_dim, dtype, device)?;
+        let options = TensorOptions { device: device.clone(), dtype };
+        let attention = Operation::new(&self.layout, self.model.head_dim, &options, AttentionKernels::Auto)?;
         let elementwise = Elementwise::new(&self.model, tokens, dtype, device)?;
         let LlamaConfig { num_heads, head_dim, .. } = self.model;
         let pair_elems = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;

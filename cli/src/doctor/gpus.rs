@@ -6,12 +6,14 @@ use crate::bench::TrainingArgs;
 use crate::placement::{Placement, Request};
 use crate::{DeviceArg, Failure};
 use anyhow::Result;
+use candle_core::DType;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
 use ulysses::config::Backend;
 use ulysses::device::{Gpu, driver_cuda_version, gpu, gpu_count, open_gpu};
+use ulysses::kernels::attention::AttentionKernels;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -46,6 +48,7 @@ pub(super) fn check(args: &DoctorArgs) -> Vec<Finding> {
     findings.extend(cuda_version(driver_cuda_version().ok(), &maps));
     findings.extend(LIBRARIES.into_iter().filter_map(|name| library(&maps, name)));
     findings.extend(nccl(&maps));
+    findings.extend((0..gpus.len()).map(attention));
     findings.extend((0..gpus.len()).map(training));
     findings.extend(communication(gpus.len(), args));
     findings
@@ -124,6 +127,21 @@ fn nccl(maps: &str) -> Option<Finding> {
 #[cfg(not(feature = "nccl"))]
 fn nccl(_: &str) -> Option<Finding> {
     None
+}
+
+/// Compares the fused attention kernels with the tiled ones on a GPU.
+fn attention(ordinal: usize) -> Finding {
+    let name = format!("attention on GPU {ordinal}");
+    let kernels = || -> Result<_> { Ok(AttentionKernels::Auto.on(&open_gpu(ordinal)?, DType::BF16)?) };
+    match kernels() {
+        Ok(AttentionKernels::Tiled) => {
+            Finding::new("GPU", name, State::Warning, "tiled: the fused kernels disagree")
+        }
+        Ok(_) => {
+            Finding::new("GPU", name, State::Ok, "fused kernels in 16 bits, they agree with the tiled ones")
+        }
+        Err(error) => Finding::new("GPU", name, State::Failed, format!("{error:#}")),
+    }
 }
 
 /// Trains two steps on a GPU, which compiles and loads all kernels.

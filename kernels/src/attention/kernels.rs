@@ -26,7 +26,7 @@ use candle_core::{DType, Tensor};
 /// KV head that does not exist; an output that shares storage with another operand; a failure of the device.
 pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
     let call = Call::new("attention::forward");
-    let Operands { q, k, v, scale, layout } = *operands;
+    let Operands { q, k, v, scale, layout, kernels } = *operands;
     let dims = dims_of(&call, operands)?;
     expect(&call, ("o", o), &dims.q_shape())?;
     expect(&call, ("lse", lse), &dims.row_shape())?;
@@ -39,7 +39,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
         Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, false),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
-            if fused::is_chosen(call.op, &problem, &[o])? {
+            if fused::is_chosen(call.op, kernels, &problem, &[o])? {
                 call.kernels(fused::forward(&launcher, &problem, [o, lse]))?;
             } else {
                 call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
@@ -91,7 +91,7 @@ pub fn backward(
     gradients: &Gradients<'_>,
 ) -> Result<(), AttentionError> {
     let call = Call::new("attention::backward");
-    let Operands { q, k, v, scale, layout } = *operands;
+    let Operands { q, k, v, scale, layout, .. } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let dims = dims_of(&call, operands)?;

@@ -15,6 +15,7 @@
 //! gradient has the shape of its tensor.
 
 mod blocks;
+mod choice;
 mod cpu;
 mod cuda;
 mod dims;
@@ -28,8 +29,8 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
+pub use choice::AttentionKernels;
 pub use error::AttentionError;
-pub use fused::{AttentionKernels, with_attention_kernels};
 pub use kernels::{backward, delta, forward};
 pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use operands::{Gradients, Operands, Upstream};
@@ -127,9 +128,16 @@ impl SavedAttention {
 /// Runs on the tensors' device; on a CPU in the current rayon pool. Results do not depend on the number of
 /// threads.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct FlashAttention;
+pub struct FlashAttention {
+    kernels: AttentionKernels,
+}
 
 impl FlashAttention {
+    /// Attention with these kernels, if its tensors are on a GPU.
+    pub fn new(kernels: AttentionKernels) -> Self {
+        Self { kernels }
+    }
+
     /// The scale of the logits for a `q [b, sq, hq, d]`.
     fn scale(q: &Tensor) -> Result<f32, AttentionError> {
         let (_, _, _, head_dim) = q.dims4()?;
@@ -148,7 +156,8 @@ impl Attention for FlashAttention {
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         let (b, sq, hq, _) = q.dims4()?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
+        let (scale, kernels) = (Self::scale(&q)?, self.kernels);
+        let operands = Operands { q: &q, k: &k, v: &v, scale, layout, kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
         Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
     }
@@ -181,7 +190,8 @@ impl Attention for FlashAttention {
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
+        let (scale, kernels) = (Self::scale(&q)?, self.kernels);
+        let operands = Operands { q: &q, k: &k, v: &v, scale, layout, kernels };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
         with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
         [q, k, v].into_iter().for_each(|tensor| workspace.recycle(tensor));

@@ -63,7 +63,7 @@ fn forward_with<T: Precision>(
     operands: &Operands<'_>,
     [o, lse]: [&Tensor; 2],
 ) -> Result<()> {
-    let Operands { q, k, v, scale, layout } = *operands;
+    let Operands { q, k, v, scale, layout, .. } = *operands;
     call.on_cpu([q, k, v], [o], |qkv: [&[T::Element]; 3], [o]| {
         let problem = problem::<T>(dims, kernel, qkv, scale, layout);
         call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
@@ -79,7 +79,7 @@ fn backward_with<T: Precision>(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    let Operands { q, k, v, scale, layout } = *operands;
+    let Operands { q, k, v, scale, layout, .. } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {

@@ -1,6 +1,6 @@
 //! The tensors of a call.
 
-use super::AttentionLayout;
+use super::{AttentionKernels, AttentionLayout};
 use candle_core::Tensor;
 
 /// Inputs of both directions.
@@ -16,6 +16,8 @@ pub struct Operands<'a> {
     pub scale: f32,
     /// The visible keys of each query, and the KV head of each query head.
     pub layout: &'a AttentionLayout,
+    /// The kernels on a GPU.
+    pub kernels: AttentionKernels,
 }
 
 /// Inputs of the backward pass in addition to [`Operands`]. `lse` and `delta` may cover more keys than the

@@ -39,6 +39,7 @@ mod matmul;
 #[cfg(any(feature = "cuda", test))]
 mod staging;
 mod target;
+mod verdict_file;
 
 pub use address::Address;
 #[cfg(feature = "cuda")]
@@ -58,3 +59,4 @@ pub use kind::DeviceKind;
 pub use launcher::Launcher;
 pub(crate) use matmul::{Matmul, MatrixAt};
 pub use target::Target;
+pub(crate) use verdict_file::VerdictFile;

@@ -71,6 +71,9 @@ keys! {
         pub tile_tokens: Option<NonZero<usize>> = count().derived("all"),
         /// Number of head chunks that attention and its exchange process in turn; at most the number of KV heads.
         pub head_chunks: usize = count().integer(1),
+        /// The kernels of attention on a GPU. `fused`: scores stay in registers, for bf16 and fp16 and head dimensions of 64, 96
+        /// and 128; `tiled`: matmuls by cuBLAS; `auto`: fused where supported, if they agree with the tiled ones on this GPU.
+        pub attention: AttentionChoice = choice().text("auto"),
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),
         /// Tile size, in tokens, of the logits and the loss.
@@ -89,6 +92,19 @@ keys! {
         pub check: CommCheck = choice().text("off"),
         /// Timeout of a collective; the run fails when it expires.
         pub timeout_seconds: u64 = count().integer(300),
+    }
+}
+
+choices! {
+    /// The kernels of attention on a GPU.
+    pub enum AttentionChoice {
+        /// Fused where they are supported and agree with the tiled ones on this GPU, else tiled.
+        #[default]
+        Auto = "auto",
+        /// The fused kernels.
+        Fused = "fused",
+        /// The tiled kernels.
+        Tiled = "tiled",
     }
 }
 

@@ -80,6 +80,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             tile_tokens: None,
             head_chunks: 1,
             offload_path: None,
+            attention: AttentionChoice::Auto,
             loss_tile_tokens: 1024,
             parameter_groups: vec![],
         },

@@ -3,14 +3,15 @@
 //! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
 
 mod forward;
+mod self_check;
 
 pub(super) use forward::forward;
+pub(super) use self_check::verdict;
 
-use super::AttentionError;
 use super::cuda::{HeadChunk, Problem, Tiling};
-use crate::device::{Arg, Grid};
-use candle_core::{DType, Tensor};
-use std::cell::Cell;
+use super::{AttentionError, AttentionKernels};
+use crate::device::{Arg, Grid, Target};
+use candle_core::{DType, Device, Tensor};
 
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
 const THREADS: u32 = 128;
@@ -21,32 +22,21 @@ const HEAD_DIMS: [usize; 3] = [64, 96, 128];
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;
 
-/// The kernels that compute attention on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AttentionKernels {
-    /// The tiled kernels, until a check on the GPU itself allows the fused ones.
-    #[default]
-    Auto,
-    /// The fused kernels; a call that they do not support is an error.
-    Fused,
-    /// Matmuls by cuBLAS, and kernels for the steps in between.
-    Tiled,
+/// Checks that a device has fused kernels for an element type. All GPUs that can be opened have their instructions:
+/// those of `cuda/common.cuh` need compute capability 8.0, too.
+pub(super) fn check_support(device: &Device, dtype: DType) -> Result<(), AttentionError> {
+    let found = if !is_16_bits(dtype) {
+        format!("{} elements", dtype.as_str())
+    } else if !matches!(Target::of(device), Ok(Target::Kernels(_))) {
+        "the CPU".to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(AttentionError::NotFused { op: "attention", found })
 }
 
-thread_local! {
-    static KERNELS: Cell<AttentionKernels> = const { Cell::new(AttentionKernels::Auto) };
-}
-
-/// Runs `run` with these kernels for attention on a GPU, or emulated, on this thread.
-pub fn with_attention_kernels<R>(kernels: AttentionKernels, run: impl FnOnce() -> R) -> R {
-    struct Restore(AttentionKernels);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            KERNELS.set(self.0);
-        }
-    }
-    let _restore = Restore(KERNELS.replace(kernels));
-    run()
+fn is_16_bits(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16)
 }
 
 /// Returns whether the fused kernels are to compute a problem; `others` are the other tensors of its element type.
@@ -55,21 +45,21 @@ pub fn with_attention_kernels<R>(kernels: AttentionKernels, run: impl FnOnce() -
 /// A problem that they do not support, if they are forced.
 pub(super) fn is_chosen(
     op: &'static str,
+    kernels: AttentionKernels,
     problem: &Problem<'_>,
     others: &[&Tensor],
 ) -> Result<bool, AttentionError> {
-    match (KERNELS.get(), unsupported(problem, others)) {
-        (AttentionKernels::Auto | AttentionKernels::Tiled, _) => Ok(false),
-        (AttentionKernels::Fused, None) => Ok(true),
+    match (kernels, unsupported(problem, others)) {
+        (AttentionKernels::Tiled, _) | (AttentionKernels::Auto, Some(_)) => Ok(false),
+        (AttentionKernels::Fused | AttentionKernels::Auto, None) => Ok(true),
         (AttentionKernels::Fused, Some(found)) => Err(AttentionError::NotFused { op, found }),
     }
 }
 
-/// What the fused kernels do not support of a problem. All GPUs that can be opened have their instructions: those
-/// of `cuda/common.cuh` need compute capability 8.0, too.
+/// What the fused kernels do not support of a problem.
 fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
     let Problem { q, k, v, dims, dtype, scale, .. } = *problem;
-    if !matches!(dtype, DType::BF16 | DType::F16) {
+    if !is_16_bits(dtype) {
         return Some(format!("{} elements", dtype.as_str()));
     }
     if !HEAD_DIMS.contains(&dims.head_dim) {

@@ -7,8 +7,8 @@ mod properties;
 mod tilings;
 
 use super::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, Gradients, Operands, Upstream, backward,
-    delta, forward, reference,
+    Attention, AttentionError, AttentionKernels, AttentionLayout, FlashAttention, Gradients, Operands,
+    Upstream, backward, delta, forward, reference,
 };
 use crate::OpError;
 use crate::tensor::to_vec;
@@ -92,7 +92,14 @@ impl Case {
     }
 
     fn operands(&self) -> Operands<'_> {
-        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), layout: &self.layout }
+        Operands {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            scale: self.scale(),
+            layout: &self.layout,
+            kernels: AttentionKernels::Tiled,
+        }
     }
 
     /// Runs the ops.

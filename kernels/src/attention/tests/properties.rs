@@ -12,7 +12,7 @@ fn workspace(case: &Case) -> Workspace {
 
 fn flash_forward(case: &Case) -> Result<(Tensor, SavedAttention)> {
     let Case { q, k, v, layout, .. } = case;
-    FlashAttention.forward(q.clone(), k.clone(), v.clone(), layout, &workspace(case))
+    FlashAttention::default().forward(q.clone(), k.clone(), v.clone(), layout, &workspace(case))
 }
 
 #[test]
@@ -126,7 +126,8 @@ fn flash_attention_runs_the_kernels_with_the_usual_scale() -> Result<()> {
         let q_elems = 2 * 40 * 3 * 16;
         assert_eq!(saved.bytes(), 4 * (2 * q_elems + 2 * (2 * 40 * 2 * 16) + 2 * 3 * 40));
         let lse = to_vec(&saved.lse)?;
-        let (dq, dk, dv) = FlashAttention.backward(saved, &case.dout, &case.layout, &workspace(&case))?;
+        let (dq, dk, dv) =
+            FlashAttention::default().backward(saved, &case.dout, &case.layout, &workspace(&case))?;
         let got = [to_vec(&o)?, lse, to_vec(&dq)?, to_vec(&dk)?, to_vec(&dv)?];
         assert_eq!(bits(&got), bits(&expected));
         Ok(())

@@ -6,6 +6,7 @@
 //! remembers only one reader. If several ranks read a tensor, [`Fence`](super::Fence)s order the next write
 //! after all of them.
 
+mod cache;
 mod copies;
 mod matmul;
 mod module;
@@ -14,6 +15,7 @@ mod query;
 mod shared;
 mod upload;
 
+pub(super) use cache::{store, verdict_path};
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;

@@ -4,9 +4,10 @@
 //! may wait for the GPU, which may wait for another rank, whose thread in this process waits for the loading
 //! lock.
 //!
-//! Compiled kernels are cached in `$XDG_CACHE_HOME/ulysses` (or `~/.cache/ulysses`), by hash of the source
-//! and architecture. A cache that cannot be read or written only costs some seconds at start.
+//! Compiled kernels are cached by hash of the source and architecture. A cache that cannot be read or written only
+//! costs some seconds at start.
 
+use super::cache;
 use crate::device::kernel::{Source, sources};
 use crate::device::{DeviceError, Kernel};
 use candle_core::cuda::cudarc::driver::{self, CudaContext};
@@ -14,8 +15,6 @@ use candle_core::cuda::cudarc::nvrtc::{result, sys};
 use parking_lot::RwLock;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 /// A kernel's handle.
@@ -79,7 +78,7 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     let (major, minor) = context.compute_capability().map_err(|failure| failure.to_string())?;
     let architecture = format!("sm_{major}{minor}");
     let text = whole_text(source);
-    let cache = cache_path(source.name, &text, &architecture);
+    let cache = cache::path(&format!("{}-{architecture}", source.name), (&text, &architecture), "cubin");
     let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
     if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
         return Ok(functions);
@@ -88,7 +87,7 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
         format!("NVRTC refused kernels/cuda/{}.cu for {architecture}: {failure}", source.name)
     })?;
     if let Some(path) = &cache
-        && let Err(failure) = store(path, &cubin)
+        && let Err(failure) = cache::store(path, &cubin)
     {
         tracing::debug!(path = %path.display(), %failure, "compiled kernels are not cached");
     }
@@ -151,7 +150,7 @@ impl Drop for Program {
 }
 
 /// The file with its headers inlined, since there is no include folder at run time.
-fn whole_text(source: &Source) -> String {
+pub(super) fn whole_text(source: &Source) -> String {
     let headers = [
         ("common", include_str!("../../../cuda/common.cuh")),
         ("mma", include_str!("../../../cuda/mma.cuh")),
@@ -160,20 +159,4 @@ fn whole_text(source: &Source) -> String {
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
         text.replace(&format!("#include \"{name}.cuh\""), header)
     })
-}
-
-fn cache_path(name: &str, text: &str, architecture: &str) -> Option<PathBuf> {
-    let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache"));
-    let folder = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?.join("ulysses");
-    let mut hasher = DefaultHasher::new();
-    (text, architecture, env!("CARGO_PKG_VERSION")).hash(&mut hasher);
-    Some(folder.join(format!("{name}-{architecture}-{:016x}.cubin", hasher.finish())))
-}
-
-/// Writes the file atomically, because ranks start at the same time.
-fn store(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
-    let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
-    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-    std::fs::write(&unfinished, cubin)?;
-    std::fs::rename(&unfinished, path)
 }

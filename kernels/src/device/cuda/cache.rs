@@ -1,0 +1,37 @@
+//! The files that are kept between runs, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
+
+use super::module::whole_text;
+use crate::device::kernel::Source;
+use candle_core::CudaDevice;
+use candle_core::cuda::cudarc::driver::DriverError;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+/// The file for a key and this version of the program; `None` without a home directory.
+pub(super) fn path(name: &str, key: impl Hash, extension: &str) -> Option<PathBuf> {
+    let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache"));
+    let folder = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?.join("ulysses");
+    let mut hasher = DefaultHasher::new();
+    (key, env!("CARGO_PKG_VERSION")).hash(&mut hasher);
+    Some(folder.join(format!("{name}-{:016x}.{extension}", hasher.finish())))
+}
+
+/// Writes a file atomically, because ranks start at the same time.
+pub(in crate::device) fn store(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
+    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+    std::fs::write(&unfinished, content)?;
+    std::fs::rename(&unfinished, path)
+}
+
+/// The file of a verdict on kernels, which holds for a GPU model and a driver.
+pub(in crate::device) fn verdict_path(
+    name: &str,
+    kernels: &[&Source],
+    device: &CudaDevice,
+) -> Result<Option<PathBuf>, DriverError> {
+    let stream = device.cuda_stream();
+    let texts: Vec<_> = kernels.iter().map(|source| whole_text(source)).collect();
+    let driver = super::driver_version().ok();
+    Ok(path(name, (texts, stream.context().name()?, driver), "verdict"))
+}
