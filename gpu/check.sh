@@ -40,6 +40,7 @@ export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$folder RUST_TEST_THREADS=4
 
 run_checks() {
     check devices nvidia-smi --query-gpu=index,name,compute_cap,memory.total,driver_version --format=csv,noheader
+    check doctor bin/ulysses doctor
 
     # Test binaries: NAME BINARY FILTER… runs the tests whose names contain a filter.
     tests golden parity golden::
@@ -61,6 +62,8 @@ run_checks() {
     for seq_len in "${SEQ_LENS[@]}"; do
         measure "bench_attention_$seq_len" bin/ulysses bench attention --device cuda --dtype bf16 "${HEADS[@]}" \
             --seq-len "$seq_len" --repeats 5
+        measure "bench_tiled_attention_$seq_len" bin/ulysses bench attention --device cuda --dtype bf16 "${HEADS[@]}" \
+            --seq-len "$seq_len" --repeats 5 --kernels tiled
         measure "bench_layer_$seq_len" bin/ulysses bench train --device cuda --dtype bf16 --model llama3-8b \
             --num-layers 1 --vocab-size 256 --seq-len "$seq_len" --repeats 5
         pytorch_peer "$seq_len"

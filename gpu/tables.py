@@ -38,14 +38,16 @@ def attention(figures: dict) -> str:
     """Forward / backward TFLOP/s of causal attention in bf16, 32 query heads, 8 KV heads, head dimension 128."""
     rows = []
     for seq_len in lengths(figures, "bench_attention_"):
-        ours = at(figures[f"bench_attention_{seq_len}"], "figures") or {}
-        rates = [at(ours, f"{step} bf16", "gflop_per_s") for step in ("forward", "backward")]
-        row = [str(seq_len), " / ".join(number(rate and rate / 1e3) for rate in rates)]
+        row = [str(seq_len)]
+        for kernels in ("bench_attention", "bench_tiled_attention"):
+            ours = at(figures.get(f"{kernels}_{seq_len}"), "figures") or {}
+            rates = [at(ours, f"{step} bf16", "gflop_per_s") for step in ("forward", "backward")]
+            row.append(" / ".join(number(rate and rate / 1e3) for rate in rates))
         for kernel in ("sdpa", "flash_attention"):
             peer = at(figures.get(f"pytorch_{seq_len}"), "attention", kernel)
             row.append(" / ".join(number(at(peer, f"{step}_tflop_per_s")) for step in ("forward", "backward")))
         rows.append(row)
-    return table(["tokens", "ulysses", "PyTorch SDPA", "FlashAttention"], rows)
+    return table(["tokens", "ulysses", "ulysses, tiled", "PyTorch SDPA", "FlashAttention"], rows)
 
 
 def layer(figures: dict) -> str:

@@ -142,7 +142,7 @@ class Check(unittest.TestCase):
         subprocess.run(command, check=True)
         text = document.read_text()
         self.assertTrue(text.startswith("before\n") and text.endswith("after\n") and "obsolete" not in text, text)
-        self.assertIn("| 16384 | 105 / 75 | – / – | – / – |", text)
+        self.assertIn("| 16384 | 105 / 75 | 105 / 75 | – / – | – / – |", text)
         self.assertIn("| 32768 | 5000 | 10000 | 0.5 |", text)
 
     def test_what_passes_without_using_a_gpu_was_not_run(self):
