@@ -1,5 +1,7 @@
 //! Test cases that the tests share, and comparisons of outputs.
 
+#[cfg(feature = "kernel-emulation")]
+mod fused;
 mod parity;
 mod precision;
 mod properties;
