@@ -51,24 +51,13 @@ __device__ __forceinline__ Visible visible_to(const u32 *ranges, u32 token) {
     return {range.at[0], range.at[1]};
 }
 
-// The sizes of a launch: for `batch` sequences, the KV heads from `first_kv_head` on, of `group` query heads each.
+// The sizes of a launch, for the KV heads from `first_kv_head` on, of `group` query heads each. The grid is [parts of a
+// KV head's rows or keys, KV heads, sequences].
 struct FusedSizes {
-    u32 batch, tokens, keys, num_heads, num_kv_heads, first_kv_head, kv_heads, group;
+    u32 tokens, keys, num_heads, num_kv_heads, first_kv_head, group;
     // Packed rows of a KV head.
     __device__ __forceinline__ u32 rows() const { return tokens * group; }
 };
-
-// What a block computes: part `index` of a KV head of a sequence. Blocks of the same index are adjacent in the grid,
-// so that those with the most work can come first.
-struct FusedPart {
-    u32 index, kv_head;
-    u64 sequence;
-};
-
-__device__ __forceinline__ FusedPart fused_part(const FusedSizes &sizes) {
-    const u32 heads = sizes.kv_heads * sizes.batch, at = blockIdx.x % heads;
-    return {blockIdx.x / heads, at % sizes.kv_heads, at / sizes.kv_heads};
-}
 
 // The queries of a KV head, packed: row = token · group + member, for a tensor [token, head, D].
 template <typename T, u32 D> struct PackedRows {
@@ -76,58 +65,72 @@ template <typename T, u32 D> struct PackedRows {
     const u32 *heads;  // of the members
     u32 count, group, num_heads;
 
-    __device__ __forceinline__ T *at(u32 row) const {
-        return x + (static_cast<u64>(row / group) * num_heads + heads[row % group]) * D;
+    __device__ __forceinline__ T *at(u64 row) const {
+        const u32 at = static_cast<u32>(row);
+        return x + (static_cast<u64>(at / group) * num_heads + heads[at % group]) * D;
     }
 };
 
-// `x` is a tensor [sequence, token, head, D], `heads` the query heads of the launch, sorted by KV head.
+// This block's rows of a tensor [sequence, token, head, D]; `heads` has the launch's query heads, sorted by KV head.
 template <u32 D, typename T>
-__device__ __forceinline__ PackedRows<T, D> packed_rows(T *x, const u32 *heads, const FusedSizes &sizes,
-                                                        const FusedPart &part) {
-    return {x + part.sequence * sizes.tokens * sizes.num_heads * D, heads + part.kv_head * sizes.group, sizes.rows(),
-            sizes.group, sizes.num_heads};
+__device__ __forceinline__ PackedRows<T, D> packed_rows(T *x, const u32 *heads, const FusedSizes &sizes) {
+    const u64 token = static_cast<u64>(blockIdx.z) * sizes.tokens;
+    return {x + token * sizes.num_heads * D, heads + blockIdx.y * sizes.group, sizes.rows(), sizes.group,
+            sizes.num_heads};
 }
 
 // The keys or values of a KV head in a tensor [key, head, D].
 template <typename T, u32 D> struct KeyRows {
     T *x;
-    u32 count, num_heads;
+    u32 count;
+    u64 stride;
 
-    __device__ __forceinline__ T *at(u32 key) const { return x + static_cast<u64>(key) * num_heads * D; }
+    __device__ __forceinline__ T *at(u64 key) const { return x + key * stride; }
 };
 
-// `x` is a tensor [sequence, key, head, D].
-template <u32 D, typename T>
-__device__ __forceinline__ KeyRows<T, D> key_rows(T *x, const FusedSizes &sizes, const FusedPart &part) {
-    const u64 head = part.sequence * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + part.kv_head;
-    return {x + head * D, sizes.keys, sizes.num_kv_heads};
+// This block's keys or values in a tensor [sequence, key, head, D].
+template <u32 D, typename T> __device__ __forceinline__ KeyRows<T, D> key_rows(T *x, const FusedSizes &sizes) {
+    const u64 head = static_cast<u64>(blockIdx.z) * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + blockIdx.y;
+    return {x + head * D, sizes.keys, static_cast<u64>(sizes.num_kv_heads) * D};
 }
 
-// Rows of D elements in shared memory. The chunks of 16 bytes of a row are permuted, so that neither 8 rows of a
-// matrix nor 8 chunks of a row share banks: `swizzled`, and its counterpart for rows of an odd multiple of 64 bytes.
+// Rows of D elements in shared memory. The chunks of 16 bytes of a row are permuted in groups of 8, or of 4 for an odd
+// multiple of 64 bytes, so that neither 8 rows of a matrix nor the chunks of a group share banks.
 template <typename T, u32 D> struct Tile {
-    static constexpr u32 kChunk = 16 / sizeof(T), kChunks = D / kChunk;
-    static_assert(kChunks % 4 == 0, "rows are a multiple of 64 bytes");
+    static constexpr u32 kChunk = 16 / sizeof(T), kChunks = D / kChunk, kGroup = kChunks % 8 == 0 ? 8 : 4;
+    static_assert(kChunks % kGroup == 0, "rows are a multiple of 64 bytes");
     T *first;
 
-    __device__ __forceinline__ T *at(u32 row, u32 chunk) const {
-        const u32 place = kChunks % 8 == 0 ? swizzled(row, chunk) : chunk ^ (row / 2 & 3);
-        return first + row * D + place * kChunk;
+    // Chunk `chunk`, or its right neighbor: `chunk` is even, `right` 0 or 1. If `chunk` is a constant, all addresses of a
+    // lane follow from one register.
+    __device__ __forceinline__ T *at(u32 row, u32 chunk, u32 right = 0) const {
+        const u32 permuted = right ^ (kGroup == 8 ? row & 7 : row / 2 & 3);
+        const u32 in_group = (row * D + permuted * kChunk) ^ chunk % kGroup * kChunk;
+        return first + in_group + chunk / kGroup * kGroup * kChunk;
     }
+
+    // The rows from `row` on, a multiple of 8.
+    __device__ __forceinline__ Tile from(u32 row) const { return {first + row * D}; }
 };
 
 // Starts copies of kRows rows from `first` on to a tile, by all threads of the block; rows that do not exist become 0.
 template <u32 kRows, typename T, u32 D, typename Rows>
 __device__ __forceinline__ void copy_rows(const Tile<T, D> &tile, const Rows &rows, u32 first) {
-    constexpr u32 kChunks = Tile<T, D>::kChunks;
-    static_assert(kRows * kChunks % kFusedThreads == 0, "all threads copy equally much");
+    constexpr u32 kChunk = Tile<T, D>::kChunk, kChunks = Tile<T, D>::kChunks;
+    // Threads per row: a power of two, so that a thread's rows and chunks are swizzled alike.
+    constexpr u32 kAcross = kChunks & ~(kChunks - 1), kDown = kFusedThreads / kAcross;
+    static_assert(kRows % kDown == 0, "all threads copy equally much");
+    const int existing = static_cast<int>(rows.count - first) - static_cast<int>(threadIdx.x / kAcross);
 #pragma unroll
-    for (u32 i = 0; i < kRows * kChunks; i += kFusedThreads) {
-        const u32 row = (i + threadIdx.x) / kChunks, chunk = (i + threadIdx.x) % kChunks;
-        const bool exists = first + row < rows.count;
-        const T *from = rows.at(exists ? first + row : first) + chunk * Tile<T, D>::kChunk;
-        cp_async<16>(tile.at(row, chunk), from, exists ? 16 : 0);
+    for (u32 i = 0; i < kRows; i += kDown) {
+        const u32 row = i + threadIdx.x / kAcross;
+        const T *from = rows.at(static_cast<u64>(first) + row);
+        const u32 bytes = static_cast<int>(i) < existing ? 16 : 0;
+#pragma unroll
+        for (u32 j = 0; j < kChunks; j += kAcross) {
+            const u32 chunk = j + threadIdx.x % kAcross;
+            cp_async<16>(tile.at(row, chunk), from + chunk * kChunk, bytes);
+        }
     }
 }
 
@@ -141,21 +144,21 @@ __device__ __forceinline__ void wait_for_copies() {
 template <typename T, u32 D>
 __device__ __forceinline__ void load_a(u32 (&a)[4], const Tile<T, D> &tile, u32 row, u32 step) {
     const u32 lane = threadIdx.x % kWarp;
-    ldmatrix<4, false>(a, tile.at(row + lane % 16, 2 * step + lane / 16));
+    ldmatrix<4, false>(a, tile.from(row).at(lane % 16, 2 * step, lane / 16));
 }
 
 // Operand B of 16 columns: b[k][n] = tile[row + k][16 · step + n].
 template <typename T, u32 D>
 __device__ __forceinline__ void load_b(u32 (&b)[4], const Tile<T, D> &tile, u32 row, u32 step) {
     const u32 lane = threadIdx.x % kWarp;
-    ldmatrix<4, true>(b, tile.at(row + lane % 16, 2 * step + lane / 16));
+    ldmatrix<4, true>(b, tile.from(row).at(lane % 16, 2 * step, lane / 16));
 }
 
 // Operand B of 16 columns that are rows of the tile: b[k][n] = tile[row + n][16 · step + k].
 template <typename T, u32 D>
 __device__ __forceinline__ void load_b_transposed(u32 (&b)[4], const Tile<T, D> &tile, u32 row, u32 step) {
     const u32 lane = threadIdx.x % kWarp;
-    ldmatrix<4, false>(b, tile.at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+    ldmatrix<4, false>(b, tile.from(row).at(lane / 16 * 8 + lane % 8, 2 * step, lane / 8 % 2));
 }
 
 // `mma` with 16 columns: those of `left`, then those of `right`.
@@ -171,7 +174,8 @@ __device__ __forceinline__ void mma_m16n16k16(float (&left)[4], float (&right)[4
 template <typename T, u32 D, u32 kM, u32 kN>
 __device__ __forceinline__ void multiply_transposed(float (&c)[kM][kN][4], const Tile<T, D> &a, u32 row,
                                                     const Tile<T, D> &b) {
-#pragma unroll
+    // Not unrolled completely: ptxas would load so far ahead that it spills registers.
+#pragma unroll 4
     for (u32 step = 0; step < D / 16; ++step) {
         u32 of_a[kM][4];
 #pragma unroll
@@ -237,7 +241,7 @@ __device__ __forceinline__ void store_rows(const Rows &rows, u32 first, const Ti
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const float low = c[m][n][2 * half] * factor[m][half], high = c[m][n][2 * half + 1] * factor[m][half];
-                T *to = tile.at(row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 2;
+                T *to = tile.from(row + 16 * m + 8 * half).at(lane / 4, n) + lane % 4 * 2;
                 *reinterpret_cast<u32 *>(to) = round_pair<T>(low, high);
             }
         }

@@ -40,19 +40,21 @@ __device__ __forceinline__ BlockVisible visible_to_rows(const u32 *ranges, u32 f
 // Scores of keys that a row does not see become −∞; `row` is the warp's first one.
 __device__ __forceinline__ void mask(Scores &scores, const u32 *ranges, u32 row, u32 first_key,
                                      const FusedSizes &sizes) {
-    const u32 lane = threadIdx.x % kWarp, last_row = sizes.rows() - 1;
+    const u32 lane = threadIdx.x % kWarp, last_row = sizes.rows() - 1, first_column = first_key + lane % 4 * 2;
 #pragma unroll
     for (u32 m = 0; m < kM; ++m) {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             const u32 at = row + 16 * m + 8 * half + lane / 4;
             const Visible visible = visible_to(ranges, (at < last_row ? at : last_row) / sizes.group);
+            const int begin = static_cast<int>(visible.begin - first_column);
+            const int end = static_cast<int>(visible.end - first_column);
 #pragma unroll
             for (u32 n = 0; n < kN; ++n) {
 #pragma unroll
                 for (u32 j = 0; j < 2; ++j) {
-                    const u32 key = first_key + 8 * n + lane % 4 * 2 + j;
-                    if (!visible.contains(key)) scores[m][n][2 * half + j] = kNegativeInfinity;
+                    const int column = static_cast<int>(8 * n + j);
+                    if (column < begin || column >= end) scores[m][n][2 * half + j] = kNegativeInfinity;
                 }
             }
         }
@@ -128,13 +130,12 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
                                         const u32 *ranges, float scale, const FusedSizes &sizes) {
     DYNAMIC_SHARED(T, shared);
     const Tile<T, D> query_tile = {shared}, key_tile = {shared + kRows * D}, value_tile = {key_tile.first + kKeys * D};
-    const FusedPart part = fused_part(sizes);
     // The last rows first: they see the most keys.
-    const u32 first_row = ((sizes.rows() - 1) / kRows - part.index) * kRows;
+    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kRows;
     const u32 warp_row = threadIdx.x / kWarp * kWarpRows;
-    const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes, part);
-    const KeyRows<const T, D> keys = key_rows<D>(k, sizes, part), values = key_rows<D>(v, sizes, part);
-    ranges += 2 * part.sequence * sizes.tokens;
+    const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
+    const KeyRows<const T, D> keys = key_rows<D>(k, sizes), values = key_rows<D>(v, sizes);
+    ranges += 2 * static_cast<u64>(blockIdx.z) * sizes.tokens;
     const BlockVisible visible = visible_to_rows(ranges, first_row, sizes);
 
     float output[kM][D / 8][4] = {};
@@ -154,19 +155,19 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
         cp_async_commit();
         Scores scores = {};
         multiply_transposed(scores, query_tile, warp_row, key_tile);
-        wait_for_copies();
-        if (key + kKeys < visible.any.end) copy_rows<kKeys>(key_tile, keys, key + kKeys);
-        cp_async_commit();
         if (!visible.sees_all(key)) mask(scores, ranges, first_row + warp_row, key, sizes);
         update(softmax, scores, output, scale * kLog2E);
         u32 p[kM][kN / 2][4];
         round_to_a<T>(p, scores);
+        wait_for_copies();
+        if (key + kKeys < visible.any.end) copy_rows<kKeys>(key_tile, keys, key + kKeys);
+        cp_async_commit();
         multiply(output, p, value_tile);
     }
     float factor[kM][2];
-    const PackedRows<T, D> outputs = packed_rows<D>(o, heads, sizes, part);
-    finish(factor, lse + part.sequence * sizes.num_heads * sizes.tokens, softmax, outputs.heads, first_row + warp_row,
-           scale, sizes);
+    const PackedRows<T, D> outputs = packed_rows<D>(o, heads, sizes);
+    lse += static_cast<u64>(blockIdx.z) * sizes.num_heads * sizes.tokens;
+    finish(factor, lse, softmax, outputs.heads, first_row + warp_row, scale, sizes);
     store_rows(outputs, first_row + warp_row, query_tile, warp_row, output, factor);
 }
 
@@ -174,9 +175,9 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
 
 #define INSTANTIATE(T, suffix, D)                                                                                 \
     KERNEL(attention_fused_forward_##suffix##_##D, T *o, float *lse, const T *q, const T *k, const T *v,          \
-           const u32 *heads, const u32 *ranges, float scale, u32 batch, u32 tokens, u32 keys, u32 num_heads,      \
-           u32 num_kv_heads, u32 first_kv_head, u32 kv_heads, u32 group) {                                        \
-        const FusedSizes sizes = {batch, tokens, keys, num_heads, num_kv_heads, first_kv_head, kv_heads, group};  \
+           const u32 *heads, const u32 *ranges, float scale, u32 tokens, u32 keys, u32 num_heads,                 \
+           u32 num_kv_heads, u32 first_kv_head, u32 group) {                                                      \
+        const FusedSizes sizes = {tokens, keys, num_heads, num_kv_heads, first_kv_head, group};                   \
         forward<T, D>(o, lse, q, k, v, heads, ranges, scale, sizes);                                              \
     }
 INSTANTIATE(bf16, bf16, 64)

@@ -28,9 +28,7 @@ DEFINE_MMA(f16, f16)
 
 // An address in shared memory, as instructions expect it.
 __device__ __forceinline__ u32 shared_address(const void *address) {
-    u32 result;
-    asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }" : "=r"(result) : "l"(address));
-    return result;
+    return static_cast<u32>(__cvta_generic_to_shared(address));
 }
 
 // Reads N = 1, 2 or 4 matrices of 8 × 8 elements of 16 bits from shared memory. Lane 8 · i + r has the address of

@@ -2,9 +2,11 @@
 //!
 //! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
 
+mod backward;
 mod forward;
 mod self_check;
 
+pub(super) use backward::backward;
 pub(super) use forward::forward;
 pub(super) use self_check::verdict;
 
@@ -89,18 +91,17 @@ fn head_chunks(problem: &Problem<'_>) -> Vec<HeadChunk> {
 }
 
 /// The sizes of a launch: the fields of `FusedSizes` in `cuda/attention_fused.cuh`.
-fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 8] {
+fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 6] {
     let dims = problem.dims;
-    let sizes = [dims.batch, dims.num_queries, dims.num_keys, dims.num_heads, dims.num_kv_heads];
-    let of_chunk = [chunk.first_kv_head, chunk.num_kv_heads, chunk.group];
-    let mut sizes = sizes.into_iter().chain(of_chunk);
-    std::array::from_fn(|_| (sizes.next().unwrap_or_default() as u32).into())
+    let sizes = [dims.num_queries, dims.num_keys, dims.num_heads, dims.num_kv_heads];
+    let [tokens, keys, heads, kv_heads] = sizes.map(|size| (size as u32).into());
+    [tokens, keys, heads, kv_heads, (chunk.first_kv_head as u32).into(), (chunk.group as u32).into()]
 }
 
-/// A block for every part of every KV head of a chunk, with `rows` rows of `head_dim` elements in shared memory.
+/// `parts` blocks for every KV head of a chunk and every sequence, each with `rows` rows of `head_dim` elements in
+/// shared memory.
 fn grid(problem: &Problem<'_>, chunk: &HeadChunk, parts: usize, rows: usize) -> Grid {
     let Problem { dims, dtype, .. } = problem;
     let shared_bytes = rows * dims.head_dim * dtype.size_in_bytes();
-    let blocks = parts * chunk.num_kv_heads * dims.batch;
-    Grid { shared_bytes, ..Grid::blocks(blocks).of_threads(THREADS) }
+    Grid { blocks: [parts, chunk.num_kv_heads, dims.batch], threads: THREADS, shared_bytes }
 }

@@ -1,5 +1,9 @@
 //! Test cases that the tests share, and comparisons of outputs.
 
+#[cfg(feature = "kernel-emulation")]
+mod fused;
+#[cfg(feature = "kernel-emulation")]
+mod fused_backward;
 mod parity;
 mod precision;
 mod properties;

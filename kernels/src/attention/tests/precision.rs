@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 /// Alignment of the tensors.
 #[derive(Debug, Clone, Copy)]
-enum Layout {
+pub(super) enum Layout {
     /// At the start of a buffer: kernels access 16 bytes at a time.
     Aligned,
     /// In the middle of a buffer, at an odd offset.
@@ -20,7 +20,7 @@ enum Layout {
 
 impl Case {
     /// The same inputs, rounded to `dtype`.
-    fn rounded(self, dtype: DType, layout: Layout) -> Result<Self> {
+    pub(super) fn rounded(self, dtype: DType, layout: Layout) -> Result<Self> {
         let round = |tensor: &Tensor| -> Result<Tensor> {
             Ok(match layout {
                 Layout::Aligned => tensor.to_dtype(dtype)?,
@@ -78,11 +78,12 @@ impl Case {
         [rounded(o), lse.into_iter().map(|x| x as f32).collect(), rounded(dq), rounded(dk), rounded(dv)]
     }
 
-    fn check_precision(&self, got: &Outputs, name: &str) -> Result<()> {
+    /// Checks the first of the outputs, in the order of [`NAMES`].
+    pub(super) fn check_precision(&self, got: &[Vec<f32>], name: &str) -> Result<()> {
         let (truth, naive) = (self.reference::<f64>()?, self.naive());
-        for (index, output) in NAMES.iter().enumerate() {
-            let truth = &truth[index];
-            let (error, naive) = (max_error(&got[index], truth), max_error(&naive[index], truth));
+        for (index, got) in got.iter().enumerate() {
+            let (truth, output) = (&truth[index], NAMES[index]);
+            let (error, naive) = (max_error(got, truth), max_error(&naive[index], truth));
             assert!(
                 error <= 2.0 * naive + 1e-6,
                 "{name}: {output} is off by {error:e}, the naive way by {naive:e}"
