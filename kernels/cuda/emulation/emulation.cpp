@@ -282,8 +282,8 @@ void ulysses_emulation_set_memory(const emulation::Memory *memory, std::size_t c
 // Sets the order of blocks and threads in this thread's launches: 0 is ascending, others are random.
 void ulysses_emulation_set_seed(std::uint64_t seed) { emulation::block.seed = emulation::block.random = seed; }
 
-// Number of bank conflicts of the tensor-core instructions in this thread's last launch.
-std::uint64_t ulysses_emulation_bank_conflicts() { return emulation::block.bank_conflicts; }
+// Number of bank conflicts of the tensor-core instructions in this thread's launches since the last call.
+std::uint64_t ulysses_emulation_bank_conflicts() { return std::exchange(emulation::block.bank_conflicts, 0); }
 
 // Runs a kernel over a grid of one-dimensional blocks. Returns null, or an error message that lives until the
 // next launch of this thread.
@@ -301,7 +301,6 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
     block.entry = &found->second;
     block.arguments = arguments;
     block.failure.clear();
-    block.bank_conflicts = 0;
     block.shared.begin_launch(shared_bytes);
     position.block_size = {threads, 1, 1};
     position.grid_size = {grid[0], grid[1], grid[2]};

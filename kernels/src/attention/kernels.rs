@@ -114,7 +114,11 @@ pub fn backward(
         Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, true),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
-            call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
+            if fused::is_chosen(call.op, &problem, &[dout, dq, dk, dv])? {
+                call.kernels(fused::backward(&launcher, &problem, upstream, gradients))?;
+            } else {
+                call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
+            }
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! The CUDA kernels, compiled for the host and run on CPU tensors, for tests on machines without a GPU.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
 use candle_core::DType;

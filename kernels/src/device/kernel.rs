@@ -31,6 +31,7 @@ pub(crate) mod sources {
     }
     sources! {
         ATTENTION => "attention",
+        ATTENTION_FUSED_BACKWARD => "attention_fused_backward",
         ATTENTION_FUSED_FORWARD => "attention_fused_forward",
         CAST => "cast",
         LM_HEAD_LOSS => "lm_head_loss",

@@ -47,6 +47,8 @@ pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
 pub use cuda::{allow_peer_access, load_library_kernels};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
+#[cfg(all(test, feature = "kernel-emulation"))]
+pub(crate) use emulation::tests::{bank_conflicts, set_seed};
 pub use error::DeviceError;
 pub use fence::Fence;
 pub use gpu_info::{Gpu, GpuMemory};

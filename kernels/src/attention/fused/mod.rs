@@ -2,8 +2,10 @@
 //!
 //! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
 
+mod backward;
 mod forward;
 
+pub(super) use backward::backward;
 pub(super) use forward::forward;
 
 use super::AttentionError;

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "kernel-emulation")]
 mod fused;
+#[cfg(feature = "kernel-emulation")]
+mod fused_backward;
 mod parity;
 mod precision;
 mod properties;

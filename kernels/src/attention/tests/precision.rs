@@ -78,12 +78,8 @@ impl Case {
         [rounded(o), lse.into_iter().map(|x| x as f32).collect(), rounded(dq), rounded(dk), rounded(dv)]
     }
 
-    fn check_precision(&self, got: &Outputs, name: &str) -> Result<()> {
-        self.check_outputs_precision(got, name)
-    }
-
-    /// As [`check_precision`](Self::check_precision), of the first of the outputs, in the order of [`NAMES`].
-    pub(super) fn check_outputs_precision(&self, got: &[Vec<f32>], name: &str) -> Result<()> {
+    /// Checks the first of the outputs, in the order of [`NAMES`].
+    pub(super) fn check_precision(&self, got: &[Vec<f32>], name: &str) -> Result<()> {
         let (truth, naive) = (self.reference::<f64>()?, self.naive());
         for (index, got) in got.iter().enumerate() {
             let (truth, output) = (&truth[index], NAMES[index]);

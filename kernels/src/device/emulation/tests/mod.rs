@@ -17,14 +17,14 @@ unsafe extern "C" {
 }
 
 /// Sets the order of blocks and threads of this thread's launches.
-fn set_seed(seed: u64) {
+pub(crate) fn set_seed(seed: u64) {
     // SAFETY: it sets two variables of this thread.
     unsafe { ulysses_emulation_set_seed(seed) }
 }
 
-/// Bank conflicts of this thread's last launch.
-fn bank_conflicts() -> u64 {
-    // SAFETY: it reads a variable of this thread.
+/// Bank conflicts of this thread's launches since the last call.
+pub(crate) fn bank_conflicts() -> u64 {
+    // SAFETY: it reads and resets a variable of this thread.
     unsafe { ulysses_emulation_bank_conflicts() }
 }
 

@@ -136,7 +136,8 @@ fn a_matmul_of_these_instructions_is_the_naive_product_without_bank_conflicts() 
                 launch(name, [1, 64, stages], &c, &[&a, &b], &scalars).unwrap();
                 assert_close(name, &to_vec(&c).unwrap(), &expected);
                 // Without the swizzle, the 8 rows of a matrix begin in the same bank.
-                assert_eq!(bank_conflicts() == 0, name == swizzled, "{name}: {} conflicts", bank_conflicts());
+                let conflicts = bank_conflicts();
+                assert_eq!(conflicts == 0, name == swizzled, "{name}: {conflicts} conflicts");
             }
             set_seed(0);
         }
