@@ -43,6 +43,12 @@ fn masks() -> Result<Vec<(String, AttentionLayout)>> {
         ("zigzag".to_owned(), parts((0..65).chain(195..260), (65..130).chain(130..195))?),
         ("striped".to_owned(), parts((0..130).map(|i| 2 * i), (0..130).map(|i| 2 * i + 1))?),
     ];
+    // A tile of which the first row of a block does not see the last key, or the last row the first key.
+    let of_rows = |q: std::ops::Range<u32>, window| {
+        AttentionLayout::of_ranges(q, 0..130, vec![vec![0, 260]], [0].as_slice(), window)
+    };
+    masks.push(("all but the last key".to_owned(), of_rows(62..190, None)?));
+    masks.push(("all but the first key".to_owned(), of_rows(130..258, Some(193))?));
     for window in [1, 63, 64, 65, 150] {
         masks.push((format!("window {window}"), packed(&[&[0, 200]], &[0], Some(window))?));
     }
