@@ -5,11 +5,11 @@
 //     dv = pᵀ·dout      dk = scale · dsᵀ·q      dq = scale · ds·k
 //
 // Two kernels compute p and ds, so that every sum belongs to one block and has one order, without atomics. A block
-// owns kRows rows of two tensors and processes those rows of the other two that have visible pairs with them, in tiles:
-// - `keys` owns keys and values, and sums dk and dv over packed rows (`PackedRows`)
-// - `queries` owns packed rows of q and dout, and sums dq over keys
-// A warp has 16 of the block's rows, as operand A in its registers from beginning to end. It processes a tile in steps
-// of 16 rows. So it reads each tile from shared memory once for each of its products, and nothing else.
+// owns kRows rows of two tensors, and processes the rows of the other two that they share visible pairs with, in tiles:
+// - `keys` owns rows of k and v, and sums dk and dv over packed rows of q and dout (`PackedRows`)
+// - `queries` owns packed rows of q and dout, and sums dq over rows of k and v
+// A warp owns 16 of the rows, as operand A in its registers from beginning to end, and processes a tile in steps of 16
+// rows. So tiles are read from shared memory once per product, and nothing else is.
 
 #include "common.cuh"
 #include "mma.cuh"
@@ -18,73 +18,71 @@
 namespace {
 
 constexpr u32 kRows = 64, kStep = 16;
-static_assert(kRows == 16 * kFusedWarps, "16 rows per warp");
+static_assert(kRows == 16 * kFusedWarps, "a warp owns 16 rows");
 
-// What the gradients of a packed row's scores need besides q and dout.
+// The operands of both kernels: `q`, `dout` [sequence, token, head, D], `k`, `v` [sequence, key, KV head, D], `lse`,
+// `delta` [sequence, head, token], `ranges` [sequence, token], and `heads` as in `packed_rows`. Offsets of this block's
+// rows are computed from the kernel's parameters each time, because registers are scarce.
+template <typename T, u32 D> struct Operands {
+    const T *q, *k, *v, *dout;
+    const float *lse, *delta;
+    const u32 *heads, *ranges;
+    FusedSizes sizes;
+
+    __device__ __forceinline__ Visible visible_to_token(u32 token) const {
+        return visible_to(ranges + 2 * static_cast<u64>(blockIdx.z) * sizes.tokens, token);
+    }
+    __device__ __forceinline__ u64 head_of_row(u32 row) const {
+        return heads[blockIdx.y * sizes.group + row % sizes.group];
+    }
+    // Of a row's elements in q and dout.
+    __device__ __forceinline__ u64 offset_of_row(u32 row) const {
+        const u64 token = static_cast<u64>(blockIdx.z) * sizes.tokens + row / sizes.group;
+        return (token * sizes.num_heads + head_of_row(row)) * D;
+    }
+    // Of a row's element in lse and delta.
+    __device__ __forceinline__ u64 offset_of_term(u32 row) const {
+        const u64 head = static_cast<u64>(blockIdx.z) * sizes.num_heads + head_of_row(row);
+        return head * sizes.tokens + row / sizes.group;
+    }
+    // Of a key's elements in k and v.
+    __device__ __forceinline__ u64 offset_of_key(u32 key) const {
+        const u64 at = static_cast<u64>(blockIdx.z) * sizes.keys + key;
+        return (at * sizes.num_kv_heads + sizes.first_kv_head + blockIdx.y) * D;
+    }
+};
+
+// What the gradients of a packed row's scores need besides the row of q and dout.
 struct RowTerms {
     float lse, delta;
     Visible visible;
 };
 
-// kRows rows of two tensors in shared memory: of k and v, or packed rows of q and dout with their terms.
+// kRows rows of two tensors in shared memory: of k and v, or packed ones of q and dout with their terms.
 template <typename T, u32 D> struct Stage {
     static constexpr u32 kBytes = kRows * (2 * D * sizeof(T) + sizeof(RowTerms));
     Tile<T, D> left, right;
     RowTerms *terms;
 
-    __device__ __forceinline__ explicit Stage(u8 *bytes)
-        : left{reinterpret_cast<T *>(bytes)},
+    // One of the stages in the block's shared memory.
+    __device__ __forceinline__ Stage(u8 *shared, u32 index)
+        : left{reinterpret_cast<T *>(shared + index * kBytes)},
           right{left.first + kRows * D},
           terms(reinterpret_cast<RowTerms *>(right.first + kRows * D)) {}
 };
 
-// The operands of both kernels: `q`, `dout` [sequence, token, head, D], `k`, `v` [sequence, key, KV head, D],
-// `lse`, `delta` [sequence, head, token], `ranges` [sequence, token], and `heads` as in `packed_rows`.
-template <typename T> struct Operands {
-    const T *q, *k, *v, *dout;
-    const float *lse, *delta;
-    const u32 *heads, *ranges;
-};
-
-// The keys of a KV head, and the packed rows of its queries: where a block finds them. Addresses are computed from the
-// kernel's parameters each time, since registers are scarce.
-template <typename T, u32 D> struct Block {
-    const Operands<T> &operands;
-    const FusedSizes &sizes;
-    u32 sequence, kv_head, index;
-
-    __device__ __forceinline__ const u32 *ranges() const {
-        return operands.ranges + 2 * static_cast<u64>(sequence) * sizes.tokens;
-    }
-    __device__ __forceinline__ u64 offset_of_key(u32 key) const {
-        const u64 token = static_cast<u64>(sequence) * sizes.keys + key;
-        return (token * sizes.num_kv_heads + sizes.first_kv_head + kv_head) * D;
-    }
-    __device__ __forceinline__ u32 head_of(u32 row) const {
-        return operands.heads[kv_head * sizes.group + row % sizes.group];
-    }
-    __device__ __forceinline__ u64 offset_of_row(u32 row) const {
-        const u64 token = static_cast<u64>(sequence) * sizes.tokens + row / sizes.group;
-        return (token * sizes.num_heads + head_of(row)) * D;
-    }
-    __device__ __forceinline__ u64 term_of_row(u32 row) const {
-        const u64 head = static_cast<u64>(sequence) * sizes.num_heads + head_of(row);
-        return head * sizes.tokens + row / sizes.group;
-    }
-};
-
-// Starts copies of kRows rows of two tensors, from `first` on; rows that do not exist become 0. Eight threads copy a row,
-// so that few offsets are computed.
+// Starts copies of rows of two tensors from `first` on, of which there are `count`; others become 0. Eight threads copy
+// a row, so that few offsets are computed.
 template <typename T, u32 D, typename Offset>
 __device__ __forceinline__ void copy_pairs(const Stage<T, D> &to, const T *left, const T *right, u32 first, u32 count,
                                            const Offset &offset_of) {
-    constexpr u32 kThreads = 8;
+    constexpr u32 kAcross = 8;
 #pragma unroll 1
-    for (u32 row = threadIdx.x / kThreads; row < kRows; row += kFusedThreads / kThreads) {
+    for (u32 row = threadIdx.x / kAcross; row < kRows; row += kFusedThreads / kAcross) {
         const bool exists = first + row < count;
         const u64 offset = offset_of(exists ? first + row : first);
 #pragma unroll
-        for (u32 chunk = threadIdx.x % kThreads; chunk < Tile<T, D>::kChunks; chunk += kThreads) {
+        for (u32 chunk = threadIdx.x % kAcross; chunk < Tile<T, D>::kChunks; chunk += kAcross) {
             const u64 at = offset + chunk * Tile<T, D>::kChunk;
             cp_async<16>(to.left.at(row, chunk), left + at, exists ? 16 : 0);
             cp_async<16>(to.right.at(row, chunk), right + at, exists ? 16 : 0);
@@ -93,28 +91,25 @@ __device__ __forceinline__ void copy_pairs(const Stage<T, D> &to, const T *left,
 }
 
 template <typename T, u32 D>
-__device__ __forceinline__ void copy_keys(const Stage<T, D> &to, const Block<T, D> &block, u32 first) {
-    copy_pairs(to, block.operands.k, block.operands.v, first, block.sizes.keys,
-               [&](u32 key) { return block.offset_of_key(key); });
+__device__ __forceinline__ void copy_keys(const Stage<T, D> &to, const Operands<T, D> &of, u32 first) {
+    copy_pairs(to, of.k, of.v, first, of.sizes.keys, [&](u32 key) { return of.offset_of_key(key); });
 }
 
-// Rows that do not exist become 0, and so do their contributions to all sums.
+// Packed rows that do not exist become 0, and so do their contributions to all sums.
 template <typename T, u32 D>
-__device__ __forceinline__ void copy_queries(const Stage<T, D> &to, const Block<T, D> &block, u32 first) {
-    const u32 count = block.sizes.rows();
-    copy_pairs(to, block.operands.q, block.operands.dout, first, count,
-               [&](u32 row) { return block.offset_of_row(row); });
+__device__ __forceinline__ void copy_queries(const Stage<T, D> &to, const Operands<T, D> &of, u32 first) {
+    copy_pairs(to, of.q, of.dout, first, of.sizes.rows(), [&](u32 row) { return of.offset_of_row(row); });
     if (threadIdx.x >= kRows) return;
-    const bool exists = first + threadIdx.x < count;
+    const bool exists = first + threadIdx.x < of.sizes.rows();
     const u32 row = exists ? first + threadIdx.x : first;
-    const u64 at = block.term_of_row(row);
+    const u64 token = static_cast<u64>(blockIdx.z) * of.sizes.tokens + row / of.sizes.group;
     RowTerms &terms = to.terms[threadIdx.x];
-    cp_async<4>(&terms.lse, block.operands.lse + at, exists ? 4 : 0);
-    cp_async<4>(&terms.delta, block.operands.delta + at, exists ? 4 : 0);
-    cp_async<8>(&terms.visible, block.ranges() + 2 * (row / block.sizes.group), exists ? 8 : 0);
+    cp_async<4>(&terms.lse, of.lse + of.offset_of_term(row), exists ? 4 : 0);
+    cp_async<4>(&terms.delta, of.delta + of.offset_of_term(row), exists ? 4 : 0);
+    cp_async<8>(&terms.visible, of.ranges + 2 * token, exists ? 8 : 0);
 }
 
-// The 16 rows of a warp of both tensors of a stage.
+// The 16 rows of both tensors that this warp owns.
 template <u32 D> struct Own {
     u32 left[D / 16][4], right[D / 16][4];
 
@@ -127,9 +122,10 @@ template <u32 D> struct Own {
     }
 };
 
+// 16 own rows by kStep rows of a tile.
 using Products = float[1][kStep / 8][4];
 
-// s = own left · tile leftᵀ and dp = own right · tile rightᵀ, for kStep rows of the tiles.
+// s = own left · leftᵀ and dp = own right · rightᵀ.
 template <typename T, u32 D>
 __device__ __forceinline__ void multiply_own(Products &s, Products &dp, const Own<D> &own, const Tile<T, D> &left,
                                              const Tile<T, D> &right) {
@@ -143,16 +139,16 @@ __device__ __forceinline__ void multiply_own(Products &s, Products &dp, const Ow
     }
 }
 
-// sums += products · tile, for kStep rows of the tile; the products are rounded.
+// sums += products · tile, with products rounded to T.
 template <typename T, u32 D>
 __device__ __forceinline__ void add_product(float (&sums)[1][D / 8][4], const Products &products,
                                             const Tile<T, D> &tile) {
-    u32 rounded[1][1][4];
+    u32 rounded[1][kStep / 16][4];
     round_to_a<T>(rounded, products);
     multiply(sums, rounded, tile);
 }
 
-// s becomes p, and dp becomes ds. Both are 0 if the row does not see the key. `scale` contains log2 e.
+// s becomes p, and dp becomes ds; both are 0 if the row does not see the key. `scale` contains log2 e.
 template <bool kMasked>
 __device__ __forceinline__ void differentiate(float &s, float &dp, const RowTerms &row, u32 key, float scale) {
     const float p = fast_exp2(s * scale - row.lse * kLog2E);
@@ -160,10 +156,10 @@ __device__ __forceinline__ void differentiate(float &s, float &dp, const RowTerm
     dp = s * (dp - row.delta);
 }
 
-// As above for products of own keys, of which `key` is the first of this lane, and the rows of `terms`.
+// As above for all products of own keys, this lane's first of which is `key`, and of the rows of `terms`.
 template <bool kMasked>
-__device__ __forceinline__ void differentiate_by_key(Products &s, Products &dp, const RowTerms *terms, u32 key,
-                                                     float scale) {
+__device__ __forceinline__ void differentiate_own_keys(Products &s, Products &dp, const RowTerms *terms, u32 key,
+                                                       float scale) {
 #pragma unroll
     for (u32 n = 0; n < kStep / 8; ++n) {
 #pragma unroll
@@ -174,10 +170,10 @@ __device__ __forceinline__ void differentiate_by_key(Products &s, Products &dp, 
     }
 }
 
-// As above for products of this lane's own two rows, and the keys from `first_key` on.
+// As above for all products of this lane's two own rows, and of the keys from `first_key` on.
 template <bool kMasked>
-__device__ __forceinline__ void differentiate_by_row(Products &s, Products &dp, const RowTerms (&rows)[2],
-                                                     u32 first_key, float scale) {
+__device__ __forceinline__ void differentiate_own_rows(Products &s, Products &dp, const RowTerms (&rows)[2],
+                                                       u32 first_key, float scale) {
 #pragma unroll
     for (u32 n = 0; n < kStep / 8; ++n) {
 #pragma unroll
@@ -188,13 +184,13 @@ __device__ __forceinline__ void differentiate_by_row(Products &s, Products &dp, 
     }
 }
 
-// The number of tokens for which `holds` is true: all of them come before all others.
-template <typename Holds>
-__device__ __forceinline__ u32 partition_point(const u32 *ranges, u32 tokens, const Holds &holds) {
-    u32 begin = 0, end = tokens;
+// The number of tokens for which `holds` is true of the visible keys: they come before all others.
+template <typename T, u32 D, typename Holds>
+__device__ __forceinline__ u32 partition_point(const Operands<T, D> &of, const Holds &holds) {
+    u32 begin = 0, end = of.sizes.tokens;
     while (begin < end) {
         const u32 middle = begin + (end - begin) / 2;
-        if (holds(visible_to(ranges, middle))) {
+        if (holds(of.visible_to_token(middle))) {
             begin = middle + 1;
         } else {
             end = middle;
@@ -203,68 +199,67 @@ __device__ __forceinline__ u32 partition_point(const u32 *ranges, u32 tokens, co
     return begin;
 }
 
-// The gradients of kRows keys.
+// dk and dv of kRows keys.
 template <typename T, u32 D>
-__device__ __forceinline__ void keys(T *dk, T *dv, const Block<T, D> &block, float scale) {
+__device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, shared);
-    const FusedSizes &sizes = block.sizes;
-    const u32 first_key = block.index * kRows, past_key = first_key + kRows;
-    const auto sees_only_earlier = [&](const Visible &visible) { return visible.end <= first_key; };
-    const auto begins_before_the_end = [&](const Visible &visible) { return visible.begin < past_key; };
-    u32 row = partition_point(block.ranges(), sizes.tokens, sees_only_earlier) * sizes.group;
-    const u32 past_row = partition_point(block.ranges(), sizes.tokens, begins_before_the_end) * sizes.group;
+    const u32 first_key = blockIdx.x * kRows, past_key = first_key + kRows;
+    const u32 first_token = partition_point(of, [&](const Visible &keys) { return keys.end <= first_key; });
+    const u32 past_token = partition_point(of, [&](const Visible &keys) { return keys.begin < past_key; });
+    const u32 past_row = past_token * of.sizes.group;
+    u32 row = first_token * of.sizes.group;
 
-    copy_keys(Stage<T, D>(shared + Stage<T, D>::kBytes), block, first_key);
-    if (row < past_row) copy_queries(Stage<T, D>(shared), block, row);
+    const Stage<T, D> of_own(shared, 1);
+    copy_keys(of_own, of, first_key);
+    if (row < past_row) copy_queries(Stage<T, D>(shared, 0), of, row);
     cp_async_commit();
     wait_for_copies();
-    const Own<D> own(Stage<T, D>(shared + Stage<T, D>::kBytes));
+    const Own<D> own(of_own);
     const u32 warp_row = threadIdx.x / kWarp * 16, key = first_key + warp_row + threadIdx.x % kWarp / 4;
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
 #pragma unroll 1
     for (u32 stage = 0; row < past_row; row += kRows, stage ^= 1) {
         wait_for_copies();
-        if (row + kRows < past_row) copy_queries(Stage<T, D>(shared + (stage ^ 1) * Stage<T, D>::kBytes), block, row + kRows);
+        if (row + kRows < past_row) copy_queries(Stage<T, D>(shared, stage ^ 1), of, row + kRows);
         cp_async_commit();
-        const Stage<T, D> tile(shared + stage * Stage<T, D>::kBytes);
-        const u32 last = past_row - row < kRows ? past_row - row - 1 : kRows - 1;
-        const bool all_see =
-            tile.terms[last].visible.begin <= first_key && past_key <= tile.terms[0].visible.end;
+        const Stage<T, D> queries(shared, stage);
+        const u32 last_row = row + kRows < past_row ? kRows - 1 : past_row - row - 1;
+        const RowTerms &first = queries.terms[0], &last = queries.terms[last_row];
+        const bool all_see = last.visible.begin <= first_key && past_key <= first.visible.end;
 #pragma unroll 1
         for (u32 step = 0; step < kRows; step += kStep) {
-            const Tile<T, D> q = {tile.left.first + step * D}, dout = {tile.right.first + step * D};
+            const Tile<T, D> q = queries.left.from(step), dout = queries.right.from(step);
             Products s = {}, dp = {};
             multiply_own(s, dp, own, q, dout);
             if (all_see) {
-                differentiate_by_key<false>(s, dp, tile.terms + step, key, scale * kLog2E);
+                differentiate_own_keys<false>(s, dp, queries.terms + step, key, scale * kLog2E);
             } else {
-                differentiate_by_key<true>(s, dp, tile.terms + step, key, scale * kLog2E);
+                differentiate_own_keys<true>(s, dp, queries.terms + step, key, scale * kLog2E);
             }
             add_product(of_v, s, dout);
             add_product(of_k, dp, q);
         }
     }
     __syncthreads();
-    const Stage<T, D> free(shared);
-    store_rows(key_rows<D>(dk, sizes), first_key + warp_row, free.left, warp_row, of_k, {{scale, scale}});
-    store_rows(key_rows<D>(dv, sizes), first_key + warp_row, free.right, warp_row, of_v, {{1.0f, 1.0f}});
+    const Stage<T, D> unused(shared, 0);
+    store_rows(key_rows<D>(dk, of.sizes), first_key + warp_row, unused.left, warp_row, of_k, {{scale, scale}});
+    store_rows(key_rows<D>(dv, of.sizes), first_key + warp_row, unused.right, warp_row, of_v, {{1.0f, 1.0f}});
 }
 
-// The gradients of kRows packed rows.
+// dq of kRows packed rows.
 template <typename T, u32 D>
-__device__ __forceinline__ void queries(T *dq, const Block<T, D> &block, float scale) {
+__device__ __forceinline__ void queries(T *dq, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, shared);
-    const FusedSizes &sizes = block.sizes;
     // The last rows first: they see the most keys.
-    const u32 first_row = ((sizes.rows() - 1) / kRows - block.index) * kRows;
-    const u32 last_row = first_row + kRows <= sizes.rows() ? first_row + kRows - 1 : sizes.rows() - 1;
-    const Visible first = visible_to(block.ranges(), first_row / sizes.group);
-    const Visible last = visible_to(block.ranges(), last_row / sizes.group);
-
-    const Stage<T, D> of_own(shared + Stage<T, D>::kBytes);
-    copy_queries(of_own, block, first_row);
+    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kRows;
+    const u32 past_row = first_row + kRows < of.sizes.rows() ? first_row + kRows : of.sizes.rows();
+    const Visible first = of.visible_to_token(first_row / of.sizes.group);
+    const Visible last = of.visible_to_token((past_row - 1) / of.sizes.group);
     u32 key = first.begin / kRows * kRows;
-    if (key < last.end) copy_keys(Stage<T, D>(shared), block, key);
+
+    const Stage<T, D> of_own(shared, 1);
+    copy_queries(of_own, of, first_row);
+    if (key < last.end) copy_keys(Stage<T, D>(shared, 0), of, key);
     cp_async_commit();
     wait_for_copies();
     const Own<D> own(of_own);
@@ -274,26 +269,26 @@ __device__ __forceinline__ void queries(T *dq, const Block<T, D> &block, float s
 #pragma unroll 1
     for (u32 stage = 0; key < last.end; key += kRows, stage ^= 1) {
         wait_for_copies();
-        if (key + kRows < last.end) copy_keys(Stage<T, D>(shared + (stage ^ 1) * Stage<T, D>::kBytes), block, key + kRows);
+        if (key + kRows < last.end) copy_keys(Stage<T, D>(shared, stage ^ 1), of, key + kRows);
         cp_async_commit();
-        const Stage<T, D> tile(shared + stage * Stage<T, D>::kBytes);
+        const Stage<T, D> keys(shared, stage);
         const bool all_see = last.begin <= key && key + kRows <= first.end;
 #pragma unroll 1
         for (u32 step = 0; step < kRows; step += kStep) {
-            const Tile<T, D> k = {tile.left.first + step * D}, v = {tile.right.first + step * D};
+            const Tile<T, D> k = keys.left.from(step), v = keys.right.from(step);
             Products s = {}, dp = {};
             multiply_own(s, dp, own, k, v);
             if (all_see) {
-                differentiate_by_row<false>(s, dp, terms, key + step, scale * kLog2E);
+                differentiate_own_rows<false>(s, dp, terms, key + step, scale * kLog2E);
             } else {
-                differentiate_by_row<true>(s, dp, terms, key + step, scale * kLog2E);
+                differentiate_own_rows<true>(s, dp, terms, key + step, scale * kLog2E);
             }
             add_product(of_q, dp, k);
         }
     }
     __syncthreads();
-    const Stage<T, D> free(shared);
-    store_rows(packed_rows<D>(dq, block.operands.heads, sizes), first_row + warp_row, free.left, warp_row, of_q,
+    const Stage<T, D> unused(shared, 0);
+    store_rows(packed_rows<D>(dq, of.heads, of.sizes), first_row + warp_row, unused.left, warp_row, of_q,
                {{scale, scale}});
 }
 
@@ -301,21 +296,17 @@ __device__ __forceinline__ void queries(T *dq, const Block<T, D> &block, float s
 
 #define PARAMETERS(T)                                                                                             \
     const T *q, const T *k, const T *v, const T *dout, const float *lse, const float *delta, const u32 *heads,    \
-        const u32 *ranges, float scale, u32 tokens, u32 keys, u32 num_heads, u32 num_kv_heads, u32 first_kv_head, \
-        u32 group
-#define BLOCK(T, D)                                                                                               \
-    const FusedSizes sizes = {tokens, keys, num_heads, num_kv_heads, first_kv_head, group};                       \
-    const Operands<T> operands = {q, k, v, dout, lse, delta, heads, ranges};                                      \
-    const Block<T, D> block = {operands, sizes, blockIdx.z, blockIdx.y, blockIdx.x};
+        const u32 *ranges, float scale, u32 tokens, u32 num_keys, u32 num_heads, u32 num_kv_heads,                \
+        u32 first_kv_head, u32 group
+#define OPERANDS                                                                                                  \
+    { q, k, v, dout, lse, delta, heads, ranges, {tokens, num_keys, num_heads, num_kv_heads, first_kv_head, group} }
 
 #define INSTANTIATE(T, suffix, D)                                                                                 \
     KERNEL(attention_fused_backward_keys_##suffix##_##D, T *dk, T *dv, PARAMETERS(T)) {                           \
-        BLOCK(T, D)                                                                                               \
-        ::keys<T, D>(dk, dv, block, scale);                                                                       \
+        keys<T, D>(dk, dv, OPERANDS, scale);                                                                      \
     }                                                                                                             \
     KERNEL(attention_fused_backward_queries_##suffix##_##D, T *dq, PARAMETERS(T)) {                               \
-        BLOCK(T, D)                                                                                               \
-        queries<T, D>(dq, block, scale);                                                                          \
+        queries<T, D>(dq, OPERANDS, scale);                                                                       \
     }
 INSTANTIATE(bf16, bf16, 64)
 INSTANTIATE(bf16, bf16, 96)
