@@ -1,8 +1,8 @@
 // Definitions that all kernels share: element types, vector accesses, reductions within a block.
 //
-// Kernels include only this file, and `mma.cuh` for tensor cores. They do not need the CUDA toolkit's headers, so
-// NVRTC compiles a kernel on any machine with a driver. The host compiler reads the same sources with
-// `emulation/emulation.h` before them.
+// Kernels include only this file, and `mma.cuh` and `attention_fused.cuh` for tensor cores. They do not need the
+// CUDA toolkit's headers, so NVRTC compiles a kernel on any machine with a driver. The host compiler reads the same
+// sources with `emulation/emulation.h` before them.
 //
 // Conventions
 // - Elements are f32, bf16 or f16; all arithmetic is in f32 and rounded once, when it is stored.

@@ -181,7 +181,10 @@ void *dynamic_shared() { return block.shared.dynamic(); }
 
 void *static_shared(const void *declaration, std::size_t bytes) {
     void *array = block.shared.array(declaration, bytes);
-    if (array == nullptr) fail("a block has at most %zu KiB of static arrays", SharedMemory::kMaxStaticBytes / 1024);
+    if (array == nullptr) {
+        fail("a block has at most %zu KiB of static arrays, and %zu KiB with its dynamic ones",
+             SharedMemory::kMaxStaticBytes / 1024, SharedMemory::kMaxBytes / 1024);
+    }
     return array;
 }
 

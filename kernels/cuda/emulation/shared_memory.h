@@ -47,7 +47,7 @@ class SharedMemory {
             if (array.declaration == declaration) return base_ + array.begin;
         }
         static_bytes_ += bytes;
-        if (static_bytes_ > kMaxStaticBytes) return nullptr;
+        if (static_bytes_ > kMaxStaticBytes || arrays_[0].bytes + static_bytes_ > kMaxBytes) return nullptr;
         const std::size_t end = arrays_.back().begin + arrays_.back().bytes;
         const std::size_t begin = (end + kRedZone + 15) / 16 * 16;
         arrays_.push_back({declaration, begin, bytes});

@@ -64,6 +64,19 @@ fn reads_of_unwritten_shared_memory_are_found_in_every_block() {
     assert!(message.contains("thread 63 ") && message.contains("which no thread of this block"), "{message}");
 }
 
+#[test]
+fn more_shared_memory_than_a_block_has_is_refused() {
+    const MOST: usize = 227 * 1024;
+    // The kernel has a static array of 128 bytes.
+    let with_dynamic =
+        |bytes| launch("fault_shared_overrun", [1, 32, bytes], &floats(32), &[&floats(32)], &[0]);
+    with_dynamic(MOST - 128).unwrap();
+    let message = failure(with_dynamic(MOST - 127));
+    assert!(message.contains("48 KiB of static arrays, and 227 KiB with its dynamic ones"), "{message}");
+    let message = failure(with_dynamic(MOST + 1));
+    assert!(message.contains("at most 227 KiB of shared memory"), "{message}");
+}
+
 /// Barriers of `fault_shared_race`.
 const SHUFFLE: u32 = 1;
 const SYNCWARP: u32 = 2;
