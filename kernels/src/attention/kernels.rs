@@ -91,7 +91,7 @@ pub fn backward(
     gradients: &Gradients<'_>,
 ) -> Result<(), AttentionError> {
     let call = Call::new("attention::backward");
-    let Operands { q, k, v, scale, layout, .. } = *operands;
+    let Operands { q, k, v, scale, layout, kernels } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let dims = dims_of(&call, operands)?;
@@ -114,7 +114,7 @@ pub fn backward(
         Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, true),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
-            if fused::is_chosen(call.op, &problem, &[dout, dq, dk, dv])? {
+            if fused::is_chosen(call.op, kernels, &problem, &[dout, dq, dk, dv])? {
                 call.kernels(fused::backward(&launcher, &problem, upstream, gradients))?;
             } else {
                 call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;

@@ -29,7 +29,8 @@ pub(in crate::attention) fn verdict(device: &Device, dtype: DType) -> Result<Arc
     if let Some(verdict) = verdicts.get(&(device.location(), dtype)) {
         return Ok(verdict.clone());
     }
-    let kernels = [&sources::ATTENTION_FUSED_FORWARD, &sources::ATTENTION];
+    let kernels =
+        [&sources::ATTENTION_FUSED_FORWARD, &sources::ATTENTION_FUSED_BACKWARD, &sources::ATTENTION];
     let file = VerdictFile::new(&format!("attention-{}", dtype.as_str()), &kernels, device);
     let verdict = match file.as_ref().and_then(VerdictFile::read) {
         Some(verdict) => verdict,

@@ -2,25 +2,25 @@
 
 use super::precision::Layout::{Aligned, Odd};
 use super::*;
-use crate::attention::{AttentionKernels, grouped_heads, with_attention_kernels};
+use crate::attention::grouped_heads;
 use crate::device::{bank_conflicts, emulate, set_seed};
 
-/// Runs on the emulated fused kernels; a call that they do not support fails.
-pub(super) fn fused<R>(run: impl FnOnce() -> R) -> R {
-    emulate(|| with_attention_kernels(AttentionKernels::Fused, run))
-}
-
 impl Case {
+    /// The same inputs for the fused kernels, rounded to 16 bits. A call that they do not support fails.
+    pub(super) fn fused(self, dtype: DType) -> Result<Self> {
+        Ok(Self { kernels: AttentionKernels::Fused, ..self.rounded(dtype, Aligned)? })
+    }
+
     /// `[o, lse]` of the fused kernel, on outputs that contain NaN.
     fn fused_forward(&self) -> Result<[Vec<f32>; 2]> {
         let (b, sq, hq, _) = self.q.dims4()?;
         let (o, lse) = (dirty(&self.q)?, testing::output(&[b, hq, sq]));
-        fused(|| forward(&self.operands(), &o, &lse))?;
+        emulate(|| forward(&self.operands(), &o, &lse))?;
         Ok([&o, &lse].map(read))
     }
 
     fn check_fused_forward(self, dtype: DType, name: &str) -> Result<()> {
-        let case = self.rounded(dtype, Aligned)?;
+        let case = self.fused(dtype)?;
         case.check_precision(&case.fused_forward()?, &format!("{name}, {dtype:?}, d {}", case.head_dim))
     }
 }
@@ -97,7 +97,7 @@ fn so_does_every_length_and_grouping_of_heads() -> Result<()> {
 
 #[test]
 fn a_query_that_sees_nothing_gives_zero_and_minus_infinity_in_a_tile_that_others_see() -> Result<()> {
-    let case = Case::new(parts(0..70, 35..105)?, 1, 64)?.rounded(DType::F16, Aligned)?;
+    let case = Case::new(parts(0..70, 35..105)?, 1, 64)?.fused(DType::F16)?;
     let [o, lse] = case.fused_forward()?;
     for (token, lse) in lse[..70].iter().enumerate() {
         assert_eq!(*lse == f32::NEG_INFINITY, token < 35, "token {token}: {lse}");
@@ -112,7 +112,7 @@ fn a_nan_shows_in_the_output_of_its_query() -> Result<()> {
     let mut q = read(&case.q);
     q[33 * 64] = f32::NAN;
     case.q = tensor(q, [1, 40, 1, 64])?;
-    let [o, lse] = case.rounded(DType::BF16, Aligned)?.fused_forward()?;
+    let [o, lse] = case.fused(DType::BF16)?.fused_forward()?;
     for (token, (o, lse)) in o.chunks(64).zip(lse).enumerate() {
         assert_eq!(o.iter().all(|x| x.is_nan()) && lse.is_nan(), token == 33, "token {token}");
         assert_eq!(o.iter().any(|x| x.is_nan()) || lse.is_nan(), token == 33, "token {token}");
@@ -123,7 +123,7 @@ fn a_nan_shows_in_the_output_of_its_query() -> Result<()> {
 #[test]
 fn the_order_of_blocks_and_threads_does_not_change_a_bit() -> Result<()> {
     let case = Case::new(packed(&[&[0, 37, 100]], &[0, 0, 1], None)?, 2, 96)?;
-    let case = case.rounded(DType::BF16, Aligned)?;
+    let case = case.fused(DType::BF16)?;
     let bits =
         || -> Result<Vec<u32>> { Ok(case.fused_forward()?.iter().flatten().map(|x| x.to_bits()).collect()) };
     let expected = bits()?;
@@ -138,7 +138,7 @@ fn the_order_of_blocks_and_threads_does_not_change_a_bit() -> Result<()> {
 #[test]
 fn matrices_in_shared_memory_have_no_bank_conflicts() -> Result<()> {
     for head_dim in [64, 96, 128] {
-        let case = causal(1, 70, &[0, 0], 1, head_dim)?.rounded(DType::F16, Aligned)?;
+        let case = causal(1, 70, &[0, 0], 1, head_dim)?.fused(DType::F16)?;
         bank_conflicts();
         case.fused_forward()?;
         assert_eq!(bank_conflicts(), 0, "head dimension {head_dim}");
@@ -151,11 +151,11 @@ fn calls_that_the_fused_kernels_do_not_support_are_refused_only_if_they_are_forc
     let refused = |case: &Case, scale: f32, expected: &str| -> Result<()> {
         let (b, sq, hq, _) = case.q.dims4()?;
         let (o, lse) = (dirty(&case.q)?, testing::output(&[b, hq, sq]));
-        let operands = Operands { scale, ..case.operands() };
-        let error = fused(|| forward(&operands, &o, &lse)).expect_err(expected).to_string();
+        let forced = Operands { scale, kernels: AttentionKernels::Fused, ..case.operands() };
+        let error = emulate(|| forward(&forced, &o, &lse)).expect_err(expected).to_string();
         assert!(error.starts_with("attention::forward: there is no fused kernel for "), "{error}");
         assert!(error.contains(expected) && error.contains("a head dimension of 64, 96 or 128"), "{error}");
-        emulate(|| forward(&operands, &o, &lse))
+        emulate(|| forward(&Operands { kernels: AttentionKernels::Auto, ..forced }, &o, &lse))
     };
     refused(&causal(1, 3, &[0], 1, 64)?, 1.0, "f32 elements")?;
     refused(&causal(1, 3, &[0], 1, 80)?.rounded(DType::BF16, Aligned)?, 1.0, "a head dimension of 80")?;

@@ -65,6 +65,8 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
 #[derive(Clone)]
 struct Case {
     layout: AttentionLayout,
+    /// On a GPU, or emulated.
+    kernels: AttentionKernels,
     num_kv_heads: usize,
     head_dim: usize,
     q: Tensor,
@@ -88,7 +90,7 @@ impl Case {
         };
         let (q, k) = (draw(1, 4.0, q_shape), draw(2, 2.0, kv_shape));
         let (v, dout) = (draw(3, 1.0, kv_shape), draw(4, 1.0, q_shape));
-        Ok(Self { layout, num_kv_heads, head_dim, q, k, v, dout })
+        Ok(Self { layout, kernels: AttentionKernels::Tiled, num_kv_heads, head_dim, q, k, v, dout })
     }
 
     fn scale(&self) -> f32 {
@@ -102,7 +104,7 @@ impl Case {
             v: &self.v,
             scale: self.scale(),
             layout: &self.layout,
-            kernels: AttentionKernels::Tiled,
+            kernels: self.kernels,
         }
     }
 
