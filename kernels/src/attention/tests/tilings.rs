@@ -13,7 +13,7 @@ pub(super) const SMALL: Tiling = Tiling { rows: 64, keys: 48, heads: 4, sums: 0 
 
 impl Case {
     pub(super) fn run_in_tiles(&self, tiling: &Tiling) -> Result<Outputs> {
-        let Operands { q, k, v, scale, layout } = self.operands();
+        let Operands { q, k, v, scale, layout, .. } = self.operands();
         let dims = Dims {
             batch: layout.batch(),
             num_queries: layout.q_positions().len(),
