@@ -5,7 +5,8 @@
 #     gpu/fake-driver-check.sh [PART…]      default: all parts
 #
 # Parts: libraries (they find seeded faults of small programs), kernels, threads, golden, nccl, jobs (ranks that are
-# processes), training, seeded (the tests fail if a fault is seeded).
+# processes), errors (failed calls of the driver and the libraries), training, seeded (the tests fail if a fault is
+# seeded).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +17,7 @@ ULYSSES=target/fake/debug/ulysses
 
 main() {
     local part parts=("$@")
-    ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs training seeded)
+    ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
     cargo test --no-run --features cuda,nccl --lib --test comm --test parity --message-format json |
@@ -62,6 +63,10 @@ check_nccl() {
 
 check_jobs() {
     ULYSSES=$ULYSSES gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
+}
+
+check_errors() {
+    ULYSSES=$ULYSSES gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
 }
 
 check_training() {

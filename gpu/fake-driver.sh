@@ -44,7 +44,8 @@ usage() {
 
 run() {
     local code=0
-    FAKE_NCCL_FOLDER=$(mktemp -d)
+    # In memory where that is possible: ranks exchange all data through files.
+    FAKE_NCCL_FOLDER=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)
     export FAKE_NCCL_FOLDER FAKE_DRIVER_REPORTS=$FAKE_NCCL_FOLDER/reports
     # shellcheck disable=SC2064 # Expand the name now.
     trap "rm -rf '$FAKE_NCCL_FOLDER'" EXIT
