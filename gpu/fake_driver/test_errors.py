@@ -37,7 +37,7 @@ ONE_GPU = {
     "cuMemcpyDtoHAsync_v2:1": f"rank 0 failed: .*{UNKNOWN}",
     "cuMemcpyHtoDAsync_v2:3": f"rank 0 failed: .*{UNKNOWN}",
     # A GPU that is lost during a step.
-    "*:3000+=700": "rank 0 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
+    "*:2000+=700": "rank 0 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
 }
 OFFLOADED = {
     "cuStreamCreate:2": "cannot offload optimizer state to page-locked host memory",
@@ -59,7 +59,7 @@ TWO_GPUS = {
     "cuMemAllocAsync:250": r"rank \d failed: .*out of GPU memory",
     # The other rank is told the cause.
     "cuLaunchKernel:200+": rf"ERROR rank \d failed: .*kernel `\w+`: {UNKNOWN}",
-    "*:5000+=700": r"rank \d failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
+    "*:3000+=700": r"rank \d failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
 }
 # What it survives: a compiled kernel in the cache that does not load, and the end of the program.
 HARMLESS = ["cuModuleLoadData:1", "ncclCommFinalize:1", "ncclCommDestroy:1", "ncclCommAbort:1"]

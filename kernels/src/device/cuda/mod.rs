@@ -73,13 +73,11 @@ fn no_gpu(failure: DriverError) -> DeviceError {
 
 /// The error of an allocation of page-locked host memory. CUDA's name for it would suggest that the GPU is full.
 fn no_page_locked(bytes: usize) -> impl Fn(DriverError) -> DeviceError {
+    const REMEDY: &str =
+        "the host has no more; free some, offload less, or raise its limits (cgroup, `ulimit -l`)";
     move |failure| {
         let message = match failure.0 {
-            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                "the host has no more; free some, offload less, or raise its limits \
-                                                        (cgroup, `ulimit -l`)"
-                    .to_owned()
-            }
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => REMEDY.to_owned(),
             _ => failure.to_string(),
         };
         DeviceError::PageLocked { requested: bytes as u64, message }
