@@ -5,7 +5,8 @@
 #     gpu/fake-driver-check.sh [PART…]      default: all parts
 #
 # Parts: libraries (they find seeded faults of small programs), kernels, threads, golden, nccl, jobs (ranks that are
-# processes), training, seeded (the tests fail if a fault is seeded).
+# processes), errors (failed calls of the driver and the libraries; `ulysses doctor`), suites (meshes, ZeRO stages,
+# 16 bits and offload over NCCL), training, seeded (the tests fail if a fault is seeded).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,11 +17,11 @@ ULYSSES=target/fake/debug/ulysses
 
 main() {
     local part parts=("$@")
-    ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs training seeded)
+    ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors suites training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
-    cargo test --no-run --features cuda,nccl --lib --test comm --test parity --message-format json |
-        python3 gpu/binaries.py >target/fake/binaries
+    cargo test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
+        --test memory | python3 gpu/binaries.py >target/fake/binaries
     cargo build --features cuda,nccl
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
     for part in "${parts[@]}"; do
@@ -62,6 +63,20 @@ check_nccl() {
 
 check_jobs() {
     ULYSSES=$ULYSSES gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
+}
+
+check_errors() {
+    ULYSSES=$ULYSSES gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
+    gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor
+}
+
+# Of these suites what covers most in the least time: every stage on meshes with dp and sp, uneven shards of packed
+# documents, accumulation, 16 bits, partitions over sp and replicas of them, offload.
+check_suites() {
+    local -x ULYSSES_TEST_DEVICE=nccl
+    tests 8 late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal --test-threads 1
+    tests 8 random:4 test_zero stages::the_same_run_twice partitions::without_accumulation --test-threads 1
+    tests 8 random:5 test_memory features::offloaded_gradients features::the_offloaded_gradient --test-threads 1
 }
 
 check_training() {

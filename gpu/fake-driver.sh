@@ -44,7 +44,11 @@ usage() {
 
 run() {
     local code=0
-    FAKE_NCCL_FOLDER=$(mktemp -d)
+    # In memory if there is 1 GiB of it: ranks exchange all data through files.
+    local parent=${TMPDIR:-/tmp} free_kib
+    free_kib=$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)
+    ((${free_kib:-0} < 1 << 20)) || parent=/dev/shm
+    FAKE_NCCL_FOLDER=$(mktemp -d -p "$parent")
     export FAKE_NCCL_FOLDER FAKE_DRIVER_REPORTS=$FAKE_NCCL_FOLDER/reports
     # shellcheck disable=SC2064 # Expand the name now.
     trap "rm -rf '$FAKE_NCCL_FOLDER'" EXIT

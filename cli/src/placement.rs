@@ -2,6 +2,9 @@
 
 use super::{DeviceArg, Failure, OrFail, log_line};
 use anyhow::anyhow;
+use candle_core::Device;
+use std::fmt::Display;
+use ulysses::comm::nccl::may_share_gpus;
 use ulysses::config::Backend;
 use ulysses::device::{DeviceError, DeviceKind, gpu_count};
 
@@ -21,7 +24,7 @@ pub(crate) struct Machine {
     gpus: Result<usize, String>,
     /// Whether the build has NCCL.
     has_nccl: bool,
-    /// Whether the user allows NCCL several ranks per GPU (`NCCL_MULTI_RANK_GPU_ENABLE=1`).
+    /// Whether the user allows NCCL several ranks per GPU.
     shares_gpus: bool,
 }
 
@@ -34,7 +37,7 @@ impl Machine {
         Self {
             gpus: gpu_count().map_err(reason),
             has_nccl: cfg!(feature = "nccl"),
-            shares_gpus: std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1"),
+            shares_gpus: may_share_gpus(),
         }
     }
 }
@@ -48,6 +51,8 @@ pub(crate) struct Placement {
     num_gpus: usize,
     /// The explanation, unless the user asked for the CPU.
     line: Option<String>,
+    /// Whether the user left the choice of the device to the program.
+    is_auto: bool,
 }
 
 impl Placement {
@@ -73,7 +78,8 @@ impl Placement {
             }
             _ => Machine::detect(),
         };
-        place(request, &machine).map_err(|message| anyhow!(message)).or_usage()
+        let placement = place(request, &machine).map_err(|message| anyhow!(message)).or_usage()?;
+        Ok(Self { is_auto: matches!(request.device, DeviceArg::Auto), ..placement })
     }
 
     /// Places a single rank of a command without `--backend`.
@@ -86,12 +92,25 @@ impl Placement {
 
     /// Ranks on the CPU that are threads.
     pub(crate) fn cpu() -> Self {
-        Self { device: DeviceKind::Cpu, backend: Backend::Thread, num_gpus: 0, line: None }
+        Self { device: DeviceKind::Cpu, backend: Backend::Thread, num_gpus: 0, line: None, is_auto: false }
     }
 
     /// A single rank on the same kind of device.
     pub(crate) fn alone(&self) -> Self {
-        Self { device: self.device, ..Self::cpu() }
+        Self { device: self.device, is_auto: self.is_auto, ..Self::cpu() }
+    }
+
+    /// Opens the device of a rank of the backend `thread`.
+    pub(crate) fn open(&self) -> anyhow::Result<Device> {
+        self.device.open().map_err(|error| self.explain(error))
+    }
+
+    /// Adds the remedy to the error of a GPU that could not be opened, if the user has not asked for GPUs.
+    pub(crate) fn explain(&self, error: impl Display) -> anyhow::Error {
+        match self.is_auto && self.device == DeviceKind::Cuda {
+            true => anyhow!("{error}; use --device cpu to run without GPUs"),
+            false => anyhow!("{error}"),
+        }
     }
 
     /// Returns the name of the first GPU, if ranks run on GPUs.
@@ -149,7 +168,8 @@ fn place(request: Request, machine: &Machine) -> Result<Placement, String> {
 }
 
 fn on_gpus(backend: Backend, num_gpus: usize, line: String) -> Placement {
-    Placement { device: DeviceKind::Cuda, backend, num_gpus, line: Some(format!("cuda ({line})")) }
+    let line = Some(format!("cuda ({line})"));
+    Placement { device: DeviceKind::Cuda, backend, num_gpus, line, is_auto: false }
 }
 
 /// Places ranks that are threads of this process on a machine with GPUs. The thread backend's ranks copy from each

@@ -8,6 +8,8 @@ use candle_core::Device;
 use clap::ValueEnum;
 use ulysses::comm::{LaunchError, LaunchOptions, RankContext, launch};
 use ulysses::config::Backend;
+#[cfg(feature = "nccl")]
+use ulysses::device::DeviceError;
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum BackendArg {
@@ -57,9 +59,16 @@ pub(super) fn run_threads<T: Send>(
         #[cfg(feature = "nccl")]
         Backend::Nccl => {
             let gpus = placement.gpus(world_size);
-            ulysses::comm::nccl::launch(&gpus, options, |rank| run(&rank, rank.group.value_device()))
+            ulysses::comm::nccl::launch(&gpus, options, |rank| run(&rank, rank.group.value_device())).map_err(
+                |error| match error {
+                    LaunchError::Failed { rank, source } if source.is::<DeviceError>() => {
+                        LaunchError::Failed { rank, source: placement.explain(source).into() }
+                    }
+                    other => other,
+                },
+            )
         }
-        _ => launch(world_size, options, |rank| run(&rank, placement.device.open()?)),
+        _ => launch(world_size, options, |rank| run(&rank, placement.open()?)),
     }
 }
 

@@ -59,6 +59,7 @@ constexpr ErrorText kErrors[] = {
     {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
 const ErrorText *error_text(CUresult code) {
@@ -94,6 +95,7 @@ int context_of(const char *function) {
 using namespace fake;
 
 FAKE_EXPORT CUresult cuInit(unsigned flags) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
     if (gpu_count() == 0) return CUDA_ERROR_NO_DEVICE;
     is_initialized = true;
@@ -101,17 +103,20 @@ FAKE_EXPORT CUresult cuInit(unsigned flags) {
 }
 
 FAKE_EXPORT CUresult cuDriverGetVersion(int *version) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *version = kDriverVersion;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGetCount(int *count) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_initialized) return CUDA_ERROR_NOT_INITIALIZED;
     *count = gpu_count();
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_initialized) return CUDA_ERROR_NOT_INITIALIZED;
     if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
     *device = ordinal;
@@ -119,12 +124,14 @@ FAKE_EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
 }
 
 FAKE_EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     std::snprintf(name, length, "Fake H100");
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     std::memset(uuid, 0xfa, 16);
     uuid[15] = static_cast<unsigned char>(device);
@@ -136,12 +143,14 @@ FAKE_EXPORT CUresult cuDeviceGetUuid(unsigned char uuid[16], CUdevice device) {
 }
 
 FAKE_EXPORT CUresult cuDeviceTotalMem_v2(std::size_t *bytes, CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     *bytes = total_bytes();
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     switch (attribute) {
     case kMaxThreadsPerBlock:
@@ -152,8 +161,8 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice de
     case kMaxSharedBytes: *value = 48 * 1024; break;
     case kWarpSize: *value = 32; break;
     case kMultiprocessors: *value = 132; break;
-    case kUnifiedAddressing:
-    case kMemoryPools: *value = 1; break;
+    case kUnifiedAddressing: *value = 1; break;
+    case kMemoryPools: *value = has_memory_pools(); break;
     case kCapabilityMajor: *value = kMajor; break;
     case kCapabilityMinor: *value = kMinor; break;
     case kMaxSharedBytesPerMultiprocessor: *value = 228 * 1024; break;
@@ -166,12 +175,14 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice de
 }
 
 FAKE_EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device) || !is_device(peer)) return CUDA_ERROR_INVALID_DEVICE;
     *can = device != peer;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     const Lock lock(lock_of_driver);
     Primary &primary = primaries[device];
@@ -182,6 +193,7 @@ FAKE_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice devic
 }
 
 FAKE_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     const Lock lock(lock_of_driver);
     if (primaries[device].users == 0) return CUDA_ERROR_INVALID_CONTEXT;
@@ -190,16 +202,19 @@ FAKE_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 }
 
 FAKE_EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *context = current;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     current = context;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *device = context_of("cuCtxGetDevice");
     return *device < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
@@ -207,12 +222,14 @@ FAKE_EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
 FAKE_EXPORT CUresult cuCtxSetFlags(unsigned) { return CUDA_SUCCESS; }
 
 FAKE_EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *least = 0;
     *greatest = -5;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuCtxSynchronize() {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuCtxSynchronize");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     Lock lock(lock_of_driver);
@@ -221,6 +238,7 @@ FAKE_EXPORT CUresult cuCtxSynchronize() {
 }
 
 FAKE_EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuCtxEnablePeerAccess");
     if (device < 0 || peer == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;

@@ -111,12 +111,15 @@ bool __attribute__((visibility("default"))) fake::in_allocation(int device, std:
 }
 
 FAKE_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *pointer, std::size_t bytes, CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_OUT_OF_MEMORY);
+    if (!has_memory_pools()) return CUDA_ERROR_NOT_SUPPORTED;
     Lock lock(lock_of_driver);
     Stream *stream = stream_of(handle, "cuMemAllocAsync");
     return stream ? allocate_on(stream, pointer, bytes, lock) : CUDA_ERROR_INVALID_HANDLE;
 }
 
 FAKE_EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     // Nothing of this program runs on the default stream, so nothing orders the seeded free.
     Stream *stream = stream_of(is_seeded("freed_early") ? nullptr : handle, "cuMemFreeAsync");
@@ -124,6 +127,7 @@ FAKE_EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream handle) {
 }
 
 FAKE_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, std::size_t bytes) {
+    MAY_FAIL(CUDA_ERROR_OUT_OF_MEMORY);
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     Lock lock(lock_of_driver);
     Stream *stream = stream_of(nullptr, "cuMemAlloc");
@@ -134,6 +138,7 @@ FAKE_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, std::size_t bytes) {
 }
 
 FAKE_EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (pointer == 0) return CUDA_SUCCESS;
     Lock lock(lock_of_driver);
     Stream *stream = stream_of(nullptr, "cuMemFree");
@@ -145,6 +150,7 @@ FAKE_EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer) {
 }
 
 FAKE_EXPORT CUresult cuMemGetInfo_v2(std::size_t *free, std::size_t *total) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuMemGetInfo");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     const Lock lock(lock_of_driver);
@@ -154,6 +160,7 @@ FAKE_EXPORT CUresult cuMemGetInfo_v2(std::size_t *free, std::size_t *total) {
 }
 
 FAKE_EXPORT CUresult cuMemHostAlloc(void **pointer, std::size_t bytes, unsigned) {
+    MAY_FAIL(CUDA_ERROR_OUT_OF_MEMORY);
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     if (context_of("cuMemHostAlloc") < 0) return CUDA_ERROR_INVALID_CONTEXT;
     const Lock lock(lock_of_driver);
@@ -164,6 +171,7 @@ FAKE_EXPORT CUresult cuMemHostAlloc(void **pointer, std::size_t bytes, unsigned)
 }
 
 FAKE_EXPORT CUresult cuMemFreeHost(void *pointer) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Lock lock(lock_of_driver);
     Allocation *found = find(address(pointer));
     if (found == nullptr || found->begin != address(pointer) || found->device != kPageLocked) {
@@ -180,6 +188,7 @@ FAKE_EXPORT CUresult cuMemFreeHost(void *pointer) {
 }
 
 FAKE_EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t bytes, CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (bytes == 0) return CUDA_SUCCESS;
     Lock lock(lock_of_driver);
     Stream *stream = stream_of(handle, "cuMemsetD8Async");
@@ -191,33 +200,41 @@ FAKE_EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::s
 }
 
 FAKE_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, std::size_t bytes, CUstream stream) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(stream, {"copy from the host", to, address(from), bytes, false, true});
 }
 
 FAKE_EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, std::size_t bytes, CUstream stream) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(stream, {"copy to the host", address(to), from, bytes, true, false});
 }
 
 FAKE_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(stream, {"copy on the device", to, from, bytes, false, false});
 }
 
 FAKE_EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, std::size_t bytes,
                                        CUstream stream) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(stream, {"copy between devices", to, from, bytes, false, false});
 }
 
 FAKE_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, std::size_t bytes) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(nullptr, {"copy from the host", to, address(from), bytes, false, true}, true);
 }
 
 FAKE_EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, std::size_t bytes) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     return copy_on(nullptr, {"copy to the host", address(to), from, bytes, true, false}, true);
 }
 
-// A GPU has one pool, which is never trimmed.
+// A GPU has one pool, which is never trimmed, or none (FAKE_DRIVER_MEMORY_POOLS=0).
 
 FAKE_EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
+    if (!has_memory_pools()) return CUDA_ERROR_NOT_SUPPORTED;
     *pool = reinterpret_cast<CUmemoryPool>(static_cast<std::uintptr_t>(device) + 1);
     return CUDA_SUCCESS;
 }
@@ -226,9 +243,13 @@ FAKE_EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) {
     return cuDeviceGetDefaultMemPool(pool, device);
 }
 
-FAKE_EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool, int, void *) { return CUDA_SUCCESS; }
+FAKE_EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool, int, void *) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
+    return CUDA_SUCCESS;
+}
 
 FAKE_EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     constexpr int kReservedNow = 5, kReservedMost = 6, kUsedNow = 7, kUsedMost = 8;
     const Lock lock(lock_of_driver);
     const int device = static_cast<int>(address(pool)) - 1;
@@ -247,6 +268,7 @@ FAKE_EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, voi
 }
 
 FAKE_EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const int *locations, std::size_t count) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     // A location has its kind (1: a GPU), its number, and the kind of access (0: none, 3: read and write).
     const Lock lock(lock_of_driver);
     for (std::size_t i = 0; i < count; ++i) {
@@ -257,6 +279,7 @@ FAKE_EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const int *locations,
 }
 
 FAKE_EXPORT CUresult cuMemPoolGetAccess(int *access, CUmemoryPool pool, const int *location) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Lock lock(lock_of_driver);
     *access = has_peer_access(location[1], static_cast<int>(address(pool)) - 1) ? 3 : 0;
     return CUDA_SUCCESS;

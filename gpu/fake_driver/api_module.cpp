@@ -50,6 +50,7 @@ std::shared_ptr<Arguments> copy_arguments(const Kernel &kernel, void **given) {
 }  // namespace
 
 FAKE_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuModuleLoadData");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     check_load("a module");
@@ -77,11 +78,13 @@ FAKE_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 }
 
 FAKE_EXPORT CUresult cuModuleUnload(CUmodule module) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     // Queued launches may still use its kernels, so it stays.
     return module ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 FAKE_EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule handle, const char *name) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     Module &module = *module_of(handle);
     auto found = module.functions.find(name);
@@ -101,11 +104,13 @@ FAKE_EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule handle, 
 }
 
 FAKE_EXPORT CUresult cuModuleGetFunctionCount(unsigned *count, CUmodule module) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *count = module_of(module)->functions.size();
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuModuleEnumerateFunctions(CUfunction *functions, unsigned count, CUmodule module) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     unsigned index = 0;
     for (const auto &[name, function] : module_of(module)->functions) {
         if (index < count) functions[index++] = reinterpret_cast<CUfunction>(function.get());
@@ -114,13 +119,18 @@ FAKE_EXPORT CUresult cuModuleEnumerateFunctions(CUfunction *functions, unsigned 
 }
 
 FAKE_EXPORT CUresult cuFuncGetName(const char **name, CUfunction function) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *name = function_of(function)->kernel->name.c_str();
     return CUDA_SUCCESS;
 }
 
-FAKE_EXPORT CUresult cuFuncLoad(CUfunction) { return CUDA_SUCCESS; }
+FAKE_EXPORT CUresult cuFuncLoad(CUfunction) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
+    return CUDA_SUCCESS;
+}
 
 FAKE_EXPORT CUresult cuFuncSetAttribute(CUfunction function, int attribute, int value) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (attribute != kMaxSharedSizeAttribute) {
         report("cuFuncSetAttribute: the fake driver does not know attribute %d", attribute);
         return CUDA_ERROR_INVALID_VALUE;
@@ -133,6 +143,7 @@ FAKE_EXPORT CUresult cuFuncSetAttribute(CUfunction function, int attribute, int 
 FAKE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, unsigned z, unsigned threads,
                                     unsigned threads_y, unsigned threads_z, unsigned shared_bytes, CUstream stream_handle,
                                     void **parameters, void **extra) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Function &function = *function_of(handle);
     const Kernel &kernel = *function.kernel;
     if (extra != nullptr || threads_y != 1 || threads_z != 1) {

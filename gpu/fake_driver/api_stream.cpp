@@ -82,6 +82,7 @@ __attribute__((visibility("default"))) void enqueue(CUstream handle, std::string
 using namespace fake;
 
 FAKE_EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuStreamCreate");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (flags != kNonBlocking) report("cuStreamCreate: streams that wait for the default stream are not implemented");
@@ -97,6 +98,7 @@ FAKE_EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags
 }
 
 FAKE_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Lock lock(lock_of_driver);
     Stream *stream = any_stream_of(handle, "cuStreamDestroy");
     if (stream == nullptr || !known_streams.erase(stream)) return CUDA_ERROR_INVALID_HANDLE;
@@ -105,6 +107,7 @@ FAKE_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
 }
 
 FAKE_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     const Stream *stream = any_stream_of(handle, "cuStreamSynchronize");
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
@@ -113,6 +116,7 @@ FAKE_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
 }
 
 FAKE_EXPORT CUresult cuStreamQuery(CUstream handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     const Stream *stream = any_stream_of(handle, "cuStreamQuery");
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
@@ -124,6 +128,7 @@ FAKE_EXPORT CUresult cuStreamQuery(CUstream handle) {
 }
 
 FAKE_EXPORT CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     Stream *stream = any_stream_of(stream_handle, "cuStreamWaitEvent");
     const Event *event = event_of(handle, "cuStreamWaitEvent");
@@ -135,11 +140,13 @@ FAKE_EXPORT CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, u
 }
 
 FAKE_EXPORT CUresult cuStreamIsCapturing(CUstream, int *status) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     *status = 0;
     return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const int device = context_of("cuEventCreate");
     if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     const Lock lock(lock_of_driver);
@@ -150,6 +157,7 @@ FAKE_EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
 }
 
 FAKE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Lock lock(lock_of_driver);
     Event *event = event_of(handle, "cuEventDestroy");
     if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
@@ -159,6 +167,7 @@ FAKE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
 }
 
 FAKE_EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     Event *event = event_of(handle, "cuEventRecord");
     Stream *stream = any_stream_of(stream_handle, "cuEventRecord");
@@ -179,6 +188,7 @@ FAKE_EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
 }
 
 FAKE_EXPORT CUresult cuEventQuery(CUevent handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     if (context_of("cuEventQuery") < 0) return CUDA_ERROR_INVALID_CONTEXT;
     Lock lock(lock_of_driver);
     Event *event = event_of(handle, "cuEventQuery");
@@ -189,6 +199,7 @@ FAKE_EXPORT CUresult cuEventQuery(CUevent handle) {
 }
 
 FAKE_EXPORT CUresult cuEventSynchronize(CUevent handle) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     const Event *event = event_of(handle, "cuEventSynchronize");
     if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
@@ -199,6 +210,7 @@ FAKE_EXPORT CUresult cuEventSynchronize(CUevent handle) {
 }
 
 FAKE_EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent begin, CUevent end) {
+    MAY_FAIL(CUDA_ERROR_UNKNOWN);
     Lock lock(lock_of_driver);
     const Event *first = event_of(begin, "cuEventElapsedTime"), *last = event_of(end, "cuEventElapsedTime");
     if (first == nullptr || last == nullptr || !first->is_timed || !last->is_timed || !first->point.last ||

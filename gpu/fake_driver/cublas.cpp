@@ -13,7 +13,7 @@ using namespace fake;
 
 namespace {
 
-enum Status { kSuccess = 0, kNotInitialized = 1, kInvalidValue = 7, kNotSupported = 15 };
+enum Status { kSuccess = 0, kNotInitialized = 1, kInvalidValue = 7, kExecutionFailed = 13, kNotSupported = 15 };
 constexpr int kCompute32F = 68;
 constexpr int kDefaultMath = 0, kFullPrecisionReductions = 16;
 
@@ -83,6 +83,7 @@ void load(int device, const std::array<int, 4> &kernel) {
 }  // namespace
 
 FAKE_EXPORT int cublasCreate_v2(void **handle) {
+    MAY_FAIL(kNotInitialized);
     const int device = current_device();
     if (device < 0) {
         report("cublasCreate without a current context");
@@ -98,6 +99,7 @@ FAKE_EXPORT int cublasDestroy_v2(void *handle) {
 }
 
 FAKE_EXPORT int cublasSetStream_v2(void *handle, CUstream stream) {
+    MAY_FAIL(kExecutionFailed);
     auto *known = static_cast<Handle *>(handle);
     if (device_of(stream) != known->device) {
         report("cublasSetStream: the handle is GPU %d's, the stream GPU %d's", known->device, device_of(stream));
@@ -108,6 +110,7 @@ FAKE_EXPORT int cublasSetStream_v2(void *handle, CUstream stream) {
 }
 
 FAKE_EXPORT int cublasSetMathMode(void *handle, int mode) {
+    MAY_FAIL(kExecutionFailed);
     static_cast<Handle *>(handle)->math_mode = mode;
     return kSuccess;
 }
@@ -122,6 +125,7 @@ FAKE_EXPORT int cublasGemmStridedBatchedEx(void *opaque, int a_operation, int b_
                                            long long a_stride, const void *b_at, int b_type, int ldb,
                                            long long b_stride, const void *beta_at, void *c_at, int c_type, int ldc,
                                            long long c_stride, int batch, int compute_type, int) {
+    MAY_FAIL(kExecutionFailed);
     const Handle &handle = *static_cast<Handle *>(opaque);
     const float alpha = *static_cast<const float *>(alpha_at), beta = *static_cast<const float *>(beta_at);
     if (current_device() != handle.device) {

@@ -31,6 +31,7 @@ enum : CUresult {
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
     CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
     CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_UNKNOWN = 999,
 };
 
 // Everything that the libraries export; the rest of their symbols is hidden.

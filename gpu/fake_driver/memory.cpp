@@ -68,6 +68,11 @@ std::size_t total_bytes() {
     return (mebibytes ? std::strtoull(mebibytes, nullptr, 10) : 16 * 1024) << 20;
 }
 
+bool has_memory_pools() {
+    const char *pools = std::getenv("FAKE_DRIVER_MEMORY_POOLS");
+    return pools == nullptr || std::strcmp(pools, "0") != 0;
+}
+
 std::size_t bytes_in_use(int device) { return gpus[device].in_use; }
 std::size_t most_bytes_in_use(int device) { return gpus[device].most; }
 void give_back(const Allocation &allocation) { gpus[allocation.device].in_use -= allocation.bytes; }

@@ -64,6 +64,7 @@ std::size_t bytes_in_use(int device);
 std::size_t most_bytes_in_use(int device);
 void give_back(const Allocation &allocation);
 std::size_t total_bytes();
+bool has_memory_pools();
 bool is_device_address(std::uintptr_t address);
 
 }  // namespace fake

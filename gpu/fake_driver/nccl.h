@@ -149,7 +149,9 @@ class Operation {
   private:
     bool is_collective() const { return call_.kind != Kind::Messages; }
     std::string key(const char *what, int rank, std::uint64_t sequence) const;
-    std::string message_key(const Message &message) const;
+    std::string message_key(const char *what, const Message &message) const;
+    void compare_calls();
+    void compare_messages();
     void publish();
     bool has_all_data();
     bool exchange();
@@ -162,7 +164,7 @@ class Operation {
     unsigned char *recv_ = nullptr;
     std::vector<Message> messages_;
     std::vector<std::string> received_;  // per message
-    std::vector<bool> compared_, arrived_;
+    std::vector<bool> compared_, arrived_;  // per rank, or per message
     bool is_published_ = false, is_mismatched_ = false;
     std::int64_t slow_until_ = 0;
     std::mutex mutex_;

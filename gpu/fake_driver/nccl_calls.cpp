@@ -168,7 +168,7 @@ void enqueue(ncclComm *communicator, CUstream stream, const std::shared_ptr<Oper
     fake::enqueue(stream, operation->describe(), operation->ranges(), [operation] { operation->run(); },
                   [operation] { return operation->is_ready(); });
     if (communicator->newest_done == nullptr) cuEventCreate(&communicator->newest_done, kWithoutTime);
-    cuEventRecord(communicator->newest_done, stream);
+    if (communicator->newest_done != nullptr) cuEventRecord(communicator->newest_done, stream);
     if (operation->injected.kind == Fault::Error) communicator->member->is_faulty = true;
 }
 
@@ -267,32 +267,38 @@ FAKE_EXPORT ncclResult_t ncclGroupEnd() {
 
 FAKE_EXPORT ncclResult_t ncclAllReduce(const void *send, void *recv, std::size_t count, int type, int op,
                                        ncclComm *communicator, CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     return submit({communicator, stream, collective(Kind::AllReduce, count, type, op, 0), send, recv}, __func__);
 }
 
 FAKE_EXPORT ncclResult_t ncclReduceScatter(const void *send, void *recv, std::size_t count, int type, int op,
                                            ncclComm *communicator, CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     return submit({communicator, stream, collective(Kind::ReduceScatter, count, type, op, 0), send, recv}, __func__);
 }
 
 FAKE_EXPORT ncclResult_t ncclAllGather(const void *send, void *recv, std::size_t count, int type,
                                        ncclComm *communicator, CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     return submit({communicator, stream, collective(Kind::AllGather, count, type, 0, 0), send, recv}, __func__);
 }
 
 FAKE_EXPORT ncclResult_t ncclBroadcast(const void *send, void *recv, std::size_t count, int type, int root,
                                        ncclComm *communicator, CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     return submit({communicator, stream, collective(Kind::Broadcast, count, type, 0, root), send, recv}, __func__);
 }
 
 FAKE_EXPORT ncclResult_t ncclSend(const void *send, std::size_t count, int type, int peer, ncclComm *communicator,
                                   CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     auto *buffer = static_cast<unsigned char *>(const_cast<void *>(send));
     return submit({communicator, stream, {}, nullptr, nullptr, true, {true, peer, type, count, buffer, 0}}, __func__);
 }
 
 FAKE_EXPORT ncclResult_t ncclRecv(void *recv, std::size_t count, int type, int peer, ncclComm *communicator,
                                   CUstream stream) {
+    MAY_FAIL(ncclSystemError);
     auto *buffer = static_cast<unsigned char *>(recv);
     return submit({communicator, stream, {}, nullptr, nullptr, true, {false, peer, type, count, buffer, 0}}, __func__);
 }

@@ -204,11 +204,13 @@ ncclComm *fake::nccl::open_communicator(ncclComm *handle, const char *function) 
 }
 
 FAKE_EXPORT ncclResult_t ncclGetVersion(int *result) {
+    MAY_FAIL(ncclSystemError);
     *result = version();
     return ncclSuccess;
 }
 
 FAKE_EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+    MAY_FAIL(ncclSystemError);
     std::random_device random;
     const std::uint64_t drawn = (static_cast<std::uint64_t>(random()) << 32) | random();
     const char *address = std::getenv("NCCL_COMM_ID");
@@ -219,6 +221,7 @@ FAKE_EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 
 FAKE_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm **created, int ranks, ncclUniqueId id, int rank,
                                                 const ncclConfig *config) {
+    MAY_FAIL(ncclSystemError);
     *created = nullptr;
     if (!is_valid(config)) return ncclInvalidArgument;
     const int device = fake::current_device();
@@ -245,6 +248,7 @@ FAKE_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm **created, int ranks, n
 }
 
 FAKE_EXPORT ncclResult_t ncclCommSplit(ncclComm *handle, int color, int key, ncclComm **created, const ncclConfig *config) {
+    MAY_FAIL(ncclSystemError);
     ncclComm *parent = open_communicator(handle, __func__);
     if (parent == nullptr || !is_valid(config)) return ncclInvalidArgument;
     if (is_in_group()) report("NCCL: ncclCommSplit in a group of calls");
@@ -285,6 +289,7 @@ FAKE_EXPORT ncclResult_t ncclCommSplit(ncclComm *handle, int color, int key, ncc
 }
 
 FAKE_EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm *handle, ncclResult_t *state) {
+    MAY_FAIL(ncclSystemError);
     ncclComm *communicator = open_communicator(handle, __func__);
     if (communicator == nullptr) return ncclInvalidArgument;
     *state = communicator->poll();
@@ -292,6 +297,7 @@ FAKE_EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm *handle, ncclResult_t *s
 }
 
 FAKE_EXPORT ncclResult_t ncclCommFinalize(ncclComm *handle) {
+    MAY_FAIL(ncclSystemError);
     ncclComm *communicator = open_communicator(handle, __func__);
     if (communicator == nullptr) return ncclInvalidArgument;
     const std::lock_guard guard(communicator->mutex);
@@ -306,6 +312,7 @@ FAKE_EXPORT ncclResult_t ncclCommFinalize(ncclComm *handle) {
 }
 
 FAKE_EXPORT ncclResult_t ncclCommDestroy(ncclComm *handle) {
+    MAY_FAIL(ncclSystemError);
     ncclComm *communicator = open_communicator(handle, __func__);
     if (communicator == nullptr) return ncclInvalidArgument;
     const std::lock_guard guard(communicator->mutex);
@@ -335,6 +342,7 @@ static ncclResult_t finish_abort(ncclComm *communicator) {
 }
 
 FAKE_EXPORT ncclResult_t ncclCommAbort(ncclComm *handle) {
+    MAY_FAIL(ncclSystemError);
     ncclComm *communicator = open_communicator(handle, __func__);
     if (communicator == nullptr) return ncclInvalidArgument;
     {

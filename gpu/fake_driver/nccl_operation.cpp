@@ -48,7 +48,7 @@ Operation::Operation(std::shared_ptr<Member> member, Call call, std::uint64_t se
 
 Operation::Operation(std::shared_ptr<Member> member, Call call, std::vector<Message> messages)
     : member_(std::move(member)), call_(call), messages_(std::move(messages)), received_(messages_.size()),
-      arrived_(messages_.size()) {}
+      compared_(messages_.size()), arrived_(messages_.size()) {}
 
 std::string Operation::describe() const {
     const std::string place = is_collective() ? " #" + std::to_string(sequence_) : "";
@@ -60,10 +60,10 @@ std::string Operation::key(const char *what, int rank, std::uint64_t sequence) c
     return std::string(what) + "." + std::to_string(sequence) + "." + std::to_string(rank);
 }
 
-std::string Operation::message_key(const Message &message) const {
+std::string Operation::message_key(const char *what, const Message &message) const {
     const int source = message.is_send ? member_->rank : message.peer;
     const int target = message.is_send ? message.peer : member_->rank;
-    return "message." + std::to_string(source) + "." + std::to_string(target) + "." + std::to_string(message.number);
+    return std::string(what) + "." + std::to_string(source) + "." + std::to_string(target) + "." + std::to_string(message.number);
 }
 
 std::vector<Range> Operation::ranges() const {
@@ -91,11 +91,30 @@ std::vector<Range> Operation::ranges() const {
 
 void Operation::announce() {
     if (is_collective()) member_->board.set(key("call", member_->rank, sequence_), &call_, sizeof call_);
+    for (const Message &message : messages_) {
+        member_->board.set(message_key(message.is_send ? "sent" : "expected", message), &call_, sizeof call_);
+    }
 }
 
 void Operation::compare() {
     const std::lock_guard guard(mutex_);
-    if (!is_collective() || done_ || member_->is_aborted) return;
+    if (done_ || member_->is_aborted) return;
+    is_collective() ? compare_calls() : compare_messages();
+}
+
+// The order of messages and collectives; `exchange` compares what is sent.
+void Operation::compare_messages() {
+    for (std::size_t i = 0; i < messages_.size(); ++i) {
+        const std::string key = message_key(messages_[i].is_send ? "expected" : "sent", messages_[i]);
+        const auto found = compared_[i] ? std::nullopt : member_->board.get(key);
+        if (!found) continue;
+        compared_[i] = true;
+        member_->board.remove(key);
+        check_order(*member_, call_.launch, parse(*found), describe());
+    }
+}
+
+void Operation::compare_calls() {
     for (int peer = 0; peer < member_->ranks; ++peer) {
         if (compared_[peer]) continue;
         const auto found = member_->board.get(key("call", peer, sequence_));
@@ -121,7 +140,7 @@ void Operation::publish() {
             header.count = message.count;
             std::string bytes(reinterpret_cast<const char *>(&header), sizeof header);
             bytes.append(reinterpret_cast<const char *>(message.buffer), message.count * element_bytes(message.type));
-            member_->board.set(message_key(message), bytes.data(), bytes.size());
+            member_->board.set(message_key("message", message), bytes.data(), bytes.size());
         }
         return;
     }
@@ -147,8 +166,8 @@ bool Operation::exchange() {
         if (arrived_[i]) continue;
         const Message &message = messages_[i];
         if (message.is_send) {
-            arrived_[i] = !member_->board.has(message_key(message));
-        } else if (auto found = member_->board.get(message_key(message))) {
+            arrived_[i] = !member_->board.has(message_key("message", message));
+        } else if (auto found = member_->board.get(message_key("message", message))) {
             const Call other = parse(*found);
             if (other.type != message.type || other.count != message.count) {
                 is_mismatched_ = true;
@@ -157,9 +176,8 @@ bool Operation::exchange() {
                        static_cast<std::size_t>(other.count), other.type);
                 return false;
             }
-            check_order(*member_, call_.launch, other, describe());
             received_[i] = std::move(*found);
-            member_->board.remove(message_key(message));
+            member_->board.remove(message_key("message", message));
             arrived_[i] = true;
         }
         is_complete = is_complete && arrived_[i];

@@ -66,7 +66,7 @@ void check_order(const Member &member, std::uint64_t own, const Call &other, con
     const bool is_early = after != with_peer.begin() && std::prev(after)->first < own &&
                           std::prev(after)->second > other.launch;
     if ((is_late || is_early) && launched.reported++ == 0) {
-        report("NCCL: two ranks launch operations of two communicators in different orders, which can deadlock: %s",
+        report("NCCL: two ranks launch operations in different orders, which can deadlock: %s",
                operation.c_str());
     }
     with_peer[own] = other.launch;

@@ -12,7 +12,7 @@
 
 namespace {
 
-enum Result { kSuccess = 0, kInvalidInput = 3, kCompilation = 6 };
+enum Result { kSuccess = 0, kOutOfMemory = 1, kInvalidInput = 3, kCompilation = 6, kInternal = 11 };
 
 struct Program {
     std::string source, cubin, log;
@@ -40,6 +40,7 @@ std::string preprocessed(const std::string &source) {
 
 FAKE_EXPORT int nvrtcCreateProgram(void **handle, const char *source, const char *, int, const char *const *,
                                    const char *const *) {
+    MAY_FAIL(kOutOfMemory);
     *handle = new Program{source, {}, {}};
     return kSuccess;
 }
@@ -51,6 +52,7 @@ FAKE_EXPORT int nvrtcDestroyProgram(void **handle) {
 }
 
 FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *options) {
+    MAY_FAIL(kCompilation);
     Program &compiled = program(handle);
     for (int i = 0; i < count; ++i) {
         if (std::strcmp(options[i], "--gpu-architecture=sm_90") != 0 && std::strcmp(options[i], "--std=c++17") != 0) {
@@ -71,21 +73,25 @@ FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *
 }
 
 FAKE_EXPORT int nvrtcGetProgramLogSize(void *handle, std::size_t *bytes) {
+    MAY_FAIL(kInternal);
     *bytes = program(handle).log.size() + 1;
     return kSuccess;
 }
 
 FAKE_EXPORT int nvrtcGetProgramLog(void *handle, char *log) {
+    MAY_FAIL(kInternal);
     std::strcpy(log, program(handle).log.c_str());
     return kSuccess;
 }
 
 FAKE_EXPORT int nvrtcGetCUBINSize(void *handle, std::size_t *bytes) {
+    MAY_FAIL(kInternal);
     *bytes = program(handle).cubin.size() + 1;
     return kSuccess;
 }
 
 FAKE_EXPORT int nvrtcGetCUBIN(void *handle, char *cubin) {
+    MAY_FAIL(kInternal);
     std::memcpy(cubin, program(handle).cubin.c_str(), program(handle).cubin.size() + 1);
     return kSuccess;
 }

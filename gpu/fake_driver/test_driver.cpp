@@ -26,6 +26,11 @@ extern "C" {
     CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, std::size_t, CUstream);
     CUresult cuMemcpyDtoHAsync_v2(void *, CUdeviceptr, std::size_t, CUstream);
     CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr, const void *, std::size_t, CUstream);
+    CUresult cuModuleLoadData(CUmodule *, const void *);
+    CUresult cuModuleGetFunction(CUfunction *, CUmodule, const char *);
+    CUresult cuFuncSetAttribute(CUfunction, int, int);
+    CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream,
+                            void **, void **);
     CUresult cuGraphLaunch(void *, CUstream);
 }
 
@@ -79,6 +84,41 @@ void none() {
     p.read();
     ok(cuMemFreeAsync(p.tensor, p.second));
     ok(cuStreamSynchronize(p.second));
+}
+
+// A kernel may use 48 KiB of dynamic shared memory, and with its consent as much as the GPU has for a block.
+void shared_memory() {
+    Program p;
+    CUmodule module;
+    CUfunction function;
+    ok(cuModuleLoadData(&module, "fake cubin\nattention_zero\n"));
+    ok(cuModuleGetFunction(&function, module, "attention_zero"));
+    unsigned long long count = kBytes / sizeof(float);
+    void *arguments[] = {&p.tensor, &count};
+    const auto launch = [&](unsigned kib) {
+        return cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, kib << 10, p.first, arguments, nullptr);
+    };
+    const auto allow = [&](int kib) { return cuFuncSetAttribute(function, 8, kib << 10); };
+    ok(launch(48));
+    require(launch(100) == CUDA_ERROR_INVALID_VALUE, "a launch with 100 KiB needs consent");
+    ok(allow(100));
+    ok(launch(100));
+    require(launch(101) == CUDA_ERROR_INVALID_VALUE, "a launch has more than was allowed");
+    require(allow(228) == CUDA_ERROR_INVALID_VALUE, "a GPU has 227 KiB");
+    ok(cuStreamSynchronize(p.first));
+}
+
+// FAKE_DRIVER_FAIL=cuMemAllocAsync:3,cuEventRecord:2+=700
+void injected() {
+    Program p;
+    CUdeviceptr memory;
+    ok(cuMemAllocAsync(&memory, kBytes, p.first));
+    require(cuMemAllocAsync(&memory, kBytes, p.first) == CUDA_ERROR_OUT_OF_MEMORY, "the third call fails");
+    ok(cuMemAllocAsync(&memory, kBytes, p.first));
+    ok(cuEventRecord(p.event, p.first));
+    for (int call = 0; call < 2; ++call) {
+        require(cuEventRecord(p.event, p.first) == CUDA_ERROR_ILLEGAL_ADDRESS, "all calls from the second on fail");
+    }
 }
 
 void forgotten_event() {
@@ -187,6 +227,8 @@ int main(int, char **arguments) {
     const std::map<std::string, void (*)()> all = {
         {"none", none},
         {"collective", collective},
+        {"shared_memory", shared_memory},
+        {"injected", injected},
         {"forgotten_event", forgotten_event},
         {"freed_early", freed_early},
         {"used_after_free", used_after_free},

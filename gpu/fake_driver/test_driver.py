@@ -48,11 +48,13 @@ class Faults(unittest.TestCase):
 
     def run_program(self, name: str, order: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "FAKE_DRIVER_GPUS": "2", "FAKE_DRIVER_ORDER": order}
+        if name == "injected":
+            environment["FAKE_DRIVER_FAIL"] = "cuMemAllocAsync:3,cuEventRecord:2+=700"
         return subprocess.run([self.binary, name], env=environment, capture_output=True, text=True, timeout=60)
 
     def test_a_correct_program_has_no_report(self) -> None:
         for order in ORDERS:
-            for name in ["none", "collective"]:
+            for name in ["none", "collective", "shared_memory", "injected"]:
                 with self.subTest(name=name, order=order):
                     ended = self.run_program(name, order)
                     self.assertEqual((ended.returncode, ended.stderr), (0, ""))

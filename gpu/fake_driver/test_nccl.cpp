@@ -237,6 +237,22 @@ const std::map<std::string, std::function<void(Rank &)>> cases = {
          }
          let_run();
      }},
+    {"message_order",
+     [](Rank &own) {
+         float *memory = own.floats(kCount), *message = own.floats(kCount);
+         const auto pass_on = [&] {
+             if (own.rank == 0) ncclSend(message, kCount, kF32, 1, own.comm, own.stream);
+             if (own.rank == 1) ncclRecv(message, kCount, kF32, 0, own.comm, own.stream);
+             settle(own.comm);
+         };
+         sum(own, own.comm, memory, kCount);
+         pass_on();
+         if (own.rank == 0) pass_on();
+         ncclAllReduce(memory, memory, kCount, kF32, kSum, own.comm, own.stream);
+         settle(own.comm);
+         if (own.rank == 1) pass_on();
+         let_run();
+     }},
     {"outside", [](Rank &own) { sum(own, own.comm, own.floats(kCount), kCount + 1); }},
     {"other_gpu",
      [](Rank &own) {

@@ -13,6 +13,7 @@ REPORTED = {
     "other_count": r"\(5 elements.*but rank|but rank \d called ncclAllReduce\(5",
     "other_message": "receives 5 elements of type 7",
     "two_orders": "in different orders, which can deadlock",
+    "message_order": "in different orders, which can deadlock",
     "outside": "outside of any allocation of GPU",
     "other_gpu": "outside of any allocation of GPU 1",
     "other_stream": "on a stream of GPU 0, but the communicator's is 1",

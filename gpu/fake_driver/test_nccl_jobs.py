@@ -77,6 +77,25 @@ class Jobs(unittest.TestCase):
                 for words in said:
                     self.assertIn(words, output)
 
+    def test_processes_on_one_gpu_are_refused_with_the_remedy(self):
+        launcher, arguments = ["launch", "--nproc", "2", "--"], ["--mesh", "1x2", "--backend", "nccl"]
+        code, _, output = self.train("shared", arguments, launcher, FAKE_DRIVER_GPUS="1")
+        self.assertEqual(code, 1, output)
+        self.assertIn("ranks 0 and 1 are on the same GPU; NCCL 2.30 allows one rank per GPU", output)
+        code, losses, output = self.train(
+            "allowed", arguments, launcher, FAKE_DRIVER_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="1"
+        )
+        self.assertEqual((code, len(losses)), (0, 2), output)
+
+    def test_nccl_itself_connects_the_processes_if_it_is_told_where(self):
+        launcher, arguments = ["launch", "--nproc", "2", "--"], ["--mesh", "1x2", "--backend", "nccl"]
+        address = {"NCCL_COMM_ID": "127.0.0.1:29876"}
+        code, losses, output = self.train("comm-id", arguments, launcher, **address)
+        self.assertEqual((code, len(losses)), (0, 2), output)
+        code, _, output = self.train("comm-id-failed", arguments, launcher, FAKE_NCCL_FAULT=f"1:{OPERATION}:error", **address)
+        self.assertEqual(code, 1, output)
+        self.assertIn("remote process exited or there was a network error", output)
+
     def train_with(self, fault):
         launcher, name = ["launch", "--nproc", "4", "--grace", "1", "--"], fault.replace(":", "-")
         return self.train(name, ["--mesh", "2x2", "--backend", "nccl"], launcher, FAKE_NCCL_FAULT=fault)

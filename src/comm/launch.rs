@@ -1,5 +1,6 @@
 //! The parts of launching a rank that all backends share: options, context, thread pool, outcome.
 
+use super::error::with_causes;
 use super::{CommError, ProcessGroup};
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -119,7 +120,7 @@ impl LaunchError {
     /// The failure reason sent to the other ranks.
     pub(super) fn reason(&self) -> String {
         match self {
-            LaunchError::Failed { source, .. } => source.to_string(),
+            LaunchError::Failed { source, .. } => with_causes(&**source),
             LaunchError::Panicked { message, .. } => format!("panicked: {message}"),
             other => other.to_string(),
         }

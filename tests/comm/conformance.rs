@@ -80,6 +80,12 @@ whole!(nccl, Nccl, [crate::support::comm::nccl_ranks()]);
 #[cfg(feature = "nccl")]
 mod on_eight_gpus {
     use super::*;
+    use candle_core::{DType, Device, Tensor};
+    use std::error::Error;
+    use std::sync::Arc;
+    use std::time::Duration;
+    use ulysses::comm::{CommError, LaunchOptions, ProcessGroup, ProcessGroupExt, ReduceOp, launch, nccl};
+    use ulysses::device::open_gpu;
 
     whole!(all_at_once, Nccl, [8]);
     cases! {
@@ -118,6 +124,39 @@ mod on_eight_gpus {
             an_invalid_argument_on_one_rank_reaches_the_others,
             a_failure_in_a_small_group_fails_the_whole_world,
             wrong_arguments_are_typed_errors_and_leave_the_group_usable;
+    }
+
+    /// Launches two ranks of the backend `thread`, which create an NCCL group over it on these devices.
+    fn over_threads<T: Send>(
+        devices: [Device; 2],
+        run: impl Fn(Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, String> {
+        let options = LaunchOptions { timeout: Duration::from_secs(20), ..LaunchOptions::default() };
+        let ranks = launch(2, &options, |context| {
+            run(nccl::over(context.group, &devices[context.rank], options.timeout)?)
+        });
+        ranks.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
+    }
+
+    #[test]
+    fn a_group_over_another_backend_is_for_tensors_on_the_gpu_of_each_rank() {
+        let gpus = || [0, 1].map(|ordinal| open_gpu(ordinal).unwrap());
+        let sums = over_threads(gpus(), |group| {
+            let on_cpu = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
+            let refused = group.all_reduce(&on_cpu, ReduceOp::Sum).unwrap_err().to_string();
+            assert!(refused.contains("tensors must be on the rank's GPU"), "{refused}");
+            let elsewhere = std::thread::scope(|scope| scope.spawn(|| group.barrier()).join().unwrap());
+            let refused = elsewhere.unwrap_err().to_string();
+            assert!(refused.contains("must be issued by the thread that created the group"), "{refused}");
+            group.all_reduce_values(&[1.0 + group.rank() as f64], ReduceOp::Sum)
+        });
+        assert_eq!(sums, Ok(vec![vec![3.0]; 2]));
+        let [first, _] = gpus();
+        let refused = |devices| over_threads(devices, |_| Ok(())).unwrap_err();
+        let shared = refused([first.clone(), first.clone()]);
+        assert!(shared.contains("ranks 0 and 1 are on the same GPU; NCCL 2."), "{shared}");
+        let on_cpu = refused([first, Device::Cpu]);
+        assert!(on_cpu.contains("a rank needs a CUDA device, got Cpu"), "{on_cpu}");
     }
 }
 

@@ -2,6 +2,7 @@
 
 #include "state.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -23,24 +24,62 @@ std::unordered_map<std::string, Entry> &entries() {
     return all;
 }
 
-Fiber &current() { return *block.fibers[block.current]; }
+Thread &current() { return block.threads[block.current]; }
 
-// Returns to the scheduler, and later from there.
-void stop(State state) {
-    current().state = state;
-    if (_setjmp(current().here) == 0) _longjmp(block.scheduler, 1);
+// Makes the next thread of the warp that is ready the current one. Returns false if none is left.
+bool take_turn() {
+    while (block.next_turn < block.num_turns) {
+        const unsigned thread = block.turns[block.next_turn++];
+        if (block.states[thread] != State::kReady) continue;
+        block.current = thread;
+        position.thread = {thread, 0, 0};
+        return true;
+    }
+    return false;
+}
+
+// The next three functions stay apart: a jump must not lead into the function that makes it.
+[[noreturn, gnu::noinline]] void go_to_scheduler() { __builtin_longjmp(block.scheduler, 1); }
+
+// Goes on with the next thread of the warp, or with the scheduler if none is ready.
+[[noreturn, gnu::noinline]] void go_on() {
+    if (!take_turn()) go_to_scheduler();
+    if (current().fiber == nullptr) {
+        current().fiber = block.idle.back();
+        block.idle.pop_back();
+    }
+    Fiber &fiber = *current().fiber;
+    running.is_in_kernel = false;
+    running.stack = fiber.stack.get();
+    if (fiber.is_started) __builtin_longjmp(fiber.here, 1);
+    fiber.is_started = true;
+    setcontext(&fiber.start);
+    std::abort();
+}
+
+// Lets others run until this fiber has its turn again.
+[[gnu::noinline]] void stop(Fiber &fiber) {
+    if (__builtin_setjmp(fiber.here) == 0) go_on();
+}
+
+// Waits in the middle of a kernel.
+void wait(State state) {
+    block.states[block.current] = state;
+    stop(*current().fiber);
     running.is_in_kernel = true;
 }
 
-// Runs the kernel repeatedly, once each time the scheduler resumes this fiber.
+// Runs the kernel repeatedly, each time for the current thread.
 void fiber_main() {
     for (;;) {
         current().copies.clear();
         current().groups = 0;
         block.entry->run(block.arguments);
         running.is_in_kernel = false;
-        current().state = State::kDone;
-        if (_setjmp(current().here) == 0) _longjmp(block.scheduler, 1);
+        block.states[block.current] = State::kDone;
+        Fiber &fiber = *current().fiber;
+        block.idle.push_back(&fiber);
+        stop(fiber);
     }
 }
 
@@ -53,86 +92,79 @@ void prepare(Fiber &fiber) {
     makecontext(&fiber.start, fiber_main, 0);
 }
 
-// Runs thread `index` until it stops.
-void resume(unsigned index) {
-    Fiber &fiber = *block.fibers[index];
-    block.current = index;
-    position.thread = {index, 0, 0};
-    running.is_in_kernel = false;
-    running.stack = fiber.stack.get();
-    if (_setjmp(block.scheduler) != 0) {
-        if (!block.failure.empty()) throw std::runtime_error(block.failure);
-        return;
-    }
-    if (fiber.is_started) _longjmp(fiber.here, 1);
-    fiber.is_started = true;
-    setcontext(&fiber.start);
-}
-
 unsigned count(unsigned begin, unsigned end, State state) {
-    unsigned found = 0;
-    for (unsigned i = begin; i < end; ++i) found += block.fibers[i]->state == state;
-    return found;
+    return std::count(block.states.begin() + begin, block.states.begin() + end, state);
 }
 
 void release(unsigned begin, unsigned end) {
-    for (unsigned i = begin; i < end; ++i) block.fibers[i]->state = State::kReady;
+    std::fill(block.states.begin() + begin, block.states.begin() + end, State::kReady);
 }
 
 // Releases a warp if all its lanes have reached the same instruction.
 bool release_warp(unsigned begin, unsigned end) {
     if (count(begin, end, State::kAtWarp) != end - begin) return false;
-    const WarpOp op = block.fibers[begin]->op;
+    const WarpOp op = block.threads[begin].op;
     for (unsigned i = begin; i < end; ++i) {
-        if (block.fibers[i]->op != op) throw std::runtime_error("the lanes of a warp are at different instructions");
+        if (block.threads[i].op != op) throw std::runtime_error("the lanes of a warp are at different instructions");
     }
     if (op == WarpOp::kSync) block.shared.warp_barrier(begin / kWarpSize);
     release(begin, end);
     return true;
 }
 
-// Releases the threads that have all reached the same barrier. Returns false once all threads have ended.
-bool release_those_who_met() {
+// Releases the threads of a block if all have reached its barrier. Returns false once all threads have ended.
+bool release_block() {
     const unsigned threads = position.block_size.x;
     if (count(0, threads, State::kDone) == threads) return false;
-    if (count(0, threads, State::kAtBlock) == threads) {
-        block.shared.block_barrier();
-        release(0, threads);
-        return true;
+    if (count(0, threads, State::kAtBlock) != threads) {
+        throw std::runtime_error("a barrier or a shuffle is not reached by all threads it needs");
     }
-    bool released = false;
-    for (unsigned begin = 0; begin < threads; begin += kWarpSize) {
-        released |= release_warp(begin, begin + kWarpSize < threads ? begin + kWarpSize : threads);
-    }
-    if (!released) throw std::runtime_error("a barrier or a shuffle is not reached by all threads it needs");
+    block.shared.block_barrier();
+    release(0, threads);
     return true;
 }
 
-// 0 … n − 1: ascending with seed 0, otherwise in another order each time.
-std::vector<std::uint64_t> order_of(std::uint64_t n) {
+// Calls `run` with 0 … n − 1: ascending with seed 0, otherwise in another order each time.
+template <typename F> void in_order(std::uint64_t n, F run) {
+    if (block.seed == 0) {
+        for (std::uint64_t i = 0; i < n; ++i) run(i);
+        return;
+    }
     std::vector<std::uint64_t> order(n);
     std::iota(order.begin(), order.end(), 0);
-    if (block.seed == 0) return order;
     for (std::uint64_t i = n; i > 1; --i) std::swap(order[i - 1], order[block.draw() % i]);
-    return order;
+    for (const std::uint64_t i : order) run(i);
 }
 
+// Runs each thread of a warp until it waits or ends.
+[[gnu::noinline]] void run_warp(unsigned begin, unsigned end) {
+    block.num_turns = block.next_turn = 0;
+    in_order(end - begin, [begin](std::uint64_t lane) { block.turns[block.num_turns++] = begin + lane; });
+    if (__builtin_setjmp(block.scheduler) == 0) go_on();
+    if (!block.failure.empty()) throw std::runtime_error(block.failure);
+}
+
+// Warps run one after another up to a barrier of the block, so that their stacks stay in the cache.
 void run_block() {
+    const unsigned threads = position.block_size.x;
     block.shared.begin_block();
-    release(0, position.block_size.x);
+    release(0, threads);
+    for (unsigned i = 0; i < threads; ++i) block.threads[i].fiber = nullptr;
     do {
-        for (const std::uint64_t thread : order_of(position.block_size.x)) {
-            if (block.fibers[thread]->state == State::kReady) resume(static_cast<unsigned>(thread));
-        }
-    } while (release_those_who_met());
+        in_order((threads + kWarpSize - 1) / kWarpSize, [threads](std::uint64_t warp) {
+            const unsigned begin = warp * kWarpSize, end = std::min(begin + kWarpSize, threads);
+            do run_warp(begin, end);
+            while (release_warp(begin, end));
+        });
+    } while (release_block());
 }
 
 void run_grid(const unsigned grid[3]) {
-    for (const std::uint64_t at : order_of(static_cast<std::uint64_t>(grid[0]) * grid[1] * grid[2])) {
+    in_order(static_cast<std::uint64_t>(grid[0]) * grid[1] * grid[2], [grid](std::uint64_t at) {
         position.block = {static_cast<unsigned>(at % grid[0]), static_cast<unsigned>(at / grid[0] % grid[1]),
                           static_cast<unsigned>(at / grid[0] / grid[1])};
         run_block();
-    }
+    });
 }
 
 std::uint64_t seed_of_environment() {
@@ -159,11 +191,11 @@ void add_entry(const char *name, Entry entry) { entries().emplace(name, std::mov
 
 void begin_kernel() { running.is_in_kernel = true; }
 
-void sync_block() { stop(State::kAtBlock); }
+void sync_block() { wait(State::kAtBlock); }
 
 void sync_warp(WarpOp op) {
     current().op = op;
-    stop(State::kAtWarp);
+    wait(State::kAtWarp);
 }
 
 void *exchange_slot() {
@@ -174,7 +206,7 @@ void *exchange_slot() {
 const void *exchange_slot_of(unsigned lane) {
     const unsigned slot = current().slot;
     const unsigned thread = block.current / kWarpSize * kWarpSize + lane;
-    return thread < position.block_size.x ? block.fibers[thread]->slots[slot] : current().slots[slot];
+    return thread < position.block_size.x ? block.threads[thread].slots[slot] : current().slots[slot];
 }
 
 void *dynamic_shared() { return block.shared.dynamic(); }
@@ -199,7 +231,7 @@ void fail(const char *format, ...) {
     block.failure = text;
     running.is_in_kernel = false;
     // No destructor of the kernel runs: kernels own nothing.
-    _longjmp(block.scheduler, 1);
+    go_to_scheduler();
 }
 
 void check_access(const void *address, std::size_t bytes, bool is_write) {
@@ -300,7 +332,10 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
     while (block.fibers.size() < threads) {
         block.fibers.push_back(std::make_unique<Fiber>());
         prepare(*block.fibers.back());
+        block.idle.push_back(block.fibers.back().get());
     }
+    block.threads.resize(block.fibers.size());
+    block.states.resize(block.fibers.size());
     block.entry = &found->second;
     block.arguments = arguments;
     block.failure.clear();
@@ -313,6 +348,7 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
         block.failure = failure.what();
         // The fibers are suspended in the middle of the kernel, so they are replaced by new ones.
         block.fibers.clear();
+        block.idle.clear();
         return block.failure.c_str();
     }
     return nullptr;

@@ -5,7 +5,6 @@
 #include "emulation.h"
 #include "shared_memory.h"
 
-#include <csetjmp>
 #include <memory>
 #include <ucontext.h>
 #include <vector>
@@ -14,7 +13,11 @@ namespace emulation {
 
 inline constexpr unsigned kWarpSize = 32;
 
-enum class State { kReady, kAtWarp, kAtBlock, kDone };
+enum class State : unsigned char { kReady, kAtWarp, kAtBlock, kDone };
+
+// Where a switch between stacks continues. The compiler's setjmp saves what a switch needs; that of the C library takes
+// several times as long, and swapcontext makes a system call for the signal mask.
+using Jump = void *[5];
 
 struct AsyncCopy {
     void *to;
@@ -22,15 +25,19 @@ struct AsyncCopy {
     unsigned bytes, source_bytes, group;
 };
 
+// A stack on which threads run, one after another unless they wait.
 struct Fiber {
-    static constexpr std::size_t kStackBytes = 64 * 1024;
+    // Not a power of two: else the tops of all stacks would compete for a few sets of the caches.
+    static constexpr std::size_t kStackBytes = 64 * 1024 + 17 * 64;
 
     std::unique_ptr<char[]> stack;
     ucontext_t start;
-    // Switches by setjmp, since swapcontext would make a system call for the signal mask each time.
-    jmp_buf here;
+    Jump here;
     bool is_started = false;
-    State state = State::kDone;
+};
+
+struct Thread {
+    Fiber *fiber = nullptr;  // once it has begun
     WarpOp op = WarpOp::kSync;
     // Exchanges of a warp alternate between two slots, because a lane may reach its next one before others have
     // read this one.
@@ -51,9 +58,16 @@ struct Block {
     Block();
     std::uint64_t draw();
 
+    // As many as the largest block has had threads, and those of them that run none.
     std::vector<std::unique_ptr<Fiber>> fibers;
-    jmp_buf scheduler;
+    std::vector<Fiber *> idle;
+    std::vector<Thread> threads;
+    // Apart from the threads, because the scheduler reads all of them at every barrier.
+    std::vector<State> states;
+    Jump scheduler;
     unsigned current = 0;
+    // The threads of the current warp in the order in which they run, and how many had their turn.
+    unsigned turns[kWarpSize], num_turns = 0, next_turn = 0;
     const Entry *entry = nullptr;
     void **arguments = nullptr;
     SharedMemory shared;

@@ -31,17 +31,33 @@ pub enum DeviceError {
         /// What is missing.
         message: String,
     },
+    /// A GPU cannot be used, or not with this program's kernels.
+    #[error("cannot open GPU {gpu}: {message}")]
+    Open {
+        /// Its ordinal.
+        gpu: usize,
+        /// The error of the driver or of the compiler.
+        message: String,
+    },
     /// A tensor does not fit on its GPU.
     #[error(
         "out of GPU memory: requested {}, free {} of {}; tensors of this process take {}, other blocks of its allocator {}",
-        gib(*requested), gib(memory.free), gib(memory.total), gib(memory.in_use),
-        gib(memory.reserved.saturating_sub(memory.in_use))
+        size(*requested), size(memory.free), size(memory.total), size(memory.in_use),
+        size(memory.reserved.saturating_sub(memory.in_use))
     )]
     OutOfMemory {
         /// Bytes of the tensor.
         requested: u64,
         /// The memory of the GPU.
         memory: GpuMemory,
+    },
+    /// The host has no memory for copies from or to a GPU.
+    #[error("cannot allocate {} of page-locked host memory: {message}", size(*requested))]
+    PageLocked {
+        /// Bytes of the copy.
+        requested: u64,
+        /// The error of the driver, or the remedy.
+        message: String,
     },
     /// A GPU kernel's arguments include tensors on the CPU.
     #[error("all tensors of a kernel must be on one device")]
@@ -83,8 +99,12 @@ pub enum DeviceError {
     Candle(#[from] candle_core::Error),
 }
 
-fn gib(bytes: u64) -> String {
-    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..0x10_0000 => format!("{:.2} KiB", bytes as f64 / f64::from(1 << 10)),
+        0x10_0000..0x4000_0000 => format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20)),
+        _ => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
 }
 
 /// A device in users' notation.

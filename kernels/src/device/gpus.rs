@@ -111,7 +111,7 @@ mod tests {
         let failed =
             |message: &str| explain(candle_core::Error::msg(message), 3 << 30, || Some(memory)).to_string();
         let text = failed("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")");
-        let expected = "out of GPU memory: requested 3.00 GiB, free 0.50 GiB of 80.00 GiB; tensors of this process take \
+        let expected = "out of GPU memory: requested 3.00 GiB, free 512.00 MiB of 80.00 GiB; tensors of this process take \
                         70.00 GiB, other blocks of its allocator 5.00 GiB";
         assert!(text.starts_with(expected), "{text}");
         assert!(failed("CUDA_ERROR_ILLEGAL_ADDRESS").contains("CUDA_ERROR_ILLEGAL_ADDRESS"));

@@ -161,3 +161,33 @@ impl Launcher {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::device::{Grid, Kernel, Target, sources};
+    use crate::testing::{device, on_every_target};
+    use candle_core::{DType, Tensor};
+
+    #[test]
+    fn a_kernel_gets_the_shared_memory_that_a_gpu_has() {
+        on_every_target(|_| {
+            let Ok(Target::Kernels(launcher)) = Target::of(&device()) else { return };
+            let kernel = Kernel::new(&sources::ELEMENTWISE, "elementwise_fill_f32");
+            let fill = |value: f32, kib: usize| {
+                let filled = Tensor::zeros(10, DType::F32, &device()).unwrap();
+                let grid = Grid { shared_bytes: kib << 10, ..Grid::blocks(1) };
+                let launched = launcher.open([&filled], [], |[at], []| {
+                    // SAFETY: the parameters of the kernel; the tensor has 10 elements.
+                    unsafe { launcher.launch(&kernel, grid, &[at.into(), value.into(), 10_u64.into()]) }
+                });
+                launched.map(|()| filled.to_vec1::<f32>().unwrap())
+            };
+            for (value, kib) in [(1.0, 0), (2.0, 48), (3.0, 100)] {
+                assert_eq!(fill(value, kib).unwrap(), [value; 10], "{kib} KiB");
+            }
+            let refused = fill(4.0, 512).unwrap_err().to_string();
+            assert!(refused.starts_with("kernel `elementwise_fill_f32`: "), "{refused}");
+            assert!(refused.contains("shared memory"), "{refused}");
+        });
+    }
+}

@@ -78,8 +78,12 @@ pub(super) fn process_gpu(local_rank: usize, gpus: usize, visible: Option<&str>)
     ))
 }
 
-/// Rejects two ranks on one GPU if NCCL does. `gpus[rank]` identifies the GPU; `may_share` is whether
-/// `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
+/// Returns whether the user allows several ranks per GPU (`NCCL_MULTI_RANK_GPU_ENABLE=1`), which needs NCCL 2.30.
+pub fn may_share_gpus() -> bool {
+    std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1")
+}
+
+/// Rejects two ranks on one GPU if NCCL does. `gpus[rank]` identifies the GPU; `may_share` is [`may_share_gpus`].
 ///
 /// # Errors
 /// [`CommError::Start`] naming the ranks.

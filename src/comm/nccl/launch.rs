@@ -2,11 +2,12 @@
 
 use super::communicator::{self, Communicator, ID_BYTES, Id, unique_id};
 use super::control_plane::ControlPlane;
-use super::environment::{Environment, Rendezvous, check_gpus, process_gpu};
+use super::environment::{Environment, Rendezvous, check_gpus, may_share_gpus, process_gpu};
 use super::group::NcclGroup;
 use super::operation::ShutdownGuard;
 use super::rank::NcclRank;
 use crate::comm::diagnostics::DesyncCheck;
+use crate::comm::error::with_causes;
 use crate::comm::store::{ControlChannel, Store};
 use crate::comm::{
     CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, ProcessInfo, RankContext, thread,
@@ -35,13 +36,13 @@ where
     F: Fn(RankContext) -> Result<T, E> + Sync,
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
-        let device = gpu(gpus[context.rank], context.rank)?;
+        let device = open_gpu(gpus[context.rank])?;
         let bootstrap = context.group.clone();
         let (own, group) = join_over(bootstrap.clone(), &device, options.timeout)?;
         let group = if options.check { checked(&own, group)? } else { group };
         let outcome = run(RankContext { group: group.clone(), ..context }).map_err(Into::into);
         // Notify the other ranks before the groups are dropped, which waits for operations in progress.
-        outcome.inspect_err(|error| bootstrap.abort(&error.to_string()))
+        outcome.inspect_err(|error| bootstrap.abort(&with_causes(&**error)))
     })
 }
 
@@ -88,14 +89,11 @@ fn join_over(
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
-    // A GPU's UUID is the same in all processes.
-    let uuid = own_rank.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
-    let own_uuid = uuid.bytes.map(|byte| byte as u8);
+    let own_uuid = gpu_uuid(&own_rank).map_err(refuse)?;
     let uuids = bootstrap.all_gather_values(&own_uuid)?;
     let uuids: Vec<&[u8]> = uuids.chunks(own_uuid.len()).collect();
-    let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
     let version = communicator::version().map_err(refuse)?;
-    check_gpus(&uuids, version, may_share)?;
+    check_gpus(&uuids, version, may_share_gpus())?;
     if version < SEPARATE_POOLS_VERSION {
         allow_peer_access(device).map_err(|error| refuse(error.to_string()))?;
     }
@@ -128,11 +126,19 @@ pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joi
     let gpus = gpu_count().map_err(|error| refuse(error.to_string()))?;
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let ordinal = process_gpu(local_rank, gpus, visible.as_deref()).map_err(refuse)?;
-    let own_rank = NcclRank::new(rank, &gpu(ordinal, rank)?, timeout, None)?;
+    let device = open_gpu(ordinal).map_err(|error| refuse(error.to_string()))?;
+    let own_rank = NcclRank::new(rank, &device, timeout, None)?;
     let id = match meeting {
         Rendezvous::Nccl => unique_id().map_err(refuse)?,
         Rendezvous::At(point) => {
             let mut store = Store::meet(&point, rank, timeout).map_err(refuse)?;
+            let gpus = share_gpus(&mut store, &own_rank, world_size, timeout).map_err(refuse)?;
+            let version = communicator::version().map_err(refuse)?;
+            if let Err(refused) = check_gpus(&gpus, version, may_share_gpus()) {
+                // The other processes must have received all GPUs, so that they end with the same error.
+                store.disconnect();
+                return Err(refused);
+            }
             let id = share_id(&mut store, timeout).map_err(refuse)?;
             own_rank.set_control(ControlPlane::new(rank, world_size, ControlChannel::new(store)));
             id
@@ -140,6 +146,24 @@ pub(super) fn join_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Joi
     };
     let group = join(&own_rank, &id, "world".to_owned(), rank, (0..world_size).collect())?;
     Ok((own_rank, group))
+}
+
+/// Returns the UUID of the rank's GPU, which is the same in all processes.
+fn gpu_uuid(own: &NcclRank) -> Result<[u8; 16], String> {
+    let uuid = own.compute.context().uuid().map_err(|error| error.to_string())?;
+    Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
+/// Returns the UUID of the GPU of every rank.
+fn share_gpus(
+    store: &mut Store,
+    own: &NcclRank,
+    world_size: usize,
+    timeout: Duration,
+) -> Result<Vec<Arc<[u8]>>, String> {
+    let key = |rank: usize| format!("nccl/gpu/{rank}");
+    store.set(&key(own.rank), gpu_uuid(own)?);
+    (0..world_size).map(|rank| store.wait(&key(rank), timeout)).collect()
 }
 
 /// Returns the id of the communicator of all ranks, which rank 0 creates.
@@ -152,14 +176,6 @@ fn share_id(store: &mut Store, timeout: Duration) -> Result<Id, String> {
     }
     let id = store.wait(KEY, timeout)?;
     (*id).try_into().map_err(|_| format!("rank 0 set an id of {} bytes, expected {ID_BYTES}", id.len()))
-}
-
-fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
-    open_gpu(ordinal).map_err(|error| CommError::Start {
-        library: "NCCL",
-        rank: Some(rank),
-        reason: format!("cannot use GPU {ordinal}: {error}"),
-    })
 }
 
 fn join(

@@ -34,6 +34,7 @@ mod session;
 mod traffic;
 mod watch;
 
+pub use environment::may_share_gpus;
 #[cfg(feature = "nccl")]
 pub use launch::{from_env, launch, over, version};
 #[cfg(feature = "nccl")]

@@ -4,6 +4,7 @@
 //! Events that cudarc keeps per block of memory order its uses. A copy starts after all earlier work of the
 //! device's stream. Later work overlaps with the copy, up to a [`HostCopies::hold`].
 
+use super::no_page_locked;
 use crate::device::address::Opener;
 use crate::device::{Address, DeviceError, HostCopies};
 use candle_core::cuda::cudarc::driver::{
@@ -57,7 +58,7 @@ impl HostCopies for CudaCopies {
         let plain = 0;
         let context = self.device.cuda_stream().context().clone();
         // SAFETY: bytes, none of which is read before it is written. The driver cannot allocate zero bytes.
-        unsafe { context.alloc_pinned_with_flags(bytes.max(1), plain) }.map_err(failed)
+        unsafe { context.alloc_pinned_with_flags(bytes.max(1), plain) }.map_err(no_page_locked(bytes))
     }
 
     fn store(&self, tensor: &Tensor, memory: &mut Self::Memory) -> Result<CudaEvent, DeviceError> {

@@ -86,3 +86,24 @@ fn sizes<const N: usize>(sizes: [usize; N]) -> Result<[i32; N], String> {
         None => Ok(sizes.map(|size| size as i32)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Address;
+
+    #[test]
+    fn a_matrix_that_cublas_does_not_support_is_refused_with_the_reason() {
+        let refused = |dtype, row_stride, col_stride| {
+            let matrix = MatrixAt::row_major(Address::null(dtype), 4, 4, 4);
+            operand(&MatrixAt { row_stride, col_stride, ..matrix }).err()
+        };
+        assert_eq!(refused(DType::F32, 4, 1), None);
+        assert_eq!(refused(DType::BF16, 1, 4), None);
+        assert_eq!(refused(DType::F64, 4, 1).as_deref(), Some("cuBLAS does not multiply F64"));
+        let strided = refused(DType::F32, 8, 2);
+        assert_eq!(strided.as_deref(), Some("neither of the strides 8 and 2 is 1"));
+        let large = refused(DType::F32, 1 << 31, 1);
+        assert_eq!(large.as_deref(), Some("cuBLAS sizes are limited to 2³¹ − 1, got 2147483648"));
+    }
+}

@@ -73,13 +73,27 @@ fn no_gpu(failure: DriverError) -> DeviceError {
     DeviceError::NoGpu { message: failure.to_string() }
 }
 
+/// The error of an allocation of page-locked host memory. CUDA's name for it would suggest that the GPU is full.
+fn no_page_locked(bytes: usize) -> impl Fn(DriverError) -> DeviceError {
+    const REMEDY: &str =
+        "the host has no more; free some, offload less, or raise its limits (cgroup, `ulimit -l`)";
+    move |failure| {
+        let message = match failure.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => REMEDY.to_owned(),
+            _ => failure.to_string(),
+        };
+        DeviceError::PageLocked { requested: bytes as u64, message }
+    }
+}
+
 /// Opens a GPU with a separate stream that does not synchronize with the default stream, and loads all
 /// kernels.
 pub(super) fn open(ordinal: usize) -> Result<Device, DeviceError> {
-    let device = CudaDevice::new_with_stream(ordinal)?;
+    let failed = |message: String| DeviceError::Open { gpu: ordinal, message };
+    let device = CudaDevice::new_with_stream(ordinal).map_err(|error| failed(error.to_string()))?;
     let stream = device.cuda_stream();
-    keep_freed_memory(stream.context()).map_err(no_gpu)?;
-    module::functions(stream.context()).map_err(|message| DeviceError::NoGpu { message })?;
+    keep_freed_memory(stream.context()).map_err(|error| failed(error.to_string()))?;
+    module::functions(stream.context()).map_err(failed)?;
     Ok(Device::Cuda(device))
 }
 

@@ -3,13 +3,14 @@
 //! From pageable memory the driver copies when the GPU reaches the copy, and may block the host until then.
 //! So data is first copied to page-locked memory.
 
-use super::with_pointer_mut;
+use super::{no_page_locked, with_pointer_mut};
 use crate::device::DeviceError;
+use crate::device::gpus::explain_allocation;
 use crate::device::staging::{Buffer, Staging};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, HostSlice, PinnedHostSlice, result};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, Shape, Storage, Tensor, WithDType};
+use candle_core::{CudaDevice, Device, Shape, Storage, Tensor, WithDType};
 use std::sync::Arc;
 
 /// The staging buffers for all GPUs of the process.
@@ -22,7 +23,8 @@ const MIN_BYTES: usize = 4096;
 pub(crate) fn upload<T: WithDType>(elements: &[T], device: &CudaDevice) -> candle_core::Result<Tensor> {
     let shape = Shape::from(elements.len());
     // SAFETY: the copy writes every element, and all use of the tensor follows it on the device's stream.
-    let mut storage = unsafe { device.alloc_uninit(&shape, T::DTYPE)? };
+    let mut storage = unsafe { device.alloc_uninit(&shape, T::DTYPE) }
+        .map_err(|error| explain_allocation(error, size_of_val(elements), &Device::Cuda(device.clone())))?;
     // SAFETY: candle's element types are plain numbers without padding.
     let bytes = unsafe {
         std::slice::from_raw_parts(elements.as_ptr().cast::<u8>(), std::mem::size_of_val(elements))
@@ -39,7 +41,8 @@ fn copy(bytes: &[u8], pointer: u64, stream: &Arc<CudaStream>) -> Result<(), Devi
     // Where buffers are asked whether they are idle, the context is this thread's.
     stream.context().bind_to_thread().map_err(failed)?;
     let make = || PageLocked::new(bytes.len(), stream);
-    let mut buffer = STAGING.acquire(stream.context().ordinal(), bytes.len(), make).map_err(failed)?;
+    let found = STAGING.acquire(stream.context().ordinal(), bytes.len(), make);
+    let mut buffer = found.map_err(no_page_locked(bytes.len()))?;
     buffer.memory.as_mut_slice().map_err(failed)?[..bytes.len()].copy_from_slice(bytes);
     {
         // SAFETY: the slice is used on the stream alone. The guard records that on its way out, and the memory is

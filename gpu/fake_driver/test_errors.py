@@ -1,0 +1,143 @@
+"""Errors of the driver, NVRTC, cuBLAS and NCCL: each ends training with a message that names the failed call, and nothing hangs.
+
+    ULYSSES=target/fake/debug/ulysses gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+ULYSSES = os.environ["ULYSSES"]
+# Far more than a run takes on a busy machine: a hang is a failure.
+LIMIT_S = 300
+CONFIG = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+    "ulysses": {"model": "nano", "seq_len": 16, "steps": 1, "comm": {"timeout_seconds": 20}},
+}
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+UNKNOWN = r"DriverError\(CUDA_ERROR_UNKNOWN"
+# FAKE_DRIVER_FAIL, and what the program then says.
+ONE_GPU = {
+    "cuDevicePrimaryCtxRetain:1": f"rank 0 failed: cannot open GPU 0: {UNKNOWN}",
+    "cuStreamCreate:1": f"rank 0 failed: cannot open GPU 0: {UNKNOWN}",
+    "cublasCreate_v2:1": "rank 0 failed: cannot open GPU 0: CublasError",
+    "cuMemPoolSetAttribute:1": f"rank 0 failed: cannot open GPU 0: {UNKNOWN}",
+    "cuModuleLoadData:1+=209": "cannot open GPU 0: the driver refused kernels/cuda/",
+    "cuFuncLoad:1+": f"cannot open GPU 0: the driver refused kernels/cuda/[a-z_]+.cu: {UNKNOWN}",
+    "cuMemAllocAsync:60": r"out of memory .*: out of GPU memory: requested [0-9.]+ [KMG]iB, free 16.00 GiB of 16.00",
+    "cuMemHostAlloc:1": r"cannot allocate [0-9.]+ [KMG]iB of page-locked host memory: the host has no more",
+    "cuMemHostAlloc:1=999": f"cannot allocate [0-9.]+ [KMG]iB of page-locked host memory: {UNKNOWN}",
+    "cuLaunchKernel:50+": rf"rank 0 failed: .*kernel `\w+`: {UNKNOWN}",
+    "cublasGemmStridedBatchedEx:5": r"matmul of \[\d+, \d+\] and \[\d+, \d+\]: CublasError\(CUBLAS_STATUS_EXECUTION_FAILED",
+    "cublasSetMathMode:5": r"matmul of \[\d+, \d+\] and \[\d+, \d+\]: CublasError\(CUBLAS_STATUS_EXECUTION_FAILED",
+    "cuMemcpyDtoHAsync_v2:1": f"rank 0 failed: .*{UNKNOWN}",
+    "cuMemcpyHtoDAsync_v2:3": f"rank 0 failed: .*{UNKNOWN}",
+    # A GPU that is lost during a step.
+    "*:2000+=700": "rank 0 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
+}
+OFFLOADED = {
+    "cuStreamCreate:2": "cannot offload optimizer state to page-locked host memory",
+    "cuMemHostAlloc:2": "cannot offload .* host memory: the host has no more; free some, offload less",
+    "cuMemcpyDtoHAsync_v2:2": f"cannot offload .*{UNKNOWN}",
+    "cuEventRecord:40": f"cannot offload .*{UNKNOWN}",
+}
+TWO_GPUS = {
+    "ncclGetVersion:1": r"cannot start NCCL on rank \d: unhandled system error",
+    "ncclGetUniqueId:1": "cannot start NCCL on rank 0: unhandled system error",
+    "ncclCommInitRankConfig:1": r"cannot start NCCL on rank \d: unhandled system error",
+    "cuDeviceGetUuid_v2:1": rf"cannot start NCCL on rank \d: {UNKNOWN}",
+    "cuStreamCreate:3": rf"cannot start NCCL on rank \d: {UNKNOWN}",
+    "cublasGemmStridedBatchedEx:5": r"cannot start NCCL on rank \d: matmul of",
+    "ncclCommSplit:1": r'NCCL, split #\d+ of group "world" on rank \d: unhandled system error',
+    "ncclAllReduce:2": r'NCCL, all_reduce #\d+ of group "\w+" on rank \d: unhandled system error',
+    "ncclCommGetAsyncError:20": r'NCCL, \w+ #\d+ of group "\w+" on rank \d: unhandled system error',
+    "cuEventQuery:30+=700": r'NCCL, \w+ #\d+ of group "\w+" on rank \d: DriverError\(CUDA_ERROR_ILLEGAL_ADDRESS',
+    "cuMemAllocAsync:250": r"rank \d failed: .*out of GPU memory",
+    # The other rank is told the cause.
+    "cuLaunchKernel:200+": rf"ERROR rank \d failed: .*kernel `\w+`: {UNKNOWN}",
+    "*:3000+=700": r"rank \d failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
+}
+# What it survives: a compiled kernel in the cache that does not load, and the end of the program.
+HARMLESS = ["cuModuleLoadData:1", "ncclCommFinalize:1", "ncclCommDestroy:1", "ncclCommAbort:1"]
+
+
+class Errors(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.path = Path(self.folder.name)
+        (self.path / "text.txt").write_text("A text to train on, of some length. " * 100)
+
+    def train(self, *arguments, mesh="1x1", zero=None, **environment):
+        """Trains a step; returns the exit code and the output."""
+        config = self.path / "config.json"
+        config.write_text(json.dumps(CONFIG | {"zero_optimization": zero or {"stage": 0}}))
+        output = tempfile.mkdtemp(dir=self.path)
+        flags = ["--data", self.path / "text.txt", "--output", output, "--mesh", mesh]
+        command = [ULYSSES, "train", config, *flags, "--threads-per-rank", "1", *arguments]
+        done = subprocess.run(
+            [str(word) for word in command], env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def check(self, failures, **how):
+        for failure, said in failures.items():
+            with self.subTest(failure=failure):
+                code, output = self.train(FAKE_DRIVER_FAIL=failure, **how)
+                self.assertEqual(code, 1, output)
+                self.assertRegex(output, said)
+                self.assertNotIn("panicked", output)
+
+    def test_errors_of_one_gpu(self):
+        self.check(ONE_GPU)
+
+    def test_errors_of_offload(self):
+        self.check(OFFLOADED, zero=OFFLOAD)
+
+    def test_errors_of_two_gpus(self):
+        self.check(TWO_GPUS, mesh="1x2", FAKE_DRIVER_GPUS="2")
+
+    def test_a_compiler_that_refuses_a_kernel_is_quoted(self):
+        for call, said in [("nvrtcCompileProgram", "COMPILATION"), ("nvrtcGetCUBIN", "INTERNAL")]:
+            with self.subTest(call=call):
+                empty = {"XDG_CACHE_HOME": str(self.path / call)}
+                code, output = self.train(FAKE_DRIVER_FAIL=f"{call}:1+", **empty)
+                self.assertEqual(code, 1, output)
+                self.assertRegex(output, rf"cannot open GPU 0: NVRTC refused kernels/cuda/\w+.cu for sm_90: .*{said}")
+
+    def test_what_is_harmless_changes_nothing(self):
+        for failure in HARMLESS:
+            with self.subTest(failure=failure):
+                code, output = self.train(mesh="1x2", FAKE_DRIVER_GPUS="2", FAKE_DRIVER_FAIL=failure)
+                self.assertEqual(code, 0, output)
+
+    def test_a_gpu_without_memory_pools_trains(self):
+        for mesh, gpus in [("1x1", "1"), ("1x2", "2")]:
+            with self.subTest(mesh=mesh):
+                code, output = self.train(mesh=mesh, FAKE_DRIVER_GPUS=gpus, FAKE_DRIVER_MEMORY_POOLS="0")
+                self.assertEqual(code, 0, output)
+
+    def test_a_gpu_that_the_program_chose_but_cannot_open_is_an_error_with_a_remedy(self):
+        remedy = "use --device cpu to run without GPUs"
+        for device, has_remedy in [("auto", True), ("cuda", False)]:
+            for mesh, gpus in [("1x1", "1"), ("1x2", "2")]:
+                with self.subTest(device=device, mesh=mesh):
+                    failing = {"FAKE_DRIVER_FAIL": "cuDevicePrimaryCtxRetain:1", "FAKE_DRIVER_GPUS": gpus}
+                    code, output = self.train("--device", device, mesh=mesh, **failing)
+                    self.assertEqual((code, remedy in output), (1, has_remedy), output)
+
+    def test_a_driver_that_does_not_start_leaves_the_cpu(self):
+        code, output = self.train(FAKE_DRIVER_FAIL="cuInit:1+")
+        self.assertEqual(code, 0, output)
+        self.assertRegex(output, rf"device: cpu \(no usable NVIDIA GPU: {UNKNOWN}")
+        code, output = self.train("--device", "cuda", FAKE_DRIVER_FAIL="cuInit:1+")
+        self.assertEqual(code, 2, output)
+        self.assertRegex(output, rf"--device cuda: no usable NVIDIA GPU: {UNKNOWN}.*; use --device cpu")
+
+
+if __name__ == "__main__":
+    unittest.main()
