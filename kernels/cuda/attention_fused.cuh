@@ -101,8 +101,8 @@ template <typename T, u32 D> struct Tile {
     static_assert(kChunks % kGroup == 0, "rows are a multiple of 64 bytes");
     T *first;
 
-    // Chunk `chunk`, or its right neighbor: `chunk` is even, `right` 0 or 1. If `chunk` is a constant, all addresses of a
-    // lane follow from one register.
+    // Chunk `chunk + right` of a row; `right` is 0, or 1 for an even `chunk`. If only `chunk` and multiples of 8 rows are
+    // constants, all addresses of a lane follow from one register.
     __device__ __forceinline__ T *at(u32 row, u32 chunk, u32 right = 0) const {
         const u32 permuted = right ^ (kGroup == 8 ? row & 7 : row / 2 & 3);
         const u32 in_group = (row * D + permuted * kChunk) ^ chunk % kGroup * kChunk;
