@@ -71,15 +71,15 @@ template <typename T, u32 D> struct Stage {
           terms(reinterpret_cast<RowTerms *>(right.first + kRows * D)) {}
 };
 
-// Starts copies of rows of two tensors from `first` on, of which there are `count`; others become 0. Eight threads copy
-// a row, so that few offsets are computed.
+// Starts copies of the rows of two tensors from `first` to before `past`; others become 0. Eight threads copy a row, so
+// that few offsets are computed.
 template <typename T, u32 D, typename Offset>
-__device__ __forceinline__ void copy_pairs(const Stage<T, D> &to, const T *left, const T *right, u32 first, u32 count,
+__device__ __forceinline__ void copy_pairs(const Stage<T, D> &to, const T *left, const T *right, u32 first, u32 past,
                                            const Offset &offset_of) {
     constexpr u32 kAcross = 8;
 #pragma unroll 1
     for (u32 row = threadIdx.x / kAcross; row < kRows; row += kFusedThreads / kAcross) {
-        const bool exists = first + row < count;
+        const bool exists = first + row < past;
         const u64 offset = offset_of(exists ? first + row : first);
 #pragma unroll
         for (u32 chunk = threadIdx.x % kAcross; chunk < Tile<T, D>::kChunks; chunk += kAcross) {
@@ -95,12 +95,12 @@ __device__ __forceinline__ void copy_keys(const Stage<T, D> &to, const Operands<
     copy_pairs(to, of.k, of.v, first, of.sizes.keys, [&](u32 key) { return of.offset_of_key(key); });
 }
 
-// Packed rows that do not exist become 0, and so do their contributions to all sums.
+// Packed rows from `past` on become 0, and so do their contributions to all sums.
 template <typename T, u32 D>
-__device__ __forceinline__ void copy_queries(const Stage<T, D> &to, const Operands<T, D> &of, u32 first) {
-    copy_pairs(to, of.q, of.dout, first, of.sizes.rows(), [&](u32 row) { return of.offset_of_row(row); });
+__device__ __forceinline__ void copy_queries(const Stage<T, D> &to, const Operands<T, D> &of, u32 first, u32 past) {
+    copy_pairs(to, of.q, of.dout, first, past, [&](u32 row) { return of.offset_of_row(row); });
     if (threadIdx.x >= kRows) return;
-    const bool exists = first + threadIdx.x < of.sizes.rows();
+    const bool exists = first + threadIdx.x < past;
     const u32 row = exists ? first + threadIdx.x : first;
     const u64 token = static_cast<u64>(blockIdx.z) * of.sizes.tokens + row / of.sizes.group;
     RowTerms &terms = to.terms[threadIdx.x];
@@ -211,7 +211,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
 
     const Stage<T, D> of_own(shared, 1);
     copy_keys(of_own, of, first_key);
-    if (row < past_row) copy_queries(Stage<T, D>(shared, 0), of, row);
+    if (row < past_row) copy_queries(Stage<T, D>(shared, 0), of, row, past_row);
     cp_async_commit();
     wait_for_copies();
     const Own<D> own(of_own);
@@ -220,7 +220,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
 #pragma unroll 1
     for (u32 stage = 0; row < past_row; row += kRows, stage ^= 1) {
         wait_for_copies();
-        if (row + kRows < past_row) copy_queries(Stage<T, D>(shared, stage ^ 1), of, row + kRows);
+        if (row + kRows < past_row) copy_queries(Stage<T, D>(shared, stage ^ 1), of, row + kRows, past_row);
         cp_async_commit();
         const Stage<T, D> queries(shared, stage);
         // Of those that exist: the last ones may be past `past_row`, and see none of the keys.
@@ -259,7 +259,7 @@ __device__ __forceinline__ void queries(T *dq, const Operands<T, D> &of, float s
     u32 key = first.begin / kRows * kRows;
 
     const Stage<T, D> of_own(shared, 1);
-    copy_queries(of_own, of, first_row);
+    copy_queries(of_own, of, first_row, past_row);
     if (key < last.end) copy_keys(Stage<T, D>(shared, 0), of, key);
     cp_async_commit();
     wait_for_copies();
