@@ -223,8 +223,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
         if (row + kRows < past_row) copy_queries(Stage<T, D>(shared, stage ^ 1), of, row + kRows, past_row);
         cp_async_commit();
         const Stage<T, D> queries(shared, stage);
-        // Of those that exist: the last ones may be past `past_row`, and see none of the keys.
-        const u32 last_row = row + kRows < of.sizes.rows() ? kRows - 1 : of.sizes.rows() - row - 1;
+        const u32 last_row = row + kRows < past_row ? kRows - 1 : past_row - row - 1;
         const RowTerms &first = queries.terms[0], &last = queries.terms[last_row];
         const bool all_see = last.visible.begin <= first_key && past_key <= first.visible.end;
 #pragma unroll 1

@@ -78,7 +78,7 @@ fn so_do_gradients_of_every_length_and_grouping_of_heads() -> Result<()> {
         ("6 heads on 3", causal(2, 33, &grouped_heads(6, 3), 3, 96)?, DType::BF16),
         ("unordered, uneven, one unused", causal(2, 30, &[1, 0, 1, 3, 1], 4, 64)?, DType::F16),
         (
-            "a document that ends within a tile",
+            "documents that end within a tile",
             Case::new(packed(&[&[0, 66, 100, 200]], &[0, 0], None)?, 1, 64)?,
             DType::F16,
         ),
