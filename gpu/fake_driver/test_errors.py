@@ -109,6 +109,21 @@ class Errors(unittest.TestCase):
                 self.assertEqual(code, 1, output)
                 self.assertRegex(output, rf"cannot open GPU 0: NVRTC refused kernels/cuda/\w+.cu for sm_90: .*{said}")
 
+    def test_fused_attention_that_disagrees_with_the_tiled_kernels_is_not_used(self):
+        cache = {"XDG_CACHE_HOME": str(self.path / "verdict")}
+        bf16 = ["--set", "bf16.enabled=true"]
+        code, output = self.train(*bf16, FAKE_DRIVER_SEED_FAULT="swapped_operands", **cache)
+        self.assertEqual(code, 0, output)
+        said = r"fused attention kernels are not used.*bf16 elements, head dimension 64: \w+ differs by up to"
+        self.assertRegex(output, said)
+        # The verdict is kept.
+        self.assertRegex(self.train(*bf16, **cache)[1], said)
+        (verdict,) = (self.path / "verdict").glob("ulysses/attention-bf16-*.verdict")
+        verdict.unlink()
+        code, output = self.train(*bf16, **cache)
+        self.assertEqual((code, verdict.read_text()), (0, ""), output)
+        self.assertNotIn("disagree", output)
+
     def test_what_is_harmless_changes_nothing(self):
         for failure in HARMLESS:
             with self.subTest(failure=failure):

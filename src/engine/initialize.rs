@@ -78,9 +78,9 @@ pub fn initialize(
 /// The attention of a config on a device.
 pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttention, EngineError> {
     let kernels = match config.ulysses.attention {
-        AttentionChoice::Auto => AttentionKernels::Auto,
-        AttentionChoice::Fused => AttentionKernels::Fused,
-        AttentionChoice::Tiled => AttentionKernels::Tiled,
+        None => AttentionKernels::Auto,
+        Some(AttentionChoice::Fused) => AttentionKernels::Fused,
+        Some(AttentionChoice::Tiled) => AttentionKernels::Tiled,
     };
     let kernels = kernels.on(device, config.precision.dtype())?;
     Ok(FlashAttention::new(kernels))

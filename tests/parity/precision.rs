@@ -7,7 +7,7 @@ use crate::support::mesh_run::{
     Layout, Problem, Rule, bits, by_name, global_batch, layout, llama, micro_batches, on_mesh,
 };
 use crate::support::problems::{ADAMW, CONFIG, main_problem, packed_batch, problem};
-use crate::support::reference::Tensors;
+use crate::support::reference::{ReferenceConfig, Tensors};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -59,13 +59,14 @@ fn rms_errors(actual: &Tensors, expected: &Tensors) -> BTreeMap<String, f64> {
     expected.iter().map(error).collect()
 }
 
-fn check_gradients(format: &str) {
-    let fused = in_format(format, Rule::Sgd { lr: 0.1 });
+/// Compares the gradients of a problem, which `problem` returns, in several layouts.
+fn check_gradients(format: &str, problem: impl Fn() -> Problem, layouts: impl Iterator<Item = Layout>) {
+    let fused = problem();
     let expected = fused.reference().unwrap();
     let gradients = &expected.steps[0].grads;
-    let plain = Problem { model: naive, ..in_format(format, Rule::Sgd { lr: 0.1 }) };
+    let plain = Problem { model: naive, ..problem() };
     let naive_errors = rms_errors(&by_name(&plain.run(layout(1, 1, 0)).unwrap().gradients), gradients);
-    for layout in layouts() {
+    for layout in layouts {
         let outcome = fused.run(layout).unwrap();
         let errors = rms_errors(&by_name(&outcome.gradients), gradients);
         for (name, error) in errors {
@@ -83,12 +84,24 @@ fn check_gradients(format: &str) {
 
 #[test]
 fn bf16_gradients_have_at_most_twice_the_error_of_a_naive_bf16_model() {
-    check_gradients("bf16");
+    check_gradients("bf16", || in_format("bf16", Rule::Sgd { lr: 0.1 }), layouts());
 }
 
 #[test]
 fn fp16_gradients_have_at_most_twice_the_error_of_a_naive_fp16_model() {
-    check_gradients("fp16");
+    check_gradients("fp16", || in_format("fp16", Rule::Sgd { lr: 0.1 }), layouts());
+}
+
+/// On GPUs, fused kernels compute the attention of these heads.
+#[test]
+fn so_have_heads_of_64_elements() {
+    let config = ReferenceConfig { head_dim: 64, num_heads: 6, num_kv_heads: 3, num_layers: 1, ..CONFIG };
+    let wide = || {
+        let extra = section("bf16");
+        Problem { extra, rule: Rule::Sgd { lr: 0.1 }, ..problem(config, packed_batch()) }
+    };
+    let meshes = [(1, 1, 0), (1, 3, 3), (2, 2, 2)];
+    check_gradients("bf16", wide, meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage)));
 }
 
 #[test]

@@ -72,8 +72,10 @@ keys! {
         /// Number of head chunks that attention and its exchange process in turn; at most the number of KV heads.
         pub head_chunks: usize = count().integer(1),
         /// The kernels of attention on a GPU. `fused`: scores stay in registers, for bf16 and fp16 and head dimensions of 64, 96
-        /// and 128; `tiled`: matmuls by cuBLAS; `auto`: fused where supported, if they agree with the tiled ones on this GPU.
-        pub attention: AttentionChoice = choice().text("auto"),
+        /// and 128; `tiled`: matmuls by cuBLAS.
+        pub attention: Option<AttentionChoice> = choice().derived(
+            "`fused` where it is supported, if its kernels agree with the tiled ones on this GPU; else `tiled`",
+        ),
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),
         /// Tile size, in tokens, of the logits and the loss.
@@ -98,12 +100,10 @@ keys! {
 choices! {
     /// The kernels of attention on a GPU.
     pub enum AttentionChoice {
-        /// Fused where they are supported and agree with the tiled ones on this GPU, else tiled.
-        #[default]
-        Auto = "auto",
-        /// The fused kernels.
+        /// The fused kernels; a call that they do not support is an error.
         Fused = "fused",
         /// The tiled kernels.
+        #[default]
         Tiled = "tiled",
     }
 }

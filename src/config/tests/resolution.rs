@@ -80,7 +80,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             tile_tokens: None,
             head_chunks: 1,
             offload_path: None,
-            attention: AttentionChoice::Auto,
+            attention: None,
             loss_tile_tokens: 1024,
             parameter_groups: vec![],
         },
@@ -145,6 +145,7 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!((ulysses.activation_checkpointing_interval, ulysses.head_chunks), (2, 4));
     assert_eq!((ulysses.save_attention_output, config.saves_attention_output()), (Some(true), true));
     assert_eq!(ulysses.tile_tokens, std::num::NonZero::new(100));
+    assert_eq!(ulysses.attention, Some(AttentionChoice::Tiled));
     assert_eq!(ulysses.offload_path.as_deref(), Some("/scratch"));
     assert!(config.activation_checkpointing.cpu_checkpointing);
     assert_eq!(config.zero.offload_optimizer, Offload::Nvme(Some("/fast".into())));
