@@ -95,8 +95,8 @@ fn fp16_gradients_have_at_most_twice_the_error_of_a_naive_fp16_model() {
 /// On GPUs, fused kernels compute the attention of these heads.
 #[test]
 fn so_have_heads_of_64_elements() {
-    let config = ReferenceConfig { head_dim: 64, num_heads: 6, num_kv_heads: 3, num_layers: 1, ..CONFIG };
     let wide = || {
+        let config = ReferenceConfig { head_dim: 64, num_heads: 6, num_kv_heads: 3, num_layers: 1, ..CONFIG };
         let extra = section("bf16");
         Problem { extra, rule: Rule::Sgd { lr: 0.1 }, ..problem(config, packed_batch()) }
     };
