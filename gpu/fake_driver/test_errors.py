@@ -112,8 +112,8 @@ class Errors(unittest.TestCase):
     def test_fused_attention_that_disagrees_with_the_tiled_kernels_is_not_used(self):
         cache = {"XDG_CACHE_HOME": str(self.path / "verdict")}
         bf16 = ["--set", "bf16.enabled=true"]
-        code, output = self.train(*bf16, FAKE_DRIVER_SEED_FAULT="swapped_operands", **cache)
-        self.assertEqual(code, 0, output)
+        # The tiled kernels are then wrong, and so is all that is trained.
+        _, output = self.train(*bf16, FAKE_DRIVER_SEED_FAULT="swapped_operands", **cache)
         said = r"fused attention kernels are not used.*bf16 elements, head dimension 64: \w+ differs by up to"
         self.assertRegex(output, said)
         # The verdict is kept.
