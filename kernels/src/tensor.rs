@@ -172,10 +172,10 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
 /// A failed allocation.
 pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     match device {
-        // SAFETY: a GPU's memory has no invalid values, and the host does not read it before a copy.
-        Device::Cuda(_) => {
-            allocate(shape.into(), dtype, device, |shape| unsafe { Tensor::empty(shape, dtype, device) })
-        }
+        Device::Cuda(_) => allocate(shape.into(), dtype, device, |shape| {
+            // SAFETY: a GPU's memory has no invalid values, and the host does not read it before a copy.
+            unsafe { Tensor::empty(shape, dtype, device) }
+        }),
         // Rust does not allow references to uninitialized memory. The operating system zeroes new pages anyway.
         _ => zeros(shape, dtype, device),
     }

@@ -10,7 +10,7 @@ use crate::tensor::{self, to_vec};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 /// What differs between the kernels, if anything.
 pub(in crate::attention) type Verdict = Option<String>;
@@ -22,10 +22,10 @@ const HEADS: usize = 4;
 
 /// The verdict on a GPU for an element type. Only the first call computes something.
 pub(in crate::attention) fn verdict(device: &Device, dtype: DType) -> Result<Arc<Verdict>, AttentionError> {
-    static VERDICTS: Mutex<Option<HashMap<(DeviceLocation, DType), Arc<Verdict>>>> = Mutex::new(None);
+    type Verdicts = HashMap<(DeviceLocation, DType), Arc<Verdict>>;
+    static VERDICTS: LazyLock<Mutex<Verdicts>> = LazyLock::new(Mutex::default);
     // Ranks of the same process wait here for the first one.
     let mut verdicts = VERDICTS.lock();
-    let verdicts = verdicts.get_or_insert_default();
     if let Some(verdict) = verdicts.get(&(device.location(), dtype)) {
         return Ok(verdict.clone());
     }
