@@ -153,7 +153,8 @@ fn read_config(root: &Section<'_>) -> Config {
     config.scheduler = config.scheduler.map(|rule| rule.with_base_lr(&scheduler, base_lr));
     config.optimizer.check(&root.section("optimizer"));
     config.zero.check(&root.section("zero_optimization"));
-    config.ulysses.check(&root.section("ulysses"), base_lr);
+    let is_f32 = config.precision == Precision::F32;
+    config.ulysses.check(&root.section("ulysses"), base_lr, is_f32);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);
     config.monitoring.comms_logger.check(&root.section("comms_logger"));

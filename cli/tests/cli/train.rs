@@ -334,7 +334,7 @@ fn settings_that_do_not_fit_the_model_are_usage_errors() {
             "parameter_groups` freezes every",
         ),
         (json!({ "activation_checkpointing_interval": 2 }), "`ulysses.activation_checkpointing` is true"),
-        (json!({ "attention": "fused" }), "attention`: attention: there is no fused kernel for f32 elements"),
+        (json!({ "attention": "fused" }), "attention`: expected \"tiled\", unless `bf16` or `fp16`"),
         (
             json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 99 }),
             "the model has 2 layers: expected at most 2",

@@ -1,20 +1,8 @@
-//! The choice between the kernels that compute attention on a GPU.
+//! The choice of the kernels that compute attention on a GPU.
 
-use super::{AttentionError, fused};
+use super::{AttentionError, AttentionKernels, fused, self_check};
 use crate::device::dry;
 use candle_core::{DType, Device};
-
-/// The kernels that compute attention on a GPU. The CPU has one kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AttentionKernels {
-    /// The fused kernels for the calls that they support, the tiled ones for the others.
-    Auto,
-    /// The fused kernels; a call that they do not support is an error.
-    Fused,
-    /// Matmuls by cuBLAS, and kernels for the steps in between.
-    #[default]
-    Tiled,
-}
 
 impl AttentionKernels {
     /// The kernels to use on a device for tensors of an element type.
@@ -32,7 +20,7 @@ impl AttentionKernels {
             Self::Auto if fused::check_support(device, dtype).is_err() => Ok(Self::Tiled),
             // A plan assumes that they agree.
             Self::Auto if dry::is_dry() => Ok(Self::Auto),
-            Self::Auto => match &*fused::verdict(device, dtype)? {
+            Self::Auto => match &*self_check::verdict(device, dtype)? {
                 None => Ok(Self::Auto),
                 Some(disagreement) => {
                     tracing::warn!(

@@ -69,7 +69,7 @@ pub enum AttentionError {
     /// The fused kernels are forced, and do not support the call.
     #[error(
         "{op}: there is no fused kernel for {found}; use a GPU, bf16 or f16, a head dimension of 64, 96 or 128, contiguous \
-         tensors at offsets of a multiple of 16 bytes and a positive finite scale; or the attention \"auto\" or \"tiled\""
+         tensors at offsets of a multiple of 16 bytes and a positive finite scale; or the tiled kernels"
     )]
     NotFused {
         /// The operation.

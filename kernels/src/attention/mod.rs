@@ -26,14 +26,14 @@ mod layout;
 mod on_cpu;
 mod operands;
 pub mod reference;
+mod self_check;
 #[cfg(test)]
 mod tests;
 
-pub use choice::AttentionKernels;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward};
 pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
-pub use operands::{Gradients, Operands, Upstream};
+pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
 
 use crate::Workspace;
 use crate::memory::{Category, with_category};

@@ -1,7 +1,19 @@
-//! The tensors of a call.
+//! The tensors of a call, and the kernels that compute it.
 
-use super::{AttentionKernels, AttentionLayout};
+use super::AttentionLayout;
 use candle_core::Tensor;
+
+/// The kernels that compute attention on a GPU. The CPU has one kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AttentionKernels {
+    /// The fused kernels for the calls that they support, the tiled ones for the others.
+    Auto,
+    /// The fused kernels; a call that they do not support is an error.
+    Fused,
+    /// Matmuls by cuBLAS, and kernels for the steps in between.
+    #[default]
+    Tiled,
+}
 
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]

@@ -146,7 +146,7 @@ impl CommConfig {
 }
 
 impl UlyssesConfig {
-    pub(crate) fn check(&self, section: &Section<'_>, optimizer_lr: f64) {
+    pub(crate) fn check(&self, section: &Section<'_>, optimizer_lr: f64, is_f32: bool) {
         if self.steps.is_some() && self.epochs.is_some() {
             section.contradiction("epochs", "either `steps` or `epochs`, not both");
         }
@@ -157,6 +157,9 @@ impl UlyssesConfig {
         if self.save_attention_output == Some(true) && !self.activation_checkpointing {
             let expected = "false, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
             section.contradiction("save_attention_output", expected);
+        }
+        if self.attention == Some(AttentionChoice::Fused) && is_f32 {
+            section.contradiction("attention", "\"tiled\", unless `bf16` or `fp16` is enabled");
         }
         ValidationConfig::check(section);
         ParameterGroup::check_all(section, optimizer_lr);

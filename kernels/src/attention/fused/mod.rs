@@ -4,11 +4,9 @@
 
 mod backward;
 mod forward;
-mod self_check;
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
-pub(super) use self_check::verdict;
 
 use super::cuda::{HeadChunk, Problem, Tiling};
 use super::{AttentionError, AttentionKernels};
@@ -19,7 +17,7 @@ use candle_core::{DType, Device, Tensor};
 const THREADS: u32 = 128;
 
 /// The head dimensions that have kernels.
-const HEAD_DIMS: [usize; 3] = [64, 96, 128];
+pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;

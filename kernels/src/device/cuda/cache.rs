@@ -1,9 +1,5 @@
 //! The files that are kept between runs, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
 
-use super::module::whole_text;
-use crate::device::kernel::Source;
-use candle_core::CudaDevice;
-use candle_core::cuda::cudarc::driver::DriverError;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
@@ -22,16 +18,4 @@ pub(in crate::device) fn store(path: &Path, content: &[u8]) -> std::io::Result<(
     std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
     std::fs::write(&unfinished, content)?;
     std::fs::rename(&unfinished, path)
-}
-
-/// The file of a verdict on kernels, which holds for a GPU model and a driver.
-pub(in crate::device) fn verdict_path(
-    name: &str,
-    kernels: &[&Source],
-    device: &CudaDevice,
-) -> Result<Option<PathBuf>, DriverError> {
-    let stream = device.cuda_stream();
-    let texts: Vec<_> = kernels.iter().map(|source| whole_text(source)).collect();
-    let driver = super::driver_version().ok();
-    Ok(path(name, (texts, stream.context().name()?, driver), "verdict"))
 }

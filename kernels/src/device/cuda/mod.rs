@@ -15,9 +15,10 @@ mod query;
 mod shared;
 mod upload;
 
-pub(super) use cache::{store, verdict_path};
+pub(super) use cache::store;
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
+pub(super) use module::verdict_path;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
 pub(super) use query::{count, describe, driver_version, memory};

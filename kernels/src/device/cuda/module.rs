@@ -10,11 +10,13 @@
 use super::cache;
 use crate::device::kernel::{Source, sources};
 use crate::device::{DeviceError, Kernel};
+use candle_core::CudaDevice;
 use candle_core::cuda::cudarc::driver::{self, CudaContext};
 use candle_core::cuda::cudarc::nvrtc::{result, sys};
 use parking_lot::RwLock;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
+use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
 /// A kernel's handle.
@@ -150,7 +152,7 @@ impl Drop for Program {
 }
 
 /// The file with its headers inlined, since there is no include folder at run time.
-pub(super) fn whole_text(source: &Source) -> String {
+fn whole_text(source: &Source) -> String {
     let headers = [
         ("common", include_str!("../../../cuda/common.cuh")),
         ("mma", include_str!("../../../cuda/mma.cuh")),
@@ -159,4 +161,16 @@ pub(super) fn whole_text(source: &Source) -> String {
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
         text.replace(&format!("#include \"{name}.cuh\""), header)
     })
+}
+
+/// The file of a verdict on kernels, which holds for a GPU model and a driver.
+pub(in crate::device) fn verdict_path(
+    name: &str,
+    kernels: &[&Source],
+    device: &CudaDevice,
+) -> Result<Option<PathBuf>, driver::DriverError> {
+    let stream = device.cuda_stream();
+    let texts: Vec<_> = kernels.iter().map(|source| whole_text(source)).collect();
+    let driver = super::driver_version().ok();
+    Ok(cache::path(name, (texts, stream.context().name()?, driver), "verdict"))
 }

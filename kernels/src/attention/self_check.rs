@@ -1,7 +1,7 @@
 //! The comparison of the fused with the tiled kernels on the GPU that is to run them.
 
-use super::HEAD_DIMS;
-use crate::attention::{
+use super::fused::HEAD_DIMS;
+use super::{
     AttentionError, AttentionKernels, AttentionLayout, Gradients, Operands, Upstream, backward, delta,
     forward, grouped_heads,
 };
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
 
 /// What differs between the kernels, if anything.
-pub(in crate::attention) type Verdict = Option<String>;
+pub(super) type Verdict = Option<String>;
 
 /// Tokens of the sequence: several tiles, and a last one that is not full.
 const TOKENS: u32 = 200;
@@ -21,7 +21,7 @@ const TOKENS: u32 = 200;
 const HEADS: usize = 4;
 
 /// The verdict on a GPU for an element type. Only the first call computes something.
-pub(in crate::attention) fn verdict(device: &Device, dtype: DType) -> Result<Arc<Verdict>, AttentionError> {
+pub(super) fn verdict(device: &Device, dtype: DType) -> Result<Arc<Verdict>, AttentionError> {
     type Verdicts = HashMap<(DeviceLocation, DType), Arc<Verdict>>;
     static VERDICTS: LazyLock<Mutex<Verdicts>> = LazyLock::new(Mutex::default);
     // Ranks of the same process wait here for the first one.
