@@ -102,6 +102,7 @@ fn surroundings(entry: &Entry) -> Value {
         {
             json!({ "ulysses": { "activation_checkpointing": true } })
         }
+        _ if entry.path == "ulysses.attention" => json!({ "bf16": { "enabled": true } }),
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {
             json!({ "ulysses": { "parameter_groups": [{ "match": "a name" }] } })
         }
