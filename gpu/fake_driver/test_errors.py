@@ -117,7 +117,7 @@ class Errors(unittest.TestCase):
         _, output = self.train(*bf16, FAKE_DRIVER_SEED_FAULT="swapped_operands", **cache)
         said = r"fused attention kernels are not used.*bf16 elements, head dimension 64: \w+ differs by up to"
         self.assertRegex(output, said)
-        # The verdict is kept.
+        # The verdict is cached.
         self.assertRegex(self.train(*bf16, **cache)[1], said)
         (verdict,) = (self.path / "verdict").glob("ulysses/attention-bf16-*.verdict")
         verdict.unlink()

@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::Config;
+use ulysses::config::{AttentionChoice, Config};
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
-use ulysses::kernels::attention::FlashAttention;
+use ulysses::kernels::attention::{AttentionKernels, FlashAttention};
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
@@ -48,12 +48,14 @@ fn cases_of_gpus() -> Vec<Case> {
     };
     let checkpointing = json!({ "activation_checkpointing": true });
     let tiles = json!({ "activation_checkpointing": true, "tile_tokens": 100, "loss_tile_tokens": 64 });
+    let tiled = json!({ "activation_checkpointing": true, "tile_tokens": 100, "attention": "tiled" });
     let bf16 = json!({ "enabled": true });
     vec![
         case("one GPU", (8, 8), 256, (1, 1), 200, json!({})),
         case("checkpointing, GQA", (8, 2), 256, (1, 1), 300, json!({ "ulysses": checkpointing })),
         case("bf16", (8, 4), 256, (1, 1), 256, json!({ "bf16": bf16 })),
         case("bf16, tiles", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiles })),
+        case("bf16, tiled", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiled })),
         case(
             "dp 2, stage 1, bf16",
             (8, 8),
@@ -254,6 +256,13 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
+    fn attention(config: &Config) -> FlashAttention {
+        FlashAttention::new(match config.ulysses.attention {
+            Some(AttentionChoice::Tiled) => AttentionKernels::Tiled,
+            Some(AttentionChoice::Fused) | None => AttentionKernels::Auto,
+        })
+    }
+
     /// The peak of each rank in the second step, above its memory before the engine existed; and the memory
     /// of its thread at that time.
     fn measured(&self) -> Vec<(i64, ByCategory)> {
@@ -267,7 +276,7 @@ impl Case {
         let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
-            let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
+            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
             let weights = RandomWeights { seed: 1 };
             let model = Model::llama(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;

@@ -8,8 +8,8 @@ impl AttentionKernels {
     /// The kernels to use on a device for tensors of an element type.
     ///
     /// `Auto` becomes [`Tiled`](Self::Tiled) with a warning if the fused kernels do not agree with the tiled ones on
-    /// this GPU. The first call compares both on small problems. The verdict is kept beside the compiled
-    /// kernels, for this GPU model, driver and version of the kernels. Attention on the CPU ignores the result.
+    /// this GPU. The first call compares both on small problems. The result is cached with the compiled kernels, for
+    /// this GPU model, driver and version of the kernels. Attention on the CPU ignores the choice.
     ///
     /// # Errors
     /// `Fused` on the CPU or for an element type without fused kernels; a kernel that fails on the GPU.

@@ -74,7 +74,7 @@ pub enum AttentionError {
     NotFused {
         /// The operation.
         op: &'static str,
-        /// What is not supported.
+        /// The property that is not supported.
         found: String,
     },
     /// A tensor's shape does not match the other operands and the layout.

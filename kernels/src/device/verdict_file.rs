@@ -1,4 +1,4 @@
-//! A verdict on kernels of a GPU, kept between runs.
+//! A verdict on kernels of a GPU, cached between runs.
 
 use super::kernel::Source;
 use candle_core::Device;
@@ -8,8 +8,8 @@ use std::path::PathBuf;
 pub(crate) struct VerdictFile(PathBuf);
 
 impl VerdictFile {
-    /// The file for these kernels on the device's GPU model with its driver. `None` on the CPU, or without a place to
-    /// keep files.
+    /// The file for these kernels on the device's GPU model with its driver. `None` on the CPU, or without a
+    /// cache folder.
     pub(crate) fn new(name: &str, kernels: &[&Source], device: &Device) -> Option<Self> {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = device {
@@ -25,11 +25,11 @@ impl VerdictFile {
         Some((!text.is_empty()).then_some(text))
     }
 
-    /// Keeps a verdict. A failure only means that the next run determines it again.
+    /// Caches a verdict. A failure only means that the next run determines it again.
     pub(crate) fn write(&self, verdict: &Option<String>) {
         #[cfg(feature = "cuda")]
         if let Err(failure) = super::cuda::store(&self.0, verdict.as_deref().unwrap_or_default().as_bytes()) {
-            tracing::debug!(path = %self.0.display(), %failure, "a verdict on kernels is not kept");
+            tracing::debug!(path = %self.0.display(), %failure, "a verdict on kernels is not cached");
         }
         _ = verdict;
     }

@@ -56,7 +56,7 @@ pub(super) fn is_chosen(
     }
 }
 
-/// What the fused kernels do not support of a problem.
+/// The first property of a problem that the fused kernels do not support.
 fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
     let Problem { q, k, v, dims, dtype, scale, .. } = *problem;
     if !is_16_bits(dtype) {

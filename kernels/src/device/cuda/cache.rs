@@ -1,4 +1,4 @@
-//! The files that are kept between runs, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
+//! The cache of compiled kernels and of verdicts on them, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
