@@ -1,5 +1,7 @@
 //! The Llama decoder block, with a hand-written backward pass.
 
+use super::attention_backward::AttentionBackward;
+use super::decoder_attention::Saves;
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
 use super::saved_attention::AttentionSaved;
@@ -73,7 +75,7 @@ impl Layer for DecoderLayer {
     ) -> Result<(Tensor, Saved), ModelError> {
         let weights = self.weights(params.iter())?;
         let mut attention = Vec::new();
-        let mid = self.forward_attention(&weights, x, ctx, |saved| attention.push(saved))?;
+        let mid = self.forward_attention(&weights, x, ctx, Saves::Whole, |saved| attention.push(saved))?;
         let (y, mlp) = self.forward_mlp(&weights, &mid, true, ctx)?;
         let saved = SavedDecoder { x: x.clone(), attention, mid, mlp };
         let bytes = saved.bytes();
@@ -92,7 +94,7 @@ impl Layer for DecoderLayer {
         let (weights, grads) =
             (self.weights(params.iter())?, self.weights(grads.iter().map(Option::as_ref))?);
         self.backward_mlp(&weights, &grads, (mid, mlp), &dy, ctx)?;
-        self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;
+        AttentionBackward::new(self, (&weights, &grads), &x, &dy, ctx)?.run(attention)?;
         Ok(dy)
     }
 
@@ -108,7 +110,7 @@ impl Layer for DecoderLayer {
         let weights = self.weights(params.iter())?;
         let mut outputs = Vec::new();
         let saves_output = ctx.saves_attention_output();
-        let mid = self.forward_attention(&weights, &x, ctx, |saved| match saves_output {
+        let mid = self.forward_attention(&weights, &x, ctx, Saves::Checkpoint, |saved| match saves_output {
             true => outputs.extend(saved.into_output(ctx)),
             false => saved.recycle(ctx),
         })?;
@@ -146,10 +148,10 @@ impl Layer for DecoderLayer {
         } else if let Some(mid) = checkpoint.next() {
             mid
         } else {
-            self.forward_attention(&weights, &x, ctx, |saved| attention.push(saved))?
+            self.forward_attention(&weights, &x, ctx, Saves::Whole, |saved| attention.push(saved))?
         };
         self.backward_mlp(&weights, &grads, (mid, None), &dy, ctx)?;
-        self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;
+        AttentionBackward::new(self, (&weights, &grads), &x, &dy, ctx)?.run(attention)?;
         Ok(dy)
     }
 }

@@ -338,8 +338,9 @@ fn started_operations_are_awaited_once_and_in_order() {
                 }
                 _ => {}
             }
-            // A layer's communication and the next one's; a reduction and the previous one.
-            assert!(under_way.values().all(|count| *count <= 4), "{}: {under_way:?}", case.label);
+            // A layer's communication and the next one's; a reduction and the previous one. Of head chunks, what two
+            // send to the heads and one returns.
+            assert!(under_way.values().all(|count| *count <= 5), "{}: {under_way:?}", case.label);
         }
         assert!(under_way.values().all(|count| *count == 0), "{}: {under_way:?}", case.label);
     }

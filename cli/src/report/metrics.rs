@@ -20,6 +20,7 @@ const OF_STEP: [&str; 17] = [
     "update_seconds",
     "compute_seconds",
     "all_to_all_seconds",
+    "exposed_exchange_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "gemm_share",

@@ -35,6 +35,7 @@ const METRICS: [&str; 31] = [
     "update_seconds",
     "reduce_seconds",
     "all_to_all_seconds",
+    "exposed_exchange_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "compute_seconds",
