@@ -3,7 +3,6 @@
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::{Engine, EngineError};
-use crate::config::UlyssesConfig;
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
@@ -259,9 +258,9 @@ impl Engine {
         }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
-        let UlyssesConfig { tile_tokens, head_chunks, overlap_exchange, .. } = self.config.ulysses;
-        let overlaps = overlap_exchange && self.groups.sp.world_size() > 1;
-        Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }).with_overlapped_exchange(overlaps))
+        let (tile_tokens, head_chunks) = (self.config.ulysses.tile_tokens, self.config.ulysses.head_chunks);
+        let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks });
+        Ok(ctx.with_overlapped_exchange(self.config.overlaps_exchange()))
     }
 
     /// The token layout of this micro batch; the previous one with its tables, already on the device, if

@@ -41,15 +41,23 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
 
+    /// The steps of each chunk, in order, as `s0 a0 f0`.
     fn order(chunks: usize, overlaps: bool) -> String {
         let log = RefCell::new(Vec::new());
-        let note = |step: &str, chunk: &usize| log.borrow_mut().push(format!("{step}{chunk}"));
+        let note = |step: &str, chunk: usize| {
+            log.borrow_mut().push(format!("{step}{chunk}"));
+            Ok::<_, ()>(chunk)
+        };
         let chunks: Vec<usize> = (0..chunks).collect();
-        let same = |chunk: &usize, of: usize| assert_eq!(*chunk, of);
-        let start = |chunk: &usize| Ok(note("s", chunk)).map(|()| *chunk);
-        let attend = |chunk: &usize, started| Ok(note("a", chunk)).map(|()| same(chunk, started)).map(|()| *chunk);
-        let finish = |chunk: &usize, attended| Ok::<_, ()>(note("f", chunk)).map(|()| same(chunk, attended));
-        run_chunks(&chunks, overlaps, start, attend, finish).unwrap();
+        let attend = |&chunk: &usize, started: usize| {
+            assert_eq!(chunk, started);
+            note("a", chunk)
+        };
+        let finish = |&chunk: &usize, attended: usize| {
+            assert_eq!(chunk, attended);
+            note("f", chunk).map(drop)
+        };
+        run_chunks(&chunks, overlaps, |&chunk| note("s", chunk), attend, finish).unwrap();
         log.into_inner().join(" ")
     }
 

@@ -88,14 +88,7 @@ impl LayerContext {
     /// Creates the context of a micro batch with the given token layout.
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
         let tiling = Tiling::default();
-        Self {
-            tokens,
-            attention,
-            workspace,
-            tiling,
-            saves_attention_output: false,
-            overlaps_exchange: false,
-        }
+        Self { tokens, attention, workspace, tiling, saves_attention_output: false, overlaps_exchange: false }
     }
 
     /// Sets the tiling.

@@ -110,10 +110,11 @@ impl Layer for DecoderLayer {
         let weights = self.weights(params.iter())?;
         let mut outputs = Vec::new();
         let saves_output = ctx.saves_attention_output();
-        let mid = self.forward_attention(&weights, &x, ctx, Saves::Checkpoint, |saved| match saves_output {
-            true => outputs.extend(saved.into_output(ctx)),
-            false => saved.recycle(ctx),
-        })?;
+        let mid =
+            self.forward_attention(&weights, &x, ctx, Saves::Checkpoint, |saved| match saves_output {
+                true => outputs.extend(saved.into_output(ctx)),
+                false => saved.recycle(ctx),
+            })?;
         let (y, _) = self.forward_mlp(&weights, &mid, false, ctx)?;
         let mut checkpoint = vec![x];
         checkpoint.append(&mut outputs);

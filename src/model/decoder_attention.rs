@@ -135,7 +135,11 @@ impl DecoderLayer {
     }
 
     /// The attention layout of a chunk.
-    pub(super) fn layout(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<AttentionLayout, ModelError> {
+    pub(super) fn layout(
+        &self,
+        chunk: &HeadChunk,
+        ctx: &LayerContext,
+    ) -> Result<AttentionLayout, ModelError> {
         let window = self.config.architecture.sliding_window();
         ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), window)
     }

@@ -93,7 +93,11 @@ impl Exchange {
         qkv: &SeqSharded<Qkv>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<HeadSharded<Qkv>>, SequenceParallelError> {
-        let call = Call { is_backward: false, span: tracing::trace_span!("qkv_seq_to_head"), plan: &self.qkv_seq_to_head };
+        let call = Call {
+            is_backward: false,
+            span: tracing::trace_span!("qkv_seq_to_head"),
+            plan: &self.qkv_seq_to_head,
+        };
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let dims = [("q", q, q_out), ("k", kv, kv_out), ("v", kv, kv_out)];
@@ -113,7 +117,11 @@ impl Exchange {
         grads: &HeadSharded<Qkv>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<SeqSharded<Qkv>>, SequenceParallelError> {
-        let call = Call { is_backward: true, span: tracing::trace_span!("qkv_head_to_seq"), plan: &self.qkv_head_to_seq };
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("qkv_head_to_seq"),
+            plan: &self.qkv_head_to_seq,
+        };
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let dims = [("dq", q, q_out), ("dk", kv, kv_out), ("dv", kv, kv_out)];
@@ -132,7 +140,11 @@ impl Exchange {
         out: &HeadSharded<Tensor>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<SeqSharded<Tensor>>, SequenceParallelError> {
-        let call = Call { is_backward: false, span: tracing::trace_span!("out_head_to_seq"), plan: &self.out_head_to_seq };
+        let call = Call {
+            is_backward: false,
+            span: tracing::trace_span!("out_head_to_seq"),
+            plan: &self.out_head_to_seq,
+        };
         let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
         Ok(self.start(from_ref(&out.0), dims, call, workspace)?.map(|[received]| SeqSharded(received)))
     }
@@ -149,7 +161,11 @@ impl Exchange {
         dout: &SeqSharded<Tensor>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<HeadSharded<Tensor>>, SequenceParallelError> {
-        let call = Call { is_backward: true, span: tracing::trace_span!("out_seq_to_head"), plan: &self.out_seq_to_head };
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("out_seq_to_head"),
+            plan: &self.out_seq_to_head,
+        };
         let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
         Ok(self.start(from_ref(&dout.0), dims, call, workspace)?.map(|[received]| HeadSharded(received)))
     }
@@ -166,7 +182,11 @@ impl Exchange {
         delta: &SeqSharded<Tensor>,
         workspace: &Workspace,
     ) -> Result<PendingExchange<HeadSharded<Tensor>>, SequenceParallelError> {
-        let call = Call { is_backward: true, span: tracing::trace_span!("delta_seq_to_head"), plan: &self.delta_seq_to_head };
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("delta_seq_to_head"),
+            plan: &self.delta_seq_to_head,
+        };
         let (b, h, s) = self.plan.seq_sharded_delta_dims();
         self.check_shape("delta", &delta.0, &[b, h, s])?;
         let received = workspace.alloc_f32(self.plan.head_sharded_delta_dims())?;
@@ -197,8 +217,7 @@ impl Exchange {
         Call { is_backward, span, plan }: Call<'_>,
     ) -> Result<PendingExchange<[Tensor; N]>, SequenceParallelError> {
         dry::report_exchange(is_backward);
-        let pending =
-            span.in_scope(|| self.group.start_all_to_all_strided(tensors, &received, plan))?;
+        let pending = span.in_scope(|| self.group.start_all_to_all_strided(tensors, &received, plan))?;
         Ok(PendingExchange { pending, received, span })
     }
 

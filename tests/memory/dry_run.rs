@@ -173,9 +173,12 @@ fn memory_cases() -> Vec<Case> {
     let with =
         |stage: usize, ulysses: Value| json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
     let every_other = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2 });
-    let chunks = |chunks: usize, checkpointing: bool| json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
+    let chunks = |chunks: usize, checkpointing: bool| {
+        // With two, one chunk after the other; with more, overlapping.
+        json!({ "head_chunks": chunks, "overlap_exchange": chunks > 2, "activation_checkpointing": checkpointing })
+    };
     let tiles = json!({ "tile_tokens": 5, "activation_checkpointing": true });
-    let recomputed = |chunks: usize| json!({ "activation_checkpointing": true, "save_attention_output": false, "head_chunks": chunks });
+    let recomputed = |chunks: usize| json!({ "activation_checkpointing": true, "save_attention_output": false, "head_chunks": chunks, "overlap_exchange": true });
     let mut offload = with(3, json!({ "head_chunks": 2, "activation_checkpointing": true }));
     offload["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
     let mut offloaded_output = offload.clone();

@@ -85,10 +85,12 @@ impl Attention for NotingAttention {
     }
 }
 
-/// The events of a forward and a backward pass of one layer on rank 0 of two, in `chunks` head chunks.
-fn events(chunks: usize, ulysses: serde_json::Value) -> [String; 2] {
+/// The events of a forward and a backward pass of one layer on rank 0 of two, in `chunks` head chunks,
+/// which overlap or not.
+fn events(chunks: usize, overlaps: bool, ulysses: serde_json::Value) -> [String; 2] {
     let mut extra = json!({ "ulysses": ulysses });
     extra["ulysses"]["head_chunks"] = json!(chunks);
+    extra["ulysses"]["overlap_exchange"] = json!(overlaps);
     let config = crate::support::reference::ReferenceConfig { num_layers: 1, ..CONFIG };
     let problem = Problem { extra, ..problem(config, packed_batch()) };
     let global = crate::support::mesh_run::global_batch(&problem.batch).unwrap();
@@ -127,13 +129,12 @@ fn the_exchange_of_neighboring_chunks_is_under_way_while_a_chunk_is_attended() {
         (json!({ "activation_checkpointing": true, "save_attention_output": false }), nothing),
     ] {
         let expected = [forward, backward].map(|events| events.replace(' ', ""));
-        assert_eq!(events(3, ulysses.clone()), expected, "{ulysses}");
+        assert_eq!(events(3, true, ulysses.clone()), expected, "{ulysses}");
     }
 }
 
 #[test]
 fn without_overlap_or_with_one_chunk_every_exchange_is_awaited_at_once() {
-    let ulysses = json!({ "overlap_exchange": false });
-    assert_eq!(events(2, ulysses), ["swAswswAsw", "swBswswBsw"]);
-    assert_eq!(events(1, json!({})), ["swAsw", "swBsw"]);
+    assert_eq!(events(2, false, json!({})), ["swAswswAsw", "swBswswBsw"]);
+    assert_eq!(events(1, true, json!({})), ["swAsw", "swBsw"]);
 }

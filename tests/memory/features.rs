@@ -289,9 +289,14 @@ fn overlapping_the_exchange_does_not_change_a_bit() {
         json!({ "activation_checkpointing": true, "save_attention_output": false }),
         json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2, "tile_tokens": 7 }),
     ];
-    for (config, chunks, sp) in
-        [(CONFIG, 2, 3), (CONFIG, 2, 4), (CONFIG, 3, 2), (CONFIG, 4, 2), (few_kv_heads.clone(), 2, 4), (few_kv_heads, 3, 3)]
-    {
+    for (config, chunks, sp) in [
+        (CONFIG, 2, 3),
+        (CONFIG, 2, 4),
+        (CONFIG, 3, 2),
+        (CONFIG, 4, 2),
+        (few_kv_heads.clone(), 2, 4),
+        (few_kv_heads, 3, 3),
+    ] {
         let problem = Problem { steps: 1, ..problem(config, packed_batch()) };
         for saving in &saving {
             let with = |overlap: bool| {
@@ -299,7 +304,10 @@ fn overlapping_the_exchange_does_not_change_a_bit() {
                 ulysses.as_object_mut().unwrap().extend(saving.as_object().unwrap().clone());
                 bits(&run(&problem, json!({ "ulysses": ulysses }), layout(1, sp, 0))).unwrap()
             };
-            assert!(with(true) == with(false), "{chunks} chunks, sp {sp}, {saving}: the overlap changes bits");
+            assert!(
+                with(true) == with(false),
+                "{chunks} chunks, sp {sp}, {saving}: the overlap changes bits"
+            );
         }
     }
 }

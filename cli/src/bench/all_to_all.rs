@@ -82,7 +82,8 @@ fn measure(
     let cases = vec![
         Case::new(|| Ok(strided_copy::copy(&tokens, &copied)?)),
         Case::new(|| {
-            let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?.wait()?;
+            let HeadSharded(heads) =
+                exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?.wait()?;
             workspace.recycle(heads);
             Ok(())
         }),

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Keys of a step that must be non-negative numbers.
-const OF_STEP: [&str; 17] = [
+const OF_STEP: [&str; 18] = [
     "lr",
     "grad_norm",
     "tokens",

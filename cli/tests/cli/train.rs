@@ -8,7 +8,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 31] = [
+const METRICS: [&str; 32] = [
     "step",
     "loss",
     "lr",

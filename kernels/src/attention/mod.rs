@@ -130,9 +130,7 @@ pub trait Attention: Send + Sync {
         workspace: &'a Workspace,
     ) -> Result<StartedBackward<'a>, AttentionError> {
         let (dout, layout) = (dout.clone(), layout.clone());
-        Ok(Box::new(move |saved| {
-            Ok(Returning::Ready(self.backward(saved, &dout, &layout, workspace)?))
-        }))
+        Ok(Box::new(move |saved| Ok(Returning::Ready(self.backward(saved, &dout, &layout, workspace)?))))
     }
 
     /// Starts [`backward_recomputed`](Self::backward_recomputed).

@@ -146,6 +146,10 @@ impl ProcessGroup for MpiGroup {
         self.own.check()
     }
 
+    fn progress_in_background(&self) {
+        self.own.progress_in_background();
+    }
+
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         let signature = self.check_args(&call)?;
         match call {

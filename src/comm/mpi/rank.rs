@@ -7,11 +7,14 @@ use super::backoff::{Backoff, CpuContention};
 use super::control::ControlMessages;
 use super::library::Communicator;
 use super::operation::Operation;
+use super::progress;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait, lines};
 use crate::comm::ordered_channel::OrderedChannel;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
+use std::sync::{Arc, OnceLock};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 /// The timeout used when the clock cannot represent the requested one.
@@ -33,6 +36,8 @@ pub(super) struct MpiRank {
     pub(super) check: bool,
     timeout: Duration,
     contention: CpuContention,
+    /// The thread that calls MPI while the rank computes, if asked for.
+    progress: OnceLock<Thread>,
     state: Mutex<State>,
 }
 
@@ -75,7 +80,8 @@ impl MpiRank {
             communicators: vec![communicator],
         };
         let (check, timeout, contention) = (options.check, options.timeout, CpuContention::default());
-        Self { rank, check, timeout, contention, state: Mutex::new(state) }
+        let progress = OnceLock::new();
+        Self { rank, check, timeout, contention, progress, state: Mutex::new(state) }
     }
 
     /// Returns the first error of the world, if there is one.
@@ -93,7 +99,37 @@ impl MpiRank {
         state.in_flight.push((id, operation));
         // Advances all of them, since this poll may complete earlier ones.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+        drop(state);
+        self.wake_progress();
         Ok(id)
+    }
+
+    /// Starts a thread that moves messages while the rank computes. Without the thread they move in the rank's calls.
+    pub(super) fn progress_in_background(self: &Arc<Self>) {
+        if self.progress.get().is_some() {
+            return;
+        }
+        match progress::start(Arc::downgrade(self)) {
+            Ok(thread) => drop(self.progress.set(thread)),
+            Err(error) => tracing::warn!("messages move only while rank {} waits: {error}", self.rank),
+        }
+    }
+
+    fn wake_progress(&self) {
+        self.progress.get().into_iter().for_each(Thread::unpark);
+    }
+
+    /// Lets MPI move the messages of operations in progress. Returns whether there are any; `None` once the rank has
+    /// returned, after which MPI may be finalized.
+    pub(super) fn move_messages(&self) -> Option<bool> {
+        let state = self.state.lock();
+        if state.is_closed {
+            return None;
+        }
+        if !state.in_flight.is_empty() {
+            state.control.call_mpi();
+        }
+        Some(!state.in_flight.is_empty())
     }
 
     /// Blocks until operation `id`, and those before it in its channel, are complete.
@@ -239,6 +275,7 @@ impl MpiRank {
         let mut backoff = Backoff::new(&self.contention);
         let mut state = self.state.lock();
         state.is_closed = true;
+        self.wake_progress();
         let reported = state.control.send(&ControlMessage::Ended).is_ok();
         let mut deadline = None;
         loop {

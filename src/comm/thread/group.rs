@@ -97,6 +97,12 @@ impl ProcessGroup for ThreadGroup {
         self.state.world.check()
     }
 
+    fn progress_in_background(&self) {
+        if self.state.world.has_free_core {
+            self.state.start_lane();
+        }
+    }
+
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         let signature = call.check(&self.comm.name, self.comm.world_size())?;
         match call {

@@ -71,9 +71,9 @@ keys! {
         pub tile_tokens: Option<NonZero<usize>> = count().derived("all"),
         /// Number of head chunks that attention and its exchange process in turn; at most the number of KV heads.
         pub head_chunks: usize = count().integer(1),
-        /// With several head chunks and sequence-parallel ranks, the exchange of the next and the previous chunk overlaps with
-        /// the attention of one. Needs memory for up to three chunks instead of one; changes no bit.
-        pub overlap_exchange: bool = flag().boolean(true),
+        /// With several head chunks and sequence-parallel ranks, the exchange of the next and of the previous chunk overlaps
+        /// with the attention of one. Needs memory for up to three chunks instead of one; changes no bit.
+        pub overlap_exchange: bool = flag(),
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),
         /// Tile size, in tokens, of the logits and the loss.
