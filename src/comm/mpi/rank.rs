@@ -7,13 +7,12 @@ use super::backoff::{Backoff, CpuContention};
 use super::control::ControlMessages;
 use super::library::Communicator;
 use super::operation::Operation;
-use super::progress;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait, lines};
 use crate::comm::ordered_channel::OrderedChannel;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -104,15 +103,16 @@ impl MpiRank {
         Ok(id)
     }
 
-    /// Starts a thread that moves messages while the rank computes. Without the thread they move in the rank's calls.
-    pub(super) fn progress_in_background(self: &Arc<Self>) {
-        if self.progress.get().is_some() {
-            return;
+    /// Sets the thread that moves messages while the rank computes, if there is none yet.
+    pub(super) fn set_progress(
+        &self,
+        start: impl FnOnce() -> std::io::Result<Thread>,
+    ) -> std::io::Result<()> {
+        if self.progress.get().is_none() {
+            // Only the rank's thread sets it.
+            let _ = self.progress.set(start()?);
         }
-        match progress::start(Arc::downgrade(self)) {
-            Ok(thread) => drop(self.progress.set(thread)),
-            Err(error) => tracing::warn!("messages move only while rank {} waits: {error}", self.rank),
-        }
+        Ok(())
     }
 
     fn wake_progress(&self) {

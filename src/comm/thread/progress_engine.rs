@@ -4,7 +4,6 @@
 //! every group, as far as possible. Otherwise two ranks that wait for the same two
 //! operations in opposite orders would deadlock.
 
-use super::progress_lane;
 use super::world::ThreadWorld;
 use crate::comm::CommError;
 use crate::comm::buffer::StorageId;
@@ -125,14 +124,9 @@ impl RankState {
         Ok(())
     }
 
-    /// Starts a thread that moves the data of exchanges while the rank computes. Without it they move in waits.
-    pub(super) fn start_lane(self: &Arc<Self>) {
-        if self.has_lane.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        if let Err(error) = progress_lane::start(self) {
-            tracing::warn!("exchanges move only while rank {} waits: {error}", self.global_rank);
-        }
+    /// Returns whether the caller is the first that wants a thread to move the data of exchanges.
+    pub(super) fn claim_lane(&self) -> bool {
+        !self.has_lane.swap(true, Ordering::Relaxed)
     }
 
     /// Moves the data of all exchanges that all ranks have posted.

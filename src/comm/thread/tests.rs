@@ -3,6 +3,7 @@
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
 use super::progress_engine::RankState;
+use super::progress_lane;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
 use crate::comm::{
@@ -44,7 +45,7 @@ fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
     let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1]));
     let rank_main = |rank: usize| {
         let state = Arc::new(RankState::new(rank, world.clone()));
-        state.start_lane();
+        progress_lane::start(&state)?;
         let group = ThreadGroup::new(state, comm.clone(), rank);
         let block = |offset| StridedBlock::contiguous(0, offset, 1);
         let send = (0..2).map(|peer| vec![block(peer)]).collect();
