@@ -15,7 +15,7 @@ use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
 /// One backward pass of the attention half.
-pub(super) struct AttentionBackward<'a> {
+struct AttentionBackward<'a> {
     layer: &'a DecoderLayer,
     weights: &'a Weights<&'a Tensor>,
     grads: &'a Weights<Option<&'a Tensor>>,
@@ -40,21 +40,24 @@ struct ReturningGradients<'p> {
     norms: HeadNorms,
 }
 
-impl<'a> AttentionBackward<'a> {
-    pub(super) fn new(
-        layer: &'a DecoderLayer,
-        (weights, grads): (&'a Weights<&'a Tensor>, &'a Weights<Option<&'a Tensor>>),
-        x: &'a Tensor,
-        dmid: &'a Tensor,
-        ctx: &'a LayerContext,
-    ) -> Result<Self, ModelError> {
+impl DecoderLayer {
+    /// Backward of the attention half. `dmid` becomes the gradient of its input `x`.
+    pub(super) fn backward_attention(
+        &self,
+        (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
+        (x, saved_chunks): (&Tensor, Vec<AttentionSaved>),
+        dmid: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
         let rstd = ctx.workspace().alloc_f32(token_dims(x))?;
-        Ok(Self { layer, weights, grads, x, rstd, dmid, ctx })
+        AttentionBackward { layer: self, weights, grads, x, rstd, dmid, ctx }.run(saved_chunks)
     }
+}
 
+impl AttentionBackward<'_> {
     /// Adds to the parameters' gradients, and turns `dmid` into the gradient of `x`. A chunk is recomputed as far
     /// as its state is not saved.
-    pub(super) fn run(self, saved_chunks: Vec<AttentionSaved>) -> Result<(), ModelError> {
+    fn run(self, saved_chunks: Vec<AttentionSaved>) -> Result<(), ModelError> {
         let ws = self.ctx.workspace();
         let dnormed = ws.alloc(self.x.dims())?;
         let mut saved_chunks = saved_chunks.into_iter();

@@ -1,10 +1,8 @@
 //! The Llama decoder block, with a hand-written backward pass.
 
-use super::attention_backward::AttentionBackward;
-use super::decoder_attention::Saves;
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
-use super::saved_attention::AttentionSaved;
+use super::saved_attention::{AttentionSaved, Saves};
 use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
@@ -94,7 +92,7 @@ impl Layer for DecoderLayer {
         let (weights, grads) =
             (self.weights(params.iter())?, self.weights(grads.iter().map(Option::as_ref))?);
         self.backward_mlp(&weights, &grads, (mid, mlp), &dy, ctx)?;
-        AttentionBackward::new(self, (&weights, &grads), &x, &dy, ctx)?.run(attention)?;
+        self.backward_attention((&weights, &grads), (&x, attention), &dy, ctx)?;
         Ok(dy)
     }
 
@@ -152,7 +150,7 @@ impl Layer for DecoderLayer {
             self.forward_attention(&weights, &x, ctx, Saves::Whole, |saved| attention.push(saved))?
         };
         self.backward_mlp(&weights, &grads, (mid, None), &dy, ctx)?;
-        AttentionBackward::new(self, (&weights, &grads), &x, &dy, ctx)?.run(attention)?;
+        self.backward_attention((&weights, &grads), (&x, attention), &dy, ctx)?;
         Ok(dy)
     }
 }

@@ -10,21 +10,12 @@ use super::decoder::DecoderLayer;
 use super::decoder_mlp::token_rows;
 use super::decoder_weights::{HeadRows, View, Weights};
 use super::qkv_projection;
-use super::saved_attention::{AttentionSaved, QkvHeads, ReturningChunk};
+use super::saved_attention::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::AttentionLayout;
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::{linear, rope, strided_copy};
-
-/// The state that a forward pass saves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Saves {
-    /// All that the backward pass needs.
-    Whole,
-    /// The attention output and lse; q, k and v are recomputed.
-    Checkpoint,
-}
 
 impl DecoderLayer {
     /// Computes `x + o_proj(attention(norm(x)))`, and passes every chunk's state to `keep`: all of it, or that of

@@ -16,6 +16,15 @@ pub(super) struct QkvHeads {
 /// State of the norms over the heads of q and of k.
 pub(super) type HeadNorms = [Option<SavedHeadNorm>; 2];
 
+/// The state that a forward pass saves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Saves {
+    /// All that the backward pass needs.
+    Whole,
+    /// The attention output and lse; q, k and v are recomputed.
+    Checkpoint,
+}
+
 /// A head chunk that was attended, with its output on the way back.
 pub(super) struct ReturningChunk<'a> {
     /// q, k, v and the norms over heads; `None` if only a checkpoint is saved.
