@@ -71,12 +71,14 @@ check_errors() {
 }
 
 # Of these suites what covers most in the least time: every stage on meshes with dp and sp, uneven shards of packed
-# documents, accumulation, 16 bits, partitions over sp and replicas of them, offload.
+# documents, accumulation, 16 bits with fused attention, partitions over sp and replicas of them, offload, overlap.
 check_suites() {
     local -x ULYSSES_TEST_DEVICE=nccl
-    tests 8 late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal --test-threads 1
+    tests 8 late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal \
+        precision::so_have_heads_of_64_elements --test-threads 1
     tests 8 random:4 test_zero stages::the_same_run_twice partitions::without_accumulation --test-threads 1
-    tests 8 random:5 test_memory features::offloaded_gradients features::the_offloaded_gradient --test-threads 1
+    tests 8 random:5 test_memory features::offloaded_gradients features::the_offloaded_gradient \
+        features::overlapping_the_exchange --test-threads 1
 }
 
 check_training() {

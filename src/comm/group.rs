@@ -65,6 +65,10 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
+    /// Asks for operations of this rank to progress while it computes, from now on, where that takes help of the CPU.
+    /// Without it they progress in the rank's calls. A hint, which changes no result.
+    fn progress_in_background(&self) {}
+
     /// Starts an operation; each of the `start_*` methods calls this. A backend that cannot access its peers' memory
     /// passes strided all-to-alls to [`pack_exchange_unpack`](super::pack_exchange_unpack).
     ///

@@ -17,6 +17,8 @@ pub struct CommTimer {
     calls: Mutex<BTreeMap<Kind, Times>>,
     /// Seconds of each call, in order, if calls are recorded individually.
     each: Option<Mutex<SecondsOfCalls>>,
+    /// Nanoseconds in the waits of exchanges.
+    exposed_exchange: AtomicU64,
     is_verbose: bool,
 }
 
@@ -71,6 +73,8 @@ pub struct EachCall {
 pub struct CommSeconds {
     /// All-to-alls, along any axis.
     pub all_to_all: f64,
+    /// The part of them in the waits of exchanges: communication that compute did not hide.
+    pub exposed_exchange: f64,
     /// Other operations along any axis but sp: dp, ZeRO partitions and their replicas.
     pub dp: f64,
     /// Other operations along sp.
@@ -90,6 +94,7 @@ impl std::ops::Sub for CommSeconds {
     fn sub(self, earlier: Self) -> Self {
         Self {
             all_to_all: self.all_to_all - earlier.all_to_all,
+            exposed_exchange: self.exposed_exchange - earlier.exposed_exchange,
             dp: self.dp - earlier.dp,
             sp: self.sp - earlier.sp,
         }
@@ -99,6 +104,7 @@ impl std::ops::Sub for CommSeconds {
 impl std::ops::AddAssign for CommSeconds {
     fn add_assign(&mut self, other: Self) {
         self.all_to_all += other.all_to_all;
+        self.exposed_exchange += other.exposed_exchange;
         self.dp += other.dp;
         self.sp += other.sp;
     }
@@ -121,7 +127,8 @@ impl CommTimer {
 
     /// Returns the time spent so far.
     pub fn seconds(&self) -> CommSeconds {
-        let mut sum = CommSeconds::default();
+        let exposed = Duration::from_nanos(self.exposed_exchange.load(Ordering::Relaxed));
+        let mut sum = CommSeconds { exposed_exchange: exposed.as_secs_f64(), ..CommSeconds::default() };
         for (kind, times) in &*self.calls.lock() {
             let seconds = times.total.as_secs_f64();
             match (kind.op, kind.axis) {
@@ -212,7 +219,11 @@ impl GroupWrapper for TimedGroup {
                 tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered();
             pending.wait()?;
             drop(waiting);
-            timer.add(kind, starting + begun.elapsed());
+            let waited = begun.elapsed();
+            if op == CollectiveOp::AllToAllStrided {
+                timer.exposed_exchange.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
+            }
+            timer.add(kind, starting + waited);
             Ok(())
         };
         Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
@@ -221,7 +232,9 @@ impl GroupWrapper for TimedGroup {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LaunchOptions, ProcessGroupExt, ReduceOp, launch};
+    use super::super::{
+        LaunchOptions, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan, launch,
+    };
     use super::*;
     use candle_core::Device;
 
@@ -265,6 +278,32 @@ mod tests {
             assert!(seconds.sp > 0.0 && seconds.dp == 0.0);
             assert_eq!(calls[0].calls, 1);
         }
+    }
+
+    #[test]
+    fn the_wait_of_an_exchange_is_exposed_and_the_time_until_then_is_not() {
+        const LATE: Duration = Duration::from_millis(60);
+        let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
+            let timer = Arc::new(CommTimer::default());
+            let group = timer.wrap("sp", rank.group.clone());
+            let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 2], &Device::Cpu)?;
+            let received = tensor.zeros_like()?;
+            let send = (0..2).map(|peer| vec![StridedBlock::contiguous(0, peer, 1)]).collect();
+            let to = |peer| RecvBlock { block: StridedBlock::contiguous(0, peer, 1), accumulate: false };
+            let recv = (0..2).map(|peer| vec![to(peer)]).collect();
+            if rank.rank == 1 {
+                std::thread::sleep(LATE);
+            }
+            let plan = Arc::new(StridedPlan { send, recv });
+            let pending = group.start_all_to_all_strided(&[tensor], &[received], &plan)?;
+            assert_eq!(timer.seconds().exposed_exchange, 0.0);
+            pending.wait()?;
+            Ok(timer.seconds())
+        });
+        let [first, late] = seconds.unwrap().try_into().unwrap();
+        // The late rank's peer was waiting.
+        assert!(first.exposed_exchange > late.exposed_exchange, "{first:?} {late:?}");
+        assert!(first.exposed_exchange <= first.all_to_all && first.total() == first.all_to_all, "{first:?}");
     }
 
     #[test]

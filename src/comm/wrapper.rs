@@ -59,6 +59,10 @@ impl<W: GroupWrapper> ProcessGroup for W {
         self.inner().check()
     }
 
+    fn progress_in_background(&self) {
+        self.inner().progress_in_background();
+    }
+
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         GroupWrapper::start(self, call)
     }

@@ -170,6 +170,11 @@ impl Config {
         self.ulysses.save_attention_output.is_none() && self.saves_attention_output()
     }
 
+    /// Returns whether the exchange of head chunks overlaps with their attention.
+    pub fn overlaps_exchange(&self) -> bool {
+        self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.mesh.sp_size > 1
+    }
+
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
     pub fn zero_axes(&self) -> PartitionAxes {
         if self.mesh.sp_size > 1 { self.ulysses.zero_partition_axes } else { PartitionAxes::Dp }

@@ -259,7 +259,8 @@ impl Engine {
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
         let (tile_tokens, head_chunks) = (self.config.ulysses.tile_tokens, self.config.ulysses.head_chunks);
-        Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }))
+        let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks });
+        Ok(ctx.with_overlapped_exchange(self.config.overlaps_exchange()))
     }
 
     /// The token layout of this micro batch; the previous one with its tables, already on the device, if

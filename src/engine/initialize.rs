@@ -150,6 +150,9 @@ impl Engine {
             "initialized"
         );
         let workspace = Arc::new(Workspace::with_options(options));
+        if config.overlaps_exchange() {
+            groups.sp.progress_in_background();
+        }
         let attention = UlyssesAttention::new(local_attention, groups.sp.clone());
         Ok(Self {
             schedule: config.lr_schedule(),

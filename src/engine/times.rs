@@ -55,6 +55,7 @@ impl StepTimes {
             update_seconds: self.update.seconds,
             reduce_seconds: self.backward.comm.dp + self.backward.comm.sp,
             all_to_all_seconds: comm.all_to_all,
+            exposed_exchange_seconds: comm.exposed_exchange,
             dp_comm_seconds: comm.dp,
             sp_comm_seconds: comm.sp,
             compute_seconds: (step_seconds - data_seconds - comm.total()).max(0.0),

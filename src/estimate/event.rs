@@ -80,15 +80,18 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns whether a rank waits for such a collective immediately. ZeRO's collectives between partitions overlap with
-    /// compute until an [`Event::Wait`], except the gather of summed gradients.
+    /// Returns whether a rank waits for such a collective immediately. Exchanges, and ZeRO's collectives between partitions
+    /// except the gather of summed gradients, overlap with compute until an [`Event::Wait`].
     pub(super) fn is_awaited_at_once(self, op: CollectiveOp, axis: Axis) -> bool {
         match self {
-            Self::GatherParameters | Self::PublishParameters => false,
+            Self::GatherParameters
+            | Self::PublishParameters
+            | Self::ExchangeForward
+            | Self::ExchangeBackward => false,
             Self::ReduceGradients => {
                 op == CollectiveOp::AllGather || matches!(axis, Axis::Sp | Axis::Replicas)
             }
-            Self::ExchangeForward | Self::ExchangeBackward | Self::Agree => true,
+            Self::Agree => true,
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::comm::CollectiveOp;
 use crate::comm::fake::{FakeCollective, FakeTransfer};
 use crate::config::ZeroStage;
 use candle_core::DType;
+use std::collections::VecDeque;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, MatmulOp};
 
@@ -23,10 +24,10 @@ pub(super) struct Recorder {
     stage: ZeroStage,
     pub(super) phase: Phase,
     events: Vec<Event>,
-    /// The exchanges before attention; their direction is known once attention runs.
-    exchanges_before: Vec<usize>,
+    /// The purpose of the next exchange.
     direction: Purpose,
-    is_exchange_after: bool,
+    /// The purposes of the exchanges in flight, which complete in the order of their start.
+    exchanges: VecDeque<Purpose>,
     offloaded_bytes: i64,
     pub(super) most_offloaded_bytes: i64,
 }
@@ -38,9 +39,8 @@ impl Recorder {
             stage,
             phase: Phase::Forward,
             events: Vec::new(),
-            exchanges_before: Vec::new(),
             direction: Purpose::ExchangeForward,
-            is_exchange_after: false,
+            exchanges: VecDeque::new(),
             offloaded_bytes: 0,
             most_offloaded_bytes: 0,
         }
@@ -58,6 +58,8 @@ impl Recorder {
                 DeviceKind::Cpu => Event::File { bytes },
                 DeviceKind::Cuda => Event::HostCopy { bytes },
             }),
+            dry::Event::Exchange { is_backward: false } => self.direction = Purpose::ExchangeForward,
+            dry::Event::Exchange { is_backward: true } => self.direction = Purpose::ExchangeBackward,
             dry::Event::Offloaded { bytes } => {
                 self.offloaded_bytes += bytes;
                 self.most_offloaded_bytes = self.most_offloaded_bytes.max(self.offloaded_bytes);
@@ -71,31 +73,20 @@ impl Recorder {
             (false, Phase::Backward) => Pass::Recompute,
             (false, _) => Pass::Forward,
         };
-        if op == MatmulOp::Attention {
-            self.direction = if is_backward { Purpose::ExchangeBackward } else { Purpose::ExchangeForward };
-            let before = std::mem::take(&mut self.exchanges_before);
-            self.is_exchange_after = !before.is_empty();
-            // Before a backward pass, recomputed q, k and v come first; then the output's gradient.
-            let recomputes = is_backward && before.len() > 1;
-            for (number, index) in before.into_iter().enumerate() {
-                if let Some(Event::Collective(transfer)) = self.events.get_mut(index) {
-                    let is_recomputed = recomputes && number == 0;
-                    transfer.purpose = if is_recomputed { Purpose::ExchangeForward } else { self.direction };
-                }
-            }
-        }
         self.events.push(Event::Compute(Work { op, pass, flops }));
     }
 
     pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
         let FakeCollective { op, dtype, started } = collective;
+        let is_exchange = op == CollectiveOp::AllToAllStrided;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
-            return self.complete(op, axis, self.purpose(op, axis, dtype));
+            let exchange = if is_exchange { self.exchanges.pop_front() } else { None };
+            return self.complete(op, axis, exchange.unwrap_or_else(|| self.purpose(op, axis, dtype)));
         };
         let bytes = dtype.size_in_bytes() as u64;
         let purpose = self.purpose(op, axis, dtype);
-        if op == CollectiveOp::AllToAllStrided && !std::mem::take(&mut self.is_exchange_after) {
-            self.exchanges_before.push(self.events.len());
+        if is_exchange {
+            self.exchanges.push_back(purpose);
         }
         self.events.push(Event::Collective(Transfer {
             op,

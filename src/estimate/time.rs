@@ -2,7 +2,7 @@
 //!
 //! A rank executes events one after another. Matmuls, attention and element-wise operations take their work divided by
 //! their rate; a collective takes its latency plus the bytes that it sends divided by the bus bandwidth of its link.
-//! ZeRO's asynchronous collectives overlap with compute if the machine
+//! ZeRO's asynchronous collectives and the exchange overlap with compute between their start and their wait if the machine
 //! [supports it](MachineProfile::overlaps_communication): one after another, in the order of their start, as on NCCL's
 //! single stream. Otherwise the rank transfers them itself when it waits. `docs/planning.md` lists what is not modeled.
 
@@ -277,20 +277,24 @@ impl<'a> Simulation<'a> {
         self.wait_for_zero(starts - self.now);
         self.now += seconds;
         self.network_free = self.now;
-        match transfer.purpose {
-            Purpose::ExchangeForward | Purpose::ExchangeBackward => self.parts.exchange_seconds += seconds,
-            Purpose::GatherParameters
-            | Purpose::ReduceGradients
-            | Purpose::PublishParameters
-            | Purpose::Agree => self.parts.zero_seconds += seconds,
-        }
+        self.parts.zero_seconds += seconds;
         Ok(())
     }
 
+    /// Waits for the part of a collective that compute has not hidden. Before an exchange, ZeRO's collectives in flight
+    /// finish.
     fn wait(&mut self, purpose: Purpose) {
         let first = self.in_flight.get_mut(&purpose).and_then(VecDeque::pop_front);
         let Some(InFlight { seconds, ends }) = first else { return };
-        self.wait_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
+        let exposed = ends.map_or(seconds, |ends| (ends - self.now).max(0.0));
+        let of_exchange = match purpose {
+            Purpose::ExchangeForward | Purpose::ExchangeBackward => exposed.min(seconds),
+            _ => 0.0,
+        };
+        self.wait_for_zero(exposed - of_exchange);
+        self.now += of_exchange;
+        self.parts.exchange_seconds += of_exchange;
+        self.hidden -= of_exchange;
     }
 
     /// Waits for communication that was counted as hidden at its start.

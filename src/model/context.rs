@@ -81,13 +81,14 @@ pub struct LayerContext {
     workspace: Arc<Workspace>,
     tiling: Tiling,
     saves_attention_output: bool,
+    overlaps_exchange: bool,
 }
 
 impl LayerContext {
     /// Creates the context of a micro batch with the given token layout.
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
         let tiling = Tiling::default();
-        Self { tokens, attention, workspace, tiling, saves_attention_output: false }
+        Self { tokens, attention, workspace, tiling, saves_attention_output: false, overlaps_exchange: false }
     }
 
     /// Sets the tiling.
@@ -110,6 +111,17 @@ impl LayerContext {
     /// Whether a checkpoint also contains the attention output, so that attention is not recomputed.
     pub fn saves_attention_output(&self) -> bool {
         self.saves_attention_output
+    }
+
+    /// Sets whether the exchange of head chunks overlaps with their attention; by default it does not.
+    #[must_use]
+    pub fn with_overlapped_exchange(self, overlaps_exchange: bool) -> Self {
+        Self { overlaps_exchange, ..self }
+    }
+
+    /// Whether the operands of the next and the results of the previous head chunk travel while one is attended.
+    pub fn overlaps_exchange(&self) -> bool {
+        self.overlaps_exchange && self.tiling.head_chunks > 1
     }
 
     /// Iterates over the tokens of all sequences, `0..batch · seq_local`, in tiles of

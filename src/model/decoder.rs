@@ -2,7 +2,7 @@
 
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
-use super::saved_attention::AttentionSaved;
+use super::saved_attention::{AttentionSaved, Saves};
 use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
@@ -73,7 +73,7 @@ impl Layer for DecoderLayer {
     ) -> Result<(Tensor, Saved), ModelError> {
         let weights = self.weights(params.iter())?;
         let mut attention = Vec::new();
-        let mid = self.forward_attention(&weights, x, ctx, |saved| attention.push(saved))?;
+        let mid = self.forward_attention(&weights, x, ctx, Saves::Whole, |saved| attention.push(saved))?;
         let (y, mlp) = self.forward_mlp(&weights, &mid, true, ctx)?;
         let saved = SavedDecoder { x: x.clone(), attention, mid, mlp };
         let bytes = saved.bytes();
@@ -92,7 +92,7 @@ impl Layer for DecoderLayer {
         let (weights, grads) =
             (self.weights(params.iter())?, self.weights(grads.iter().map(Option::as_ref))?);
         self.backward_mlp(&weights, &grads, (mid, mlp), &dy, ctx)?;
-        self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;
+        self.backward_attention((&weights, &grads), (&x, attention), &dy, ctx)?;
         Ok(dy)
     }
 
@@ -108,10 +108,11 @@ impl Layer for DecoderLayer {
         let weights = self.weights(params.iter())?;
         let mut outputs = Vec::new();
         let saves_output = ctx.saves_attention_output();
-        let mid = self.forward_attention(&weights, &x, ctx, |saved| match saves_output {
-            true => outputs.extend(saved.into_output(ctx)),
-            false => saved.recycle(ctx),
-        })?;
+        let mid =
+            self.forward_attention(&weights, &x, ctx, Saves::Checkpoint, |saved| match saves_output {
+                true => outputs.extend(saved.into_output(ctx)),
+                false => saved.recycle(ctx),
+            })?;
         let (y, _) = self.forward_mlp(&weights, &mid, false, ctx)?;
         let mut checkpoint = vec![x];
         checkpoint.append(&mut outputs);
@@ -146,10 +147,10 @@ impl Layer for DecoderLayer {
         } else if let Some(mid) = checkpoint.next() {
             mid
         } else {
-            self.forward_attention(&weights, &x, ctx, |saved| attention.push(saved))?
+            self.forward_attention(&weights, &x, ctx, Saves::Whole, |saved| attention.push(saved))?
         };
         self.backward_mlp(&weights, &grads, (mid, None), &dy, ctx)?;
-        self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;
+        self.backward_attention((&weights, &grads), (&x, attention), &dy, ctx)?;
         Ok(dy)
     }
 }

@@ -12,8 +12,10 @@
 //! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
 
 mod architecture;
+mod attention_backward;
 mod attention_node;
 mod autograd;
+mod chunk_pipeline;
 mod context;
 mod decoder;
 mod decoder_attention;

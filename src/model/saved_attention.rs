@@ -1,9 +1,9 @@
 //! Saved state of the attention half of the decoder block.
 
-use super::LayerContext;
 use super::qkv_projection::SavedHeadNorm;
+use super::{LayerContext, ModelError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::SavedAttention;
+use ulysses_kernels::attention::{Returning, SavedAttention};
 
 /// Queries, keys and values of one head chunk, with the state of the norms over heads.
 pub(super) struct QkvHeads {
@@ -15,6 +15,56 @@ pub(super) struct QkvHeads {
 
 /// State of the norms over the heads of q and of k.
 pub(super) type HeadNorms = [Option<SavedHeadNorm>; 2];
+
+/// The state that a forward pass saves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Saves {
+    /// All that the backward pass needs.
+    Whole,
+    /// The attention output and lse; q, k and v are recomputed.
+    Checkpoint,
+}
+
+/// A head chunk that was attended, with its output on the way back.
+pub(super) struct ReturningChunk<'a> {
+    /// q, k, v and the norms over heads; `None` if only a checkpoint is saved.
+    qkv: Option<([Tensor; 3], HeadNorms)>,
+    /// The output where it was computed; it is being sent.
+    o: Tensor,
+    lse: Tensor,
+    out: Returning<'a, Tensor>,
+}
+
+impl<'a> ReturningChunk<'a> {
+    pub(super) fn new(inner: SavedAttention, norms: HeadNorms, out: Returning<'a, Tensor>) -> Self {
+        let SavedAttention { q, k, v, o, lse } = inner;
+        Self { qkv: Some(([q, k, v], norms)), o, lse, out }
+    }
+
+    /// Recycles the tensors that a checkpoint does not contain and that are not being sent.
+    pub(super) fn recycle_qkv(&mut self, ctx: &LayerContext) {
+        let Some((qkv, norms)) = self.qkv.take() else { return };
+        qkv.into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
+        norms.into_iter().flatten().for_each(|norm| norm.recycle(ctx));
+    }
+
+    /// Waits for the output.
+    pub(super) fn finish(self, ctx: &LayerContext) -> Result<AttentionSaved, ModelError> {
+        let Self { qkv, o, lse, out } = self;
+        let out = out.wait()?;
+        Ok(match qkv {
+            Some(([q, k, v], norms)) => {
+                AttentionSaved::Whole { inner: SavedAttention { q, k, v, o, lse }, out, norms }
+            }
+            None => {
+                if o.id() != out.id() {
+                    ctx.workspace().recycle(o);
+                }
+                AttentionSaved::Output { out, lse }
+            }
+        })
+    }
+}
 
 /// Saved state of one head chunk.
 pub(super) enum AttentionSaved {

@@ -86,6 +86,8 @@ pub struct TimeShares {
     pub reduce_seconds: f64,
     /// In all-to-alls: the Ulysses exchange.
     pub all_to_all_seconds: f64,
+    /// The part of `all_to_all_seconds` in which the rank waited for an exchange: what compute did not hide.
+    pub exposed_exchange_seconds: f64,
     /// In other collectives along dp: ZeRO's gathers and reductions.
     pub dp_comm_seconds: f64,
     /// In other collectives along sp: sums of gradients and of single values.

@@ -1,13 +1,18 @@
 //! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
-use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, SequenceParallelError};
+use super::{
+    AttentionShape, Exchange, ExchangePlan, HeadSharded, PendingExchange, SeqSharded, SequenceParallelError,
+};
 use crate::comm::ProcessGroup;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionError, AttentionLayout, SavedAttention, Upstream};
+use ulysses_kernels::attention::{
+    Attention, AttentionError, AttentionLayout, QkvGradients, Returning, SavedAttention, StartedBackward,
+    StartedForward, StartedRecomputed, Upstream,
+};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{Category, with_category};
 
@@ -21,6 +26,9 @@ use ulysses_kernels::memory::{Category, with_category};
 /// in the backward pass. [`backward_recomputed`](Attention::backward_recomputed) exchanges q, k and v again,
 /// and `delta`, which is as small as `lse`; the output stays sequence-sharded. With `sp_size` 1 there is no
 /// communication. All calls are collective over the group.
+///
+/// The steps of a call send the operands, attend, and return the results. Between them the caller may run steps
+/// of other calls, on which the same exchanges then overlap.
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
@@ -95,59 +103,69 @@ impl UlyssesAttention {
         Ok(Sharding { sharded: layout.clone(), shape, exchange, whole })
     }
 
-    fn forward_sharded(
-        &self,
+    fn start_forward_sharded<'a>(
+        &'a self,
         qkv: Qkv,
         layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), SequenceParallelError> {
+        workspace: &'a Workspace,
+    ) -> Result<StartedForward<'a>, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
         let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(layout, shape)?;
-        let [q, k, v] = sharding.send_qkv(qkv, workspace)?;
-        let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
-        let (out, saved) =
-            tracing::trace_span!("attention").in_scope(|| with_category(Category::Exchange, attend))?;
-        let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out), workspace)?;
-        Ok((out, saved))
+        let sent = sharding.send_qkv(qkv, workspace)?;
+        Ok(Box::new(move |()| {
+            let HeadSharded([q, k, v]) = sent.wait(workspace)?;
+            let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
+            let (out, saved) =
+                tracing::trace_span!("attention").in_scope(|| with_category(Category::Exchange, attend))?;
+            let returning = sharding.exchange.out_head_to_seq(&HeadSharded(out), workspace)?;
+            Ok((saved, Returning::UnderWay(Box::new(move || Ok(returning.wait()?.0)))))
+        }))
     }
 
-    fn backward_sharded(
-        &self,
-        saved: SavedAttention,
+    fn start_backward_sharded<'a>(
+        &'a self,
         dout: &Tensor,
         layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<Qkv, SequenceParallelError> {
+        workspace: &'a Workspace,
+    ) -> Result<StartedBackward<'a>, SequenceParallelError> {
         let sharding = self.sharding_of_gradient(dout, layout)?;
-        let dout = sharding.send_dout(dout, workspace)?;
-        let attend = || self.local.backward(saved, &dout, &sharding.whole, workspace);
-        let (dq, dk, dv) = tracing::trace_span!("attention backward")
-            .in_scope(|| with_category(Category::Exchange, attend))?;
-        workspace.recycle(dout);
-        sharding.send_gradients([dq, dk, dv], workspace)
+        let sent = sharding.send_dout(dout, workspace)?;
+        Ok(Box::new(move |saved| {
+            let HeadSharded(dout) = sent.wait()?;
+            let attend = || self.local.backward(saved, &dout, &sharding.whole, workspace);
+            let gradients = tracing::trace_span!("attention backward")
+                .in_scope(|| with_category(Category::Exchange, attend))?;
+            workspace.recycle(dout);
+            Ok(sharding.return_gradients(gradients, workspace)?)
+        }))
     }
 
-    fn backward_recomputed_sharded(
-        &self,
+    fn start_recomputed_sharded<'a>(
+        &'a self,
         qkv: Qkv,
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<Qkv, SequenceParallelError> {
+        workspace: &'a Workspace,
+    ) -> Result<StartedRecomputed<'a>, SequenceParallelError> {
         let sharding = self.sharding_of_gradient(upstream.dout, layout)?;
-        let [q, k, v] = sharding.send_qkv(qkv, workspace)?;
+        let sent_qkv = sharding.send_qkv(qkv, workspace)?;
         let delta = SeqSharded(upstream.delta.clone());
         let send_delta = || sharding.exchange.delta_seq_to_head(&delta, workspace);
-        let HeadSharded(delta) = with_category(Category::Exchange, send_delta)?;
-        let dout = sharding.send_dout(upstream.dout, workspace)?;
-        let upstream = Upstream { dout: &dout, lse: upstream.lse, delta: &delta };
-        let attend = || self.local.backward_recomputed(q, k, v, &upstream, &sharding.whole, workspace);
-        let (dq, dk, dv) = tracing::trace_span!("attention backward")
-            .in_scope(|| with_category(Category::Exchange, attend))?;
-        [dout, delta].into_iter().for_each(|tensor| workspace.recycle(tensor));
-        sharding.send_gradients([dq, dk, dv], workspace)
+        let sent_delta = with_category(Category::Exchange, send_delta)?;
+        let sent_dout = sharding.send_dout(upstream.dout, workspace)?;
+        let lse = upstream.lse.clone();
+        Ok(Box::new(move |()| {
+            let HeadSharded([q, k, v]) = sent_qkv.wait(workspace)?;
+            let (HeadSharded(delta), HeadSharded(dout)) = (sent_delta.wait()?, sent_dout.wait()?);
+            let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
+            let attend = || self.local.backward_recomputed(q, k, v, &upstream, &sharding.whole, workspace);
+            let gradients = tracing::trace_span!("attention backward")
+                .in_scope(|| with_category(Category::Exchange, attend))?;
+            [dout, delta].into_iter().for_each(|tensor| workspace.recycle(tensor));
+            Ok(sharding.return_gradients(gradients, workspace)?)
+        }))
     }
 
     /// The plan of the forward pass whose output has the gradient `dout`.
@@ -163,29 +181,56 @@ impl UlyssesAttention {
     }
 }
 
-impl Sharding {
-    /// Sends q, k and v to the ranks with their heads, and recycles them.
-    fn send_qkv(&self, qkv: Qkv, workspace: &Workspace) -> Result<Qkv, SequenceParallelError> {
-        let qkv = SeqSharded(qkv);
-        let HeadSharded(received) =
-            with_category(Category::Exchange, || self.exchange.qkv_seq_to_head(&qkv, workspace))?;
-        qkv.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
+/// q, k and v on their way, or their gradients. They are recycled once they are sent.
+struct SentQkv<T> {
+    pending: PendingExchange<T>,
+    sent: Qkv,
+}
+
+impl<T> SentQkv<T> {
+    fn wait(self, workspace: &Workspace) -> Result<T, SequenceParallelError> {
+        let received = self.pending.wait()?;
+        self.sent.into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok(received)
+    }
+}
+
+impl Sharding {
+    /// Sends q, k and v to the ranks with their heads.
+    fn send_qkv(
+        &self,
+        qkv: Qkv,
+        workspace: &Workspace,
+    ) -> Result<SentQkv<HeadSharded<Qkv>>, SequenceParallelError> {
+        let qkv = SeqSharded(qkv);
+        let send = || self.exchange.qkv_seq_to_head(&qkv, workspace);
+        let pending = with_category(Category::Exchange, send)?;
+        Ok(SentQkv { pending, sent: qkv.0 })
     }
 
     /// Sends the output's gradient to the ranks with its heads.
-    fn send_dout(&self, dout: &Tensor, workspace: &Workspace) -> Result<Tensor, SequenceParallelError> {
+    fn send_dout(
+        &self,
+        dout: &Tensor,
+        workspace: &Workspace,
+    ) -> Result<PendingExchange<HeadSharded<Tensor>>, SequenceParallelError> {
         let dout = SeqSharded(dout.clone());
-        let send = || self.exchange.out_seq_to_head(&dout, workspace);
-        Ok(with_category(Category::Exchange, send)?.0)
+        with_category(Category::Exchange, || self.exchange.out_seq_to_head(&dout, workspace))
     }
 
-    /// Sends the gradients of q, k and v to the ranks with their tokens, and recycles them.
-    fn send_gradients(&self, grads: Qkv, workspace: &Workspace) -> Result<Qkv, SequenceParallelError> {
-        let grads = HeadSharded(grads);
-        let SeqSharded(received) = self.exchange.qkv_head_to_seq(&grads, workspace)?;
-        grads.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
-        Ok(received)
+    /// Sends the gradients of q, k and v to the ranks with their tokens.
+    fn return_gradients<'a>(
+        &self,
+        (dq, dk, dv): QkvGradients,
+        workspace: &'a Workspace,
+    ) -> Result<Returning<'a, QkvGradients>, SequenceParallelError> {
+        let gradients = HeadSharded([dq, dk, dv]);
+        let pending = self.exchange.qkv_head_to_seq(&gradients, workspace)?;
+        let returning = SentQkv { pending, sent: gradients.0 };
+        Ok(Returning::UnderWay(Box::new(move || {
+            let SeqSharded([dq, dk, dv]) = returning.wait(workspace)?;
+            Ok((dq, dk, dv))
+        })))
     }
 }
 
@@ -208,10 +253,8 @@ impl Attention for UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        if self.group.world_size() == 1 {
-            return self.local.forward(q, k, v, layout, workspace);
-        }
-        self.forward_sharded([q, k, v], layout, workspace).map_err(into_attention_error)
+        let (saved, out) = self.start_forward(q, k, v, layout, workspace)?(())?;
+        Ok((out.wait()?, saved))
     }
 
     fn backward(
@@ -221,12 +264,7 @@ impl Attention for UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        if self.group.world_size() == 1 {
-            return self.local.backward(saved, dout, layout, workspace);
-        }
-        let [dq, dk, dv] =
-            self.backward_sharded(saved, dout, layout, workspace).map_err(into_attention_error)?;
-        Ok((dq, dk, dv))
+        self.start_backward(dout, layout, workspace)?(saved)?.wait()
     }
 
     /// `upstream.lse` is head-sharded, as the forward pass saved it; `upstream.delta` is sequence-sharded:
@@ -243,20 +281,48 @@ impl Attention for UlyssesAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        if self.group.world_size() == 1 {
-            return self.local.backward_recomputed(q, k, v, upstream, layout, workspace);
-        }
-        let [dq, dk, dv] = self
-            .backward_recomputed_sharded([q, k, v], upstream, layout, workspace)
-            .map_err(into_attention_error)?;
-        Ok((dq, dk, dv))
+        self.start_backward_recomputed(q, k, v, upstream, layout, workspace)?(())?.wait()
     }
-}
 
-fn into_attention_error(error: SequenceParallelError) -> AttentionError {
-    match error {
-        SequenceParallelError::Attention(error) => error,
-        other => AttentionError::other(other),
+    fn start_forward<'a>(
+        &'a self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedForward<'a>, AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.start_forward(q, k, v, layout, workspace);
+        }
+        Ok(self.start_forward_sharded([q, k, v], layout, workspace)?)
+    }
+
+    fn start_backward<'a>(
+        &'a self,
+        dout: &Tensor,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedBackward<'a>, AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.start_backward(dout, layout, workspace);
+        }
+        Ok(self.start_backward_sharded(dout, layout, workspace)?)
+    }
+
+    fn start_backward_recomputed<'a>(
+        &'a self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedRecomputed<'a>, AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.start_backward_recomputed(q, k, v, upstream, layout, workspace);
+        }
+        Ok(self.start_recomputed_sharded([q, k, v], upstream, layout, workspace)?)
     }
 }
 

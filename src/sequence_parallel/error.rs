@@ -93,3 +93,12 @@ pub enum SequenceParallelError {
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
 }
+
+impl From<SequenceParallelError> for AttentionError {
+    fn from(error: SequenceParallelError) -> Self {
+        match error {
+            SequenceParallelError::Attention(error) => error,
+            other => Self::other(other),
+        }
+    }
+}

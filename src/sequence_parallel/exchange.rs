@@ -1,11 +1,13 @@
-//! The all-to-all exchanges: one collective per direction.
+//! The all-to-all exchanges: one collective per direction. Each is started and then waited for.
 
 use super::{ExchangePlan, SequenceParallelError};
-use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
+use crate::comm::{Pending, ProcessGroup, StridedPlan};
 use candle_core::Tensor;
 use std::array::from_ref;
 use std::sync::Arc;
+use tracing::Span;
 use ulysses_kernels::Workspace;
+use ulysses_kernels::device::dry;
 
 /// Tensors with this rank's tokens and all heads: `[batch, seq_local, heads, head_dim]`.
 #[derive(Debug, Clone)]
@@ -17,6 +19,33 @@ pub struct HeadSharded<T>(pub T);
 
 /// Query, key and value, or their gradients.
 pub type Qkv = [Tensor; 3];
+
+/// A started exchange. Its inputs must not be written or recycled before [`wait`](Self::wait) has returned.
+#[derive(Debug)]
+#[must_use = "the data is valid only after `wait`"]
+pub struct PendingExchange<T> {
+    pending: Pending,
+    received: T,
+    /// The exchange in a trace, which shows its start and its wait.
+    span: Span,
+}
+
+impl<T> PendingExchange<T> {
+    /// Blocks until the data has arrived.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn wait(self) -> Result<T, SequenceParallelError> {
+        let Self { pending, received, span } = self;
+        span.in_scope(|| pending.wait())?;
+        Ok(received)
+    }
+
+    fn map<U>(self, map: impl FnOnce(T) -> U) -> PendingExchange<U> {
+        let Self { pending, received, span } = self;
+        PendingExchange { pending, received: map(received), span }
+    }
+}
 
 /// Executes an [`ExchangePlan`] over a process group. Results are allocated from the caller's workspace.
 ///
@@ -51,7 +80,7 @@ impl Exchange {
         &self.plan
     }
 
-    /// Sends q, k and v to the ranks with their heads, in one all-to-all.
+    /// Starts to send q, k and v to the ranks with their heads, in one all-to-all.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]`, `[B, S_local, H_kv, D]` twice →
@@ -63,15 +92,19 @@ impl Exchange {
         &self,
         qkv: &SeqSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Qkv>, SequenceParallelError> {
-        let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
+    ) -> Result<PendingExchange<HeadSharded<Qkv>>, SequenceParallelError> {
+        let call = Call {
+            is_backward: false,
+            span: tracing::trace_span!("qkv_seq_to_head"),
+            plan: &self.qkv_seq_to_head,
+        };
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let dims = [("q", q, q_out), ("k", kv, kv_out), ("v", kv, kv_out)];
-        Ok(HeadSharded(self.exchange(&qkv.0, dims, &self.qkv_seq_to_head, workspace)?))
+        Ok(self.start(&qkv.0, dims, call, workspace)?.map(HeadSharded))
     }
 
-    /// Sends the gradients of q, k and v back to the ranks with their tokens, in one all-to-all. Gradients of
+    /// Starts to send the gradients of q, k and v back to the ranks with their tokens, in one all-to-all. Gradients of
     /// a shared KV head are summed there in rank order.
     ///
     /// # Shapes
@@ -83,15 +116,19 @@ impl Exchange {
         &self,
         grads: &HeadSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Qkv>, SequenceParallelError> {
-        let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
+    ) -> Result<PendingExchange<SeqSharded<Qkv>>, SequenceParallelError> {
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("qkv_head_to_seq"),
+            plan: &self.qkv_head_to_seq,
+        };
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let dims = [("dq", q, q_out), ("dk", kv, kv_out), ("dv", kv, kv_out)];
-        Ok(SeqSharded(self.exchange(&grads.0, dims, &self.qkv_head_to_seq, workspace)?))
+        Ok(self.start(&grads.0, dims, call, workspace)?.map(SeqSharded))
     }
 
-    /// Sends the attention output back to the ranks with its tokens.
+    /// Starts to send the attention output back to the ranks with its tokens.
     ///
     /// # Shapes
     /// `[B, S, H_local, D]` → `[B, S_local, H, D]`.
@@ -102,14 +139,17 @@ impl Exchange {
         &self,
         out: &HeadSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Tensor>, SequenceParallelError> {
-        let _exchange = tracing::trace_span!("out_head_to_seq").entered();
+    ) -> Result<PendingExchange<SeqSharded<Tensor>>, SequenceParallelError> {
+        let call = Call {
+            is_backward: false,
+            span: tracing::trace_span!("out_head_to_seq"),
+            plan: &self.out_head_to_seq,
+        };
         let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
-        let [received] = self.exchange(from_ref(&out.0), dims, &self.out_head_to_seq, workspace)?;
-        Ok(SeqSharded(received))
+        Ok(self.start(from_ref(&out.0), dims, call, workspace)?.map(|[received]| SeqSharded(received)))
     }
 
-    /// Sends the gradient of the attention output to the ranks with its heads.
+    /// Starts to send the gradient of the attention output to the ranks with its heads.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]` → `[B, S, H_local, D]`.
@@ -120,14 +160,17 @@ impl Exchange {
         &self,
         dout: &SeqSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Tensor>, SequenceParallelError> {
-        let _exchange = tracing::trace_span!("out_seq_to_head").entered();
+    ) -> Result<PendingExchange<HeadSharded<Tensor>>, SequenceParallelError> {
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("out_seq_to_head"),
+            plan: &self.out_seq_to_head,
+        };
         let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
-        let [received] = self.exchange(from_ref(&dout.0), dims, &self.out_seq_to_head, workspace)?;
-        Ok(HeadSharded(received))
+        Ok(self.start(from_ref(&dout.0), dims, call, workspace)?.map(|[received]| HeadSharded(received)))
     }
 
-    /// Sends `delta`, the row sums of the attention output times its gradient, to the ranks with its heads.
+    /// Starts to send `delta`, the row sums of the attention output times its gradient, to the ranks with its heads.
     ///
     /// # Shapes
     /// `[B, H, S_local]` → `[B, H_local, S]`, in f32.
@@ -138,30 +181,44 @@ impl Exchange {
         &self,
         delta: &SeqSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Tensor>, SequenceParallelError> {
-        let _exchange = tracing::trace_span!("delta_seq_to_head").entered();
+    ) -> Result<PendingExchange<HeadSharded<Tensor>>, SequenceParallelError> {
+        let call = Call {
+            is_backward: true,
+            span: tracing::trace_span!("delta_seq_to_head"),
+            plan: &self.delta_seq_to_head,
+        };
         let (b, h, s) = self.plan.seq_sharded_delta_dims();
         self.check_shape("delta", &delta.0, &[b, h, s])?;
         let received = workspace.alloc_f32(self.plan.head_sharded_delta_dims())?;
-        self.group.all_to_all_strided(from_ref(&delta.0), from_ref(&received), &self.delta_seq_to_head)?;
-        Ok(HeadSharded(received))
+        Ok(self.issue(from_ref(&delta.0), [received], call)?.map(|[received]| HeadSharded(received)))
     }
 
-    /// One all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
-    fn exchange<const N: usize>(
+    /// Starts one all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
+    fn start<const N: usize>(
         &self,
         tensors: &[Tensor; N],
         named_dims: [(&'static str, Dims, Dims); N],
-        plan: &Arc<StridedPlan>,
+        call: Call<'_>,
         workspace: &Workspace,
-    ) -> Result<[Tensor; N], SequenceParallelError> {
+    ) -> Result<PendingExchange<[Tensor; N]>, SequenceParallelError> {
         let mut received = Vec::with_capacity(N);
         for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
             self.check_shape(name, tensor, &[b, s, h, d])?;
             received.push(workspace.alloc(arrives)?);
         }
-        self.group.all_to_all_strided(tensors, &received, plan)?;
-        received.try_into().map_err(|_| unreachable!("one tensor per name"))
+        let received = received.try_into().unwrap_or_else(|_| unreachable!("one tensor per name"));
+        self.issue(tensors, received, call)
+    }
+
+    fn issue<const N: usize>(
+        &self,
+        tensors: &[Tensor],
+        received: [Tensor; N],
+        Call { is_backward, span, plan }: Call<'_>,
+    ) -> Result<PendingExchange<[Tensor; N]>, SequenceParallelError> {
+        dry::report_exchange(is_backward);
+        let pending = span.in_scope(|| self.group.start_all_to_all_strided(tensors, &received, plan))?;
+        Ok(PendingExchange { pending, received, span })
     }
 
     fn check_shape(
@@ -176,6 +233,13 @@ impl Exchange {
         let (rank, expected, got) = (self.group.rank(), expected.to_vec(), tensor.dims().to_vec());
         Err(SequenceParallelError::Shape { tensor: name, rank, expected, got })
     }
+}
+
+/// One of the exchanges.
+struct Call<'a> {
+    is_backward: bool,
+    span: Span,
+    plan: &'a Arc<StridedPlan>,
 }
 
 /// `[batch, seq, heads, head_dim]`, with local `seq` or `heads`.

@@ -26,6 +26,6 @@ mod volume;
 
 pub use attention::UlyssesAttention;
 pub use error::SequenceParallelError;
-pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
+pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use plan::{AttentionShape, ExchangePlan};
 pub use volume::ExchangeVolume;

@@ -148,7 +148,8 @@ fn seq_to_head_gathers_every_token_of_the_local_heads() {
             let tokens = all(plan.seq_ranges()[rank].clone());
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
             let qkv = [0, 1, 2].map(|t| part(t, shape.batch, &tokens, &all(0..heads[t]), shape.head_dim));
-            let HeadSharded(got) = exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap();
+            let HeadSharded(got) =
+                exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap().wait().unwrap();
             let (q, kv) = (&plan.q_head_ranges()[rank], &plan.kv_head_ranges()[rank]);
             for (t, heads) in [q, kv, kv].into_iter().enumerate() {
                 let expected =
@@ -170,8 +171,13 @@ fn head_to_seq_inverts_seq_to_head() {
         on_ranks(shape, sp_size, |exchange, group| {
             let tokens = all(exchange.plan().seq_ranges()[group.rank()].clone());
             let out = part(0, shape.batch, &tokens, &all(0..shape.num_heads), shape.head_dim);
-            let there = exchange.out_seq_to_head(&SeqSharded(out.clone()), &Workspace::new()).unwrap();
-            let SeqSharded(back) = exchange.out_head_to_seq(&there, &Workspace::new()).unwrap();
+            let there = exchange
+                .out_seq_to_head(&SeqSharded(out.clone()), &Workspace::new())
+                .unwrap()
+                .wait()
+                .unwrap();
+            let SeqSharded(back) =
+                exchange.out_head_to_seq(&there, &Workspace::new()).unwrap().wait().unwrap();
             assert_eq!(to_vec::<f32>(&back).unwrap(), to_vec::<f32>(&out).unwrap(), "{shape:?} sp {sp_size}");
         });
     }
@@ -190,7 +196,8 @@ fn delta_arrives_with_every_token_of_the_local_heads() {
             let (plan, rank) = (exchange.plan(), group.rank());
             let own_tokens = all(plan.seq_ranges()[rank].clone());
             let delta = part(shape.batch, &all(0..shape.num_heads), &own_tokens);
-            let HeadSharded(got) = exchange.delta_seq_to_head(&SeqSharded(delta), &Workspace::new()).unwrap();
+            let HeadSharded(got) =
+                exchange.delta_seq_to_head(&SeqSharded(delta), &Workspace::new()).unwrap().wait().unwrap();
             let own_heads = all(plan.q_head_ranges()[rank].clone());
             let expected = part(shape.batch, &own_heads, &all(0..shape.seq_len));
             assert_eq!(got.dims(), expected.dims());
@@ -209,7 +216,8 @@ fn gradients_of_shared_kv_heads_are_summed_over_the_ranks_that_used_them() {
             let (q, kv) = (plan.q_head_ranges()[rank].clone(), plan.kv_head_ranges()[rank].clone());
             let heads = [all(q), all(kv.clone()), all(kv)];
             let grads = [0, 1, 2].map(|t| part(t, shape.batch, &whole, &heads[t], shape.head_dim));
-            let SeqSharded(got) = exchange.qkv_head_to_seq(&HeadSharded(grads), &Workspace::new()).unwrap();
+            let SeqSharded(got) =
+                exchange.qkv_head_to_seq(&HeadSharded(grads), &Workspace::new()).unwrap().wait().unwrap();
             let tokens = plan.seq_ranges()[rank].clone();
             let users =
                 |kv_head: usize| plan.kv_head_ranges().iter().filter(|r| r.contains(&kv_head)).count();
@@ -243,11 +251,15 @@ fn backend_counts_the_bytes_of_the_hand_worked_example() {
         let heads = [WORKED.num_heads, WORKED.num_kv_heads, WORKED.num_kv_heads];
         let qkv = [0, 1, 2].map(|t| part(t, WORKED.batch, &tokens, &all(0..heads[t]), WORKED.head_dim));
         let out = qkv[0].clone();
-        let there = exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap();
-        exchange.out_head_to_seq(&HeadSharded(there.0[0].clone()), &Workspace::new()).unwrap();
+        let there = exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap().wait().unwrap();
+        exchange
+            .out_head_to_seq(&HeadSharded(there.0[0].clone()), &Workspace::new())
+            .unwrap()
+            .wait()
+            .unwrap();
         let forward = settled();
-        exchange.out_seq_to_head(&SeqSharded(out), &Workspace::new()).unwrap();
-        exchange.qkv_head_to_seq(&there, &Workspace::new()).unwrap();
+        exchange.out_seq_to_head(&SeqSharded(out), &Workspace::new()).unwrap().wait().unwrap();
+        exchange.qkv_head_to_seq(&there, &Workspace::new()).unwrap().wait().unwrap();
         let backward = settled() - forward;
         // batch 2 · head_dim 4 · 4 bytes
         assert_eq!((forward, backward), (expected[rank].0 * 32, expected[rank].1 * 32), "rank {rank}");

@@ -173,9 +173,12 @@ fn memory_cases() -> Vec<Case> {
     let with =
         |stage: usize, ulysses: Value| json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
     let every_other = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2 });
-    let chunks = |chunks: usize, checkpointing: bool| json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
+    let chunks = |chunks: usize, checkpointing: bool| {
+        // With two, one chunk after the other; with more, overlapping.
+        json!({ "head_chunks": chunks, "overlap_exchange": chunks > 2, "activation_checkpointing": checkpointing })
+    };
     let tiles = json!({ "tile_tokens": 5, "activation_checkpointing": true });
-    let recomputed = |chunks: usize| json!({ "activation_checkpointing": true, "save_attention_output": false, "head_chunks": chunks });
+    let recomputed = |chunks: usize| json!({ "activation_checkpointing": true, "save_attention_output": false, "head_chunks": chunks, "overlap_exchange": true });
     let mut offload = with(3, json!({ "head_chunks": 2, "activation_checkpointing": true }));
     offload["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
     let mut offloaded_output = offload.clone();
@@ -338,8 +341,9 @@ fn started_operations_are_awaited_once_and_in_order() {
                 }
                 _ => {}
             }
-            // A layer's communication and the next one's; a reduction and the previous one.
-            assert!(under_way.values().all(|count| *count <= 4), "{}: {under_way:?}", case.label);
+            // A layer's communication and the next one's; a reduction and the previous one. Of head chunks, what two
+            // send to the heads and one returns.
+            assert!(under_way.values().all(|count| *count <= 5), "{}: {under_way:?}", case.label);
         }
         assert!(under_way.values().all(|count| *count == 0), "{}: {under_way:?}", case.label);
     }

@@ -277,3 +277,37 @@ fn recomputing_head_chunks_in_tiles_does_not_change_a_bit() {
     };
     assert_same_bits(&chunked(true), &chunked(false));
 }
+
+/// Two, three and all KV heads per chunk; chunks whose heads two, three and four ranks cannot share evenly; each way to
+/// save a chunk's state.
+#[test]
+fn overlapping_the_exchange_does_not_change_a_bit() {
+    let few_kv_heads = ReferenceConfig { num_heads: 12, num_kv_heads: 3, qk_norm: true, ..CONFIG };
+    let saving = [
+        json!({}),
+        json!({ "activation_checkpointing": true }),
+        json!({ "activation_checkpointing": true, "save_attention_output": false }),
+        json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2, "tile_tokens": 7 }),
+    ];
+    for (config, chunks, sp) in [
+        (CONFIG, 2, 3),
+        (CONFIG, 2, 4),
+        (CONFIG, 3, 2),
+        (CONFIG, 4, 2),
+        (few_kv_heads.clone(), 2, 4),
+        (few_kv_heads, 3, 3),
+    ] {
+        let problem = Problem { steps: 1, ..problem(config, packed_batch()) };
+        for saving in &saving {
+            let with = |overlap: bool| {
+                let mut ulysses = json!({ "head_chunks": chunks, "overlap_exchange": overlap });
+                ulysses.as_object_mut().unwrap().extend(saving.as_object().unwrap().clone());
+                bits(&run(&problem, json!({ "ulysses": ulysses }), layout(1, sp, 0))).unwrap()
+            };
+            assert!(
+                with(true) == with(false),
+                "{chunks} chunks, sp {sp}, {saving}: the overlap changes bits"
+            );
+        }
+    }
+}

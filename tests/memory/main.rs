@@ -4,6 +4,7 @@
 
 mod dry_run;
 mod engine;
+mod exchange_overlap;
 mod features;
 mod ops;
 mod plan;

@@ -191,7 +191,8 @@ fn memory_cases() -> Vec<Case> {
         config
     };
     let frozen = |pattern: &str| json!({ "parameter_groups": [{ "match": pattern, "frozen": true }] });
-    let recomputed_chunks = with(json!({ "head_chunks": 2, "save_attention_output": false }));
+    let recomputed_chunks =
+        with(json!({ "head_chunks": 2, "overlap_exchange": true, "save_attention_output": false }));
     let mut bf16 = with(json!({ "tile_tokens": 128, "head_chunks": 2 }));
     bf16["bf16"] = json!({ "enabled": true });
     let mut stage_3 = plain(frozen("_proj"));
@@ -230,6 +231,16 @@ fn memory_cases() -> Vec<Case> {
         case("tiles, checkpointing, sp 2", (1, 2), with(json!({ "tile_tokens": 100 }))),
         case("2 chunks, sp 2", (1, 2), plain(json!({ "head_chunks": 2 }))),
         case("2 chunks, checkpointing, sp 2", (1, 2), with(json!({ "head_chunks": 2 }))),
+        case(
+            "2 chunks that overlap, sp 2",
+            (1, 2),
+            plain(json!({ "head_chunks": 2, "overlap_exchange": true })),
+        ),
+        case(
+            "2 chunks that overlap, checkpointing, sp 2",
+            (1, 2),
+            with(json!({ "head_chunks": 2, "overlap_exchange": true })),
+        ),
         case("3 chunks, checkpointing", (1, 1), with(json!({ "head_chunks": 3 }))),
         case("tiles, chunks, bf16, sp 2", (1, 2), bf16),
         case("attention recomputed", (1, 1), with(json!({ "save_attention_output": false }))),

@@ -78,16 +78,17 @@ fn measure(
     let seq_len_local = shape.seq_len / rank.world_size;
     let tokens = Tensor::ones((1, seq_len_local, NUM_HEADS, HEAD_DIM), DType::F32, device)?;
     let copied = tokens.zeros_like()?;
-    let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
+    let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?.wait()?;
     let cases = vec![
         Case::new(|| Ok(strided_copy::copy(&tokens, &copied)?)),
         Case::new(|| {
-            let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
+            let HeadSharded(heads) =
+                exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?.wait()?;
             workspace.recycle(heads);
             Ok(())
         }),
         Case::new(|| {
-            let SeqSharded(tokens) = exchange.out_head_to_seq(&heads, &workspace)?;
+            let SeqSharded(tokens) = exchange.out_head_to_seq(&heads, &workspace)?.wait()?;
             workspace.recycle(tokens);
             Ok(())
         }),

@@ -9,8 +9,10 @@ mod checkpoint;
 mod collectives;
 mod gemm;
 mod max_seq_len;
+mod overlap;
 mod profile;
 mod report;
+mod slow_link;
 mod train;
 mod training;
 mod turns;
@@ -46,6 +48,8 @@ enum Bench {
     AllToAll(all_to_all::Args),
     /// Measure every collective, compared with copies of the same bytes.
     Collectives(collectives::Args),
+    /// Measure how much of the exchange of head chunks hides behind attention, over a slowed link.
+    Overlap(overlap::Args),
     /// Measure attention forward and backward, compared with a square GEMM.
     Attention(attention::Args),
     /// Measure the GEMMs of a model, compared with a square GEMM.
@@ -63,6 +67,7 @@ pub(super) fn run(args: BenchArgs, process: &mut Option<Process>) -> Result<(), 
         Bench::Checkpoint(args) => checkpoint::run(args),
         Bench::AllToAll(args) => all_to_all::run(&args, process),
         Bench::Collectives(args) => collectives::run(&args, process),
+        Bench::Overlap(args) => overlap::run(&args, process),
         Bench::Attention(args) => attention::run(&args),
         Bench::Gemm(args) => gemm::run(&args),
         Bench::Train(args) => train::run(&args, process),

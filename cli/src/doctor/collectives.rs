@@ -128,11 +128,11 @@ fn check_exchange(group: &Arc<dyn ProcessGroup>, device: &Device) -> Result<Opti
     let qkv = || from_slice(&local, device)?.reshape((1, own_tokens.len(), heads, head_dim));
     let options = TensorOptions { device: device.clone(), ..TensorOptions::default() };
     let (exchange, workspace) = (Exchange::new(plan, group.clone()), Workspace::with_options(options));
-    let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]), &workspace)?;
+    let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]), &workspace)?.wait()?;
     let expected = block(0..seq_len, own_heads);
     let fault = exchanged.0.iter().map(|tensor| differs(&tensor.flatten_all()?, expected.clone()));
     let fault = fault.collect::<Result<Vec<_>>>()?.into_iter().flatten().next();
-    let back = exchange.qkv_head_to_seq(&exchanged, &workspace)?;
+    let back = exchange.qkv_head_to_seq(&exchanged, &workspace)?.wait()?;
     let back = back.0.iter().map(|tensor| differs(&tensor.flatten_all()?, local.clone()));
     Ok(fault.or(back.collect::<Result<Vec<_>>>()?.into_iter().flatten().next()))
 }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Keys of a step that must be non-negative numbers.
-const OF_STEP: [&str; 17] = [
+const OF_STEP: [&str; 18] = [
     "lr",
     "grad_norm",
     "tokens",
@@ -20,6 +20,7 @@ const OF_STEP: [&str; 17] = [
     "update_seconds",
     "compute_seconds",
     "all_to_all_seconds",
+    "exposed_exchange_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "gemm_share",

@@ -87,6 +87,19 @@ fn exchanges_and_collectives_are_compared_with_copies() {
 }
 
 #[test]
+fn an_overlapped_exchange_is_compared_with_one_that_is_awaited_at_once() {
+    let place = Workplace::new();
+    let overlap = report(&place, &["overlap", "--seq-len", "64", "--head-chunks", "2", "--ranks", "3"]);
+    assert_eq!((&overlap["ranks"], &overlap["settings"]["head_chunks"]), (&3.into(), &2.into()));
+    assert_eq!(keys(&overlap, "ratios"), ["overlapped / apart"]);
+    // The link transfers as long in either case, so what is exposed is at least what nothing can hide.
+    for figure in ["apart", "overlapped"] {
+        assert!(overlap["figures"][figure]["exposed_ms"].as_f64().unwrap() > 0.0, "{overlap}");
+    }
+    assert!(overlap["figures"]["overlapped"]["hidden_share"].is_f64(), "{overlap}");
+}
+
+#[test]
 fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     let place = Workplace::new();
     let gemm = report(&place, &["gemm", "--model", "nano", "--tokens", "64"]);
@@ -148,10 +161,12 @@ fn the_table_has_the_figures_and_their_baseline() {
 #[test]
 fn invalid_benchmarks_are_refused() {
     let place = Workplace::new();
-    let cases: [(&[&str], &str); 13] = [
+    let cases: [(&[&str], &str); 15] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
+        (&["overlap", "--ranks", "3"], "3 rank(s) with 4 head chunks: expected 2 to 2"),
+        (&["overlap", "--link-share", "0"], "--link-share 0: expected a number above 0"),
         (&["gemm", "--model", "huge"], "nano, tiny"),
         (&["gemm", "--tokens", "16777216"], "but the benchmark's tensors take"),
         (&["train", "--mesh", "1x99"], "99"),

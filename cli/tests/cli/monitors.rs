@@ -40,6 +40,8 @@ fn the_parts_of_a_step_add_up_to_its_time() {
         {
             assert!(number(&step[key]) > 0.0, "{key} in {step}");
         }
+        let exposed = number(&step["exposed_exchange_seconds"]);
+        assert!(exposed > 0.0 && exposed < number(&step["all_to_all_seconds"]), "{step}");
         assert!(number(&step["gemm_share"]) > 0.0 && number(&step["model_flops_per_second"]) > 0.0, "{step}");
     }
 }
@@ -50,7 +52,7 @@ fn a_single_rank_spends_no_time_in_communication() {
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
     for step in place.metrics("out/metrics.jsonl") {
-        for key in ["all_to_all_seconds", "dp_comm_seconds", "sp_comm_seconds"] {
+        for key in ["all_to_all_seconds", "exposed_exchange_seconds", "dp_comm_seconds", "sp_comm_seconds"] {
             assert_eq!(step[key], 0.0, "{key}");
         }
     }

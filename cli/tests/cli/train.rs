@@ -8,7 +8,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 31] = [
+const METRICS: [&str; 32] = [
     "step",
     "loss",
     "lr",
@@ -35,6 +35,7 @@ const METRICS: [&str; 31] = [
     "update_seconds",
     "reduce_seconds",
     "all_to_all_seconds",
+    "exposed_exchange_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "compute_seconds",

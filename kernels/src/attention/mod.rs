@@ -27,6 +27,7 @@ mod on_cpu;
 mod operands;
 pub mod reference;
 mod self_check;
+mod steps;
 #[cfg(test)]
 mod tests;
 
@@ -34,6 +35,7 @@ pub use error::AttentionError;
 pub use kernels::{backward, delta, forward};
 pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
+pub use steps::{Attend, QkvGradients, Returning, StartedBackward, StartedForward, StartedRecomputed};
 
 use crate::Workspace;
 use crate::memory::{Category, with_category};
@@ -42,6 +44,10 @@ use candle_core::Tensor;
 /// Attention with a hand-written backward pass.
 ///
 /// Implementations differ in how heads and tokens are sharded, not in the result.
+///
+/// Each method has a form in steps, `start_*`, with which a caller overlaps the communication of one call with
+/// the computation of another. All ranks run the same steps in the same order. Tensors passed to `start_*` must
+/// not change until the second step has run.
 pub trait Attention: Send + Sync {
     /// Returns `o` and the state for [`Attention::backward`].
     ///
@@ -96,6 +102,60 @@ pub trait Attention: Send + Sync {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+
+    /// Starts [`forward`](Self::forward).
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn start_forward<'a>(
+        &'a self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedForward<'a>, AttentionError> {
+        let layout = layout.clone();
+        Ok(Box::new(move |()| {
+            let (o, saved) = self.forward(q, k, v, &layout, workspace)?;
+            Ok((saved, Returning::Ready(o)))
+        }))
+    }
+
+    /// Starts [`backward`](Self::backward), whose saved state the second step takes.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn start_backward<'a>(
+        &'a self,
+        dout: &Tensor,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedBackward<'a>, AttentionError> {
+        let (dout, layout) = (dout.clone(), layout.clone());
+        Ok(Box::new(move |saved| Ok(Returning::Ready(self.backward(saved, &dout, &layout, workspace)?))))
+    }
+
+    /// Starts [`backward_recomputed`](Self::backward_recomputed).
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn start_backward_recomputed<'a>(
+        &'a self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &'a Workspace,
+    ) -> Result<StartedRecomputed<'a>, AttentionError> {
+        let layout = layout.clone();
+        let [dout, lse, delta] = [upstream.dout, upstream.lse, upstream.delta].map(Tensor::clone);
+        Ok(Box::new(move |()| {
+            let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
+            Ok(Returning::Ready(self.backward_recomputed(q, k, v, &upstream, &layout, workspace)?))
+        }))
+    }
 }
 
 /// State that a forward pass saves for its backward pass.

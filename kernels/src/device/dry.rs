@@ -44,6 +44,11 @@ pub enum Event {
         /// Size of the tensor.
         bytes: u64,
     },
+    /// The next exchange around attention belongs to its forward or backward pass.
+    Exchange {
+        /// Whether it is the backward pass.
+        is_backward: bool,
+    },
     /// Storage for offloaded tensors is allocated (positive) or freed (negative).
     Offloaded {
         /// Change in bytes.
@@ -136,6 +141,11 @@ fn with_state<R>(work: impl FnOnce(&mut State) -> R) -> Option<R> {
 
 fn report(event: Event) {
     with_state(|state| (state.sink)(event));
+}
+
+/// Reports [`Event::Exchange`] in a dry run.
+pub fn report_exchange(is_backward: bool) {
+    report(Event::Exchange { is_backward });
 }
 
 pub(crate) fn report_flops(op: MatmulOp, is_backward: bool, flops: f64) {

@@ -31,6 +31,12 @@ impl ControlMessages {
         Ok(())
     }
 
+    /// Looks for a message and leaves it: MPI then moves messages of all communicators.
+    pub(super) fn call_mpi(&self) {
+        // A failure shows in the next call of the rank.
+        let _ = self.communicator.probe(None, CONTROL_TAG);
+    }
+
     /// Returns whether all messages have been sent.
     pub(super) fn are_sent(&self) -> bool {
         self.sending.is_empty()

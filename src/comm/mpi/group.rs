@@ -4,7 +4,7 @@ use super::operation::{Operation, Step};
 use super::rank::MpiRank;
 use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
-use super::{collective, message};
+use super::{collective, message, progress};
 use crate::comm::arg_check::ArgCheck;
 use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
@@ -144,6 +144,13 @@ impl ProcessGroup for MpiGroup {
 
     fn check(&self) -> Result<(), CommError> {
         self.own.check()
+    }
+
+    fn progress_in_background(&self) {
+        let started = self.own.set_progress(|| progress::start(Arc::downgrade(&self.own)));
+        if let Err(error) = started {
+            tracing::warn!("messages move only while rank {} waits: {error}", self.own.rank);
+        }
     }
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {

@@ -12,6 +12,8 @@ use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait,
 use crate::comm::ordered_channel::OrderedChannel;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
+use std::sync::OnceLock;
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 /// The timeout used when the clock cannot represent the requested one.
@@ -33,6 +35,8 @@ pub(super) struct MpiRank {
     pub(super) check: bool,
     timeout: Duration,
     contention: CpuContention,
+    /// The thread that calls MPI while the rank computes, if asked for.
+    progress: OnceLock<Thread>,
     state: Mutex<State>,
 }
 
@@ -75,7 +79,8 @@ impl MpiRank {
             communicators: vec![communicator],
         };
         let (check, timeout, contention) = (options.check, options.timeout, CpuContention::default());
-        Self { rank, check, timeout, contention, state: Mutex::new(state) }
+        let progress = OnceLock::new();
+        Self { rank, check, timeout, contention, progress, state: Mutex::new(state) }
     }
 
     /// Returns the first error of the world, if there is one.
@@ -93,7 +98,38 @@ impl MpiRank {
         state.in_flight.push((id, operation));
         // Advances all of them, since this poll may complete earlier ones.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+        drop(state);
+        self.wake_progress();
         Ok(id)
+    }
+
+    /// Sets the thread that moves messages while the rank computes, if there is none yet.
+    pub(super) fn set_progress(
+        &self,
+        start: impl FnOnce() -> std::io::Result<Thread>,
+    ) -> std::io::Result<()> {
+        if self.progress.get().is_none() {
+            // Only the rank's thread sets it.
+            let _ = self.progress.set(start()?);
+        }
+        Ok(())
+    }
+
+    fn wake_progress(&self) {
+        self.progress.get().into_iter().for_each(Thread::unpark);
+    }
+
+    /// Lets MPI move the messages of operations in progress. Returns whether there are any; `None` once the rank has
+    /// returned, after which MPI may be finalized.
+    pub(super) fn move_messages(&self) -> Option<bool> {
+        let state = self.state.lock();
+        if state.is_closed {
+            return None;
+        }
+        if !state.in_flight.is_empty() {
+            state.control.call_mpi();
+        }
+        Some(!state.in_flight.is_empty())
     }
 
     /// Blocks until operation `id`, and those before it in its channel, are complete.
@@ -239,6 +275,7 @@ impl MpiRank {
         let mut backoff = Backoff::new(&self.contention);
         let mut state = self.state.lock();
         state.is_closed = true;
+        self.wake_progress();
         let reported = state.control.send(&ControlMessage::Ended).is_ok();
         let mut deadline = None;
         loop {

@@ -99,8 +99,10 @@ impl NcclRank {
         };
         let compute = cuda.cuda_stream();
         let driver = |error: DriverError| refuse(error.to_string());
-        let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
+        // Otherwise the blocks of attention that are queued on all multiprocessors delay a transfer that overlaps.
+        let (_, highest) = cudarc::driver::result::stream::get_priority_range().map_err(driver)?;
+        let communication = compute.context().new_stream_with_priority(highest).map_err(driver)?;
         load_library_kernels(device).map_err(|error| refuse(error.to_string()))?;
         let own = Arc::new(Self {
             in_progress: Mutex::default(),

@@ -90,7 +90,15 @@ impl Collective {
         PeerReader { comm: &self.comm, round: &self.round, rank: self.rank, op: self.call.op() }
     }
 
-    /// Moves this rank's data once all ranks have posted. Returns the stage that is then reached.
+    /// Moves this rank's data once all ranks have posted, and marks the stage that is then reached.
+    fn pull_and_mark(&mut self, published: &[StorageId]) -> Result<(), CommError> {
+        self.round.compare(&self.comm, self.sequence)?;
+        self.wait_fences()?;
+        let stage = self.pull(published)?;
+        self.reach(stage)
+    }
+
+    /// Moves this rank's data. Returns the stage that is then reached.
     fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
             CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
@@ -193,10 +201,7 @@ impl Operation for Collective {
             if !self.round.all_at(Stage::Posted) {
                 return Ok(Step::Blocked);
             }
-            self.round.compare(&self.comm, self.sequence)?;
-            self.wait_fences()?;
-            let stage = self.pull(published)?;
-            self.reach(stage)?;
+            self.pull_and_mark(published)?;
         }
         if self.reached == Stage::Reduced {
             if !self.round.all_at(Stage::Reduced) {
@@ -217,6 +222,18 @@ impl Operation for Collective {
         }
         self.finish()?;
         Ok(Step::Complete)
+    }
+
+    fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+        let is_exchange = matches!(self.call, CallSignature::AllToAllStrided { .. });
+        if self.reached == Stage::Posted
+            && is_exchange
+            && self.device.is_cpu()
+            && self.round.all_at(Stage::Posted)
+        {
+            self.pull_and_mark(published)?;
+        }
+        Ok(self.reached == Stage::Done)
     }
 
     fn published(&self) -> &[StorageId] {

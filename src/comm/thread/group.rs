@@ -4,6 +4,7 @@ use super::collective::{Buffers, Collective, SplitResult};
 use super::communicator::Communicator;
 use super::mailbox::{RecvOperation, SendOperation};
 use super::progress_engine::{Operation, RankState};
+use super::progress_lane;
 use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel, Sequences};
@@ -95,6 +96,15 @@ impl ProcessGroup for ThreadGroup {
 
     fn check(&self) -> Result<(), CommError> {
         self.state.world.check()
+    }
+
+    fn progress_in_background(&self) {
+        if self.state.world.has_free_core
+            && self.state.claim_lane()
+            && let Err(error) = progress_lane::start(&self.state)
+        {
+            tracing::warn!("exchanges move only while rank {} waits: {error}", self.state.global_rank);
+        }
     }
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {

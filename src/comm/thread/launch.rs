@@ -7,6 +7,7 @@ use super::world::ThreadWorld;
 use crate::comm::CommError;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
 use std::error::Error;
+use std::num::NonZero;
 use std::sync::Arc;
 
 /// Runs `run` on `world_size` ranks, each a thread named `rank-N` with its own rayon pool,
@@ -29,7 +30,10 @@ where
     if world_size == 0 || threads_per_rank == 0 {
         return Err(LaunchError::InvalidOptions { world_size, threads_per_rank });
     }
-    let world = Arc::new(ThreadWorld::new(world_size, options.timeout));
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let mut world = ThreadWorld::new(world_size, options.timeout);
+    world.has_free_core = world_size.saturating_mul(threads_per_rank) < cores;
+    let world = Arc::new(world);
     let comm = Arc::new(Communicator::new(&options.name, world.clone(), (0..world_size).collect()));
     let rank_main = |rank: usize| {
         let state = Arc::new(RankState::new(rank, world.clone()));

@@ -10,6 +10,7 @@ mod launch;
 mod mailbox;
 mod peer_reader;
 mod progress_engine;
+mod progress_lane;
 mod signal;
 #[cfg(test)]
 mod tests;

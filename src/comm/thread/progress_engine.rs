@@ -11,6 +11,7 @@ use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::ordered_channel::OrderedChannel;
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The timeout used when the clock cannot represent the requested one.
@@ -22,6 +23,7 @@ pub(super) struct RankState {
     pub(super) global_rank: usize,
     pub(super) world: Arc<ThreadWorld>,
     engine: Mutex<ProgressEngine>,
+    has_lane: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -43,6 +45,12 @@ pub(super) trait Operation: Send + std::fmt::Debug {
     /// Advances as far as possible without waiting. `published` are the storages that this
     /// rank's other operations have published for peers to read.
     fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError>;
+
+    /// Moves the data of an exchange on the CPU if all ranks have posted it, and completes nothing. Returns whether
+    /// later operations of the channel may do so.
+    fn pull_exchange(&mut self, _published: &[StorageId]) -> Result<bool, CommError> {
+        Ok(false)
+    }
 
     /// The storages that peers may read.
     fn published(&self) -> &[StorageId];
@@ -67,7 +75,7 @@ pub(super) enum Step {
 
 impl RankState {
     pub(super) fn new(global_rank: usize, world: Arc<ThreadWorld>) -> Self {
-        Self { global_rank, world, engine: Mutex::default() }
+        Self { global_rank, world, engine: Mutex::default(), has_lane: AtomicBool::new(false) }
     }
 
     /// Queues an operation that `issue` publishes. No other operation of this rank is issued
@@ -114,6 +122,16 @@ impl RankState {
             self.world.note_wait(self.global_rank, None);
         }
         Ok(())
+    }
+
+    /// Returns whether the caller is the first that wants a thread to move the data of exchanges.
+    pub(super) fn claim_lane(&self) -> bool {
+        !self.has_lane.swap(true, Ordering::Relaxed)
+    }
+
+    /// Moves the data of all exchanges that all ranks have posted.
+    pub(super) fn pull_exchanges(&self) -> Result<(), CommError> {
+        self.engine.lock().pull_exchanges()
     }
 
     /// Fails the world because a wait timed out.
@@ -177,6 +195,21 @@ impl ProgressEngine {
                 }
             }
             index += 1;
+        }
+        Ok(())
+    }
+
+    fn pull_exchanges(&mut self) -> Result<(), CommError> {
+        let mut blocked: Vec<OrderedChannel> = Vec::new();
+        for index in 0..self.in_flight.len() {
+            let channel = self.in_flight[index].channel;
+            if blocked.contains(&channel) {
+                continue;
+            }
+            let published = self.published_by_others(index);
+            if !self.in_flight[index].operation.pull_exchange(&published)? {
+                blocked.push(channel);
+            }
         }
         Ok(())
     }

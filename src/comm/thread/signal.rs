@@ -52,6 +52,11 @@ impl Signal {
             std::thread::yield_now();
         }
         before_sleep();
+        self.sleep(seen, deadline);
+    }
+
+    /// As [`wait`](Self::wait), without using the core first.
+    pub(super) fn sleep(&self, seen: u64, deadline: Instant) {
         let mut guard = self.lock.lock();
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while self.epoch() == seen && !self.wake.wait_until(&mut guard, deadline).timed_out() {}

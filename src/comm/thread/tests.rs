@@ -3,12 +3,16 @@
 use super::communicator::Communicator;
 use super::group::ThreadGroup;
 use super::progress_engine::RankState;
+use super::progress_lane;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
-use crate::comm::{CommError, ProcessGroupExt, ReduceOp};
+use crate::comm::{
+    CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+};
 use candle_core::{DType, Device, Tensor};
+use std::slice::from_ref;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 #[test]
 fn rounds_are_freed_as_they_complete() {
@@ -30,6 +34,41 @@ fn rounds_are_freed_as_they_complete() {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || rank_main(rank))).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+    });
+    assert_eq!(comm.open_rounds(), 0);
+}
+
+/// An exchange of one element per rank, of which no rank waits for its end before all data has moved.
+#[test]
+fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
+    let world = Arc::new(ThreadWorld::new(2, Duration::from_secs(20)));
+    let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1]));
+    let rank_main = |rank: usize| {
+        let state = Arc::new(RankState::new(rank, world.clone()));
+        progress_lane::start(&state)?;
+        let group = ThreadGroup::new(state, comm.clone(), rank);
+        let block = |offset| StridedBlock::contiguous(0, offset, 1);
+        let send = (0..2).map(|peer| vec![block(peer)]).collect();
+        let recv = (0..2).map(|peer| vec![RecvBlock { block: block(peer), accumulate: false }]).collect();
+        let plan = Arc::new(StridedPlan { send, recv });
+        let input = Tensor::full(rank as f32, 2, &Device::Cpu)?;
+        let outputs = [0, 1].map(|_| Tensor::ones(2, DType::F32, &Device::Cpu));
+        let mut pending = Vec::new();
+        for output in outputs.iter().flatten() {
+            pending.push(group.start_all_to_all_strided(from_ref(&input), from_ref(output), &plan)?);
+        }
+        let started = Instant::now();
+        while group.stats().total().bytes_received < 2 * size_of::<f32>() as u64 {
+            assert!(started.elapsed() < Duration::from_secs(20), "no data has moved");
+            std::thread::yield_now();
+        }
+        pending.into_iter().try_for_each(Pending::wait)?;
+        let [first, second] = outputs;
+        Ok::<_, CommError>([first?.to_vec1::<f32>()?, second?.to_vec1::<f32>()?])
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || rank_main(rank))).collect();
+        ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), [[0.0, 1.0]; 2]));
     });
     assert_eq!(comm.open_rounds(), 0);
 }

@@ -12,6 +12,8 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(super) struct ThreadWorld {
     timeout: Duration,
+    /// Whether the machine has more cores than the ranks have threads.
+    pub(super) has_free_core: bool,
     failure: OnceLock<Failure>,
     left: Box<[AtomicBool]>,
     signals: Box<[Signal]>,
@@ -32,6 +34,7 @@ impl ThreadWorld {
     pub(super) fn new(world_size: usize, timeout: Duration) -> Self {
         Self {
             timeout,
+            has_free_core: false,
             failure: OnceLock::new(),
             left: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             signals: (0..world_size).map(|_| Signal::default()).collect(),

@@ -76,6 +76,9 @@ keys! {
         pub attention: Option<AttentionChoice> = choice().derived(
             "`fused` where it is supported, if its kernels agree with the tiled ones on this GPU; else `tiled`",
         ),
+        /// With several head chunks and sequence-parallel ranks, the exchange of the next and of the previous chunk overlaps
+        /// with the attention of one. Needs memory for up to three chunks instead of one; changes no bit.
+        pub overlap_exchange: bool = flag(),
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),
         /// Tile size, in tokens, of the logits and the loss.

@@ -79,6 +79,7 @@ const FULL: &str = r#"{
     "seq_len": 1000, "steps": 12, "threads_per_rank": 3, "backend": "thread",
     "activation_checkpointing": true, "loss_tile_tokens": 64,
     "activation_checkpointing_interval": 2, "save_attention_output": true, "tile_tokens": 100, "head_chunks": 4,
+    "overlap_exchange": true,
     "offload_path": "/scratch", "attention": "tiled"
   }
 }"#;

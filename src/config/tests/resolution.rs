@@ -79,6 +79,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             save_attention_output: None,
             tile_tokens: None,
             head_chunks: 1,
+            overlap_exchange: false,
             offload_path: None,
             attention: None,
             loss_tile_tokens: 1024,
@@ -143,6 +144,7 @@ fn every_key_of_a_full_file_arrives() {
     assert!(config.ulysses.activation_checkpointing);
     let ulysses = &config.ulysses;
     assert_eq!((ulysses.activation_checkpointing_interval, ulysses.head_chunks), (2, 4));
+    assert!(ulysses.overlap_exchange);
     assert_eq!((ulysses.save_attention_output, config.saves_attention_output()), (Some(true), true));
     assert_eq!(ulysses.tile_tokens, std::num::NonZero::new(100));
     assert_eq!(ulysses.attention, Some(AttentionChoice::Tiled));

@@ -272,6 +272,36 @@ fn what_overlaps_costs_as_much_as_the_longer_of_the_two_and_nothing_is_lost() {
     assert!(together.total_seconds >= together.parts.matmul_seconds.max(all));
 }
 
+/// Two head chunks of one layer: 8 exchanges of a second each, and 4 seconds of attention per chunk forward, 8 backward.
+#[test]
+fn the_exchange_of_a_chunk_hides_behind_the_attention_of_its_neighbor() {
+    let mut machine = MachineProfile { overlaps_communication: true, ..machine() };
+    machine.links.intra_node =
+        Some(LinkRates { latency_seconds: 1.0, all_to_all_bytes_per_second: f64::INFINITY, ..INSTANT });
+    let rates = machine.rates.f32.as_mut().unwrap();
+    // 4 and 8 FLOPs per pair and head element; 2080 pairs, a head of 16 per chunk and rank.
+    rates.attention_forward_flops_per_second = 2080.0 * 16.0;
+    rates.attention_backward_flops_per_second = 2080.0 * 16.0;
+    let of = |ulysses: Value| {
+        let mut workload = nano(1, 2, json!({ "ulysses": ulysses }));
+        workload.model.num_layers = 1;
+        workload.step_time(&machine).unwrap()
+    };
+    let apart = of(json!({ "head_chunks": 2 }));
+    assert_close(apart.parts.exchange_seconds, 8.0);
+    assert_eq!(apart.hidden_seconds, 0.0);
+    let chunks = json!({ "head_chunks": 2, "overlap_exchange": true });
+    // The first chunk's operands and the last one's results have nothing to hide behind, in either direction.
+    let overlapped = of(chunks.clone());
+    assert_close(overlapped.parts.exchange_seconds, 4.0);
+    assert_close(overlapped.hidden_seconds, 4.0);
+    assert_close(overlapped.total_seconds, apart.total_seconds - 4.0);
+    // A machine whose ranks move data themselves hides nothing.
+    machine.overlaps_communication = false;
+    let time = nano(1, 2, json!({ "ulysses": chunks })).step_time(&machine).unwrap();
+    assert_close(time.parts.exchange_seconds, 2.0 * 8.0);
+}
+
 #[test]
 fn recomputation_takes_time_and_is_not_model_flops() {
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e9);

@@ -1,0 +1,189 @@
+//! `ulysses bench overlap`.
+
+use super::report::{Figure, Report, Unit};
+use super::slow_link::SlowLink;
+use super::turns::{Case, median, take_turns};
+use super::{BackendArgs, DeviceArg, Failure, MeasureArgs, Process, settings};
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use std::cell::RefCell;
+use std::sync::Arc;
+use ulysses::comm::{ProcessGroup, ProcessGroupExt, RankContext, ReduceOp};
+use ulysses::kernels::Workspace;
+use ulysses::kernels::attention::{AttentionLayout, FlashAttention, grouped_heads};
+use ulysses::mesh::shard_range;
+use ulysses::model::{
+    DecoderLayer, Layer, LayerContext, LlamaConfig, RandomWeights, Tiling, TokenLayout, WeightSource, preset,
+};
+use ulysses::sequence_parallel::UlyssesAttention;
+
+const NUM_HEADS: usize = 8;
+const HEAD_DIM: usize = 64;
+/// So small that attention takes most of the layer's time.
+const HIDDEN: usize = 64;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Number of ranks, at most 8 divided by the head chunks [default: 2, or all processes of a job].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(2..=NUM_HEADS as i64))]
+    ranks: Option<u16>,
+    #[command(flatten)]
+    backend: BackendArgs,
+    /// CPU threads per rank [default: an equal share of the cores].
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Tokens per sequence, over all ranks.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(16..=1 << 20))]
+    seq_len: u32,
+    /// Number of head chunks.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=NUM_HEADS as i64))]
+    head_chunks: u16,
+    /// Time of the exchanges on the slowed link, as a share of the layer's time without it.
+    #[arg(long, default_value_t = 0.3)]
+    link_share: f64,
+    #[command(flatten)]
+    measuring: MeasureArgs,
+}
+
+pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
+    let joined = args.backend.join(process)?;
+    let ranks = joined.count(args.ranks.map(usize::from), 2);
+    let chunks = usize::from(args.head_chunks);
+    if ranks < 2 || ranks > NUM_HEADS / chunks {
+        let expected = NUM_HEADS / chunks;
+        let message = format!(
+            "{ranks} rank(s) with {chunks} head chunks: expected 2 to {expected}, one head each per chunk"
+        );
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    if !(args.link_share > 0.0 && args.link_share <= 10.0) {
+        let message = format!("--link-share {}: expected a number above 0, up to 10", args.link_share);
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    let mut on = joined.place(DeviceArg::Cpu, ranks)?;
+    let options = settings::launch_options(args.threads_per_rank, on.local(ranks))?;
+    // q, k, v, o and their gradients, before and after the exchange.
+    settings::check_tensors(
+        on.placement().device,
+        (16 * args.seq_len as usize * NUM_HEADS * HEAD_DIM) as f64,
+    )?;
+    let Measured { seconds: [apart, overlapped], exposed, hidden_share } =
+        on.run(ranks, &options, |rank, device| Bench::new(rank, device, args)?.measure(args))?;
+    let [apart_ms, overlapped_ms] = exposed.map(|seconds| 1e3 * median(&seconds));
+    let layout = AttentionLayout::causal(1, args.seq_len, grouped_heads(NUM_HEADS, NUM_HEADS));
+    let pairs = layout.map_err(|error| Failure::Usage(error.into()))?.num_visible_pairs() as f64;
+    let flops = 12.0 * pairs * (NUM_HEADS * HEAD_DIM) as f64;
+    let apart = Figure::new("apart", apart, flops).with("exposed_ms", apart_ms);
+    let overlapped = Figure::new("overlapped", overlapped, flops)
+        .against(&apart)
+        .with("exposed_ms", overlapped_ms)
+        .with("hidden_share", hidden_share);
+    let settings = json!({
+        "seq_len": args.seq_len, "head_chunks": chunks, "link_share": args.link_share,
+    });
+    let method = "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; with \
+                  and without overlap in turns; exposed: what is left of a transfer when a rank begins to wait for it; \
+                  hidden share: of all but one chunk's transfers, which nothing can hide; FLOPs of attention; slowest \
+                  rank, median";
+    let report = Report::new("overlap", settings, method, Unit::Flops).on(ranks, &options, on.placement());
+    args.measuring.print(&Report { figures: vec![apart, overlapped], ..report })
+}
+
+/// By repetition: without overlap, and with it.
+struct Measured {
+    seconds: [Vec<f64>; 2],
+    /// Seconds left of transfers when their waits begin, on the rank with the most.
+    exposed: [Vec<f64>; 2],
+    /// The part of them that the overlap removes, of what it can remove; on the rank with the least.
+    hidden_share: f64,
+}
+
+/// A layer on one rank.
+struct Bench<'a> {
+    rank: &'a RankContext,
+    device: Device,
+    link: Arc<SlowLink>,
+    layer: DecoderLayer,
+    params: Vec<Tensor>,
+    grads: Vec<Option<Tensor>>,
+    x: Tensor,
+    apart: LayerContext,
+    overlapped: LayerContext,
+}
+
+impl<'a> Bench<'a> {
+    fn new(rank: &'a RankContext, device: Device, args: &Args) -> Result<Self> {
+        let config = LlamaConfig {
+            hidden_size: HIDDEN,
+            intermediate_size: HIDDEN,
+            num_layers: 1,
+            num_heads: NUM_HEADS,
+            num_kv_heads: NUM_HEADS,
+            head_dim: HEAD_DIM,
+            ..preset("nano")?
+        };
+        let layer = DecoderLayer::new(&config, 0);
+        let (mut params, mut grads) = (Vec::new(), Vec::new());
+        for spec in layer.parameters() {
+            let mut values = vec![0.0; spec.numel()];
+            RandomWeights { seed: 1 }.read(spec, 0..spec.numel(), &mut values)?;
+            params.push(Tensor::from_vec(values, spec.shape.as_slice(), &device)?);
+            grads.push(Some(Tensor::zeros(spec.shape.as_slice(), DType::F32, &device)?));
+        }
+        let seq_len = args.seq_len as usize;
+        let shard = shard_range(seq_len, rank.world_size, rank.rank);
+        let x = Tensor::randn(0_f32, 1.0, (1, shard.len(), HIDDEN), &device)?;
+        let positions = (shard.start as u32..shard.end as u32).collect();
+        let tokens = Arc::new(TokenLayout::new(shard, positions, Arc::new(vec![vec![0, args.seq_len]]))?);
+        let link = SlowLink::new(rank.group.clone());
+        link.progress_in_background();
+        let attention = Arc::new(UlyssesAttention::new(Arc::new(FlashAttention::default()), link.clone()));
+        let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks.into() };
+        let context = |overlaps| {
+            LayerContext::new(tokens.clone(), attention.clone(), Arc::new(Workspace::new()))
+                .with_tiling(tiling)
+                .with_overlapped_exchange(overlaps)
+        };
+        let (apart, overlapped) = (context(false), context(true));
+        Ok(Self { rank, device, link, layer, params, grads, x, apart, overlapped })
+    }
+
+    /// Runs the layer forward and backward. Returns the seconds that transfers were exposed.
+    fn pass(&self, context: &LayerContext) -> Result<f64> {
+        let before = self.link.exposed_seconds();
+        let (y, saved) = self.layer.forward(&self.params, &self.x, context)?;
+        let dx = self.layer.backward(&self.params, saved, y, &self.grads, context)?;
+        context.workspace().recycle(dx);
+        Ok(self.link.exposed_seconds() - before)
+    }
+
+    fn measure(&self, args: &Args) -> Result<Measured> {
+        let group = &*self.rank.group;
+        let run = |context| Case::new(move || self.pass(context).map(drop));
+        let free = take_turns(group, &self.device, 2, vec![run(&self.apart)])?;
+        let before = self.link.sent_bytes();
+        self.pass(&self.apart)?;
+        let bytes = (self.link.sent_bytes() - before) as f64;
+        self.link.set_rate(bytes / (args.link_share * median(&free[0])));
+        let exposed = [(); 2].map(|()| RefCell::new(Vec::new()));
+        let record = |context, exposed: &'_ RefCell<Vec<f64>>| -> Result<()> {
+            exposed.borrow_mut().push(self.pass(context)?);
+            Ok(())
+        };
+        let cases = vec![
+            Case::new(|| record(&self.apart, &exposed[0])),
+            Case::new(|| record(&self.overlapped, &exposed[1])),
+        ];
+        let seconds = take_turns(group, &self.device, args.measuring.repeats, cases)?;
+        let seconds = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
+        // The first repetition is a warm-up.
+        let exposed = exposed.map(|seconds| seconds.into_inner().split_off(1));
+        let hideable = 1.0 - 1.0 / f64::from(args.head_chunks);
+        let share = |(apart, overlapped): (&f64, &f64)| (apart - overlapped) / (apart * hideable);
+        let shares: Vec<f64> = exposed[0].iter().zip(&exposed[1]).map(share).collect();
+        let hidden_share = median(&group.all_reduce_values(&shares, ReduceOp::Min)?);
+        let [apart, overlapped] = exposed.map(|seconds| group.all_reduce_values(&seconds, ReduceOp::Max));
+        Ok(Measured { seconds, exposed: [apart?, overlapped?], hidden_share })
+    }
+}

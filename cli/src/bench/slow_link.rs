@@ -1,0 +1,80 @@
+//! A link that is slowed on purpose.
+
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
+
+/// A group whose exchanges take as long as over one link of a chosen rate per rank. The link transfers one exchange
+/// after the other from their start on, whatever the rank does: a wait ends no earlier than the transfer.
+#[derive(Debug)]
+pub(super) struct SlowLink {
+    inner: Arc<dyn ProcessGroup>,
+    state: Arc<Mutex<LinkState>>,
+}
+
+#[derive(Debug)]
+struct LinkState {
+    bytes_per_second: f64,
+    /// The end of the last transfer.
+    free: Instant,
+    sent_bytes: u64,
+    exposed: Duration,
+}
+
+impl SlowLink {
+    /// Wraps `inner` in a link that takes no time until its rate is set.
+    pub(super) fn new(inner: Arc<dyn ProcessGroup>) -> Arc<Self> {
+        let (free, exposed) = (Instant::now(), Duration::ZERO);
+        let state = LinkState { bytes_per_second: f64::INFINITY, free, sent_bytes: 0, exposed };
+        Arc::new(Self { inner, state: Arc::new(Mutex::new(state)) })
+    }
+
+    pub(super) fn set_rate(&self, bytes_per_second: f64) {
+        self.state.lock().bytes_per_second = bytes_per_second;
+    }
+
+    /// Bytes that the rank has sent to others.
+    pub(super) fn sent_bytes(&self) -> u64 {
+        self.state.lock().sent_bytes
+    }
+
+    /// Seconds that transfers still needed when the rank began to wait for them.
+    pub(super) fn exposed_seconds(&self) -> f64 {
+        self.state.lock().exposed.as_secs_f64()
+    }
+
+    /// Queues a transfer. Returns its end.
+    fn transfer(&self, bytes: u64) -> Instant {
+        let mut state = self.state.lock();
+        state.sent_bytes += bytes;
+        let seconds = Duration::from_secs_f64(bytes as f64 / state.bytes_per_second);
+        state.free = state.free.max(Instant::now()) + seconds;
+        state.free
+    }
+}
+
+impl GroupWrapper for SlowLink {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        let CollectiveArgs::AllToAllStrided { inputs, plan, .. } = call else {
+            return self.inner.start(call);
+        };
+        let mut elements = plan.counts().0;
+        elements[self.inner.rank()] = 0;
+        let bytes = elements.iter().sum::<usize>() * inputs[0].dtype().size_in_bytes();
+        let pending = self.inner.start(call)?;
+        let (arrives, state, group) = (self.transfer(bytes as u64), self.state.clone(), self.inner.clone());
+        let left = move || arrives.saturating_duration_since(Instant::now());
+        let complete = move || {
+            state.lock().exposed += left();
+            pending.wait()?;
+            std::thread::sleep(left());
+            Ok(())
+        };
+        Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
+    }
+}
