@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernels_check import ptxas, sass, table
+from kernels_check import fused, ptxas, sass, table
 from kernels_check.compilers import CompileError, Nvrtc, nvcc_outputs
 from kernels_check.ptxas import Usage
 from kernels_check.sass import Code
@@ -93,7 +93,8 @@ def check(
         return [f"there is no kernel in {kernels}"]
     try:
         usages, codes = compile_all(cuda_home, sources)
-        current = table.render(usages, codes)
+        flat = [[one for of_file in by_file.values() for one in of_file] for by_file in (usages, codes)]
+        current = f"{fused.render(*flat)}\n\n{table.render(usages, codes)}"
         print(current)
         return [
             *local_memory_errors(usages, MAY_USE_LOCAL_MEMORY),

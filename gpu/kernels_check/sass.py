@@ -50,10 +50,10 @@ class Code:
     def count(self, *names: str) -> int:
         return sum(each.name() in names for each in self.instructions)
 
-    def has_loop_with(self, name: str) -> bool:
-        """Returns whether a loop has such an instruction."""
-        found = [each.address for each in self.instructions if each.name() == name]
-        return any(first <= address <= last for first, last in self._loops() for address in found)
+    def loop_with(self, name: str) -> list[Instruction]:
+        """Returns the longest loop with such an instruction, empty if there is none."""
+        loops = ([each for each in self.instructions if first <= each.address <= last] for first, last in self._loops())
+        return max((loop for loop in loops if any(each.name() == name for each in loop)), key=len, default=[])
 
     def _loops(self):
         """Backward branches, as first and last address. The endless loop after the end is a branch to itself."""
@@ -101,7 +101,7 @@ def errors(codes: dict[str, list[Code]], may_use_local: set[tuple[str, str]], mm
                 found.append(f"{file}: `{code.kernel}` has {local} accesses of local memory on {code.arch}")
             if generic := code.count(*GENERIC_ACCESSES):
                 found.append(f"{file}: `{code.kernel}` has {generic} generic accesses on {code.arch}")
-            if code.kernel in mma_loops and not code.has_loop_with("HMMA"):
+            if code.kernel in mma_loops and not code.loop_with("HMMA"):
                 found.append(f"{file}: `{code.kernel}` has no HMMA in a loop on {code.arch}")
     for kernel in sorted(mma_loops - {code.kernel for of_file in codes.values() for code in of_file}):
         found.append(f"MMA_LOOPS names `{kernel}`, which is no kernel: remove the entry")

@@ -7,7 +7,7 @@ import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from kernels_check import ptxas, sass, table
+from kernels_check import fused, ptxas, sass, table
 from kernels_check.__main__ import REPOSITORY, check, local_memory_errors, toolchain
 from kernels_check.compilers import nvcc_outputs
 from kernels_check.ptxas import Usage
@@ -125,9 +125,9 @@ class MachineCode(unittest.TestCase):
 
     def test_tensor_core_instructions_must_be_in_a_loop(self):
         products, sums = sass.parse(LISTING)
-        self.assertTrue(products.has_loop_with("HMMA"))
-        self.assertTrue(products.has_loop_with("STG"))
-        self.assertFalse(products.has_loop_with("LDG"))
+        self.assertEqual([each.address for each in products.loop_with("HMMA")], [0x10, 0x20, 0x30, 0x40, 0x50, 0x60])
+        self.assertTrue(products.loop_with("STG"))
+        self.assertEqual(products.loop_with("LDG"), [])
         errors = "\n".join(sass.errors({"made_up.cu": [sums]}, {("sums", "sm_90")}, {"sums", "gone"}))
         self.assertIn("`sums` has no HMMA in a loop on sm_90", errors)
         self.assertIn("MMA_LOOPS names `gone`", errors)
@@ -136,6 +136,21 @@ class MachineCode(unittest.TestCase):
         for listing in ("", LISTING.replace("/*00", "<00"), LISTING.replace("code for", "code of")):
             with self.assertRaises(sass.UnreadableCode):
                 sass.parse(listing)
+
+
+class Fused(unittest.TestCase):
+    def test_registers_shared_memory_or_warps_limit_the_blocks_of_a_multiprocessor(self):
+        self.assertEqual(fused.blocks(255, 1024, "80"), 2)
+        self.assertEqual(fused.blocks(168, 1024, "80"), 3)
+        self.assertEqual([fused.blocks(32, 66 << 10, arch) for arch in ("80", "90")], [2, 3])
+        self.assertEqual(fused.blocks(16, 0, "100"), 16)
+
+    def test_a_kernel_gets_a_row_with_the_instructions_of_its_loop(self):
+        kernel = "attention_fused_forward_bf16_64"
+        row = fused.render([Usage(kernel, "sm_90", 200, 0, 0, 0, 0)], sass.parse(LISTING.replace("products", kernel)))
+        self.assertEqual(
+            row.splitlines()[2], "| forward | 64 | 32 KiB | sm_90 | 200 | 2 | 12 % | 1 | 0 | 0 | 0 | 0 | 5 |"
+        )
 
 
 class Tables(unittest.TestCase):
