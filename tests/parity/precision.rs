@@ -2,6 +2,7 @@
 //! skip it or none does.
 
 use crate::support::compare::{assert_scalar_close, values};
+use crate::support::device::with_ranks_on_cpu;
 use crate::support::llama_block::autograd_decoder_layer;
 use crate::support::mesh_run::{
     Layout, Problem, Rule, bits, by_name, global_batch, layout, llama, micro_batches, on_mesh,
@@ -65,7 +66,8 @@ fn check_gradients(format: &str, problem: impl Fn() -> Problem, layouts: impl It
     let expected = fused.reference().unwrap();
     let gradients = &expected.steps[0].grads;
     let plain = Problem { model: naive, ..problem() };
-    let naive_errors = rms_errors(&by_name(&plain.run(layout(1, 1, 0)).unwrap().gradients), gradients);
+    let naive = with_ranks_on_cpu(|| plain.run(layout(1, 1, 0))).unwrap();
+    let naive_errors = rms_errors(&by_name(&naive.gradients), gradients);
     for layout in layouts {
         let outcome = fused.run(layout).unwrap();
         let errors = rms_errors(&by_name(&outcome.gradients), gradients);

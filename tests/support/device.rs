@@ -3,13 +3,16 @@
 
 use anyhow::Result;
 use candle_core::Device;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use ulysses::comm::thread::{self, LaunchError, LaunchOptions};
 use ulysses::comm::{MeshGroups, RankContext};
 use ulysses::mesh::DeviceMesh;
 
 thread_local! {
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+
+    /// Whether the ranks that this thread launches run on the CPU.
+    static LAUNCHES_ON_CPU: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs every rank of a mesh on the device under test.
@@ -19,6 +22,9 @@ pub fn launch<T: Send>(
     run: impl Fn(usize, MeshGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
     let on_rank = |rank: RankContext| run(rank.rank, MeshGroups::new(mesh, rank.group)?);
+    if LAUNCHES_ON_CPU.get() {
+        return thread::launch(mesh.world_size(), options, on_rank);
+    }
     #[cfg(feature = "nccl")]
     if choice() == "nccl" {
         let gpus: Vec<usize> = (0..mesh.world_size()).collect();
@@ -28,6 +34,15 @@ pub fn launch<T: Send>(
         });
     }
     thread::launch(mesh.world_size(), options, |rank| on_test_device(|| on_rank(rank)))
+}
+
+/// Calls `run`, which launches its ranks on the CPU: for expected values that candle's ops compute, of which simulated
+/// GPUs have few.
+pub fn with_ranks_on_cpu<R>(run: impl FnOnce() -> R) -> R {
+    LAUNCHES_ON_CPU.set(true);
+    let result = run();
+    LAUNCHES_ON_CPU.set(false);
+    result
 }
 
 /// Runs one rank of a test on the device under test.
