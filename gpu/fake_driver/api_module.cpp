@@ -159,6 +159,7 @@ FAKE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, u
     Stream *stream = stream_of(stream_handle, kernel.name.c_str());
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     const auto arguments = copy_arguments(kernel, parameters);
+    count_call(kernel.name.c_str());
     Operation operation;
     operation.name = kernel.name;
     operation.run = [&kernel, arguments, x, y, z, threads, shared_bytes] {

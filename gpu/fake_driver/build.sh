@@ -31,7 +31,7 @@ import json, os, sys
 [manifest] = [package["manifest_path"] for package in json.load(sys.stdin)["packages"] if package["name"] == "cudarc"]
 print(os.path.join(os.path.dirname(manifest), "src"))')
     compile_all "${emulated[@]}"
-    link cuda libcuda.so.1 "$sources/driver" report failures memory page_locked races queue api_device api_stream api_memory \
+    link cuda libcuda.so.1 "$sources/driver" report calls failures memory page_locked races queue api_device api_stream api_memory \
         api_module kernel_arguments project_kernels candle_kernels "${emulated[@]}"
     link cublas libcublas.so.13 "$sources/cublas" cublas gemm
     link curand libcurand.so.10 "$sources/curand" curand

@@ -51,6 +51,7 @@ std::deque<Failure> parse(const char *text) {
 }  // namespace
 
 __attribute__((visibility("default"))) int injected_failure(const char *function, int usual) {
+    count_call(function);
     // Never destroyed: other threads may still run when the process ends.
     static auto &all = *[] {
         const char *asked = std::getenv("FAKE_DRIVER_FAIL");

@@ -43,7 +43,11 @@ void check_load(const char *kernel);
 // Prints and counts a fault of the program. The process ends with exit code 97 if there was one.
 void report(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// The error that this call of a function returns by FAKE_DRIVER_FAIL, `usual` unless that names another, or 0.
+// Counts a call of a function or a launch of a kernel for FAKE_DRIVER_CALLS.
+void count_call(const char *name);
+
+// Counts this call of a function, and returns the error that it returns by FAKE_DRIVER_FAIL, `usual` unless that names
+// another, or 0.
 int injected_failure(const char *function, int usual);
 
 // The fault that the environment asks for (FAKE_DRIVER_SEED_FAULT), to test that it is found.
