@@ -21,6 +21,7 @@ use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, AttentionKernels, FlashAttention};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_gemm;
+use ulysses_kernels::lm_head_loss::default_tile_tokens;
 use ulysses_kernels::tensor::TensorOptions;
 
 /// A model in training on one rank of the mesh.
@@ -115,7 +116,11 @@ impl Engine {
         check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
         check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
         check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
-        model.head = model.head.with_tile_tokens(config.ulysses.loss_tile_tokens);
+        let loss_tile = match config.ulysses.loss_tile_tokens {
+            Some(tokens) => tokens.get(),
+            None => default_tile_tokens(model.head.vocab_size(), device)?,
+        };
+        model.head = model.head.with_tile_tokens(loss_tile);
         let units = model.units();
         let mut names = HashSet::new();
         let parameters = units.iter().flat_map(|unit| &unit.parameters);

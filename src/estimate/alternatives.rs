@@ -10,7 +10,7 @@ use std::num::NonZero;
 use ulysses_kernels::device::DeviceKind;
 
 /// Tile size of the loss in the alternative with small tiles.
-const SMALL_LOSS_TILE: usize = 128;
+const SMALL_LOSS_TILE: NonZero<usize> = NonZero::new(128).unwrap();
 
 /// Tile size of norms, projections and the MLP in the alternative with tiles.
 const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
@@ -128,9 +128,9 @@ impl Workload {
                 config.seq_parallel_communication_data_type = CommunicationDtype::Bf16;
             });
         }
-        if config.ulysses.loss_tile_tokens > SMALL_LOSS_TILE {
+        if config.ulysses.loss_tile_tokens.is_none_or(|tokens| tokens > SMALL_LOSS_TILE) {
             add(format!("loss in tiles of {SMALL_LOSS_TILE}"), &|config| {
-                config.ulysses.loss_tile_tokens = SMALL_LOSS_TILE;
+                config.ulysses.loss_tile_tokens = Some(SMALL_LOSS_TILE);
             });
         }
         if config.micro_batch_size > 1 {

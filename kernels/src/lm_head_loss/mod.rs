@@ -23,7 +23,7 @@ use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, TokenTable, Workspace, linear};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
@@ -39,6 +39,28 @@ pub struct LossSum {
     pub sum: f64,
     /// Number of these tokens.
     pub valid_tokens: u64,
+}
+
+/// Tokens in a tile on a CPU, where larger ones are no faster, and at least so many on a GPU.
+const TILE_TOKENS: usize = 1024;
+
+/// The logits of a tile on a GPU have at most as many bytes, if the vocabulary allows. Every tile reads and writes the
+/// whole weight gradient, which takes a large part of its time on a GPU.
+const TILE_BYTES: usize = 1 << 30;
+
+/// The tile size that suits a device.
+///
+/// # Errors
+/// A device that this build has no kernels for.
+pub fn default_tile_tokens(vocab_size: usize, device: &Device) -> Result<usize, OpError> {
+    let fits = |tokens: &usize| tokens * vocab_size * size_of::<f32>() <= TILE_BYTES;
+    let call = Call::new("lm_head_loss::default_tile_tokens");
+    Ok(match call.kernels(Target::of(device))? {
+        Target::Kernels(_) => {
+            [8, 4, 2].map(|times| times * TILE_TOKENS).into_iter().find(fits).unwrap_or(TILE_TOKENS)
+        }
+        Target::Cpu | Target::Dry(_) => TILE_TOKENS,
+    })
 }
 
 /// Computes the losses, and writes each token's logsumexp for [`backward`]. Does not synchronize with a GPU;

@@ -195,6 +195,18 @@ fn all_logits_at_once_equal_the_matmul() {
 }
 
 #[test]
+fn a_gpu_has_the_largest_tile_whose_logits_take_a_gibibyte_at_most() {
+    on_every_target(|target| {
+        let tiles =
+            [32_000, 128_256, 151_936, 1 << 20].map(|vocab| default_tile_tokens(vocab, &device()).unwrap());
+        match target {
+            "cpu" => assert_eq!(tiles, [1024; 4]),
+            _ => assert_eq!(tiles, [8192, 2048, 1024, 1024], "{target}"),
+        }
+    });
+}
+
+#[test]
 fn wrong_labels_and_tiles_are_named() {
     let (x, weight, lse) = (output(&[2, 3]), output(&[5, 3]), output(&[2]));
     let error = forward(&x, &weight, &Labels::new([0, 5]), 2, &lse, &Workspace::new()).unwrap_err();

@@ -82,7 +82,9 @@ keys! {
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),
         /// Tile size, in tokens, of the logits and the loss.
-        pub loss_tile_tokens: usize = count().integer(1024),
+        pub loss_tile_tokens: Option<NonZero<usize>> = count().derived(
+            "1024; on a GPU up to 8192, as long as the logits of a tile take at most 1 GiB",
+        ),
         /// Parameter groups with their own settings; a parameter belongs to the first group that it matches.
         pub parameter_groups: Vec<ParameterGroup> = section(),
     }
