@@ -46,10 +46,11 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
 #[cold]
 fn out_of_memory(bytes: usize) -> ! {
     static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+    const SIZE: usize = 1024;
     while IS_REPORTED.swap(true, Ordering::Relaxed) {
         std::thread::sleep(Duration::from_secs(1));
     }
-    let mut message = [0_u8; 512];
+    let mut message = [0_u8; SIZE];
     let mut rest = &mut message[..];
     let (category, live_bytes) = (memory::current().name(), memory::live_bytes());
     let planned = crate::settings::PLANNED_PEAK.get().map_or("", String::as_str);
@@ -61,7 +62,7 @@ fn out_of_memory(bytes: usize) -> ! {
          limits of this process",
         thread = ThreadName::current(),
     );
-    let length = 512 - rest.len();
+    let length = SIZE - rest.len();
     // SAFETY: the bytes are initialized and live through the call; `_exit` runs nothing that could allocate.
     unsafe {
         libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), length as _);

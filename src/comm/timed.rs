@@ -1,24 +1,42 @@
 //! Time that a rank spends in collectives, for any backend.
 
 use super::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
-use parking_lot::Mutex;
+use candle_core::Device;
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use ulysses_kernels::device::{DeviceTimes, TimeStamp};
 
 /// A timer of one rank, shared by its groups.
 ///
-/// The time of a call is what the rank's thread spent in `start_*` and in [`Pending::wait`], where it did
-/// nothing else. Communication that overlaps with compute is not included.
-#[derive(Debug, Default)]
+/// The time of a call is what the rank spent in `start_*` and in [`Pending::wait`], where it did nothing else:
+/// on the CPU its thread, on a GPU the stream of its tensors, which packs, waits for the stream of the collectives,
+/// and unpacks. Communication that overlaps with compute is not included. On a GPU a call is counted when its
+/// time is read, at the latest by the methods that return times.
+#[derive(Debug)]
 pub struct CommTimer {
-    calls: Mutex<BTreeMap<Kind, Times>>,
+    device: Device,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The phase of the steps that completed calls belong to.
+    phase: &'static str,
+    /// Calls that a GPU may not have done yet.
+    running: DeviceTimes<(Kind, &'static str), 2>,
+    totals: Totals,
+}
+
+#[derive(Debug, Default)]
+struct Totals {
+    calls: BTreeMap<Kind, Times>,
+    /// Since they were last taken.
+    by_phase: BTreeMap<&'static str, CommSeconds>,
     /// Seconds of each call, in order, if calls are recorded individually.
-    each: Option<Mutex<SecondsOfCalls>>,
-    /// Nanoseconds in the waits of exchanges.
-    exposed_exchange: AtomicU64,
+    each: Option<SecondsOfCalls>,
     is_verbose: bool,
 }
 
@@ -37,7 +55,7 @@ struct Kind {
 #[derive(Debug, Clone, Copy, Default)]
 struct Times {
     calls: u64,
-    total: Duration,
+    seconds: f64,
 }
 
 /// The total time of similar calls of one rank: same operation, axis and message size.
@@ -88,19 +106,6 @@ impl CommSeconds {
     }
 }
 
-impl std::ops::Sub for CommSeconds {
-    type Output = Self;
-
-    fn sub(self, earlier: Self) -> Self {
-        Self {
-            all_to_all: self.all_to_all - earlier.all_to_all,
-            exposed_exchange: self.exposed_exchange - earlier.exposed_exchange,
-            dp: self.dp - earlier.dp,
-            sp: self.sp - earlier.sp,
-        }
-    }
-}
-
 impl std::ops::AddAssign for CommSeconds {
     fn add_assign(&mut self, other: Self) {
         self.all_to_all += other.all_to_all;
@@ -111,10 +116,16 @@ impl std::ops::AddAssign for CommSeconds {
 }
 
 impl CommTimer {
+    /// Creates a timer of a rank whose tensors are on `device`.
+    pub fn new(device: &Device) -> Self {
+        Self { device: device.clone(), state: Mutex::default() }
+    }
+
     /// Creates a timer that also records each call, at four bytes each, which shows which rank was
-    /// late. With `is_verbose` it also logs each call on completion.
-    pub fn recording_calls(is_verbose: bool) -> Self {
-        Self { each: Some(Mutex::default()), is_verbose, ..Self::default() }
+    /// late. With `is_verbose` it also logs each call when its time is read.
+    pub fn recording_calls(device: &Device, is_verbose: bool) -> Self {
+        let totals = Totals { each: Some(BTreeMap::new()), is_verbose, ..Totals::default() };
+        Self { device: device.clone(), state: Mutex::new(State { totals, ..State::default() }) }
     }
 
     /// Wraps `group` so that its calls are timed under `axis`. A group of one rank is returned as it is.
@@ -125,57 +136,93 @@ impl CommTimer {
         Arc::new(TimedGroup { inner: group, axis, timer: self.clone(), issued: AtomicU64::new(0) })
     }
 
-    /// Returns the time spent so far.
-    pub fn seconds(&self) -> CommSeconds {
-        let exposed = Duration::from_nanos(self.exposed_exchange.load(Ordering::Relaxed));
-        let mut sum = CommSeconds { exposed_exchange: exposed.as_secs_f64(), ..CommSeconds::default() };
-        for (kind, times) in &*self.calls.lock() {
-            let seconds = times.total.as_secs_f64();
-            match (kind.op, kind.axis) {
-                (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => sum.all_to_all += seconds,
-                (_, "sp") => sum.sp += seconds,
-                _ => sum.dp += seconds,
-            }
-        }
-        sum
+    /// Counts calls that complete from now on under `phase`.
+    pub fn set_phase(&self, phase: &'static str) {
+        self.state.lock().phase = phase;
     }
 
-    /// Returns the calls so far, by axis, operation and size.
+    /// Returns the time spent since the last call of this method, by phase. Waits for a GPU.
+    ///
+    /// # Errors
+    /// A GPU that failed.
+    pub fn take_seconds(&self) -> candle_core::Result<BTreeMap<&'static str, CommSeconds>> {
+        let mut state = self.state.lock();
+        state.settle()?;
+        Ok(std::mem::take(&mut state.totals.by_phase))
+    }
+
+    /// Returns the calls so far, by axis, operation and size; without those that a failed GPU has not done.
     pub fn calls(&self) -> Vec<CallTimes> {
-        let calls = self.calls.lock();
+        let calls = &self.settled().totals.calls;
         let reported = calls.iter().map(|(kind, times)| CallTimes {
             axis: kind.axis.to_owned(),
             op: kind.op,
             ranks: kind.ranks,
             input_bytes: kind.input_bytes,
             calls: times.calls,
-            seconds: times.total.as_secs_f64(),
+            seconds: times.seconds,
         });
         reported.collect()
     }
 
-    /// Returns the times of each call, if the timer records them.
+    /// Returns the times of each call, if the timer records them; as [`calls`](Self::calls).
     pub fn each_call(&self) -> Vec<EachCall> {
-        let Some(each) = &self.each else { return Vec::new() };
         let reported = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
             axis: axis.to_owned(),
             op,
             seconds: seconds.clone(),
         };
-        each.lock().iter().map(reported).collect()
+        self.settled().totals.each.iter().flatten().map(reported).collect()
     }
 
-    fn add(&self, kind: Kind, time: Duration) {
+    fn settled(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        if let Err(error) = state.settle() {
+            tracing::debug!("times of collectives are missing: {error}");
+        }
+        state
+    }
+
+    fn now(&self) -> candle_core::Result<TimeStamp> {
+        TimeStamp::now(&self.device)
+    }
+
+    fn add(&self, kind: Kind, intervals: [[TimeStamp; 2]; 2]) -> candle_core::Result<()> {
+        let State { phase, running, totals } = &mut *self.state.lock();
+        running.add((kind, *phase), intervals, |(kind, phase), [starting, waiting]| {
+            totals.count(kind, phase, starting, waiting)
+        })
+    }
+}
+
+impl State {
+    fn settle(&mut self) -> candle_core::Result<()> {
+        let Self { running, totals, .. } = self;
+        running.settle(|(kind, phase), [starting, waiting]| totals.count(kind, phase, starting, waiting))
+    }
+}
+
+impl Totals {
+    fn count(&mut self, kind: Kind, phase: &'static str, starting: f64, waiting: f64) {
+        let seconds = starting + waiting;
         let Kind { axis, op, input_bytes, .. } = kind;
-        let mut calls = self.calls.lock();
-        let times = calls.entry(kind).or_default();
+        let times = self.calls.entry(kind).or_default();
         times.calls += 1;
-        times.total += time;
-        if let Some(each) = &self.each {
-            each.lock().entry((axis, op)).or_default().push(time.as_secs_f32());
+        times.seconds += seconds;
+        let of_phase = self.by_phase.entry(phase).or_default();
+        match (op, axis) {
+            (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => of_phase.all_to_all += seconds,
+            (_, "sp") => of_phase.sp += seconds,
+            _ => of_phase.dp += seconds,
+        }
+        if op == CollectiveOp::AllToAllStrided {
+            of_phase.exposed_exchange += waiting;
+        }
+        if let Some(each) = &mut self.each {
+            each.entry((axis, op)).or_default().push(seconds as f32);
         }
         if self.is_verbose {
-            tracing::info!(axis, %op, input_bytes, milliseconds = 1e3 * time.as_secs_f64(), "collective");
+            tracing::info!(axis, %op, input_bytes, milliseconds = 1e3 * seconds, "collective");
         }
     }
 }
@@ -205,26 +252,22 @@ impl GroupWrapper for TimedGroup {
         let kind = Kind { axis: self.axis, op, ranks: self.inner.world_size(), input_bytes };
         let sequence = self.issued.fetch_add(1, Ordering::Relaxed);
         let first = self.inner.global_ranks()[0];
-        let begun = Instant::now();
+        let begun = self.timer.now()?;
         let pending = {
             let _start =
                 tracing::trace_span!("start", axis = self.axis, %op, input_bytes, first, sequence).entered();
             self.inner.start(call)?
         };
-        let starting = begun.elapsed();
+        let starting = [begun, self.timer.now()?];
         let (timer, group) = (self.timer.clone(), self.inner.clone());
         let complete = move || {
-            let begun = Instant::now();
+            let begun = timer.now()?;
             let waiting =
                 tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered();
             pending.wait()?;
             drop(waiting);
-            let waited = begun.elapsed();
-            if op == CollectiveOp::AllToAllStrided {
-                timer.exposed_exchange.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
-            }
-            timer.add(kind, starting + waited);
-            Ok(())
+            let waited = [begun, timer.now()?];
+            Ok(timer.add(kind, [starting, waited])?)
         };
         Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
     }
@@ -236,19 +279,20 @@ mod tests {
         LaunchOptions, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan, launch,
     };
     use super::*;
-    use candle_core::Device;
+    use std::time::Duration;
 
     #[test]
     fn a_rank_that_waits_for_a_late_one_is_charged_with_the_time_and_the_late_one_is_not() {
         const LATE: Duration = Duration::from_millis(60);
         let calls = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::recording_calls(false));
+            let timer = Arc::new(CommTimer::recording_calls(&Device::Cpu, false));
             let group = timer.wrap("dp", rank.group.clone());
             if rank.rank == 1 {
                 std::thread::sleep(LATE);
             }
             assert_eq!(group.all_reduce_values(&[1.0_f32, 2.0], ReduceOp::Sum)?, [2.0, 4.0]);
-            assert!(timer.seconds().dp > 0.0 && timer.seconds().all_to_all == 0.0);
+            let seconds = timer.take_seconds()?[""];
+            assert!(seconds.dp > 0.0 && seconds.all_to_all == 0.0);
             assert_eq!(timer.each_call().iter().map(|call| call.seconds.len()).collect::<Vec<_>>(), [1]);
             Ok(timer.calls())
         });
@@ -263,19 +307,25 @@ mod tests {
     fn an_operation_under_way_costs_nothing_while_the_rank_does_something_else() {
         const BUSY: Duration = Duration::from_millis(200);
         let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::default());
+            let timer = Arc::new(CommTimer::new(&Device::Cpu));
             let group = timer.wrap("sp", rank.group.clone());
+            timer.set_phase("forward");
             let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 8], &Device::Cpu)?;
             let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
             assert!(timer.calls().is_empty(), "not complete yet");
             std::thread::sleep(BUSY);
+            timer.set_phase("backward");
             pending.wait()?;
             // Both sleep for the same time, so their waits for each other are shorter than that.
             assert!(timer.each_call().is_empty());
-            Ok((timer.seconds(), timer.calls()))
+            let seconds = timer.take_seconds()?;
+            assert!(timer.take_seconds()?.is_empty(), "taken");
+            Ok((seconds, timer.calls()))
         });
         for (seconds, calls) in seconds.unwrap() {
-            assert!(seconds.sp > 0.0 && seconds.dp == 0.0);
+            let phases: Vec<_> = seconds.keys().copied().collect();
+            assert_eq!(phases, ["backward"], "the phase in which it completes");
+            assert!(seconds["backward"].sp > 0.0 && seconds["backward"].dp == 0.0);
             assert_eq!(calls[0].calls, 1);
         }
     }
@@ -284,7 +334,7 @@ mod tests {
     fn the_wait_of_an_exchange_is_exposed_and_the_time_until_then_is_not() {
         const LATE: Duration = Duration::from_millis(60);
         let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::default());
+            let timer = Arc::new(CommTimer::new(&Device::Cpu));
             let group = timer.wrap("sp", rank.group.clone());
             let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 2], &Device::Cpu)?;
             let received = tensor.zeros_like()?;
@@ -296,9 +346,9 @@ mod tests {
             }
             let plan = Arc::new(StridedPlan { send, recv });
             let pending = group.start_all_to_all_strided(&[tensor], &[received], &plan)?;
-            assert_eq!(timer.seconds().exposed_exchange, 0.0);
+            assert!(timer.take_seconds()?.is_empty());
             pending.wait()?;
-            Ok(timer.seconds())
+            Ok(timer.take_seconds()?[""])
         });
         let [first, late] = seconds.unwrap().try_into().unwrap();
         // The late rank's peer was waiting.
@@ -309,7 +359,7 @@ mod tests {
     #[test]
     fn a_group_of_one_rank_is_left_alone() {
         launch(1, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let group = Arc::new(CommTimer::default()).wrap("dp", rank.group.clone());
+            let group = Arc::new(CommTimer::new(&Device::Cpu)).wrap("dp", rank.group.clone());
             assert!(Arc::ptr_eq(&group, &rank.group));
             Ok(())
         })

@@ -3,12 +3,12 @@
 use super::forward::{LayerTape, Loss, Tape, head_views};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, OffloadedTensor};
+use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError};
 use candle_core::Tensor;
-use std::time::Instant;
 use ulysses_kernels::Workspace;
 
 impl Engine {
@@ -96,9 +96,9 @@ impl Engine {
         }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
-        let start = Instant::now();
+        let begin = self.timer.now()?;
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
-        self.part_times(num_layers).backward += start.elapsed().as_secs_f64();
+        self.timer.add(Timed::BackwardOfPart(num_layers), begin)?;
         self.zero.release(unit);
         Ok(dx)
     }
@@ -130,12 +130,12 @@ impl Engine {
                 self.zero.read_ahead(unit - 2)?;
             }
         }
-        let start = Instant::now();
+        let begin = self.timer.now()?;
         let layer = &self.model.layers[index];
         let checkpoint = match layer_tape {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
-                self.part_times(index).backward += start.elapsed().as_secs_f64();
+                self.timer.add(Timed::BackwardOfPart(index), begin)?;
                 self.zero.release(unit);
                 return Ok((dx, x));
             }
@@ -145,7 +145,7 @@ impl Engine {
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
-        self.part_times(index).backward += start.elapsed().as_secs_f64();
+        self.timer.add(Timed::BackwardOfPart(index), begin)?;
         self.zero.release(unit);
         Ok((dx, x))
     }

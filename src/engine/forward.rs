@@ -2,13 +2,13 @@
 
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
+use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
-use std::time::Instant;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::embedding::Ids;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
@@ -98,7 +98,7 @@ impl Engine {
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = input_ids(batch);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
-            let start = Instant::now();
+            let begin = engine.timer.now()?;
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -108,7 +108,7 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
-            engine.part_times(index).forward += start.elapsed().as_secs_f64();
+            engine.timer.add(Timed::ForwardOfPart(index), begin)?;
             Ok(y)
         })?;
         self.begin_part(Moment::Head);
@@ -121,9 +121,9 @@ impl Engine {
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let labels = labels(batch, self.model.head.vocab_size())?;
-        let start = Instant::now();
+        let begin = self.timer.now()?;
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
-        self.part_times(self.model.layers.len()).forward += start.elapsed().as_secs_f64();
+        self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
         let (step, batch_hash) = (self.attempted_steps, batch.batch_hash);
         let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {

@@ -7,7 +7,7 @@ use super::moment::Moment;
 use super::offload::{ActivationOffload, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
-use super::times::StepTimes;
+use super::times::StepTimer;
 use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{AttentionChoice, Config, LrSchedule};
 use crate::mesh::SHARD_AXIS;
@@ -50,8 +50,7 @@ pub struct Engine {
     /// Bytes sent up to the last report.
     pub(super) reported_bytes: u64,
     pub(super) comm_timer: Arc<CommTimer>,
-    /// Times of the steps since they were last taken.
-    pub(super) times: StepTimes,
+    pub(super) timer: StepTimer,
     /// Records memory peaks while they are watched.
     pub(super) memory: Option<PeakRecorder>,
     /// The part of a step that began last.
@@ -105,8 +104,8 @@ impl Engine {
         bf16_gemm()?;
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(match &config.monitoring.comms_logger {
-            logger if logger.enabled => CommTimer::recording_calls(logger.verbose),
-            _ => CommTimer::default(),
+            logger if logger.enabled => CommTimer::recording_calls(device, logger.verbose),
+            _ => CommTimer::new(device),
         });
         let groups = groups.map(|axis, group| comm_timer.wrap(axis, group));
         let groups = ZeroGroups { gradient_dtype: config.gradient_communication(), ..groups };
@@ -158,6 +157,7 @@ impl Engine {
         if config.overlaps_exchange() {
             groups.sp.progress_in_background();
         }
+        let timer = StepTimer::new(device, model.layers.len());
         let attention = UlyssesAttention::new(local_attention, groups.sp.clone());
         Ok(Self {
             schedule: config.lr_schedule(),
@@ -178,7 +178,7 @@ impl Engine {
             is_broken: false,
             reported_bytes: 0,
             comm_timer,
-            times: StepTimes::default(),
+            timer,
             memory: None,
             part: None,
         })

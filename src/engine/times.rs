@@ -1,21 +1,22 @@
 //! Time of a step by phase, on this rank.
 
-use super::Engine;
+use super::{Engine, EngineError};
 use crate::comm::{CallTimes, CommSeconds, EachCall};
 use crate::monitor::TimeShares;
-use std::time::Instant;
+use candle_core::Device;
+use ulysses_kernels::device::{DeviceTimes, TimeStamp};
 
 /// Time of one phase of the steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct PhaseTimes {
-    /// Wall time.
+    /// Wall time; on a GPU, that of its stream.
     pub seconds: f64,
     /// The part of it spent in collectives.
     pub comm: CommSeconds,
 }
 
-/// Times of the steps that [`Engine::train_batch`] has run. On a GPU these are host times: launching work
-/// and waiting for values.
+/// Times of the steps that [`Engine::train_batch`] has run. On a GPU these are times of its stream, between events:
+/// the host launches work ahead of it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTimes {
     /// All forward passes.
@@ -63,6 +64,7 @@ impl StepTimes {
     }
 }
 
+/// The phases of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum StepPhase {
     Forward,
@@ -70,11 +72,86 @@ pub(super) enum StepPhase {
     Update,
 }
 
+impl StepPhase {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Update => "update",
+        }
+    }
+}
+
+/// What an interval of a step belongs to. Parts are those of [`StepTimes::parts`].
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Timed {
+    Phase(StepPhase),
+    ForwardOfPart(usize),
+    BackwardOfPart(usize),
+}
+
+/// Measures the steps of one rank.
+#[derive(Debug)]
+pub(super) struct StepTimer {
+    device: Device,
+    num_parts: usize,
+    /// What a GPU may not have done yet.
+    running: DeviceTimes<Timed, 1>,
+    /// Since they were last taken.
+    times: StepTimes,
+}
+
+impl StepTimer {
+    pub(super) fn new(device: &Device, num_layers: usize) -> Self {
+        let (running, times) = (DeviceTimes::default(), StepTimes::default());
+        Self { device: device.clone(), num_parts: num_layers + 1, running, times }
+    }
+
+    pub(super) fn now(&self) -> candle_core::Result<TimeStamp> {
+        TimeStamp::now(&self.device)
+    }
+
+    /// Adds the time since `begin`.
+    pub(super) fn add(&mut self, of: Timed, begin: TimeStamp) -> candle_core::Result<()> {
+        let interval = [begin, self.now()?];
+        let times = &mut self.times;
+        times.parts.resize(self.num_parts, PartTimes::default());
+        self.running.add(of, [interval], |of, [seconds]| times.count(of, seconds))
+    }
+
+    fn take(&mut self) -> candle_core::Result<StepTimes> {
+        let times = &mut self.times;
+        self.running.settle(|of, [seconds]| times.count(of, seconds))?;
+        Ok(std::mem::take(times))
+    }
+}
+
+impl StepTimes {
+    fn count(&mut self, of: Timed, seconds: f64) {
+        *match of {
+            Timed::Phase(StepPhase::Forward) => &mut self.forward.seconds,
+            Timed::Phase(StepPhase::Backward) => &mut self.backward.seconds,
+            Timed::Phase(StepPhase::Update) => &mut self.update.seconds,
+            Timed::ForwardOfPart(part) => &mut self.parts[part].forward,
+            Timed::BackwardOfPart(part) => &mut self.parts[part].backward,
+        } += seconds;
+    }
+}
+
 impl Engine {
     /// Returns the times of the steps that [`train_batch`](Self::train_batch) has run since the last
-    /// call.
-    pub fn take_times(&mut self) -> StepTimes {
-        std::mem::take(&mut self.times)
+    /// call. Waits for a GPU to finish them.
+    ///
+    /// # Errors
+    /// A GPU that failed.
+    pub fn take_times(&mut self) -> Result<StepTimes, EngineError> {
+        let mut times = self.timer.take()?;
+        let mut comm = self.comm_timer.take_seconds()?;
+        let mut comm_in = |phase: StepPhase| comm.remove(phase.name()).unwrap_or_default();
+        times.forward.comm = comm_in(StepPhase::Forward);
+        times.backward.comm = comm_in(StepPhase::Backward);
+        times.update.comm = comm_in(StepPhase::Update);
+        Ok(times)
     }
 
     /// Totals of this rank's collectives so far, by axis, operation and size, with their time.
@@ -87,28 +164,22 @@ impl Engine {
         self.comm_timer.each_call()
     }
 
-    /// The times of layer `index`, or of the head after the last layer.
-    pub(super) fn part_times(&mut self, index: usize) -> &mut PartTimes {
-        let num_parts = self.model.layers.len() + 1;
-        self.times.parts.resize(num_parts, PartTimes::default());
-        &mut self.times.parts[index]
-    }
-
-    pub(super) fn timed<T>(&mut self, phase: StepPhase, run: impl FnOnce(&mut Self) -> T) -> T {
-        let (start, comm) = (Instant::now(), self.comm_timer.seconds());
+    pub(super) fn timed<T>(
+        &mut self,
+        phase: StepPhase,
+        run: impl FnOnce(&mut Self) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        let begin = self.timer.now()?;
         let span = match phase {
             StepPhase::Forward => tracing::debug_span!("forward"),
             StepPhase::Backward => tracing::debug_span!("backward"),
             StepPhase::Update => tracing::debug_span!("update"),
         };
+        self.comm_timer.set_phase(phase.name());
         let value = span.in_scope(|| run(self));
-        let times = match phase {
-            StepPhase::Forward => &mut self.times.forward,
-            StepPhase::Backward => &mut self.times.backward,
-            StepPhase::Update => &mut self.times.update,
-        };
-        times.seconds += start.elapsed().as_secs_f64();
-        times.comm += self.comm_timer.seconds() - comm;
-        value
+        self.comm_timer.set_phase("");
+        let value = value?;
+        self.timer.add(Timed::Phase(phase), begin)?;
+        Ok(value)
     }
 }

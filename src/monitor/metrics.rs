@@ -34,7 +34,7 @@ pub struct Metrics {
     pub padding_share: f64,
     /// The rank with the longest compute time in the step, without waiting for other ranks and data; 0 for a single rank.
     pub slowest_rank: usize,
-    /// Its compute time relative to the mean of all ranks; 1 for a single rank. On a GPU, the time of the host.
+    /// Its compute time relative to the mean of all ranks; 1 for a single rank.
     pub slowest_rank_ratio: f64,
     /// Loss scale in mixed precision; 1 in f32.
     pub loss_scale: f64,
@@ -73,7 +73,8 @@ impl Metrics {
 }
 
 /// The seconds of a step on the reporting rank, divided in two ways: by phase (forward, backward, update), and by activity
-/// (all-to-all, other collectives, compute). With `data_seconds`, each adds up to the step time.
+/// (all-to-all, other collectives, compute). With `data_seconds`, each adds up to the step time; on a GPU, whose stream
+/// these are times of, to more if it computes while the host waits for data.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TimeShares {
     /// In forward passes.

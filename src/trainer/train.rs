@@ -175,7 +175,7 @@ impl<'a> Trainer<'a> {
         self.engine.workspace().options().device.synchronize().map_err(EngineError::from)?;
         self.group().check().map_err(EngineError::from)?;
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
-        let times = self.engine.take_times();
+        let times = self.engine.take_times()?;
         let time = times.shares(step_seconds, data_seconds);
         let metrics = Metrics { data_seconds, padding_share, time, ..report.metrics(step_seconds) };
         let mut step = StepEnd { metrics, times, seq_len };

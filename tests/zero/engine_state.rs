@@ -13,14 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::comm::LaunchOptions;
 use ulysses::config::Config;
-use ulysses::data::MicroBatch;
-use ulysses::engine::{Engine, EngineError};
+use ulysses::data::{DataError, MicroBatch};
+use ulysses::engine::{Engine, EngineError, PartTimes, PhaseTimes, StepTimes};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{
     AutogradLayer, BlockContext, Init, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved,
 };
-use ulysses::tensor::with_slice_mut;
 use ulysses::zero::ZeroGroups;
 
 const ROWS: usize = 8;
@@ -252,6 +251,42 @@ fn looking_at_a_batch_without_stepping_leaves_nothing_behind() {
 }
 
 #[test]
+fn times_are_those_of_the_device_and_parts_are_within_their_phase() {
+    for layout in [layout(1, 1, 0), layout(1, 2, 0)] {
+        on_ranks(&problem(), layout, |engine, batches| {
+            let mut steps = Vec::new();
+            for _ in 0..5 {
+                let mut rest = batches.iter().cloned();
+                engine.train_batch(|| Ok::<_, DataError>(rest.next().unwrap()))?;
+                steps.push(engine.take_times()?);
+            }
+            for StepTimes { forward, backward, update, parts } in &steps {
+                let sum = |of: fn(&PartTimes) -> f64| parts.iter().map(of).sum::<f64>();
+                let within = |part: f64, whole: &PhaseTimes| {
+                    // A GPU's times are rounded.
+                    assert!(0.0 <= part && part <= 1.001 * whole.seconds, "{layout:?}: {part} of {whole:?}");
+                };
+                assert_eq!(parts.len(), CONFIG.num_layers + 1);
+                assert!(parts.iter().all(|part| part.forward > 0.0 && part.backward > 0.0), "{parts:?}");
+                within(sum(|part| part.forward), forward);
+                within(sum(|part| part.backward), backward);
+                for phase in [forward, backward, update] {
+                    within(phase.comm.total(), phase);
+                }
+                for phase in [forward, backward] {
+                    assert_eq!(phase.comm.all_to_all > 0.0, layout.sp > 1, "{layout:?}: {phase:?}");
+                }
+            }
+            // The host of a GPU has soon launched a backward pass, and waits for it in the update.
+            let is_longer = |times: &StepTimes| times.backward.seconds > times.update.seconds;
+            assert!(steps.iter().any(is_longer), "{layout:?}: {steps:?}");
+            assert_eq!(engine.take_times()?, StepTimes::default(), "taken");
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn two_parameters_of_one_name_are_refused() {
     let spec = ParameterSpec::new("block.weight", [CONFIG.hidden_size], Init::Ones);
     let block = |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.broadcast_mul(&p[0]);
@@ -356,7 +391,7 @@ fn optimizer_state_that_drifts_apart_is_detected_before_parameters_differ() {
             if rank == 1 {
                 let kind = engine.zero().state_kinds().iter().position(|kind| *kind == "exp_avg_sq").unwrap();
                 let own = engine.zero().state_partition(1, kind)?.unwrap();
-                with_slice_mut(&own, |elements: &mut [f32]| elements[3] *= 1.0 + f32::EPSILON)?;
+                ulysses::kernels::elementwise::scale(&own.narrow(0, 3, 1)?, 1.0 + f32::EPSILON)?;
             }
             Ok(engine.check_replicas().err())
         };

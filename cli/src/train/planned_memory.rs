@@ -8,7 +8,7 @@ use ulysses::config::{Config, Offload, ZeroStage};
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, EngineError};
 use ulysses::estimate::{RankPlan, RankStep, Workload};
-use ulysses::memory::ByCategory;
+use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
 
@@ -91,9 +91,13 @@ impl PlannedMemory {
         self.lines(ranks, self.limits()).into_iter().for_each(log_line);
     }
 
-    /// Returns the planned peak as an addition to an out-of-memory error.
+    /// Returns the planned peak, by category, as an addition to an out-of-memory error. A GPU's driver knows no categories.
     fn clause(&self) -> String {
-        format!("; planned peak: {} per rank ({})", bytes(self.plan.peak_bytes as f64), self.plan.peak_at)
+        let RankPlan { peak_bytes, peak_at, peak_by_category, .. } = &self.plan;
+        let parts = Category::ALL.into_iter().zip(*peak_by_category).filter(|(_, part)| *part > 0);
+        let parts: Vec<String> =
+            parts.map(|(category, part)| format!("{} {}", category.name(), bytes(part as f64))).collect();
+        format!("; planned peak: {} per rank ({peak_at}): {}", bytes(*peak_bytes as f64), parts.join(", "))
     }
 
     /// Formats the plan, then one warning for each limit that it exceeds.
@@ -303,6 +307,13 @@ mod tests {
             "{explained}"
         );
         assert!(explained.ends_with(": out of GPU memory: requested 1.00 GiB"), "{explained}");
+        let (mut on_gpu, part) = (planned(DeviceKind::Cuda), planned(DeviceKind::Cuda).plan.peak_at);
+        on_gpu.plan.peak_by_category = [GIB, 0, 0, 2 * GIB, 0, 0];
+        let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, Some(&on_gpu)));
+        let categories = format!(
+            "; planned peak: 3.00 GiB per rank ({part}): parameters 1.00 GiB, activations 2.00 GiB; to"
+        );
+        assert!(explained.contains(&categories), "{explained}");
     }
 
     #[test]

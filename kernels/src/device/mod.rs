@@ -11,7 +11,8 @@
 //!
 //! So everything that a GPU runs, except the driver calls, is tested on machines without one. `Target`
 //! selects an op's implementation for its tensors. `HostCopies` does the same for asynchronous copies to the
-//! host and back: streams of a GPU, or CPU copies that complete as late as allowed.
+//! host and back: streams of a GPU, or CPU copies that complete as late as allowed. [`DeviceTimes`] measures work:
+//! events of a GPU, or the clock of the host.
 #![cfg_attr(
     not(any(feature = "cuda", feature = "kernel-emulation")),
     allow(
@@ -39,6 +40,7 @@ mod matmul;
 #[cfg(any(feature = "cuda", test))]
 mod staging;
 mod target;
+mod times;
 mod verdict_file;
 
 pub use address::Address;
@@ -61,4 +63,5 @@ pub use kind::DeviceKind;
 pub use launcher::Launcher;
 pub(crate) use matmul::{Matmul, MatrixAt};
 pub use target::Target;
+pub use times::{DeviceTimes, TimeStamp};
 pub(crate) use verdict_file::VerdictFile;
