@@ -50,10 +50,10 @@ fn hsdp_by_mesh(rank: RankContext) -> Result<String> {
     let mesh_2d = MeshGroups::new(&mesh, world.clone())?;
     // replicate_group = mesh_2d.get_group(mesh_dim="replicate")
     let (replicate, shard) = (mesh_2d.get_group("replicate")?, mesh_2d.get_group("shard")?);
-    // A gradient: summed over the ranks of a node, then over the replicas.
-    let gradient = shard.all_reduce_values(&[rank.rank as f64], ReduceOp::Sum)?;
-    let gradient = replicate.all_reduce_values(&gradient, ReduceOp::Sum)?;
-    assert_eq!(gradient, [28.0], "over all ranks");
+    // dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=…): over the ranks of a node, then over the replicas.
+    let gradient = shard.all_reduce_values(&[rank.rank as f64], ReduceOp::Average)?;
+    let gradient = replicate.all_reduce_values(&gradient, ReduceOp::Average)?;
+    assert_eq!(gradient, [3.5], "the average of all ranks");
     report(world, &[shard, replicate])
 }
 

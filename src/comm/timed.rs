@@ -212,12 +212,12 @@ impl GroupWrapper for TimedGroup {
             self.inner.start(call)?
         };
         let starting = begun.elapsed();
-        let (timer, group) = (self.timer.clone(), self.inner.clone());
-        let complete = move || {
+        let timer = self.timer.clone();
+        Ok(pending.around(move |complete| {
             let begun = Instant::now();
             let waiting =
                 tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered();
-            pending.wait()?;
+            complete()?;
             drop(waiting);
             let waited = begun.elapsed();
             if op == CollectiveOp::AllToAllStrided {
@@ -225,8 +225,7 @@ impl GroupWrapper for TimedGroup {
             }
             timer.add(kind, starting + waited);
             Ok(())
-        };
-        Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
+        }))
     }
 }
 

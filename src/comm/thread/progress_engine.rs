@@ -101,14 +101,8 @@ impl RankState {
         let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOREVER);
         loop {
             let seen = signal.epoch();
-            // Read before the peers' progress is checked, so that everything a rank published
-            // before it left counts.
-            let left = self.world.left();
             let late = Instant::now() >= deadline;
-            let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { break };
-            if let Some(&rank) = wait.missing.iter().find(|rank| left.contains(rank)) {
-                return Err(self.fail(wait.left_by(rank)));
-            }
+            let Some(wait) = self.poll(id)? else { break };
             // A peer that joined at the last moment is no longer missing.
             if late && !wait.missing.is_empty() {
                 return Err(self.time_out(wait, started.elapsed()));
@@ -122,6 +116,23 @@ impl RankState {
             self.world.note_wait(self.global_rank, None);
         }
         Ok(())
+    }
+
+    /// Advances all operations without waiting. Returns whether operation `id` is complete, or the world has failed.
+    pub(super) fn is_complete(&self, id: u64) -> bool {
+        !matches!(self.poll(id), Ok(Some(_)))
+    }
+
+    /// Advances all operations. Returns what operation `id` waits for; `None` when it is complete.
+    fn poll(&self, id: u64) -> Result<Option<Wait>, CommError> {
+        // Read before the peers' progress is checked, so that everything a rank published
+        // before it left counts.
+        let left = self.world.left();
+        let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { return Ok(None) };
+        match wait.missing.iter().copied().find(|rank| left.contains(rank)) {
+            Some(rank) => Err(self.fail(wait.left_by(rank))),
+            None => Ok(Some(wait)),
+        }
     }
 
     /// Returns whether the caller is the first that wants a thread to move the data of exchanges.
