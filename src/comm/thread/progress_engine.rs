@@ -46,7 +46,7 @@ pub(super) trait Operation: Send + std::fmt::Debug {
     /// rank's other operations have published for peers to read.
     fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError>;
 
-    /// Moves the data of an exchange on the CPU if all ranks have posted it, and completes nothing. Returns whether
+    /// Moves the data of an exchange or message on the CPU if all its ranks have posted it, and completes nothing. Returns whether
     /// later operations of the channel may do so.
     fn pull_exchange(&mut self, _published: &[StorageId]) -> Result<bool, CommError> {
         Ok(false)
@@ -140,7 +140,7 @@ impl RankState {
         !self.has_lane.swap(true, Ordering::Relaxed)
     }
 
-    /// Moves the data of all exchanges that all ranks have posted.
+    /// Moves the data of all exchanges and messages that their ranks have posted.
     pub(super) fn pull_exchanges(&self) -> Result<(), CommError> {
         self.engine.lock().pull_exchanges()
     }
