@@ -188,3 +188,16 @@ fn a_custom_program_trains_evaluates_saves_exports_and_resumes() {
     let resumed = self::output("10_own_training_program", &[&output]);
     assert_eq!(numbers_after(&resumed, "  loss "), losses[2..], "{resumed}");
 }
+
+#[test]
+fn mesh_recipes_create_one_group_per_list_of_ranks() {
+    let text = output("11_mesh_recipes", &[]);
+    let by_hand = "  shard      [4, 5, 6, 7]\n  replicate  [1, 5]\n  2 splits";
+    assert_says(
+        &text,
+        &[&format!("HSDP by hand, rank 5:\n{by_hand}"), &format!("HSDP by mesh, rank 5:\n{by_hand}")],
+    );
+    let slices = "  replicate  [1, 5]\n  shard      [5, 7]\n  tp         [4, 5]\n  data       [1, 3, 5, 7]\n  4 splits";
+    let custom = "  my dp      [4, 5]\n  my sp      [1, 3, 5, 7]\n  2 splits";
+    assert_says(&text, &[slices, custom]);
+}

@@ -107,7 +107,7 @@ struct Member {
     std::atomic<bool> is_faulty{false};
 };
 
-enum class Kind : std::uint32_t { AllReduce, ReduceScatter, AllGather, Broadcast, Messages };
+enum class Kind : std::uint32_t { AllReduce, ReduceScatter, AllGather, Broadcast, Reduce, Messages };
 const char *name_of(Kind kind);
 
 // What all ranks must agree on, and where a rank launched it.

@@ -283,6 +283,12 @@ FAKE_EXPORT ncclResult_t ncclAllGather(const void *send, void *recv, std::size_t
     return submit({communicator, stream, collective(Kind::AllGather, count, type, 0, 0), send, recv}, __func__);
 }
 
+FAKE_EXPORT ncclResult_t ncclReduce(const void *send, void *recv, std::size_t count, int type, int op, int root,
+                                    ncclComm *communicator, CUstream stream) {
+    MAY_FAIL(ncclSystemError);
+    return submit({communicator, stream, collective(Kind::Reduce, count, type, op, root), send, recv}, __func__);
+}
+
 FAKE_EXPORT ncclResult_t ncclBroadcast(const void *send, void *recv, std::size_t count, int type, int root,
                                        ncclComm *communicator, CUstream stream) {
     MAY_FAIL(ncclSystemError);

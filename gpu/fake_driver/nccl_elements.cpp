@@ -8,7 +8,7 @@ namespace fake::nccl {
 namespace {
 
 enum Type { Int8, Uint8, Int32, Uint32, Int64, Uint64, Float16, Float32, Float64, Bfloat16, Types };
-enum Operator { Sum, Prod, Max, Min, Operators };
+enum Operator { Sum, Prod, Max, Min, Avg, Operators };
 
 float from_bits(std::uint32_t bits) {
     float value;
@@ -58,7 +58,8 @@ template <typename T, typename Wide>
 T combine(int op, T left, T right) {
     const Wide a = static_cast<Wide>(left), b = static_cast<Wide>(right);
     switch (op) {
-    case Sum: return T(static_cast<Wide>(a + b));
+    case Sum:
+    case Avg: return T(static_cast<Wide>(a + b));
     case Prod: return T(static_cast<Wide>(a * b));
     case Max: return a > b ? left : right;
     default: return a < b ? left : right;
@@ -79,6 +80,7 @@ void reduce_as(int op, const std::vector<const unsigned char *> &inputs, unsigne
         for (std::size_t input = 1; input < inputs.size(); ++input) {
             sum = combine<T, Wide>(op, sum, load(input, i));
         }
+        if (op == Avg) sum = T(static_cast<Wide>(static_cast<Wide>(sum) / static_cast<Wide>(inputs.size())));
         std::memcpy(output + i * sizeof(T), &sum, sizeof(T));
     }
 }

@@ -35,7 +35,7 @@ std::uintptr_t address(const void *pointer) { return reinterpret_cast<std::uintp
 
 const char *name_of(Kind kind) {
     constexpr const char *names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast",
-                                     "ncclSend and ncclRecv"};
+                                     "ncclReduce", "ncclSend and ncclRecv"};
     return names[static_cast<std::size_t>(kind)];
 }
 
@@ -79,6 +79,10 @@ std::vector<Range> Operation::ranges() const {
         return {{address(send_), bytes, false}, {address(recv_), whole, true}};
     case Kind::Broadcast:
         if (call_.root != member_->rank || send_ == recv_) return {{address(recv_), bytes, true}};
+        return {{address(send_), bytes, false}, {address(recv_), bytes, true}};
+    case Kind::Reduce:
+        if (call_.root != member_->rank) return {{address(send_), bytes, false}};
+        if (send_ == recv_) return {{address(recv_), bytes, true}};
         return {{address(send_), bytes, false}, {address(recv_), bytes, true}};
     case Kind::Messages: break;
     }
@@ -219,6 +223,9 @@ void Operation::run_collective() {
     switch (call_.kind) {
     case Kind::AllReduce:
     case Kind::ReduceScatter: reduce(call_.type, call_.op, inputs, recv_, call_.count); break;
+    case Kind::Reduce:
+        if (call_.root == member_->rank) reduce(call_.type, call_.op, inputs, recv_, call_.count);
+        break;
     case Kind::AllGather:
         for (int rank = 0; rank < member_->ranks; ++rank) std::memcpy(recv_ + rank * bytes, inputs[rank], bytes);
         break;

@@ -1,4 +1,4 @@
-// Sums, maxima and minima over ranks, in rank order (`src/rank_reduce`).
+// Sums, averages, products, maxima and minima over ranks, in rank order (`src/rank_reduce`).
 
 #include "common.cuh"
 
@@ -10,21 +10,35 @@ constexpr u32 kMaxRanks = 256;
 struct Ranks {
     u64 sources[kMaxRanks];
     u32 count;
-    // 0: sum, 1: maximum, 2: minimum.
+    // 0: sum, 1: maximum, 2: minimum, 3: average, 4: product.
     u32 op;
 };
 
-struct RankSum {
+// What follows the last rank.
+struct Unchanged {
+    template <typename W> __device__ __forceinline__ W finish(W all, u32) const { return all; }
+};
+
+struct RankSum : Unchanged {
     template <typename W> __device__ __forceinline__ W operator()(W a, W b) const { return plus(a, b); }
+};
+struct RankAverage {
+    template <typename W> __device__ __forceinline__ W operator()(W a, W b) const { return plus(a, b); }
+    template <typename W> __device__ __forceinline__ W finish(W all, u32 ranks) const {
+        return static_cast<W>(all / static_cast<W>(ranks));
+    }
+};
+struct RankProduct : Unchanged {
+    template <typename W> __device__ __forceinline__ W operator()(W a, W b) const { return static_cast<W>(a * b); }
 };
 
 // A NaN on either side wins, so that it cannot hide.
-struct RankMax {
+struct RankMax : Unchanged {
     template <typename W> __device__ __forceinline__ W operator()(W a, W b) const {
         return a > b || !(a == a) ? a : b;
     }
 };
-struct RankMin {
+struct RankMin : Unchanged {
     template <typename W> __device__ __forceinline__ W operator()(W a, W b) const {
         return a < b || !(a == a) ? a : b;
     }
@@ -47,7 +61,7 @@ __device__ __forceinline__ void reduce_pack(T *target, const Ranks &ranks, u64 i
     }
     Pack<T, N> result;
 #pragma unroll
-    for (int i = 0; i < N; ++i) result.at[i] = Wide<T>::round(sums[i]);
+    for (int i = 0; i < N; ++i) result.at[i] = Wide<T>::round(combine.finish(sums[i], ranks.count));
     reinterpret_cast<Pack<T, N> *>(target)[index] = result;
 }
 
@@ -68,8 +82,12 @@ template <typename T> __device__ __forceinline__ void dispatch(T *target, const 
         reduce<T, RankSum>(target, ranks, packs, elements);
     } else if (ranks.op == 1) {
         reduce<T, RankMax>(target, ranks, packs, elements);
-    } else {
+    } else if (ranks.op == 2) {
         reduce<T, RankMin>(target, ranks, packs, elements);
+    } else if (ranks.op == 3) {
+        reduce<T, RankAverage>(target, ranks, packs, elements);
+    } else {
+        reduce<T, RankProduct>(target, ranks, packs, elements);
     }
 }
 

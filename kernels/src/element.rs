@@ -52,6 +52,12 @@ pub(super) trait Number: Copy + PartialOrd + Send + Sync + 'static {
     /// The sum; integers wrap.
     fn plus(self, other: Self) -> Self;
 
+    /// The product; integers wrap.
+    fn times(self, other: Self) -> Self;
+
+    /// The quotient by a count of at least 1; integers are truncated.
+    fn over(self, count: usize) -> Self;
+
     /// Returns whether this is a NaN.
     fn is_nan(self) -> bool;
 }
@@ -62,11 +68,19 @@ macro_rules! number {
             #[inline(always)]
             fn plus(self, other: Self) -> Self { self + other }
             #[inline(always)]
+            fn times(self, other: Self) -> Self { self * other }
+            #[inline(always)]
+            fn over(self, count: usize) -> Self { self / count as Self }
+            #[inline(always)]
             fn is_nan(self) -> bool { self.is_nan() }
         })*
         $(impl Number for $integer {
             #[inline(always)]
             fn plus(self, other: Self) -> Self { self.wrapping_add(other) }
+            #[inline(always)]
+            fn times(self, other: Self) -> Self { self.wrapping_mul(other) }
+            #[inline(always)]
+            fn over(self, count: usize) -> Self { (i128::from(self) / count as i128) as Self }
             #[inline(always)]
             fn is_nan(self) -> bool { false }
         })*

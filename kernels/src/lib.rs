@@ -13,7 +13,7 @@
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
-//! | [`rank_reduce`] | sums, maxima and minima over ranks, in rank order | – |
+//! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |
 //! | [`elementwise`] | norms, finiteness, sums and fills of flat tensors | – |
 //!
 //! Each op is a folder. `mod.rs` checks arguments and dispatches on the device; `cpu.rs` has the kernel on

@@ -47,7 +47,7 @@ impl ArgCheck<'_> {
     }
 
     /// Checks that two tensors are on one device.
-    fn device(&self, first: &Tensor, other: &Tensor) -> Result<(), CommError> {
+    pub(super) fn device(&self, first: &Tensor, other: &Tensor) -> Result<(), CommError> {
         let (first, other) = (first.device().location(), other.device().location());
         if first == other {
             return Ok(());
@@ -63,6 +63,38 @@ impl ArgCheck<'_> {
         self.tensors(&[input])?;
         self.tensors(&[output])?;
         self.device(input, output)
+    }
+
+    /// Checks that the operator is defined for the elements.
+    pub(super) fn operator(&self, op: ReduceOp, tensor: &Tensor) -> Result<(), CommError> {
+        if op != ReduceOp::Average || tensor.dtype().is_float() {
+            return Ok(());
+        }
+        let dtype = tensor.dtype();
+        Err(self.invalid(format!("an average of {dtype:?} would be truncated; use a sum, or floats")))
+    }
+
+    /// Checks the tensors of a gather or scatter: all ranks pass a chunk, and only the root passes the whole.
+    pub(super) fn root_tensor(
+        &self,
+        whole: (&str, Option<&Tensor>),
+        chunk: (&str, &Tensor),
+        (rank, root): (usize, usize),
+    ) -> Result<(), CommError> {
+        self.rank("root", root)?;
+        match whole {
+            (name, None) if rank == root => {
+                Err(self.invalid(format!("rank {root} of the group is the root and needs an {name}")))
+            }
+            (name, Some(_)) if rank != root => Err(self.invalid(format!(
+                "only the root, rank {root} of the group, has an {name}, but rank {rank} passes one"
+            ))),
+            (_, None) => self.tensors(&[chunk.1]).map(drop),
+            (name, Some(whole)) => {
+                self.tensors(&[whole, chunk.1])?;
+                self.chunks((name, whole), chunk)
+            }
+        }
     }
 
     /// Checks that `whole` holds one chunk of the size of `part` per rank.

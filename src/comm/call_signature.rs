@@ -39,6 +39,19 @@ pub(super) enum CallSignature {
         elements: Elements,
         root: usize,
     },
+    Reduce {
+        op: ReduceOp,
+        elements: Elements,
+        root: usize,
+    },
+    Gather {
+        chunk: Elements,
+        root: usize,
+    },
+    Scatter {
+        chunk: Elements,
+        root: usize,
+    },
     Send {
         elements: Elements,
         dst: usize,
@@ -79,6 +92,9 @@ impl CallSignature {
             Self::AllToAll { .. } => CollectiveOp::AllToAll,
             Self::AllToAllStrided { .. } => CollectiveOp::AllToAllStrided,
             Self::Broadcast { .. } => CollectiveOp::Broadcast,
+            Self::Reduce { .. } => CollectiveOp::Reduce,
+            Self::Gather { .. } => CollectiveOp::Gather,
+            Self::Scatter { .. } => CollectiveOp::Scatter,
             Self::Send { .. } => CollectiveOp::Send,
             Self::Recv { .. } => CollectiveOp::Recv,
             Self::Barrier => CollectiveOp::Barrier,
@@ -106,6 +122,15 @@ impl fmt::Display for CallSignature {
             Self::AllToAllStrided { dtype, .. } => write!(f, "{name}({})", dtype.as_str()),
             Self::Broadcast { elements, root } => {
                 write!(f, "{name}({elements} from rank {root} of the group)")
+            }
+            Self::Reduce { op, elements, root } => {
+                write!(f, "{name}({op:?}, {elements} to rank {root} of the group)")
+            }
+            Self::Gather { chunk, root } => {
+                write!(f, "{name}({chunk} per rank to rank {root} of the group)")
+            }
+            Self::Scatter { chunk, root } => {
+                write!(f, "{name}({chunk} per rank from rank {root} of the group)")
             }
             Self::Send { elements, dst: peer } | Self::Recv { elements, src: peer } => {
                 write!(f, "{name}({elements}) with rank {peer} of the group")

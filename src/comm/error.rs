@@ -159,6 +159,58 @@ pub enum CommError {
         members: Vec<usize>,
     },
 
+    /// Not one group per axis of a mesh.
+    #[error(
+        "rank {rank} gives {given} group(s) for its axes [{}]; one per axis is needed, in this order", axes.join(", ")
+    )]
+    GroupCount {
+        /// The rank.
+        rank: usize,
+        /// Number of groups given.
+        given: usize,
+        /// The axes along which the rank has groups; none on a rank outside the mesh.
+        axes: Vec<String>,
+    },
+
+    /// A group with other ranks than those along its axis, or with another order of them.
+    #[error(
+        "the group for axis \"{axis}\" has ranks {given:?}, but rank {rank}'s group along it has ranks {expected:?}"
+    )]
+    WrongGroup {
+        /// The axis.
+        axis: String,
+        /// The rank that gives the group.
+        rank: usize,
+        /// The group's ranks.
+        given: Vec<usize>,
+        /// The ranks along the axis.
+        expected: Vec<usize>,
+    },
+
+    /// Ranks of a mesh that have no group, since slicing creates none.
+    #[error(
+        "mesh {mesh} has no group of its ranks {ranks:?}; flatten {} into one axis to create it", axes.join(", ")
+    )]
+    NoGroup {
+        /// The mesh.
+        mesh: String,
+        /// The ranks without a group.
+        ranks: Vec<usize>,
+        /// The axes that they span.
+        axes: Vec<String>,
+    },
+
+    /// Parts that are not slices of the mesh.
+    #[error(
+        "mesh {mesh} cannot be joined from these parts: they are not slices of it, since rank {rank} is in two results or none"
+    )]
+    NotSlices {
+        /// A rank for which they do not fit together.
+        rank: usize,
+        /// The mesh.
+        mesh: String,
+    },
+
     /// candle failed to access a tensor, or an op failed to copy it.
     #[error("tensor access failed: {0}")]
     Tensor(String),

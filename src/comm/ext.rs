@@ -1,11 +1,12 @@
 //! Blocking and typed forms of the [`ProcessGroup`] methods.
 
-use super::{CommError, ProcessGroup, ReduceOp, StridedPlan};
+use super::arg_check::ArgCheck;
+use super::{CollectiveArgs, CommError, Pending, ProcessGroup, ReduceOp, StridedPlan};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::tensor::{Element, from_slice, to_vec, zeros};
 
-/// Blocking forms of the `start_*` methods, each followed by [`Pending::wait`](super::Pending::wait), and
+/// Blocking forms of the `start_*` methods, each followed by [`Pending::wait`], and
 /// collectives on plain values.
 ///
 /// Implemented for every group, including `dyn ProcessGroup`. Errors are those of the
@@ -53,6 +54,21 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.start_broadcast(tensor, root)?.wait()
     }
 
+    /// See [`start_reduce`](ProcessGroup::start_reduce).
+    fn reduce(&self, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<(), CommError> {
+        self.start_reduce(tensor, op, root)?.wait()
+    }
+
+    /// See [`start_gather`](ProcessGroup::start_gather).
+    fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<(), CommError> {
+        self.start_gather(input, output, root)?.wait()
+    }
+
+    /// See [`start_scatter`](ProcessGroup::start_scatter).
+    fn scatter(&self, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<(), CommError> {
+        self.start_scatter(input, output, root)?.wait()
+    }
+
     /// See [`start_send`](ProcessGroup::start_send). Returns once the receiver has copied
     /// the elements, so two ranks that both send first deadlock.
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<(), CommError> {
@@ -62,6 +78,30 @@ pub trait ProcessGroupExt: ProcessGroup {
     /// See [`start_recv`](ProcessGroup::start_recv).
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<(), CommError> {
         self.start_recv(tensor, src)?.wait()
+    }
+
+    /// Starts a batch of messages, [`CollectiveArgs::Send`] and [`CollectiveArgs::Recv`] in any order: torch's
+    /// `batch_isend_irecv`. They run at the same time, so ranks that exchange messages with each other, as in a ring, do
+    /// not wait for each other, and all are on their way when this returns. None is started if one has invalid arguments.
+    ///
+    /// With NCCL the first messages between two ranks connect them, for which the hosts of both wait for each other here.
+    fn start_messages(&self, messages: &[CollectiveArgs<'_>]) -> Result<Pending, CommError> {
+        let world_size = self.world_size();
+        // A batch of which a part is on its way could not end.
+        for message in messages {
+            let check = ArgCheck { group: self.name(), world_size, op: message.op() };
+            if !message.op().is_message() {
+                return Err(check.invalid("a batch of messages consists of send and recv".to_owned()));
+            }
+            message.check(self.name(), self.rank(), world_size)?;
+            for tensor in message.inputs().iter().chain(message.outputs()) {
+                let first = messages[0].inputs().iter().chain(messages[0].outputs());
+                first.into_iter().try_for_each(|first| check.device(first, tensor))?;
+            }
+        }
+        let started = messages.iter().map(|message| self.start(*message)).collect::<Result<Vec<_>, _>>()?;
+        self.flush_messages()?;
+        Ok(Pending::all(started))
     }
 
     /// See [`start_barrier`](ProcessGroup::start_barrier).
@@ -94,7 +134,7 @@ pub trait ProcessGroupExt: ProcessGroup {
         Ok(differs.map(|at| (self.global_ranks()[at / own.len()], at % own.len())))
     }
 
-    /// Gathers any number of values from every rank: `result[j]` are the values of rank
+    /// Gathers any number of values from every rank, an `all_gather` of unequal lengths: `result[j]` are the values of rank
     /// `j`. Runs two collectives: one for the lengths, one for the values.
     fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>, CommError> {
         let ranks = self.world_size();

@@ -4,6 +4,7 @@
 //! available machine could hold. Outputs keep the values that they had before.
 
 use super::arg_check::ArgCheck;
+use super::args::RootedExchange;
 use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use super::{
     CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, StridedPlan, Traffic,
@@ -110,7 +111,7 @@ impl FakeGroup {
             observer(FakeCollective { op, dtype, started: None });
             Ok(())
         };
-        Pending::new(complete, |_| {})
+        Pending::new(|| true, complete, |_| {})
     }
 
     fn start_strided(
@@ -133,7 +134,8 @@ impl FakeGroup {
     }
 
     fn unsupported(&self, op: CollectiveOp) -> CommError {
-        let reason = "not supported by a fake group, which has no peers; it supports collectives only";
+        let reason =
+            "not supported by a fake group, whose peers are simulated; create the group of each axis";
         self.check_of(op).invalid(reason.to_owned())
     }
 }
@@ -159,7 +161,7 @@ impl ProcessGroup for FakeGroup {
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
                 self.check_of(op).plan_bounds(inputs, outputs, plan).map(drop)?;
             }
-            _ => call.check(&self.name, ranks).map(drop)?,
+            _ => call.check(&self.name, rank, ranks).map(drop)?,
         }
         Ok(match call {
             CollectiveArgs::AllReduce { tensor, .. } => {
@@ -196,8 +198,32 @@ impl ProcessGroup for FakeGroup {
                 let traffic = Traffic::broadcast(ranks, rank, root, tensor.elem_count());
                 self.record(op, (tensor.elem_count(), &traffic), vec![tensor.clone()], 0)
             }
+            CollectiveArgs::Reduce { tensor, root, .. } => {
+                let elems = tensor.elem_count();
+                let reduced = match elems <= DIRECT_REDUCE_MAX_ELEMS {
+                    true if rank != root => 0,
+                    true => elems,
+                    false => all_reduce_chunk(ranks, rank, elems).len(),
+                };
+                let traffic = Traffic::reduce(ranks, rank, root, elems);
+                self.record(op, (elems, &traffic), vec![tensor.clone()], reduced)
+            }
+            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
+                let Some(exchange) = call.as_all_to_all(rank, ranks)? else { return Ok(Pending::ready()) };
+                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
+                let traffic = Traffic::all_to_all(rank, &send_counts, &recv_counts);
+                self.record(op, (input.elem_count(), &traffic), vec![input, output], 0)
+            }
             CollectiveArgs::Barrier => Pending::ready(),
-            CollectiveArgs::Send { .. } | CollectiveArgs::Recv { .. } => return Err(self.unsupported(op)),
+            CollectiveArgs::Send { tensor, dst } => {
+                let (elems, ends) = (tensor.elem_count(), (rank, dst));
+                let traffic = Traffic::message(ranks, rank, ends, elems);
+                self.record(op, (elems, &traffic), vec![tensor.clone()], 0)
+            }
+            CollectiveArgs::Recv { tensor, src } => {
+                let traffic = Traffic::message(ranks, rank, (src, rank), tensor.elem_count());
+                self.record(op, (0, &traffic), vec![tensor.clone()], 0)
+            }
         })
     }
 

@@ -137,6 +137,38 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         self.start(CollectiveArgs::Broadcast { tensor, root })
     }
 
+    /// Reduces `tensor` over the group, in place, leaving the result on rank `root` only. The tensors of the other ranks
+    /// keep their values.
+    fn start_reduce(&self, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Reduce { tensor, op, root })
+    }
+
+    /// Concatenates every rank's `input`, in rank order, into `output` of rank `root`. The others pass no output.
+    ///
+    /// # Shapes
+    /// `input`: `n` elements, `output`: `world_size · n`.
+    fn start_gather(
+        &self,
+        input: &Tensor,
+        output: Option<&Tensor>,
+        root: usize,
+    ) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Gather { input, output, root })
+    }
+
+    /// Copies chunk `rank` of the `input` of rank `root` into every rank's `output`. The others pass no input.
+    ///
+    /// # Shapes
+    /// `input`: `world_size · n` elements, `output`: `n`.
+    fn start_scatter(
+        &self,
+        input: Option<&Tensor>,
+        output: &Tensor,
+        root: usize,
+    ) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Scatter { input, output, root })
+    }
+
     /// Sends `tensor` to rank `dst`, which receives it with
     /// [`start_recv`](Self::start_recv). Messages between a pair keep their order.
     fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
@@ -146,6 +178,15 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     /// Receives a tensor of the same dtype and element count from rank `src`.
     fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
         self.start(CollectiveArgs::Recv { tensor, src })
+    }
+
+    /// Passes the messages issued so far to the backend's library without waiting for them, if it collects messages:
+    /// NCCL must be given those of a ring together. (It does so by itself before a wait or a collective of the group.)
+    ///
+    /// # Errors
+    /// A failure of the group.
+    fn flush_messages(&self) -> Result<(), CommError> {
+        Ok(())
     }
 
     /// Starts an operation that completes once every rank has issued it.

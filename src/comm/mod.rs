@@ -15,7 +15,7 @@
 //! 7. [`fake`]: one real rank of a simulated world; it counts traffic and moves no data.
 //! 8. `diagnostics/`: flight recorder, desync check and hang report, shared by all backends. [`store`]: a key-value
 //!    store shared by the processes of a job.
-//! 9. [`MeshGroups`]: the process groups along the axes of a device mesh.
+//! 9. [`MeshGroups`] (`mesh_groups/`): the process groups along the axes of a device mesh.
 //! 10. [`GroupWrapper`]: a group around another group; [`CommTimer`]: a wrapper that measures the time of
 //!     a rank's calls.
 //! 11. [`ProcessInfo`]: rank and world size of this process, from flags and launchers.

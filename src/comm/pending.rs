@@ -3,7 +3,9 @@
 use super::CommError;
 use std::fmt;
 
+/// Completes an operation.
 type Completion = Box<dyn FnOnce() -> Result<(), CommError> + Send>;
+type Poll = Box<dyn Fn() -> bool + Send>;
 type Poison = Box<dyn FnOnce(&CommError) + Send>;
 
 /// An operation that was issued and not yet waited for.
@@ -14,6 +16,7 @@ type Poison = Box<dyn FnOnce(&CommError) + Send>;
 /// from a panic, dropping does neither: the backend reports the panic itself.)
 #[must_use = "an operation's data is valid only after `wait`"]
 pub struct Pending {
+    poll: Option<Poll>,
     completion: Option<Completion>,
     poison: Option<Poison>,
 }
@@ -21,16 +24,39 @@ pub struct Pending {
 impl Pending {
     /// An operation that has already completed.
     pub fn ready() -> Self {
-        Self { completion: None, poison: None }
+        Self { poll: None, completion: None, poison: None }
     }
 
-    /// Creates an operation that `completion` completes. `poison` fails the group; it is
+    /// Creates an operation that `completion` completes. `poll` makes progress without waiting and returns whether
+    /// `completion` would return without waiting. `poison` fails the group; it is
     /// called only when an operation is dropped without [`wait`](Self::wait) and fails.
     pub fn new(
+        poll: impl Fn() -> bool + Send + 'static,
         completion: impl FnOnce() -> Result<(), CommError> + Send + 'static,
         poison: impl FnOnce(&CommError) + Send + 'static,
     ) -> Self {
-        Self { completion: Some(Box::new(completion)), poison: Some(Box::new(poison)) }
+        let (poll, completion) = (Some(Box::new(poll) as Poll), Some(Box::new(completion) as Completion));
+        Self { poll, completion, poison: Some(Box::new(poison)) }
+    }
+
+    /// Combines operations of a group into one, which completes when all have.
+    pub fn all(operations: Vec<Self>) -> Self {
+        let (mut polls, mut completions, mut poisons) = (Vec::new(), Vec::new(), Vec::new());
+        for mut operation in operations {
+            polls.extend(operation.poll.take());
+            completions.extend(operation.completion.take());
+            poisons.extend(operation.poison.take());
+        }
+        let complete = || {
+            // Peers depend on the others even if one fails.
+            let outcomes: Vec<_> = completions.into_iter().map(|complete| complete()).collect();
+            outcomes.into_iter().collect()
+        };
+        Self::new(
+            move || polls.iter().all(|poll| poll()),
+            complete,
+            |error| poisons.into_iter().for_each(|poison| poison(error)),
+        )
     }
 
     /// Blocks until the data is valid and the peers have read this rank's inputs.
@@ -41,17 +67,31 @@ impl Pending {
         self.complete()
     }
 
+    /// Makes progress, in all operations of this rank that need its help, and returns whether [`wait`](Self::wait) would
+    /// return without waiting: the operation is complete, or its group has failed. Never waits for a peer. The data is
+    /// valid only after `wait`. On a GPU "complete" refers to the GPU, so it may be later than `wait` returns.
+    ///
+    /// A loop over it has no time limit, unlike `wait`.
+    pub fn is_completed(&self) -> bool {
+        self.poll.as_ref().is_none_or(|poll| poll())
+    }
+
     /// Chains `work` to run right after the operation completes.
-    pub fn then(mut self, work: impl FnOnce() -> Result<(), CommError> + Send + 'static) -> Self {
-        let completion = self.completion.take();
-        let poison = self.poison.take();
-        let chained = move || {
-            if let Some(completion) = completion {
-                completion()?;
-            }
+    pub fn then(self, work: impl FnOnce() -> Result<(), CommError> + Send + 'static) -> Self {
+        self.around(move |complete| {
+            complete()?;
             work()
-        };
-        Self { completion: Some(Box::new(chained)), poison }
+        })
+    }
+
+    /// Replaces what [`wait`](Self::wait) runs by `run`, which calls the original: for wrappers of groups.
+    pub fn around(mut self, run: impl FnOnce(Completion) -> Result<(), CommError> + Send + 'static) -> Self {
+        let completion = self.completion.take().unwrap_or_else(|| Box::new(|| Ok(())));
+        Self {
+            poll: self.poll.take(),
+            completion: Some(Box::new(|| run(completion))),
+            poison: self.poison.take(),
+        }
     }
 
     fn complete(&mut self) -> Result<(), CommError> {
@@ -87,6 +127,7 @@ mod tests {
     fn logging(log: &Arc<Mutex<Vec<&'static str>>>, result: Result<(), CommError>) -> Pending {
         let (completed, poisoned) = (log.clone(), log.clone());
         Pending::new(
+            || false,
             move || {
                 completed.lock().push("complete");
                 result
@@ -134,5 +175,25 @@ mod tests {
     fn work_chained_to_a_ready_operation_runs() {
         let pending = Pending::ready().then(|| Err(CommError::Tensor("ran".into())));
         assert!(pending.wait().is_err());
+    }
+
+    #[test]
+    fn several_operations_complete_together_even_if_one_fails() {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let failing = logging(&log, Err(CommError::Tensor("x".into())));
+        let both = Pending::all(vec![failing, logging(&log, Ok(())), Pending::ready()]);
+        assert!(!both.is_completed() && log.lock().is_empty());
+        assert_eq!(both.wait(), Err(CommError::Tensor("x".into())));
+        assert_eq!(*log.lock(), ["complete", "complete"]);
+        drop(Pending::all(vec![logging(&log, Err(CommError::Tensor("x".into())))]));
+        assert_eq!(log.lock()[2..], ["complete", "poison"]);
+        assert!(Pending::all(Vec::new()).is_completed());
+    }
+
+    #[test]
+    fn chained_work_leaves_polling_to_the_operation() {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        assert!(!logging(&log, Ok(())).then(|| Ok(())).is_completed());
+        assert!(Pending::ready().then(|| Ok(())).is_completed());
     }
 }

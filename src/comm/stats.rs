@@ -20,6 +20,12 @@ pub enum CollectiveOp {
     AllToAllStrided,
     /// [`start_broadcast`](super::ProcessGroup::start_broadcast)
     Broadcast,
+    /// [`start_reduce`](super::ProcessGroup::start_reduce)
+    Reduce,
+    /// [`start_gather`](super::ProcessGroup::start_gather)
+    Gather,
+    /// [`start_scatter`](super::ProcessGroup::start_scatter)
+    Scatter,
     /// [`start_send`](super::ProcessGroup::start_send)
     Send,
     /// [`start_recv`](super::ProcessGroup::start_recv)
@@ -32,13 +38,16 @@ pub enum CollectiveOp {
 
 impl CollectiveOp {
     /// Every operation, in the order of the enum.
-    pub const ALL: [CollectiveOp; 10] = [
+    pub const ALL: [CollectiveOp; 13] = [
         CollectiveOp::AllReduce,
         CollectiveOp::ReduceScatter,
         CollectiveOp::AllGather,
         CollectiveOp::AllToAll,
         CollectiveOp::AllToAllStrided,
         CollectiveOp::Broadcast,
+        CollectiveOp::Reduce,
+        CollectiveOp::Gather,
+        CollectiveOp::Scatter,
         CollectiveOp::Send,
         CollectiveOp::Recv,
         CollectiveOp::Barrier,
@@ -54,6 +63,9 @@ impl CollectiveOp {
             CollectiveOp::AllToAll => "all_to_all",
             CollectiveOp::AllToAllStrided => "all_to_all_strided",
             CollectiveOp::Broadcast => "broadcast",
+            CollectiveOp::Reduce => "reduce",
+            CollectiveOp::Gather => "gather",
+            CollectiveOp::Scatter => "scatter",
             CollectiveOp::Send => "send",
             CollectiveOp::Recv => "recv",
             CollectiveOp::Barrier => "barrier",

@@ -259,17 +259,16 @@ impl GroupWrapper for TimedGroup {
             self.inner.start(call)?
         };
         let starting = [begun, self.timer.now()?];
-        let (timer, group) = (self.timer.clone(), self.inner.clone());
-        let complete = move || {
+        let timer = self.timer.clone();
+        Ok(pending.around(move |complete| {
             let begun = timer.now()?;
             let waiting =
                 tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered();
-            pending.wait()?;
+            complete()?;
             drop(waiting);
             let waited = [begun, timer.now()?];
             Ok(timer.add(kind, [starting, waited])?)
-        };
-        Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
+        }))
     }
 }
 

@@ -83,6 +83,30 @@ impl Traffic {
         Self::between(ranks, rank, |_| if_root(rank == root), |peer| if_root(peer == root))
     }
 
+    /// Reduce of `count` elements to `root`: as an all-reduce, but only the root collects results.
+    pub fn reduce(ranks: usize, rank: usize, root: usize, count: usize) -> Self {
+        let (to_root, at_root) = (|peer: usize| peer == root, rank == root);
+        if count <= DIRECT_REDUCE_MAX_ELEMS {
+            let (sent, received) =
+                (|peer| if to_root(peer) { count } else { 0 }, if at_root { count } else { 0 });
+            return Self::between(ranks, rank, sent, |_| received);
+        }
+        let chunk = |rank| all_reduce_chunk(ranks, rank, count).len();
+        let own = chunk(rank);
+        Self::between(
+            ranks,
+            rank,
+            |peer| chunk(peer) + if to_root(peer) { own } else { 0 },
+            |peer| own + if at_root { chunk(peer) } else { 0 },
+        )
+    }
+
+    /// Message of `count` elements from `src` to `dst`, on one of the two.
+    pub fn message(ranks: usize, rank: usize, (src, dst): (usize, usize), count: usize) -> Self {
+        let is = |from, to| if (from, to) == (src, dst) { count } else { 0 };
+        Self::between(ranks, rank, |peer| is(rank, peer), |peer| is(peer, rank))
+    }
+
     /// Returns the elements sent to all members.
     pub fn total_sent(&self) -> u64 {
         self.sent.iter().sum()
@@ -116,6 +140,10 @@ mod tests {
                 assert_eq!(all[from].sent[to], all[to].received[from]);
             }
             assert!((0..5).all(|rank| all[rank].sent[rank] == 0));
+            let all: Vec<_> = (0..5).map(|rank| Traffic::reduce(5, rank, 3, count)).collect();
+            for (from, to) in (0..5).flat_map(|from| (0..5).map(move |to| (from, to))) {
+                assert_eq!(all[from].sent[to], all[to].received[from]);
+            }
         }
     }
 

@@ -63,6 +63,10 @@ impl<W: GroupWrapper> ProcessGroup for W {
         self.inner().progress_in_background();
     }
 
+    fn flush_messages(&self) -> Result<(), CommError> {
+        self.inner().flush_messages()
+    }
+
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         GroupWrapper::start(self, call)
     }

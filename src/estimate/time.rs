@@ -348,6 +348,9 @@ fn bandwidth(link: &LinkRates, op: CollectiveOp) -> f64 {
         CollectiveOp::AllToAll
         | CollectiveOp::AllToAllStrided
         | CollectiveOp::Broadcast
+        | CollectiveOp::Reduce
+        | CollectiveOp::Gather
+        | CollectiveOp::Scatter
         | CollectiveOp::Send
         | CollectiveOp::Recv
         | CollectiveOp::Barrier

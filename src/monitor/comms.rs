@@ -50,10 +50,12 @@ impl Bandwidth {
         let seconds = calls.seconds / calls.calls.max(1) as f64;
         // The size is that of the whole collective on one rank: for a gather, its output.
         let (size, factor) = match calls.op {
-            AllGather => (ranks * calls.input_bytes as f64, (ranks - 1.0) / ranks),
+            AllGather | Gather => (ranks * calls.input_bytes as f64, (ranks - 1.0) / ranks),
             AllReduce => (calls.input_bytes as f64, 2.0 * (ranks - 1.0) / ranks),
-            ReduceScatter | AllToAll | AllToAllStrided => (calls.input_bytes as f64, (ranks - 1.0) / ranks),
-            Broadcast | Send | Recv | Barrier | Split => (calls.input_bytes as f64, 1.0),
+            ReduceScatter | AllToAll | AllToAllStrided | Scatter => {
+                (calls.input_bytes as f64, (ranks - 1.0) / ranks)
+            }
+            Broadcast | Reduce | Send | Recv | Barrier | Split => (calls.input_bytes as f64, 1.0),
         };
         let algbw = if seconds > 0.0 { size / seconds } else { 0.0 };
         Self { algbw, busbw: factor * algbw }

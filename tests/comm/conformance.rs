@@ -94,11 +94,15 @@ mod on_eight_gpus {
             all_reduce_sums_every_dtype_at_every_size,
             all_reduce_finds_max_and_min,
             sixteen_bit_elements_are_summed_into_f32_in_rank_order,
+            averages_and_products_are_those_of_all_ranks,
+            reduce_leaves_the_result_on_the_root_only,
             reduce_scatter_may_write_over_its_own_input;
         gather:
             all_gather_concatenates_in_rank_order,
             all_gather_of_a_part_of_its_own_output_works_in_place,
             broadcast_reaches_all_ranks_from_every_root,
+            gather_collects_at_any_root_and_scatter_distributes,
+            gather_and_scatter_may_use_a_part_of_the_roots_tensor,
             values_are_reduced_and_gathered,
             varied_lengths_are_gathered_including_none;
         exchange:
@@ -109,13 +113,16 @@ mod on_eight_gpus {
             plans_that_exceed_their_tensors_are_errors;
         point_to_point:
             a_ring_passes_tensors_on,
-            messages_started_together_keep_their_order;
+            messages_started_together_keep_their_order,
+            a_batch_of_messages_goes_around_rings_in_both_directions,
+            a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable;
         groups:
             split_orders_members_by_key_then_rank,
             ranks_without_a_color_join_no_group,
             groups_can_be_split_again_and_work_side_by_side;
         pending:
             operations_can_be_waited_for_in_any_order,
+            polls_complete_operations,
             a_dropped_operation_still_completes,
             inputs_may_be_overwritten_once_waited_for;
         failures:
@@ -184,5 +191,48 @@ fn a_fake_group_refuses_plans_of_another_size_or_out_of_bounds() {
         start(vec![vec![]; 3], vec![vec![received], vec![], vec![]]),
     ] {
         assert!(matches!(refused, Err(CommError::InvalidArgument { .. })), "{refused:?}");
+    }
+}
+
+#[test]
+fn a_fake_group_counts_operations_with_a_root_and_messages_as_threads_do() {
+    use crate::support::comm::{Backend, Group, tensor, zeros};
+    use std::sync::Arc;
+    use ulysses::comm::fake::FakeGroup;
+    use ulysses::comm::{CollectiveArgs, CommError, GroupStats, ProcessGroupExt, ReduceOp};
+
+    const RANKS: usize = 3;
+    fn operations(group: Group) -> Result<GroupStats, CommError> {
+        let (rank, root) = (group.rank(), 1);
+        group.reduce(&tensor(50, |i| i as f32), ReduceOp::Average, root)?;
+        group.reduce(&tensor(20_001, |i| i as f32), ReduceOp::Product, root)?;
+        let whole = (rank == root).then(|| zeros::<f32>(21));
+        group.gather(&zeros::<f32>(7), whole.as_ref(), root)?;
+        group.scatter(whole.as_ref(), &zeros::<f32>(7), root)?;
+        let (sent, received) = (zeros::<f64>(9), zeros::<f64>(9));
+        let (next, previous) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
+        let ring = [
+            CollectiveArgs::Send { tensor: &sent, dst: next },
+            CollectiveArgs::Recv { tensor: &received, src: previous },
+        ];
+        let pending = group.start_messages(&ring)?;
+        crate::support::comm::pending::poll_to_the_end(&pending);
+        pending.wait()?;
+        // A rank's bytes are counted when its peers read them.
+        group.barrier()?;
+        Ok(GroupStats {
+            ops: group
+                .stats()
+                .ops
+                .into_iter()
+                .filter(|(_, op)| op.bytes_sent + op.bytes_received > 0)
+                .collect(),
+        })
+    }
+    let of_threads: Vec<String> =
+        Threads { threads_per_rank: 1 }.run(RANKS, |group| Ok(format!("{:?}", operations(group)?)));
+    for (rank, expected) in of_threads.into_iter().enumerate() {
+        let group = FakeGroup::new("fake", (0..RANKS).collect(), rank).unwrap();
+        assert_eq!(format!("{:?}", operations(Arc::new(group)).unwrap()), expected, "rank {rank}");
     }
 }

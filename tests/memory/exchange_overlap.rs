@@ -36,11 +36,10 @@ impl GroupWrapper for Noting {
         }
         self.log.lock().unwrap().push('s');
         let (pending, log) = (self.inner.start(call)?, self.log.clone());
-        let wait = move || {
+        Ok(pending.around(move |complete| {
             log.lock().unwrap().push('w');
-            pending.wait()
-        };
-        Ok(Pending::new(wait, |_| {}))
+            complete()
+        }))
     }
 }
 

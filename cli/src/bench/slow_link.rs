@@ -67,14 +67,13 @@ impl GroupWrapper for SlowLink {
         elements[self.inner.rank()] = 0;
         let bytes = elements.iter().sum::<usize>() * inputs[0].dtype().size_in_bytes();
         let pending = self.inner.start(call)?;
-        let (arrives, state, group) = (self.transfer(bytes as u64), self.state.clone(), self.inner.clone());
+        let (arrives, state) = (self.transfer(bytes as u64), self.state.clone());
         let left = move || arrives.saturating_duration_since(Instant::now());
-        let complete = move || {
+        Ok(pending.around(move |complete| {
             state.lock().exposed += left();
-            pending.wait()?;
+            complete()?;
             std::thread::sleep(left());
             Ok(())
-        };
-        Ok(Pending::new(complete, move |error| group.abort(&error.to_string())))
+        }))
     }
 }

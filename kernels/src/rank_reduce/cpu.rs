@@ -26,6 +26,11 @@ pub(super) fn reduce<T: Arithmetic>(op: ReduceOp, sources: &[&[T]], begin: usize
             let min = |a: T::Wide, b| if a < b || a.is_nan() { a } else { b };
             reduce_with(sources, begin, target, min, T::narrow);
         }
+        ReduceOp::Average => {
+            let ranks = sources.len();
+            reduce_with(sources, begin, target, |a, b| a.plus(b), |sum| T::narrow(sum.over(ranks)));
+        }
+        ReduceOp::Product => reduce_with(sources, begin, target, |a, b| a.times(b), T::narrow),
     }
 }
 

@@ -16,7 +16,7 @@ use candle_core::{DType, Tensor};
 
 /// The operator of a reduction.
 ///
-/// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on any rank gives NaN. This
+/// 16-bit floats are reduced in `f32` and rounded once; integer sums and products wrap; a NaN on any rank gives NaN. This
 /// holds for [`reduce`], and so for the thread backend. NCCL's kernels add in their own order, may round
 /// 16-bit floats at every step, and may drop a NaN in `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -27,6 +27,10 @@ pub enum ReduceOp {
     Max,
     /// Keeps the smallest element.
     Min,
+    /// Adds the ranks' elements, in rank order, and divides the sum by the number of ranks. Floats only.
+    Average,
+    /// Multiplies the ranks' elements, in rank order.
+    Product,
 }
 
 /// Overwrites `target` with elements `begin..` of all `sources`, combined as `((x₀ ∘ x₁) ∘ x₂) …`. A `target` in f32 takes
@@ -36,8 +40,8 @@ pub enum ReduceOp {
 /// Every source has at least `begin` elements more than `target`.
 ///
 /// # Errors
-/// No source, more than a GPU's kernel supports (256), a source that is too short, or dtypes, devices or
-/// layouts that do not match.
+/// No source, more than a GPU's kernel supports (256), a source that is too short, an average of integers, or dtypes,
+/// devices or layouts that do not match.
 pub fn reduce(op: ReduceOp, sources: &[&Tensor], begin: usize, target: &Tensor) -> Result<(), OpError> {
     let call = Call::new("rank_reduce::reduce");
     let is_unrounded = is_unrounded_sum(op, sources, target);
@@ -46,6 +50,9 @@ pub fn reduce(op: ReduceOp, sources: &[&Tensor], begin: usize, target: &Tensor) 
         false => call.carried(&[target], sources)?,
     };
     call.expect_value("sources", sources.len() as f64, !sources.is_empty(), "at least one")?;
+    if op == ReduceOp::Average && !dtype.is_float() {
+        return Err(OpError::ElementType { op: call.op, argument: "input", got: dtype });
+    }
     let end = begin.saturating_add(target.elem_count());
     for source in sources {
         let elems = source.elem_count();

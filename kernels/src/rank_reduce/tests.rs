@@ -39,9 +39,11 @@ fn check_definition<T: Arithmetic>(target: &str) {
         let values: Vec<Vec<T>> = (0..ranks).map(elements).collect();
         let sources: Vec<Tensor> = values.iter().map(|values| tensor(befores[0], values)).collect();
         let sources: Vec<&Tensor> = sources.iter().collect();
-        for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+        let ops = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product, ReduceOp::Average];
+        for op in &ops[..if T::DTYPE.is_float() { 5 } else { 4 }] {
             let combine = |a: T::Wide, b: T::Wide| match op {
-                ReduceOp::Sum => a.plus(b),
+                ReduceOp::Sum | ReduceOp::Average => a.plus(b),
+                ReduceOp::Product => a.times(b),
                 ReduceOp::Max => {
                     if a > b {
                         a
@@ -58,10 +60,11 @@ fn check_definition<T: Arithmetic>(target: &str) {
                 }
             };
             let output = tensor(befores[1], &vec![T::from_f64(9.0); len]);
-            reduce(op, &sources, begin, &output).unwrap();
+            reduce(*op, &sources, begin, &output).unwrap();
             let of_index = |i: usize| {
                 let first = values[0][begin + i].widen();
-                T::narrow(values[1..].iter().fold(first, |all, next| combine(all, next[begin + i].widen())))
+                let all = values[1..].iter().fold(first, |all, next| combine(all, next[begin + i].widen()));
+                T::narrow(if *op == ReduceOp::Average { all.over(ranks) } else { all })
             };
             let expected: Vec<T> = (0..len).map(of_index).collect();
             assert!(
@@ -102,6 +105,19 @@ fn sixteen_bit_floats_are_rounded_once() {
         let one = [bf16::ONE];
         let sum = reduced(ReduceOp::Sum, &[&[bf16::from_f32(256.0)], &one, &one, &one, &one]);
         assert_eq!(sum, [bf16::from_f32(260.0)]);
+        // The average of five is 53; a sum in bf16 would stay 256, and give 51.25.
+        let ranks = [256.0, 1.0, 1.0, 3.0, 4.0].map(|x| [bf16::from_f32(x)]);
+        let average = reduced(ReduceOp::Average, &ranks.each_ref().map(|rank| &rank[..]));
+        assert_eq!(average, [bf16::from_f32(53.0)]);
+    });
+}
+
+#[test]
+fn averages_of_integers_are_refused() {
+    on_every_target(|_| {
+        let (source, target) = (tensor(0, &[1_u32, 2]), tensor(0, &[0_u32; 2]));
+        let refused = reduce(ReduceOp::Average, &[&source, &source], 0, &target).unwrap_err();
+        assert!(matches!(refused, OpError::ElementType { got: DType::U32, .. }), "{refused}");
     });
 }
 
@@ -138,6 +154,7 @@ fn integers_wrap() {
         assert_eq!(reduced(ReduceOp::Sum, &[&[250_u8], &[10]]), [4]);
         assert_eq!(reduced(ReduceOp::Sum, &[&[i64::MAX, -5], &[1, 3]]), [i64::MIN, -2]);
         assert_eq!(reduced(ReduceOp::Min, &[&[-7_i64], &[3]]), [-7]);
+        assert_eq!(reduced(ReduceOp::Product, &[&[20_u8], &[13]]), [4]);
     });
 }
 

@@ -37,6 +37,11 @@ fn agree(one: &CallSignature, other: &CallSignature) -> bool {
         (AllToAll { dtype, .. }, AllToAll { dtype: d, .. })
         | (AllToAllStrided { dtype, .. }, AllToAllStrided { dtype: d, .. }) => dtype == d,
         (Broadcast { elements, root }, Broadcast { elements: e, root: r }) => (elements, root) == (e, r),
+        (Reduce { op, elements, root }, Reduce { op: o, elements: e, root: r }) => {
+            (op, elements, root) == (o, e, r)
+        }
+        (Gather { chunk, root }, Gather { chunk: c, root: r })
+        | (Scatter { chunk, root }, Scatter { chunk: c, root: r }) => (chunk, root) == (c, r),
         (Barrier, Barrier) => true,
         (Split { name, color, .. }, Split { name: n, color: c, .. }) => {
             color != c || color.is_none() || name == n

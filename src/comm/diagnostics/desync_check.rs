@@ -98,7 +98,7 @@ impl GroupWrapper for DesyncCheck {
         if !call.op().is_message() {
             // The arguments are valid: the ranks compare calls that can be made, and the comparison indexes the
             // counts of all ranks.
-            self.agree(&call.check(self.name(), self.world_size())?)?;
+            self.agree(&call.check(self.name(), self.rank(), self.world_size())?)?;
         }
         self.inner.start(call)
     }

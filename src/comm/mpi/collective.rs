@@ -41,26 +41,32 @@ fn staging_buffer(members: &Members, count: usize, like: &Tensor) -> Result<Stag
     members.staging.alloc(members.world_size() * count, like.dtype())
 }
 
-/// For small tensors, every rank collects all ranks' elements and reduces them. For large ones, each
-/// rank reduces one chunk, then collects the other chunks.
-pub(super) fn all_reduce(
+/// Reduces on every rank, or on `root` only. For small tensors, a rank collects all ranks' elements and reduces them. For
+/// large ones, each rank reduces one chunk, then collects the other chunks.
+pub(super) fn reduce_to(
     transfers: &mut Transfers,
     members: &Members,
     tensor: Tensor,
     op: ReduceOp,
+    root: Option<usize>,
 ) -> StepResult {
     let count = tensor.elem_count();
     if members.world_size() == 1 || count == 0 {
         return Ok(None);
     }
     if count > DIRECT_REDUCE_MAX_ELEMS {
-        return all_reduce_in_chunks(transfers, members, tensor, op);
+        return reduce_in_chunks(transfers, members, tensor, op, root);
+    }
+    for peer in peers(members).filter(|&peer| is_target(root, peer)) {
+        transfers.send(members, &tensor, peer)?;
+    }
+    if !is_target(root, members.rank) {
+        return Ok(None);
     }
     let staged = staging_buffer(members, count, &tensor)?;
     let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
-        transfers.send(members, &tensor, peer)?;
     }
     Ok(Some(Step::last(move |members| {
         let own = copy_of(&tensor)?;
@@ -70,11 +76,17 @@ pub(super) fn all_reduce(
     })))
 }
 
-fn all_reduce_in_chunks(
+/// Returns whether a rank gets the result of a reduction.
+fn is_target(root: Option<usize>, rank: usize) -> bool {
+    root.is_none_or(|root| root == rank)
+}
+
+fn reduce_in_chunks(
     transfers: &mut Transfers,
     members: &Members,
     tensor: Tensor,
     op: ReduceOp,
+    root: Option<usize>,
 ) -> StepResult {
     let (ranks, count) = (members.world_size(), tensor.elem_count());
     let own = all_reduce_chunk(ranks, members.rank, count);
@@ -91,11 +103,18 @@ fn all_reduce_in_chunks(
         let reduced = staged_sum.tensor()?;
         reduce_into(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
         members.staging.recycle(staged);
-        copy_into(&reduced, &part(&tensor, own)?)?;
+        let is_given_the_result = is_target(root, members.rank);
+        if is_given_the_result {
+            copy_into(&reduced, &part(&tensor, own)?)?;
+        }
         transfers.next_phase();
         for peer in peers(members) {
-            transfers.receive(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
-            transfers.send(members, &reduced, peer)?;
+            if is_given_the_result {
+                transfers.receive(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
+            }
+            if is_target(root, peer) {
+                transfers.send(members, &reduced, peer)?;
+            }
         }
         Ok(Some(Step::last(move |members| {
             members.staging.recycle(staged_sum);

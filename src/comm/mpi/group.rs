@@ -6,10 +6,11 @@ use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
 use super::{collective, message, progress};
 use crate::comm::arg_check::ArgCheck;
+use crate::comm::args::RootedExchange;
 use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, Sequences};
-use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup};
+use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -31,7 +32,7 @@ impl MpiGroup {
     /// Runs the checks that need no peer, and checks that MPI can access the tensors.
     fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
         let (group, world_size) = (self.members.name.as_str(), self.members.world_size());
-        let signature = call.check(group, world_size)?;
+        let signature = call.check(group, self.members.rank, world_size)?;
         let mut tensors = call.inputs().iter().chain(call.outputs());
         match tensors.find(|tensor| !tensor.device().is_cpu()) {
             None => Ok(signature),
@@ -71,13 +72,27 @@ impl MpiGroup {
             let channel = operation.channel;
             (channel, self.own.issue(operation, call)?)
         };
-        let (completing, failing) = (self.own.clone(), self.own.clone());
+        let [polling, completing, failing] = [(); 3].map(|()| self.own.clone());
         Ok(Pending::new(
+            move || polling.is_complete(channel, id),
             move || completing.complete(channel, id),
             move |error| {
                 failing.fail(CommError::PeerFailed { rank: failing.rank, reason: error.to_string() });
             },
         ))
+    }
+
+    fn reduce_to(
+        &self,
+        call: CallSignature,
+        tensor: &Tensor,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<Pending, CommError> {
+        let tensor = tensor.clone();
+        self.begin(call, move |transfers, members| {
+            collective::reduce_to(transfers, members, tensor, op, root)
+        })
     }
 
     fn start_strided(
@@ -156,10 +171,20 @@ impl ProcessGroup for MpiGroup {
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         let signature = self.check_args(&call)?;
         match call {
-            CollectiveArgs::AllReduce { tensor, op } => {
-                let tensor = tensor.clone();
+            CollectiveArgs::AllReduce { tensor, op } => self.reduce_to(signature, tensor, op, None),
+            CollectiveArgs::Reduce { tensor, op, root } => self.reduce_to(signature, tensor, op, Some(root)),
+            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
+                let exchange = call.as_all_to_all(self.members.rank, self.members.world_size())?;
+                let Some(exchange) = exchange else { return Ok(Pending::ready()) };
+                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
+                let input = copy_if_shared(&input, &[&output])?;
                 self.begin(signature, move |transfers, members| {
-                    collective::all_reduce(transfers, members, tensor, op)
+                    collective::all_to_all(
+                        transfers,
+                        members,
+                        (&input, &send_counts),
+                        (&output, &recv_counts),
+                    )
                 })
             }
             CollectiveArgs::ReduceScatter { input, output, op } => {

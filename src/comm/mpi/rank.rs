@@ -146,24 +146,41 @@ impl MpiRank {
             // Read before the poll: a peer that joins at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
             let mut state = self.state.lock();
-            if state.head(channel, id).is_none() {
-                return Ok(());
-            }
-            state.check()?;
-            state.advance().map_err(|error| self.fail_with(&mut state, error))?;
-            let Some(head) = state.head(channel, id) else { return Ok(()) };
-            let wait = head.wait();
-            self.listen(&mut state, has_polled.then_some(&wait));
-            state.check()?;
-            if let Some(&rank) = wait.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
-                return Err(self.fail_with(&mut state, wait.left_by(rank)));
-            }
+            let Some(wait) = self.poll(&mut state, channel, id, has_polled)? else { return Ok(()) };
             if late {
                 return Err(self.time_out(&mut state, wait, started.elapsed()));
             }
             has_polled = true;
             drop(state);
             backoff.wait();
+        }
+    }
+
+    /// Advances all operations without waiting. Returns whether operation `id` is complete, or the world has failed.
+    pub(super) fn is_complete(&self, channel: OrderedChannel, id: u64) -> bool {
+        !matches!(self.poll(&mut self.state.lock(), channel, id, true), Ok(Some(_)))
+    }
+
+    /// Advances all operations. Returns what operation `id` waits for; `None` when it is complete. Reports that wait to
+    /// ranks that ask, if `is_waiting`.
+    fn poll(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        channel: OrderedChannel,
+        id: u64,
+        is_waiting: bool,
+    ) -> Result<Option<Wait>, CommError> {
+        if state.head(channel, id).is_none() {
+            return Ok(None);
+        }
+        state.check()?;
+        state.advance().map_err(|error| self.fail_with(state, error))?;
+        let Some(wait) = state.head(channel, id).map(Operation::wait) else { return Ok(None) };
+        self.listen(state, is_waiting.then_some(&wait));
+        state.check()?;
+        match wait.missing.iter().copied().find(|&rank| state.has_long_ended(rank)) {
+            Some(rank) => Err(self.fail_with(state, wait.left_by(rank))),
+            None => Ok(Some(wait)),
         }
     }
 

@@ -4,6 +4,7 @@ use super::communicator::Communicator;
 use super::operation::{Enqueue, Inner, ShutdownGuard, data_type, operator, source, target};
 use super::traffic::{MovedBytes, offsets};
 use crate::comm::arg_check::ArgCheck;
+use crate::comm::args::RootedExchange;
 use crate::comm::buffer::copy_if_shared;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::GroupLabel;
@@ -43,7 +44,7 @@ impl NcclGroup {
     /// Runs the checks that need no peer, and checks that the tensors are on the rank's GPU.
     fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
         let (group, world_size) = (self.name(), self.world_size());
-        let signature = call.check(group, world_size)?;
+        let signature = call.check(group, self.rank(), world_size)?;
         let own = self.0.own.device.location();
         let tensors = call.inputs().iter().chain(call.outputs());
         match tensors.map(|tensor| tensor.device().location()).find(|location| *location != own) {
@@ -67,8 +68,8 @@ impl NcclGroup {
         let inner = &self.0;
         inner.flush(traffic.op)?;
         let given = inner.enqueue(traffic, [call], outputs, inputs, enqueue)?;
-        let completing = inner.clone();
-        Ok(inner.pending(move || completing.complete(given)))
+        let (polling, done, completing) = (inner.clone(), given.done.clone(), inner.clone());
+        Ok(inner.pending(move || polling.is_over(&done), move || completing.complete(given)))
     }
 
     fn all_reduce(&self, call: CallSignature, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
@@ -174,6 +175,22 @@ impl NcclGroup {
         })
     }
 
+    fn reduce(
+        &self,
+        call: CallSignature,
+        tensor: &Tensor,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Pending, CommError> {
+        let traffic = MovedBytes::reduce(bytes(tensor), root == self.rank(), self.world_size());
+        let (count, of) = (tensor.elem_count(), data_type(tensor.dtype()));
+        let (op, root) = (operator(op), root as c_int);
+        self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
+            // SAFETY: `count` elements, accessed for writing; kept as above.
+            unsafe { result::reduce(source(at[0]), target(at[0]), count, of, op, root, comm, stream) }
+        })
+    }
+
     /// Unlike for other operations, `wait` makes the host wait for the GPU.
     fn barrier(&self, call: CallSignature) -> Result<Pending, CommError> {
         let token = Tensor::zeros(1, DType::U32, &self.0.own.device)?;
@@ -185,8 +202,8 @@ impl NcclGroup {
             // SAFETY: one element, which `Enqueued` keeps until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), 1, of, sum, comm, stream) }
         })?;
-        let waiting = self.0.clone();
-        Ok(self.0.pending(move || {
+        let (polling, done, waiting) = (self.0.clone(), given.done.clone(), self.0.clone());
+        let complete = move || {
             loop {
                 waiting.own.check()?;
                 match given.done.try_is_complete() {
@@ -196,7 +213,8 @@ impl NcclGroup {
                 }
             }
             waiting.complete(given)
-        }))
+        };
+        Ok(self.0.pending(move || polling.is_over(&done), complete))
     }
 
     fn message(&self, op: CollectiveOp, tensor: &Tensor, peer: usize) -> Result<Pending, CommError> {
@@ -227,6 +245,10 @@ impl ProcessGroup for NcclGroup {
         self.0.own.check()
     }
 
+    fn flush_messages(&self) -> Result<(), CommError> {
+        self.0.flush(CollectiveOp::Send)
+    }
+
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         // Evaluated lazily: a strided all-to-all is checked by `pack_exchange_unpack`.
         let signature = || self.check_args(&call);
@@ -244,6 +266,14 @@ impl ProcessGroup for NcclGroup {
                 pack_exchange_unpack(self, inputs, outputs, plan)
             }
             CollectiveArgs::Broadcast { tensor, root } => self.broadcast(signature()?, tensor, root),
+            CollectiveArgs::Reduce { tensor, op, root } => self.reduce(signature()?, tensor, op, root),
+            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
+                let signature = signature()?;
+                let exchange = call.as_all_to_all(self.rank(), self.world_size())?;
+                let Some(exchange) = exchange else { return Ok(Pending::ready()) };
+                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
+                self.all_to_all(call.op(), signature, (&input, &send_counts), (&output, &recv_counts))
+            }
             CollectiveArgs::Barrier => self.barrier(signature()?),
             CollectiveArgs::Send { tensor, dst: peer } | CollectiveArgs::Recv { tensor, src: peer } => {
                 signature()?;

@@ -132,13 +132,20 @@ impl Inner {
 
     pub(super) fn pending(
         self: &Arc<Self>,
+        poll: impl Fn() -> bool + Send + 'static,
         complete: impl FnOnce() -> Result<(), CommError> + Send + 'static,
     ) -> Pending {
         let failing = self.clone();
-        Pending::new(complete, move |error| {
+        Pending::new(poll, complete, move |error| {
             let rank = failing.own.rank;
             failing.own.fail(CommError::PeerFailed { rank, reason: error.to_string() });
         })
+    }
+
+    /// Returns whether the GPU has completed an operation, or the rank has failed.
+    pub(super) fn is_over(&self, done: &CudaEvent) -> bool {
+        // An error of the driver shows in the wait.
+        self.own.check().is_err() || done.try_is_complete().unwrap_or(true)
     }
 
     /// Makes later work on the tensors' stream wait for an operation.
@@ -234,14 +241,19 @@ impl Inner {
         let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
         self.state.lock().messages.push(message);
         let (completing, guard) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
-        Ok(self.pending(move || {
+        let (polling, polled) = (self.clone(), done.clone());
+        let poll = move || {
+            polling.flush(traffic.op).is_err() || polled.get().is_none_or(|done| polling.is_over(done))
+        };
+        let complete = move || {
             completing.flush(traffic.op)?;
             if let Some(done) = done.get() {
                 completing.join(done)?;
             }
             guard.release();
             Ok(())
-        }))
+        };
+        Ok(self.pending(poll, complete))
     }
 
     /// Enqueues all waiting messages as one group.
@@ -329,5 +341,7 @@ pub(super) fn operator(op: ReduceOp) -> sys::ncclRedOp_t {
         ReduceOp::Sum => sys::ncclRedOp_t::ncclSum,
         ReduceOp::Max => sys::ncclRedOp_t::ncclMax,
         ReduceOp::Min => sys::ncclRedOp_t::ncclMin,
+        ReduceOp::Average => sys::ncclRedOp_t::ncclAvg,
+        ReduceOp::Product => sys::ncclRedOp_t::ncclProd,
     }
 }

@@ -25,6 +25,12 @@ impl MovedBytes {
         Self { op: CollectiveOp::Broadcast, sent: sent as u64, received: received as u64 }
     }
 
+    /// Every rank's bytes, sent to the root.
+    pub(super) fn reduce(bytes: usize, is_root: bool, ranks: usize) -> Self {
+        let Self { sent, received, .. } = Self::broadcast(bytes, is_root, ranks);
+        Self { op: CollectiveOp::Reduce, sent: received, received: sent }
+    }
+
     /// All bytes except those that a rank keeps.
     pub(super) fn all_to_all(send: &[usize], recv: &[usize], rank: usize, element_bytes: usize) -> Self {
         let of_peers = |counts: &[usize]| {
@@ -72,6 +78,8 @@ mod tests {
         let root = MovedBytes::broadcast(5, true, 3);
         let other = MovedBytes::broadcast(5, false, 3);
         assert_eq!([(root.sent, root.received), (other.sent, other.received)], [(10, 0), (0, 5)]);
+        let (root, other) = (MovedBytes::reduce(5, true, 3), MovedBytes::reduce(5, false, 3));
+        assert_eq!([(root.sent, root.received), (other.sent, other.received)], [(0, 10), (5, 0)]);
         let exchange = MovedBytes::all_to_all(&[7, 1, 2], &[7, 3, 0], 0, 8);
         assert_eq!((exchange.sent, exchange.received), (24, 24));
     }

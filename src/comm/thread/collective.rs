@@ -101,7 +101,8 @@ impl Collective {
     /// Moves this rank's data. Returns the stage that is then reached.
     fn pull(&mut self, published: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
-            CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
+            CallSignature::AllReduce { op, elements: Elements { count, .. } }
+            | CallSignature::Reduce { op, elements: Elements { count, .. }, .. } => {
                 if count == 0 || self.comm.world_size() == 1 {
                     return Ok(Stage::Done);
                 }
@@ -111,7 +112,9 @@ impl Collective {
                     *self.round.slots[self.rank].reduced.write() = Some(chunk);
                     return Ok(Stage::Reduced);
                 }
-                self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
+                if self.is_given_the_result() {
+                    self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
+                }
             }
             CallSignature::Broadcast { root, .. } if root == self.rank => {}
             CallSignature::Barrier => {}
@@ -119,6 +122,11 @@ impl Collective {
             _ => self.pull_into_outputs(published)?,
         }
         Ok(Stage::Done)
+    }
+
+    /// Whether this rank gets the result of a reduction: all ranks do, or only the root.
+    fn is_given_the_result(&self) -> bool {
+        !matches!(self.call, CallSignature::Reduce { root, .. } if root != self.rank)
     }
 
     fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
@@ -129,6 +137,10 @@ impl Collective {
                 peer_reader.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
             }
             CallSignature::AllGather { chunk } => peer_reader.all_gather(chunk.count, &targets)?,
+            CallSignature::Gather { chunk, root } if *root == self.rank => {
+                peer_reader.all_gather(chunk.count, &targets)?;
+            }
+            CallSignature::Scatter { chunk, root } => peer_reader.scatter(chunk.count, *root, &targets)?,
             CallSignature::AllToAll { recv, .. } => peer_reader.all_to_all(recv, &targets)?,
             CallSignature::AllToAllStrided { plan, .. } => peer_reader.all_to_all_strided(plan, &targets)?,
             CallSignature::Broadcast { elements, root } => {
@@ -208,7 +220,10 @@ impl Operation for Collective {
                 return Ok(Step::Blocked);
             }
             self.wait_fences()?;
-            if let CallSignature::AllReduce { elements, .. } = self.call {
+            if let CallSignature::AllReduce { elements, .. } | CallSignature::Reduce { elements, .. } =
+                self.call
+                && self.is_given_the_result()
+            {
                 self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }
             self.reach(Stage::Done)?;

@@ -65,19 +65,14 @@ impl ThreadGroup {
             self.state.complete(id)?;
             return Ok(Pending::ready());
         }
-        let (completing, failing) = (self.state.clone(), self.state.clone());
+        let [polling, completing, failing] = [(); 3].map(|()| self.state.clone());
         Ok(Pending::new(
+            move || polling.is_complete(id),
             move || completing.complete(id),
             move |error| {
                 failing.fail(CommError::PeerFailed { rank: failing.global_rank, reason: error.to_string() });
             },
         ))
-    }
-
-    /// Copies the inputs that share storage with an output, because peers read
-    /// the inputs while the outputs are being written.
-    fn copy_if_shared(inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<Vec<Tensor>, CommError> {
-        inputs.iter().map(|input| copy_if_shared(input, outputs)).collect()
     }
 }
 
@@ -108,19 +103,21 @@ impl ProcessGroup for ThreadGroup {
     }
 
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let signature = call.check(&self.comm.name, self.comm.world_size())?;
+        let signature = call.check(&self.comm.name, self.rank, self.comm.world_size())?;
         match call {
-            CollectiveArgs::AllReduce { tensor, .. } => {
+            CollectiveArgs::AllReduce { tensor, .. } | CollectiveArgs::Reduce { tensor, .. } => {
                 self.publish(signature, vec![tensor.clone()], &[tensor])
             }
-            CollectiveArgs::ReduceScatter { input, output, .. }
-            | CollectiveArgs::AllGather { input, output }
-            | CollectiveArgs::AllToAll { input, output, .. } => {
-                self.publish(signature, Self::copy_if_shared(&[input], &[output])?, &[output])
-            }
-            CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
-                let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.iter().collect(), outputs.iter().collect());
-                self.publish(signature, Self::copy_if_shared(&inputs, &outputs)?, &outputs)
+            CollectiveArgs::ReduceScatter { .. }
+            | CollectiveArgs::AllGather { .. }
+            | CollectiveArgs::AllToAll { .. }
+            | CollectiveArgs::AllToAllStrided { .. }
+            | CollectiveArgs::Gather { .. }
+            | CollectiveArgs::Scatter { .. } => {
+                // Peers read the inputs while the outputs are being written.
+                let outputs: Vec<&Tensor> = call.outputs().iter().collect();
+                let inputs = call.inputs().iter().map(|input| copy_if_shared(input, &outputs));
+                self.publish(signature, inputs.collect::<Result<_, _>>()?, &outputs)
             }
             CollectiveArgs::Broadcast { tensor, root } if root == self.rank => {
                 self.publish(signature, vec![tensor.clone()], &[])

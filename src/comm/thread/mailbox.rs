@@ -109,6 +109,7 @@ pub(super) struct RecvOperation {
     src: usize,
     sequence: u64,
     output: Tensor,
+    has_data: bool,
 }
 
 impl RecvOperation {
@@ -120,7 +121,30 @@ impl RecvOperation {
         output: &Tensor,
     ) -> Self {
         comm.count_call(rank, CollectiveOp::Recv);
-        Self { comm: comm.clone(), rank, src, sequence, output: output.clone() }
+        // The message may be here already: this wakes a thread that moves data in the background.
+        comm.world.notify(&comm.global_ranks[rank..=rank]);
+        Self { comm: comm.clone(), rank, src, sequence, output: output.clone(), has_data: false }
+    }
+
+    /// Takes the next message, if it has been sent. Returns whether the data is here.
+    fn receive(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+        if self.has_data {
+            return Ok(true);
+        }
+        let Some(message) = self.comm.mailbox.queue(self.src, self.rank).lock().pop_front() else {
+            return Ok(false);
+        };
+        if let Some(sent) = &message.sent {
+            sent.hold(self.output.device())?;
+        }
+        if let Some(tensor) = &*message.tensor.read() {
+            self.take(tensor, published)?;
+        }
+        *message.copied.lock() = Fence::after(self.output.device())?;
+        message.taken.store(true, Ordering::SeqCst);
+        self.comm.world.notify(&self.comm.global_ranks[self.src..=self.src]);
+        self.has_data = true;
+        Ok(true)
     }
 
     fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
@@ -151,19 +175,11 @@ impl RecvOperation {
 
 impl Operation for RecvOperation {
     fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError> {
-        let Some(message) = self.comm.mailbox.queue(self.src, self.rank).lock().pop_front() else {
-            return Ok(Step::Blocked);
-        };
-        if let Some(sent) = &message.sent {
-            sent.hold(self.output.device())?;
-        }
-        if let Some(tensor) = &*message.tensor.read() {
-            self.take(tensor, published)?;
-        }
-        *message.copied.lock() = Fence::after(self.output.device())?;
-        message.taken.store(true, Ordering::SeqCst);
-        self.comm.world.notify(&self.comm.global_ranks[self.src..=self.src]);
-        Ok(Step::Complete)
+        Ok(if self.receive(published)? { Step::Complete } else { Step::Blocked })
+    }
+
+    fn pull_exchange(&mut self, published: &[StorageId]) -> Result<bool, CommError> {
+        Ok(self.output.device().is_cpu() && self.receive(published)?)
     }
 
     fn published(&self) -> &[StorageId] {

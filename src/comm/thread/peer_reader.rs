@@ -158,6 +158,10 @@ impl PeerReader<'_> {
         self.pull(pulls, outputs)
     }
 
+    pub(super) fn scatter(&self, count: usize, root: usize, outputs: &[Tensor]) -> Result<(), CommError> {
+        self.pull(vec![Pull::run(root, self.rank * count, 0, count)], outputs)
+    }
+
     pub(super) fn broadcast(&self, count: usize, root: usize, outputs: &[Tensor]) -> Result<(), CommError> {
         self.pull(vec![Pull::run(root, 0, 0, count)], outputs)
     }

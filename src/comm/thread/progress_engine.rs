@@ -46,7 +46,7 @@ pub(super) trait Operation: Send + std::fmt::Debug {
     /// rank's other operations have published for peers to read.
     fn advance(&mut self, published: &[StorageId]) -> Result<Step, CommError>;
 
-    /// Moves the data of an exchange on the CPU if all ranks have posted it, and completes nothing. Returns whether
+    /// Moves the data of an exchange or message on the CPU if all its ranks have posted it, and completes nothing. Returns whether
     /// later operations of the channel may do so.
     fn pull_exchange(&mut self, _published: &[StorageId]) -> Result<bool, CommError> {
         Ok(false)
@@ -101,14 +101,8 @@ impl RankState {
         let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOREVER);
         loop {
             let seen = signal.epoch();
-            // Read before the peers' progress is checked, so that everything a rank published
-            // before it left counts.
-            let left = self.world.left();
             let late = Instant::now() >= deadline;
-            let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { break };
-            if let Some(&rank) = wait.missing.iter().find(|rank| left.contains(rank)) {
-                return Err(self.fail(wait.left_by(rank)));
-            }
+            let Some(wait) = self.poll(id)? else { break };
             // A peer that joined at the last moment is no longer missing.
             if late && !wait.missing.is_empty() {
                 return Err(self.time_out(wait, started.elapsed()));
@@ -124,12 +118,29 @@ impl RankState {
         Ok(())
     }
 
+    /// Advances all operations without waiting. Returns whether operation `id` is complete, or the world has failed.
+    pub(super) fn is_complete(&self, id: u64) -> bool {
+        !matches!(self.poll(id), Ok(Some(_)))
+    }
+
+    /// Advances all operations. Returns what operation `id` waits for; `None` when it is complete.
+    fn poll(&self, id: u64) -> Result<Option<Wait>, CommError> {
+        // Read before the peers' progress is checked, so that everything a rank published
+        // before it left counts.
+        let left = self.world.left();
+        let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { return Ok(None) };
+        match wait.missing.iter().copied().find(|rank| left.contains(rank)) {
+            Some(rank) => Err(self.fail(wait.left_by(rank))),
+            None => Ok(Some(wait)),
+        }
+    }
+
     /// Returns whether the caller is the first that wants a thread to move the data of exchanges.
     pub(super) fn claim_lane(&self) -> bool {
         !self.has_lane.swap(true, Ordering::Relaxed)
     }
 
-    /// Moves the data of all exchanges that all ranks have posted.
+    /// Moves the data of all exchanges and messages that their ranks have posted.
     pub(super) fn pull_exchanges(&self) -> Result<(), CommError> {
         self.engine.lock().pull_exchanges()
     }

@@ -1,4 +1,4 @@
-//! A thread that copies the data of a rank's exchanges while the rank computes.
+//! A thread that copies the data of a rank's exchanges and messages while the rank computes.
 //!
 //! It moves data and completes nothing: the rank's own thread frees what it has allocated, so memory can be counted
 //! by thread.

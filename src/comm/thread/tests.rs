@@ -7,7 +7,8 @@ use super::progress_lane;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
 use crate::comm::{
-    CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+    CollectiveArgs, CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock,
+    StridedPlan,
 };
 use candle_core::{DType, Device, Tensor};
 use std::slice::from_ref;
@@ -38,7 +39,7 @@ fn rounds_are_freed_as_they_complete() {
     assert_eq!(comm.open_rounds(), 0);
 }
 
-/// An exchange of one element per rank, of which no rank waits for its end before all data has moved.
+/// Exchanges of one element per rank, then a ring of messages. No rank waits before all data has moved.
 #[test]
 fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
     let world = Arc::new(ThreadWorld::new(2, Duration::from_secs(20)));
@@ -57,13 +58,20 @@ fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
         for output in outputs.iter().flatten() {
             pending.push(group.start_all_to_all_strided(from_ref(&input), from_ref(output), &plan)?);
         }
+        let received = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        let ring = [
+            CollectiveArgs::Send { tensor: &input, dst: 1 - rank },
+            CollectiveArgs::Recv { tensor: &received, src: 1 - rank },
+        ];
+        pending.push(group.start_messages(&ring)?);
         let started = Instant::now();
-        while group.stats().total().bytes_received < 2 * size_of::<f32>() as u64 {
+        while group.stats().total().bytes_received < 4 * size_of::<f32>() as u64 {
             assert!(started.elapsed() < Duration::from_secs(20), "no data has moved");
             std::thread::yield_now();
         }
         pending.into_iter().try_for_each(Pending::wait)?;
         let [first, second] = outputs;
+        assert_eq!(received.to_vec1::<f32>()?, [1.0 - rank as f32; 2]);
         Ok::<_, CommError>([first?.to_vec1::<f32>()?, second?.to_vec1::<f32>()?])
     };
     std::thread::scope(|scope| {

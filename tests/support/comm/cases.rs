@@ -14,11 +14,16 @@ macro_rules! every_case {
                 sixteen_bit_sums_are_rounded_once,
                 reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit,
                 sixteen_bit_elements_are_summed_into_f32_in_rank_order,
+                averages_and_products_are_those_of_all_ranks,
+                reduce_leaves_the_result_on_the_root_only,
+                the_result_of_reduce_is_bit_equal_to_that_of_all_reduce,
                 reduce_scatter_may_write_over_its_own_input;
             gather:
                 all_gather_concatenates_in_rank_order,
                 all_gather_of_a_part_of_its_own_output_works_in_place,
                 broadcast_reaches_all_ranks_from_every_root,
+                gather_collects_at_any_root_and_scatter_distributes,
+                gather_and_scatter_may_use_a_part_of_the_roots_tensor,
                 values_are_reduced_and_gathered,
                 varied_lengths_are_gathered_including_none,
                 the_first_different_rank_is_found_with_its_value;
@@ -32,6 +37,8 @@ macro_rules! every_case {
                 a_ring_passes_tensors_on,
                 messages_between_a_pair_keep_their_order,
                 messages_started_together_keep_their_order,
+                a_batch_of_messages_goes_around_rings_in_both_directions,
+                a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable,
                 pairs_do_not_wait_for_each_other;
             groups:
                 split_orders_members_by_key_then_rank,
@@ -40,6 +47,8 @@ macro_rules! every_case {
                 a_group_of_one_moves_and_counts_nothing;
             pending:
                 operations_can_be_waited_for_in_any_order,
+                polls_complete_operations,
+                an_operation_is_not_complete_before_all_ranks_have_joined,
                 a_dropped_operation_still_completes,
                 operations_of_two_groups_can_be_waited_for_in_opposite_orders,
                 an_operation_goes_on_while_its_rank_waits_in_another_group,
@@ -48,6 +57,7 @@ macro_rules! every_case {
             counters:
                 collectives_count_the_bytes_that_crossed_ranks,
                 all_reduce_counts_its_real_traffic_small_and_large,
+                operations_with_a_root_count_its_traffic,
                 all_to_all_counts_uneven_traffic_without_a_ranks_own_part,
                 messages_are_counted_on_both_sides,
                 strided_exchange_counts_what_it_moves;
@@ -67,6 +77,7 @@ macro_rules! every_case {
                 ranks_of_a_sub_group_are_named_by_their_global_rank,
                 a_message_of_another_kind_fails_both_sides,
                 a_message_to_or_from_a_rank_that_left_fails_at_once,
+                polling_ends_when_a_peer_has_left,
                 calls_after_a_failure_return_the_same_error,
                 wrong_arguments_are_typed_errors_and_leave_the_group_usable;
         }

@@ -71,6 +71,31 @@ pub(crate) fn all_to_all_counts_uneven_traffic_without_a_ranks_own_part(backend:
     assert_eq!(counted, [stats(1, 24, 24), stats(1, 24, 8), stats(1, 0, 16)]);
 }
 
+pub(crate) fn operations_with_a_root_count_its_traffic(backend: &impl Backend) {
+    let small = count(backend, 3, CollectiveOp::Reduce, |group| {
+        group.reduce(&tensor(100, |i| i as f32), ReduceOp::Sum, 1)
+    });
+    assert_eq!(small, [stats(1, 400, 0), stats(1, 0, 800), stats(1, 400, 0)]);
+    // Two phases: chunks of 3000 of 12,000 elements, then the reduced ones to the root.
+    let large = count(backend, 4, CollectiveOp::Reduce, |group| {
+        group.reduce(&tensor(12_000, |_| 1.0_f32), ReduceOp::Sum, 0)
+    });
+    let other = stats(1, 48_000, 36_000);
+    assert_eq!(large, [stats(1, 36_000, 72_000), other, other, other]);
+    let gathered = count(backend, 3, CollectiveOp::Gather, |group| {
+        let output = (group.rank() == 2).then(|| zeros::<f64>(15));
+        group.gather(&tensor(5, |i| i as f64), output.as_ref(), 2)
+    });
+    assert_eq!(gathered, [stats(1, 40, 0), stats(1, 40, 0), stats(1, 0, 80)]);
+    let scattered = count(backend, 3, CollectiveOp::Scatter, |group| {
+        let input = (group.rank() == 0).then(|| tensor(15, |i| i as u32));
+        group.scatter(input.as_ref(), &zeros::<u32>(5), 0)?;
+        // A rank's bytes are counted when its peers read them.
+        Ok(())
+    });
+    assert_eq!(scattered, [stats(1, 40, 0), stats(1, 0, 20), stats(1, 0, 20)]);
+}
+
 pub(crate) fn messages_are_counted_on_both_sides(backend: &impl Backend) {
     let counted = backend.run(2, |group| {
         if group.rank() == 0 {

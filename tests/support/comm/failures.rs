@@ -146,6 +146,17 @@ pub(crate) fn a_different_count_dtype_operator_or_root_is_an_error(backend: &imp
     let (called, others) =
         ("broadcast(3 × u8 from rank 0 of the group)", "broadcast(3 × u8 from rank 1 of the group)");
     diverge(backend, called, others, broadcast(0), broadcast(1));
+    let gather = |root| {
+        move |group: &Group| {
+            let output = (group.rank() == root).then(|| zeros::<u8>(12));
+            group.gather(&tensor(3, |i| i as u8), output.as_ref(), root)
+        }
+    };
+    let of = |root| format!("gather(3 × u8 per rank to rank {root} of the group)");
+    diverge(backend, &of(2), &of(3), gather(2), gather(3));
+    let reduce = |op| move |group: &Group| group.reduce(&tensor(3, |i| i as f32), op, 0);
+    let of = |op: &str| format!("reduce({op}, 3 × f32 to rank 0 of the group)");
+    diverge(backend, &of("Average"), &of("Product"), reduce(ReduceOp::Average), reduce(ReduceOp::Product));
 }
 
 pub(crate) fn a_count_mismatch_is_an_error_before_data_moves(backend: &impl Backend) {
@@ -294,6 +305,19 @@ pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &impl
     }
 }
 
+pub(crate) fn polling_ends_when_a_peer_has_left(backend: &impl Backend) {
+    let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
+        if group.rank() == 1 {
+            return Ok(());
+        }
+        let tensor = tensor(10, |_| 1.0_f32);
+        let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
+        super::pending::poll_to_the_end(&pending);
+        pending.wait()
+    });
+    assert!(matches!(&errors[0], Some(CommError::PeerLeft { rank: 1, .. })), "{errors:?}");
+}
+
 pub(crate) fn calls_after_a_failure_return_the_same_error(backend: &impl Backend) {
     let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
         let first = if group.rank() == 0 { group.barrier() } else { all_reduce(3, group) };
@@ -321,6 +345,16 @@ pub(crate) fn wrong_arguments_are_typed_errors_and_leave_the_group_usable(backen
             group.all_to_all(&four, &four, &[4], &[2, 2]),
             group.all_to_all(&four, &four, &[2, 2], &[usize::MAX, 5]),
             group.broadcast(&four, 2),
+            group.reduce(&four, ReduceOp::Sum, 2),
+            group.reduce(&tensor(4, |i| i as i64), ReduceOp::Average, 0),
+            group.all_reduce(&tensor(4, |i| i as u32), ReduceOp::Average),
+            group.gather(&four, None, group.rank()),
+            group.gather(&four, Some(&eight), 1 - group.rank()),
+            group.gather(&four, Some(&four), group.rank()),
+            group.gather(&four, None, 2),
+            group.scatter(None, &four, group.rank()),
+            group.scatter(Some(&eight), &four, 1 - group.rank()),
+            group.scatter(Some(&eight), &tensor(4, |i| i as u32), group.rank()),
             group.send(&four, 9),
             group.recv(&four, 2),
             group.all_to_all_strided(&[], &[], &Arc::new(StridedPlan::default())),

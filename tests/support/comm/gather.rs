@@ -55,6 +55,46 @@ pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &impl Backend
     for_each_dtype!(case(backend));
 }
 
+pub(crate) fn gather_collects_at_any_root_and_scatter_distributes(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 3), (2, 0), (3, 7), (4, 10_000)] {
+            backend.run(world_size, |group| {
+                let rank = group.rank();
+                for root in 0..world_size {
+                    let gathered = (rank == root).then(|| zeros::<T>(world_size * count));
+                    group.gather(&tensor(count, |i| code::<T>(rank, i + root)), gathered.as_ref(), root)?;
+                    let scattered = zeros::<T>(count);
+                    group.scatter(gathered.as_ref(), &scattered, root)?;
+                    assert!(
+                        values::<T>(&scattered).into_iter().eq((0..count).map(|i| code::<T>(rank, i + root)))
+                    );
+                    if let Some(gathered) = gathered {
+                        let of_ranks =
+                            (0..world_size).flat_map(|r| (0..count).map(move |i| code::<T>(r, i + root)));
+                        assert!(values::<T>(&gathered).into_iter().eq(of_ranks), "{:?} at {root}", T::DTYPE);
+                    }
+                }
+                Ok(())
+            });
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn gather_and_scatter_may_use_a_part_of_the_roots_tensor(backend: &impl Backend) {
+    backend.run(3, |group| {
+        let rank = group.rank();
+        let flat = tensor(300, |i| if i / 100 == rank { i as f32 } else { -1.0 });
+        let own = flat.narrow(0, rank * 100, 100)?;
+        group.gather(&own, (rank == 2).then_some(&flat), 2)?;
+        assert!(rank != 2 || values::<f32>(&flat).into_iter().eq((0..300).map(|i| i as f32)));
+        // The root's chunk is a part of its input.
+        group.scatter((rank == 2).then_some(&flat), &own, 2)?;
+        assert!(values::<f32>(&own).into_iter().eq((rank * 100..(rank + 1) * 100).map(|i| i as f32)));
+        Ok(())
+    });
+}
+
 pub(crate) fn values_are_reduced_and_gathered(backend: &impl Backend) {
     backend.run(3, |group| {
         let rank = group.rank() as i64;

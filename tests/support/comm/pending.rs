@@ -2,7 +2,63 @@
 
 use super::{Backend, code, tensor, values, zeros};
 use candle_core::Tensor;
-use ulysses::comm::{CommError, ProcessGroupExt, ReduceOp};
+use std::time::{Duration, Instant};
+use ulysses::comm::{CollectiveArgs, CommError, Pending, ProcessGroupExt, ReduceOp};
+
+/// Polls until the operation is complete; a broken backend must not hang.
+pub(crate) fn poll_to_the_end(pending: &Pending) {
+    let started = Instant::now();
+    while !pending.is_completed() {
+        assert!(started.elapsed() < Duration::from_secs(20), "polls do not complete the operation");
+        std::thread::yield_now();
+    }
+}
+
+pub(crate) fn polls_complete_operations(backend: &impl Backend) {
+    backend.run(3, |group| {
+        let rank = group.rank();
+        let (reduced, gathered) = (tensor(10_000, |i| code::<f32>(rank, i)), zeros::<u32>(6));
+        let received = zeros::<f32>(500);
+        let reducing = group.start_all_reduce(&reduced, ReduceOp::Sum)?;
+        let own = tensor(2, |i| (10 * rank + i) as u32);
+        let gathering = group.start_all_gather(&own, &gathered)?.then(|| Ok(()));
+        let sent = tensor(500, |_| rank as f32);
+        let messages = group.start_messages(&[
+            CollectiveArgs::Send { tensor: &sent, dst: (rank + 1) % 3 },
+            CollectiveArgs::Recv { tensor: &received, src: (rank + 2) % 3 },
+        ])?;
+        let all = [reducing, gathering, messages];
+        all.iter().rev().for_each(poll_to_the_end);
+        assert!(all.iter().all(Pending::is_completed), "stays complete");
+        all.into_iter().try_for_each(Pending::wait)?;
+        assert_eq!(values::<u32>(&gathered), [0, 1, 10, 11, 20, 21]);
+        assert!(values::<f32>(&received).iter().all(|&x| x == ((rank + 2) % 3) as f32));
+        assert!(
+            values::<f32>(&reduced).into_iter().enumerate().all(|(i, x)| x == (15 + 3 * (i % 11)) as f32)
+        );
+        Ok(())
+    });
+}
+
+pub(crate) fn an_operation_is_not_complete_before_all_ranks_have_joined(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let twin = group.split("twin", Some(0), group.rank())?.unwrap();
+        let tensor = tensor(10_000, |_| 1.0_f32);
+        if group.rank() == 1 {
+            // Rank 0 reaches this barrier after its polls.
+            group.barrier()?;
+        }
+        let pending = twin.start_all_reduce(&tensor, ReduceOp::Sum)?;
+        if group.rank() == 0 {
+            assert!((0..100).all(|_| !pending.is_completed()));
+            group.barrier()?;
+        }
+        poll_to_the_end(&pending);
+        pending.wait()?;
+        assert!(values::<f32>(&tensor).iter().all(|&x| x == 2.0));
+        Ok(())
+    });
+}
 
 pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) {
     backend.run(3, |group| {

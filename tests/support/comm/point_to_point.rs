@@ -1,7 +1,7 @@
 //! send and recv.
 
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
-use ulysses::comm::ProcessGroupExt;
+use ulysses::comm::{CollectiveArgs, CommError, ProcessGroupExt, ReduceOp};
 
 pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
     fn case<T: Value>(backend: &impl Backend) {
@@ -49,6 +49,65 @@ pub(crate) fn messages_started_together_keep_their_order(backend: &impl Backend)
         for (n, tensor) in received.iter().enumerate() {
             assert_eq!(values::<u32>(tensor), values::<u32>(&sent(n)));
         }
+        Ok(())
+    });
+}
+
+pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: &impl Backend) {
+    // Above and below the sizes that libraries buffer.
+    for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 300_000), (4, 1)] {
+        backend.run(world_size, |group| {
+            let rank = group.rank();
+            let (next, previous) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
+            let sent = [0, 1].map(|way| tensor(count, |i| (10 * (2 * rank + way) + i % 7) as f32));
+            let received = [0, 1].map(|_| zeros::<f32>(count));
+            let send = |way: usize, dst| CollectiveArgs::Send { tensor: &sent[way], dst };
+            let recv = |way: usize, src| CollectiveArgs::Recv { tensor: &received[way], src };
+            // Sends first on some ranks, receives first on others; of two messages between a pair, order matters.
+            let mut batch = vec![send(0, next), send(1, previous), recv(0, previous), recv(1, next)];
+            batch.rotate_left(if rank % 2 == 0 { 0 } else { 2 });
+            let pending = group.start_messages(&batch)?;
+            // Other operations may come in between.
+            let sum = group.all_reduce_values(&[rank as f32], ReduceOp::Sum)?;
+            assert_eq!(sum, [(0..world_size).sum::<usize>() as f32]);
+            pending.wait()?;
+            for (way, from) in [previous, next].into_iter().enumerate() {
+                let expected = (0..count).map(|i| (10 * (2 * from + way) + i % 7) as f32);
+                assert!(
+                    values::<f32>(&received[way]).into_iter().eq(expected),
+                    "{world_size} × {count}, {way}"
+                );
+            }
+            Ok(())
+        });
+    }
+}
+
+pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let (other, one) = (1 - group.rank(), tensor(1, |_| group.rank() as f32));
+        let refused = [
+            group.start_messages(&[
+                CollectiveArgs::Send { tensor: &one, dst: other },
+                CollectiveArgs::Recv { tensor: &one, src: 2 },
+            ]),
+            group.start_messages(&[
+                CollectiveArgs::Send { tensor: &one, dst: other },
+                CollectiveArgs::Barrier,
+            ]),
+        ];
+        for refused in refused {
+            assert!(matches!(refused, Err(CommError::InvalidArgument { .. })), "{refused:?}");
+        }
+        group.start_messages(&[])?.wait()?;
+        // A message that had been started would arrive first.
+        let (two, received) = (tensor(1, |_| 10.0 + group.rank() as f32), zeros::<f32>(1));
+        let batch = [
+            CollectiveArgs::Recv { tensor: &received, src: other },
+            CollectiveArgs::Send { tensor: &two, dst: other },
+        ];
+        group.start_messages(&batch)?.wait()?;
+        assert_eq!(values::<f32>(&received), [10.0 + other as f32]);
         Ok(())
     });
 }

@@ -132,6 +132,82 @@ pub(crate) fn sixteen_bit_elements_are_summed_into_f32_in_rank_order(backend: &i
     case::<f16>(backend);
 }
 
+pub(crate) fn averages_and_products_are_those_of_all_ranks(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 3), (2, 5), (4, 9_000)] {
+            let results = backend.run(world_size, |group| {
+                let rank = group.rank();
+                let product = tensor(count, |i| T::from_f64(if i % 4 == rank { 3.0 } else { 2.0 }));
+                group.all_reduce(&product, ReduceOp::Product)?;
+                let average = tensor(count, |i| T::from_f64((4 * rank + i % 5) as f64));
+                let refused = group.all_reduce(&average, ReduceOp::Average).is_err();
+                assert_eq!(refused, !T::DTYPE.is_float(), "integers have no average");
+                let chunk = zeros::<T>(count);
+                if !refused {
+                    let input = tensor(world_size * count, |i| T::from_f64((4 * rank + i / count) as f64));
+                    group.reduce_scatter(&input, &chunk, ReduceOp::Average)?;
+                }
+                Ok(((values::<T>(&product), values::<T>(&average)), values::<T>(&chunk)))
+            });
+            let mean = (2 * (world_size - 1)) as f64;
+            for (rank, ((product, average), chunk)) in results.into_iter().enumerate() {
+                let twos = |i: usize| world_size - usize::from(i % 4 < world_size);
+                let expected = |i| {
+                    T::from_f64(
+                        (2_usize.pow(twos(i) as u32) * if twos(i) < world_size { 3 } else { 1 }) as f64,
+                    )
+                };
+                assert!(product.into_iter().eq((0..count).map(expected)), "{:?}", T::DTYPE);
+                if T::DTYPE.is_float() {
+                    assert!(average.into_iter().eq((0..count).map(|i| T::from_f64(mean + (i % 5) as f64))));
+                    assert!(
+                        chunk.into_iter().all(|x| x == T::from_f64(mean + rank as f64)),
+                        "{:?}",
+                        T::DTYPE
+                    );
+                }
+            }
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn reduce_leaves_the_result_on_the_root_only(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 4), (2, 0), (3, 7), (4, 10_001)] {
+            for root in [0, world_size - 1] {
+                backend.run(world_size, |group| {
+                    let element = |i| code::<T>(group.rank(), i);
+                    let reduced = tensor(count, element);
+                    group.reduce(&reduced, ReduceOp::Sum, root)?;
+                    let expected: Vec<T> = if group.rank() == root {
+                        let ranks: usize = (0..world_size).map(|rank| rank * 5).sum();
+                        (0..count).map(|i| T::from_f64((ranks + world_size * (i % 11)) as f64)).collect()
+                    } else {
+                        (0..count).map(element).collect()
+                    };
+                    assert!(values::<T>(&reduced) == expected, "{:?} × {count} to rank {root}", T::DTYPE);
+                    Ok(())
+                });
+            }
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn the_result_of_reduce_is_bit_equal_to_that_of_all_reduce(backend: &impl Backend) {
+    for (count, op) in [(1_000, ReduceOp::Sum), (30_011, ReduceOp::Average), (30_011, ReduceOp::Max)] {
+        backend.run(3, |group| {
+            let of_rank = || tensor(count, |i| bf16::from_f32(irregular(group.rank(), i)));
+            let (reduced, all_reduced) = (of_rank(), of_rank());
+            group.reduce(&reduced, op, 1)?;
+            group.all_reduce(&all_reduced, op)?;
+            assert!(group.rank() != 1 || values::<bf16>(&reduced) == values::<bf16>(&all_reduced), "{op:?}");
+            Ok(())
+        });
+    }
+}
+
 pub(crate) fn reduce_scatter_may_write_over_its_own_input(backend: &impl Backend) {
     let results = backend.run(3, |group| {
         let flat = tensor(3_000, |i| code::<f32>(group.rank(), i));

@@ -2,7 +2,9 @@
 
 use super::{Backend, code, tensor, values, zeros};
 use std::sync::Arc;
-use ulysses::comm::{ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+use ulysses::comm::{
+    CollectiveArgs, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+};
 
 /// Elements per pair of ranks.
 const COUNT: usize = 1_003;
@@ -27,6 +29,20 @@ pub(crate) fn sums_gathers_and_broadcasts(backend: &impl Backend, ranks: usize) 
         let last = tensor(COUNT, |i| code::<u8>(rank, i));
         group.broadcast(&last, ranks - 1)?;
         assert!(values::<u8>(&last).into_iter().eq((0..COUNT).map(|i| code::<u8>(ranks - 1, i))));
+        let reduced = tensor(COUNT, |i| code::<f32>(rank, i));
+        group.reduce(&reduced, ReduceOp::Sum, ranks - 1)?;
+        let expected = |i| if rank == ranks - 1 { ranks_sum(i) } else { code::<f32>(rank, i) };
+        assert!(values::<f32>(&reduced).into_iter().eq((0..COUNT).map(expected)));
+        let whole = (rank == 0).then(|| zeros::<i64>(ranks * COUNT));
+        group.gather(&tensor(COUNT, |i| code::<i64>(rank, i)), whole.as_ref(), 0)?;
+        let own = zeros::<i64>(COUNT);
+        group.scatter(whole.as_ref(), &own, 0)?;
+        assert!(values::<i64>(&own).into_iter().eq((0..COUNT).map(|i| code::<i64>(rank, i))));
+        let mean = group.all_reduce_values(&[2.0 * rank as f32, 1.0], ReduceOp::Average)?;
+        assert_eq!(mean, [(ranks - 1) as f32, 1.0]);
+        let product = group.all_reduce_values(&[1 + rank as i64], ReduceOp::Product)?;
+        assert_eq!(product, [(1..=ranks as i64).product::<i64>()]);
+
         let largest = group.all_reduce_values(&[rank as f64, -(rank as f64)], ReduceOp::Max)?;
         assert_eq!(largest, [(ranks - 1) as f64, 0.0]);
         group.barrier()
@@ -77,6 +93,15 @@ pub(crate) fn exchanges_messages_and_sub_groups(backend: &impl Backend, ranks: u
         receiving.wait()?;
         sending.wait()?;
         assert!(values::<u32>(&received).into_iter().eq((0..COUNT).map(|i| code::<u32>(previous, i))));
+        let back = zeros::<u32>(COUNT);
+        let batch = [
+            CollectiveArgs::Send { tensor: &received, dst: previous },
+            CollectiveArgs::Recv { tensor: &back, src: next },
+        ];
+        let pending = group.start_messages(&batch)?;
+        super::pending::poll_to_the_end(&pending);
+        pending.wait()?;
+        assert_eq!(values::<u32>(&back), values::<u32>(&sent));
 
         let Some(half) = group.split("half", Some(rank % 2), ranks - rank)? else { panic!("has a color") };
         let members: Vec<usize> = (0..ranks).rev().filter(|other| other % 2 == rank % 2).collect();
