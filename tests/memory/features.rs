@@ -1,6 +1,7 @@
 //! Features that save memory change nothing else: each against a run without it, on the same mesh.
 
 use crate::support::compare::{max_rel_error, values};
+use crate::support::device::offload_target;
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, layout};
 use crate::support::problems::{ADAGRAD, ADAMW, CONFIG, LAMB, LION, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig, Training, as_tensors};
@@ -161,11 +162,6 @@ fn optimizers() -> Vec<Problem> {
     rules.map(with).into()
 }
 
-/// The offload target for the suite's device: a file for the CPU, host memory for kernels.
-fn place() -> &'static str {
-    if crate::support::device::is_cpu() { "nvme" } else { "cpu" }
-}
-
 /// Compares every list of offloaded sections of `zero_optimization`, at the stage of the layout, with one run
 /// without offload.
 fn assert_offload_keeps_bits(extra: &Value, features: &[&[&str]], layouts: impl Iterator<Item = Layout>) {
@@ -189,7 +185,7 @@ fn assert_same_when_offloaded(
         let mut offloading = extra.clone();
         offloading["zero_optimization"] = json!({ "stage": layout.stage });
         for section in sections {
-            offloading["zero_optimization"][*section] = json!({ "device": place() });
+            offloading["zero_optimization"][*section] = json!({ "device": offload_target() });
         }
         assert!(
             bits(extra) == bits(&offloading),

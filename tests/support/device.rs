@@ -69,6 +69,11 @@ pub fn is_cpu() -> bool {
     choice() == "cpu"
 }
 
+/// Returns the place to offload to from the device under test: a file for the CPU, host memory for kernels.
+pub fn offload_target() -> &'static str {
+    if is_cpu() { "nvme" } else { "cpu" }
+}
+
 /// Returns the device of this thread's rank.
 pub fn test_device() -> Device {
     DEVICE.with_borrow(Device::clone)

@@ -2,6 +2,7 @@
 //! same; memory is less the more ranks share the partitions.
 
 use crate::support::compare::{assert_all_close, max_rel_error, values};
+use crate::support::device::offload_target;
 use crate::support::doubles::{Fault, FaultyGroup};
 use crate::support::mesh_run::{
     Doubles, Layout, Problem, Rule, assert_matches, bits, by_name, global_batch, layout, matches,
@@ -121,7 +122,8 @@ fn gradients_sent_in_bf16_are_the_same_bits_at_all_stages_and_near_those_in_f32(
 #[test]
 fn other_features_are_the_same_over_sp() {
     let frozen = json!({ "ulysses": { "parameter_groups": [{ "match": "layers.0.", "frozen": true }] } });
-    let offloaded = json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "nvme" } } });
+    let offloaded =
+        json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": offload_target() } } });
     let tied = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
     let adamw = || main_problem(Rule::AdamW(ADAMW), Some(0.25));
     for (label, problem, tolerance) in [
