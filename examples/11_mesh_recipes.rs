@@ -18,8 +18,10 @@ const RANKS: usize = 8;
 /// The rank whose groups are printed.
 const SHOWN: usize = 5;
 
+type Recipe = fn(RankContext) -> Result<String>;
+
 fn main() -> Result<()> {
-    let recipes: [(&str, fn(RankContext) -> Result<String>); 4] = [
+    let recipes: [(&str, Recipe); 4] = [
         ("HSDP by hand", hsdp_by_hand),
         ("HSDP by mesh", hsdp_by_mesh),
         ("slices of a 3-D mesh", slices_of_three_axes),

@@ -48,6 +48,8 @@ struct State {
     next_id: u64,
     /// In issue order.
     in_flight: Vec<(u64, Operation)>,
+    /// The operations that were in flight when the world failed.
+    abandoned: Vec<u64>,
     recorder: FlightRecorder,
     report: HangReport,
     /// Time at which this rank reported its calls to the others.
@@ -71,6 +73,7 @@ impl MpiRank {
             is_closed: false,
             next_id: 0,
             in_flight: Vec::new(),
+            abandoned: Vec::new(),
             recorder: FlightRecorder::default(),
             report: HangReport::default(),
             reported: None,
@@ -170,7 +173,7 @@ impl MpiRank {
         id: u64,
         is_waiting: bool,
     ) -> Result<Option<Wait>, CommError> {
-        if state.head(channel, id).is_none() {
+        if state.head(channel, id).is_none() && !state.abandoned.contains(&id) {
             return Ok(None);
         }
         state.check()?;
@@ -242,7 +245,7 @@ impl MpiRank {
             let own = lines(&state.recorder.report());
             tracing::error!("{error}; last operations of rank {}:{own}", self.rank);
         }
-        state.in_flight.clear();
+        state.abandoned = state.in_flight.drain(..).map(|(id, _)| id).collect();
         state.failure = Some(error);
     }
 

@@ -312,8 +312,11 @@ pub(crate) fn polling_ends_when_a_peer_has_left(backend: &impl Backend) {
         }
         let tensor = tensor(10, |_| 1.0_f32);
         let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
+        let later = group.start_barrier()?;
         super::pending::poll_to_the_end(&pending);
-        pending.wait()
+        let failure = pending.wait();
+        assert_eq!(failure, later.wait(), "the failure of every operation in progress");
+        failure
     });
     assert!(matches!(&errors[0], Some(CommError::PeerLeft { rank: 1, .. })), "{errors:?}");
 }
