@@ -210,14 +210,6 @@ pub fn from_slice<T: Element>(elements: &[T], device: &Device) -> Result<Tensor>
     }
 }
 
-/// The tensor itself if it is contiguous, otherwise a contiguous copy.
-///
-/// # Errors
-/// A failed allocation or copy.
-pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.is_contiguous() { Ok(tensor.clone()) } else { copy_of(tensor) }
-}
-
 /// A contiguous copy of a tensor.
 ///
 /// # Errors

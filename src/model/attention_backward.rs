@@ -11,7 +11,7 @@ use super::{HeadChunk, LayerContext, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
 /// One backward pass of the attention half.
@@ -236,23 +236,11 @@ impl AttentionBackward<'_> {
         if chunk.q.len() == layer.config.num_heads {
             return Ok(linear::backward_weight(dmid, &out, gradient)?);
         }
-        let (hidden, columns) = gradient.dims2()?;
-        let run = chunk.q.len() * layer.config.head_dim;
-        let part = ctx.workspace().alloc_f32((hidden, run))?;
+        let [packed, within] = layer.o_blocks(chunk);
+        let part = ctx.workspace().alloc_f32((packed.rows, packed.run))?;
         elementwise::fill(&part, 0.0)?;
         linear::backward_weight(dmid, &out, &part)?;
-        let packed = StridedBlock {
-            tensor: 0,
-            offset: 0,
-            batch: 1,
-            batch_stride: 0,
-            rows: hidden,
-            row_stride: run,
-            run,
-        };
-        let offset = chunk.q.start * layer.config.head_dim;
-        let strided = StridedBlock { offset, row_stride: columns, ..packed.clone() };
-        copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;
+        copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: within, accumulate: true }])?;
         ctx.workspace().recycle(part);
         Ok(())
     }

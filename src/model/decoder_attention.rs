@@ -15,7 +15,8 @@ use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::AttentionLayout;
 use ulysses_kernels::rope::Direction;
-use ulysses_kernels::{linear, rope, strided_copy};
+use ulysses_kernels::strided_copy::{self, BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::{linear, rope, tensor};
 
 impl DecoderLayer {
     /// Computes `x + o_proj(attention(norm(x)))`, and passes every chunk's state to `keep`: all of it, or that of
@@ -151,9 +152,26 @@ impl DecoderLayer {
 
     /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.
     pub(super) fn o_columns(&self, o: &Tensor, chunk: &HeadChunk) -> Result<Tensor, ModelError> {
-        let head_dim = self.config.head_dim;
-        let columns = o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?;
-        Ok(ulysses_kernels::tensor::contiguous(&columns)?)
+        if chunk.q.len() == self.config.num_heads {
+            return Ok(o.clone());
+        }
+        let [packed, within] = self.o_blocks(chunk);
+        let columns = tensor::empty((packed.rows, packed.run), o.dtype(), o.device())?;
+        // candle would load its kernel for such a copy at the first use, while the exchange of another chunk may be
+        // under way, and loading may wait for it.
+        copy_blocks(&[o], &[&columns], &[BlockCopy { from: within, to: packed, accumulate: false }])?;
+        Ok(columns)
+    }
+
+    /// A chunk's columns of the output projection: as a matrix of their own, and within the whole one.
+    pub(super) fn o_blocks(&self, chunk: &HeadChunk) -> [StridedBlock; 2] {
+        let LlamaConfig { hidden_size: rows, num_heads, head_dim, .. } = self.config;
+        let run = chunk.q.len() * head_dim;
+        let packed =
+            StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run };
+        let offset = chunk.q.start * head_dim;
+        let within = StridedBlock { offset, row_stride: num_heads * head_dim, ..packed.clone() };
+        [packed, within]
     }
 }
 
