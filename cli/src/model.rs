@@ -154,7 +154,9 @@ pub(super) fn check_exchange(
     config: &Config,
 ) -> Result<(), Failure> {
     let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
-    let sp_size = config.mesh.sp_size;
+    let sharding = config.seq_sharding();
+    // Of the ring rank with the fewest tokens.
+    let seq_len = seq_len / sharding.ring_size;
     let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(
@@ -165,7 +167,8 @@ pub(super) fn check_exchange(
     for chunk in model.head_chunks(chunks) {
         let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
         let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
+        let plan =
+            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0);
         let with_chunks = || format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks})");
         if chunks > 1 {
             plan.with_context(with_chunks).or_usage()?

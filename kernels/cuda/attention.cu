@@ -235,6 +235,43 @@ __device__ void delta(float *sums, const T *o, const T *dout, u64 rows, u32 toke
     sums[(batch * num_heads + head) * tokens + token] = sum;
 }
 
+// Attention over some keys and over others: ln Σ over both, and the factors on the two outputs.
+struct Merged {
+    float lse, kept, added;
+};
+
+__device__ __forceinline__ Merged merged(float lse, float part) {
+    const float maximum = fmaxf(lse, part);
+    if (maximum == kNegativeInfinity) return {kNegativeInfinity, 0.0f, 0.0f};
+    const float kept = expf(lse - maximum), added = expf(part - maximum), sum = kept + added;
+    return {maximum + logf(sum), kept / sum, added / sum};
+}
+
+// `width` adjacent lanes per row [token, head] of o and part: o = kept · o + added · part, and its lse.
+template <typename T>
+__device__ void merge(float *o, float *lse, const T *part, const float *part_lse, u64 rows, u32 tokens, u32 num_heads,
+                      u32 d, u32 width) {
+    constexpr u32 N = kPack<float>;
+    const u64 row = static_cast<u64>(blockIdx.x) * (blockDim.x / width) + threadIdx.x / width;
+    const u32 lane = threadIdx.x % width;
+    const u64 head = row % num_heads, token = row / num_heads % tokens, batch = row / num_heads / tokens;
+    const u64 at = (batch * num_heads + head) * tokens + token;
+    const Merged factors = row < rows ? merged(lse[at], part_lse[at]) : Merged{};
+    __syncwarp();  // All lanes of the row have read its lse.
+    if (row >= rows) return;
+    if (lane == 0) lse[at] = factors.lse;
+    o += row * d;
+    part += row * d;
+    const bool aligned = d % N == 0 && is_aligned(o, part);
+    for (u32 column = lane * N; column < d; column += width * N) {
+        Pack<float, N> values = load_in_row<N>(o, column, d, aligned);
+        const Pack<float, N> other = load_in_row<N>(part, column, d, aligned);
+#pragma unroll
+        for (u32 j = 0; j < N; ++j) values.at[j] = factors.kept * values.at[j] + factors.added * other.at[j];
+        store_in_row<N>(o, column, d, aligned, values);
+    }
+}
+
 }  // namespace
 
 // Empty sums: acc [rows, d], with its maxima and sums.
@@ -293,5 +330,9 @@ KERNEL(attention_zero, float *x, u64 count) {
     KERNEL(attention_delta_##suffix, float *sums, const T *o, const T *dout, u64 rows, u32 tokens, u32 num_heads, \
            u32 d, u32 width) {                                                                                    \
         delta<T>(sums, o, dout, rows, tokens, num_heads, d, width);                                               \
+    }                                                                                                             \
+    KERNEL(attention_merge_##suffix, float *o, float *lse, const T *part, const float *part_lse, u64 rows,        \
+           u32 tokens, u32 num_heads, u32 d, u32 width) {                                                         \
+        merge<T>(o, lse, part, part_lse, rows, tokens, num_heads, d, width);                                      \
     }
 FOR_EACH_FLOAT(INSTANTIATE)

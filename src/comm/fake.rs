@@ -38,6 +38,8 @@ pub struct FakeCollective<'a> {
     pub op: CollectiveOp,
     /// The dtype of its elements.
     pub dtype: DType,
+    /// The number of collectives of the group before it.
+    pub sequence: u64,
     /// The traffic, when the collective starts; `None` when it completes.
     pub started: Option<FakeTransfer<'a>>,
 }
@@ -95,20 +97,22 @@ impl FakeGroup {
         }
         let (dtype, device) = (buffers[0].dtype(), buffers[0].device().clone());
         let bytes = dtype.size_in_bytes() as u64;
-        {
+        let sequence = {
             let mut stats = self.stats.lock();
+            let sequence = stats.ops.values().map(|counted| counted.calls).sum();
             let counted = stats.ops.entry(op).or_default();
             counted.calls += 1;
             counted.bytes_sent += traffic.total_sent() * bytes;
             counted.bytes_received += traffic.total_received() * bytes;
-        }
+            sequence
+        };
         let Some(observer) = self.observer.clone() else { return Pending::ready() };
         let started = FakeTransfer { input_elems, traffic };
-        observer(FakeCollective { op, dtype, started: Some(started) });
+        observer(FakeCollective { op, dtype, sequence, started: Some(started) });
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
             drop(buffers);
-            observer(FakeCollective { op, dtype, started: None });
+            observer(FakeCollective { op, dtype, sequence, started: None });
             Ok(())
         };
         Pending::new(|| true, complete, |_| {})

@@ -17,7 +17,7 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
-use crate::mesh::ShardShape;
+use crate::mesh::{SeqSharding, ShardShape};
 use serde::{Serialize, Serializer};
 use std::path::Path;
 use std::sync::LazyLock;
@@ -146,6 +146,17 @@ impl Config {
     /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.mesh.dp_size * self.mesh.sp_size
+    }
+
+    /// Returns how the sp ranks share each sequence. A ring that does not divide sp counts as none.
+    pub fn seq_sharding(&self) -> SeqSharding {
+        let sp_size = self.mesh.sp_size;
+        match self.ulysses.ring_size {
+            ring_size if sp_size.is_multiple_of(ring_size) => {
+                SeqSharding { ring_size, ulysses_size: sp_size / ring_size }
+            }
+            _ => SeqSharding::from(sp_size),
+        }
     }
 
     /// Returns whether ZeRO's shard size divides `dp`; training requires it.

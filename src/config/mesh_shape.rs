@@ -91,6 +91,14 @@ pub enum MeshShapeError {
         /// Ranks that share the partitions.
         shard_size: StatedSize,
     },
+    /// The ring size does not divide sp.
+    #[error("`ulysses.ring_size` {ring_size} does not divide sp {sp}: a ring has groups of equal size")]
+    RingSize {
+        /// Ranks of a ring.
+        ring_size: usize,
+        /// Sequence-parallel ranks.
+        sp: usize,
+    },
     /// The mesh size overflows.
     #[error("the mesh of dp {dp} × sp {sp} ranks is too large")]
     Overflow {

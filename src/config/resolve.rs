@@ -4,7 +4,7 @@ use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::config::Config;
 use super::error::ConfigError;
-use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
+use super::mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
@@ -30,6 +30,7 @@ impl RawConfig {
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
         config.gradient_accumulation_steps = batch.accumulation;
+        self.check_ring(mesh.sp, config.ulysses.ring_size)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
         if self.has_deepspeeds_axes(applied_rule.as_ref()) {
@@ -103,6 +104,14 @@ impl RawConfig {
         let sp = with_flag(&sp_sizes, overrides.mesh.map(|(_, sp)| sp));
         MeshShape::resolve(&dp, &sp, overrides.world_size)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    fn check_ring(&self, sp: usize, ring_size: usize) -> Result<(), ConfigError> {
+        if sp.is_multiple_of(ring_size) {
+            return Ok(());
+        }
+        let reason = Box::new(MeshShapeError::RingSize { ring_size, sp });
+        Err(ConfigError::Mesh { file: self.file.clone(), reason })
     }
 
     fn stated_shard_size(

@@ -3,7 +3,7 @@
 use super::documents::RunningHash;
 use super::packing::check_seq_len;
 use super::{DataError, IGNORED_LABEL, PackedSequence};
-use crate::mesh::shard_range;
+use crate::mesh::{SeqSharding, TokenRanges};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -45,8 +45,8 @@ pub struct MicroBatch {
     pub batch_size: usize,
     /// Tokens per sequence, over all sp ranks.
     pub seq_len: usize,
-    /// The token range of each sequence that this rank has.
-    pub shard: Range<usize>,
+    /// The tokens of each sequence that this rank has.
+    pub shard: TokenRanges,
     /// The tokens of the shard.
     pub input_ids: Vec<u32>,
     /// The next token of each token, or [`IGNORED_LABEL`]; shifted before the sequence was sharded.
@@ -209,16 +209,18 @@ impl GlobalBatch {
         Ok(missing)
     }
 
-    /// Returns an sp rank's shard of some sequences.
+    /// Returns an sp rank's shard of some sequences. `sharding` is the number of sp ranks, or a [`SeqSharding`].
     ///
     /// # Errors
-    /// When the sequences or the rank do not exist, or there are fewer tokens than ranks.
+    /// When the sequences or the rank do not exist, or a rank would get no token.
     pub fn micro_batch(
         &self,
         sequences: Range<usize>,
-        sp_size: usize,
+        sharding: impl Into<SeqSharding>,
         sp_rank: usize,
     ) -> Result<MicroBatch, DataError> {
+        let sharding = sharding.into();
+        let sp_size = sharding.sp_size();
         if sequences.is_empty() || sequences.end > self.batch_size {
             return Err(DataError::SequencesOutOfRange { sequences, available: self.batch_size });
         }
@@ -228,7 +230,7 @@ impl GlobalBatch {
         if self.seq_len < sp_size {
             return Err(DataError::SeqLenBelowSp { seq_len: self.seq_len, sp_size });
         }
-        let shard = shard_range(self.seq_len, sp_size, sp_rank);
+        let shard = sharding.tokens(self.seq_len, sp_rank);
         let cut = Cut { sequences: sequences.clone(), seq_len: self.seq_len, shard: shard.clone() };
         Ok(MicroBatch {
             batch_size: sequences.len(),
@@ -258,14 +260,14 @@ impl GlobalBatch {
 struct Cut {
     sequences: Range<usize>,
     seq_len: usize,
-    shard: Range<usize>,
+    shard: TokenRanges,
 }
 
 impl Cut {
     fn of<T: Copy>(&self, tensor: &[T]) -> Vec<T> {
         let mut block = Vec::with_capacity(self.sequences.len() * self.shard.len());
         for sequence in tensor.chunks(self.seq_len).skip(self.sequences.start).take(self.sequences.len()) {
-            block.extend_from_slice(&sequence[self.shard.clone()]);
+            self.shard.ranges().iter().for_each(|range| block.extend_from_slice(&sequence[range.clone()]));
         }
         block
     }

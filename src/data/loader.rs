@@ -2,7 +2,7 @@
 
 use super::sample_order::SampleOrder;
 use super::{DataError, Dataset, GlobalBatch, MicroBatch, PackedSequence};
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, SeqSharding};
 
 /// The coordinates of a rank on the axes that split the data: sequences over dp, the tokens of each sequence over sp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,8 +11,8 @@ pub struct Placement {
     pub dp_size: usize,
     /// The rank along dp.
     pub dp_rank: usize,
-    /// Number of ranks that share each sequence.
-    pub sp_size: usize,
+    /// How the ranks along sp share each sequence.
+    pub sharding: SeqSharding,
     /// The rank along sp.
     pub sp_rank: usize,
 }
@@ -20,10 +20,10 @@ pub struct Placement {
 impl Placement {
     /// Returns the placement of a single rank: all sequences, unsharded.
     pub fn single() -> Self {
-        Self { dp_size: 1, dp_rank: 0, sp_size: 1, sp_rank: 0 }
+        Self { dp_size: 1, dp_rank: 0, sharding: SeqSharding::from(1), sp_rank: 0 }
     }
 
-    /// Returns the coordinates of a rank on the axes `dp` and `sp`; a missing axis has size 1.
+    /// Returns the coordinates of a rank on the axes `dp` and `sp`, without a ring; a missing axis has size 1.
     ///
     /// Ranks that differ only on other axes get the same data.
     ///
@@ -37,11 +37,11 @@ impl Placement {
             false => Ok((1, 0)),
         };
         let ((dp_size, dp_rank), (sp_size, sp_rank)) = (on("dp")?, on("sp")?);
-        Ok(Self { dp_size, dp_rank, sp_size, sp_rank })
+        Ok(Self { dp_size, dp_rank, sharding: SeqSharding::from(sp_size), sp_rank })
     }
 
     fn check(&self) -> Result<(), DataError> {
-        let axes = [("dp", self.dp_rank, self.dp_size), ("sp", self.sp_rank, self.sp_size)];
+        let axes = [("dp", self.dp_rank, self.dp_size), ("sp", self.sp_rank, self.sharding.sp_size())];
         match axes.into_iter().find(|(_, rank, size)| rank >= size) {
             Some((axis, rank, size)) => Err(DataError::RankOutOfRange { axis, rank, size }),
             None => Ok(()),
@@ -79,7 +79,7 @@ pub struct LoaderOptions {
 /// use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 ///
 /// let data = Arc::new(PackedSequences::new(Corpus::from_documents([(0..32).collect()])?, 8)?);
-/// let placement = Placement { dp_size: 1, dp_rank: 0, sp_size: 2, sp_rank: 1 };
+/// let placement = Placement { dp_size: 1, dp_rank: 0, sharding: 2.into(), sp_rank: 1 };
 /// let options = LoaderOptions { seed: 1, micro_batch: 2, accumulation: 1, placement };
 /// let batch = DataLoader::new(data, options)?.next_micro_batch()?;
 /// assert_eq!((batch.batch_size, batch.seq_len, batch.seq_len_local()), (2, 8, 4));
@@ -127,7 +127,7 @@ impl DataLoader {
             }
         }
         placement.check()?;
-        let Placement { dp_size, sp_size, .. } = placement;
+        let (dp_size, sp_size) = (placement.dp_size, placement.sharding.sp_size());
         if data.seq_len() < sp_size {
             return Err(DataError::SeqLenBelowSp { seq_len: data.seq_len(), sp_size });
         }
@@ -204,7 +204,7 @@ impl DataLoader {
         let sequences = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
         let shard = GlobalBatch::from_sequences(sequences, self.data.seq_len()).micro_batch(
             0..micro_batch,
-            placement.sp_size,
+            placement.sharding,
             placement.sp_rank,
         )?;
         self.advance()?;

@@ -22,6 +22,12 @@ impl Engine {
         });
         let sequences = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
         let seq_len = sequences.dim(1)?;
+        let sharding = self.config.seq_sharding();
+        let in_rank_order = (0..sharding.sp_size())
+            .flat_map(|rank| sharding.tokens(seq_len, rank).positions().collect::<Vec<_>>());
+        let mut index = vec![0; seq_len];
+        in_rank_order.zip(0u32..).for_each(|(position, at)| index[position] = at);
+        let sequences = sequences.index_select(&Tensor::new(index, &Device::Cpu)?, 1)?;
         let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&sequences)?)?;
         Ok(Tensor::from_vec(all, (batch * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
     }

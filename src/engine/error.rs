@@ -4,7 +4,7 @@ use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
 use crate::config::{Config, ConfigError};
 use crate::data::DataError;
-use crate::mesh::MeshError;
+use crate::mesh::{MeshError, TokenRanges};
 use crate::model::ModelError;
 use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
@@ -104,6 +104,14 @@ pub enum EngineError {
         got: usize,
         /// The expected value.
         expected: usize,
+    },
+    /// A micro batch has the tokens of another rank.
+    #[error("micro batch: it has the tokens {got} of each sequence, expected {expected}, this rank's shard")]
+    Shard {
+        /// The tokens that it has.
+        got: TokenRanges,
+        /// This rank's tokens.
+        expected: TokenRanges,
     },
     /// `backward` was called too often for the configured accumulation.
     #[error(

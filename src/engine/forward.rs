@@ -5,7 +5,6 @@ use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::data::MicroBatch;
-use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -238,15 +237,13 @@ impl Engine {
 
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
         let sp = &self.groups.sp;
-        let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
+        let shard = self.config.seq_sharding().tokens(batch.seq_len, sp.rank());
         let tokens = batch.batch_size * shard.len();
         let last_boundary =
             batch.cu_seqlens.first().and_then(|boundaries| boundaries.last()).map_or(0, |&end| end as usize);
         let sizes = [
             ("the number of sequences in its cu_seqlens", batch.cu_seqlens.len(), batch.batch_size),
             ("the last document boundary of its first sequence", last_boundary, batch.seq_len),
-            ("the first token of its shard", batch.shard.start, shard.start),
-            ("the end of its shard", batch.shard.end, shard.end),
             ("the number of its local tokens", batch.input_ids.len(), tokens),
             ("the number of its local labels", batch.labels.len(), tokens),
             ("the number of its local position ids", batch.position_ids.len(), tokens),
@@ -255,6 +252,9 @@ impl Engine {
         // A dry batch has no tokens.
         if let Some((what, got, expected)) = differs.filter(|_| !dry::is_dry()) {
             return Err(EngineError::MicroBatch { what, got, expected });
+        }
+        if batch.shard != shard {
+            return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
         }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
@@ -270,7 +270,7 @@ impl Engine {
         let known = self.token_layout.take().filter(|last| last.is_of(shard, position_ids, cu_seqlens));
         let layout = match known {
             Some(layout) => layout,
-            None => Arc::new(TokenLayout::new(shard.clone(), position_ids.clone(), cu_seqlens.clone())?),
+            None => Arc::new(TokenLayout::new(shard, position_ids.clone(), cu_seqlens.clone())?),
         };
         Ok(self.token_layout.insert(layout).clone())
     }

@@ -10,15 +10,15 @@ use super::step::Accumulation;
 use super::times::StepTimer;
 use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{AttentionChoice, Config, LrSchedule};
-use crate::mesh::SHARD_AXIS;
+use crate::mesh::{RING_AXIS, SHARD_AXIS};
 use crate::model::{Model, TokenLayout, WeightSource};
-use crate::sequence_parallel::UlyssesAttention;
-use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
+use crate::sequence_parallel::{RingAttention, UlyssesAttention};
+use crate::zero::{FlatLayout, RingGroups, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionKernels, FlashAttention};
+use ulysses_kernels::attention::{Attention, AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::lm_head_loss::default_tile_tokens;
@@ -70,7 +70,8 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let groups = ZeroGroups::new(groups, config.zero_shards())?;
+    let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
+    let groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
     let attention = Arc::new(attention(config, device)?);
     Engine::with_attention(model, weights, config, groups, attention, device)
 }
@@ -87,8 +88,8 @@ pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttenti
 }
 
 impl Engine {
-    /// As [`initialize`], with another local attention and given groups. The attention sees whole
-    /// sequences: it is wrapped in a [`UlyssesAttention`] here.
+    /// As [`initialize`], with another local attention and given groups. The attention sees whole sequences, or
+    /// blocks of a ring: it is wrapped in a [`UlyssesAttention`] and, if the config says so, a [`RingAttention`] here.
     ///
     /// # Errors
     /// As [`initialize`].
@@ -97,7 +98,7 @@ impl Engine {
         weights: &dyn WeightSource,
         config: &Config,
         groups: ZeroGroups,
-        local_attention: Arc<dyn Attention>,
+        local_attention: Arc<dyn AttentionCompute>,
         device: &Device,
     ) -> Result<Self, EngineError> {
         // Reports an invalid environment variable early.
@@ -114,6 +115,12 @@ impl Engine {
         }
         check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
         check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
+        let sharding = config.seq_sharding();
+        let ring_size = groups.ring.as_ref().map_or(1, |groups| groups.ring.world_size());
+        if ring_size != sharding.ring_size {
+            let (axis, configured) = (RING_AXIS, sharding.ring_size);
+            return Err(EngineError::MeshMismatch { axis, configured, actual: ring_size });
+        }
         check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
         let loss_tile = match config.ulysses.loss_tile_tokens {
             Some(tokens) => tokens.get(),
@@ -154,11 +161,19 @@ impl Engine {
             "initialized"
         );
         let workspace = Arc::new(Workspace::with_options(options));
+        let attention: Arc<dyn Attention> = match &groups.ring {
+            None => Arc::new(UlyssesAttention::new(local_attention, groups.sp.clone())),
+            Some(RingGroups { ring, ulysses }) => {
+                ring.progress_in_background();
+                let in_ring = Arc::new(RingAttention::new(local_attention, ring.clone(), sharding));
+                let ring_rank = ring.rank();
+                Arc::new(UlyssesAttention::within_ring(in_ring, ulysses.clone(), sharding, ring_rank))
+            }
+        };
         if config.overlaps_exchange() {
-            groups.sp.progress_in_background();
+            groups.ring.as_ref().map_or(&groups.sp, |groups| &groups.ulysses).progress_in_background();
         }
         let timer = StepTimer::new(device, model.layers.len());
-        let attention = UlyssesAttention::new(local_attention, groups.sp.clone());
         Ok(Self {
             schedule: config.lr_schedule(),
             config: config.clone(),
@@ -166,7 +181,7 @@ impl Engine {
             zero,
             global_rank: groups.dp.global_ranks()[groups.dp.rank()],
             groups,
-            attention: Arc::new(attention),
+            attention,
             workspace,
             token_layout: None,
             activation_offload,

@@ -27,7 +27,7 @@ impl Engine {
         Placement {
             dp_size: dp.world_size(),
             dp_rank: dp.rank(),
-            sp_size: sp.world_size(),
+            sharding: self.config.seq_sharding(),
             sp_rank: sp.rank(),
         }
     }
@@ -48,11 +48,11 @@ impl Engine {
             let what = "the number of sequences of its global batch";
             return Err(EngineError::MicroBatch { what, got, expected });
         }
-        let Placement { dp_size, dp_rank, sp_size, sp_rank } = self.placement();
+        let Placement { dp_size, dp_rank, sharding, sp_rank } = self.placement();
         let size = self.config.micro_batch_size;
         let part = |micro_step: usize| {
             let first = (micro_step * dp_size + dp_rank) * size;
-            Ok(batch.micro_batch(first..first + size, sp_size, sp_rank)?)
+            Ok(batch.micro_batch(first..first + size, sharding, sp_rank)?)
         };
         (0..self.config.gradient_accumulation_steps).map(part).collect()
     }

@@ -8,9 +8,9 @@ use crate::comm::fake::FakeGroup;
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
-use crate::mesh::{DeviceMesh, shard_range};
+use crate::mesh::{DeviceMesh, RING_AXIS, ULYSSES_AXIS};
 use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
-use crate::zero::{ShardGroups, ZeroGroups};
+use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::ops::Range;
@@ -131,7 +131,7 @@ impl Workload {
         Ok(MicroBatch {
             batch_size,
             seq_len,
-            shard: shard_range(seq_len, self.config.mesh.sp_size, sp_rank),
+            shard: self.config.seq_sharding().tokens(seq_len, sp_rank),
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
@@ -222,6 +222,13 @@ fn fake_groups(
             Some(ShardGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
         }
     };
+    let ring = match config.seq_sharding().ring_size {
+        1 => None,
+        ring_size => {
+            let mesh = mesh.unflatten("sp", &[(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)])?;
+            Some(RingGroups { ring: fake(&mesh, Axis::Ring)?, ulysses: fake(&mesh, Axis::Ulysses)? })
+        }
+    };
     let gradient_dtype = config.gradient_communication();
-    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding, gradient_dtype })
+    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding, ring, gradient_dtype })
 }

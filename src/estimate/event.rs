@@ -1,7 +1,7 @@
 //! The events of a rank's step.
 
 use crate::comm::CollectiveOp;
-use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use std::fmt;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::MatmulOp;
@@ -120,6 +120,10 @@ pub enum Axis {
     Shard,
     /// Replicas of a partition, if they are not exactly sp.
     Replicas,
+    /// The ring within sp.
+    Ring,
+    /// The Ulysses groups within sp, if there is a ring.
+    Ulysses,
 }
 
 impl Axis {
@@ -130,6 +134,8 @@ impl Axis {
             Self::Sp => "sp",
             Self::Shard => SHARD_AXIS,
             Self::Replicas => REPLICAS_AXIS,
+            Self::Ring => RING_AXIS,
+            Self::Ulysses => ULYSSES_AXIS,
         }
     }
 }

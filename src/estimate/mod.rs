@@ -132,46 +132,53 @@ impl Workload {
 
     /// Returns the nodes of a rank's peers.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
-        Nodes::new(mesh, self.config.zero_shards(), rank, self.ranks_per_node)
+        Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
     /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads. Other sp groups are equal,
     /// because partitions are padded to equal size.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
-        let plans = self.chunk_plans()?;
-        let kind = |rank: usize| {
-            let of_plan = |plan: &ExchangePlan| {
-                [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
-                    .map(|ranges| ranges[rank].len())
-            };
-            plans.iter().map(of_plan).collect::<Vec<_>>()
-        };
-        let mut kinds: Vec<RankClass> = Vec::new();
-        for rank in 0..self.config.mesh.sp_size {
-            match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
-                Some(known) => known.ranks += 1,
-                None => kinds.push(RankClass { rank, ranks: 1 }),
+        let sharding = self.config.seq_sharding();
+        let seq_len = self.config.require_seq_len()?;
+        let mut classes: Vec<(Vec<[usize; 3]>, RankClass)> = Vec::new();
+        for ring_rank in 0..sharding.ring_size {
+            let tokens = sharding.ring_tokens(seq_len, ring_rank).len();
+            let plans = self.chunk_plans(tokens)?;
+            for ulysses_rank in 0..sharding.ulysses_size {
+                let of_plan = |plan: &ExchangePlan| {
+                    [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
+                        .map(|ranges| ranges[ulysses_rank].len())
+                };
+                let kind: Vec<_> = plans.iter().map(of_plan).chain([[tokens; 3]]).collect();
+                match classes.iter_mut().find(|(known, _)| *known == kind) {
+                    Some((_, class)) => class.ranks += 1,
+                    None => {
+                        let rank = ring_rank * sharding.ulysses_size + ulysses_rank;
+                        classes.push((kind, RankClass { rank, ranks: 1 }));
+                    }
+                }
             }
         }
-        Ok(kinds)
+        Ok(classes.into_iter().map(|(_, class)| class).collect())
     }
 
-    /// Returns the exchange plan of each head chunk.
+    /// Returns the exchange plan of each head chunk, for sequences of which a Ulysses group has `tokens` tokens.
     ///
     /// # Errors
     /// When there are more chunks than KV heads, or a chunk has fewer heads or a sequence fewer tokens than ranks.
-    fn chunk_plans(&self) -> Result<Vec<ExchangePlan>, EngineError> {
+    fn chunk_plans(&self, tokens: usize) -> Result<Vec<ExchangePlan>, EngineError> {
         let (config, model) = (&self.config, &self.model);
         let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
         if chunks == 0 || chunks > num_kv_heads {
             let layer = "model.layers.0".to_owned();
             return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
         }
-        let (batch, seq_len) = (config.micro_batch_size, config.require_seq_len()?);
+        let ranks = config.seq_sharding().ulysses_size;
         let plan = |HeadChunk { q, kv }: HeadChunk| {
             let (num_heads, num_kv_heads) = (q.len(), kv.len());
-            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim: model.head_dim };
-            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), config.mesh.sp_size, 0)?)
+            let (batch, head_dim) = (config.micro_batch_size, model.head_dim);
+            let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
+            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0)?)
         };
         model.head_chunks(chunks).into_iter().map(plan).collect()
     }

@@ -1,8 +1,9 @@
 //! The nodes of a rank's peers.
 
+use crate::config::Config;
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
-use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
+use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use serde::Serialize;
 
 /// Bytes that a rank sends per step.
@@ -38,22 +39,34 @@ pub(super) struct Nodes {
     sp: Vec<usize>,
     /// The groups of partitions and of replicas, if they are not dp and sp.
     sharding: Option<[Vec<usize>; 2]>,
+    ring: Vec<usize>,
+    ulysses: Vec<usize>,
 }
 
 impl Nodes {
     pub(super) fn new(
         mesh: &DeviceMesh,
-        shards: Option<ShardShape>,
+        config: &Config,
         rank: usize,
         ranks_per_node: usize,
     ) -> Result<Self, EngineError> {
         let ranks_per_node = ranks_per_node.max(1);
         let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
-        let sharded = shards.map(|shape| mesh.sharded(shape)).transpose()?;
+        let sharded = config.zero_shards().map(|shape| mesh.sharded(shape)).transpose()?;
         let sharding = sharded.map(|mesh| -> Result<_, MeshError> {
             Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
         });
-        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp, sharding: sharding.transpose()? })
+        let ring_size = config.seq_sharding().ring_size as i64;
+        let within_sp = mesh.unflatten("sp", &[(RING_AXIS, ring_size), (ULYSSES_AXIS, -1)])?;
+        Ok(Self {
+            own_node: rank / ranks_per_node,
+            ranks_per_node,
+            dp,
+            sp,
+            sharding: sharding.transpose()?,
+            ring: within_sp.group_of(RING_AXIS, rank)?,
+            ulysses: within_sp.group_of(ULYSSES_AXIS, rank)?,
+        })
     }
 
     fn members(&self, axis: Axis) -> &[usize] {
@@ -62,6 +75,8 @@ impl Nodes {
             (Axis::Replicas, Some([_, replicas])) => replicas,
             (Axis::Dp | Axis::Shard, _) => &self.dp,
             (Axis::Sp | Axis::Replicas, _) => &self.sp,
+            (Axis::Ring, _) => &self.ring,
+            (Axis::Ulysses, _) => &self.ulysses,
         }
     }
 

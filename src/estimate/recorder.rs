@@ -5,7 +5,7 @@ use crate::comm::CollectiveOp;
 use crate::comm::fake::{FakeCollective, FakeTransfer};
 use crate::config::ZeroStage;
 use candle_core::DType;
-use std::collections::VecDeque;
+use std::collections::HashMap;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, MatmulOp};
 
@@ -26,8 +26,8 @@ pub(super) struct Recorder {
     events: Vec<Event>,
     /// The purpose of the next exchange.
     direction: Purpose,
-    /// The purposes of the exchanges in flight, which complete in the order of their start.
-    exchanges: VecDeque<Purpose>,
+    /// The purposes of the exchanges in flight, by axis and number.
+    exchanges: HashMap<(Axis, u64), Purpose>,
     offloaded_bytes: i64,
     pub(super) most_offloaded_bytes: i64,
 }
@@ -40,7 +40,7 @@ impl Recorder {
             phase: Phase::Forward,
             events: Vec::new(),
             direction: Purpose::ExchangeForward,
-            exchanges: VecDeque::new(),
+            exchanges: HashMap::new(),
             offloaded_bytes: 0,
             most_offloaded_bytes: 0,
         }
@@ -77,16 +77,16 @@ impl Recorder {
     }
 
     pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
-        let FakeCollective { op, dtype, started } = collective;
+        let FakeCollective { op, dtype, sequence, started } = collective;
         let is_exchange = op == CollectiveOp::AllToAllStrided;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
-            let exchange = if is_exchange { self.exchanges.pop_front() } else { None };
+            let exchange = self.exchanges.remove(&(axis, sequence));
             return self.complete(op, axis, exchange.unwrap_or_else(|| self.purpose(op, axis, dtype)));
         };
         let bytes = dtype.size_in_bytes() as u64;
         let purpose = self.purpose(op, axis, dtype);
         if is_exchange {
-            self.exchanges.push_back(purpose);
+            self.exchanges.insert((axis, sequence), purpose);
         }
         self.events.push(Event::Collective(Transfer {
             op,

@@ -26,6 +26,7 @@ mod node_layout;
 mod notation;
 mod preset;
 mod rules;
+mod seq_sharding;
 mod shard_range;
 mod slice;
 mod svg;
@@ -39,6 +40,7 @@ pub use hybrid::{Cluster, Device, HybridMeshShape};
 pub use node_layout::{AxisPlacement, draw_nodes};
 pub use preset::Preset;
 pub use rules::{MeshRules, RuleMatch};
+pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS};
 pub use shard_range::shard_range;
 pub use svg::svg;
 

@@ -1,10 +1,10 @@
 //! Context shared by the layers of one micro batch.
 
 use super::ModelError;
+use crate::mesh::TokenRanges;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
-use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, AttentionLayout, grouped_heads};
@@ -36,6 +36,7 @@ impl Default for Tiling {
 /// layouts. These are created on first use and shared by all layers, and by micro batches with equal
 /// positions.
 pub struct TokenLayout {
+    shard: TokenRanges,
     position_ids: Vec<u32>,
     layout: AttentionLayout,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
@@ -45,7 +46,7 @@ pub struct TokenLayout {
 }
 
 impl TokenLayout {
-    /// Creates the layout of a micro batch of which this rank holds tokens `shard` of every sequence.
+    /// Creates the layout of a micro batch of which this rank holds the tokens `shard` of every sequence.
     ///
     /// # Shapes
     /// `position_ids`: `[batch, shard.len()]`, row-major; `cu_seqlens`: the document boundaries of every
@@ -54,23 +55,20 @@ impl TokenLayout {
     /// # Errors
     /// Boundaries that do not cover the sequences.
     pub fn new(
-        shard: Range<usize>,
+        shard: &TokenRanges,
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, ModelError> {
-        let tokens = shard.start as u32..shard.end as u32;
-        let layout = AttentionLayout::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
+        let tokens = shard.ranges();
+        let layout = AttentionLayout::of_ranges(tokens, tokens, cu_seqlens, Vec::new(), None)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
         let (head_layouts, rope_tables) = Default::default();
-        Ok(Self { position_ids, layout, head_layouts, rope_tables, _dry })
+        Ok(Self { shard: shard.clone(), position_ids, layout, head_layouts, rope_tables, _dry })
     }
 
     /// Returns whether this layout equals the one that [`new`](Self::new) would create.
-    pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
-        let own_shard = self.layout.q_positions();
-        let is_shard = self.layout.num_queries() == shard.len()
-            && own_shard.first().is_none_or(|first| *first as usize == shard.start);
-        is_shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
+    pub fn is_of(&self, shard: &TokenRanges, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
+        self.shard == *shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
     }
 }
 

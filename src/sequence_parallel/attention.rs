@@ -1,10 +1,12 @@
 //! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
+use super::shard::{check_shard, seq_len, shares_tokens};
 use super::{
     AttentionShape, Exchange, ExchangePlan, HeadSharded, PendingExchange, SeqSharded, SequenceParallelError,
 };
 use crate::comm::ProcessGroup;
+use crate::mesh::SeqSharding;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -13,10 +15,10 @@ use ulysses_kernels::attention::{
     Attention, AttentionError, AttentionLayout, QkvGradients, Returning, SavedAttention, StartedBackward,
     StartedForward, StartedRecomputed, Upstream,
 };
-use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{Category, with_category};
 
 /// Runs a local attention over whole sequences that are sharded over an `sp` group.
+/// Within a ring, the group shares the tokens of one ring rank instead of whole sequences.
 ///
 /// Takes and returns sequence-sharded tensors and implements [`Attention`], so a layer does not know whether
 /// its sequence is sharded. The state saved for the backward pass is head-sharded, so the exchange of q, k
@@ -32,6 +34,9 @@ use ulysses_kernels::memory::{Category, with_category};
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
+    sharding: SeqSharding,
+    /// The ring rank of the group.
+    ring_rank: usize,
     /// The plans for this micro batch, one per number of heads, shared by all layers.
     shardings: Mutex<Vec<Arc<Sharding>>>,
 }
@@ -48,7 +53,19 @@ struct Sharding {
 impl UlyssesAttention {
     /// Makes `local` sequence-parallel over `group`.
     pub fn new(local: Arc<dyn Attention>, group: Arc<dyn ProcessGroup>) -> Self {
-        Self { local, group, shardings: Mutex::default() }
+        let sharding = SeqSharding::from(group.world_size());
+        Self { local, group, sharding, ring_rank: 0, shardings: Mutex::default() }
+    }
+
+    /// Makes `local`, which is a [`RingAttention`](super::RingAttention) whose rank is `ring_rank`, sequence-parallel over
+    /// `group`: the ranks that share the tokens of that ring rank.
+    pub fn within_ring(
+        local: Arc<dyn Attention>,
+        group: Arc<dyn ProcessGroup>,
+        sharding: SeqSharding,
+        ring_rank: usize,
+    ) -> Self {
+        Self { sharding, ring_rank, ..Self::new(local, group) }
     }
 
     /// Finds the plan of an earlier call with the same layout, or creates it and drops those of other tokens.
@@ -79,24 +96,16 @@ impl UlyssesAttention {
         shape: AttentionShape,
         same_tokens: Option<&AttentionLayout>,
     ) -> Result<Sharding, SequenceParallelError> {
-        let (rank, sp_size) = (self.group.rank(), self.group.world_size());
-        let plan = ExchangePlan::new(shape, layout.q_to_kv(), sp_size, rank)?;
-        let expected = plan.seq_ranges()[rank].clone();
-        // A dry run has no positions.
-        let positions = [layout.q_positions(), layout.kv_positions()].into_iter();
-        for positions in positions.filter(|_| !dry::is_dry()) {
-            if !positions.iter().map(|&p| p as usize).eq(expected.clone()) {
-                let got = positions.first().copied().zip(positions.last().copied());
-                let seq_len = shape.seq_len;
-                return Err(SequenceParallelError::Shard { rank, sp_size, seq_len, expected, got });
-            }
-        }
+        let (rank, group_size) = (self.group.rank(), self.group.world_size());
+        let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank)?;
+        let tokens = self.sharding.ring_tokens(seq_len(layout), self.ring_rank);
+        check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), (rank, group_size))?;
         let heads = plan.q_to_kv_local();
         let whole = match same_tokens {
             Some(same_tokens) => same_tokens.with_heads(heads),
             None => {
-                let (tokens, documents) = (0..shape.seq_len as u32, layout.cu_seqlens().clone());
-                AttentionLayout::of_ranges(tokens.clone(), tokens, documents, heads, layout.window())?
+                let (tokens, documents) = (tokens.ranges(), layout.cu_seqlens().clone());
+                AttentionLayout::of_ranges(tokens, tokens, documents, heads, layout.window())?
             }
         };
         let exchange = Exchange::new(plan, self.group.clone());
@@ -111,7 +120,8 @@ impl UlyssesAttention {
     ) -> Result<StartedForward<'a>, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
-        let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
+        let seq_len = self.num_tokens(layout);
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(layout, shape)?;
         let sent = sharding.send_qkv(qkv, workspace)?;
         Ok(Box::new(move |()| {
@@ -176,8 +186,14 @@ impl UlyssesAttention {
     ) -> Result<Arc<Sharding>, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
         let num_kv_heads = layout.q_to_kv().last().map_or(0, |kv| kv + 1);
-        let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
+        let seq_len = self.num_tokens(layout);
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
         self.sharding(layout, shape)
+    }
+
+    /// Tokens per sequence that the group shares: all of them without a ring.
+    fn num_tokens(&self, layout: &AttentionLayout) -> usize {
+        self.sharding.ring_tokens(seq_len(layout), self.ring_rank).len()
     }
 }
 
@@ -324,17 +340,4 @@ impl Attention for UlyssesAttention {
         }
         Ok(self.start_recomputed_sharded([q, k, v], upstream, layout, workspace)?)
     }
-}
-
-/// Number of tokens in a whole sequence.
-fn seq_len(layout: &AttentionLayout) -> usize {
-    layout.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
-}
-
-/// Returns whether two layouts share their tokens, judged by shared pointers.
-fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
-    Arc::ptr_eq(a.q_positions(), b.q_positions())
-        && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
-        && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())
-        && a.window() == b.window()
 }

@@ -1,6 +1,7 @@
 //! Errors of the exchange.
 
 use crate::comm::CommError;
+use crate::mesh::TokenRanges;
 use ulysses_kernels::OpError;
 use ulysses_kernels::attention::AttentionError;
 
@@ -64,19 +65,19 @@ pub enum SequenceParallelError {
     },
     /// The local tokens are not this rank's shard of the sequences.
     #[error(
-        "sp rank {rank} of {sp_size} holds tokens {expected:?} of a sequence of {seq_len}, \
+        "sp rank {rank} of {group_size} holds tokens {expected} of a sequence of {seq_len}, \
          but its layout covers {}",
         got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
     )]
     Shard {
-        /// Rank within the sp group.
+        /// Rank within the Ulysses group or the ring.
         rank: usize,
-        /// Ranks of the sp axis.
-        sp_size: usize,
+        /// Ranks of that group.
+        group_size: usize,
         /// Tokens per sequence.
         seq_len: usize,
         /// Tokens that this rank should hold.
-        expected: std::ops::Range<usize>,
+        expected: TokenRanges,
         /// First and last position of the layout.
         got: Option<(u32, u32)>,
     },

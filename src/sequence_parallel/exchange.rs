@@ -24,10 +24,10 @@ pub type Qkv = [Tensor; 3];
 #[derive(Debug)]
 #[must_use = "the data is valid only after `wait`"]
 pub struct PendingExchange<T> {
-    pending: Pending,
-    received: T,
+    pub(super) pending: Pending,
+    pub(super) received: T,
     /// The exchange in a trace, which shows its start and its wait.
-    span: Span,
+    pub(super) span: Span,
 }
 
 impl<T> PendingExchange<T> {

@@ -13,6 +13,8 @@
 //!   [`HeadSharded`].
 //! - [`UlyssesAttention`]: wraps a local attention, and implements
 //!   [`Attention`](ulysses_kernels::attention::Attention) itself.
+//! - [`RingAttention`]: the second axis of sequence parallelism, for more ranks than heads. Between the two, a
+//!   [`SeqSharding`](crate::mesh::SeqSharding) divides the tokens.
 //!
 //! The folder's README derives the volumes and explains uneven heads.
 
@@ -20,6 +22,8 @@ mod attention;
 mod error;
 mod exchange;
 mod plan;
+mod ring;
+mod shard;
 #[cfg(test)]
 mod tests;
 mod volume;
@@ -28,4 +32,5 @@ pub use attention::UlyssesAttention;
 pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use plan::{AttentionShape, ExchangePlan};
+pub use ring::RingAttention;
 pub use volume::ExchangeVolume;

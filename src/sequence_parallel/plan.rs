@@ -12,7 +12,7 @@ use std::ops::Range;
 pub struct AttentionShape {
     /// Sequences in the micro batch.
     pub batch: usize,
-    /// Tokens per sequence, over all sp ranks.
+    /// Tokens per sequence, over all ranks of the exchange.
     pub seq_len: usize,
     /// Query heads.
     pub num_heads: usize,

@@ -2,6 +2,7 @@
 
 use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
 use crate::config::CommunicationDtype;
+use crate::mesh::{RING_AXIS, ULYSSES_AXIS};
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -14,6 +15,8 @@ pub struct ZeroGroups {
     pub sp: Arc<dyn ProcessGroup>,
     /// Groups that ZeRO uses instead, if partitions do not span exactly dp.
     pub sharding: Option<ShardGroups>,
+    /// The groups of attention, if sp is a ring of Ulysses groups.
+    pub ring: Option<RingGroups>,
     /// The dtype in which gradients are sent to be summed.
     pub gradient_dtype: CommunicationDtype,
 }
@@ -25,6 +28,15 @@ pub struct ShardGroups {
     pub shard: Arc<dyn ProcessGroup>,
     /// Ranks with the same partition: those with the same shard rank in the other replicas.
     pub replicas: Arc<dyn ProcessGroup>,
+}
+
+/// The groups of attention within an sp group of `ring_size · ulysses_size` ranks.
+#[derive(Debug, Clone)]
+pub struct RingGroups {
+    /// Ranks with the same heads and other tokens.
+    pub ring: Arc<dyn ProcessGroup>,
+    /// Ranks with the same tokens and other heads.
+    pub ulysses: Arc<dyn ProcessGroup>,
 }
 
 impl ZeroGroups {
@@ -43,7 +55,21 @@ impl ZeroGroups {
                 Some(ShardGroups { shard, replicas })
             }
         };
-        Ok(Self { dp, sp, sharding, gradient_dtype: CommunicationDtype::default() })
+        Ok(Self { dp, sp, sharding, ring: None, gradient_dtype: CommunicationDtype::default() })
+    }
+
+    /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
+    /// Collective over the mesh's world.
+    ///
+    /// # Errors
+    /// A `ring_size` that does not divide sp, or failed communication.
+    pub fn with_ring(self, groups: &MeshGroups, ring_size: usize) -> Result<Self, CommError> {
+        if ring_size == 1 {
+            return Ok(self);
+        }
+        let groups = groups.unflatten("sp", &[(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)])?;
+        let (ring, ulysses) = (groups.get_group(RING_AXIS)?, groups.get_group(ULYSSES_AXIS)?);
+        Ok(Self { ring: Some(RingGroups { ring, ulysses }), ..self })
     }
 
     /// Wraps each group with `wrap`, which gets the axis of the group.
@@ -55,6 +81,10 @@ impl ZeroGroups {
             sharding: self.sharding.map(|ShardGroups { shard, replicas }| ShardGroups {
                 shard: wrap(SHARD_AXIS, shard),
                 replicas: wrap(REPLICAS_AXIS, replicas),
+            }),
+            ring: self.ring.map(|RingGroups { ring, ulysses }| RingGroups {
+                ring: wrap(RING_AXIS, ring),
+                ulysses: wrap(ULYSSES_AXIS, ulysses),
             }),
             ..self
         }
@@ -78,13 +108,14 @@ impl ZeroGroups {
     /// Every group once, with its axis. A group that spans the world serves several axes and is listed under
     /// the first.
     pub fn by_axis(&self) -> Vec<(&'static str, &Arc<dyn ProcessGroup>)> {
-        let sharding = self
-            .sharding
-            .iter()
-            .flat_map(|groups| [(SHARD_AXIS, &groups.shard), (REPLICAS_AXIS, &groups.replicas)])
-            .filter(|(_, group)| group.world_size() > 1);
+        let sharding = self.sharding.iter();
+        let sharding =
+            sharding.flat_map(|groups| [(SHARD_AXIS, &groups.shard), (REPLICAS_AXIS, &groups.replicas)]);
+        let ring = self.ring.iter();
+        let ring = ring.flat_map(|groups| [(RING_AXIS, &groups.ring), (ULYSSES_AXIS, &groups.ulysses)]);
+        let others = sharding.chain(ring).filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
-        for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(sharding) {
+        for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {
                 distinct.push((axis, group));
             }

@@ -44,7 +44,7 @@ mod unit;
 mod update;
 
 pub use error::ZeroError;
-pub use groups::{ShardGroups, ZeroGroups};
+pub use groups::{RingGroups, ShardGroups, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use optimizer_step::state_kinds;

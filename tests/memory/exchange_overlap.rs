@@ -11,7 +11,7 @@ use ulysses::comm::{
 };
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention, Upstream,
+    AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
 use ulysses::zero::ZeroGroups;
 
@@ -46,41 +46,26 @@ impl GroupWrapper for Noting {
 /// Local attention that notes when it runs.
 struct NotingAttention(Log);
 
-impl Attention for NotingAttention {
-    fn forward(
+impl AttentionCompute for NotingAttention {
+    fn attend(
         &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: [&Tensor; 3],
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+    ) -> Result<(Tensor, Tensor), AttentionError> {
         self.0.lock().unwrap().push('A');
-        FlashAttention::default().forward(q, k, v, layout, workspace)
+        FlashAttention::default().attend(qkv, layout, workspace)
     }
 
-    fn backward(
+    fn attend_backward(
         &self,
-        saved: SavedAttention,
-        dout: &Tensor,
-        layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        self.0.lock().unwrap().push('B');
-        FlashAttention::default().backward(saved, dout, layout, workspace)
-    }
-
-    fn backward_recomputed(
-        &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: [&Tensor; 3],
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+    ) -> Result<QkvGradients, AttentionError> {
         self.0.lock().unwrap().push('B');
-        FlashAttention::default().backward_recomputed(q, k, v, upstream, layout, workspace)
+        FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)
     }
 }
 

@@ -13,6 +13,7 @@ mod optimizers;
 mod parameter_groups;
 mod precision;
 mod reference;
+mod ring;
 #[path = "../support/mod.rs"]
 mod support;
 

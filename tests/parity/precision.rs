@@ -17,7 +17,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention, Upstream,
+    AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
 use ulysses::model::{LlamaConfig, Model};
 
@@ -144,43 +144,29 @@ struct Overflowing {
     calls: AtomicUsize,
 }
 
-impl Attention for Overflowing {
-    fn forward(
+impl AttentionCompute for Overflowing {
+    fn attend(
         &self,
-        q: candle_core::Tensor,
-        k: candle_core::Tensor,
-        v: candle_core::Tensor,
+        qkv: [&candle_core::Tensor; 3],
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        let (out, saved) = FlashAttention::default().forward(q, k, v, layout, workspace)?;
+    ) -> Result<(candle_core::Tensor, candle_core::Tensor), AttentionError> {
+        let (out, lse) = FlashAttention::default().attend(qkv, layout, workspace)?;
         let step = self.calls.fetch_add(1, Ordering::Relaxed) / self.per_step;
         if self.steps.contains(&step) {
-            return Ok(((out * f64::INFINITY)?, saved));
+            return Ok(((out * f64::INFINITY)?, lse));
         }
-        Ok((out, saved))
+        Ok((out, lse))
     }
 
-    fn backward(
+    fn attend_backward(
         &self,
-        saved: SavedAttention,
-        dout: &candle_core::Tensor,
-        layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention::default().backward(saved, dout, layout, workspace)
-    }
-
-    fn backward_recomputed(
-        &self,
-        q: candle_core::Tensor,
-        k: candle_core::Tensor,
-        v: candle_core::Tensor,
+        qkv: [&candle_core::Tensor; 3],
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention::default().backward_recomputed(q, k, v, upstream, layout, workspace)
+    ) -> Result<QkvGradients, AttentionError> {
+        FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)
     }
 }
 
@@ -264,41 +250,27 @@ struct OverflowingBackward {
     calls: AtomicUsize,
 }
 
-impl Attention for OverflowingBackward {
-    fn forward(
+impl AttentionCompute for OverflowingBackward {
+    fn attend(
         &self,
-        q: candle_core::Tensor,
-        k: candle_core::Tensor,
-        v: candle_core::Tensor,
+        qkv: [&candle_core::Tensor; 3],
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        FlashAttention::default().forward(q, k, v, layout, workspace)
+    ) -> Result<(candle_core::Tensor, candle_core::Tensor), AttentionError> {
+        FlashAttention::default().attend(qkv, layout, workspace)
     }
 
-    fn backward(
+    fn attend_backward(
         &self,
-        saved: SavedAttention,
-        dout: &candle_core::Tensor,
-        layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        let (dq, dk, dv) = FlashAttention::default().backward(saved, dout, layout, workspace)?;
-        let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
-        let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
-        Ok((dq, dk, dv))
-    }
-
-    fn backward_recomputed(
-        &self,
-        q: candle_core::Tensor,
-        k: candle_core::Tensor,
-        v: candle_core::Tensor,
+        qkv: [&candle_core::Tensor; 3],
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention::default().backward_recomputed(q, k, v, upstream, layout, workspace)
+    ) -> Result<QkvGradients, AttentionError> {
+        let (dq, dk, dv) = FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)?;
+        let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
+        let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
+        Ok((dq, dk, dv))
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{
-    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention, Upstream,
+    AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
 use ulysses::kernels::{OpError, Workspace};
 
@@ -88,37 +88,23 @@ fn rebuilt(layout: &AttentionLayout, cu_seqlens: Vec<Vec<u32>>, q_to_kv: Vec<usi
     AttentionLayout::new(q, kv, cu_seqlens, q_to_kv, layout.window()).expect("a valid, if wrong, layout")
 }
 
-impl Attention for WrongAttentionLayout {
-    fn forward(
+impl AttentionCompute for WrongAttentionLayout {
+    fn attend(
         &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: [&Tensor; 3],
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        FlashAttention::default().forward(q, k, v, &self.0(layout), workspace)
+    ) -> Result<(Tensor, Tensor), AttentionError> {
+        FlashAttention::default().attend(qkv, &self.0(layout), workspace)
     }
 
-    fn backward(
+    fn attend_backward(
         &self,
-        saved: SavedAttention,
-        dout: &Tensor,
-        layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention::default().backward(saved, dout, &self.0(layout), workspace)
-    }
-
-    fn backward_recomputed(
-        &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: [&Tensor; 3],
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention::default().backward_recomputed(q, k, v, upstream, &self.0(layout), workspace)
+    ) -> Result<QkvGradients, AttentionError> {
+        FlashAttention::default().attend_backward(qkv, upstream, &self.0(layout), workspace)
     }
 }

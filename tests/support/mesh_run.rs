@@ -15,7 +15,7 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
-use ulysses::kernels::attention::{Attention, AttentionKernels, FlashAttention};
+use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
@@ -109,7 +109,7 @@ pub struct Problem {
 /// Faulty replacements of parts of the library, which the suite must detect.
 pub struct Doubles {
     pub groups: fn(ZeroGroups) -> ZeroGroups,
-    pub attention: Arc<dyn Attention>,
+    pub attention: Arc<dyn AttentionCompute>,
     pub batch: fn(Batch, Layout) -> Batch,
 }
 
@@ -183,7 +183,7 @@ impl Problem {
         &self,
         config: &Config,
         groups: ZeroGroups,
-        attention: Arc<dyn Attention>,
+        attention: Arc<dyn AttentionCompute>,
     ) -> Result<Engine> {
         let model = (self.model)(&llama_config(&self.config));
         Ok(Engine::with_attention(
@@ -228,7 +228,8 @@ pub fn on_mesh<T: Send>(
 ) -> Result<Vec<T>, LaunchError> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).expect("the mesh of a config");
     super::device::launch(&mesh, options, |rank, groups| {
-        work(rank, ZeroGroups::new(&groups, config.zero_shards())?)
+        let zero_groups = ZeroGroups::new(&groups, config.zero_shards())?;
+        work(rank, zero_groups.with_ring(&groups, config.seq_sharding().ring_size)?)
     })
 }
 
@@ -238,7 +239,7 @@ pub fn micro_batches(global: &GlobalBatch, engine: &Engine) -> Result<Vec<MicroB
     let rows = config.micro_batch_size;
     let shard = |step: usize| {
         let first = (step * config.mesh.dp_size + dp.rank()) * rows;
-        Ok(global.micro_batch(first..first + rows, sp.world_size(), sp.rank())?)
+        Ok(global.micro_batch(first..first + rows, config.seq_sharding(), sp.rank())?)
     };
     (0..config.gradient_accumulation_steps).map(shard).collect()
 }

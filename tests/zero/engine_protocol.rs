@@ -121,7 +121,7 @@ const DEFECTS: [Defect; 6] = [
     ("number of its local position ids", |batch| batch.position_ids.truncate(1)),
     ("number of sequences in its cu_seqlens", |batch| Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])),
     // Another rank's shard, of the same length.
-    ("first token of its shard", |batch| batch.shard = batch.shard.start + 1..batch.shard.end + 1),
+    ("has the tokens 1..12 of each sequence, expected 0..11", |batch| batch.shard = (1..12).into()),
 ];
 
 #[test]
@@ -150,7 +150,7 @@ fn a_shard_of_a_longer_sequence_is_refused_without_sequence_parallelism_too() {
         Ok(engine.forward(&global.micro_batch(0..ROWS, 2, 0)?).err().unwrap().to_string())
     });
     let error = &errors.unwrap()[0];
-    assert!(error.contains("end of its shard is 11, expected 22"), "{error}");
+    assert!(error.contains("has the tokens 0..11 of each sequence, expected 0..22"), "{error}");
 }
 
 #[test]

@@ -74,6 +74,35 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
     Ok(())
 }
 
+/// Merges attention over other keys into attention over some keys: `o` and `lse` become those over all of them.
+///
+/// `part` may have any element type; `o`, into which several parts can be merged, is f32. Where neither sees a key,
+/// `o` is 0 and `lse` is -inf.
+///
+/// # Shapes
+/// `o, part [b, sq, hq, d]`, `lse, part_lse [b, hq, sq]` in f32.
+///
+/// # Errors
+/// As [`forward`].
+pub fn merge([o, lse]: [&Tensor; 2], [part, part_lse]: [&Tensor; 2]) -> Result<(), AttentionError> {
+    let call = Call::new("attention::merge");
+    let (b, sq, hq, d) = o.dims4()?;
+    expect(&call, ("o", o), &[b, sq, hq, d.max(1)])?;
+    expect(&call, ("part", part), &[b, sq, hq, d])?;
+    expect(&call, ("lse", lse), &[b, hq, sq])?;
+    expect(&call, ("part_lse", part_lse), &[b, hq, sq])?;
+    let target = call.elementwise(&[("o", o), ("lse", lse)], &[("part", part), ("part_lse", part_lse)])?;
+    let dtype = call.element_type(&[("part", part)], &[("o", o), ("lse", lse), ("part_lse", part_lse)])?;
+    match target {
+        Target::Cpu => on_cpu::merge([o, lse, part, part_lse], &call, [sq, hq, d])?,
+        Target::Dry(_) => {}
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::merge(&launcher, dtype, [o, lse, part, part_lse], [b, sq, hq, d]))?;
+        }
+    }
+    Ok(())
+}
+
 /// Writes the gradients of `q`, `k` and `v`.
 ///
 /// The result has the same bits for any number of threads. A query without visible keys gets a zero gradient,

@@ -1,6 +1,7 @@
 //! The attention mask, as one contiguous range of visible keys per query.
 
 use super::AttentionError;
+use super::pair_count;
 use crate::device::dry::{self, Allocation};
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
@@ -39,8 +40,16 @@ pub struct AttentionLayout {
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
-    /// The memory of positions and ranges in a dry run, which does not create them.
-    _dry: Arc<Option<Allocation>>,
+    /// In a dry run, which does not create positions and ranges: the tokens, and the memory.
+    dry: Arc<Option<DryTokens>>,
+}
+
+/// The tokens of a layout in a dry run.
+#[derive(Debug)]
+struct DryTokens {
+    queries: Vec<Range<usize>>,
+    keys: Vec<Range<usize>>,
+    _allocation: Option<Allocation>,
 }
 
 impl AttentionLayout {
@@ -86,34 +95,40 @@ impl AttentionLayout {
             visible,
             ranges_on_device: DeviceTable::default(),
             heads_on_device: DeviceTable::default(),
-            _dry: Arc::default(),
+            dry: Arc::default(),
         })
     }
 
-    /// As [`new`](Self::new), for contiguous ranges of tokens. In a [dry run](crate::device::dry) only the
-    /// sizes of positions and ranges exist.
+    /// As [`new`](Self::new), for the tokens of ascending ranges. In a [dry run](crate::device::dry) only the sizes of
+    /// positions and ranges exist.
     ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn of_ranges(
-        queries: Range<u32>,
-        keys: Range<u32>,
+        queries: &[Range<usize>],
+        keys: &[Range<usize>],
         cu_seqlens: impl Into<Arc<Vec<Vec<u32>>>>,
         q_to_kv: impl Into<Arc<[usize]>>,
         window: Option<usize>,
     ) -> Result<Self, AttentionError> {
+        let positions = |ranges: &[Range<usize>]| -> Arc<[u32]> {
+            // A position above 32 bits lies outside of any sequence, and is refused as such.
+            let position = |position| u32::try_from(position).unwrap_or(u32::MAX);
+            ranges.iter().cloned().flatten().map(position).collect()
+        };
         if !dry::is_dry() {
-            let are_same = queries == keys;
-            let q_positions: Arc<[u32]> = queries.collect();
-            let kv_positions = if are_same { q_positions.clone() } else { keys.collect() };
+            let q_positions = positions(queries);
+            let kv_positions = if queries == keys { q_positions.clone() } else { positions(keys) };
             return Self::new(q_positions, kv_positions, cu_seqlens, q_to_kv, window);
         }
         let layout = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
-        let (num_queries, num_keys) = (queries.len(), keys.len());
+        let [num_queries, num_keys] =
+            [queries, keys].map(|ranges| ranges.iter().map(Range::len).sum::<usize>());
         let numbers = if queries == keys { num_queries } else { num_queries + num_keys };
         let tables = numbers + 2 * layout.batch() * num_queries;
-        let _dry = Arc::new(Allocation::on_host(tables * size_of::<u32>()));
-        Ok(Self { num_queries, num_keys, _dry, ..layout })
+        let allocation = Allocation::on_host(tables * size_of::<u32>());
+        let dry = DryTokens { queries: queries.to_vec(), keys: keys.to_vec(), _allocation: allocation };
+        Ok(Self { num_queries, num_keys, dry: Arc::new(Some(dry)), ..layout })
     }
 
     /// The same tokens with other heads and another window.
@@ -128,9 +143,12 @@ impl AttentionLayout {
         let (q_positions, kv_positions) = (self.q_positions.clone(), self.kv_positions.clone());
         let layout = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
         let Self { num_queries, num_keys, .. } = *self;
-        let ranges = 2 * self.batch() * num_queries * size_of::<u32>();
-        let _dry = Arc::new(Allocation::on_host(ranges));
-        Ok(Self { num_queries, num_keys, _dry, ..layout })
+        let dry = Option::as_ref(&self.dry).map(|DryTokens { queries, keys, .. }| DryTokens {
+            queries: queries.clone(),
+            keys: keys.clone(),
+            _allocation: Allocation::on_host(2 * self.batch() * num_queries * size_of::<u32>()),
+        });
+        Ok(Self { num_queries, num_keys, dry: Arc::new(dry), ..layout })
     }
 
     /// Whole sequences of one document each: plain causal attention.
@@ -142,7 +160,8 @@ impl AttentionLayout {
         seq_len: u32,
         q_to_kv: impl Into<Arc<[usize]>>,
     ) -> Result<Self, AttentionError> {
-        Self::of_ranges(0..seq_len, 0..seq_len, vec![vec![0, seq_len]; batch], q_to_kv, None)
+        let tokens = [0..seq_len as usize];
+        Self::of_ranges(&tokens, &tokens, vec![vec![0, seq_len]; batch], q_to_kv, None)
     }
 
     /// The same tokens with other heads.
@@ -200,22 +219,15 @@ impl AttentionLayout {
     /// head_dim` floating-point operations per pair in the forward pass and `10 * head_dim` in the backward
     /// pass.
     pub fn num_visible_pairs(&self) -> u64 {
-        if dry::is_dry() {
-            return self.num_pairs_of_whole_sequences();
+        match &*self.dry {
+            Some(DryTokens { queries, keys, .. }) => self.num_visible_pairs_between(queries, keys),
+            None => self.visible.iter().map(VisibleRanges::num_pairs).sum(),
         }
-        self.visible.iter().map(VisibleRanges::num_pairs).sum()
     }
 
-    /// For whole sequences: each token sees itself and the earlier tokens of its document, within the window.
-    fn num_pairs_of_whole_sequences(&self) -> u64 {
-        let causal = |len: u64| len * (len + 1) / 2;
-        let of_document = |document: &[u32]| {
-            let len = u64::from(document[1] - document[0]);
-            let window = self.window.map_or(len, |window| len.min(window as u64));
-            causal(window) + (len - window) * window
-        };
-        let documents = self.cu_seqlens.iter().flat_map(|boundaries| boundaries.windows(2)).map(of_document);
-        documents.fold(0, u64::saturating_add)
+    /// [`num_visible_pairs`](Self::num_visible_pairs) of the tokens of other ascending ranges, in closed form.
+    pub fn num_visible_pairs_between(&self, queries: &[Range<usize>], keys: &[Range<usize>]) -> u64 {
+        pair_count::num_pairs(queries, keys, &self.cu_seqlens, self.window)
     }
 
     /// The visible keys of the queries of the sequence, for kernels that have checked the batch size.

@@ -2,9 +2,10 @@
 //!
 //! * [`AttentionLayout`]: which keys each query sees. Causal, per document, with an optional sliding window,
 //!   for any part of a sequence.
-//! * [`Attention`]: the trait that layers call. [`FlashAttention`] computes it on this rank alone; sequence
-//!   parallelism wraps it in another implementation.
-//! * [`forward`], [`delta`] and [`backward`]: the kernels, which write to the caller's outputs.
+//! * [`Attention`]: the trait that layers call. [`FlashAttention`] computes it on this rank alone, as an
+//!   [`AttentionCompute`]; sequence parallelism wraps that in other implementations.
+//! * [`forward`], [`delta`] and [`backward`]: the kernels, which write to the caller's outputs; [`merge`] joins
+//!   attention over several sets of keys.
 //! * [`mod@reference`]: a slow, simple version that the tests compare the kernels with.
 //!
 //! The folder's `README.md` explains the algorithm.
@@ -16,6 +17,7 @@
 
 mod blocks;
 mod choice;
+mod compute;
 mod cpu;
 mod cuda;
 mod dims;
@@ -25,14 +27,16 @@ mod kernels;
 mod layout;
 mod on_cpu;
 mod operands;
+mod pair_count;
 pub mod reference;
 mod self_check;
 mod steps;
 #[cfg(test)]
 mod tests;
 
+pub use compute::AttentionCompute;
 pub use error::AttentionError;
-pub use kernels::{backward, delta, forward};
+pub use kernels::{backward, delta, forward, merge};
 pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
 pub use steps::{Attend, QkvGradients, Returning, StartedBackward, StartedForward, StartedRecomputed};
@@ -205,56 +209,32 @@ impl FlashAttention {
     }
 }
 
-impl Attention for FlashAttention {
-    fn forward(
+impl AttentionCompute for FlashAttention {
+    fn attend(
         &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        [q, k, v]: [&Tensor; 3],
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+    ) -> Result<(Tensor, Tensor), AttentionError> {
         let (b, sq, hq, _) = q.dims4()?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
-        let (scale, kernels) = (Self::scale(&q)?, self.kernels);
-        let operands = Operands { q: &q, k: &k, v: &v, scale, layout, kernels };
+        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels: self.kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
-        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
+        Ok((o, lse))
     }
 
-    fn backward(
+    fn attend_backward(
         &self,
-        saved: SavedAttention,
-        dout: &Tensor,
-        layout: &AttentionLayout,
-        workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = workspace.alloc_f32(lse.dims())?;
-        with_category(Category::Other, || delta(&o, dout, &delta_of_rows))?;
-        workspace.recycle(o);
-        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
-        let gradients = self.backward_recomputed(q, k, v, &upstream, layout, workspace)?;
-        [lse, delta_of_rows].into_iter().for_each(|tensor| workspace.recycle(tensor));
-        Ok(gradients)
-    }
-
-    fn backward_recomputed(
-        &self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        [q, k, v]: [&Tensor; 3],
         upstream: &Upstream<'_>,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+    ) -> Result<QkvGradients, AttentionError> {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
-        let (scale, kernels) = (Self::scale(&q)?, self.kernels);
-        let operands = Operands { q: &q, k: &k, v: &v, scale, layout, kernels };
+        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels: self.kernels };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
         with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
-        [q, k, v].into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok((dq, dk, dv))
     }
 }

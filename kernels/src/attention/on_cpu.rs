@@ -56,6 +56,16 @@ pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [u
     Ok(())
 }
 
+/// See [`super::merge`].
+pub(super) fn merge([o, lse, part, part_lse]: [&Tensor; 4], call: &Call, sizes: [usize; 3]) -> Result<()> {
+    with_element_type!(part.dtype(), E => call.on_cpu([part], [], |[part]: [&[E]; 1], []| {
+        call.on_cpu([part_lse], [o, lse], |[part_lse], [o, lse]| {
+            cpu::merge((o, lse), (part, part_lse), sizes);
+        })
+    })?)?;
+    Ok(())
+}
+
 fn forward_with<T: Precision>(
     kernel: T::Kernel,
     call: &Call,

@@ -76,8 +76,8 @@ impl Problem {
     fn new(head_dim: usize, dtype: DType, device: &Device) -> Result<Self, AttentionError> {
         let kv_heads = HEADS / 2;
         let layout = AttentionLayout::of_ranges(
-            0..TOKENS,
-            0..TOKENS,
+            &[0..TOKENS as usize],
+            &[0..TOKENS as usize],
             vec![vec![0, TOKENS / 3, TOKENS]],
             grouped_heads(HEADS, kv_heads),
             None,

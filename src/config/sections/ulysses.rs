@@ -47,6 +47,10 @@ keys! {
         pub zero_partition_axes: PartitionAxes = key(Value::Names(&AXES)).derived(
             "`[\"dp\"]`; `[\"dp\", \"sp\"]`, as in DeepSpeed, in a file with `sequence_parallel_size` but no other mesh or shard size",
         ),
+        /// Ranks of a ring within sp, which must divide sp. Each ring rank is a group of sp / `ring_size` ranks that share its
+        /// tokens and divide the heads; keys and values travel around the ring. For more sequence-parallel ranks than heads,
+        /// and between nodes.
+        pub ring_size: usize = count().integer(1),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
         /// The communication backend.

@@ -70,6 +70,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             packing: Packing::Greedy,
             validation: None,
             zero_partition_axes: PartitionAxes::Dp,
+            ring_size: 1,
             threads_per_rank: None,
             backend: Backend::Thread,
             mesh_rules: vec![],

@@ -49,7 +49,7 @@ fn sequences_without_positions_are_single_documents_and_given_labels_are_kept() 
 fn a_micro_batch_is_a_block_of_sequences_and_tokens() {
     let middle = two_sequences().micro_batch(0..2, 4, 1).unwrap();
     // 6 tokens over 4 ranks: 2, 2, 1, 1.
-    assert_eq!((middle.batch_size, middle.seq_len, middle.shard.clone()), (2, 6, 2..4));
+    assert_eq!((middle.batch_size, middle.seq_len, middle.shard.clone()), (2, 6, (2..4).into()));
     assert_eq!(middle.seq_len_local(), 2);
     assert_eq!(middle.input_ids, [12, 13, 22, 23]);
     assert_eq!(

@@ -198,7 +198,7 @@ fn every_sequence_reaches_every_position_about_equally_often() {
 #[test]
 fn placement_comes_from_the_mesh() {
     let mesh = DeviceMesh::new(&[("dp", 2), ("tp", 2), ("sp", 3)], None).unwrap();
-    let expected = Placement { dp_size: 2, dp_rank: 1, sp_size: 3, sp_rank: 2 };
+    let expected = Placement { dp_size: 2, dp_rank: 1, sharding: 3.into(), sp_rank: 2 };
     assert_eq!(Placement::of(&mesh, 8).unwrap(), expected);
     assert_eq!(Placement::of(&mesh, 11).unwrap(), expected, "tp peers see the same data");
     let only_tp = DeviceMesh::new(&[("tp", 2)], None).unwrap();
@@ -223,8 +223,9 @@ fn invalid_loaders_are_errors() {
     ));
     let huge = fail(LoaderOptions { micro_batch: usize::MAX, accumulation: 2, ..good });
     assert!(matches!(huge, DataError::BatchTooLarge { .. }), "{huge:?}");
-    let placed = |dp_size, dp_rank, sp_size, sp_rank| {
-        fail(LoaderOptions { placement: Placement { dp_size, dp_rank, sp_size, sp_rank }, ..good })
+    let placed = |dp_size, dp_rank, sp_size: usize, sp_rank| {
+        let placement = Placement { dp_size, dp_rank, sharding: sp_size.into(), sp_rank };
+        fail(LoaderOptions { placement, ..good })
     };
     assert!(matches!(placed(2, 2, 1, 0), DataError::RankOutOfRange { axis: "dp", rank: 2, size: 2 }));
     assert!(matches!(placed(1, 0, 2, 3), DataError::RankOutOfRange { axis: "sp", rank: 3, size: 2 }));

@@ -86,7 +86,7 @@ fn dp_1_2_and_4_see_the_same_stream_before_and_after_a_resume() {
 fn ranks_with_different_sequences_have_different_hashes() {
     let (_, data) = datasets().swap_remove(0);
     let batch = |seed, sp_rank| {
-        let placement = Placement { sp_size: 2, sp_rank, ..Placement::single() };
+        let placement = Placement { sharding: 2.into(), sp_rank, ..Placement::single() };
         let options = LoaderOptions { seed, micro_batch: 2, accumulation: 1, placement };
         DataLoader::new(data.clone(), options).unwrap().next_micro_batch().unwrap().batch_hash
     };

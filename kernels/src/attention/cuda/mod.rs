@@ -33,9 +33,7 @@ pub(super) fn delta(
     [batch, tokens, heads, head_dim]: [usize; 4],
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_delta", dtype)?;
-    let rows = batch * tokens * heads;
-    // Enough lanes to read a row at once, 16 bytes each.
-    let width = (head_dim * dtype.size_in_bytes()).div_ceil(16).next_power_of_two().min(32);
+    let (rows, width) = (batch * tokens * heads, lanes_per_row(head_dim, dtype));
     launcher.open([delta], [o, dout], |[delta], [o, dout]| {
         let args = [
             delta.into(),
@@ -50,4 +48,35 @@ pub(super) fn delta(
         // SAFETY: `o` and `dout` have `rows` rows of `head_dim` elements, `delta` one element for each.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * width), &args) }
     })
+}
+
+/// Merges `part [b, sq, hq, d]` of type `dtype`, and its log-denominators, into `o` and `lse [b, hq, sq]`.
+pub(super) fn merge(
+    launcher: &Launcher,
+    dtype: DType,
+    [o, lse, part, part_lse]: [&Tensor; 4],
+    [batch, tokens, heads, head_dim]: [usize; 4],
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ATTENTION, "attention_merge", dtype)?;
+    let (rows, width) = (batch * tokens * heads, lanes_per_row(head_dim, DType::F32));
+    launcher.open([o, lse], [part, part_lse], |[o, lse], [part, part_lse]| {
+        let args = [
+            o.into(),
+            lse.into(),
+            part.into(),
+            part_lse.into(),
+            (rows as u64).into(),
+            (tokens as u32).into(),
+            (heads as u32).into(),
+            (head_dim as u32).into(),
+            (width as u32).into(),
+        ];
+        // SAFETY: `o` and `part` have `rows` rows of `head_dim` elements, `lse` and `part_lse` one element for each.
+        unsafe { launcher.launch(&kernel, Grid::threads(rows * width), &args) }
+    })
+}
+
+/// Enough lanes to read a row at once, 16 bytes each.
+fn lanes_per_row(head_dim: usize, dtype: DType) -> usize {
+    (head_dim * dtype.size_in_bytes()).div_ceil(16).next_power_of_two().min(32)
 }

@@ -4,6 +4,7 @@
 mod fused;
 #[cfg(feature = "kernel-emulation")]
 mod fused_backward;
+mod merge;
 mod parity;
 mod precision;
 mod properties;

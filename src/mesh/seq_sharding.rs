@@ -1,0 +1,127 @@
+//! The tokens of each rank of an sp group.
+
+use super::shard_range;
+use std::fmt;
+use std::ops::Range;
+
+/// The axis of a ring within sp.
+pub const RING_AXIS: &str = "ring";
+/// The axis of a Ulysses group within sp.
+pub const ULYSSES_AXIS: &str = "ulysses";
+
+/// The division of a sequence over an sp group of `ring_size · ulysses_size` ranks.
+///
+/// Ulysses ranks are neighbors: sp rank `r` has ring rank `r / ulysses_size` and Ulysses rank `r % ulysses_size`. The
+/// sequence is cut into `2 · ring_size` chunks; ring rank `r` has chunk `r` and chunk `2 · ring_size − 1 − r` (zigzag),
+/// so that under a causal mask all ring ranks compute equally much (Llama 3, arXiv 2407.21783, section 3.3.2). Its
+/// Ulysses ranks divide these tokens evenly, in order. Without a ring every rank has one contiguous range. Every rank has
+/// a token if there are as many tokens as ranks.
+///
+/// ```
+/// use ulysses::mesh::SeqSharding;
+///
+/// let sharding = SeqSharding { ring_size: 2, ulysses_size: 2 };
+/// let tokens: Vec<String> = (0..4).map(|rank| sharding.tokens(16, rank).to_string()).collect();
+/// assert_eq!(tokens, ["0..4", "12..16", "4..8", "8..12"]);
+/// assert_eq!(SeqSharding::from(2).tokens(16, 1).to_string(), "8..16");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SeqSharding {
+    /// Ranks of a ring: they hold different tokens of the same heads during attention.
+    pub ring_size: usize,
+    /// Ranks of a Ulysses group: they hold different heads of the same tokens during attention.
+    pub ulysses_size: usize,
+}
+
+/// An sp group of that many ranks, without a ring.
+impl From<usize> for SeqSharding {
+    fn from(sp_size: usize) -> Self {
+        Self { ring_size: 1, ulysses_size: sp_size }
+    }
+}
+
+impl SeqSharding {
+    /// Number of ranks of the sp group.
+    pub fn sp_size(self) -> usize {
+        self.ring_size * self.ulysses_size
+    }
+
+    /// The tokens that a ring rank and its Ulysses group share; none if there is no such rank.
+    pub fn ring_tokens(self, seq_len: usize, ring_rank: usize) -> TokenRanges {
+        if ring_rank >= self.ring_size {
+            return TokenRanges::default();
+        }
+        let chunk = |index: usize| shard_range(seq_len, 2 * self.ring_size, index);
+        TokenRanges::joined([chunk(ring_rank), chunk(2 * self.ring_size - 1 - ring_rank)])
+    }
+
+    /// The tokens of an sp rank; none if there is no such rank.
+    pub fn tokens(self, seq_len: usize, sp_rank: usize) -> TokenRanges {
+        let ulysses_size = self.ulysses_size.max(1);
+        let shared = self.ring_tokens(seq_len, sp_rank / ulysses_size);
+        shared.slice(&shard_range(shared.len(), ulysses_size, sp_rank % ulysses_size))
+    }
+}
+
+/// Tokens of a sequence, as ascending ranges of positions that neither overlap nor touch.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct TokenRanges(Vec<Range<usize>>);
+
+impl From<Range<usize>> for TokenRanges {
+    fn from(range: Range<usize>) -> Self {
+        Self::joined([range])
+    }
+}
+
+impl TokenRanges {
+    /// Joins ascending ranges.
+    fn joined(ranges: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let mut joined: Vec<Range<usize>> = Vec::new();
+        for range in ranges.into_iter().filter(|range| !range.is_empty()) {
+            match joined.last_mut().filter(|last| last.end == range.start) {
+                Some(last) => last.end = range.end,
+                None => joined.push(range),
+            }
+        }
+        Self(joined)
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(Range::len).sum()
+    }
+
+    /// Returns whether there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The ranges.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.0
+    }
+
+    /// The positions, ascending.
+    pub fn positions(&self) -> impl Iterator<Item = usize> {
+        self.0.iter().cloned().flatten()
+    }
+
+    /// The tokens with these indices among the tokens.
+    pub fn slice(&self, indices: &Range<usize>) -> Self {
+        let mut begin = 0;
+        Self::joined(self.0.iter().map(|range| {
+            let at = |index: usize| range.start + index.saturating_sub(begin).min(range.len());
+            let part = at(indices.start)..at(indices.end);
+            begin += range.len();
+            part
+        }))
+    }
+}
+
+/// Writes `0..4, 12..16`.
+impl fmt::Display for TokenRanges {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranges: Vec<String> = self.0.iter().map(|range| format!("{range:?}")).collect();
+        f.write_str(&ranges.join(", "))
+    }
+}

@@ -1,0 +1,108 @@
+//! Ring attention: every rank keeps its queries, and the keys and values pass by.
+
+mod backward;
+mod forward;
+mod schedule;
+mod sums;
+mod transfer;
+
+use super::SequenceParallelError;
+use super::shard::shares_tokens;
+use crate::comm::ProcessGroup;
+use crate::mesh::SeqSharding;
+use candle_core::Tensor;
+use parking_lot::Mutex;
+use schedule::RingSchedule;
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::{AttentionCompute, AttentionError, AttentionLayout, QkvGradients, Upstream};
+use ulysses_kernels::memory::{Category, with_category};
+
+/// Runs a local attention over sequences whose tokens are divided over a ring (Ring Attention, Liu et al., arXiv
+/// 2310.01889). It needs no heads to divide.
+///
+/// The block of keys and values of each rank travels around the ring. While a rank attends one block, it sends the
+/// block to the next rank and receives that of the next step. Outputs are merged by their log-denominators
+/// ([`merge`](ulysses_kernels::attention::merge)), in f32. In the backward pass blocks travel again, and the gradients
+/// of each block follow it, one step behind, and return to the block's rank.
+///
+/// A block travels only as far as some query sees one of its keys, and a rank skips a block of which it sees nothing:
+/// in packed documents and with a sliding window. The order of summation does not depend on timing. Sums of 16-bit
+/// gradients are f32, and travel as f32.
+///
+/// With `C = batch · tokens · num_kv_heads · head_dim` elements in this rank's block, a causal sequence on R ranks
+/// takes `2 · (R − 1) · C` sent elements per layer forward. Backward takes as many again, and `2 · (R − 1) · C` f32
+/// elements of gradients.
+///
+/// All calls are collective over the group.
+pub struct RingAttention {
+    local: Arc<dyn AttentionCompute>,
+    group: Arc<dyn ProcessGroup>,
+    sharding: SeqSharding,
+    /// The schedules of this micro batch, one per number of heads, shared by all layers.
+    schedules: Mutex<Vec<Arc<RingSchedule>>>,
+}
+
+impl RingAttention {
+    /// Makes `local` a ring over `group`, whose rank `r` has the tokens [`SeqSharding::ring_tokens`] of ring rank `r`.
+    pub fn new(
+        local: Arc<dyn AttentionCompute>,
+        group: Arc<dyn ProcessGroup>,
+        sharding: SeqSharding,
+    ) -> Self {
+        Self { local, group, sharding, schedules: Mutex::default() }
+    }
+
+    /// Finds the schedule of an earlier call with the same layout, or creates it and drops those of other tokens.
+    fn schedule(&self, layout: &AttentionLayout) -> Result<Arc<RingSchedule>, SequenceParallelError> {
+        let mut known = self.schedules.lock();
+        let is_this = |known: &&Arc<RingSchedule>| {
+            shares_tokens(&known.own, layout) && Arc::ptr_eq(known.own.q_to_kv(), layout.q_to_kv())
+        };
+        if let Some(schedule) = known.iter().find(is_this) {
+            return Ok(schedule.clone());
+        }
+        known.retain(|known| shares_tokens(&known.own, layout));
+        let schedule = Arc::new(match known.first() {
+            Some(same_tokens) => same_tokens.with_heads(layout),
+            None => RingSchedule::new(layout, self.sharding, self.group.rank())?,
+        });
+        known.push(schedule.clone());
+        Ok(schedule)
+    }
+}
+
+impl AttentionCompute for RingAttention {
+    /// # Shapes
+    /// `q`, `o`: `[batch, tokens, num_heads, head_dim]` with this ring rank's tokens; `k`, `v`:
+    /// `[batch, tokens, num_kv_heads, head_dim]`; `lse`: `[batch, num_heads, tokens]`, over the whole sequence.
+    ///
+    /// # Errors
+    /// A layout that is not of this ring rank's tokens, tensors of another shape, or a failed collective.
+    fn attend(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor), AttentionError> {
+        let schedule = self.schedule(layout)?;
+        with_category(Category::Exchange, || {
+            let pass = forward::Forward { ring: self, schedule: &schedule, q, workspace };
+            pass.run([k.clone(), v.clone()])
+        })
+    }
+
+    fn attend_backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<QkvGradients, AttentionError> {
+        let schedule = self.schedule(layout)?;
+        with_category(Category::Exchange, || {
+            let pass = backward::Backward { ring: self, schedule: &schedule, q, upstream, workspace };
+            pass.run([k.clone(), v.clone()])
+        })
+    }
+}

@@ -1,0 +1,118 @@
+//! The blocks of keys that a ring rank attends, and how far they travel.
+
+use crate::mesh::{SeqSharding, TokenRanges};
+use crate::sequence_parallel::SequenceParallelError;
+use crate::sequence_parallel::shard::{check_shard, seq_len};
+use ulysses_kernels::attention::AttentionLayout;
+
+/// The steps of one ring rank for a micro batch. In step `s` the rank has the block of keys and values of the ring rank
+/// `s` places before it.
+#[derive(Debug)]
+pub(super) struct RingSchedule {
+    rank: usize,
+    /// The layout of this rank's tokens.
+    pub(super) own: AttentionLayout,
+    /// Number of tokens of every ring rank.
+    tokens: Vec<usize>,
+    /// Number of hops of every ring rank's block: to the last rank of which a query sees one of its keys.
+    hops: Vec<usize>,
+    /// For each step, the layout of this rank's queries and the keys of the block; `None` if no query sees a key.
+    blocks: Vec<Option<AttentionLayout>>,
+}
+
+impl RingSchedule {
+    /// # Errors
+    /// A layout that is not of this rank's tokens.
+    pub(super) fn new(
+        layout: &AttentionLayout,
+        sharding: SeqSharding,
+        rank: usize,
+    ) -> Result<Self, SequenceParallelError> {
+        let seq_len = seq_len(layout);
+        let ranks = sharding.ring_size;
+        let tokens: Vec<_> = (0..ranks).map(|rank| sharding.ring_tokens(seq_len, rank)).collect();
+        check_shard(layout, &tokens[rank], (rank, ranks))?;
+        let sees = |queries: usize, keys: usize| {
+            layout.num_visible_pairs_between(tokens[queries].ranges(), tokens[keys].ranges()) > 0
+        };
+        let hops_of = |owner: usize| {
+            (1..ranks).rev().find(|hops| sees((owner + hops) % ranks, owner)).unwrap_or_default()
+        };
+        let block = |step: usize| {
+            let owner = (rank + ranks - step) % ranks;
+            let own_queries = tokens[rank].ranges();
+            let (documents, heads) = (layout.cu_seqlens().clone(), layout.q_to_kv().clone());
+            let block = || {
+                AttentionLayout::of_ranges(
+                    own_queries,
+                    tokens[owner].ranges(),
+                    documents,
+                    heads,
+                    layout.window(),
+                )
+            };
+            sees(rank, owner).then(block).transpose()
+        };
+        Ok(Self {
+            rank,
+            own: layout.clone(),
+            hops: (0..ranks).map(hops_of).collect(),
+            blocks: (0..ranks).map(block).collect::<Result<_, _>>()?,
+            tokens: tokens.iter().map(TokenRanges::len).collect(),
+        })
+    }
+
+    /// The same tokens with other heads.
+    pub(super) fn with_heads(&self, layout: &AttentionLayout) -> Self {
+        let with_heads = |block: &Option<AttentionLayout>| {
+            block.as_ref().map(|block| block.with_heads(layout.q_to_kv().clone()))
+        };
+        Self {
+            rank: self.rank,
+            own: layout.clone(),
+            tokens: self.tokens.clone(),
+            hops: self.hops.clone(),
+            blocks: self.blocks.iter().map(with_heads).collect(),
+        }
+    }
+
+    /// Number of steps after the first, in which some block travels. All ranks have as many.
+    pub(super) fn num_hops(&self) -> usize {
+        self.hops.iter().copied().max().unwrap_or_default()
+    }
+
+    /// The layout of a step; `None` if the rank skips it.
+    pub(super) fn block(&self, step: usize) -> Option<&AttentionLayout> {
+        self.blocks[step].as_ref()
+    }
+
+    /// Number of tokens of the block that the rank has in a step; `None` if it has none.
+    pub(super) fn tokens(&self, step: usize) -> Option<usize> {
+        let owner = self.owner(step);
+        (step <= self.hops[owner]).then(|| self.tokens[owner])
+    }
+
+    /// Number of hops of the block that the rank has in a step.
+    pub(super) fn hops(&self, step: usize) -> usize {
+        self.hops[self.owner(step)]
+    }
+
+    /// The ring rank whose block this rank has in a step.
+    pub(super) fn owner(&self, step: usize) -> usize {
+        self.at(self.rank + self.tokens.len() - step)
+    }
+
+    /// The ring rank that is `places` after this one.
+    pub(super) fn rank_after(&self, places: usize) -> usize {
+        self.at(self.rank + places)
+    }
+
+    /// The ring rank before this one.
+    pub(super) fn previous(&self) -> usize {
+        self.owner(1)
+    }
+
+    fn at(&self, position: usize) -> usize {
+        position % self.tokens.len()
+    }
+}

@@ -1,0 +1,104 @@
+//! Rings: sequence parallelism over more ranks than heads never changes the math either.
+
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
+use crate::support::reference::{Batch, ReferenceConfig};
+use serde_json::json;
+
+/// Ring and Ulysses degree.
+type Degrees = (usize, usize);
+
+const ALL_DEGREES: [Degrees; 6] = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 1), (8, 1)];
+/// Even and uneven divisions of 22 tokens.
+const SOME_DEGREES: [Degrees; 3] = [(2, 2), (3, 1), (4, 1)];
+
+/// Checks a problem with every degree, on one or two dp ranks, at the given stages.
+fn check(problem: &mut Problem, degrees: &[Degrees], stages: &[u8], tolerance: f64) {
+    let expected = problem.reference().unwrap();
+    for &(ring, ulysses) in degrees {
+        problem.extra["ulysses"]["ring_size"] = json!(ring);
+        for &stage in stages {
+            // Large meshes on one dp rank only.
+            let dp = if ring * ulysses > 4 { 1 } else { 1 + usize::from(stage) % 2 };
+            let layout = layout(dp, ring * ulysses, stage);
+            let outcome = problem.run(layout).unwrap();
+            assert_matches(
+                &outcome,
+                &expected,
+                tolerance,
+                &format!("ring {ring} x ulysses {ulysses}, {layout:?}"),
+            );
+        }
+    }
+}
+
+fn with_ring(config: ReferenceConfig, batch: Batch) -> Problem {
+    Problem { extra: json!({ "ulysses": {} }), ..problem(config, batch) }
+}
+
+#[test]
+fn sgd_is_the_same_on_every_ring_and_stage() {
+    let mut problem =
+        Problem { extra: json!({ "ulysses": {} }), ..main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25)) };
+    check(&mut problem, &ALL_DEGREES, &[0, 1, 2, 3], 2e-5);
+}
+
+#[test]
+fn adamw_with_accumulation_and_partitions_over_sp_is_the_same_on_a_ring() {
+    let mut problem = Problem { extra: json!({ "ulysses": {} }), ..main_problem(Rule::AdamW(ADAMW), None) };
+    let expected = problem.reference().unwrap();
+    for (ring, ulysses, spans_sp) in [(2, 2, false), (2, 2, true), (4, 1, true)] {
+        problem.extra["ulysses"]["ring_size"] = json!(ring);
+        let layout = Layout { accumulation: 2, spans_sp, ..layout(2, ring * ulysses, 3) };
+        let outcome = problem.run(layout).unwrap();
+        assert_matches(&outcome, &expected, 5e-5, &format!("ring {ring}, {layout:?}"));
+    }
+}
+
+#[test]
+fn few_heads_train_on_many_ranks() {
+    for (num_heads, num_kv_heads) in [(2, 1), (2, 2), (4, 2), (5, 5)] {
+        let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
+        check(&mut with_ring(config, packed_batch()), &[(8, 1), (4, 2), (3, 2)], &[0], 2e-5);
+    }
+}
+
+#[test]
+fn sliding_windows_are_the_same_on_every_ring() {
+    for window in [1, 5, SEQ_LEN] {
+        let config = ReferenceConfig { sliding_window: Some(window), ..CONFIG };
+        check(&mut with_ring(config, packed_batch()), &SOME_DEGREES, &[0, 3], 2e-5);
+    }
+}
+
+#[test]
+fn sequences_of_any_length_are_the_same_on_every_ring() {
+    // From one token per rank on; a chunk of the zigzag may be empty.
+    for seq_len in [4, 5, 9, SEQ_LEN + 3] {
+        let batch = Batch::random(CONFIG.vocab_size, 4, seq_len, 3);
+        check(&mut with_ring(CONFIG, batch), &SOME_DEGREES, &[0], 2e-5);
+    }
+}
+
+#[test]
+fn a_ring_rank_whose_labels_are_all_masked_contributes_zero() {
+    // With a ring of 2 ranks, rank 0 has the tokens 0..6 and 17..22, rank 1 those in between.
+    let masked_ends = packed_batch().mask_tokens(0..6).mask_tokens(17..22);
+    for batch in [packed_batch().mask_tokens(6..17), masked_ends] {
+        check(&mut with_ring(CONFIG, batch), &SOME_DEGREES, &[0, 3], 2e-5);
+    }
+}
+
+#[test]
+fn recomputation_head_chunks_and_overlap_change_nothing_on_a_ring() {
+    let batch = packed_batch;
+    for extra in [
+        json!({ "activation_checkpointing": true, "save_attention_output": true }),
+        json!({ "activation_checkpointing": true, "save_attention_output": false }),
+        json!({ "head_chunks": 2, "overlap_exchange": true }),
+        json!({ "head_chunks": 2, "overlap_exchange": true, "activation_checkpointing": true }),
+    ] {
+        let mut problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
+        check(&mut problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
+    }
+}
