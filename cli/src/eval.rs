@@ -2,7 +2,7 @@
 
 use super::ranks::Joined;
 use super::sources::{Sources, open_tokenizer, parse_packing};
-use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
+use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
 use anyhow::anyhow;
 use serde_json::json;
 use std::path::Path;
@@ -89,8 +89,10 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
         "zero_optimization": { "stage": 3 },
         "ulysses": { "zero_partition_axes": ["dp", "sp"] },
     });
+    let mesh = unreplicated(&args.mesh)?;
     let overrides = Overrides {
-        mesh: Some(dp_sp(&args.mesh)?),
+        mesh: Some((mesh.dp, mesh.sp)),
+        ring_size: mesh.ring_size,
         seq_len: Some(args.seq_len),
         threads_per_rank: args.threads_per_rank,
         model: Some(args.model.clone()),

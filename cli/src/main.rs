@@ -246,10 +246,20 @@ fn causes(error: &anyhow::Error) -> String {
     message
 }
 
-/// Parses the `(dp, sp)` of a command that takes no hybrid sharding.
+/// Parses the `(dp, sp)` of a command that takes neither hybrid sharding nor a ring.
 fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
+    match unreplicated(notation)? {
+        TrainingShape { dp, sp, ring_size: None, .. } => Ok((dp, sp)),
+        TrainingShape { dp, sp, .. } => Err(Failure::Usage(anyhow::anyhow!(
+            "--mesh {notation}: this command does not support a ring (`ring`); use {dp}x{sp}"
+        ))),
+    }
+}
+
+/// Parses the sizes of a command that takes no hybrid sharding.
+fn unreplicated(notation: &str) -> Result<TrainingShape, Failure> {
     match training_shape(notation)? {
-        TrainingShape { dp, sp, shard_size: None } => Ok((dp, sp)),
+        shape @ TrainingShape { shard_size: None, .. } => Ok(shape),
         TrainingShape { dp, sp, .. } => Err(Failure::Usage(anyhow::anyhow!(
             "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {dp}x{sp}"
         ))),

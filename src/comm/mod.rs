@@ -59,7 +59,7 @@ mod timed;
 pub mod traffic;
 mod wrapper;
 
-pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS, ShardShape};
+pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS};
 pub use args::CollectiveArgs;
 pub use discovery::{DiscoveryError, Launcher, NamedValue, ProcessFlags, ProcessInfo};
 pub use error::CommError;

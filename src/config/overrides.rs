@@ -11,6 +11,8 @@ use crate::mesh::Preset;
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
+    /// `--mesh`: the size of the ring, if sp is given as `ring` and `ulysses`.
+    pub ring_size: Option<usize>,
     /// `--mesh`: the preset that gives the sizes, and may imply a ZeRO stage.
     pub preset: Option<Preset>,
     /// `--mesh`: the size of `dp_shard`, if dp is given as `dp_replicate` and `dp_shard`.

@@ -30,6 +30,10 @@ impl RawConfig {
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
         config.gradient_accumulation_steps = batch.accumulation;
+        let ring_of_rule = applied_rule.as_ref().and_then(|rule| rule.shape?.ring_size);
+        if let Some(ring_size) = overrides.ring_size.or(ring_of_rule) {
+            config.ulysses.ring_size = ring_size;
+        }
         self.check_ring(mesh.sp, config.ulysses.ring_size)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);

@@ -267,6 +267,7 @@ impl Engine {
     /// the positions are the same.
     fn token_layout(&mut self, batch: &MicroBatch) -> Result<Arc<TokenLayout>, EngineError> {
         let MicroBatch { shard, position_ids, cu_seqlens, .. } = batch;
+        let shard = shard.ranges();
         let known = self.token_layout.take().filter(|last| last.is_of(shard, position_ids, cu_seqlens));
         let layout = match known {
             Some(layout) => layout,

@@ -1,6 +1,6 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
-use super::{DeviceMesh, MeshError};
+use super::{DeviceMesh, MeshError, RING_AXIS, ULYSSES_AXIS};
 
 /// Axis of the ranks that together hold the partitions of one replica.
 pub const SHARD_AXIS: &str = "shard";
@@ -27,6 +27,8 @@ pub struct TrainingShape {
     pub dp: usize,
     /// Sequence-parallel size.
     pub sp: usize,
+    /// Size of the ring, if the mesh has `ring` and `ulysses` in place of `sp`.
+    pub ring_size: Option<usize>,
     /// Number of ranks that ZeRO partitions over, if the mesh has both `dp_replicate` and `dp_shard`. Otherwise it is `dp`.
     pub shard_size: Option<usize>,
 }
@@ -34,31 +36,43 @@ pub struct TrainingShape {
 impl DeviceMesh {
     /// Returns the sizes of a mesh with the axes `dp` and `sp`, either of which may be missing.
     ///
-    /// The axes `dp_replicate` and `dp_shard`, in this order, may replace `dp`.
+    /// The axes `dp_replicate` and `dp_shard`, in this order, may replace `dp`; `ring` and `ulysses`, in this order,
+    /// `sp`.
     ///
     /// # Errors
     /// Fails if the mesh has any other axis.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
-        let sp = if self.has_axis("sp") { self.axis_size("sp")? } else { 1 };
-        let others: Vec<&str> =
-            self.axis_names().iter().map(String::as_str).filter(|name| *name != "sp").collect();
-        match others[..] {
-            [] => Ok(TrainingShape { dp: 1, sp, shard_size: None }),
-            ["dp" | DP_SHARD_AXIS] => {
-                Ok(TrainingShape { dp: self.axis_size(others[0])?, sp, shard_size: None })
+        let names: Vec<&str> = self.axis_names().iter().map(String::as_str).collect();
+        let (of_sp, others): (Vec<&str>, Vec<&str>) =
+            names.iter().partition(|name| ["sp", RING_AXIS, ULYSSES_AXIS].contains(name));
+        let (ring_size, sp) = match of_sp[..] {
+            [] => (None, 1),
+            ["sp"] => (None, self.axis_size("sp")?),
+            [RING_AXIS, ULYSSES_AXIS] => {
+                let ring_size = self.axis_size(RING_AXIS)?;
+                (Some(ring_size), ring_size * self.axis_size(ULYSSES_AXIS)?)
             }
+            _ => return Err(self.not_for_training()),
+        };
+        let (dp, shard_size) = match others[..] {
+            [] => (1, None),
+            ["dp" | DP_SHARD_AXIS] => (self.axis_size(others[0])?, None),
             [DP_REPLICATE_AXIS, DP_SHARD_AXIS] => {
                 let (replicas, shard) = (self.axis_size(DP_REPLICATE_AXIS)?, self.axis_size(DP_SHARD_AXIS)?);
-                Ok(TrainingShape { dp: replicas * shard, sp, shard_size: Some(shard) })
+                (replicas * shard, Some(shard))
             }
-            _ => {
-                let names = self.axis_names().join(", ");
-                let reason = format!(
-                    "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{DP_SHARD_AXIS} may replace dp"
-                );
-                Err(MeshError::Notation { text: self.to_string(), reason })
-            }
-        }
+            _ => return Err(self.not_for_training()),
+        };
+        Ok(TrainingShape { dp, sp, ring_size, shard_size })
+    }
+
+    fn not_for_training(&self) -> MeshError {
+        let names = self.axis_names().join(", ");
+        let reason = format!(
+            "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{DP_SHARD_AXIS} may replace dp, and \
+             {RING_AXIS},{ULYSSES_AXIS} sp"
+        );
+        MeshError::Notation { text: self.to_string(), reason }
     }
 
     /// Returns ZeRO's view of a `dp`, `sp` mesh: the axes [`REPLICAS_AXIS`] and [`SHARD_AXIS`], both row-major over
@@ -100,14 +114,19 @@ mod tests {
     }
 
     #[test]
-    fn dp_replicate_and_dp_shard_may_replace_dp() {
+    fn dp_replicate_and_dp_shard_may_replace_dp_and_ring_and_ulysses_sp() {
         let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
-        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, shard_size });
+        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, ring_size: None, shard_size });
         assert_eq!(shape("3x2"), sizes(3, 2, None));
         assert_eq!(shape("sp=4"), sizes(1, 4, None));
         assert_eq!(shape("dp_replicate=3,dp_shard=2,sp=4"), sizes(6, 4, Some(2)));
         assert_eq!(shape("dp_shard=2,sp=4"), sizes(2, 4, None));
-        for refused in ["dp=2,tp=2", "dp_shard=2,dp_replicate=2", "dp=2,dp_shard=2", "dp_replicate=2"] {
+        let ring = TrainingShape { dp: 2, sp: 32, ring_size: Some(4), shard_size: None };
+        assert_eq!(shape("dp=2,ring=4,ulysses=8"), Ok(ring));
+        for refused in ["dp=2,tp=2", "dp_shard=2,dp_replicate=2", "dp=2,dp_shard=2", "dp_replicate=2"]
+            .into_iter()
+            .chain(["ring=2", "ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
+        {
             let message = shape(refused).unwrap_err().to_string();
             assert!(message.contains("the axes are dp and sp, got"), "{message}");
         }

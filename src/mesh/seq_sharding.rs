@@ -125,3 +125,44 @@ impl fmt::Display for TokenRanges {
         f.write_str(&ranges.join(", "))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_token_belongs_to_one_rank_and_ring_ranks_differ_by_two_tokens_at_most() {
+        for (ring_size, ulysses_size) in [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (4, 3), (8, 1)] {
+            let sharding = SeqSharding { ring_size, ulysses_size };
+            for seq_len in [sharding.sp_size(), sharding.sp_size() + 1, 64, 65, 101] {
+                let of_ranks: Vec<_> =
+                    (0..sharding.sp_size()).map(|rank| sharding.tokens(seq_len, rank)).collect();
+                let mut all: Vec<usize> = of_ranks.iter().flat_map(TokenRanges::positions).collect();
+                all.sort_unstable();
+                assert_eq!(all, (0..seq_len).collect::<Vec<_>>(), "{sharding:?}, {seq_len} tokens");
+                assert!(of_ranks.iter().all(|tokens| !tokens.is_empty()), "{sharding:?}, {seq_len} tokens");
+                assert!(of_ranks.iter().all(|tokens| tokens.positions().is_sorted()));
+                let lens = (0..ring_size).map(|rank| sharding.ring_tokens(seq_len, rank).len());
+                let (min, max) = (lens.clone().min().unwrap(), lens.max().unwrap());
+                assert!(max - min <= 2, "{sharding:?}, {seq_len} tokens: {min} to {max}");
+            }
+            assert!(sharding.tokens(64, sharding.sp_size()).is_empty());
+        }
+    }
+
+    #[test]
+    fn slices_count_tokens_across_gaps() {
+        let tokens = SeqSharding { ring_size: 2, ulysses_size: 1 }.ring_tokens(16, 0);
+        assert_eq!(tokens.to_string(), "0..4, 12..16");
+        for (slice, expected) in
+            [(0..8, "0..4, 12..16"), (2..6, "2..4, 12..14"), (4..5, "12..13"), (3..3, "")]
+        {
+            assert_eq!(tokens.slice(&slice).to_string(), expected, "{slice:?}");
+        }
+        assert_eq!(
+            TokenRanges::joined([0..2, 2..2, 2..5]),
+            TokenRanges::from(0..5),
+            "ranges that touch are one"
+        );
+    }
+}

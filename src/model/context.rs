@@ -1,10 +1,10 @@
 //! Context shared by the layers of one micro batch.
 
 use super::ModelError;
-use crate::mesh::TokenRanges;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
+use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, AttentionLayout, grouped_heads};
@@ -36,7 +36,8 @@ impl Default for Tiling {
 /// layouts. These are created on first use and shared by all layers, and by micro batches with equal
 /// positions.
 pub struct TokenLayout {
-    shard: TokenRanges,
+    /// This rank's tokens of every sequence, as ranges of positions.
+    shard: Vec<Range<usize>>,
     position_ids: Vec<u32>,
     layout: AttentionLayout,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
@@ -46,7 +47,8 @@ pub struct TokenLayout {
 }
 
 impl TokenLayout {
-    /// Creates the layout of a micro batch of which this rank holds the tokens `shard` of every sequence.
+    /// Creates the layout of a micro batch of which this rank holds the tokens `shard`, ascending ranges of positions, of
+    /// every sequence.
     ///
     /// # Shapes
     /// `position_ids`: `[batch, shard.len()]`, row-major; `cu_seqlens`: the document boundaries of every
@@ -55,20 +57,19 @@ impl TokenLayout {
     /// # Errors
     /// Boundaries that do not cover the sequences.
     pub fn new(
-        shard: &TokenRanges,
+        shard: &[Range<usize>],
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, ModelError> {
-        let tokens = shard.ranges();
-        let layout = AttentionLayout::of_ranges(tokens, tokens, cu_seqlens, Vec::new(), None)?;
+        let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens, Vec::new(), None)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
         let (head_layouts, rope_tables) = Default::default();
-        Ok(Self { shard: shard.clone(), position_ids, layout, head_layouts, rope_tables, _dry })
+        Ok(Self { shard: shard.to_vec(), position_ids, layout, head_layouts, rope_tables, _dry })
     }
 
     /// Returns whether this layout equals the one that [`new`](Self::new) would create.
-    pub fn is_of(&self, shard: &TokenRanges, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
-        self.shard == *shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
+    pub fn is_of(&self, shard: &[Range<usize>], position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
+        self.shard == shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
     }
 }
 

@@ -6,6 +6,7 @@ mod shards;
 
 use super::*;
 use candle_core::{D, DType, Device, Result, Tensor};
+use std::slice::from_ref;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::FlashAttention;
@@ -54,7 +55,7 @@ fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext
 fn context(batch: usize, seq_len: usize) -> LayerContext {
     let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
     let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
-    let tokens = TokenLayout::new(&(0..seq_len).into(), position_ids, cu_seqlens).unwrap();
+    let tokens = TokenLayout::new(from_ref(&(0..seq_len)), position_ids, cu_seqlens).unwrap();
     LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention::default()), Arc::new(Workspace::default()))
 }
 
@@ -266,11 +267,12 @@ fn elements_outside_a_stored_tensor_are_an_error() {
 fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
     let documents = [vec![0, 3, 8], vec![0, 8, 8]];
     let positions = [4, 0, 1, 2, 4, 5, 6, 7];
-    let layout = TokenLayout::new(&(2..6).into(), positions.to_vec(), Arc::new(documents.to_vec())).unwrap();
-    assert!(layout.is_of(&(2..6).into(), &positions, &documents));
-    assert!(!layout.is_of(&(3..7).into(), &positions, &documents));
-    assert!(!layout.is_of(&(2..5).into(), &positions, &documents));
-    assert!(!layout.is_of(&(2..6).into(), &[4, 0, 1, 2, 4, 5, 6, 0], &documents));
-    assert!(!layout.is_of(&(2..6).into(), &positions, &[vec![0, 4, 8], vec![0, 8, 8]]));
-    assert!(!layout.is_of(&(2..6).into(), &positions, &documents[..1]));
+    let layout =
+        TokenLayout::new(from_ref(&(2..6)), positions.to_vec(), Arc::new(documents.to_vec())).unwrap();
+    assert!(layout.is_of(from_ref(&(2..6)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(3..7)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(2..5)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(2..6)), &[4, 0, 1, 2, 4, 5, 6, 0], &documents));
+    assert!(!layout.is_of(from_ref(&(2..6)), &positions, &[vec![0, 4, 8], vec![0, 8, 8]]));
+    assert!(!layout.is_of(from_ref(&(2..6)), &positions, &documents[..1]));
 }

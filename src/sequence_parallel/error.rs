@@ -12,7 +12,9 @@ pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
-         so the largest valid sp is {num_heads}"
+         so the largest valid sp is {num_heads}; a ring needs no heads: `ulysses.ring_size` {}, or `--mesh {}`",
+        smallest_ring(*num_heads, *sp_size),
+        ring_mesh(*num_heads, *sp_size)
     )]
     TooFewHeads {
         /// Query heads of the model.
@@ -102,4 +104,15 @@ impl From<SequenceParallelError> for AttentionError {
             other => Self::other(other),
         }
     }
+}
+
+/// The smallest ring of Ulysses groups that have a head for every rank.
+fn smallest_ring(num_heads: usize, sp_size: usize) -> usize {
+    let fits = |ring: &usize| sp_size.is_multiple_of(*ring) && sp_size / ring <= num_heads;
+    (1..=sp_size).find(fits).unwrap_or(sp_size)
+}
+
+fn ring_mesh(num_heads: usize, sp_size: usize) -> String {
+    let ring = smallest_ring(num_heads, sp_size);
+    format!("ring={ring},ulysses={}", sp_size / ring.max(1))
 }

@@ -33,4 +33,4 @@ pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
 pub use plan::{AttentionShape, ExchangePlan};
 pub use ring::RingAttention;
-pub use volume::ExchangeVolume;
+pub use volume::{ExchangeVolume, RingVolume};

@@ -1,6 +1,7 @@
-//! Number of elements that an exchange sends, in closed form.
+//! Number of elements that an exchange and a ring send, in closed form.
 
-use super::ExchangePlan;
+use super::{AttentionShape, ExchangePlan};
+use crate::mesh::SeqSharding;
 
 /// Elements that one rank sends to others for one layer and one micro batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -56,6 +57,35 @@ impl ExchangePlan {
             qkv_elems,
             backward_elems: unit * over_peers(&|j| seq(i) * q(j) + seq(j) * (q(i) + 2 * kv(i))),
             delta_elems: shape.batch as u64 * over_peers(&|j| seq(i) * q(j)),
+        }
+    }
+}
+
+/// Elements that a ring rank sends to others for one layer and one micro batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RingVolume {
+    /// Keys and values, in the forward pass and again in the backward pass.
+    pub block_elems: u64,
+    /// Gradients of keys and values, in f32.
+    pub gradient_elems: u64,
+}
+
+impl RingVolume {
+    /// The volume of ring rank `rank`, if every rank sees keys of every block, as in one causal document. With T_j tokens
+    /// on ring rank j, batch b, Hkv KV heads on this rank and head dimension D:
+    ///
+    /// - keys and values: `2·b·Hkv·D·Σ T_j` over the own block and those of the R − 2 ranks before
+    /// - their gradients: the same over the R − 1 other ranks' blocks
+    ///
+    /// Blocks that some ranks do not see travel less.
+    pub fn causal(sharding: SeqSharding, rank: usize, shape: AttentionShape) -> Self {
+        let ranks = sharding.ring_size;
+        let tokens =
+            |distance: usize| sharding.ring_tokens(shape.seq_len, (rank + ranks - distance) % ranks).len();
+        let unit = 2 * shape.batch * shape.num_kv_heads * shape.head_dim;
+        Self {
+            block_elems: (unit * (0..ranks - 1).map(tokens).sum::<usize>()) as u64,
+            gradient_elems: (unit * (1..ranks).map(tokens).sum::<usize>()) as u64,
         }
     }
 }

@@ -1,8 +1,9 @@
 //! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
 
-use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS, ShardShape};
+use crate::comm::{
+    CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
+};
 use crate::config::CommunicationDtype;
-use crate::mesh::{RING_AXIS, ULYSSES_AXIS};
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -67,7 +68,7 @@ impl ZeroGroups {
         if ring_size == 1 {
             return Ok(self);
         }
-        let groups = groups.unflatten("sp", &[(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)])?;
+        let groups = groups.ring(ring_size)?;
         let (ring, ulysses) = (groups.get_group(RING_AXIS)?, groups.get_group(ULYSSES_AXIS)?);
         Ok(Self { ring: Some(RingGroups { ring, ulysses }), ..self })
     }

@@ -10,6 +10,8 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::comm::{CollectiveOp, OpStats, ProcessGroupExt};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
+use ulysses::mesh::SeqSharding;
+use ulysses::sequence_parallel::{AttentionShape, RingVolume};
 
 /// Eight query heads and four KV heads over three ranks: heads 3/3/2 with KV sets {0,1},
 /// {1,2}, {3}, tokens 22/21/21 of 64.
@@ -137,4 +139,66 @@ fn head_chunks_exchange_the_same_bytes_in_more_calls() {
             assert_eq!(chunked, in_two, "rank {rank}, checkpointing {checkpointing}");
         }
     }
+}
+
+/// Bytes that each rank sends over its ring in a forward and in a backward pass.
+fn measure_ring(ring: usize, sp: usize, batch: Batch) -> Vec<[u64; 2]> {
+    let sequences = batch.num_rows();
+    let problem = Problem { extra: json!({ "ulysses": { "ring_size": ring } }), ..problem(CONFIG, batch) };
+    let global = global_batch(&problem.batch).unwrap();
+    let config = problem.json_config(layout(1, sp, 0), sequences).unwrap();
+    let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+        let batch = micro_batches(&global, &engine)?.remove(0);
+        let sent = |engine: &Engine| -> Result<u64> {
+            let ring = &engine.groups().ring.as_ref().expect("a ring").ring;
+            ring.barrier()?;
+            Ok(ring.stats().get(CollectiveOp::AllToAllStrided).bytes_sent)
+        };
+        let loss = engine.forward(&batch)?;
+        let forward = sent(&engine)?;
+        engine.backward(loss)?;
+        Ok([forward, sent(&engine)? - forward])
+    });
+    ranks.unwrap()
+}
+
+#[test]
+fn a_ring_sends_the_bytes_of_the_closed_form() {
+    for (ring, ulysses) in [(2, 1), (3, 1), (4, 1), (2, 2), (3, 3)] {
+        let sharding = SeqSharding { ring_size: ring, ulysses_size: ulysses };
+        let batch = Batch::random(CONFIG.vocab_size, SEQUENCES, 65, 2);
+        for (rank, measured) in measure_ring(ring, ring * ulysses, batch).into_iter().enumerate() {
+            // Four KV heads on one rank, two on each of two; on three ranks 2, 2 and 1, as above.
+            let num_kv_heads = [&[4][..], &[2, 2], &[2, 2, 1]][ulysses - 1][rank % ulysses];
+            let shape = AttentionShape {
+                batch: SEQUENCES,
+                seq_len: 65,
+                num_heads: CONFIG.num_heads,
+                num_kv_heads,
+                head_dim: CONFIG.head_dim,
+            };
+            let RingVolume { block_elems, gradient_elems } =
+                RingVolume::causal(sharding, rank / ulysses, shape);
+            let bytes = |elems: u64| elems * (CONFIG.num_layers * size_of::<f32>()) as u64;
+            let expected = [bytes(block_elems), bytes(block_elems + gradient_elems)];
+            assert_eq!(measured, expected, "ring {ring} x ulysses {ulysses}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn blocks_travel_only_to_ranks_that_see_them() {
+    // Four ring ranks, chunks of 8 tokens: rank 0 has 0..8 and 56..64, rank 1 8..16 and 48..56, rank 2 16..24 and
+    // 40..48, rank 3 24..40. Documents end at 16, 48 and 64: ranks 0 and 1 share two of them, ranks 2 and 3 one.
+    // So the blocks of ranks 0 and 2 make one hop, and those of 1 and 3 three, through ranks that do not see them: every
+    // rank sends two blocks.
+    let batch = Batch::packed(CONFIG.vocab_size, &[&[16, 32, 16]], 3);
+    let block = 2 * 16 * CONFIG.num_kv_heads * CONFIG.head_dim * CONFIG.num_layers * size_of::<f32>();
+    for (rank, [forward, _]) in measure_ring(4, 4, batch).into_iter().enumerate() {
+        assert_eq!(forward, 2 * block as u64, "rank {rank}");
+    }
+    // With a document for every chunk, no block travels.
+    let aligned = Batch::packed(CONFIG.vocab_size, &[&[8; 8]], 3);
+    assert_eq!(measure_ring(4, 4, aligned), [[0, 0]; 4]);
 }

@@ -19,7 +19,7 @@ use ulysses::estimate::event::{Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::mesh::{DeviceMesh, ShardShape};
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
+use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights, preset, shape};
 use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
@@ -102,6 +102,7 @@ fn cases() -> Vec<Case> {
     .chain(hybrid_cases())
     .chain(cases_over_sp())
     .chain(cases_in_bf16())
+    .chain(ring_cases())
     .collect()
 }
 
@@ -121,6 +122,27 @@ fn hybrid_cases() -> Vec<Case> {
         case("2 x 3, 2 replicas, stage 0", tiny(6, 3), (2, 3), 22, of(0, 1, once.clone())),
         case("2 x 2, 2 replicas of the whole", tiny(6, 3), (2, 2), 22, of(3, 1, once.clone())),
         case("3 x 3, stage 3", tiny(6, 3), (3, 3), 25, of(3, 3, once)),
+    ]
+}
+
+/// Rings, alone and of Ulysses groups; the last ones with blocks that do not travel all the way.
+fn ring_cases() -> Vec<Case> {
+    let of = |ring_size: usize, stage: usize, ulysses: Value| {
+        let mut config = json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
+        config["ulysses"]["ring_size"] = json!(ring_size);
+        config
+    };
+    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
+    let chunks = json!({ "head_chunks": 2, "overlap_exchange": true });
+    let architecture = Architecture::Mistral { sliding_window: Some(4) };
+    let windowed = LlamaConfig { architecture, ..tiny(8, 4) };
+    vec![
+        case("ring 2", tiny(8, 4), (1, 2), 24, of(2, 0, json!({}))),
+        case("ring 3, two heads, uneven", tiny(2, 1), (1, 3), 25, of(3, 0, recompute(true))),
+        case("2 x ring 2, stage 3", tiny(8, 4), (2, 2), 23, of(2, 3, recompute(false))),
+        case("2 x ring 2 x ulysses 2", tiny(8, 4), (2, 4), 26, of(2, 1, json!({}))),
+        case("ring 2 x ulysses 3, chunks", tiny(8, 2), (1, 6), 40, of(2, 0, chunks)),
+        case("ring 4, a window", windowed, (1, 4), 64, of(4, 0, json!({}))),
     ]
 }
 
@@ -356,6 +378,11 @@ fn what_a_rank_sends_its_peer_receives() {
         let config = case.config();
         let shards = config.zero_shards().unwrap_or(ShardShape { dp_size: dp, spans_sp: false });
         let sharded = DeviceMesh::dp_sp(dp, sp).unwrap().sharded(shards).unwrap();
+        let ring_size = config.seq_sharding().ring_size as i64;
+        let ring = DeviceMesh::dp_sp(dp, sp)
+            .unwrap()
+            .unflatten("sp", &[("ring", ring_size), ("ulysses", -1)])
+            .unwrap();
         let all: Vec<_> = (0..dp * sp).map(|rank| case.transfers(rank)).collect();
         for (rank, transfers) in all.iter().enumerate() {
             for (index, transfer) in transfers.iter().enumerate() {
@@ -363,6 +390,7 @@ fn what_a_rank_sends_its_peer_receives() {
                 let members: Vec<usize> = match transfer.axis.name() {
                     "dp" => (0..dp).map(|peer| peer * sp + own_sp).collect(),
                     "sp" => (0..sp).map(|peer| own_dp * sp + peer).collect(),
+                    axis @ ("ring" | "ulysses") => ring.group_of(axis, rank).unwrap(),
                     axis => sharded.group_of(axis, rank).unwrap(),
                 };
                 let place = members.iter().position(|member| *member == rank).unwrap();

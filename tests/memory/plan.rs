@@ -89,6 +89,16 @@ fn cases_of_cpus() -> Vec<Case> {
         case("sp 3, uneven", model(8, 4, 256), (1, 3), 1, 1001, json!({})),
         case("sp 3, one KV head", model(8, 1, 256), (1, 3), 1, 1001, json!({ "ulysses": checkpointing })),
         case("sp 4, bf16", model(8, 2, 256), (1, 4), 1, 900, json!({ "bf16": bf16 })),
+        case("ring 2", model(8, 8, 256), (1, 2), 1, 1000, json!({ "ulysses": { "ring_size": 2 } })),
+        case("ring 3, uneven", model(8, 4, 256), (1, 3), 1, 1001, json!({ "ulysses": { "ring_size": 3 } })),
+        case(
+            "ring 2 x ulysses 2, bf16, checkpointing",
+            model(8, 2, 256),
+            (1, 4),
+            1,
+            1800,
+            json!({ "bf16": bf16, "ulysses": { "ring_size": 2, "activation_checkpointing": true } }),
+        ),
         case(
             "bf16, checkpointing",
             model(8, 8, 256),

@@ -135,8 +135,11 @@ impl<'a> Bench<'a> {
         let shard = shard_range(seq_len, rank.world_size, rank.rank);
         let x = Tensor::randn(0_f32, 1.0, (1, shard.len(), HIDDEN), &device)?;
         let positions = (shard.start as u32..shard.end as u32).collect();
-        let tokens =
-            Arc::new(TokenLayout::new(&shard.into(), positions, Arc::new(vec![vec![0, args.seq_len]]))?);
+        let tokens = Arc::new(TokenLayout::new(
+            std::slice::from_ref(&shard),
+            positions,
+            Arc::new(vec![vec![0, args.seq_len]]),
+        )?);
         let link = SlowLink::new(rank.group.clone());
         link.progress_in_background();
         let attention = Arc::new(UlyssesAttention::new(Arc::new(FlashAttention::default()), link.clone()));

@@ -44,6 +44,7 @@ pub(super) fn overrides(
     let packing = args.packing;
     Ok(Overrides {
         mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        ring_size: shape.and_then(|shape| shape.ring_size),
         preset,
         shard_size: shape.and_then(|shape| shape.shard_size),
         mesh_selector,

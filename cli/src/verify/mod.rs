@@ -7,7 +7,7 @@ use super::config_flags::SetFlags;
 use super::placement::Placement;
 use super::process::Process;
 use super::ranks::{BackendArgs, Ranks};
-use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
+use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
 use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, initialize};
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{DeviceMesh, TrainingShape};
 use ulysses::model::Model;
 
 #[derive(clap::Args)]
@@ -27,7 +27,7 @@ pub(super) struct VerifyArgs {
     /// -100 is ignored).
     #[arg(long)]
     batch: PathBuf,
-    /// Mesh: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp=2,ring=2,ulysses=2`.
     #[arg(long, allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: the config's].
@@ -74,14 +74,14 @@ struct Check {
 }
 
 pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(), Failure> {
-    let (dp, sp) = dp_sp(&args.mesh)?;
+    let shape = unreplicated(&args.mesh)?;
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
     }
-    let mut ranks = args.backend.join(process)?.place(args.device, dp * sp)?;
+    let mut ranks = args.backend.join(process)?.place(args.device, shape.dp * shape.sp)?;
     let check = Check::read(&args)?;
     let batch_size = check.batch.batch_size();
-    let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage)?;
+    let on_mesh = check.run(&mut ranks, shape, args.zero_stage)?;
     if !ranks.is_first() {
         return Ok(());
     }
@@ -89,7 +89,8 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
         let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
-    let single = check.run(&mut Ranks::threads(Placement::cpu()), (1, 1), Some(0))?;
+    let alone = TrainingShape { dp: 1, sp: 1, ring_size: Some(1), shard_size: None };
+    let single = check.run(&mut Ranks::threads(Placement::cpu()), alone, Some(0))?;
     let errors = results::compare(&on_mesh, &single, batch_size).or_run()?;
     let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
     print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
@@ -120,14 +121,14 @@ impl Check {
     fn run(
         &self,
         ranks: &mut Ranks<'_>,
-        (dp, sp): (usize, usize),
+        shape: TrainingShape,
         stage: Option<u64>,
     ) -> Result<BatchOutcome, Failure> {
-        let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
+        let mesh = DeviceMesh::dp_sp(shape.dp, shape.sp).or_usage()?;
         let mut batch = self.batch.clone();
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
-        batch.pad_to_multiple(dp).or_usage()?;
-        let config = self.config(dp, sp, stage, batch.batch_size())?;
+        batch.pad_to_multiple(shape.dp).or_usage()?;
+        let config = self.config(shape, stage, batch.batch_size())?;
         self.source.check_config(&config)?;
         self.source.check_exchange(batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();
@@ -143,8 +144,13 @@ impl Check {
     }
 
     /// Returns a config with the file's optimizer, schedule and clipping, and with this run's batch size and mesh.
-    fn config(&self, dp: usize, sp: usize, stage: Option<u64>, batch_size: usize) -> Result<Config, Failure> {
-        let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+    fn config(
+        &self,
+        TrainingShape { dp, sp, ring_size, .. }: TrainingShape,
+        stage: Option<u64>,
+        batch_size: usize,
+    ) -> Result<Config, Failure> {
+        let overrides = Overrides { mesh: Some((dp, sp)), ring_size, ..Overrides::default() };
         let mut config = self.raw.clone().for_batch(batch_size).resolve(&overrides).or_usage()?;
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
             config.zero.set_stage(stage);

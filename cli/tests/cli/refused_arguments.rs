@@ -52,7 +52,9 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
     train(&["--mesh", "1x5"]).assert_refused(2, &heads);
     let tokens = ["seq_len = 3", "sp = 4", "largest valid sp is 3"];
     train(&["--mesh", "1x4", "--seq-len", "3"]).assert_refused(2, &tokens);
-    verify(&["--mesh", "1x16"]).assert_refused(2, &["num_heads = 8", "sp = 16", "largest valid sp is 8"]);
+    let ring = "`--mesh ring=2,ulysses=8`";
+    verify(&["--mesh", "1x16"])
+        .assert_refused(2, &["num_heads = 8", "sp = 16", "largest valid sp is 8", ring]);
 }
 
 #[test]

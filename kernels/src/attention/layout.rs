@@ -5,7 +5,7 @@ use super::pair_count;
 use crate::device::dry::{self, Allocation};
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, slice::from_ref, sync::Arc};
 
 /// Positions, documents and heads of an attention call: which keys each query may see.
 ///
@@ -160,8 +160,9 @@ impl AttentionLayout {
         seq_len: u32,
         q_to_kv: impl Into<Arc<[usize]>>,
     ) -> Result<Self, AttentionError> {
-        let tokens = [0..seq_len as usize];
-        Self::of_ranges(&tokens, &tokens, vec![vec![0, seq_len]; batch], q_to_kv, None)
+        let tokens = 0..seq_len as usize;
+        let tokens = from_ref(&tokens);
+        Self::of_ranges(tokens, tokens, vec![vec![0, seq_len]; batch], q_to_kv, None)
     }
 
     /// The same tokens with other heads.

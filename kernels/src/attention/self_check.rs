@@ -10,6 +10,7 @@ use crate::tensor::{self, to_vec};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::slice::from_ref;
 use std::sync::{Arc, LazyLock};
 
 /// The difference between the kernels, if there is one.
@@ -75,9 +76,10 @@ struct Problem {
 impl Problem {
     fn new(head_dim: usize, dtype: DType, device: &Device) -> Result<Self, AttentionError> {
         let kv_heads = HEADS / 2;
+        let tokens = 0..TOKENS as usize;
         let layout = AttentionLayout::of_ranges(
-            &[0..TOKENS as usize],
-            &[0..TOKENS as usize],
+            from_ref(&tokens),
+            from_ref(&tokens),
             vec![vec![0, TOKENS / 3, TOKENS]],
             grouped_heads(HEADS, kv_heads),
             None,

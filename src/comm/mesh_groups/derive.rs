@@ -3,7 +3,7 @@
 use super::MeshGroups;
 use super::known_groups::KnownGroups;
 use crate::comm::CommError;
-use crate::mesh::{DeviceMesh, MeshError, ShardShape};
+use crate::mesh::{DeviceMesh, MeshError, RING_AXIS, ShardShape, ULYSSES_AXIS};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -74,6 +74,17 @@ impl MeshGroups {
             false => self.known.clone(),
         };
         self.derive(known, |mesh| mesh.sharded(shape))
+    }
+
+    /// The groups of the same ranks along the axes [`RING_AXIS`] and [`ULYSSES_AXIS`], into which sp is split. They are
+    /// groups of their own even where the ranks are those of sp: so the traffic of attention is counted apart.
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`flatten`](Self::flatten), and when `ring_size` does not divide sp.
+    pub fn ring(&self, ring_size: usize) -> Result<Self, CommError> {
+        let into = [(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)];
+        self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.unflatten("sp", &into))
     }
 
     fn derive(

@@ -210,6 +210,7 @@ fn flags_override_the_file() {
     let raw = RawConfig::from_json_str(FULL, "full.json").unwrap();
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
+        ring_size: None,
         mesh: Some((2, 4)),
         preset: None,
         shard_size: None,

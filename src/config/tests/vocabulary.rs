@@ -67,6 +67,7 @@ fn surroundings(entry: &Entry) -> Value {
         {
             json!({ "data_parallel_size": 6 })
         }
+        ("ulysses", _) if entry.key.name == "ring_size" => json!({ "mesh_param": [1, 6] }),
         // A stage for what the flag offloads.
         ("zero_optimization", _) if entry.key.name.starts_with("cpu_offload") => {
             json!({ "zero_optimization": { "stage": 3 } })

@@ -65,7 +65,7 @@ impl Inputs {
         let workspace = Workspace::with_options(TensorOptions { dtype, ..TensorOptions::default() });
         let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
         let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
-        let tokens = TokenLayout::new(&(0..seq_len).into(), position_ids, cu_seqlens).unwrap();
+        let tokens = TokenLayout::new(from_ref(&(0..seq_len)), position_ids, cu_seqlens).unwrap();
         let ctx =
             LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention::default()), Arc::new(workspace));
         Self { norm, projection, x, ctx }

@@ -116,3 +116,40 @@ impl RingSchedule {
         position % self.tokens.len()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Visible pairs of every ring rank, over all its steps.
+    fn pairs(ring_size: usize, seq_len: usize) -> Vec<u64> {
+        let sharding = SeqSharding { ring_size, ulysses_size: 1 };
+        let of_rank = |rank: usize| {
+            let tokens = sharding.ring_tokens(seq_len, rank);
+            let documents = vec![vec![0, seq_len as u32]];
+            let layout =
+                AttentionLayout::of_ranges(tokens.ranges(), tokens.ranges(), documents, vec![0], None)
+                    .unwrap();
+            let schedule = RingSchedule::new(&layout, sharding, rank).unwrap();
+            schedule.blocks.iter().flatten().map(AttentionLayout::num_visible_pairs).sum()
+        };
+        (0..ring_size).map(of_rank).collect()
+    }
+
+    #[test]
+    fn causal_work_is_within_two_percent_on_all_ring_ranks() {
+        for ring_size in [2, 3, 4, 8, 16] {
+            for seq_len in [2048, 4099, 10_007] {
+                let pairs = pairs(ring_size, seq_len);
+                assert_eq!(
+                    pairs.iter().sum::<u64>(),
+                    (seq_len * (seq_len + 1) / 2) as u64,
+                    "every pair once"
+                );
+                let (least, most) = (pairs.iter().min().unwrap(), pairs.iter().max().unwrap());
+                let excess = *most as f64 / *least as f64 - 1.0;
+                assert!(excess < 0.02, "ring {ring_size}, {seq_len} tokens: {excess:.4} more");
+            }
+        }
+    }
+}
