@@ -140,7 +140,16 @@ impl Workload {
             });
         }
         let sp = 2 * config.mesh.sp_size;
-        add(format!("sp {sp} (twice the ranks)"), &|config| config.mesh.sp_size = sp);
+        let ring = if 2 * config.seq_sharding().ulysses_size > self.fewest_heads() { 2 } else { 1 };
+        let label = if ring == 1 {
+            String::new()
+        } else {
+            format!(" in a ring of {}", ring * config.ulysses.ring_size)
+        };
+        add(format!("sp {sp}{label} (twice the ranks)"), &|config| {
+            config.mesh.sp_size = sp;
+            config.ulysses.ring_size *= ring;
+        });
         variants
     }
 }

@@ -4,6 +4,7 @@ use super::dry_run::MAX_DOCUMENTS;
 use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
+use crate::mesh::SeqSharding;
 use serde::Serialize;
 use std::cmp::Ordering;
 
@@ -92,20 +93,31 @@ impl Workload {
     /// Returns the workload on every mesh of its ranks that the model, the batch and the shard size allow, by ascending sp.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
         let world_size = self.config.world_size();
-        let sizes = (1..=self.max_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
+        let max_sp = self.max_sp()?.max(self.config.mesh.sp_size);
+        let sizes = (1..=max_sp.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
         Ok(sizes.filter_map(|sp| self.arranged(world_size / sp, sp)).collect())
     }
 
-    /// Returns the largest sp that the model's heads and the sequence length allow.
+    /// Returns the largest sp that the model's heads and the sequence length allow without a ring.
     ///
     /// # Errors
     /// When the config has no sequence length.
     pub(super) fn max_sp(&self) -> Result<usize, EngineError> {
-        let seq_len = self.config.require_seq_len()?;
+        Ok(self.fewest_heads().min(self.config.require_seq_len()?))
+    }
+
+    /// Returns the number of heads of the smallest head chunk: all ranks of a Ulysses group share every chunk.
+    pub(super) fn fewest_heads(&self) -> usize {
         let chunks = self.model.head_chunks(self.config.ulysses.head_chunks);
-        // All ranks of an sp group share every head chunk.
-        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
-        Ok(fewest_heads.min(seq_len))
+        chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0)
+    }
+
+    /// Sets the mesh. Another sp than the configured one gets the smallest ring that it needs.
+    pub(super) fn set_mesh(&mut self, dp_size: usize, sp_size: usize) {
+        if sp_size != self.config.mesh.sp_size {
+            self.config.ulysses.ring_size = SeqSharding::for_heads(sp_size, self.fewest_heads()).ring_size;
+        }
+        self.config.mesh = MeshConfig { dp_size, sp_size };
     }
 
     /// Returns the workload with the same batch on `dp` × `sp` ranks, if it divides. The micro batch is the configured one
@@ -116,8 +128,8 @@ impl Workload {
         if !config.partitions_fill(dp) || !config.train_batch_size.is_multiple_of(dp) {
             return None;
         }
-        config.mesh = MeshConfig { dp_size: dp, sp_size: sp };
         let configured = config.micro_batch_size;
+        workload.set_mesh(dp, sp);
         let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;
         Some(workload.with_micro_batch(micro_batch))
     }

@@ -83,8 +83,8 @@ impl Workload {
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
+        workload.set_mesh(cluster.world_size() / sp, sp);
         let config = &mut workload.config;
-        config.mesh = MeshConfig { dp_size: cluster.world_size() / sp, sp_size: sp };
         config.gradient_accumulation_steps = 1;
         config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
         workload

@@ -41,6 +41,21 @@ impl From<usize> for SeqSharding {
 }
 
 impl SeqSharding {
+    /// The sharding of an sp group with the smallest ring that leaves every Ulysses rank a head.
+    ///
+    /// ```
+    /// use ulysses::mesh::SeqSharding;
+    ///
+    /// assert_eq!(SeqSharding::for_heads(16, 32).ring_size, 1);
+    /// assert_eq!(SeqSharding::for_heads(16, 8), SeqSharding { ring_size: 2, ulysses_size: 8 });
+    /// assert_eq!(SeqSharding::for_heads(5, 4), SeqSharding { ring_size: 5, ulysses_size: 1 });
+    /// ```
+    pub fn for_heads(sp_size: usize, num_heads: usize) -> Self {
+        let fits = |ring: &usize| sp_size.is_multiple_of(*ring) && sp_size / ring <= num_heads;
+        let ring_size = (1..=sp_size).find(fits).unwrap_or(1);
+        Self { ring_size, ulysses_size: sp_size / ring_size }
+    }
+
     /// Number of ranks of the sp group.
     pub fn sp_size(self) -> usize {
         self.ring_size * self.ulysses_size

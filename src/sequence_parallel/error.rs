@@ -1,7 +1,7 @@
 //! Errors of the exchange.
 
 use crate::comm::CommError;
-use crate::mesh::TokenRanges;
+use crate::mesh::{SeqSharding, TokenRanges};
 use ulysses_kernels::OpError;
 use ulysses_kernels::attention::AttentionError;
 
@@ -12,9 +12,9 @@ pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
-         so the largest valid sp is {num_heads}; a ring needs no heads: `ulysses.ring_size` {}, or `--mesh {}`",
-        smallest_ring(*num_heads, *sp_size),
-        ring_mesh(*num_heads, *sp_size)
+         so the largest valid sp is {num_heads}; a ring needs no heads: `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
+        SeqSharding::for_heads(*sp_size, *num_heads).ring_size,
+        SeqSharding::for_heads(*sp_size, *num_heads).ulysses_size,
     )]
     TooFewHeads {
         /// Query heads of the model.
@@ -104,15 +104,4 @@ impl From<SequenceParallelError> for AttentionError {
             other => Self::other(other),
         }
     }
-}
-
-/// The smallest ring of Ulysses groups that have a head for every rank.
-fn smallest_ring(num_heads: usize, sp_size: usize) -> usize {
-    let fits = |ring: &usize| sp_size.is_multiple_of(*ring) && sp_size / ring <= num_heads;
-    (1..=sp_size).find(fits).unwrap_or(sp_size)
-}
-
-fn ring_mesh(num_heads: usize, sp_size: usize) -> String {
-    let ring = smallest_ring(num_heads, sp_size);
-    format!("ring={ring},ulysses={}", sp_size / ring.max(1))
 }

@@ -87,9 +87,10 @@ impl Grid {
             if sp_size > 1 { vec![PartitionAxes::Dp, PartitionAxes::DpSp] } else { vec![PartitionAxes::Dp] };
         let has_partitions = config.world_size() > 1;
         let stages = ZeroStage::ALL.into_iter().take(if has_partitions { 4 } else { 1 }).collect();
-        // All ranks of an sp group share every chunk.
+        // All ranks of a Ulysses group share every chunk.
+        let ulysses_size = config.seq_sharding().ulysses_size;
         let is_shared =
-            |chunks: &usize| model.head_chunks(*chunks).iter().all(|chunk| chunk.q.len() >= sp_size);
+            |chunks: &usize| model.head_chunks(*chunks).iter().all(|chunk| chunk.q.len() >= ulysses_size);
         let powers = std::iter::successors(Some(1), |chunks| Some(2 * chunks));
         let head_chunks =
             powers.take_while(|chunks| *chunks <= model.num_kv_heads).filter(is_shared).collect();
