@@ -1,7 +1,7 @@
 //! `ulysses bench overlap`.
 
 use super::report::{Figure, Report, Unit};
-use super::slow_link::SlowLink;
+use super::slow_link::{AwaitedAtOnce, SlowLink};
 use super::turns::{Case, median, take_turns};
 use super::{BackendArgs, DeviceArg, Failure, MeasureArgs, Process, settings};
 use anyhow::{Result, anyhow};
@@ -11,12 +11,12 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use ulysses::comm::{ProcessGroup, ProcessGroupExt, RankContext, ReduceOp};
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{AttentionLayout, FlashAttention, grouped_heads};
-use ulysses::mesh::shard_range;
+use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
+use ulysses::mesh::SeqSharding;
 use ulysses::model::{
     DecoderLayer, Layer, LayerContext, LlamaConfig, RandomWeights, Tiling, TokenLayout, WeightSource, preset,
 };
-use ulysses::sequence_parallel::UlyssesAttention;
+use ulysses::sequence_parallel::{RingAttention, UlyssesAttention};
 
 const NUM_HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
@@ -39,6 +39,9 @@ pub(super) struct Args {
     /// Number of head chunks.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=NUM_HEADS as i64))]
     head_chunks: u16,
+    /// Measure a ring of all ranks instead: keys and values travel while a block is attended.
+    #[arg(long, conflicts_with = "head_chunks")]
+    ring: bool,
     /// Time of the exchanges on the slowed link, as a share of the layer's time without it.
     #[arg(long, default_value_t = 0.3)]
     link_share: f64,
@@ -49,11 +52,11 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
     let joined = args.backend.join(process)?;
     let ranks = joined.count(args.ranks.map(usize::from), 2);
-    let chunks = usize::from(args.head_chunks);
+    let chunks = args.head_chunks();
     if ranks < 2 || ranks > NUM_HEADS / chunks {
         let expected = NUM_HEADS / chunks;
         let message = format!(
-            "{ranks} rank(s) with {chunks} head chunks: expected 2 to {expected}, one head each per chunk"
+            "{ranks} rank(s) with {chunks} head chunk(s): expected 2 to {expected}, one head each per chunk"
         );
         return Err(Failure::Usage(anyhow!(message)));
     }
@@ -80,14 +83,33 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
         .with("exposed_ms", overlapped_ms)
         .with("hidden_share", hidden_share);
     let settings = json!({
-        "seq_len": args.seq_len, "head_chunks": chunks, "link_share": args.link_share,
+        "seq_len": args.seq_len, "ring": args.ring, "head_chunks": chunks, "link_share": args.link_share,
     });
-    let method = "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; with \
-                  and without overlap in turns; exposed: what is left of a transfer when a rank begins to wait for it; \
-                  hidden share: of all but one chunk's transfers, which nothing can hide; FLOPs of attention; slowest \
-                  rank, median";
-    let report = Report::new("overlap", settings, method, Unit::Flops).on(ranks, &options, on.placement());
+    let exposed = if args.ring { "the last gradients' transfer" } else { "one chunk's transfers" };
+    let method = format!(
+        "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; with and \
+         without overlap in turns; exposed: what is left of a transfer when a rank begins to wait for it; hidden share: \
+         of all but {exposed}, which nothing can hide; FLOPs of attention; slowest rank, median"
+    );
+    let report = Report::new("overlap", settings, &method, Unit::Flops).on(ranks, &options, on.placement());
     args.measuring.print(&Report { figures: vec![apart, overlapped], ..report })
+}
+
+impl Args {
+    fn head_chunks(&self) -> usize {
+        if self.ring { 1 } else { self.head_chunks.into() }
+    }
+
+    fn sharding(&self, ranks: usize) -> SeqSharding {
+        if self.ring { SeqSharding { ring_size: ranks, ulysses_size: 1 } } else { ranks.into() }
+    }
+
+    /// The part of the transfers that can be hidden. Nothing hides a chunk's operands and results. Of the transfers of a
+    /// ring, one in each hop of keys and values forward, and of these and their gradients backward, nothing hides the last.
+    fn hideable(&self, ranks: usize) -> f64 {
+        let exposed = if self.ring { 3 * (ranks - 1) } else { self.head_chunks() };
+        1.0 - 1.0 / exposed as f64
+    }
 }
 
 /// By repetition: without overlap, and with it.
@@ -132,24 +154,30 @@ impl<'a> Bench<'a> {
             grads.push(Some(Tensor::zeros(spec.shape.as_slice(), DType::F32, &device)?));
         }
         let seq_len = args.seq_len as usize;
-        let shard = shard_range(seq_len, rank.world_size, rank.rank);
+        let sharding = args.sharding(rank.world_size);
+        let shard = sharding.tokens(seq_len, rank.rank);
         let x = Tensor::randn(0_f32, 1.0, (1, shard.len(), HIDDEN), &device)?;
-        let positions = (shard.start as u32..shard.end as u32).collect();
-        let tokens = Arc::new(TokenLayout::new(
-            std::slice::from_ref(&shard),
-            positions,
-            Arc::new(vec![vec![0, args.seq_len]]),
-        )?);
+        let positions = shard.positions().map(|position| position as u32).collect();
+        let documents = Arc::new(vec![vec![0, args.seq_len]]);
+        let tokens = Arc::new(TokenLayout::new(shard.ranges(), positions, documents)?);
         let link = SlowLink::new(rank.group.clone());
         link.progress_in_background();
-        let attention = Arc::new(UlyssesAttention::new(Arc::new(FlashAttention::default()), link.clone()));
-        let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks.into() };
-        let context = |overlaps| {
-            LayerContext::new(tokens.clone(), attention.clone(), Arc::new(Workspace::new()))
+        let attention = |group: Arc<dyn ProcessGroup>| -> Arc<dyn Attention> {
+            let local = Arc::new(FlashAttention::default());
+            match args.ring {
+                true => Arc::new(RingAttention::new(local, group, sharding)),
+                false => Arc::new(UlyssesAttention::new(local, group)),
+            }
+        };
+        let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks() };
+        let context = |overlaps, group| {
+            LayerContext::new(tokens.clone(), attention(group), Arc::new(Workspace::new()))
                 .with_tiling(tiling)
                 .with_overlapped_exchange(overlaps)
         };
-        let (apart, overlapped) = (context(false), context(true));
+        let apart =
+            context(false, if args.ring { Arc::new(AwaitedAtOnce(link.clone())) } else { link.clone() });
+        let overlapped = context(true, link.clone());
         Ok(Self { rank, device, link, layer, params, grads, x, apart, overlapped })
     }
 
@@ -183,7 +211,7 @@ impl<'a> Bench<'a> {
         let seconds = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
         // The first repetition is a warm-up.
         let exposed = exposed.map(|seconds| seconds.into_inner().split_off(1));
-        let hideable = 1.0 - 1.0 / f64::from(args.head_chunks);
+        let hideable = args.hideable(self.rank.world_size);
         let share = |(apart, overlapped): (&f64, &f64)| (apart - overlapped) / (apart * hideable);
         let shares: Vec<f64> = exposed[0].iter().zip(&exposed[1]).map(share).collect();
         let hidden_share = median(&group.all_reduce_values(&shares, ReduceOp::Min)?);

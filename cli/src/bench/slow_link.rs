@@ -77,3 +77,18 @@ impl GroupWrapper for SlowLink {
         }))
     }
 }
+
+/// A link whose transfers are awaited as soon as they start.
+#[derive(Debug)]
+pub(super) struct AwaitedAtOnce(pub(super) Arc<SlowLink>);
+
+impl GroupWrapper for AwaitedAtOnce {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.0.inner
+    }
+
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        ProcessGroup::start(&*self.0, call)?.wait()?;
+        Ok(Pending::ready())
+    }
+}

@@ -97,6 +97,9 @@ fn an_overlapped_exchange_is_compared_with_one_that_is_awaited_at_once() {
         assert!(overlap["figures"][figure]["exposed_ms"].as_f64().unwrap() > 0.0, "{overlap}");
     }
     assert!(overlap["figures"]["overlapped"]["hidden_share"].is_f64(), "{overlap}");
+    let ring = report(&place, &["overlap", "--seq-len", "64", "--ring", "--ranks", "3"]);
+    assert_eq!((&ring["settings"]["ring"], &ring["settings"]["head_chunks"]), (&true.into(), &1.into()));
+    assert!(ring["figures"]["overlapped"]["hidden_share"].is_f64(), "{ring}");
 }
 
 #[test]
