@@ -27,7 +27,9 @@ const RULE_TOLERANCE: f64 = 1e-6;
 
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
-    meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)))
+    let ulysses = meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)));
+    let rings = [(2, 2), (4, 2), (3, 3), (8, 4)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 3) });
+    ulysses.chain(rings)
 }
 
 fn problem(fixture: &Fixture, clip: Option<f64>, steps: usize) -> Problem {

@@ -13,14 +13,13 @@ const ALL_DEGREES: [Degrees; 6] = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 1), (8, 1
 const SOME_DEGREES: [Degrees; 3] = [(2, 2), (3, 1), (4, 1)];
 
 /// Checks a problem with every degree, on one or two dp ranks, at the given stages.
-fn check(problem: &mut Problem, degrees: &[Degrees], stages: &[u8], tolerance: f64) {
+fn check(problem: &Problem, degrees: &[Degrees], stages: &[u8], tolerance: f64) {
     let expected = problem.reference().unwrap();
     for &(ring, ulysses) in degrees {
-        problem.extra["ulysses"]["ring_size"] = json!(ring);
         for &stage in stages {
             // Large meshes on one dp rank only.
             let dp = if ring * ulysses > 4 { 1 } else { 1 + usize::from(stage) % 2 };
-            let layout = layout(dp, ring * ulysses, stage);
+            let layout = Layout { ring, ..layout(dp, ring * ulysses, stage) };
             let outcome = problem.run(layout).unwrap();
             assert_matches(
                 &outcome,
@@ -32,24 +31,17 @@ fn check(problem: &mut Problem, degrees: &[Degrees], stages: &[u8], tolerance: f
     }
 }
 
-fn with_ring(config: ReferenceConfig, batch: Batch) -> Problem {
-    Problem { extra: json!({ "ulysses": {} }), ..problem(config, batch) }
-}
-
 #[test]
 fn sgd_is_the_same_on_every_ring_and_stage() {
-    let mut problem =
-        Problem { extra: json!({ "ulysses": {} }), ..main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25)) };
-    check(&mut problem, &ALL_DEGREES, &[0, 1, 2, 3], 2e-5);
+    check(&main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25)), &ALL_DEGREES, &[0, 1, 2, 3], 2e-5);
 }
 
 #[test]
 fn adamw_with_accumulation_and_partitions_over_sp_is_the_same_on_a_ring() {
-    let mut problem = Problem { extra: json!({ "ulysses": {} }), ..main_problem(Rule::AdamW(ADAMW), None) };
+    let problem = main_problem(Rule::AdamW(ADAMW), None);
     let expected = problem.reference().unwrap();
     for (ring, ulysses, spans_sp) in [(2, 2, false), (2, 2, true), (4, 1, true)] {
-        problem.extra["ulysses"]["ring_size"] = json!(ring);
-        let layout = Layout { accumulation: 2, spans_sp, ..layout(2, ring * ulysses, 3) };
+        let layout = Layout { accumulation: 2, spans_sp, ring, ..layout(2, ring * ulysses, 3) };
         let outcome = problem.run(layout).unwrap();
         assert_matches(&outcome, &expected, 5e-5, &format!("ring {ring}, {layout:?}"));
     }
@@ -59,7 +51,7 @@ fn adamw_with_accumulation_and_partitions_over_sp_is_the_same_on_a_ring() {
 fn few_heads_train_on_many_ranks() {
     for (num_heads, num_kv_heads) in [(2, 1), (2, 2), (4, 2), (5, 5)] {
         let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
-        check(&mut with_ring(config, packed_batch()), &[(8, 1), (4, 2), (3, 2)], &[0], 2e-5);
+        check(&problem(config, packed_batch()), &[(8, 1), (4, 2), (3, 2)], &[0], 2e-5);
     }
 }
 
@@ -67,7 +59,7 @@ fn few_heads_train_on_many_ranks() {
 fn sliding_windows_are_the_same_on_every_ring() {
     for window in [1, 5, SEQ_LEN] {
         let config = ReferenceConfig { sliding_window: Some(window), ..CONFIG };
-        check(&mut with_ring(config, packed_batch()), &SOME_DEGREES, &[0, 3], 2e-5);
+        check(&problem(config, packed_batch()), &SOME_DEGREES, &[0, 3], 2e-5);
     }
 }
 
@@ -76,7 +68,7 @@ fn sequences_of_any_length_are_the_same_on_every_ring() {
     // From one token per rank on; a chunk of the zigzag may be empty.
     for seq_len in [4, 5, 9, SEQ_LEN + 3] {
         let batch = Batch::random(CONFIG.vocab_size, 4, seq_len, 3);
-        check(&mut with_ring(CONFIG, batch), &SOME_DEGREES, &[0], 2e-5);
+        check(&problem(CONFIG, batch), &SOME_DEGREES, &[0], 2e-5);
     }
 }
 
@@ -85,7 +77,7 @@ fn a_ring_rank_whose_labels_are_all_masked_contributes_zero() {
     // With a ring of 2 ranks, rank 0 has the tokens 0..6 and 17..22, rank 1 those in between.
     let masked_ends = packed_batch().mask_tokens(0..6).mask_tokens(17..22);
     for batch in [packed_batch().mask_tokens(6..17), masked_ends] {
-        check(&mut with_ring(CONFIG, batch), &SOME_DEGREES, &[0, 3], 2e-5);
+        check(&problem(CONFIG, batch), &SOME_DEGREES, &[0, 3], 2e-5);
     }
 }
 
@@ -98,7 +90,7 @@ fn recomputation_head_chunks_and_overlap_change_nothing_on_a_ring() {
         json!({ "head_chunks": 2, "overlap_exchange": true }),
         json!({ "head_chunks": 2, "overlap_exchange": true, "activation_checkpointing": true }),
     ] {
-        let mut problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
-        check(&mut problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
+        let problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
+        check(&problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
     }
 }

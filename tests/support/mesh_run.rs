@@ -32,11 +32,13 @@ pub struct Layout {
     pub shard_size: Option<usize>,
     /// Whether ZeRO partitions over sp too.
     pub spans_sp: bool,
+    /// Ranks of the ring within sp.
+    pub ring: usize,
 }
 
 /// Returns a dp × sp layout at a ZeRO stage, without accumulation.
 pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
-    Layout { dp, sp, stage, accumulation: 1, shard_size: None, spans_sp: false }
+    Layout { dp, sp, stage, accumulation: 1, shard_size: None, spans_sp: false, ring: 1 }
 }
 
 /// An optimizer that both reference and library implement.
@@ -201,7 +203,7 @@ impl Problem {
     }
 
     pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
-        let Layout { dp, sp, stage, accumulation, shard_size, spans_sp } = layout;
+        let Layout { dp, sp, stage, accumulation, shard_size, spans_sp, ring } = layout;
         let mut value = json!({
             "train_batch_size": rows,
             "gradient_accumulation_steps": accumulation,
@@ -212,6 +214,9 @@ impl Problem {
         });
         for (key, extra) in self.extra.as_object().context("extra keys are an object")? {
             value[key] = extra.clone();
+        }
+        if ring > 1 {
+            value["ulysses"]["ring_size"] = json!(ring);
         }
         if spans_sp {
             value["ulysses"]["zero_partition_axes"] = json!(["dp", "sp"]);

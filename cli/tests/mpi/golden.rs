@@ -11,15 +11,18 @@ use std::path::{Path, PathBuf};
 const TOLERANCE: f64 = 1e-5;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let golden = |fixture: &'static str, mesh: &'static str, stage: &'static str| {
+    let golden = |fixture: &'static str, processes: usize, mesh: &'static str, stage: &'static str| {
         let name = format!("{fixture}_on_{mesh}_at_stage_{stage}_is_pytorch_s");
-        trial(name, move || matches_pytorch(fixture, mesh, stage))
+        trial(name, move || matches_pytorch(fixture, processes, mesh, stage))
     };
     vec![
-        golden("tiny_strong", "2x2", "3"),
-        golden("tiny_strong", "1x3", "0"),
-        golden("packed_strong", "1x4", "1"),
-        golden("packed_strong", "2x2", "2"),
+        golden("tiny_strong", 4, "2x2", "3"),
+        golden("tiny_strong", 3, "1x3", "0"),
+        golden("packed_strong", 4, "1x4", "1"),
+        golden("packed_strong", 4, "2x2", "2"),
+        golden("packed_strong", 4, "ring=2,ulysses=2", "3"),
+        golden("tiny_strong", 4, "ring=4,ulysses=1", "0"),
+        golden("packed_strong", 4, "dp=2,ring=2,ulysses=1", "2"),
         trial("a_mesh_of_processes_is_compared_with_a_single_rank", a_mesh_is_compared_with_a_single_rank),
     ]
 }
@@ -41,9 +44,8 @@ fn verify(
     Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path(".")).run()
 }
 
-fn matches_pytorch(fixture: &str, mesh: &str, stage: &str) {
+fn matches_pytorch(fixture: &str, processes: usize, mesh: &str, stage: &str) {
     let place = Workplace::new();
-    let processes = mesh.split('x').map(|size| size.parse::<usize>().unwrap()).product();
     let flags = ["--mesh", mesh, "--zero-stage", stage, "--output", "out.safetensors"];
     let outcome = verify(&place, fixture, processes, &flags);
     assert_eq!(
