@@ -25,7 +25,8 @@ const FORMATS: [&str; 2] = ["bf16", "fp16"];
 
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 3), (2, 2), (4, 1)];
-    meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage)))
+    let rings = [(4, 2), (3, 3)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 2) });
+    meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage))).chain(rings)
 }
 
 /// The config section of a format; fp16 with a scale that does not overflow.
@@ -103,7 +104,9 @@ fn so_have_heads_of_64_elements() {
         Problem { extra, rule: Rule::Sgd { lr: 0.1 }, ..problem(config, packed_batch()) }
     };
     let meshes = [(1, 1, 0), (1, 3, 3), (2, 2, 2)];
-    check_gradients("bf16", wide, meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage)));
+    let ring = Layout { ring: 2, ..layout(1, 4, 0) };
+    let layouts = meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage)).chain([ring]);
+    check_gradients("bf16", wide, layouts);
 }
 
 #[test]
