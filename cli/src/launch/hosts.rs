@@ -16,6 +16,17 @@ impl fmt::Display for Host {
     }
 }
 
+/// Returns hosts for the first `num_ranks` ranks: each runs as many as it has slots, the last ones perhaps none.
+pub(super) fn first_slots(hosts: &[Host], num_ranks: usize) -> Vec<Host> {
+    let mut left = num_ranks;
+    let take = |host: &Host| {
+        let slots = left.min(host.slots);
+        left -= slots;
+        (slots > 0).then(|| Host { slots, ..host.clone() })
+    };
+    hosts.iter().filter_map(take).collect()
+}
+
 /// Parses the value of `--hosts`, such as `a:8,b:8`; a host without a number runs one rank.
 ///
 /// # Errors
@@ -102,6 +113,13 @@ mod tests {
         assert_eq!(parse_hostfile(file).unwrap(), hosts);
         assert_eq!(parse_hosts("a, b:2").unwrap(), [host("a", 1), host("b", 2)]);
         assert_eq!(host("a", 3).to_string(), "a:3");
+    }
+
+    #[test]
+    fn fewer_ranks_take_the_first_slots() {
+        let hosts = [host("a", 2), host("b", 2), host("c", 2)];
+        assert_eq!(first_slots(&hosts, 3), [host("a", 2), host("b", 1)]);
+        assert_eq!(first_slots(&hosts, 6), hosts);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod mpirun;
 mod nodes;
 mod on_one_node;
 mod output;
+mod probe;
 mod processes;
 mod rank_failure;
 mod ranks;

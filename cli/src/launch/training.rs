@@ -134,3 +134,62 @@ pub(super) fn names_mpi(words: &[String]) -> bool {
     let pairs = words.windows(2).any(|pair| pair[0] == "--backend" && pair[1] == "mpi");
     pairs || words.iter().any(|word| word == "--backend=mpi")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A `train` command with this config and these flags, and its config on six ranks.
+    fn training(place: &tempfile::TempDir, changes: serde_json::Value, flags: &[&str]) -> (Training, Config) {
+        let path = place.path().join("c.json");
+        let mut config =
+            json!({ "train_batch_size": 6, "ulysses": { "model": "nano", "data": "d", "seq_len": 64 } });
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        std::fs::write(&path, config.to_string()).unwrap();
+        let words = [&["train", path.to_str().unwrap()], flags].concat();
+        let words: Vec<String> = words.into_iter().map(str::to_owned).collect();
+        let Ok(Some(training)) = Training::parse(&words) else { panic!("{words:?} is no training") };
+        let Ok((config, _)) = training.args.for_launch(Cluster { nodes: 3, ranks_per_node: 2 }) else {
+            panic!("{words:?} is refused")
+        };
+        (training, config)
+    }
+
+    fn smaller(changes: serde_json::Value, flags: &[&str], num_ranks: usize) -> Option<(usize, usize)> {
+        let place = tempfile::tempdir().unwrap();
+        let (training, config) = training(&place, changes, flags);
+        training.smaller_mesh(&config, num_ranks).map(|mesh| (mesh.dp, mesh.sp))
+    }
+
+    #[test]
+    fn a_smaller_mesh_keeps_batch_micro_batch_and_sp() {
+        let micro = json!({ "train_micro_batch_size_per_gpu": 1 });
+        assert_eq!(smaller(micro.clone(), &["--mesh", "3x2"], 4), Some((2, 2)));
+        assert_eq!(smaller(micro.clone(), &["--mesh", "3x2"], 5), Some((2, 2)));
+        assert_eq!(smaller(micro.clone(), &["--mesh", "ulysses"], 3), Some((1, 2)));
+        assert_eq!(smaller(micro.clone(), &["--mesh", "3x2"], 1), Some((1, 1)), "sp does not fit");
+        assert_eq!(smaller(micro, &[], 4), Some((3, 1)), "dp 4 does not divide the batch");
+        // Micro batches of 2: dp 2 would need one and a half.
+        assert_eq!(smaller(json!({}), &["--mesh", "3x2"], 4), Some((1, 2)));
+        let fixed = json!({ "train_micro_batch_size_per_gpu": 1, "mesh_param": [3, 2] });
+        assert_eq!(smaller(fixed, &[], 4), None, "sizes in the config are fixed");
+    }
+
+    #[test]
+    fn a_restart_resumes_and_replaces_the_mesh() {
+        let place = tempfile::tempdir().unwrap();
+        let flags = ["--mesh", "3x2", "--batch-size=6", "--seed", "7"];
+        let (training, _) = training(&place, json!({}), &flags);
+        let path = place.path().join("c.json").display().to_string();
+        let arguments = |resumes, smaller| training.arguments(&Variation { resumes, smaller })[1..].join(" ");
+        assert_eq!(arguments(false, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
+        let mesh = SmallerMesh { dp: 1, sp: 2, batch_size: 6, micro_batch_size: 2 };
+        assert_eq!(
+            arguments(true, Some(mesh)),
+            format!(
+                "{path} --seed 7 --mesh=1x2 --batch-size=6 --set=train_micro_batch_size_per_gpu=2 --resume"
+            )
+        );
+    }
+}
