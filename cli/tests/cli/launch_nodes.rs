@@ -22,12 +22,14 @@ impl Nodes {
         Self { place: Workplace::new(), endpoint: free.local_addr().unwrap().to_string(), num_nodes }
     }
 
-    /// Runs the launcher of a node, with two ranks.
+    /// Runs the launcher of a node, with two ranks unless the flags state another number.
     fn launch(&self, node: usize, flags: &[&str], secret: (&str, &str), script: &str) -> Outcome {
         let (num_nodes, node) = (self.num_nodes.to_string(), node.to_string());
         let meeting = ["--nnodes", &num_nodes, "--node-rank", &node, "--rdzv-endpoint", &self.endpoint];
-        let program = ["--nproc", "2", "--grace", "1", "--program", "sh"];
-        let words = [&["launch"], &meeting[..], &program, flags, &["--", "-c", script]].concat();
+        let has_number = flags.contains(&"--nproc-per-node");
+        let program = ["--grace", "1", "--program", "sh", "--nproc", "2"];
+        let program = &program[..if has_number { 4 } else { 6 }];
+        let words = [&["launch"], &meeting[..], program, flags, &["--", "-c", script]].concat();
         self.place.run_with(&words, &[secret])
     }
 
@@ -291,4 +293,16 @@ fn invalid_meetings_are_refused_before_anything_starts() {
     );
     short.assert_refused(1, &["ULYSSES_JOB_SECRET has 7 bytes"]);
     assert!(!place.path("started").exists());
+}
+
+#[test]
+fn sixty_four_ranks_start_on_one_machine() {
+    let count = |outcome: &Outcome| outcome.assert_done().stdout.lines().count();
+    let nodes = Nodes::new(4);
+    let outcomes = nodes.run(&["--nproc-per-node", "16"], "echo $RANK of $WORLD_SIZE");
+    assert_eq!(outcomes.iter().map(count).collect::<Vec<_>>(), [16; 4]);
+    assert!(outcomes[3].stdout.contains("[63] 63 of 64"), "{outcomes:?}");
+    let alone =
+        Workplace::new().run(&["launch", "--nproc", "64", "--program", "sh", "--", "-c", "echo $RANK"]);
+    assert_eq!(count(&alone), 64);
 }
