@@ -68,7 +68,7 @@ struct Cli {
 enum Command {
     /// Train a model from a DeepSpeed-style JSON config.
     Train(train::TrainArgs),
-    /// Start the ranks of a job on this machine as processes, and restart them after a failure.
+    /// Start the ranks of a job as processes, on this machine or on several, and restart them after a failure.
     #[cfg(unix)]
     Launch(launch::LaunchArgs),
     /// End the processes of a job if `launch` is killed. Started by `launch`.

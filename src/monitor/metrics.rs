@@ -36,6 +36,10 @@ pub struct Metrics {
     pub slowest_rank: usize,
     /// Its compute time relative to the mean of all ranks; 1 for a single rank.
     pub slowest_rank_ratio: f64,
+    /// Number of data-parallel ranks. It changes where a run was resumed on another mesh.
+    pub dp_size: usize,
+    /// Number of sequence-parallel ranks.
+    pub sp_size: usize,
     /// Loss scale in mixed precision; 1 in f32.
     pub loss_scale: f64,
     /// Whether the update was skipped.

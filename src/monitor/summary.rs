@@ -285,6 +285,8 @@ mod tests {
             data_seconds: 0.25,
             slowest_rank: 0,
             slowest_rank_ratio: 1.0,
+            dp_size: 1,
+            sp_size: 1,
             padding_share: 0.125,
             loss_scale: 1.0,
             skipped,

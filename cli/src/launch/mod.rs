@@ -1,137 +1,92 @@
-//! `ulysses launch`: runs the processes of a job on this machine.
+//! `ulysses launch`: runs the processes of a job, on this machine or on several.
+//!
+//! NCCL's ranks, and any other program, are started by `launch` itself: on several machines by one `launch` on each, which
+//! meet in a store (`nodes/`). MPI's ranks are started by the installed `mpirun` (`mpirun.rs`).
 
+mod args;
+mod by_mpirun;
+mod hosts;
 mod job;
+mod mpirun;
+mod nodes;
+mod on_one_node;
 mod output;
+mod probe;
 mod processes;
 mod rank_failure;
+mod ranks;
+mod restarts;
+mod running;
+mod signals;
+mod training;
 mod watchdog;
 
-use super::train::TrainArgs;
-use super::{Command, Failure, OrFail, arguments, log_line};
+use super::{Failure, OrFail};
 use anyhow::{Context, anyhow};
-use job::{JobSpec, Outcome, Signals};
-use std::path::PathBuf;
+pub(super) use args::LaunchArgs;
+use output::RankLogs;
+use restarts::JobSpec;
+use std::sync::Arc;
 use std::time::Duration;
-use ulysses::config::Backend;
+use training::{Training, names_mpi};
+use ulysses::mesh::Cluster;
 pub(super) use watchdog::{WatchdogArgs, watch};
 
-#[derive(clap::Args)]
-pub(super) struct LaunchArgs {
-    /// Number of processes, one per rank.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    nproc: u16,
-    /// Maximum number of restarts after a failure. `train` resumes from the newest valid checkpoint.
-    #[arg(long, value_name = "K", default_value_t = 0)]
-    max_restarts: u32,
-    /// Seconds between SIGTERM and SIGKILL when stopping processes.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
-    grace: u64,
-    /// Program to start instead of `ulysses`.
-    #[arg(long)]
-    program: Option<PathBuf>,
-    /// Arguments of the program, after `--`, such as `train config.json`.
-    #[arg(last = true, required = true, value_name = "ARGUMENTS")]
-    arguments: Vec<String>,
-}
-
 pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
-    let LaunchArgs { nproc, max_restarts, grace, program, arguments } = args;
-    let is_ulysses = program.is_none();
-    let training = if is_ulysses { training(&arguments)? } else { None };
-    let uses_mpirun = match &training {
-        Some(training) => training.uses_mpirun(nproc, max_restarts)?,
-        None => is_ulysses && names_mpi(&arguments),
+    let hosts = args.hosts()?;
+    let nodes = args.nodes()?;
+    let num_nodes = hosts.as_ref().map_or(usize::from(args.nnodes), Vec::len);
+    let min_nodes = args.min_nodes(num_nodes)?;
+    let is_ulysses = args.program.is_none();
+    let training = if is_ulysses { Training::parse(&args.arguments)? } else { None };
+    let (num_ranks, ranks_per_node) = match &hosts {
+        Some(hosts) => (hosts.iter().map(|host| host.slots).sum(), hosts[0].slots),
+        None => (args.local_processes() * num_nodes, args.local_processes()),
     };
-    let program = match program {
+    let cluster = match num_ranks == num_nodes * ranks_per_node {
+        true => Cluster { nodes: num_nodes, ranks_per_node },
+        false => Cluster { nodes: 1, ranks_per_node: num_ranks },
+    };
+    let (first_config, uses_mpirun) = match &training {
+        Some(training) => {
+            let (config, uses_mpirun) = training.check(cluster, args.max_restarts)?;
+            (Some(config), uses_mpirun)
+        }
+        None => (None, hosts.is_some() || is_ulysses && names_mpi(&args.arguments)),
+    };
+    let program = match args.program {
         Some(program) => program,
         None => std::env::current_exe().context("cannot find the path of this program").or_run()?,
     };
-    let num_processes = usize::from(nproc);
-    let grace = Duration::from_secs(grace);
-    let mut job = JobSpec { program, arguments, num_processes, uses_mpirun, grace };
-    let signals = Signals::watch().context("cannot handle signals").or_run()?;
-    let mut restarts = 0;
-    loop {
-        let failure = match job.run(&signals).or_run()? {
-            Outcome::Done => return Ok(()),
-            Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
-            Outcome::Failed(failure) => failure,
-        };
-        if failure.is_usage() {
-            return Err(Failure::Usage(anyhow!("{failure}")));
+    let logs = args.log_dir.map(|directory| {
+        let shown = directory.display().to_string();
+        let logs = RankLogs::in_directory(directory).map(Arc::new);
+        logs.with_context(|| format!("--log-dir: cannot create {shown}")).or_usage()
+    });
+    let grace = Duration::from_secs(args.grace);
+    let job = JobSpec {
+        program,
+        arguments: args.arguments,
+        training: training.zip(first_config),
+        max_restarts: args.max_restarts,
+        min_nodes,
+        grace,
+        logs: logs.transpose()?,
+    };
+    let refuse = |message: &str| Err(Failure::Usage(anyhow!("{message}")));
+    match (nodes, uses_mpirun) {
+        (Some(_), true) => refuse(
+            "--rdzv-endpoint starts ranks that NCCL connects; for MPI use --hosts or --hostfile, on one machine only",
+        ),
+        (Some(nodes), false) => nodes::run(&job, &nodes, num_ranks / num_nodes),
+        (None, true) => by_mpirun::run(&job, hosts, num_ranks, args.dry_run),
+        (None, false) if hosts.is_some() => refuse(
+            "--hosts and --hostfile start ranks that MPI connects; for NCCL run `ulysses launch --nnodes N --node-rank R \
+             --rdzv-endpoint HOST:PORT` on every machine",
+        ),
+        (None, false) if args.dry_run => {
+            refuse("--dry-run shows the command of mpirun: use it with the backend mpi")
         }
-        if restarts == max_restarts {
-            let after = if restarts > 0 { format!(", after {restarts} restart(s)") } else { String::new() };
-            return Err(Failure::Run(anyhow!("{failure}{after}")));
-        }
-        restarts += 1;
-        log_line(format_args!("launch: {failure}; restart {restarts} of {max_restarts}"));
-        if training.as_ref().is_some_and(|training| !training.resumes) {
-            job.arguments.push("--resume".to_owned());
-        }
+        (None, false) => on_one_node::run(&job, num_ranks),
     }
-}
-
-/// A `train` command to launch.
-struct Training {
-    args: TrainArgs,
-    resumes: bool,
-}
-
-/// Parses the arguments as `ulysses` would; `None` if the command is not `train`.
-fn training(words: &[String]) -> Result<Option<Training>, Failure> {
-    let words = std::iter::once("ulysses").chain(words.iter().map(String::as_str));
-    let cli = arguments::parse_from(words).map_err(|error| {
-        let error = error.to_string();
-        Failure::Usage(anyhow!("after `--`: {}", error.trim_start_matches("error: ").trim_end()))
-    })?;
-    match cli.command {
-        Command::Train(args) => {
-            let resumes = args.resumes();
-            Ok(Some(Training { args, resumes }))
-        }
-        Command::Launch(_) => Err(Failure::Usage(anyhow!("`launch` cannot start `launch`"))),
-        _ => Ok(None),
-    }
-}
-
-impl Training {
-    /// Returns whether MPI connects the ranks; otherwise NCCL does.
-    fn uses_mpirun(&self, nproc: u16, max_restarts: u32) -> Result<bool, Failure> {
-        let (config, backend) = self.args.for_launch(usize::from(nproc))?;
-        let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
-        if max_restarts > 0 && (config.checkpoint.is_none() || config.ulysses.output.is_none()) {
-            return refuse(
-                "--max-restarts needs checkpoints: add a `checkpoint` section to the config, and `ulysses.output` or \
-                 --output"
-                    .to_owned(),
-            );
-        }
-        match backend {
-            Some(Backend::Thread) => refuse(
-                "the backend thread runs all ranks in one process: use `ulysses train` without `launch`, or --backend \
-                 mpi or nccl"
-                    .to_owned(),
-            ),
-            Some(Backend::Mpi) if cfg!(feature = "mpi") => Ok(true),
-            Some(Backend::Nccl) if cfg!(feature = "nccl") => Ok(false),
-            Some(missing) => {
-                let name = if missing == Backend::Mpi { "mpi" } else { "nccl" };
-                refuse(format!("this build lacks the feature `{name}` of the backend {name}"))
-            }
-            None if cfg!(feature = "nccl") => Ok(false),
-            None if cfg!(feature = "mpi") => Ok(true),
-            None => refuse(
-                "this build lacks the features `mpi` and `nccl` that connect processes: build with one of them, or use \
-                 `ulysses train` without `launch`"
-                    .to_owned(),
-            ),
-        }
-    }
-}
-
-/// Returns whether the arguments of a command other than `train` select MPI.
-fn names_mpi(words: &[String]) -> bool {
-    let pairs = words.windows(2).any(|pair| pair[0] == "--backend" && pair[1] == "mpi");
-    pairs || words.iter().any(|word| word == "--backend=mpi")
 }

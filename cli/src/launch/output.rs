@@ -1,7 +1,11 @@
 //! The output of processes, forwarded line by line with the rank as prefix.
 
 use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -13,8 +17,48 @@ const MAX_LINE_BYTES: usize = 500;
 pub(super) enum Source {
     /// The process is this rank.
     Rank(usize),
-    /// The process is `mpirun --tag-output`, which prefixes lines of rank 3 with `[1,3]<stderr>:`.
-    Mpirun,
+    /// The process is `mpirun`, which prefixes the lines of ranks.
+    Mpirun(MpiLauncher),
+}
+
+/// An implementation of `mpirun`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MpiLauncher {
+    /// With `--tag-output` it prefixes lines of rank 3 with `[1,3]<stderr>:`.
+    OpenMpi,
+    /// That of MPICH and Intel MPI. With `-prepend-rank` it prefixes lines of rank 3 with `[3] `.
+    Hydra,
+}
+
+/// Files with the output of each rank, besides that of this process. Restarts append.
+#[derive(Debug)]
+pub(super) struct RankLogs {
+    directory: PathBuf,
+    files: Mutex<BTreeMap<usize, File>>,
+}
+
+impl RankLogs {
+    /// Creates the directory if it is missing.
+    ///
+    /// # Errors
+    /// A directory that cannot be created.
+    pub(super) fn in_directory(directory: PathBuf) -> std::io::Result<Self> {
+        std::fs::create_dir_all(&directory)?;
+        Ok(Self { directory, files: Mutex::default() })
+    }
+
+    /// Appends a line to the file of a rank.
+    fn write(&self, rank: usize, line: &str) -> std::io::Result<()> {
+        let mut files = self.files.lock();
+        let file = match files.entry(rank) {
+            Entry::Occupied(open) => open.into_mut(),
+            Entry::Vacant(new) => {
+                let path = self.directory.join(format!("rank_{rank}.log"));
+                new.insert(File::options().create(true).append(true).open(path)?)
+            }
+        };
+        file.write_all(format!("{line}\n").as_bytes())
+    }
 }
 
 /// The last lines of standard error.
@@ -56,7 +100,7 @@ impl Source {
     fn attribute(self, line: &str) -> (Option<usize>, &str) {
         match self {
             Self::Rank(rank) => (Some(rank), line),
-            Self::Mpirun => match untag(line) {
+            Self::Mpirun(launcher) => match launcher.untag(line) {
                 Some((rank, line)) => (Some(rank), line),
                 None => (None, line),
             },
@@ -64,15 +108,23 @@ impl Source {
     }
 }
 
-/// Parses `[1,3]<stdout>:text` into rank 3 and `text`.
-fn untag(line: &str) -> Option<(usize, &str)> {
-    let (_job, rest) = line.strip_prefix('[')?.split_once(',')?;
-    let (rank, rest) = rest.split_once("]<std")?;
-    let text = rest.strip_prefix("out>:").or_else(|| rest.strip_prefix("err>:"))?;
-    Some((rank.parse().ok()?, text))
+impl MpiLauncher {
+    /// Parses `[1,3]<stdout>:text` or `[3] text` into rank 3 and `text`.
+    fn untag(self, line: &str) -> Option<(usize, &str)> {
+        let rest = line.strip_prefix('[')?;
+        let (rank, text) = match self {
+            Self::OpenMpi => {
+                let (rank, rest) = rest.split_once(',')?.1.split_once("]<std")?;
+                (rank, rest.strip_prefix("out>:").or_else(|| rest.strip_prefix("err>:"))?)
+            }
+            Self::Hydra => rest.split_once("] ")?,
+        };
+        Some((rank.parse().ok()?, text))
+    }
 }
 
-/// Starts a thread that forwards lines with the prefix `[rank] ` until the end of input, and records them in `tail`.
+/// Starts a thread that forwards lines with the prefix `[rank] ` until the end of input, and records them in `tail` and in the
+/// `logs` of the ranks.
 ///
 /// # Errors
 /// A thread that cannot be started.
@@ -81,6 +133,7 @@ pub(super) fn forward_output(
     mut to: impl Write + Send + 'static,
     source: Source,
     tail: Option<Arc<Mutex<StderrTail>>>,
+    logs: Option<Arc<RankLogs>>,
 ) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name("output".to_owned()).spawn(move || {
         let mut from = BufReader::new(from);
@@ -90,6 +143,10 @@ pub(super) fn forward_output(
             let (rank, text) = source.attribute(line.trim_end_matches(['\n', '\r']));
             if let Some(tail) = &tail {
                 tail.lock().record(rank, text);
+            }
+            if let (Some(logs), Some(rank)) = (&logs, rank) {
+                // A full disk does not end the job.
+                let _ = logs.write(rank, text);
             }
             // One write per line, so that lines of several ranks do not mix. A closed output is no error.
             let prefixed = match rank {
@@ -108,7 +165,7 @@ mod tests {
 
     #[test]
     fn lines_of_mpirun_and_of_its_ranks_are_distinguished() {
-        let attribute = |line| Source::Mpirun.attribute(line);
+        let attribute = |line| Source::Mpirun(MpiLauncher::OpenMpi).attribute(line);
         assert_eq!(
             attribute("[1,12]<stderr>:error: no [1,2]<stdout>:"),
             (Some(12), "error: no [1,2]<stdout>:")
@@ -117,19 +174,27 @@ mod tests {
         for own in ["mpirun noticed that", "[host:12] [1,2] x", "[1,x]<stdout>:y", ""] {
             assert_eq!(attribute(own), (None, own));
         }
+        let attribute = |line| Source::Mpirun(MpiLauncher::Hydra).attribute(line);
+        assert_eq!(attribute("[12] error: [1] x"), (Some(12), "error: [1] x"));
+        assert_eq!(attribute("[proxy:0:0@n1] x"), (None, "[proxy:0:0@n1] x"));
         assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
     }
 
     #[test]
-    fn the_last_non_empty_line_of_each_rank_is_recorded() {
+    fn the_last_line_of_each_rank_is_recorded_and_all_are_logged() {
         let tail = Arc::new(Mutex::new(StderrTail::default()));
         let text = "[1,0]<stderr>:a\n[1,1]<stderr>:b\n[1,0]<stderr>:c\n[1,0]<stderr>:\nmpirun: d";
-        forward_output(text.as_bytes(), std::io::sink(), Source::Mpirun, Some(tail.clone()))
+        let place = tempfile::tempdir().unwrap();
+        let logs = Arc::new(RankLogs::in_directory(place.path().join("logs")).unwrap());
+        let source = Source::Mpirun(MpiLauncher::OpenMpi);
+        forward_output(text.as_bytes(), std::io::sink(), source, Some(tail.clone()), Some(logs))
             .unwrap()
             .join()
             .unwrap();
         let tail = tail.lock();
         assert_eq!((tail.last_line(0), tail.last_line(1), tail.last_line(2)), (Some("c"), Some("b"), None));
         assert_eq!(tail.mpirun, ["mpirun: d"]);
+        let log = |rank| std::fs::read_to_string(place.path().join(format!("logs/rank_{rank}.log"))).unwrap();
+        assert_eq!((log(0).as_str(), log(1).as_str()), ("a\nc\n\n", "b\n"));
     }
 }

@@ -10,6 +10,8 @@ use std::process::ExitStatus;
 pub(super) struct RankFailure {
     /// `None` if `mpirun` does not name the rank.
     pub(super) rank: Option<usize>,
+    /// Its host, in a job on several machines.
+    host: Option<String>,
     exit: Exit,
     /// Last line of its standard error.
     last_line: Option<String>,
@@ -31,12 +33,18 @@ impl RankFailure {
             Some(signal) => Exit::Signal(signal),
             None => Exit::Code(status.code().unwrap_or(1)),
         };
-        Self { rank, exit, last_line: last_line.map(str::to_owned), reported: None, missing: Vec::new() }
+        let last_line = last_line.map(str::to_owned);
+        Self { rank, host: None, exit, last_line, reported: None, missing: Vec::new() }
     }
 
     /// Adds the failure that the ranks reported, and the ranks that did not join.
     pub(super) fn with_report(self, reported: Option<&str>, missing: Vec<usize>) -> Self {
         Self { reported: reported.map(str::to_owned), missing, ..self }
+    }
+
+    /// Adds the name of the rank's host.
+    pub(super) fn on_host(self, host: Option<String>) -> Self {
+        Self { host, ..self }
     }
 
     /// Returns whether arguments or config are invalid, so that a restart would fail again.
@@ -50,6 +58,9 @@ impl fmt::Display for RankFailure {
         match self.rank {
             Some(rank) => write!(f, "rank {rank} ")?,
             None => write!(f, "mpirun ")?,
+        }
+        if let Some(host) = &self.host {
+            write!(f, "on {host} ")?;
         }
         match self.exit {
             Exit::Code(code) => write!(f, "ended with exit code {code}")?,
@@ -90,7 +101,7 @@ pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> RankFailu
     };
     let rank = usize::try_from(rank).ok();
     let last_line = rank.and_then(|rank| stderr.last_line(rank)).map(str::to_owned);
-    RankFailure { rank, exit, last_line, reported: None, missing: Vec::new() }
+    RankFailure { rank, host: None, exit, last_line, reported: None, missing: Vec::new() }
 }
 
 #[cfg(test)]
@@ -120,6 +131,8 @@ mod tests {
             "rank 3 ended with exit code 2; rank(s) [1, 2] did not join the job"
         );
         assert!(exited.is_usage());
+        let on_host = exited.clone().on_host(Some("n1".to_owned()));
+        assert_eq!(on_host.to_string(), "rank 3 on n1 ended with exit code 2");
         let other = mpirun_says("There are not enough slots");
         assert_eq!(
             other.to_string(),

@@ -109,7 +109,7 @@ impl TrainArgs {
     }
 
     /// Returns the path of the config; not empty after [`settle`](Self::settle).
-    pub(super) fn config(&self) -> &Path {
+    pub(crate) fn config(&self) -> &Path {
         self.config.as_deref().unwrap_or(Path::new(""))
     }
 

@@ -19,10 +19,9 @@ pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, 
 
 #[cfg(unix)]
 impl TrainArgs {
-    /// Returns the config as one of `num_processes` processes will resolve it, and the backend that file or flag gives.
-    pub(crate) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
+    /// Returns the config as a process of a job on `cluster` will resolve it, and the backend that file or flag gives.
+    pub(crate) fn for_launch(&self, cluster: Cluster) -> Result<(Config, Option<Backend>), Failure> {
         let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
-        let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
         let backend = self.backend.map(Backend::from).or(raw.backend());
         let overrides = overrides(self.clone(), &raw, Some(cluster), likely_device(self.device, backend))?;
         Ok((resolve(&raw, &overrides)?, backend))

@@ -223,3 +223,55 @@ fn a_launcher_without_threads_fails_and_leaves_no_processes() {
     outcome.assert_refused(1, &["cannot start a thread to read the output of a process"]);
     assert!(!place.path("rank").exists() || !runs(&place.read("rank")));
 }
+
+/// A place with an `mpirun` that states this version.
+fn with_mpirun(version: &str) -> (Workplace, String) {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Workplace::new();
+    place.write("bin/mpirun", format!("#!/bin/sh\necho '{version}'\n"));
+    std::fs::set_permissions(place.path("bin/mpirun"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
+    (place, path)
+}
+
+#[test]
+fn a_dry_run_prints_the_command_of_the_installed_mpirun() {
+    let program = ["--dry-run", "--program", "echo", "--", "a b"];
+    for (version, command) in [
+        (
+            "mpirun (Open MPI) 4.1.4",
+            "mpirun -np 5 --tag-output --bind-to none --host n0:2,n1:3 --map-by slot --wdir DIR \
+             --mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3 \
+             -x NCCL_DEBUG echo 'a b'",
+        ),
+        (
+            "HYDRA build details:",
+            "mpirun -n 5 -prepend-rank -bind-to none -hosts n0:2,n1:3 -wdir DIR -genvlist NCCL_DEBUG echo 'a b'",
+        ),
+    ] {
+        let (place, path) = with_mpirun(version);
+        place.write("hosts", "n0 slots=2 # the first\nn1 slots=3\n");
+        for hosts in [["--hosts", "n0:2,n1:3"], ["--hostfile", "hosts"]] {
+            let mut ulysses = place.command(&[&["launch"], &hosts[..], &program].concat());
+            ulysses.env_clear().env("PATH", &path).env("NCCL_DEBUG", "WARN");
+            let outcome = place.run_command(ulysses);
+            let directory = place.path("bin").parent().unwrap().display().to_string();
+            let printed = outcome.assert_done().stdout.replace(&directory, "DIR");
+            assert_eq!(printed.trim_end(), command);
+        }
+    }
+}
+
+#[test]
+fn malformed_host_files_are_refused_with_their_line() {
+    let place = Workplace::new();
+    place.write("hosts", "n0 slots=2\nn1 slot=2\n");
+    let launch =
+        |flags: &[&str]| place.run(&[&["launch"], flags, &["--program", "true", "--", "x"]].concat());
+    launch(&["--hostfile", "hosts"]).assert_refused(2, &["hosts:2: `n1 slot=2`: expected `HOST slots=N`"]);
+    launch(&["--hostfile", "nowhere"]).assert_refused(2, &["cannot read nowhere"]);
+    launch(&["--hosts", "n0:x"]).assert_refused(2, &["--hosts n0:x: slots are `x`"]);
+    launch(&["--hosts", "n0", "--nproc", "2"]).assert_refused(2, &["--nproc"]);
+    launch(&["--hosts", "n0", "--rdzv-endpoint", "n0"]).assert_refused(2, &["--hosts"]);
+    launch(&["--nproc", "1", "--dry-run"]).assert_refused(2, &["--dry-run shows the command of mpirun"]);
+}

@@ -17,6 +17,8 @@ mod evaluations;
 mod fit;
 #[cfg(unix)]
 mod launch;
+#[cfg(target_os = "linux")]
+mod launch_nodes;
 #[cfg(unix)]
 mod limits;
 mod manual;

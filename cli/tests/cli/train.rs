@@ -8,7 +8,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 32] = [
+const METRICS: [&str; 34] = [
     "step",
     "loss",
     "lr",
@@ -30,6 +30,8 @@ const METRICS: [&str; 32] = [
     "padding_share",
     "slowest_rank",
     "slowest_rank_ratio",
+    "dp_size",
+    "sp_size",
     "forward_seconds",
     "backward_seconds",
     "update_seconds",

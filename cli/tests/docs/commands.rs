@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Prefixes of the commands that are not run, with reasons.
-const NOT_RUN: [(&str, &str); 17] = [
+const NOT_RUN: [(&str, &str); 20] = [
     ("cargo install --path cli", "minutes; CI builds the same"),
     ("cargo test --release", "it is what runs this"),
     ("cargo run --release --example train_long_sequence", "a minute; the test below checks that it exists"),
@@ -25,6 +25,15 @@ const NOT_RUN: [(&str, &str); 17] = [
     ("ssh ", "needs a machine with GPUs"),
     ("cargo build --release --features mpi", "minutes; CI builds the same"),
     ("ulysses launch --nproc 8 -- train config.json --mesh ulysses --backend nccl", "needs eight GPUs"),
+    (
+        "ulysses launch --nnodes ",
+        "needs several machines; cli/tests/mpi/nodes.rs has hosts as network namespaces",
+    ),
+    (
+        "ulysses launch --hosts n0:8,n1:8 ",
+        "needs two machines; cli/tests/mpi/hosts.rs has network namespaces",
+    ),
+    ("ulysses launch --hostfile hosts.txt ", "needs the machines of the file"),
     (
         "mpirun --host n0:8,n1:8 ",
         "needs two machines; cli/tests/mpi/hosts.rs has hosts as network namespaces",

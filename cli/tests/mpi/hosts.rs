@@ -9,11 +9,16 @@ use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The trials, if this machine allows network namespaces: that needs root and kernel support.
-pub(crate) fn trials() -> Vec<Trial> {
+/// Returns whether this machine allows network namespaces: that needs root and kernel support.
+pub(crate) fn has_network_namespaces() -> bool {
     let may_make =
         Command::new("unshare").args(["--net", "--uts", "ip", "link", "add", "type", "veth"]).output();
-    let is_possible = may_make.is_ok_and(|output| output.status.success());
+    may_make.is_ok_and(|output| output.status.success())
+}
+
+/// The trials, if this machine allows network namespaces.
+pub(crate) fn trials() -> Vec<Trial> {
+    let is_possible = has_network_namespaces();
     let trials = [
         trial("training_on_two_hosts_matches_threads", training_on_two_hosts_matches_threads),
         trial("a_disconnected_host_ends_the_job_in_time", a_disconnected_host_ends_the_job_in_time),

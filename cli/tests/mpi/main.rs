@@ -13,6 +13,7 @@ mod hosts;
 mod job;
 mod large;
 mod launching;
+mod nodes;
 mod slurm;
 mod training;
 
@@ -31,7 +32,8 @@ fn main() -> ExitCode {
     // A job uses all cores.
     arguments.test_threads = Some(1);
     let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
-    let trials = trials.chain(golden::trials()).chain(hosts::trials()).chain(slurm::trials());
+    let trials =
+        trials.chain(golden::trials()).chain(hosts::trials()).chain(nodes::trials()).chain(slurm::trials());
     libtest_mimic::run(&arguments, trials.collect()).exit_code()
 }
 

@@ -33,6 +33,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         }),
         trial("a_killed_slurm_task_ends_the_job_and_is_named", a_killed_slurm_task_ends_the_job_and_is_named),
         trial("slurm_tasks_without_mpi_support_are_refused", slurm_tasks_without_mpi_support_are_refused),
+        trial("launchers_that_srun_starts_number_themselves", launchers_that_srun_starts_number_themselves),
     ];
     let kind = if is_possible { "" } else { "needs SLURM" };
     trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()
@@ -92,4 +93,14 @@ fn slurm_tasks_without_mpi_support_are_refused() {
     let outcome = with_slurm(&place, "srun --mpi=none --ntasks=2 ulysses train config.json");
     outcome.assert_refused(2, &["srun started 2 processes", "`srun --mpi=pmix`"]);
     assert!(!place.path("out").exists(), "nothing was written");
+}
+
+fn launchers_that_srun_starts_number_themselves() {
+    let place = Workplace::new();
+    let launch = "srun --nodes=2 --ntasks-per-node=1 ulysses launch --nnodes 2 --rdzv-endpoint 127.0.0.1:29411 --nproc 2 \
+                  --program sh -- -c 'echo $RANK of $WORLD_SIZE on $SLURMD_NODENAME'";
+    let outcome = with_slurm(&place, &format!("export ULYSSES_JOB_SECRET=0123456789abcdef; {launch}"));
+    let mut lines: Vec<&str> = outcome.assert_done().stdout.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[0] 0 of 4 on n1", "[1] 1 of 4 on n1", "[2] 2 of 4 on n2", "[3] 3 of 4 on n2"]);
 }

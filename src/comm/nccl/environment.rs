@@ -112,7 +112,7 @@ pub(super) fn check_gpus<P: PartialEq>(
 mod tests {
     use super::*;
     use crate::comm::ProcessFlags;
-    use crate::comm::store::JobSecret;
+    use crate::comm::store::{JobSecret, Member};
 
     fn read(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
@@ -134,6 +134,7 @@ mod tests {
             world_size: 4,
             is_one_node: false,
             is_hosted: false,
+            members: Member::Rank,
             secret,
         }
     }

@@ -2,11 +2,11 @@
 
 use super::address;
 use super::connection::Connection;
-use super::endpoint::StoreEndpoint;
+use super::endpoint::{Member, StoreEndpoint};
 use super::handshake::{
-    CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, Session, Verdict, nonce,
+    CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, PROTOCOL, Session, Verdict, nonce,
+    other_version,
 };
-use super::process_name;
 use super::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
@@ -32,15 +32,23 @@ pub(super) fn accept_all(
     point: &StoreEndpoint,
     timeout: Duration,
 ) -> Result<BTreeMap<usize, Connection>, String> {
+    gather(point, timeout).map(|(_, acceptor)| acceptor.ranks)
+}
+
+/// As [`accept_all`], and returns the listener and the acceptor, which can refuse later processes.
+pub(super) fn gather(point: &StoreEndpoint, timeout: Duration) -> Result<(TcpListener, Acceptor), String> {
     let started = Instant::now();
     let listener = address::listen(point).and_then(|listener| {
         listener.set_nonblocking(true)?;
         Ok(listener)
     });
     let listener = listener.map_err(|error| {
+        let other_port = match point.members {
+            Member::Rank => "set ULYSSES_MASTER_PORT to another port",
+            Member::Node => "give --rdzv-endpoint another port",
+        };
         format!(
-            "cannot listen on port {} of {}: {error}; set ULYSSES_MASTER_PORT to another port, or ULYSSES_MASTER_BIND to another \
-             address of this machine",
+            "cannot listen on port {} of {}: {error}; {other_port}, or ULYSSES_MASTER_BIND to another address of this machine",
             point.port, point.host
         )
     })?;
@@ -54,15 +62,16 @@ pub(super) fn accept_all(
         acceptor.serve();
         std::thread::sleep(POLL);
     }
-    Ok(acceptor.ranks)
+    Ok((listener, acceptor))
 }
 
 fn warn_of_exposed_port(listener: &TcpListener, point: &StoreEndpoint) {
     let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     if !is_local && !point.secret.is_secret() && point.world_size > 1 {
         tracing::warn!(
-            "the store at {point} has no job secret, so any process that reaches this port can join as a rank: set \
-             ULYSSES_JOB_SECRET to the same random text for all ranks"
+            "the store at {point} has no job secret, so any process that reaches this port can join as a {member}: set \
+             ULYSSES_JOB_SECRET to the same random text for all {member}s",
+            member = point.members
         );
     }
 }
@@ -76,12 +85,15 @@ pub(super) struct Acceptor {
     pub(super) ranks: BTreeMap<usize, Connection>,
     pub(super) missing: BTreeSet<usize>,
     refused: BTreeSet<String>,
+    /// All members had joined; nobody else can.
+    pub(super) is_closed: bool,
 }
 
 impl Acceptor {
     pub(super) fn new(point: StoreEndpoint) -> Self {
         let missing = (0..point.world_size).filter(|rank| *rank != point.host_rank()).collect();
-        Self { point, pending: Vec::new(), ranks: BTreeMap::new(), missing, refused: BTreeSet::new() }
+        let (pending, ranks, refused) = (Vec::new(), BTreeMap::new(), BTreeSet::new());
+        Self { point, pending, ranks, missing, refused, is_closed: false }
     }
 
     /// Accepts new connections, but a limited number, so that a flood does not delay the ranks. After an error, such as
@@ -104,7 +116,12 @@ impl Acceptor {
                 Err(_) => {}
                 Ok(None) if Instant::now() >= peer.deadline => {}
                 Ok(None) => self.pending.push(peer),
-                Ok(Some(claim)) => self.answer(peer, claim),
+                Ok(Some(Message::Claim(claim))) => self.answer(peer, claim),
+                Ok(Some(Message::OtherVersion(magic))) => {
+                    // The peer may have disconnected.
+                    let _ = peer.stream.write(&MAGIC);
+                    self.add_refusal(format!("process at {}: {}", peer.from.ip(), other_version(&magic)));
+                }
             }
         }
     }
@@ -122,7 +139,7 @@ impl Acceptor {
         // Much less than a new connection takes without blocking.
         let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
         if verdict != Verdict::Accepted {
-            let reason = verdict.reason(claim, world_size, self.point.host_rank());
+            let reason = verdict.reason(claim, world_size, &self.point);
             return self.add_refusal(format!("{reason} (from {from})"));
         }
         if let (true, Ok(connection)) = (is_sent, Connection::new(peer.stream, key)) {
@@ -136,6 +153,7 @@ impl Acceptor {
         match usize::try_from(rank) {
             _ if rank >= own => Verdict::OutOfRange,
             _ if world_size != own => Verdict::OtherWorldSize,
+            _ if self.is_closed => Verdict::Started,
             // A rank whose connection broke before the answer retries.
             Ok(rank)
                 if rank != self.point.host_rank()
@@ -149,7 +167,7 @@ impl Acceptor {
 
     fn add_refusal(&mut self, refused: String) {
         if self.refused.len() < MAX_LISTED && self.refused.insert(refused.clone()) {
-            let host = process_name(self.point.host_rank());
+            let host = self.point.host_name();
             tracing::warn!("{host} refused a process: {refused}");
         }
     }
@@ -157,13 +175,22 @@ impl Acceptor {
     fn timeout_message(&self, timeout: Duration) -> String {
         let Self { point, missing, refused, .. } = self;
         let seconds = timeout.as_secs_f32();
-        let mut why = format!("ranks {missing:?} did not join the store at {point} within {seconds} s");
+        let member = point.members;
+        let mut why = format!("{member}s {missing:?} did not join the store at {point} within {seconds} s");
         if !refused.is_empty() {
             let refused: Vec<&str> = refused.iter().map(String::as_str).collect();
             why = format!("{why}; refused: {}", refused.join("; "));
         }
         why
     }
+}
+
+/// A message that ends the host's reading of a handshake.
+enum Message {
+    /// A claim, or `None` for one made with a different secret.
+    Claim(Option<Claim>),
+    /// The hello of another version of the protocol.
+    OtherVersion(Vec<u8>),
 }
 
 /// A connection in its handshake, on the host's side.
@@ -190,8 +217,8 @@ impl Pending {
         Session { secret, root: self.own, peer: self.peer.unwrap_or_default() }
     }
 
-    /// Reads without blocking: returns nothing yet, a claim, or `None` for a claim made with a different secret.
-    fn read(&mut self, secret: &JobSecret) -> std::io::Result<Option<Option<Claim>>> {
+    /// Reads without blocking; `None` before a message is complete.
+    fn read(&mut self, secret: &JobSecret) -> std::io::Result<Option<Message>> {
         loop {
             let wanted = if self.peer.is_none() { HELLO_BYTES } else { CLAIM_BYTES };
             let mut bytes = [0; CLAIM_BYTES];
@@ -204,6 +231,9 @@ impl Pending {
             }
             let begun = self.received.len().min(MAGIC.len());
             if self.peer.is_none() && self.received[..begun] != MAGIC[..begun] {
+                if begun == MAGIC.len() && self.received.starts_with(PROTOCOL) {
+                    return Ok(Some(Message::OtherVersion(self.received[..begun].to_vec())));
+                }
                 return Err(Error::new(ErrorKind::InvalidData, "not a rank"));
             }
             if self.received.len() < wanted {
@@ -211,7 +241,7 @@ impl Pending {
             }
             let message = std::mem::take(&mut self.received);
             if self.peer.is_some() {
-                return Ok(Some(self.session(secret).read_claim(&message)));
+                return Ok(Some(Message::Claim(self.session(secret).read_claim(&message))));
             }
             self.peer = message[MAGIC.len()..].try_into().ok();
             self.stream.write_all(&self.own)?;

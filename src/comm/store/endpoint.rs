@@ -12,6 +12,23 @@ const DEFAULT_PORT: u16 = 29_500;
 /// Set, to any value, if the launcher itself hosts the store.
 pub(super) const HOSTED: &str = "ULYSSES_STORE_HOSTED";
 
+/// What the members of a store are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::comm) enum Member {
+    Rank,
+    /// A node's launcher.
+    Node,
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rank => "rank",
+            Self::Node => "node",
+        })
+    }
+}
+
 /// The address at which the ranks of a job find its store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) struct StoreEndpoint {
@@ -26,6 +43,7 @@ pub(in crate::comm) struct StoreEndpoint {
     pub(in crate::comm) is_one_node: bool,
     /// Whether the launcher, not rank 0, hosts the store.
     pub(in crate::comm) is_hosted: bool,
+    pub(in crate::comm) members: Member,
     pub(in crate::comm) secret: JobSecret,
 }
 
@@ -57,19 +75,14 @@ impl StoreEndpoint {
                 "MASTER_PORT is 65535, and the default store port is the next one: set ULYSSES_MASTER_PORT",
             )?,
         };
-        let bind = lookup("ULYSSES_MASTER_BIND").map(|text| {
-            let parsed = text.trim().parse();
-            parsed.map_err(|_| {
-                format!("ULYSSES_MASTER_BIND is `{text}`, expected an IP address of rank 0's machine")
-            })
-        });
         Ok(Some(Self {
             host,
             port,
-            bind: bind.transpose()?,
+            bind: bind_address(&lookup)?,
             world_size,
             is_one_node: local_world_size == Some(world_size),
             is_hosted: lookup(HOSTED).is_some(),
+            members: Member::Rank,
             secret: JobSecret::read(launcher, &lookup)?,
         }))
     }
@@ -78,6 +91,24 @@ impl StoreEndpoint {
     pub(in crate::comm) fn host_rank(&self) -> usize {
         if self.is_hosted { NO_RANK } else { 0 }
     }
+
+    /// Name of the host in messages.
+    pub(super) fn host_name(&self) -> String {
+        if self.is_hosted { "the launcher".to_owned() } else { format!("{} 0", self.members) }
+    }
+}
+
+/// Reads the IP address to listen on, if one is set.
+///
+/// # Errors
+/// A message, if it is not an IP address.
+pub(super) fn bind_address(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<IpAddr>, String> {
+    let parse = |text: String| {
+        text.trim().parse().map_err(|_| {
+            format!("ULYSSES_MASTER_BIND is `{text}`, expected an IP address of rank 0's machine")
+        })
+    };
+    lookup("ULYSSES_MASTER_BIND").map(parse).transpose()
 }
 
 impl fmt::Display for StoreEndpoint {

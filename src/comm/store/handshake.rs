@@ -6,14 +6,17 @@
 //! later frame carries such a hash, which includes its number. Nothing is encrypted: anyone who can read the network can
 //! read the store.
 
-use super::process_name;
+use super::endpoint::{Member, StoreEndpoint};
 use super::secret::JobSecret;
 use std::io;
 
 /// Random bytes, new for each connection and each side.
 pub(super) type Nonce = [u8; 32];
 
-/// The first bytes of a hello, including the protocol version.
+/// The first bytes of a hello in every version of the protocol.
+pub(super) const PROTOCOL: &[u8; 7] = b"ulysses";
+/// The first bytes of a hello, including the protocol version. The host sends them instead of a nonce to a process with
+/// another version.
 pub(super) const MAGIC: [u8; 8] = *b"ulysses3";
 /// Magic and nonce.
 pub(super) const HELLO_BYTES: usize = MAGIC.len() + size_of::<Nonce>();
@@ -56,24 +59,31 @@ pub(super) enum Verdict {
     OtherWorldSize,
     /// Another process has this rank.
     Taken,
+    /// All members have joined before.
+    Started,
 }
 
 impl Verdict {
-    const ALL: [Self; 4] = [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken];
+    const ALL: [Self; 5] =
+        [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken, Self::Started];
 
-    /// Returns why the host of a job of `world_size` ranks refuses `claim`.
-    pub(super) fn reason(self, claim: Claim, world_size: u64, host: usize) -> String {
+    /// Returns why the host of `point` refuses `claim`. `size` is the world size that the host reports.
+    pub(super) fn reason(self, claim: Claim, size: u64, point: &StoreEndpoint) -> String {
         let Claim { rank, world_size: claimed } = claim;
+        let (member, host) = (point.members, point.host_name());
         match self {
-            Self::Accepted => format!("rank {rank} is accepted"),
+            Self::Accepted => format!("{member} {rank} is accepted"),
             Self::OutOfRange => {
-                format!("rank {rank} is out of range: the job has ranks 0 to {}", world_size - 1)
+                format!("{member} {rank} is out of range: the job has {member}s 0 to {}", size - 1)
+            }
+            Self::OtherWorldSize if member == Member::Node => {
+                format!("{member} {rank} has --nnodes {claimed}, but {host} has {size}")
             }
             Self::OtherWorldSize => {
-                let host = process_name(host);
-                format!("rank {rank} has world size {claimed}, but {host} has {world_size}")
+                format!("{member} {rank} has world size {claimed}, but {host} has {size}")
             }
-            Self::Taken => format!("rank {rank} is taken: two processes have the same rank"),
+            Self::Taken => format!("{member} {rank} is taken: two processes have the same {member}"),
+            Self::Started => format!("the job has already started, and {member} {rank} had joined it"),
         }
     }
 }
@@ -84,6 +94,16 @@ pub(super) const OTHER_SECRET: [u8; REPLY_BYTES] = [0; REPLY_BYTES];
 /// Encodes the first message of a rank.
 pub(super) fn hello(nonce: &Nonce) -> Vec<u8> {
     [&MAGIC[..], nonce].concat()
+}
+
+/// Describes the version of another process, from the first bytes that it sent.
+pub(super) fn other_version(magic: &[u8]) -> String {
+    let version = |magic: &[u8]| magic[PROTOCOL.len()..].escape_ascii().to_string();
+    format!(
+        "it has version {} of the store's protocol, and this process version {}: use the same build of ulysses everywhere",
+        version(magic),
+        version(&MAGIC)
+    )
 }
 
 impl Session<'_> {

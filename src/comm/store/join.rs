@@ -3,8 +3,9 @@
 use super::acceptor::HANDSHAKE_TIMEOUT;
 use super::connection::Connection;
 use super::endpoint::StoreEndpoint;
-use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
-use super::process_name;
+use super::handshake::{
+    Claim, MAGIC, Nonce, PROTOCOL, REPLY_BYTES, Session, Verdict, hello, nonce, other_version,
+};
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ pub(super) const RETRY: Duration = Duration::from_millis(20);
 /// # Errors
 /// A message, if the host does not answer in time or refuses this rank.
 pub(super) fn join(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
-    let (started, host) = (Instant::now(), process_name(point.host_rank()));
+    let (started, host) = (Instant::now(), point.host_name());
     loop {
         match try_join(point, rank) {
             Ok(connection) => return Ok(connection),
@@ -27,11 +28,11 @@ pub(super) fn join(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Res
             Err(Attempt::Failed(error)) if started.elapsed() >= timeout => {
                 let seconds = timeout.as_secs_f32();
                 let hint = match point.is_hosted {
-                    true => "",
-                    false => {
-                        "; if this name has another address on rank 0's machine, set ULYSSES_MASTER_BIND to the address to \
+                    true => String::new(),
+                    false => format!(
+                        "; if this name has another address on {host}'s machine, set ULYSSES_MASTER_BIND to the address to \
                          listen on"
-                    }
+                    ),
                 };
                 return Err(format!("no answer from {host} at {point} within {seconds} s: {error}{hint}"));
             }
@@ -72,7 +73,12 @@ fn try_join_at(address: &SocketAddr, point: &StoreEndpoint, rank: usize) -> Resu
     stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
     let (own, mut root) = (nonce()?, Nonce::default());
     stream.write_all(&hello(&own))?;
-    read_by(deadline, &mut stream, &mut root)?;
+    let (version, rest) = root.split_at_mut(MAGIC.len());
+    read_by(deadline, &mut stream, version)?;
+    if version.starts_with(PROTOCOL) {
+        return Err(Attempt::Refused(other_version(version)));
+    }
+    read_by(deadline, &mut stream, rest)?;
     let session = Session { secret: &point.secret, root, peer: own };
     let claim = Claim { rank: rank as u64, world_size: point.world_size as u64 };
     stream.write_all(&session.claim(claim))?;
@@ -80,13 +86,11 @@ fn try_join_at(address: &SocketAddr, point: &StoreEndpoint, rank: usize) -> Resu
     read_by(deadline, &mut stream, &mut reply)?;
     match session.read_reply(&reply) {
         Some((Verdict::Accepted, _)) => Ok(Connection::new(stream, session.frame_key(false))?),
-        Some((refused, world_size)) => {
-            Err(Attempt::Refused(refused.reason(claim, world_size, point.host_rank())))
-        },
-        None => Err(Attempt::Refused(
-            "different job secret; set the same ULYSSES_JOB_SECRET for all ranks, or use a port that no other job uses"
-                .to_owned(),
-        )),
+        Some((refused, world_size)) => Err(Attempt::Refused(refused.reason(claim, world_size, point))),
+        None => Err(Attempt::Refused(format!(
+            "different job secret; set the same ULYSSES_JOB_SECRET for all {}s, or use a port that no other job uses",
+            point.members
+        ))),
     }
 }
 

@@ -10,7 +10,7 @@
 //!
 //! Reading order: `endpoint.rs`, `secret.rs`, `address.rs` (the address of the store), `handshake.rs`, `acceptor.rs`,
 //! `join.rs` (joining), `connection.rs`, `change.rs` (the protocol), `control_channel.rs` (failures and hang reports as
-//! keys), `job.rs` (a launcher as the host).
+//! keys), `job.rs` (a launcher as the host), `nodes.rs` (the store of the launchers of several machines).
 #![cfg_attr(
     not(feature = "nccl"),
     allow(dead_code, reason = "MPI and threads need no store; it is tested without NCCL")
@@ -25,6 +25,7 @@ mod endpoint;
 mod handshake;
 mod job;
 mod join;
+mod nodes;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;
@@ -32,8 +33,11 @@ pub(super) mod tests;
 pub(super) use change::{Change, Departure};
 pub(super) use connection::Connection;
 pub(super) use control_channel::{ControlChannel, Received};
+#[cfg(test)]
+pub(super) use endpoint::Member;
 pub(super) use endpoint::StoreEndpoint;
-pub use job::JobStore;
+pub use job::{JobStore, store_environment};
+pub use nodes::{Loss, NodeEndpoint, NodeStore};
 #[cfg(test)]
 pub(super) use secret::JobSecret;
 
@@ -53,6 +57,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 pub(super) const MAX_VALUE_BYTES: usize = connection::MAX_BYTES - 256;
 /// The key that the host sets when all ranks have joined.
 const OPEN: &str = "open";
+/// Prefix of keys that the host does not forward.
+const FOR_HOST: &str = "host/";
 /// The rank number of a host that is not a rank.
 pub(super) const NO_RANK: usize = u32::MAX as usize;
 
@@ -88,15 +94,20 @@ impl Store {
     /// # Errors
     /// A message with the reason.
     pub(super) fn meet(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Self, String> {
-        let (host, world_size) = (point.host_rank(), point.world_size);
-        if host == rank {
-            return Ok(Self::open(host, world_size, accept_all(point, timeout)?));
+        if point.host_rank() == rank {
+            return Ok(Self::open(rank, point.world_size, accept_all(point, timeout)?));
         }
+        Self::meet_host(point, rank, timeout)
+    }
+
+    /// Joins the store at its host.
+    fn meet_host(point: &StoreEndpoint, rank: usize, timeout: Duration) -> Result<Self, String> {
+        let (host, world_size) = (point.host_rank(), point.world_size);
         let connection = join(point, rank, timeout)?;
         let mut store = Self::new(rank, host, world_size, BTreeMap::from([(host, connection)]));
         match store.wait(OPEN, timeout) {
             Ok(_) => Ok(store),
-            Err(reason) => Err(format!("not all ranks joined the store at {point}: {reason}")),
+            Err(reason) => Err(format!("not all {}s joined the store at {point}: {reason}", point.members)),
         }
     }
 
@@ -286,8 +297,16 @@ impl Store {
         self.rank != self.host || change.rank == peer
     }
 
+    /// Ends the connection to a process, as if it had ended.
+    fn disconnect_peer(&mut self, peer: usize) {
+        if self.connections.remove(&peer).is_some() && self.values.contains_key(&presence(peer)) {
+            let lost = Change { rank: self.rank, key: presence(peer), value: None };
+            self.receive_change(lost, peer);
+        }
+    }
+
     fn receive_change(&mut self, change: Change, from: usize) {
-        if self.rank == self.host {
+        if self.rank == self.host && !change.key.starts_with(FOR_HOST) {
             self.forward(&change, from);
         }
         self.apply(&change);

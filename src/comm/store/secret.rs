@@ -3,6 +3,10 @@
 use crate::comm::Launcher;
 use std::fmt;
 
+/// The environment variable with the path of a file that contains the secret.
+const SECRET_FILE: &str = "ULYSSES_JOB_SECRET_FILE";
+/// The largest file that is read as a secret.
+const MAX_FILE_BYTES: u64 = 4096;
 /// The environment variable with the secret.
 pub(super) const SECRET: &str = "ULYSSES_JOB_SECRET";
 /// Minimum length; a shorter secret could be guessed.
@@ -16,20 +20,22 @@ pub(in crate::comm) struct JobSecret {
 }
 
 impl JobSecret {
-    /// Reads `ULYSSES_JOB_SECRET`, or else the launcher's job id. A job id is public: it separates two jobs on
+    /// Reads `ULYSSES_JOB_SECRET`, or the file that `ULYSSES_JOB_SECRET_FILE` names, or else the launcher's job id. A job id is public: it separates two jobs on
     /// one port, but does not keep other programs out.
     ///
     /// # Errors
-    /// A message without the secret, if the secret is too short.
+    /// A message without the secret, if the secret is too short or its file cannot be read.
     pub(in crate::comm) fn read(
         launcher: Launcher,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, String> {
-        if let Some(secret) = lookup(SECRET) {
+        let from_file = || lookup(SECRET_FILE).map(|path| read_file(&path).map(|text| (SECRET_FILE, text)));
+        let given = lookup(SECRET).map(|text| Ok((SECRET, text))).or_else(from_file).transpose()?;
+        if let Some((name, secret)) = given {
             let secret = secret.trim();
             if secret.len() < MIN_BYTES {
                 return Err(format!(
-                    "{SECRET} has {} bytes, expected at least {MIN_BYTES} random ones, such as `openssl rand -hex 32` \
+                    "{name} has {} bytes, expected at least {MIN_BYTES} random ones, such as `openssl rand -hex 32` \
                      prints",
                     secret.len()
                 ));
@@ -60,6 +66,16 @@ impl JobSecret {
     }
 }
 
+/// Reads a file with a secret.
+fn read_file(path: &str) -> Result<String, String> {
+    let cannot_read = |error: std::io::Error| format!("{SECRET_FILE}: cannot read {path}: {error}");
+    let bytes = std::fs::metadata(path).map_err(cannot_read)?;
+    if !bytes.is_file() || bytes.len() > MAX_FILE_BYTES {
+        return Err(format!("{SECRET_FILE}: expected {path} to be a file of at most {MAX_FILE_BYTES} bytes"));
+    }
+    std::fs::read_to_string(path).map_err(cannot_read)
+}
+
 /// Keeps the key out of logs.
 impl fmt::Debug for JobSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -87,6 +103,24 @@ mod tests {
         assert!(!without.is_secret() && without != with_secret);
         assert_ne!(without, read(Launcher::Slurm, &[("SLURM_JOB_ID", "8"), slurm[1]]).unwrap());
         assert_ne!(without, read(Launcher::Torchrun, &slurm).unwrap());
+    }
+
+    #[test]
+    fn a_secret_may_be_in_a_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        let of_file = |text: &str| {
+            std::fs::write(path, text).unwrap();
+            read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET_FILE", path)])
+        };
+        let given = read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET", "0123456789abcdef")]).unwrap();
+        assert_eq!(of_file("0123456789abcdef\n").unwrap(), given);
+        assert!(of_file("hunter2").unwrap_err().starts_with("ULYSSES_JOB_SECRET_FILE has 7 bytes"));
+        assert!(of_file(&"x".repeat(5000)).unwrap_err().contains("at most 4096 bytes"));
+        let nowhere = read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET_FILE", "/nowhere/secret")]);
+        assert!(nowhere.unwrap_err().contains("cannot read /nowhere/secret"));
+        let both = [("ULYSSES_JOB_SECRET", "0123456789abcdef"), ("ULYSSES_JOB_SECRET_FILE", "/nowhere")];
+        assert_eq!(read(Launcher::Torchrun, &both).unwrap(), given);
     }
 
     #[test]

@@ -69,6 +69,7 @@ pub(super) fn point(port: u16, world_size: usize) -> StoreEndpoint {
         world_size,
         is_one_node: true,
         is_hosted: false,
+        members: Member::Rank,
         secret,
     }
 }

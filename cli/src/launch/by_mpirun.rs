@@ -1,0 +1,90 @@
+//! Jobs whose ranks `mpirun` starts, on this machine or on hosts.
+
+use super::hosts::{Host, first_slots};
+use super::job::{NoOtherNodes, Outcome};
+use super::mpirun::{Placement, command, installed, shown};
+use super::output::Source;
+use super::probe::reachable;
+use super::rank_failure::RankFailure;
+use super::restarts::JobSpec;
+use super::signals::Signals;
+use super::training::Variation;
+use crate::{Failure, OrFail, print};
+use anyhow::{Context, anyhow};
+
+/// Runs a job of `num_ranks`, with restarts. `dry_run` prints the command instead.
+pub(super) fn run(
+    job: &JobSpec,
+    mut hosts: Option<Vec<Host>>,
+    num_ranks: usize,
+    dry_run: bool,
+) -> Result<(), Failure> {
+    if let Some(hosts) = hosts.as_ref().filter(|hosts| job.min_nodes < hosts.len()) {
+        let fewest = hosts.iter().take(job.min_nodes).map(|host| host.slots).sum();
+        let refused = |message| anyhow!("--min-nodes {}: {message}", job.min_nodes);
+        job.smaller_mesh(fewest).map_err(refused).or_usage()?;
+    }
+    let launcher = installed();
+    let signals = Signals::watch().context("cannot handle signals").or_run()?;
+    let (mut restarts, mut variation) = (0, Variation::default());
+    loop {
+        let placement = hosts.as_ref().map_or(Placement::Here(num_ranks), |hosts| Placement::Hosts(hosts));
+        let command = command(launcher, &placement, &job.program, &job.arguments(&variation));
+        if dry_run {
+            return print(format_args!("{}\n", shown(&command)));
+        }
+        let start = job.start(vec![(Source::Mpirun(launcher), command)], None);
+        let failure = match start.run(&signals, &mut NoOtherNodes).or_run()? {
+            Outcome::Done | Outcome::Interrupted => return Ok(()),
+            Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
+            Outcome::Failed(failure) => with_host(failure, hosts.as_deref()),
+        };
+        let (left, lost) = hosts.as_deref().map(reachable).unwrap_or_default();
+        if lost.is_empty() {
+            job.allow_restart(&failure, &mut restarts)?;
+        } else {
+            hosts = Some(continue_on(left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?);
+        }
+        variation.resumes = true;
+    }
+}
+
+/// Returns the hosts of a restart without the lost ones.
+///
+/// # Errors
+/// Why the job cannot continue.
+fn continue_on(
+    mut left: Vec<Host>,
+    lost: &[Host],
+    failure: &RankFailure,
+    job: &JobSpec,
+    restarts: &mut u32,
+    variation: &mut Variation,
+) -> anyhow::Result<Vec<Host>> {
+    let lost: Vec<&str> = lost.iter().map(|host| host.name.as_str()).collect();
+    let reason = format!("cannot reach host {}; {failure}", lost.join(", "));
+    if left.len() < job.min_nodes {
+        return Err(anyhow!("{reason}; {} host(s) are left, --min-nodes is {}", left.len(), job.min_nodes));
+    }
+    let num_ranks = left.iter().map(|host| host.slots).sum();
+    let smaller = job.smaller_mesh(num_ranks).map_err(|why| anyhow!("{reason}; {why}"))?;
+    let mut with = format!(" on {} host(s)", left.len());
+    if let Some(mesh) = smaller {
+        with = format!("{with} with mesh {}x{}", mesh.dp, mesh.sp);
+        left = first_slots(&left, mesh.dp * mesh.sp);
+        variation.smaller = smaller;
+    }
+    job.allow(&reason, restarts, &with).map_err(anyhow::Error::msg)?;
+    Ok(left)
+}
+
+/// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.
+fn with_host(failure: RankFailure, hosts: Option<&[Host]>) -> RankFailure {
+    let (Some(rank), Some(hosts)) = (failure.rank, hosts) else { return failure };
+    let mut first = 0;
+    let host = hosts.iter().find(|host| {
+        first += host.slots;
+        rank < first
+    });
+    failure.on_host(host.map(|host| host.name.clone()))
+}

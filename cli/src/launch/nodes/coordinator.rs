@@ -1,0 +1,267 @@
+//! Node 0's decisions: who runs which ranks, who failed first, and whether the job starts once more.
+
+use super::super::ranks::free_port;
+use super::super::restarts::JobSpec;
+use super::super::training::{SmallerMesh, Variation};
+use super::messages::{Ended, NodeFailure, NodeOffer, Plan, Verdict};
+use super::{read, text};
+use anyhow::Context;
+use std::collections::{BTreeMap, BTreeSet};
+use ulysses::comm::store::{JobStore, Loss, NodeEndpoint, NodeStore};
+
+/// Node 0's view of the job.
+pub(super) struct Coordinator {
+    /// This machine, as the other nodes know it.
+    host: String,
+    /// The nodes that are left.
+    nodes: BTreeSet<usize>,
+    /// What they offer; empty until all have told.
+    offers: BTreeMap<usize, NodeOffer>,
+    /// The last start that was planned.
+    plan: Option<Plan>,
+    restarts: u32,
+    /// The store of the planned ranks, before they are started.
+    rank_store: Option<JobStore>,
+    failures: Failures,
+}
+
+/// The failures of a start.
+#[derive(Default)]
+struct Failures {
+    lost: Vec<(usize, Loss)>,
+    /// In the order of their arrival.
+    reported: Vec<NodeFailure>,
+    /// What the ranks told each other: the first rank that failed, and how.
+    first_rank: Option<usize>,
+    by_ranks: Option<String>,
+}
+
+impl Coordinator {
+    pub(super) fn new(endpoint: &NodeEndpoint) -> Self {
+        Self {
+            host: endpoint.host.clone(),
+            nodes: (0..endpoint.num_nodes).collect(),
+            offers: BTreeMap::new(),
+            plan: None,
+            restarts: 0,
+            rank_store: None,
+            failures: Failures::default(),
+        }
+    }
+
+    pub(super) fn take_rank_store(&mut self) -> Option<JobStore> {
+        self.rank_store.take()
+    }
+
+    /// Notes lost nodes and failures, and asks all nodes to stop after the first.
+    pub(super) fn watch(
+        &mut self,
+        lost: &[(usize, Loss)],
+        nodes: &mut NodeStore,
+        rank_store: Option<&JobStore>,
+    ) {
+        for (node, loss) in lost {
+            self.nodes.remove(node);
+            self.failures.lost.push((*node, *loss));
+        }
+        for node in self.nodes.clone() {
+            let is_new = self.failures.reported.iter().all(|failure| failure.node != node);
+            let reported = read(nodes, &format!("failed/{}/{node}", self.restarts)).filter(|_| is_new);
+            self.failures.reported.extend(reported);
+        }
+        if let Some(store) = rank_store {
+            self.failures.first_rank = store.first_failed();
+            self.failures.by_ranks = store.failure().map(str::to_owned);
+        }
+        let stop = format!("stop/{}", self.restarts);
+        if nodes.get(&stop).is_none()
+            && let Some(reason) = self.failure()
+        {
+            nodes.set(&stop, &reason);
+        }
+    }
+
+    /// Plans the next start, or ends the job, once all nodes have told what that needs.
+    pub(super) fn decide(&mut self, job: &JobSpec, nodes: &mut NodeStore) {
+        let decided = match &self.plan {
+            None => self.first_plan(job, nodes),
+            Some(plan) => self.after(&plan.clone(), job, nodes),
+        };
+        let plan = match decided {
+            None => return,
+            Some(Ok(plan)) => plan,
+            Some(Err(verdict)) => return nodes.set("verdict", &text(&verdict)),
+        };
+        match self.open(plan, nodes) {
+            Ok(plan) => nodes.set(&format!("plan/{}", self.restarts), &text(&plan)),
+            Err(error) => nodes.set("verdict", &text(&Verdict::failed(format!("{error:#}")))),
+        }
+    }
+
+    /// Returns the first plan, or why the nodes contradict each other; `None` before all nodes have told what they offer.
+    fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Option<Result<Plan, Verdict>> {
+        if let Some(reason) = self.failure() {
+            return Some(Err(Verdict::failed(reason)));
+        }
+        let offers: BTreeMap<usize, NodeOffer> = self
+            .nodes
+            .iter()
+            .filter_map(|node| Some((*node, read(nodes, &format!("node/{node}"))?)))
+            .collect();
+        if offers.len() < self.nodes.len() {
+            return None;
+        }
+        let refused = offers.iter().find_map(|(node, offer)| offer.contradiction(*node, &offers[&0]));
+        self.offers = offers;
+        if let Some(refused) = refused {
+            return Some(Err(Verdict::refused(refused)));
+        }
+        let ranks: BTreeMap<usize, usize> =
+            self.offers.iter().map(|(node, offer)| (*node, offer.num_processes)).collect();
+        if job.min_nodes < self.nodes.len() {
+            let fewest = ranks.values().take(job.min_nodes).sum();
+            if let Err(message) = job.smaller_mesh(fewest) {
+                return Some(Err(Verdict::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
+            }
+        }
+        Some(Ok(Plan::new(ranks, Variation::default(), None)))
+    }
+
+    /// Returns the next plan after a start, or the end of the job; `None` before all nodes that are left have ended it.
+    fn after(&mut self, last: &Plan, job: &JobSpec, nodes: &NodeStore) -> Option<Result<Plan, Verdict>> {
+        let ended: Option<Vec<Ended>> =
+            self.nodes.iter().map(|node| read(nodes, &format!("ended/{}/{node}", self.restarts))).collect();
+        let ended = ended?;
+        let stopped = ended.iter().filter_map(|ended| match ended {
+            Ended::Stopped(exit_code) => Some(*exit_code),
+            _ => None,
+        });
+        // 75 is the smallest: a rank has saved.
+        if let Some(exit_code) = stopped.min() {
+            return Some(Err(Verdict::stopped(exit_code)));
+        }
+        let Some(reason) = self.failure() else { return Some(Err(Verdict::done())) };
+        if self.failures.reported.iter().any(|failure| failure.is_usage) {
+            return Some(Err(Verdict::refused(reason)));
+        }
+        Some(self.restart(last, reason, job).map_err(Verdict::failed))
+    }
+
+    /// Plans a restart on the nodes that are left.
+    ///
+    /// # Errors
+    /// Why the job cannot continue.
+    fn restart(&mut self, last: &Plan, reason: String, job: &JobSpec) -> Result<Plan, String> {
+        if self.nodes.len() < job.min_nodes {
+            let (left, min_nodes) = (self.nodes.len(), job.min_nodes);
+            return Err(format!("{reason}; {left} node(s) are left, --min-nodes is {min_nodes}"));
+        }
+        let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
+        variation.resumes = true;
+        let mut with = String::new();
+        if !self.failures.lost.is_empty() {
+            ranks = self.nodes.iter().map(|node| (*node, self.offers[node].num_processes)).collect();
+            let num_ranks = ranks.values().sum();
+            if let Some(smaller) = job.smaller_mesh(num_ranks).map_err(|why| format!("{reason}; {why}"))? {
+                with = format!(" on {} node(s) with mesh {}x{}", self.nodes.len(), smaller.dp, smaller.sp);
+                ranks = first_ranks(&ranks, smaller);
+                variation.smaller = Some(smaller);
+            } else {
+                with = format!(" on {} node(s)", self.nodes.len());
+            }
+        }
+        job.allow(&reason, &mut self.restarts, &with)?;
+        self.failures = Failures::default();
+        let reason = format!("{reason}; restart {} of {}{with}", self.restarts, job.max_restarts);
+        Ok(Plan::new(ranks, variation, Some(reason)))
+    }
+
+    /// Opens the store of the planned ranks.
+    fn open(&mut self, mut plan: Plan, nodes: &NodeStore) -> anyhow::Result<Plan> {
+        let secret = nodes.rank_secret(&plan.nonce);
+        let world_size = plan.ranks.values().sum();
+        let store = JobStore::listen_for_nodes(&self.host, nodes.bind(), world_size, secret);
+        let store = store.with_context(|| format!("cannot open the store of the ranks at {}", self.host))?;
+        (plan.store_port, plan.master_port) = (store.port(), free_port()?);
+        self.rank_store = Some(store);
+        self.plan = Some(plan.clone());
+        Ok(plan)
+    }
+
+    /// Describes the root cause. The loss of a node explains failures of ranks elsewhere; among those, ranks tell each
+    /// other which was first, and otherwise the first report counts.
+    fn failure(&self) -> Option<String> {
+        let Failures { lost, reported, first_rank, by_ranks } = &self.failures;
+        if let Some((node, loss)) = lost.first() {
+            return Some(self.describe_loss(*node, *loss));
+        }
+        let first = reported.iter().find(|failure| failure.rank.is_some() && failure.rank == *first_rank);
+        let text = &first.or_else(|| reported.first())?.text;
+        Some(match by_ranks {
+            Some(by_ranks) if !text.contains(by_ranks.as_str()) => {
+                format!("{text}; reported failure: {by_ranks}")
+            }
+            _ => text.clone(),
+        })
+    }
+
+    fn describe_loss(&self, node: usize, loss: Loss) -> String {
+        let host = self.offers.get(&node).map_or("host unknown", |offer| &offer.host);
+        let ranks = self.plan.as_ref().and_then(|plan| {
+            let first: usize = plan.ranks.range(..node).map(|(_, count)| count).sum();
+            Some(format!(", ranks {first} to {}", first + plan.ranks.get(&node)? - 1))
+        });
+        let why = match loss {
+            Loss::Silent => "gave no sign of life",
+            Loss::Ended => "left the job: its launcher ended",
+        };
+        format!("node {node} ({host}{}) {why}", ranks.unwrap_or_default())
+    }
+}
+
+/// Returns the ranks of a smaller mesh: each node runs as many as it offers, the last ones perhaps none.
+fn first_ranks(offered: &BTreeMap<usize, usize>, mesh: SmallerMesh) -> BTreeMap<usize, usize> {
+    let mut left = mesh.dp * mesh.sp;
+    let take = |(node, count): (&usize, &usize)| {
+        let taken = left.min(*count);
+        left -= taken;
+        (taken > 0).then_some((*node, taken))
+    };
+    offered.iter().filter_map(take).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(node: usize, rank: usize) -> NodeFailure {
+        NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), is_usage: false }
+    }
+
+    #[test]
+    fn the_root_cause_is_a_lost_node_or_the_rank_that_others_blame_or_the_first_report() {
+        let endpoint = NodeEndpoint { host: "n0".into(), port: 1, node: 0, num_nodes: 3 };
+        let mut coordinator = Coordinator::new(&endpoint);
+        assert_eq!(coordinator.failure(), None);
+        coordinator.failures.reported = vec![failure(0, 1), failure(1, 2)];
+        assert_eq!(coordinator.failure().unwrap(), "rank 1 ended");
+        coordinator.failures.first_rank = Some(2);
+        assert_eq!(coordinator.failure().unwrap(), "rank 2 ended");
+        coordinator.failures.by_ranks = Some("rank 2 failed: out of memory".to_owned());
+        let reported = "rank 2 ended; reported failure: rank 2 failed: out of memory";
+        assert_eq!(coordinator.failure().unwrap(), reported);
+        let ranks = BTreeMap::from([(0, 2), (1, 2), (2, 2)]);
+        coordinator.plan = Some(Plan::new(ranks, Variation::default(), None));
+        coordinator.failures.lost = vec![(2, Loss::Silent)];
+        let lost = "node 2 (host unknown, ranks 4 to 5) gave no sign of life";
+        assert_eq!(coordinator.failure().unwrap(), lost);
+    }
+
+    #[test]
+    fn a_smaller_mesh_takes_the_first_ranks() {
+        let mesh = |dp, sp| SmallerMesh { dp, sp, batch_size: 4, micro_batch_size: 1 };
+        let offered = BTreeMap::from([(0, 2), (2, 2), (3, 2)]);
+        assert_eq!(first_ranks(&offered, mesh(2, 2)), BTreeMap::from([(0, 2), (2, 2)]));
+        assert_eq!(first_ranks(&offered, mesh(1, 3)), BTreeMap::from([(0, 2), (2, 1)]));
+    }
+}

@@ -1,0 +1,178 @@
+//! What the launchers of a job tell each other.
+
+use super::super::job::Outcome;
+use super::super::rank_failure::RankFailure;
+use super::super::restarts::JobSpec;
+use super::super::training::Variation;
+use crate::Failure;
+use anyhow::anyhow;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What a node offers, and what it was asked to run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct NodeOffer {
+    pub(super) host: String,
+    pub(super) num_processes: usize,
+    version: String,
+    /// Hashes of what must be the same on all nodes.
+    arguments: String,
+    config: String,
+}
+
+/// A start of the job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Plan {
+    /// Number of ranks of each node that has any, in the order of the ranks.
+    pub(super) ranks: BTreeMap<usize, usize>,
+    /// The port of the ranks' store on node 0.
+    pub(super) store_port: u16,
+    pub(super) master_port: u16,
+    /// Makes the secret of the ranks differ between starts.
+    pub(super) nonce: String,
+    pub(super) variation: Variation,
+    /// Why the job starts once more.
+    pub(super) reason: Option<String>,
+}
+
+/// The first failure of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct NodeFailure {
+    pub(super) node: usize,
+    pub(super) rank: Option<usize>,
+    pub(super) text: String,
+    /// Bad arguments or config: a restart would fail again.
+    pub(super) is_usage: bool,
+}
+
+/// How the ranks of a node ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Ended {
+    Done,
+    /// Stopped by a signal, with this exit code.
+    Stopped(u8),
+    /// A rank of this node or of another failed.
+    Failed,
+}
+
+/// The end of the job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Verdict {
+    exit_code: u8,
+    message: String,
+}
+
+impl NodeOffer {
+    pub(super) fn new(job: &JobSpec, num_processes: usize) -> Self {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let settings = (&job.program, &job.arguments, job.max_restarts, job.min_nodes);
+        let config = job.training.as_ref().map(|(training, _)| training.config_bytes());
+        let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
+        Self {
+            host: host.trim().to_owned(),
+            num_processes,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            arguments: hash(format!("{settings:?}").as_bytes()),
+            config: hash(&config.unwrap_or_default()),
+        }
+    }
+
+    /// Returns how a node contradicts node 0, if it does.
+    pub(super) fn contradiction(&self, node: usize, first: &Self) -> Option<String> {
+        let different = [
+            ("another version of ulysses", &self.version, &first.version, true),
+            ("other arguments", &self.arguments, &first.arguments, false),
+            ("another config file", &self.config, &first.config, false),
+        ];
+        let (what, own, others, is_shown) = different.into_iter().find(|(_, own, first, _)| own != first)?;
+        let values = if is_shown { format!(": {own} instead of {others}") } else { String::new() };
+        Some(format!("node {node} ({}) has {what} than node 0 ({}){values}", self.host, first.host))
+    }
+}
+
+impl Plan {
+    pub(super) fn new(ranks: BTreeMap<usize, usize>, variation: Variation, reason: Option<String>) -> Self {
+        let nonce = format!("{:?}", std::time::SystemTime::now());
+        Self { ranks, store_port: 0, master_port: 0, nonce, variation, reason }
+    }
+}
+
+impl NodeFailure {
+    pub(super) fn of_rank(node: usize, failure: &RankFailure) -> Self {
+        Self { node, rank: failure.rank, text: failure.to_string(), is_usage: failure.is_usage() }
+    }
+
+    pub(super) fn of_node(node: usize, text: String) -> Self {
+        Self { node, rank: None, text, is_usage: false }
+    }
+}
+
+impl From<Outcome> for Ended {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Done => Self::Done,
+            Outcome::Stopped { exit_code } => Self::Stopped(exit_code),
+            Outcome::Failed(_) | Outcome::Interrupted => Self::Failed,
+        }
+    }
+}
+
+impl Verdict {
+    pub(super) fn done() -> Self {
+        Self { exit_code: 0, message: String::new() }
+    }
+
+    pub(super) fn stopped(exit_code: u8) -> Self {
+        Self { exit_code, message: String::new() }
+    }
+
+    pub(super) fn failed(message: String) -> Self {
+        Self { exit_code: 1, message }
+    }
+
+    pub(super) fn refused(message: String) -> Self {
+        Self { exit_code: 2, message }
+    }
+
+    pub(super) fn into_result(self) -> Result<(), Failure> {
+        match self.exit_code {
+            0 => Ok(()),
+            1 => Err(Failure::Run(anyhow!(self.message))),
+            2 => Err(Failure::Usage(anyhow!(self.message))),
+            exit_code => Err(Failure::Ended { exit_code }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_that_differ_are_named_with_the_difference() {
+        let text = |text: &str| text.to_owned();
+        let first = NodeOffer {
+            host: text("n0"),
+            num_processes: 2,
+            version: text("1.2.0"),
+            arguments: text("a"),
+            config: text("c"),
+        };
+        let other = |host: &str| NodeOffer { host: text(host), num_processes: 4, ..first.clone() };
+        assert_eq!(
+            other("n1").contradiction(1, &first),
+            None,
+            "nodes may have different numbers of processes"
+        );
+        let newer = NodeOffer { version: text("1.3.0"), ..other("n1") };
+        let expected = "node 1 (n1) has another version of ulysses than node 0 (n0): 1.3.0 instead of 1.2.0";
+        assert_eq!(newer.contradiction(1, &first).unwrap(), expected);
+        let config = NodeOffer { config: text("d"), ..other("n2") };
+        assert_eq!(
+            config.contradiction(2, &first).unwrap(),
+            "node 2 (n2) has another config file than node 0 (n0)"
+        );
+        let arguments = NodeOffer { arguments: text("b"), ..other("n2") };
+        assert!(arguments.contradiction(2, &first).unwrap().contains("has other arguments than"));
+    }
+}

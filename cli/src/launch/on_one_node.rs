@@ -1,0 +1,37 @@
+//! Jobs on this machine whose ranks `launch` starts itself.
+
+use super::job::{NoOtherNodes, Outcome};
+use super::ranks::{NodeRanks, free_port};
+use super::restarts::JobSpec;
+use super::signals::Signals;
+use super::training::Variation;
+use crate::{Failure, OrFail};
+use anyhow::Context;
+use ulysses::comm::store::JobStore;
+
+/// Runs a job of this many processes, with restarts.
+pub(super) fn run(job: &JobSpec, num_processes: usize) -> Result<(), Failure> {
+    let signals = Signals::watch().context("cannot handle signals").or_run()?;
+    let mut restarts = 0;
+    loop {
+        let store = JobStore::listen(num_processes).context("cannot open the store of the job").or_run()?;
+        let ranks = NodeRanks {
+            first: 0,
+            count: num_processes,
+            world_size: num_processes,
+            node: 0,
+            num_nodes: 1,
+            // PyTorch programs rendezvous at a separate port.
+            master_port: free_port().or_run()?,
+            restarts,
+            max_restarts: job.max_restarts,
+        };
+        let arguments = job.arguments(&Variation { resumes: restarts > 0, smaller: None });
+        let commands = ranks.commands(&job.program, &arguments, &store.environment());
+        match job.start(commands, Some(store)).run(&signals, &mut NoOtherNodes).or_run()? {
+            Outcome::Done | Outcome::Interrupted => return Ok(()),
+            Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
+            Outcome::Failed(failure) => job.allow_restart(&failure, &mut restarts)?,
+        }
+    }
+}
