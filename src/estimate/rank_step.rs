@@ -142,6 +142,7 @@ pub fn model_flops(
     for RankClass { rank, ranks } in workload(config, model).rank_classes()? {
         // Ranks of different dp coordinates do the same.
         let ranks = (ranks * config.mesh.dp_size) as f64;
+        let rank = mesh.ranks()[rank];
         let ModelFlops { layers, lm_head } = RankStep::of(config, model, mesh, rank)?.model_flops();
         total =
             ModelFlops { layers: total.layers + ranks * layers, lm_head: total.lm_head + ranks * lm_head };

@@ -5,6 +5,7 @@ mod available;
 mod flop_rate;
 mod gemm_peak;
 mod host;
+mod mesh_order;
 mod outcome;
 mod output;
 mod overrides;

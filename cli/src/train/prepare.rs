@@ -2,6 +2,7 @@
 
 use super::args::TrainArgs;
 use super::host::Host;
+use super::mesh_order;
 use super::overrides::overrides;
 use super::planned_memory::PlannedMemory;
 use super::resume::{check_candidate, check_output, open_resume};
@@ -91,8 +92,8 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
     check_output(&config, resume.as_ref())?;
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
-    let local_ranks = host.local_ranks(mesh.world_size());
+    let placed = config.placed_mesh(host.rank_hosts()).or_usage()?;
+    let local_ranks = host.local_ranks(config.world_size());
     let launch = settings::launch_options(config.ulysses.threads_per_rank, local_ranks)?;
     let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
     let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
@@ -120,6 +121,8 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
         signals::watch(host.is_first().then_some(message)).context("cannot handle signals").or_run()?;
     let planned = PlannedMemory::of(&config, &model.config, device, launch.threads_per_rank, local_ranks);
     let planned = planned.or_usage()?;
+    mesh_order::log(&config, &model.config, host.rank_hosts(), &placed);
+    let mesh = placed.mesh;
     Ok(Prepared { config, mesh, launch, placement, model, data, resume, reset_data, stop, planned })
 }
 

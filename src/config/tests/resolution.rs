@@ -72,6 +72,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             zero_partition_axes: PartitionAxes::Dp,
             threads_per_rank: None,
             backend: Backend::Thread,
+            mesh: None,
             mesh_rules: vec![],
             comm: CommConfig { check: CommCheck::Off, timeout_seconds: 300 },
             activation_checkpointing: false,
@@ -210,6 +211,7 @@ fn flags_override_the_file() {
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
         mesh: Some((2, 4)),
+        layout: None,
         preset: None,
         shard_size: None,
         mesh_selector: None,
