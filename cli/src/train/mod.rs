@@ -6,6 +6,7 @@ mod flop_rate;
 mod gemm_peak;
 mod host;
 mod mesh_order;
+mod node_bytes;
 mod outcome;
 mod output;
 mod overrides;

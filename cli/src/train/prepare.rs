@@ -19,13 +19,15 @@ use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, RawConfig};
 use ulysses::engine::check_offload;
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{DeviceMesh, RankHosts};
 use ulysses::trainer::{Phase, Resume, TrainingData, check_config};
 
 /// A checked run. Nothing has been written for it yet.
 pub(super) struct Prepared {
     pub(super) config: Config,
     pub(super) mesh: DeviceMesh,
+    /// The hosts of all ranks, if they are several.
+    pub(super) hosts: Option<RankHosts>,
     pub(super) launch: LaunchOptions,
     pub(super) placement: Placement,
     pub(super) model: ModelSource,
@@ -123,7 +125,8 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let planned = planned.or_usage()?;
     mesh_order::log(&config, &model.config, host.rank_hosts(), &placed);
     let mesh = placed.mesh;
-    Ok(Prepared { config, mesh, launch, placement, model, data, resume, reset_data, stop, planned })
+    let hosts = host.rank_hosts().filter(|hosts| hosts.num_nodes() > 1).cloned();
+    Ok(Prepared { config, mesh, hosts, launch, placement, model, data, resume, reset_data, stop, planned })
 }
 
 /// Returns every sequence length of the run, with the number of steps before it.

@@ -59,6 +59,43 @@ fn the_order_of_the_ranks_follows_their_hosts_and_avoidable_traffic_is_reported(
 }
 
 #[test]
+fn bytes_between_nodes_are_recorded_next_to_the_plans() {
+    let place = workplace(json!({ "ulysses": { "steps": 2 } }));
+    let volumes = |mesh: &str, output: &str| -> Vec<(String, u64, u64)> {
+        let arguments = ["train", "c.json", "--mesh", mesh, "--output", output];
+        place.run_with(&arguments, &[(HOSTS, "a,a,b,b")]).assert_done();
+        let record = place.read_json(&format!("{output}/run.json"));
+        let part = record["parts"].as_array().map_or(&record, |parts| parts.last().unwrap());
+        let volumes = part["communication"]["volumes"].as_array().unwrap();
+        let volume = |volume: &Value| {
+            let bytes = |key: &str| volume[key].as_u64().unwrap();
+            (volume["what"].as_str().unwrap().to_owned(), bytes("planned_bytes"), bytes("sent_bytes"))
+        };
+        volumes.iter().map(volume).collect()
+    };
+    let within = volumes("intra:sp=2/inter:dp=2", "within");
+    let across = volumes("intra:dp=2/inter:sp=2", "across");
+    for volumes in [&within, &across] {
+        let (kinds, nodes) = volumes.split_at(volumes.len() - 2);
+        assert_eq!([nodes[0].0.as_str(), nodes[1].0.as_str()], ["within nodes", "between nodes"]);
+        // Every byte is on one side.
+        let sums = |volumes: &[(String, u64, u64)]| {
+            volumes.iter().fold((0, 0), |sum, (_, planned, sent)| (sum.0 + planned, sum.1 + sent))
+        };
+        assert_eq!(sums(nodes), sums(kinds));
+        // Measured bytes include the few that ranks exchange before the first step.
+        assert!(
+            nodes.iter().all(|(_, planned, sent)| (*planned..planned + 1024).contains(sent)),
+            "{nodes:?}"
+        );
+    }
+    let planned = |volumes: &[(String, u64, u64)]| [2, 1].map(|last| volumes[volumes.len() - last].1);
+    let ([near, far], [near_across, far_across]) = (planned(&within), planned(&across));
+    assert_eq!((near, far), (far_across, near_across), "the same bytes, on the other side");
+    assert_ne!(near, far);
+}
+
+#[test]
 fn hosts_that_do_not_fit_the_mesh_are_named() {
     let place = workplace(json!({ "ulysses": { "steps": 1 } }));
     let refuse = |mesh: &str, hosts: &str, expected: &[&str]| {
