@@ -45,9 +45,10 @@ use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
+use ulysses::config::StatedMesh;
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
-use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
+use ulysses::mesh::{Cluster, MeshError, TrainingShape};
 use ulysses::monitor::{Tracer, escaped};
 
 /// Counts the bytes that each rank's thread has allocated. mimalloc reuses freed blocks without unmapping their pages;
@@ -268,17 +269,21 @@ fn unreplicated(notation: &str) -> Result<TrainingShape, Failure> {
 
 /// Parses the sizes of a `--mesh` flag.
 fn training_shape(notation: &str) -> Result<TrainingShape, Failure> {
+    Ok(stated_mesh(notation, None)?.shape)
+}
+
+/// Parses a `--mesh` flag, for a job on `cluster`, if any.
+fn stated_mesh(notation: &str, cluster: Option<Cluster>) -> Result<StatedMesh, Failure> {
     let flag = || format!("--mesh {notation}");
-    let mesh = match DeviceMesh::parse(notation, None) {
+    match StatedMesh::parse(notation, cluster) {
         Err(MeshError::InferWithoutWorldSize { axis }) => {
             let message = format!(
                 "{}: the size of {axis} cannot be inferred from -1, because the mesh determines the number of ranks; \
                  give a size, 1 for an unused axis",
                 flag()
             );
-            return Err(Failure::Usage(anyhow::anyhow!(message)));
+            Err(Failure::Usage(anyhow::anyhow!(message)))
         }
-        parsed => parsed.with_context(flag).or_usage()?,
-    };
-    mesh.training_shape().with_context(flag).or_usage()
+        parsed => parsed.with_context(flag).or_usage(),
+    }
 }

@@ -25,6 +25,7 @@ pub struct FakeGroup {
     rank: usize,
     global_ranks: Vec<usize>,
     stats: Mutex<GroupStats>,
+    sent_to: Mutex<Vec<u64>>,
     observer: Option<Arc<FakeObserver>>,
 }
 
@@ -68,7 +69,8 @@ impl FakeGroup {
     /// # Errors
     /// [`CommError::InvalidArgument`] if `rank` is not below the number of ranks.
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
-        let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default(), observer: None };
+        let (stats, sent_to) = (Mutex::default(), Mutex::new(vec![0; global_ranks.len()]));
+        let group = Self { name: name.into(), rank, global_ranks, stats, sent_to, observer: None };
         group.check_of(CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
     }
@@ -106,6 +108,7 @@ impl FakeGroup {
             counted.bytes_received += traffic.total_received() * bytes;
             sequence
         };
+        self.sent_to.lock().iter_mut().zip(&traffic.sent).for_each(|(sum, sent)| *sum += sent * bytes);
         let Some(observer) = self.observer.clone() else { return Pending::ready() };
         let started = FakeTransfer { input_elems, traffic };
         observer(FakeCollective { op, dtype, sequence, started: Some(started) });
@@ -242,6 +245,10 @@ impl ProcessGroup for FakeGroup {
 
     fn stats(&self) -> GroupStats {
         self.stats.lock().clone()
+    }
+
+    fn sent_to(&self) -> Vec<u64> {
+        self.sent_to.lock().clone()
     }
 
     fn abort(&self, _reason: &str) {}

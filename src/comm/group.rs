@@ -207,6 +207,12 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     /// Returns the traffic of this rank in this group so far.
     fn stats(&self) -> GroupStats;
 
+    /// Returns the bytes that this rank has sent to each member so far, over all operations; final once the members have
+    /// completed them too. Empty if the backend does not know, as NCCL, which chooses its own paths.
+    fn sent_to(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
     /// Marks the group and every group of the same world as failed: all ranks that
     /// wait, and all later calls, get an error with this rank and `reason`.
     fn abort(&self, reason: &str);

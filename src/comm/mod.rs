@@ -61,7 +61,9 @@ mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS};
 pub use args::CollectiveArgs;
-pub use discovery::{DiscoveryError, Launcher, NamedValue, ProcessFlags, ProcessInfo};
+pub use discovery::{
+    DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,
+};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;

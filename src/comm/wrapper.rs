@@ -84,6 +84,10 @@ impl<W: GroupWrapper> ProcessGroup for W {
         GroupWrapper::stats(self)
     }
 
+    fn sent_to(&self) -> Vec<u64> {
+        self.inner().sent_to()
+    }
+
     fn abort(&self, reason: &str) {
         self.inner().abort(reason);
     }

@@ -17,7 +17,7 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
-use crate::mesh::{SeqSharding, ShardShape};
+use crate::mesh::{MeshError, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape};
 use serde::{Serialize, Serializer};
 use std::path::Path;
 use std::sync::LazyLock;
@@ -157,6 +157,18 @@ impl Config {
             }
             _ => SeqSharding::from(sp_size),
         }
+    }
+
+    /// Returns the mesh, with the rank at each coordinate: by `ulysses.mesh` if it has these sizes, else row-major. `hosts`
+    /// are those of all ranks.
+    ///
+    /// # Errors
+    /// When a hybrid mesh does not fit the hosts.
+    pub fn placed_mesh(&self, hosts: Option<&RankHosts>) -> Result<PlacedMesh, MeshError> {
+        let sizes = (self.mesh.dp_size, self.mesh.sp_size);
+        let has_sizes =
+            |spec: &&MeshSpec| spec.training_shape().is_ok_and(|shape| (shape.dp, shape.sp) == sizes);
+        PlacedMesh::new(sizes, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
     }
 
     /// Returns whether ZeRO's shard size divides `dp`; training requires it.

@@ -59,6 +59,24 @@ pub enum ConfigError {
         /// The cause.
         source: Box<MeshError>,
     },
+    /// `ulysses.mesh` does not fit the number of ranks.
+    #[error("{file}: the mesh `{mesh}` of `ulysses.mesh` is invalid: {source}")]
+    UlyssesMesh {
+        /// The file.
+        file: String,
+        /// The mesh.
+        mesh: String,
+        /// The cause.
+        source: Box<MeshError>,
+    },
+    /// The file is invalid with the keys of a rule.
+    #[error("{source}\n(with the keys of rule {index} of `ulysses.mesh_rules`)")]
+    RuleKeys {
+        /// The index of the rule.
+        index: usize,
+        /// The errors.
+        source: Box<Self>,
+    },
     /// The mesh is a preset for another ZeRO stage.
     #[error(
         "{file}: {source_of_mesh} is data parallelism at ZeRO stage {wanted}, but `zero_optimization.stage` is {stage}: \

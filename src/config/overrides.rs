@@ -3,7 +3,7 @@
 use super::error::ConfigError;
 use super::sections::data::{DataSource, Packing};
 use super::sections::ulysses::{Backend, UlyssesConfig};
-use crate::mesh::Preset;
+use crate::mesh::{Cluster, MeshSpec, Preset};
 
 /// Values of command-line flags. Flags override the file, except for the mesh, where a
 /// contradiction is an error.
@@ -13,6 +13,8 @@ pub struct Overrides {
     pub mesh: Option<(usize, usize)>,
     /// `--mesh`: the size of the ring, if sp is given as `ring` and `ulysses`.
     pub ring_size: Option<usize>,
+    /// `--mesh`: the resolved mesh, if it gives the ranks an order.
+    pub layout: Option<MeshSpec>,
     /// `--mesh`: the preset that gives the sizes, and may imply a ZeRO stage.
     pub preset: Option<Preset>,
     /// `--mesh`: the size of `dp_shard`, if dp is given as `dp_replicate` and `dp_shard`.
@@ -69,6 +71,14 @@ impl Overrides {
         }
         ulysses.packing = self.packing.unwrap_or(ulysses.packing);
         ulysses.backend = self.backend.unwrap_or(ulysses.backend);
+    }
+
+    /// Returns the job's cluster, if a launcher sets it; one node if the ranks do not divide into nodes.
+    pub(super) fn cluster(&self) -> Option<Cluster> {
+        let ranks = self.world_size?;
+        let ranks_per_node =
+            self.ranks_per_node.filter(|of_node| ranks.is_multiple_of(*of_node)).unwrap_or(ranks);
+        Some(Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node })
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {

@@ -70,7 +70,8 @@ impl RawConfig {
         overrides: &mut Overrides,
         error: ConfigError,
     ) -> Result<UnresolvedValue, ConfigError> {
-        let knows_dp = overrides.mesh.is_some() || !self.dp_sizes.is_empty();
+        let knows_dp =
+            overrides.mesh.is_some() || !self.dp_sizes.is_empty() || self.config.ulysses.mesh.is_some();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
                 self.decays_to_last_step = false;

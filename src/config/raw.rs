@@ -5,6 +5,7 @@ use super::define::Keys;
 use super::error::ConfigError;
 use super::mesh_shape::StatedSize;
 use super::reader::{Excerpt, Position, Remarks, Report, Section, check, parse_file, read};
+use super::rule_keys;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
 use super::sections::precision::Precision;
@@ -35,6 +36,9 @@ pub struct RawConfig {
     pub(super) names_gradient_clipping: bool,
     names_backend: bool,
     pub(super) names_partition_axes: bool,
+    pub(super) mesh_position: Option<Position>,
+    /// The config with the keys of each rule of `ulysses.mesh_rules` that has some, by the rule's index.
+    pub(super) of_rules: Vec<(usize, Self)>,
     pub(super) remarks: Remarks,
 }
 
@@ -80,8 +84,33 @@ impl RawConfig {
     /// # Errors
     /// As [`from_json_str`](Self::from_json_str), or when a setting is invalid.
     pub fn from_json_str_with(text: &str, file: &str, settings: &Settings) -> Result<Self, ConfigError> {
+        let raw = Self::read_text(text, file, settings, None)?;
+        let rules = raw.config.ulysses.mesh_rules.iter().enumerate();
+        let with_keys = rules.filter(|(_, rule)| !rule.keys.is_null()).map(|(index, _)| {
+            let of_rule = Self::read_text(text, file, settings, Some(index));
+            of_rule.map(|raw| (index, raw)).map_err(|source| match source {
+                ConfigError::Invalid { .. } => ConfigError::RuleKeys { index, source: Box::new(source) },
+                other => other,
+            })
+        });
+        Ok(Self { of_rules: with_keys.collect::<Result<_, _>>()?, ..raw })
+    }
+
+    /// Checks a file with command-line settings, and with the keys of a rule.
+    fn read_text(
+        text: &str,
+        file: &str,
+        settings: &Settings,
+        rule: Option<usize>,
+    ) -> Result<Self, ConfigError> {
         let documents = settings.documents(text.len());
         let mut tree = parse_file(text, file)?;
+        if let Some(index) = rule {
+            // A flag may give the rules, too.
+            let mut of_rule = parse_file(text, file)?;
+            settings.apply(&documents, &mut of_rule)?;
+            rule_keys::apply(index, of_rule, &mut tree);
+        }
         settings.apply(&documents, &mut tree)?;
         let flags = documents.iter().map(|document| (document.start, document.flag.clone()));
         let report = Report::new(text, root()).with_flags(flags.collect());
@@ -98,6 +127,7 @@ impl RawConfig {
     /// are dropped.
     #[must_use]
     pub fn for_batch(self, batch_size: usize) -> Self {
+        let raw = self.without_mesh();
         Self {
             train_batch_size: Some(batch_size),
             micro_batch_size: None,
@@ -106,14 +136,19 @@ impl RawConfig {
             dp_sizes: Vec::new(),
             sp_sizes: Vec::new(),
             shard_sizes: Vec::new(),
-            ..self
+            ..raw
         }
+    }
+
+    fn without_mesh(mut self) -> Self {
+        self.config.ulysses.mesh = None;
+        self
     }
 
     /// Returns the config without sp and ZeRO's shard size, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
-        Self { shard_sizes: Vec::new(), sp_sizes: Vec::new(), ..self }
+        Self { shard_sizes: Vec::new(), sp_sizes: Vec::new(), ..self.without_mesh() }
     }
 
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
@@ -135,6 +170,8 @@ impl RawConfig {
             names_gradient_clipping: root.names("gradient_clipping"),
             names_partition_axes: is_stated(&ulysses, "zero_partition_axes"),
             names_backend: is_stated(&ulysses, "backend"),
+            mesh_position: ulysses.range("mesh").map(|range| ulysses.position(range)),
+            of_rules: Vec::new(),
             remarks: Remarks::default(),
         }
     }

@@ -10,6 +10,7 @@ use super::raw::RawConfig;
 use super::reader::Note;
 use super::sections::mesh::MeshConfig;
 use super::sections::mesh_rules::AppliedRule;
+use super::sections::mesh_spec::StatedMesh;
 use super::sections::scheduler::SchedulerConfig;
 use super::sections::zero::PartitionAxes;
 
@@ -21,22 +22,40 @@ impl RawConfig {
     pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
         overrides.check()?;
         let applied_rule = self.applied_rule(overrides)?;
-        let mesh = self.resolve_mesh(applied_rule.as_ref(), overrides)?;
-        self.check_preset(applied_rule.as_ref(), overrides)?;
+        let index = applied_rule.as_ref().map(|rule| rule.index);
+        let with_keys = self.of_rules.iter().find(|(of_rule, _)| Some(*of_rule) == index);
+        with_keys.map_or(self, |(_, raw)| raw).resolve_with(applied_rule, overrides)
+    }
+
+    fn resolve_with(
+        &self,
+        applied_rule: Option<AppliedRule>,
+        overrides: &Overrides,
+    ) -> Result<Config, ConfigError> {
+        let stated = match &applied_rule {
+            Some(rule) => rule.mesh.clone(),
+            None => self.stated_mesh(overrides)?,
+        };
+        let is_of_rule = applied_rule.is_some();
+        let mesh = self.resolve_mesh(stated.as_ref(), is_of_rule, overrides)?;
+        self.check_preset(stated.as_ref(), is_of_rule, overrides)?;
         let mut config = self.config.clone();
         config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
-        config.zero.mics_shard_size = self.stated_shard_size(mesh.dp, applied_rule.as_ref(), overrides)?;
+        config.zero.mics_shard_size =
+            self.stated_shard_size(mesh.dp, stated.as_ref(), is_of_rule, overrides)?;
         let batch = self.resolve_batch(mesh.dp)?;
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
         config.gradient_accumulation_steps = batch.accumulation;
-        let ring_of_rule = applied_rule.as_ref().and_then(|rule| rule.shape?.ring_size);
-        if let Some(ring_size) = overrides.ring_size.or(ring_of_rule) {
+        let stated_ring = stated.as_ref().and_then(|stated| stated.shape.ring_size);
+        if let Some(ring_size) = overrides.ring_size.or(stated_ring) {
             config.ulysses.ring_size = ring_size;
         }
         self.check_ring(mesh.sp, config.ulysses.ring_size)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
+        config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
+        config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
         if self.has_deepspeeds_axes(applied_rule.as_ref()) {
             config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
             config.notes.push(Note::info(
@@ -61,6 +80,7 @@ impl RawConfig {
             && is_sp_alone
             && self.shard_sizes.is_empty()
             && applied_rule.is_none()
+            && self.config.ulysses.mesh.is_none()
             && !self.names_partition_axes
     }
 
@@ -88,24 +108,40 @@ impl RawConfig {
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
+    /// Returns `ulysses.mesh`, resolved for the job.
+    fn stated_mesh(&self, overrides: &Overrides) -> Result<Option<StatedMesh>, ConfigError> {
+        let Some(mesh) = &self.config.ulysses.mesh else { return Ok(None) };
+        StatedMesh::new(mesh, overrides.cluster()).map(Some).map_err(|source| ConfigError::UlyssesMesh {
+            file: self.file.clone(),
+            mesh: mesh.to_string(),
+            source: Box::new(source),
+        })
+    }
+
+    /// The origin of the sizes in `ulysses.mesh`, or in a rule.
+    fn origin_of_stated(&self, is_of_rule: bool) -> SizeOrigin {
+        match (is_of_rule, self.mesh_position) {
+            (false, Some(position)) => SizeOrigin::Key { key: "ulysses.mesh", position },
+            _ => SizeOrigin::Rule,
+        }
+    }
+
     fn resolve_mesh(
         &self,
-        applied_rule: Option<&AppliedRule>,
+        stated: Option<&StatedMesh>,
+        is_of_rule: bool,
         overrides: &Overrides,
     ) -> Result<MeshShape, ConfigError> {
-        let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
-        let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
-            file.iter().copied().chain(size.map(flag)).collect()
+        let of_file = |sizes: &[StatedSize], stated: Option<usize>, flag: Option<usize>| -> Vec<_> {
+            let of_file = if is_of_rule { &[] } else { sizes };
+            let origin = self.origin_of_stated(is_of_rule);
+            let stated = stated.map(|size| StatedSize { size, origin });
+            let flag = flag.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
+            of_file.iter().copied().chain(stated).chain(flag).collect()
         };
-        let (dp_sizes, sp_sizes) = match applied_rule {
-            None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
-            Some(applied_rule) => applied_rule.shape.map_or_else(Default::default, |shape| {
-                let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
-                (of_rule(shape.dp), of_rule(shape.sp))
-            }),
-        };
-        let dp = with_flag(&dp_sizes, overrides.mesh.map(|(dp, _)| dp));
-        let sp = with_flag(&sp_sizes, overrides.mesh.map(|(_, sp)| sp));
+        let (shape, flag) = (stated.map(|stated| stated.shape), overrides.mesh);
+        let dp = of_file(&self.dp_sizes, shape.map(|shape| shape.dp), flag.map(|(dp, _)| dp));
+        let sp = of_file(&self.sp_sizes, shape.map(|shape| shape.sp), flag.map(|(_, sp)| sp));
         MeshShape::resolve(&dp, &sp, overrides.world_size)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
@@ -121,14 +157,14 @@ impl RawConfig {
     fn stated_shard_size(
         &self,
         dp: usize,
-        applied_rule: Option<&AppliedRule>,
+        stated: Option<&StatedMesh>,
+        is_of_rule: bool,
         overrides: &Overrides,
     ) -> Result<Option<usize>, ConfigError> {
-        let applied_rule = applied_rule.and_then(|applied_rule| applied_rule.shape?.shard_size);
-        let applied_rule = applied_rule.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
+        let stated = stated.and_then(|stated| stated.shape.shard_size);
+        let stated = stated.map(|size| StatedSize { size, origin: self.origin_of_stated(is_of_rule) });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
-        let stated: Vec<StatedSize> =
-            self.shard_sizes.iter().copied().chain(applied_rule).chain(flag).collect();
+        let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(stated).chain(flag).collect();
         MeshShape::shard_size(&stated, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }

@@ -196,7 +196,7 @@ impl DryRank {
 
 impl DryStep {
     /// Returns every event with its number of repetitions.
-    pub(super) fn events(&self) -> impl Iterator<Item = (u64, &Event)> {
+    pub(super) fn events(&self) -> impl Iterator<Item = (u64, &Event)> + Clone {
         let of_batches =
             self.micro_batches.iter().flat_map(|(times, events)| events.iter().map(|event| (*times, event)));
         of_batches.chain(self.update.iter().map(|event| (1, event)))

@@ -100,7 +100,8 @@ impl Workload {
     /// # Errors
     /// When the config has no `seq_len` or does not match the model or the mesh, or the bytes of a step overflow.
     pub fn plan(&self) -> Result<RankPlan, EngineError> {
-        let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(kind.rank));
+        let mesh = self.mesh()?;
+        let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(mesh.ranks()[kind.rank]));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
         // The lowest of equal ranks; `max_by_key` takes the last.
         let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
@@ -127,7 +128,7 @@ impl Workload {
     }
 
     fn mesh(&self) -> Result<DeviceMesh, EngineError> {
-        Ok(DeviceMesh::dp_sp(self.config.mesh.dp_size, self.config.mesh.sp_size)?)
+        Ok(self.config.placed_mesh(None)?.mesh)
     }
 
     /// Returns the nodes of a rank's peers.

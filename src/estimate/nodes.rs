@@ -5,6 +5,7 @@ use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
 use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// Bytes that a rank sends per step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -78,6 +79,20 @@ impl Nodes {
             (Axis::Ring, _) => &self.ring,
             (Axis::Ulysses, _) => &self.ulysses,
         }
+    }
+
+    /// Adds the bytes that a transfer sends to each rank, `times` times; `None` on overflow.
+    pub(super) fn add_sent_to(
+        &self,
+        sent_to: &mut BTreeMap<usize, u64>,
+        transfer: &Transfer,
+        times: u64,
+    ) -> Option<()> {
+        for (member, bytes) in self.members(transfer.axis).iter().zip(&*transfer.sent_to) {
+            let sum = sent_to.entry(*member).or_default();
+            *sum = sum.checked_add(bytes.checked_mul(times)?)?;
+        }
+        Some(())
     }
 
     pub(super) fn sent(&self, transfer: &Transfer) -> SentBytes {

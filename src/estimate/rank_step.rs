@@ -19,6 +19,8 @@ pub struct RankStep {
     pub flops: BTreeMap<(MatmulOp, Pass), f64>,
     /// Collectives, with equal ones counted.
     pub collectives: Vec<PlannedCalls>,
+    /// Bytes sent to each rank, by its global rank; empty if the mesh is not known.
+    pub sent_to: BTreeMap<usize, u64>,
 }
 
 /// Equal collectives of one step.
@@ -51,7 +53,7 @@ impl RankStep {
     ) -> Result<Self, EngineError> {
         let workload = workload(config, model);
         let step = workload.first_step(mesh, rank)?;
-        Self::sum(step.events()).ok_or_else(|| EngineError::step_too_large(config))
+        Self::on_mesh(&workload, mesh, rank, step.events())
     }
 
     /// Plans the evaluation of a micro batch: its forward pass, and the sums of its loss.
@@ -64,8 +66,27 @@ impl RankStep {
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
-        let events = workload(config, model).evaluation(mesh, rank)?;
-        Self::sum(events.iter().map(|event| (1, event))).ok_or_else(|| EngineError::step_too_large(config))
+        let workload = workload(config, model);
+        let events = workload.evaluation(mesh, rank)?;
+        Self::on_mesh(&workload, mesh, rank, events.iter().map(|event| (1, event)))
+    }
+
+    /// Sums the events of a rank of a mesh.
+    fn on_mesh<'a>(
+        workload: &Workload,
+        mesh: &DeviceMesh,
+        rank: usize,
+        events: impl Iterator<Item = (u64, &'a Event)> + Clone,
+    ) -> Result<Self, EngineError> {
+        let (nodes, mut sent_to) = (workload.nodes(mesh, rank)?, BTreeMap::new());
+        let transfers = events.clone().filter_map(|(times, event)| match event {
+            Event::Collective(transfer) => Some((times, transfer)),
+            _ => None,
+        });
+        let added: Option<()> =
+            transfers.map(|(times, transfer)| nodes.add_sent_to(&mut sent_to, transfer, times)).collect();
+        let summed = added.and_then(|()| Some(Self { sent_to, ..Self::sum(events)? }));
+        summed.ok_or_else(|| EngineError::step_too_large(&workload.config))
     }
 
     /// Sums events; `None` if the bytes overflow.
@@ -90,7 +111,8 @@ impl RankStep {
             let (axis, purpose) = (Axis::name(axis).to_owned(), Purpose::to_string(&purpose));
             PlannedCalls { axis, op, purpose, input_bytes, calls, sent_bytes }
         };
-        Some(Self { flops, collectives: counts.into_iter().map(planned).collect() })
+        let collectives = counts.into_iter().map(planned).collect();
+        Some(Self { flops, collectives, sent_to: BTreeMap::new() })
     }
 
     /// Returns the FLOPs of forward and backward passes, without recomputation.
@@ -142,6 +164,7 @@ pub fn model_flops(
     for RankClass { rank, ranks } in workload(config, model).rank_classes()? {
         // Ranks of different dp coordinates do the same.
         let ranks = (ranks * config.mesh.dp_size) as f64;
+        let rank = mesh.ranks()[rank];
         let ModelFlops { layers, lm_head } = RankStep::of(config, model, mesh, rank)?.model_flops();
         total =
             ModelFlops { layers: total.layers + ranks * layers, lm_head: total.lm_head + ranks * lm_head };

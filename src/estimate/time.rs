@@ -15,7 +15,7 @@ use crate::config::{LinkRates, MachineProfile, Rates};
 use crate::engine::EngineError;
 use crate::mesh::DeviceMesh;
 use serde::Serialize;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use ulysses_kernels::device::dry::MatmulOp;
 
 /// The step time of the slowest rank. The parts add up to the total.
@@ -85,7 +85,7 @@ impl Workload {
     /// As [`plan`](Self::plan), or when the machine profile lacks a rate that the step needs.
     pub fn step_time(&self, machine: &MachineProfile) -> Result<StepTime, EngineError> {
         let config = &self.config;
-        let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
+        let mesh = self.mesh()?;
         let rates = machine.rates_of(config.precision).ok_or_else(|| EngineError::MachineRate {
             machine: machine.name.clone(),
             key: match config.precision.section() {
@@ -95,10 +95,10 @@ impl Workload {
             },
             needed_by: "it is the dtype of the config".to_owned(),
         })?;
-        let first = self.first_dp_row_on_most_nodes() * config.mesh.sp_size;
+        let first = self.first_dp_row_on_most_nodes(&mesh) * config.mesh.sp_size;
         let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
         for kind in self.rank_classes()? {
-            let rank = first + kind.rank;
+            let rank = mesh.ranks()[first + kind.rank];
             let mut simulation = Simulation::new(machine, rates, self.nodes(&mesh, rank)?);
             simulation.run(&self.warm_step(&mesh, rank)?)?;
             model_flops += (kind.ranks * config.mesh.dp_size) as f64 * simulation.model_flops;
@@ -122,9 +122,12 @@ impl Workload {
     }
 
     /// Returns the first dp rank whose sp group spans the most nodes.
-    fn first_dp_row_on_most_nodes(&self) -> usize {
+    fn first_dp_row_on_most_nodes(&self, mesh: &DeviceMesh) -> usize {
         let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
-        let nodes = |dp_rank: &usize| ((dp_rank + 1) * sp - 1) / per_node - dp_rank * sp / per_node;
+        let nodes = |dp_rank: &usize| {
+            let row = &mesh.ranks()[dp_rank * sp..][..sp];
+            row.iter().map(|rank| rank / per_node).collect::<BTreeSet<_>>().len()
+        };
         // `max_by_key` takes the last of equal ones.
         (0..self.config.mesh.dp_size).rev().max_by_key(nodes).unwrap_or(0)
     }

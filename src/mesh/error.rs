@@ -205,6 +205,29 @@ pub enum MeshError {
         /// Devices of the node.
         found: usize,
     },
+    /// Nodes with different numbers of ranks, for a mesh that needs equal ones.
+    #[error(
+        "the nodes have different numbers of ranks ({nodes}); start the same number on each, or give the mesh as DPxSP"
+    )]
+    UnequalNodes {
+        /// Every node with its number of ranks.
+        nodes: String,
+    },
+    /// A hybrid shape for other nodes than those of the job.
+    #[error(
+        "the mesh {mesh} has {nodes} node(s) of {ranks_per_node} rank(s), but the ranks are on {found}; use sizes with \
+         these products"
+    )]
+    OtherNodes {
+        /// The mesh in the notation of [`MeshSpec`](super::MeshSpec).
+        mesh: String,
+        /// Nodes of the mesh.
+        nodes: usize,
+        /// Ranks per node of the mesh.
+        ranks_per_node: usize,
+        /// The nodes of the job, with their numbers of ranks.
+        found: String,
+    },
     /// A preset without a cluster to infer its sizes from.
     #[error(
         "mesh preset `{preset}` needs the number of nodes and ranks, which is unknown here; write \

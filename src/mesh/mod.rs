@@ -6,7 +6,8 @@
 //! Ranks are row-major, the last axis fastest, unless the caller gives another order. With axes `dp, sp`, the
 //! ranks that exchange attention heads are therefore adjacent, if possible on the same node. A
 //! [`HybridMeshShape`] splits each axis into a part within a node and a part between nodes. A [`Preset`] derives
-//! a mesh from its purpose, such as `fsdp`. [`MeshRules`] select a mesh by machine.
+//! a mesh from its purpose, such as `fsdp`. [`MeshRules`] select a mesh by machine. A [`MeshSpec`] is any of these as
+//! text; [`PlacedMesh`] is the mesh of a training run on its hosts.
 //!
 //! ```
 //! use ulysses::mesh::DeviceMesh;
@@ -20,28 +21,34 @@
 
 mod draw;
 mod error;
+mod hosts;
 mod hsdp;
 mod hybrid;
 mod node_layout;
 mod notation;
+mod placement;
 mod preset;
 mod rules;
 mod seq_sharding;
 mod shard_range;
 mod slice;
+mod spec;
 mod svg;
 #[cfg(test)]
 mod tests;
 
 pub use draw::draw;
 pub use error::MeshError;
+pub use hosts::RankHosts;
 pub use hsdp::{REPLICAS_AXIS, SHARD_AXIS, ShardShape, TrainingShape};
 pub use hybrid::{Cluster, Device, HybridMeshShape};
 pub use node_layout::{AxisPlacement, draw_nodes};
+pub use placement::{PlacedMesh, SpGroups};
 pub use preset::Preset;
-pub use rules::{MeshRules, RuleMatch};
+pub use rules::MeshRules;
 pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS};
 pub use shard_range::shard_range;
+pub use spec::{MeshSpec, SplitRule};
 pub use svg::svg;
 
 use crate::fnv1a::Fnv1a;

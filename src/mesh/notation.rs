@@ -15,17 +15,7 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if the text is in neither notation, or the axes are not a valid mesh.
     pub fn parse(text: &str, world_size: Option<usize>) -> Result<Self, MeshError> {
-        if !text.contains('=') {
-            return Self::parse_with_names(text, &["dp", "sp"], world_size);
-        }
-        let axes = text
-            .split(',')
-            .map(|axis| match axis.split_once('=') {
-                Some((name, size)) => Ok((name.trim(), parse_size(text, size)?)),
-                None => Err(unreadable(text, format!("`{axis}` has no `=`"))),
-            })
-            .collect::<Result<Vec<_>, _>>()?;
-        Self::new(&axes, world_size)
+        Self::new(&parse_axes(text)?, world_size)
     }
 
     /// Parses sizes such as `2x2x4` for axes with the given names.
@@ -37,15 +27,30 @@ impl DeviceMesh {
         names: &[&str],
         world_size: Option<usize>,
     ) -> Result<Self, MeshError> {
-        let sizes =
-            text.split(['x', 'X']).map(|size| parse_size(text, size)).collect::<Result<Vec<_>, _>>()?;
-        if sizes.len() != names.len() {
-            let reason = format!("{} sizes for the axes {}", sizes.len(), names.join(", "));
-            return Err(unreadable(text, reason));
-        }
-        let axes: Vec<_> = names.iter().copied().zip(sizes).collect();
-        Self::new(&axes, world_size)
+        Self::new(&parse_sizes(text, names)?, world_size)
     }
+}
+
+/// Parses the axes of `2x4` or `dp=2,sp=4`.
+pub(super) fn parse_axes<'a>(text: &'a str) -> Result<Vec<(&'a str, i64)>, MeshError> {
+    if !text.contains('=') {
+        return parse_sizes(text, &["dp", "sp"]);
+    }
+    let axis = |axis: &'a str| match axis.split_once('=') {
+        Some((name, size)) => Ok((name.trim(), parse_size(text, size)?)),
+        None => Err(unreadable(text, format!("`{axis}` has no `=`"))),
+    };
+    text.split(',').map(axis).collect()
+}
+
+/// Parses sizes such as `2x2x4`, one for each name.
+fn parse_sizes<'a>(text: &str, names: &[&'a str]) -> Result<Vec<(&'a str, i64)>, MeshError> {
+    let sizes = text.split(['x', 'X']).map(|size| parse_size(text, size)).collect::<Result<Vec<_>, _>>()?;
+    if sizes.len() != names.len() {
+        let reason = format!("{} sizes for the axes {}", sizes.len(), names.join(", "));
+        return Err(unreadable(text, reason));
+    }
+    Ok(names.iter().copied().zip(sizes).collect())
 }
 
 impl FromStr for DeviceMesh {
@@ -91,6 +96,6 @@ fn parse_size(text: &str, size: &str) -> Result<i64, MeshError> {
     size.trim().parse().map_err(|_| unreadable(text, format!("`{size}` is not a size")))
 }
 
-fn unreadable(text: &str, reason: String) -> MeshError {
+pub(super) fn unreadable(text: &str, reason: String) -> MeshError {
     MeshError::Notation { text: text.to_owned(), reason }
 }

@@ -17,6 +17,8 @@ pub struct RankComms {
     pub planned: Vec<PlannedVolume>,
     /// Measured bytes by axis and operation.
     pub sent: Vec<(String, CollectiveOp, u64)>,
+    /// Bytes within its node and between nodes, if there are several.
+    pub by_node: Vec<Volume>,
 }
 
 /// Bytes that a rank should send, by plan.
@@ -123,7 +125,7 @@ fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) 
 /// Bytes sent by all ranks, measured and planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
-    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `sums over sp`.
+    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `sums over sp`; of all these, `within nodes` and `between nodes`.
     pub what: String,
     /// Planned bytes by purpose.
     pub planned: Vec<(String, u64)>,
@@ -156,7 +158,17 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
         Volume { what: (*what).to_owned(), planned: planned.into_iter().collect(), planned_bytes, sent_bytes }
     };
     let all = names.iter().enumerate().map(|(index, what)| of_kind(index, what));
-    all.filter(|volume| volume.planned_bytes + volume.sent_bytes > 0).collect()
+    let mut by_node: Vec<Volume> = Vec::new();
+    for volume in ranks.iter().flat_map(|rank| &rank.by_node) {
+        match by_node.iter_mut().find(|sum| sum.what == volume.what) {
+            Some(sum) => {
+                sum.planned_bytes += volume.planned_bytes;
+                sum.sent_bytes += volume.sent_bytes;
+            }
+            None => by_node.push(volume.clone()),
+        }
+    }
+    all.chain(by_node).filter(|volume| volume.planned_bytes + volume.sent_bytes > 0).collect()
 }
 
 /// The tables as text, with the operations that `shows` selects.
@@ -280,10 +292,18 @@ mod tests {
             ],
             ..RankComms::default()
         };
-        let volumes = volumes(&[rank.clone(), rank]);
+        let between = |planned_bytes, sent_bytes| {
+            let what = "between nodes".to_owned();
+            vec![Volume { what, planned: Vec::new(), planned_bytes, sent_bytes }]
+        };
+        let other = RankComms { by_node: between(3, 4), ..rank.clone() };
+        let rank = RankComms { by_node: between(1, 1), ..rank };
+        let volumes = volumes(&[rank, other]);
         let found: Vec<_> =
             volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
-        assert_eq!(found, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism", 10, 12)]);
+        let expected =
+            [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism", 10, 12), ("between nodes", 4, 5)];
+        assert_eq!(found, expected);
         assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
     }
 }

@@ -6,6 +6,7 @@ mod dry_run;
 mod engine;
 mod exchange_overlap;
 mod features;
+mod node_traffic;
 mod ops;
 mod plan;
 #[path = "../support/mod.rs"]

@@ -6,6 +6,7 @@ mod custom_block;
 mod documents;
 mod fault_injection;
 mod golden;
+mod hybrid_meshes;
 mod loss_normalization;
 mod lr_schedules;
 mod mesh_invariance;

@@ -17,7 +17,6 @@ use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::Scaling;
-use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
 use ulysses::zero::ZeroGroups;
 
@@ -231,7 +230,7 @@ pub fn on_mesh<T: Send>(
     options: &LaunchOptions,
     work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).expect("the mesh of a config");
+    let mesh = config.placed_mesh(None).expect("the mesh of a config").mesh;
     super::device::launch(&mesh, options, |rank, groups| {
         let zero_groups = ZeroGroups::new(&groups, config.zero_shards())?;
         work(rank, zero_groups.with_ring(&groups, config.seq_sharding().ring_size)?)

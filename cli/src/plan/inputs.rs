@@ -3,7 +3,7 @@
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::model::{check_config, check_exchange, describe, max_positions_of};
-use crate::{Failure, OrFail, training_shape};
+use crate::{Failure, OrFail, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, Overrides, RawConfig};
@@ -12,10 +12,12 @@ use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
 
 /// Resolves the config file, or the assumed config.
 pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
-    let shape = args.mesh.as_deref().map(training_shape).transpose()?;
+    let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
+    let shape = stated.as_ref().map(|mesh| mesh.shape);
     let (dp, sp) = shape.map_or((args.ranks.unwrap_or(1), 1), |shape| (shape.dp, shape.sp));
     let overrides = Overrides {
         mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        layout: stated.and_then(|mesh| mesh.layout()),
         world_size: args.ranks,
         shard_size: shape.and_then(|shape| shape.shard_size),
         seq_len: args.seq_len,

@@ -9,18 +9,22 @@ use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
 use ulysses::checkpoint::CheckpointError;
-use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext};
+use ulysses::comm::{
+    CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, host_name, stated_hosts,
+};
 use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
-use ulysses::mesh::Cluster;
+use ulysses::mesh::{Cluster, RankHosts};
 
 /// This process, and the job that it has joined, if any.
 pub(super) struct Host<'a> {
     process: &'a mut Option<Process>,
+    /// The hosts of all ranks, if they are processes.
+    rank_hosts: Option<RankHosts>,
 }
 
 impl<'a> Host<'a> {
     pub(super) fn new(process: &'a mut Option<Process>) -> Self {
-        Self { process }
+        Self { process, rank_hosts: None }
     }
 
     /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
@@ -53,9 +57,15 @@ impl<'a> Host<'a> {
         if let Some(info) = &info {
             self.join(info, backend.unwrap_or_default(), &options)?;
         }
+        if self.process.is_none() {
+            self.rank_hosts = stated_hosts(None, variable).or_usage()?.map(|hosts| RankHosts::new(&hosts));
+        }
         let overrides = Overrides { backend, ..overrides(&raw, self.cluster(), backend)? };
         let mut config = resolve(&raw, &overrides)?;
         self.check_size(&config)?;
+        if self.process.is_none() {
+            stated_hosts(Some(config.world_size()), variable).or_usage()?;
+        }
         let threads = self.process.is_none().then_some(config.world_size());
         let placement = Placement::of(Request { device, backend, threads })?;
         config.ulysses.backend = placement.backend;
@@ -68,16 +78,33 @@ impl<'a> Host<'a> {
             // The old session ends before the next one starts.
             *self.process = None;
             *self.process = Process::join(info, backend, options)?;
+            self.gather_hosts()?;
         }
         Ok(())
     }
 
-    /// Returns the job's cluster, assuming that all nodes have as many processes as this one.
+    /// Gathers the host of every process. Collective.
+    fn gather_hosts(&mut self) -> Result<(), Failure> {
+        let Some(process) = self.process.as_mut() else { return Ok(()) };
+        let stated = stated_hosts(Some(process.world_size()), variable);
+        let of_variable = |hosts: &Vec<String>| hosts.get(process.rank()).cloned();
+        let own = stated.as_ref().ok().and_then(|hosts| hosts.as_ref().and_then(of_variable));
+        let hosts = process.all_gather(&own.unwrap_or_else(host_name))?;
+        self.rank_hosts = Some(RankHosts::new(&hosts));
+        // Only now, so that the others do not wait for this process.
+        stated.map(|_| ()).or_usage()
+    }
+
+    /// Returns the hosts of all ranks, if they are known.
+    pub(super) fn rank_hosts(&self) -> Option<&RankHosts> {
+        self.rank_hosts.as_ref()
+    }
+
+    /// Returns the job's cluster; one node if nodes have different numbers of ranks.
     fn cluster(&self) -> Option<Cluster> {
-        let process = self.process.as_ref()?;
-        let (ranks, local_ranks) = (process.world_size(), process.local_size());
-        let ranks_per_node = if ranks.is_multiple_of(local_ranks) { local_ranks } else { ranks };
-        Some(Cluster { nodes: ranks / ranks_per_node, ranks_per_node })
+        let hosts = self.rank_hosts.as_ref()?;
+        let one_node = Cluster { nodes: 1, ranks_per_node: hosts.world_size() };
+        Some(hosts.cluster().unwrap_or(one_node))
     }
 
     fn check_size(&self, config: &Config) -> Result<(), Failure> {
@@ -161,6 +188,11 @@ impl<'a> Host<'a> {
             failure(error)
         })
     }
+}
+
+/// Returns a variable of the environment.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
 }
 
 /// Classifies an error: a checkpoint that does not fit the config is a usage error.

@@ -5,6 +5,8 @@ mod available;
 mod flop_rate;
 mod gemm_peak;
 mod host;
+mod mesh_order;
+mod node_bytes;
 mod outcome;
 mod output;
 mod overrides;

@@ -3,12 +3,13 @@
 use super::args::TrainArgs;
 #[cfg(unix)]
 use crate::placement::likely_device;
-use crate::{Failure, OrFail, training_shape};
-use anyhow::{Context, anyhow};
+use crate::{Failure, OrFail, log_line, stated_mesh};
+use anyhow::anyhow;
 use std::path::Path;
-use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_of};
+use ulysses::comm::host_name;
+use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
-use ulysses::mesh::{Cluster, Preset, TrainingShape};
+use ulysses::mesh::Cluster;
 
 /// Resolves the config of a run. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
 /// later.
@@ -35,8 +36,11 @@ pub(super) fn overrides(
     cluster: Option<Cluster>,
     device: DeviceKind,
 ) -> Result<Overrides, Failure> {
-    let shape = args.mesh.as_deref().map(|mesh| mesh_shape(mesh, cluster)).transpose()?;
-    let preset = args.mesh.as_deref().and_then(Preset::named);
+    let mesh = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, cluster)).transpose()?;
+    let notes = mesh.iter().filter_map(|mesh| mesh.note.as_ref());
+    notes.for_each(|note| log_line(format_args!("warning: {note}")));
+    let shape = mesh.as_ref().map(|mesh| mesh.shape);
+    let preset = mesh.as_ref().and_then(|mesh| mesh.preset);
     let mesh_selector = mesh_selector(args.mesh_selector.clone(), raw, args.config(), device)?;
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
@@ -44,6 +48,7 @@ pub(super) fn overrides(
     Ok(Overrides {
         mesh: shape.map(|shape| (shape.dp, shape.sp)),
         ring_size: shape.and_then(|shape| shape.ring_size),
+        layout: mesh.and_then(|mesh| mesh.layout()),
         preset,
         shard_size: shape.and_then(|shape| shape.shard_size),
         mesh_selector,
@@ -61,14 +66,6 @@ pub(super) fn overrides(
         output,
         backend: None,
     })
-}
-
-/// Parses `--mesh`, which may be a preset or leave one size to the number of processes.
-fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape, Failure> {
-    if cluster.is_none() && Preset::named(notation).is_none() {
-        return training_shape(notation);
-    }
-    sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
 }
 
 /// Returns the text that the config's mesh rules are matched with, if it has any.
@@ -90,7 +87,6 @@ fn mesh_selector(
 
 /// Returns the default selector of this machine. A GPU that does not report its name fails later, when it is opened.
 fn machine(device: DeviceKind) -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let device = device.describe().unwrap_or_else(|_| "cuda".to_owned());
-    format!("{}/{device}", host.trim())
+    format!("{}/{device}", host_name())
 }

@@ -2,6 +2,7 @@
 
 use super::args::TrainArgs;
 use super::host::Host;
+use super::mesh_order;
 use super::overrides::overrides;
 use super::planned_memory::PlannedMemory;
 use super::resume::{check_candidate, check_output, open_resume};
@@ -18,13 +19,15 @@ use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, RawConfig};
 use ulysses::engine::check_offload;
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{DeviceMesh, RankHosts};
 use ulysses::trainer::{Phase, Resume, TrainingData, check_config};
 
 /// A checked run. Nothing has been written for it yet.
 pub(super) struct Prepared {
     pub(super) config: Config,
     pub(super) mesh: DeviceMesh,
+    /// The hosts of all ranks, if they are several.
+    pub(super) hosts: Option<RankHosts>,
     pub(super) launch: LaunchOptions,
     pub(super) placement: Placement,
     pub(super) model: ModelSource,
@@ -91,8 +94,8 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
     check_output(&config, resume.as_ref())?;
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
-    let local_ranks = host.local_ranks(mesh.world_size());
+    let placed = config.placed_mesh(host.rank_hosts()).or_usage()?;
+    let local_ranks = host.local_ranks(config.world_size());
     let launch = settings::launch_options(config.ulysses.threads_per_rank, local_ranks)?;
     let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
     let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
@@ -120,7 +123,10 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
         signals::watch(host.is_first().then_some(message)).context("cannot handle signals").or_run()?;
     let planned = PlannedMemory::of(&config, &model.config, device, launch.threads_per_rank, local_ranks);
     let planned = planned.or_usage()?;
-    Ok(Prepared { config, mesh, launch, placement, model, data, resume, reset_data, stop, planned })
+    mesh_order::log(&config, &model.config, host.rank_hosts(), &placed);
+    let mesh = placed.mesh;
+    let hosts = host.rank_hosts().filter(|hosts| hosts.num_nodes() > 1).cloned();
+    Ok(Prepared { config, mesh, hosts, launch, placement, model, data, resume, reset_data, stop, planned })
 }
 
 /// Returns every sequence length of the run, with the number of steps before it.

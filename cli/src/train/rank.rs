@@ -6,10 +6,11 @@ use super::prepare::Prepared;
 use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
-use super::{gemm_peak, output};
+use super::{gemm_peak, node_bytes, output};
 use crate::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
+use std::collections::BTreeMap;
 use ulysses::comm::{MeshGroups, RankContext};
 use ulysses::device::gpu_memory;
 use ulysses::engine::{Engine, Passes, initialize};
@@ -98,25 +99,44 @@ fn comms(prepared: &Prepared, engine: &Engine, summary: &RankSummary, passes: &[
     let sent = summary.groups.iter().flat_map(|(axis, stats)| {
         stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
     });
-    let planned = passes.iter().flat_map(|passes| {
-        let steps = passes.trained / config.gradient_accumulation_steps as u64;
-        let config = config.clone().with_seq_len(passes.seq_len);
-        let plans = [
-            (steps, RankStep::of(&config, llama, mesh, rank)),
-            (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),
-        ];
-        // Without a plan only the measured volume is reported.
-        let plans = plans.into_iter().filter_map(|(times, plan)| Some((times, plan.ok()?)));
-        plans.flat_map(|(times, plan)| {
-            plan.collectives.into_iter().map(move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| {
-                PlannedVolume { axis, op, purpose, sent_bytes: times.saturating_mul(sent_bytes) }
+    let mut planned_to = BTreeMap::new();
+    let planned: Vec<_> = passes
+        .iter()
+        .flat_map(|passes| {
+            let steps = passes.trained / config.gradient_accumulation_steps as u64;
+            let config = config.clone().with_seq_len(passes.seq_len);
+            let plans = [
+                (steps, RankStep::of(&config, llama, mesh, rank)),
+                (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),
+            ];
+            // Without a plan only the measured volume is reported.
+            let plans: Vec<_> =
+                plans.into_iter().filter_map(|(times, plan)| Some((times, plan.ok()?))).collect();
+            for (times, plan) in &plans {
+                plan.sent_to
+                    .iter()
+                    .for_each(|(peer, bytes)| *planned_to.entry(*peer).or_default() += times * bytes);
+            }
+            plans.into_iter().flat_map(|(times, plan)| {
+                plan.collectives.into_iter().map(
+                    move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| PlannedVolume {
+                        axis,
+                        op,
+                        purpose,
+                        sent_bytes: times.saturating_mul(sent_bytes),
+                    },
+                )
             })
         })
-    });
+        .collect();
+    let sent_to = node_bytes::sent_to(engine.groups());
+    let by_node =
+        prepared.hosts.as_ref().map(|hosts| node_bytes::by_node(hosts, rank, &planned_to, &sent_to));
     RankComms {
         calls: engine.comm_calls(),
         each: engine.each_comm_call(),
-        planned: planned.collect(),
+        planned,
         sent: sent.collect(),
+        by_node: by_node.unwrap_or_default(),
     }
 }

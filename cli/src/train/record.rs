@@ -136,7 +136,9 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
     // The first sp group is enough: the plan is of one of its ranks, and other groups hold as much.
-    let watched = outcomes.iter().take(prepared.config.mesh.sp_size).filter_map(|outcome| {
+    let first_sp_group = &prepared.mesh.ranks()[..prepared.config.mesh.sp_size];
+    let watched = outcomes.iter().filter(|outcome| first_sp_group.contains(&outcome.summary.rank));
+    let watched = watched.filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
     });

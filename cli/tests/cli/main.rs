@@ -15,6 +15,7 @@ mod disk;
 mod doctor;
 mod evaluations;
 mod fit;
+mod hybrid_meshes;
 #[cfg(unix)]
 mod launch;
 #[cfg(target_os = "linux")]

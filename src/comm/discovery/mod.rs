@@ -3,11 +3,13 @@
 //! Launchers nest: `srun` starts one `torchrun` per node, which starts one process per GPU. Several of them
 //! may have set their variables. Launchers that number the processes of the job must agree.
 
+mod hosts;
 mod launcher;
 mod slurm;
 #[cfg(test)]
 mod tests;
 
+pub use hosts::{HOSTS_VARIABLE, host_name, stated_hosts};
 pub use launcher::Launcher;
 pub(super) use slurm::first_host;
 
@@ -97,6 +99,14 @@ pub enum DiscoveryError {
         rank: NamedValue,
         /// The number of ranks.
         size: NamedValue,
+    },
+    /// Hosts that are not one per rank.
+    #[error("ULYSSES_HOSTS has {hosts} host(s) for {ranks} rank(s); give one per rank, separated by commas")]
+    HostCount {
+        /// Number of hosts.
+        hosts: usize,
+        /// Number of ranks.
+        ranks: usize,
     },
     /// Two sources that contradict each other.
     #[error(

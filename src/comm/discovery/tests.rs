@@ -145,6 +145,15 @@ fn missing_and_invalid_numbers_are_named() {
 }
 
 #[test]
+fn the_hosts_of_all_ranks_can_be_stated() {
+    let stated = |text: Option<&str>, ranks| stated_hosts(ranks, |_| text.map(str::to_owned));
+    assert_eq!(stated(None, Some(2)), Ok(None));
+    assert_eq!(stated(Some("a, b"), Some(2)), Ok(Some(vec!["a".to_owned(), "b".to_owned()])));
+    assert_eq!(stated(Some("a,b"), Some(3)), Err(DiscoveryError::HostCount { hosts: 2, ranks: 3 }));
+    assert!(!host_name().is_empty());
+}
+
+#[test]
 fn slurm_compact_lists_are_parsed() {
     assert_eq!([0, 1, 2, 3].map(|node| tasks_on_node("4(x2),3", node)), [Some(4), Some(4), Some(3), None]);
     assert_eq!(tasks_on_node("4(y2)", 0), None);

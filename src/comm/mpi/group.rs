@@ -259,6 +259,10 @@ impl ProcessGroup for MpiGroup {
         self.members.stats.lock().clone()
     }
 
+    fn sent_to(&self) -> Vec<u64> {
+        self.members.sent_to.lock().clone()
+    }
+
     fn abort(&self, reason: &str) {
         let rank = self.own.rank;
         self.own.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });

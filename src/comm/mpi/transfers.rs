@@ -21,6 +21,8 @@ pub(super) struct Members {
     /// The group's label in reports.
     pub(super) label: Arc<GroupLabel>,
     pub(super) stats: Mutex<GroupStats>,
+    /// Bytes sent to each rank of the group.
+    pub(super) sent_to: Mutex<Vec<u64>>,
     pub(super) staging: Staging,
 }
 
@@ -28,7 +30,8 @@ impl Members {
     pub(super) fn new(name: &str, communicator: Communicator, rank: usize, global_ranks: Vec<usize>) -> Self {
         let label = Arc::new(GroupLabel { name: name.to_owned(), members: global_ranks.clone() });
         let (stats, staging) = (Mutex::default(), Staging::default());
-        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats, staging }
+        let sent_to = Mutex::new(vec![0; global_ranks.len()]);
+        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats, sent_to, staging }
     }
 
     pub(super) fn world_size(&self) -> usize {
@@ -64,8 +67,9 @@ pub(super) struct Transfers {
     in_progress: Vec<Transfer>,
     /// Texts received, by rank of the group.
     texts: Vec<Option<Vec<u8>>>,
-    /// Tensor bytes sent to and received from other ranks.
-    sent_bytes: u64,
+    /// Tensor bytes sent to each other rank of the group.
+    sent_bytes: Vec<u64>,
+    /// Tensor bytes received from other ranks.
     received_bytes: u64,
 }
 
@@ -101,7 +105,8 @@ enum Buffer {
 impl Transfers {
     pub(super) fn new(label: OpLabel, members: &Members) -> Self {
         let texts = vec![None; members.world_size()];
-        Self { label, phase: 0, in_progress: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
+        let sent_bytes = vec![0; members.world_size()];
+        Self { label, phase: 0, in_progress: Vec::new(), texts, sent_bytes, received_bytes: 0 }
     }
 
     pub(super) fn label(&self) -> OpLabel {
@@ -132,7 +137,7 @@ impl Transfers {
     /// Starts to send a contiguous tensor, which must not be written until the transfers are complete.
     pub(super) fn send(&mut self, members: &Members, tensor: &Tensor, to: usize) -> Result<(), CommError> {
         let (data, bytes) = memory::source(tensor)?;
-        self.sent_bytes += if to == members.rank { 0 } else { bytes as u64 };
+        self.sent_bytes[to] += if to == members.rank { 0 } else { bytes as u64 };
         for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
             let length = MAX_MESSAGE_BYTES.min(bytes - begin);
             // SAFETY: the range is within the tensor, whose storage the transfer keeps until it is complete. The
@@ -241,11 +246,15 @@ impl Transfers {
 
     /// Adds the bytes moved to the group's counters.
     pub(super) fn count(&self, members: &Members) {
-        if members.world_size() > 1 && self.sent_bytes + self.received_bytes > 0 {
+        let sent_bytes: u64 = self.sent_bytes.iter().sum();
+        if members.world_size() > 1 && sent_bytes + self.received_bytes > 0 {
             let mut stats = members.stats.lock();
             let counters = stats.ops.entry(self.label.op).or_default();
-            counters.bytes_sent += self.sent_bytes;
+            counters.bytes_sent += sent_bytes;
             counters.bytes_received += self.received_bytes;
+            drop(stats);
+            let mut sent_to = members.sent_to.lock();
+            sent_to.iter_mut().zip(&self.sent_bytes).for_each(|(sum, sent)| *sum += sent);
         }
     }
 }

@@ -23,6 +23,8 @@ pub(super) struct Communicator {
     rounds: Mutex<Rounds>,
     /// `counters[rank][op]`
     counters: Box<[[Counters; CollectiveOp::ALL.len()]]>,
+    /// Bytes that each rank has sent to each other, row-major.
+    sent: Box<[AtomicU64]>,
 }
 
 /// The operations in progress, as a queue, since they complete in order.
@@ -93,6 +95,7 @@ impl Communicator {
             mailbox: Mailbox::new(ranks),
             rounds: Mutex::default(),
             counters: (0..ranks).map(|_| Default::default()).collect(),
+            sent: (0..ranks * ranks).map(|_| AtomicU64::default()).collect(),
         }
     }
 
@@ -145,7 +148,14 @@ impl Communicator {
         if from.0 != to.0 {
             self.counters[from.0][from.1 as usize].bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
             self.counters[to.0][to.1 as usize].bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.sent[from.0 * self.world_size() + to.0].fetch_add(bytes as u64, Ordering::Relaxed);
         }
+    }
+
+    /// Bytes that `rank` has sent to each member.
+    pub(super) fn sent_to(&self, rank: usize) -> Vec<u64> {
+        let row = &self.sent[rank * self.world_size()..][..self.world_size()];
+        row.iter().map(|bytes| bytes.load(Ordering::Relaxed)).collect()
     }
 
     pub(super) fn stats(&self, rank: usize) -> GroupStats {

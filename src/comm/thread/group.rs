@@ -153,6 +153,10 @@ impl ProcessGroup for ThreadGroup {
         self.comm.stats(self.rank)
     }
 
+    fn sent_to(&self) -> Vec<u64> {
+        self.comm.sent_to(self.rank)
+    }
+
     fn abort(&self, reason: &str) {
         let rank = self.state.global_rank;
         self.state.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });

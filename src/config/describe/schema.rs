@@ -149,7 +149,18 @@ fn value(kind: Kind) -> Value {
         }
         Kind::Pairs(pair) => json!({ "type": "array", "items": value(Kind::TwoCounts(pair)) }),
         Kind::Rules => json!({ "type": "array", "items": value(Kind::Rule) }),
-        Kind::Rule => pair(json!({ "anyOf": [value(Kind::Text), { "type": "null" }] })),
+        Kind::Mesh => {
+            let axes =
+                json!({ "type": "object", "additionalProperties": { "type": "integer", "minimum": -1 } });
+            let sides = json!({ "intra": axes, "inter": axes, "ici": axes, "dcn": axes });
+            let object = json!({ "type": "object", "properties": sides, "additionalProperties": false });
+            json!({ "anyOf": [value(Kind::Text), object] })
+        }
+        Kind::Rule => {
+            let mesh = json!({ "anyOf": [value(Kind::Mesh), { "type": "null" }] });
+            let items = json!([value(Kind::Text), mesh, { "type": "object" }]);
+            json!({ "type": "array", "prefixItems": items, "items": false, "minItems": 2 })
+        }
         Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {

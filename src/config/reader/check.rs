@@ -4,7 +4,7 @@
 //! After the check, every value is valid or has been reported.
 
 use super::diagnostic::Problem;
-use super::document::{abbreviated, describe};
+use super::document::{abbreviated, describe, mesh_text};
 use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config::vocabulary::{
@@ -268,14 +268,14 @@ fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
         (Kind::Choice(names), Value::StringLit(text)) => {
             names.iter().any(|name| name.eq_ignore_ascii_case(&text.value))
         }
-        (Kind::Rule, Value::Array(array)) => {
-            let is_text = |value: &Value<'_>| is_valid(Kind::Text, value);
-            match array.elements.as_slice() {
-                [pattern, Value::NullKeyword(_)] => is_text(pattern),
-                [pattern, mesh] => is_text(pattern) && is_text(mesh),
-                _ => false,
+        (Kind::Mesh, value) => mesh_text(value).is_some_and(|text| !text.is_empty()),
+        (Kind::Rule, Value::Array(array)) => match array.elements.as_slice() {
+            [pattern, mesh] | [pattern, mesh, Value::Object(_)] => {
+                let is_mesh = matches!(mesh, Value::NullKeyword(_)) || is_valid(Kind::Mesh, mesh);
+                is_valid(Kind::Text, pattern) && is_mesh
             }
-        }
+            _ => false,
+        },
         (Kind::Variant { variants, .. }, Value::StringLit(text)) => {
             variant_named(&text.value, variants).is_some()
         }

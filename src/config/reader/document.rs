@@ -7,9 +7,10 @@
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use crate::config::error::ConfigError;
-use jsonc_parser::ast::{Object, Value};
+use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions};
+use serde_json::Value as Json;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -98,6 +99,45 @@ pub(crate) fn describe(value: &Value<'_>) -> String {
         Value::Object(_) => "an object".to_owned(),
         Value::Array(array) => format!("an array of {}", array.elements.len()),
         Value::NullKeyword(_) => "null".to_owned(),
+    }
+}
+
+/// Returns a mesh in the notation of [`MeshSpec`](crate::mesh::MeshSpec): a string, or an object such as
+/// `{"intra": {"sp": 4}, "inter": {"dp": 2}}`.
+pub(super) fn mesh_text(value: &Value<'_>) -> Option<String> {
+    let side = |name: &str, axes: &Value<'_>| {
+        let Value::Object(axes) = axes else { return None };
+        let axis = |property: &ObjectProp<'_>| match &property.value {
+            Value::NumberLit(size) => Some(format!("{}={}", property.name.as_str(), size.value)),
+            _ => None,
+        };
+        let axes = axes.properties.iter().map(axis).collect::<Option<Vec<_>>>()?;
+        Some(format!("{name}:{}", axes.join(",")))
+    };
+    match value {
+        Value::StringLit(text) => Some(text.value.to_string()),
+        Value::Object(sides) => {
+            let sides = sides.properties.iter().map(|property| side(property.name.as_str(), &property.value));
+            Some(sides.collect::<Option<Vec<_>>>()?.join("/"))
+        }
+        _ => None,
+    }
+}
+
+/// Returns a value as JSON.
+pub(super) fn to_json(value: &Value<'_>) -> Json {
+    match value {
+        Value::StringLit(string) => Json::from(string.value.as_ref()),
+        // The text of a valid number is JSON.
+        Value::NumberLit(number) => serde_json::from_str(number.value).unwrap_or_default(),
+        Value::BooleanLit(boolean) => Json::from(boolean.value),
+        Value::Object(object) => {
+            let property =
+                |property: &ObjectProp<'_>| (property.name.as_str().to_owned(), to_json(&property.value));
+            object.properties.iter().map(property).collect()
+        }
+        Value::Array(array) => array.elements.iter().map(to_json).collect(),
+        Value::NullKeyword(_) => Json::Null,
     }
 }
 

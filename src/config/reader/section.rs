@@ -6,12 +6,13 @@
 
 use super::check::{is_auto, variant_of_siblings};
 use super::diagnostic::{Position, Problem};
-use super::document::describe;
+use super::document::{describe, mesh_text, to_json};
 use super::note::Note;
 use super::report::Report;
 use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, is_comment, join};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::{Range, Ranged};
+use serde_json::Value as Json;
 
 /// An object of the file; an absent one reads as an empty one.
 pub(crate) struct Section<'a> {
@@ -100,20 +101,26 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// Returns the pairs of a pattern and a mesh in the array at `name`, with their indices; other elements have been
+    /// Returns a mesh in the text notation.
+    pub(crate) fn mesh(&self, name: &'static str) -> Option<String> {
+        match self.find(name)? {
+            Found::Given(value) => mesh_text(value),
+            Found::Known(_) => None,
+        }
+    }
+
+    /// Returns the rules of the array at `name`, with their indices: pattern, mesh and keys. Other elements have been
     /// reported.
-    pub(crate) fn rules(&self, name: &'static str) -> Vec<(usize, String, Option<String>)> {
-        let rule = |(index, value): (usize, &Value<'_>)| match value {
-            Value::Array(array) => match array.elements.as_slice() {
-                [Value::StringLit(pattern), Value::StringLit(mesh)] => {
-                    Some((index, pattern.value.to_string(), Some(mesh.value.to_string())))
-                }
-                [Value::StringLit(pattern), Value::NullKeyword(_)] => {
-                    Some((index, pattern.value.to_string(), None))
-                }
-                _ => None,
-            },
-            _ => None,
+    pub(crate) fn rules(&self, name: &'static str) -> Vec<(usize, String, Option<String>, Json)> {
+        let rule = |(index, value): (usize, &Value<'_>)| {
+            let Value::Array(array) = value else { return None };
+            let [Value::StringLit(pattern), mesh, keys @ ..] = array.elements.as_slice() else { return None };
+            Some((
+                index,
+                pattern.value.to_string(),
+                mesh_text(mesh),
+                keys.first().map_or(Json::Null, to_json),
+            ))
         };
         match self.find(name) {
             Some(Found::Given(Value::Array(array))) => {

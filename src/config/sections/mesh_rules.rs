@@ -1,24 +1,40 @@
-//! `ulysses.mesh_rules`: the mesh by machine.
+//! `ulysses.mesh_rules`: the mesh and other keys by machine.
 
+use super::mesh_spec::{self, StatedMesh};
 use crate::config::define::Setting;
 use crate::config::error::ConfigError;
 use crate::config::overrides::Overrides;
 use crate::config::raw::RawConfig;
 use crate::config::reader::Section;
 use crate::config::vocabulary::{Key, Value};
-use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset, RuleMatch, TrainingShape};
+use crate::mesh::{MeshError, MeshRules, MeshSpec};
 use serde_json::{Value as Json, json};
 
 /// Maximum number of rules; bounds the time that a hostile file can take.
 const MAX_RULES: usize = 1000;
 
-/// A rule: a pattern of machines and their mesh.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Maximum number of rules with keys, for each of which the file is checked once.
+const MAX_RULES_WITH_KEYS: usize = 50;
+
+/// Keys that a rule cannot override: they select the rule, or are its mesh.
+const NOT_IN_RULES: [&str; 6] = [
+    "mesh_param",
+    "data_parallel_size",
+    "sequence_parallel_size",
+    "ulysses.mesh",
+    "ulysses.mesh_rules",
+    "ulysses.backend",
+];
+
+/// A rule: a pattern of machines, their mesh and other keys.
+#[derive(Clone, Debug, PartialEq)]
 pub struct MeshRule {
     /// A regular expression that must match the whole selector.
     pub pattern: String,
-    /// `DPxSP`, `dp=…,sp=…` or a preset's name; `None` ignores the mesh sizes of the file.
-    pub mesh: Option<String>,
+    /// The mesh; `None` ignores the mesh of the file.
+    pub mesh: Option<MeshSpec>,
+    /// Keys that override those of the file, as a JSON object; null without any.
+    pub keys: Json,
 }
 
 impl Setting for Vec<MeshRule> {
@@ -27,17 +43,28 @@ impl Setting for Vec<MeshRule> {
     }
 
     fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
-        let pairs = section.rules(name);
-        if pairs.len() > MAX_RULES {
+        let rules = section.rules(name);
+        if rules.len() > MAX_RULES {
             section.contradiction(name, &format!("at most {MAX_RULES} rules"));
             return None;
         }
-        let read = |(index, pattern, mesh)| {
-            let rule = MeshRule { pattern, mesh };
+        if rules.iter().filter(|(.., keys)| !keys.is_null()).count() > MAX_RULES_WITH_KEYS {
+            section.contradiction(name, &format!("at most {MAX_RULES_WITH_KEYS} rules with keys"));
+            return None;
+        }
+        let read = |(index, pattern, mesh, keys): (usize, String, Option<String>, Json)| {
+            let mesh = mesh.and_then(|mesh| match MeshSpec::parse(&mesh) {
+                Ok(mesh) => Some(mesh),
+                Err(error) => {
+                    MeshRule::refuse_mesh(section, name, index, &error);
+                    None
+                }
+            });
+            let rule = MeshRule { pattern, mesh, keys };
             rule.check(section, name, index);
             rule
         };
-        Some(pairs.into_iter().map(read).collect())
+        Some(rules.into_iter().map(read).collect())
     }
 
     fn read(section: &Section<'_>, name: &'static str) -> Self {
@@ -45,13 +72,17 @@ impl Setting for Vec<MeshRule> {
     }
 
     fn written(&self) -> Option<Json> {
-        let pair = |rule: &MeshRule| json!([rule.pattern, rule.mesh]);
-        (!self.is_empty()).then(|| self.iter().map(pair).collect())
+        let rule = |rule: &MeshRule| {
+            let mesh = rule.mesh.as_ref().and_then(Setting::written).unwrap_or_default();
+            let keys = Some(rule.keys.clone()).filter(|keys| !keys.is_null());
+            [json!(rule.pattern), mesh].into_iter().chain(keys).collect::<Vec<_>>()
+        };
+        (!self.is_empty()).then(|| self.iter().map(rule).collect())
     }
 }
 
 impl MeshRule {
-    /// Reports an invalid pattern or mesh at its position in the file.
+    /// Reports an invalid pattern, mesh or set of keys at its position in the file.
     fn check(&self, section: &Section<'_>, name: &str, index: usize) {
         if let Err((_, error)) = Self::compile(std::slice::from_ref(self)) {
             let error = error.to_string();
@@ -59,31 +90,33 @@ impl MeshRule {
             let expected = format!("a regular expression in rule {index} ({reason})");
             section.contradiction_within(name, &[index, 0], &expected);
         }
-        // Inferred sizes depend on the number of ranks, which is not known here.
-        let anywhere = Cluster { nodes: 1, ranks_per_node: 1 };
-        let is_open = |error: &MeshError| {
-            matches!(error, MeshError::CannotInfer { .. } | MeshError::WorldSizeMismatch { .. })
-        };
-        let sizes = self.mesh.as_deref().map(|mesh| sizes_of(mesh, Some(anywhere)));
-        if let Some(Err(error)) = sizes.filter(|sizes| !sizes.as_ref().is_err_and(is_open)) {
-            section.contradiction_within(name, &[index, 1], &format!("a mesh in rule {index} ({error})"));
+        if let Some(Err(error)) = self.mesh.as_ref().map(mesh_spec::check) {
+            Self::refuse_mesh(section, name, index, &error);
         }
+        let is_set = |path: &&&str| self.keys.pointer(&format!("/{}", path.replace('.', "/"))).is_some();
+        if let Some(key) = NOT_IN_RULES.iter().find(is_set) {
+            let expected = format!("keys of rule {index} without `{key}`, which a rule cannot override");
+            section.contradiction_within(name, &[index, 2], &expected);
+        }
+    }
+
+    fn refuse_mesh(section: &Section<'_>, name: &str, index: usize, error: &MeshError) {
+        section.contradiction_within(name, &[index, 1], &format!("a mesh in rule {index} ({error})"));
     }
 
     /// Compiles the patterns of the rules.
     pub(crate) fn compile(rules: &[Self]) -> Result<MeshRules, (usize, regex::Error)> {
-        let pairs = rules.iter().map(|rule| (rule.pattern.clone(), rule.mesh.clone()));
-        MeshRules::new(&pairs.collect::<Vec<_>>())
+        MeshRules::new(&rules.iter().map(|rule| rule.pattern.as_str()).collect::<Vec<_>>())
     }
 }
 
-/// The mesh of the rule that applies, which replaces the file's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The rule that applies. Its mesh replaces the file's.
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct AppliedRule {
-    /// The sizes; `None` if they follow from the number of ranks.
-    pub(crate) shape: Option<TrainingShape>,
-    /// The preset that the rule names.
-    preset: Option<Preset>,
+    /// The index of the rule.
+    pub(crate) index: usize,
+    /// The mesh; `None` if it follows from the number of ranks.
+    pub(crate) mesh: Option<StatedMesh>,
 }
 
 impl RawConfig {
@@ -96,43 +129,38 @@ impl RawConfig {
     pub(crate) fn applied_rule(&self, overrides: &Overrides) -> Result<Option<AppliedRule>, ConfigError> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
         let Some(selector) = selector else { return Ok(None) };
+        let rules = &self.config.ulysses.mesh_rules;
         // Invalid patterns were rejected when the file was read.
-        let Ok(rules) = MeshRule::compile(&self.config.ulysses.mesh_rules) else { return Ok(None) };
-        let cluster = overrides.world_size.map(|ranks| {
-            let ranks_per_node = overrides.ranks_per_node.filter(|of_node| ranks.is_multiple_of(*of_node));
-            let ranks_per_node = ranks_per_node.unwrap_or(ranks);
-            Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node }
-        });
-        match rules.select(selector) {
-            RuleMatch::NoMatch => Ok(None),
-            RuleMatch::Cleared => Ok(Some(AppliedRule::default())),
-            RuleMatch::Mesh(mesh) => match sizes_of(mesh, cluster) {
-                Ok(shape) => Ok(Some(AppliedRule { shape: Some(shape), preset: Preset::named(mesh) })),
-                Err(source) => Err(ConfigError::MeshRule {
-                    file: self.file.clone(),
-                    selector: selector.clone(),
-                    mesh: mesh.to_owned(),
-                    source: Box::new(source),
-                }),
-            },
-        }
+        let Ok(patterns) = MeshRule::compile(rules) else { return Ok(None) };
+        let Some(index) = patterns.select(selector) else { return Ok(None) };
+        let stated = |mesh: &MeshSpec| {
+            StatedMesh::new(mesh, overrides.cluster()).map_err(|source| ConfigError::MeshRule {
+                file: self.file.clone(),
+                selector: selector.clone(),
+                mesh: mesh.to_string(),
+                source: Box::new(source),
+            })
+        };
+        let mesh = rules[index].mesh.as_ref().map(stated).transpose()?;
+        Ok(Some(AppliedRule { index, mesh }))
     }
 
     /// Checks that the ZeRO stage is the one that the preset implies.
     pub(crate) fn check_preset(
         &self,
-        applied_rule: Option<&AppliedRule>,
+        stated: Option<&StatedMesh>,
+        is_of_rule: bool,
         overrides: &Overrides,
     ) -> Result<(), ConfigError> {
         let selector = overrides.mesh_selector.as_deref().unwrap_or_default();
-        let (preset, source) =
-            match (overrides.preset, applied_rule.and_then(|applied_rule| applied_rule.preset)) {
-                (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
-                (None, Some(preset)) => {
-                    (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
-                }
-                (None, None) => return Ok(()),
-            };
+        let (preset, source) = match (overrides.preset, stated.and_then(|stated| stated.preset)) {
+            (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
+            (None, Some(preset)) if is_of_rule => {
+                (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
+            }
+            (None, Some(preset)) => (preset, format!("`ulysses.mesh` \"{}\"", preset.name())),
+            (None, None) => return Ok(()),
+        };
         match (preset.zero_stage(), u8::from(self.config.zero.stage)) {
             (Some(wanted), stage) if wanted != stage => Err(ConfigError::PresetStage {
                 file: self.file.clone(),
@@ -155,22 +183,4 @@ impl RawConfig {
             format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh sizes of the file apply")
         })
     }
-}
-
-/// Parses the sizes of a mesh, given as text or as a preset's name, for a cluster if it is known.
-///
-/// # Errors
-/// When the text is not a valid mesh, or does not fit the number of ranks.
-pub fn sizes_of(text: &str, cluster: Option<Cluster>) -> Result<TrainingShape, MeshError> {
-    let mesh = match Preset::parse(text, cluster)? {
-        Some((preset, cluster)) => preset.mesh(cluster)?,
-        // Without -1, the sizes determine the number of ranks.
-        None => match DeviceMesh::parse(text, None) {
-            Err(MeshError::InferWithoutWorldSize { .. }) => {
-                DeviceMesh::parse(text, cluster.map(Cluster::world_size))?
-            }
-            parsed => parsed?,
-        },
-    };
-    mesh.training_shape()
 }

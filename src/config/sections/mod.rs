@@ -5,6 +5,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod data;
 pub(crate) mod mesh;
 pub(crate) mod mesh_rules;
+pub(crate) mod mesh_spec;
 pub(crate) mod monitoring;
 pub(crate) mod optimizer;
 pub(crate) mod parameter_groups;

@@ -4,6 +4,7 @@ mod auto;
 mod data;
 mod diagnostics;
 mod machine;
+mod mesh;
 mod names;
 mod resolution;
 mod robustness;

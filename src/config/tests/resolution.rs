@@ -73,6 +73,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             ring_size: 1,
             threads_per_rank: None,
             backend: Backend::Thread,
+            mesh: None,
             mesh_rules: vec![],
             comm: CommConfig { check: CommCheck::Off, timeout_seconds: 300 },
             activation_checkpointing: false,
@@ -212,6 +213,7 @@ fn flags_override_the_file() {
     let overrides = Overrides {
         ring_size: None,
         mesh: Some((2, 4)),
+        layout: None,
         preset: None,
         shard_size: None,
         mesh_selector: None,

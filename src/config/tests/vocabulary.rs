@@ -42,7 +42,8 @@ fn sample(key: &Key) -> Value {
         Kind::Sections(_) => vec![json!([])],
         Kind::TextOrSections(_) => vec![json!(["x", "y"])],
         Kind::Pairs(_) => vec![json!([[10, 2048]])],
-        Kind::Rules => vec![json!([["a machine", "1x1"]])],
+        Kind::Mesh => vec![json!({ "intra": { "sp": 2 }, "inter": { "dp": 2 } })],
+        Kind::Rules => vec![json!([["a machine", "1x1", { "seed": 2 }]])],
         Kind::Rule => vec![json!(["a machine", null])],
     };
     others.into_iter().find(|other| *other != default).unwrap()

@@ -68,9 +68,11 @@ pub(crate) enum Value {
     TextOrSections(&'static [Key]),
     /// An array of pairs of integers ≥ 1, described by the text.
     Pairs(&'static str),
-    /// An array of pairs of a pattern and a mesh or null.
+    /// A mesh: a string, or an object with the sizes within a node and between nodes.
+    Mesh,
+    /// An array of rules.
     Rules,
-    /// A pair of a pattern and a mesh or null.
+    /// A pattern, a mesh or null, and possibly keys of the file.
     Rule,
     /// A section, or a boolean (deprecated).
     SwitchOrSection(&'static [Key]),
@@ -277,8 +279,13 @@ impl fmt::Display for Value {
                 f.write_str("a non-empty string, or an array of such strings and objects")
             }
             Self::Pairs(_) => f.write_str("an array of pairs of integers ≥ 1"),
-            Self::Rules => f.write_str("an array of pairs [pattern, mesh]"),
-            Self::Rule => f.write_str("an array of two, a pattern and a mesh such as \"2x4\" or null"),
+            Self::Mesh => f.write_str(
+                "a mesh such as \"2x4\", or an object such as {\"intra\": {\"sp\": 4}, \"inter\": {\"dp\": 2}}",
+            ),
+            Self::Rules => f.write_str("an array of rules [pattern, mesh] or [pattern, mesh, keys]"),
+            Self::Rule => f.write_str(
+                "an array of a pattern, a mesh such as \"2x4\" or null, and possibly an object of keys",
+            ),
             Self::Section(_) | Self::SwitchOrSection(_) | Self::Params(_) => f.write_str("an object"),
             Self::Variant { variants, .. } => {
                 write_one_of(f, &variants.iter().map(|variant| variant.name).collect::<Vec<_>>())

@@ -1,0 +1,468 @@
+//! Meshes as flags and config files state them.
+
+use super::notation::{parse_axes, unreadable};
+use super::{
+    Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RING_AXIS, RankHosts, TrainingShape,
+    ULYSSES_AXIS, canonical_axis_name,
+};
+use std::fmt;
+
+/// Axes of a training mesh, slowest first. Axes that are stated in another order are sorted.
+const AXIS_ORDER: [&str; 6] = ["dp_replicate", "dp_shard", "dp", "sp", RING_AXIS, ULYSSES_AXIS];
+
+/// Names and sizes; -1 is inferred.
+type Axes = Vec<(String, i64)>;
+
+/// A training mesh as text: sizes, sizes within a node and between nodes, a rank map, or a preset.
+///
+/// | text | mesh |
+/// |---|---|
+/// | `2x4`, `dp=2,sp=4` | row-major |
+/// | `intra:sp=4/inter:dp=2` | a [`HybridMeshShape`]: sizes within a node and between nodes; a missing axis has size 1. `ici` and `dcn` are synonyms |
+/// | `dp=2,sp=2@0,2,1,3` | the rank at each coordinate, row-major |
+/// | `ulysses`, `hsdp=2x4` | a [`Preset`] |
+/// | `split:4x2`, `axlearn:4x2` | sizes of which one axis is split over the nodes, by a [`SplitRule`] |
+///
+/// ```
+/// use ulysses::mesh::{Cluster, MeshSpec};
+///
+/// let cluster = Cluster { nodes: 2, ranks_per_node: 4 };
+/// let spec = MeshSpec::parse("intra:sp=-1/inter:dp=-1")?.resolve(Some(cluster))?;
+/// assert_eq!(spec.to_string(), "intra:dp=1,sp=4/inter:dp=2,sp=1");
+/// assert_eq!(spec.training_shape()?.sp, 4);
+/// # Ok::<(), ulysses::mesh::MeshError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MeshSpec {
+    /// Sizes of row-major ranks.
+    Axes(Axes),
+    /// Sizes within a node and between nodes.
+    Hybrid {
+        /// Sizes within a node.
+        intra: Axes,
+        /// Sizes between nodes.
+        inter: Axes,
+    },
+    /// Sizes, and the rank at each coordinate.
+    RankMap {
+        /// The sizes.
+        axes: Axes,
+        /// The ranks, row-major.
+        ranks: Vec<usize>,
+    },
+    /// Sizes of which one axis is split over the nodes.
+    Split {
+        /// The rule that selects the axis.
+        rule: SplitRule,
+        /// The sizes.
+        axes: Axes,
+    },
+    /// A preset, and its cluster if the text has one.
+    Preset(Preset, Option<Cluster>),
+}
+
+/// The axis of a plain shape that is split over the nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SplitRule {
+    /// The first axis whose size is a multiple of the number of nodes; an error if there is none.
+    FirstMultiple,
+    /// axlearn's: the first axis larger than 1. If its size is not a multiple of the number of nodes, ranks are row-major.
+    FirstNonSingleton,
+}
+
+impl SplitRule {
+    const ALL: [Self; 2] = [Self::FirstMultiple, Self::FirstNonSingleton];
+
+    /// Returns the prefix in the text notation.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FirstMultiple => "split",
+            Self::FirstNonSingleton => "axlearn",
+        }
+    }
+}
+
+impl MeshSpec {
+    /// Parses a mesh in any notation.
+    ///
+    /// # Errors
+    /// Fails if the text is in none of the notations. Sizes are checked by [`resolve`](Self::resolve).
+    pub fn parse(text: &str) -> Result<Self, MeshError> {
+        if let Some((axes, ranks)) = text.split_once('@') {
+            return Ok(Self::RankMap { axes: owned_axes(axes)?, ranks: parse_ranks(text, ranks)? });
+        }
+        if let Some((name, axes)) = text.split_once(':') {
+            let rule = SplitRule::ALL.into_iter().find(|rule| rule.name() == name.trim());
+            return match rule {
+                Some(rule) => Ok(Self::Split { rule, axes: owned_axes(axes)? }),
+                None => parse_hybrid(text),
+            };
+        }
+        match Preset::named(text) {
+            // Only the text decides about the cluster: any other would do.
+            Some(preset) if text.contains('=') => {
+                let cluster = Preset::parse(text, None)?.map(|(_, cluster)| cluster);
+                Ok(Self::Preset(preset, cluster))
+            }
+            Some(preset) => Ok(Self::Preset(preset, None)),
+            None => Ok(Self::Axes(owned_axes(text)?)),
+        }
+    }
+
+    /// Infers all sizes and replaces presets and rules by their shapes. The result is `Axes`, `Hybrid` or `RankMap`.
+    ///
+    /// On a cluster of one node, or without one, the stated sizes determine the nodes of a hybrid shape.
+    ///
+    /// # Errors
+    /// Fails if a size cannot be inferred, or the sizes do not fit the cluster.
+    pub fn resolve(&self, cluster: Option<Cluster>) -> Result<Self, MeshError> {
+        let world_size = cluster.map(Cluster::world_size);
+        match self {
+            Self::Axes(axes) => Ok(Self::Axes(resolve_axes(axes, world_size)?)),
+            Self::RankMap { axes, ranks } => {
+                let mesh = DeviceMesh::with_ranks(&borrowed(axes), ranks.clone())?;
+                if let Some(rank) = ranks.iter().find(|rank| **rank >= ranks.len()) {
+                    let reason = format!("rank {rank} is not below the number of ranks, {}", ranks.len());
+                    return Err(unreadable(&self.to_string(), reason));
+                }
+                Ok(Self::RankMap { axes: axes_of(&mesh), ranks: ranks.clone() })
+            }
+            Self::Hybrid { intra, inter } => Ok(Self::of_shape(&hybrid_shape(intra, inter, cluster)?)),
+            Self::Split { rule, axes } => split(*rule, axes, cluster),
+            Self::Preset(preset, Some(given)) => {
+                Preset::parse(&self.to_string(), cluster)?;
+                Ok(Self::Axes(axes_of(&preset.mesh(*given)?)))
+            }
+            Self::Preset(preset, None) => match cluster {
+                Some(cluster) => Ok(Self::of_shape(&preset.shape(cluster)?)),
+                None => Err(MeshError::PresetWithoutCluster { preset: preset.name().to_owned() }),
+            },
+        }
+    }
+
+    /// Returns the sizes of a resolved mesh.
+    ///
+    /// # Errors
+    /// Fails if the mesh has other axes than a training mesh, or is not resolved.
+    pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
+        let mesh = match self {
+            Self::Axes(axes) | Self::RankMap { axes, .. } | Self::Split { axes, .. } => {
+                DeviceMesh::new(&borrowed(axes), None)?
+            }
+            Self::Hybrid { intra, inter } => {
+                let shape = hybrid_shape(intra, inter, None)?;
+                let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+                let sizes = shape.shape().into_iter().map(size);
+                let axes: Vec<_> = shape.axis_names().iter().map(String::as_str).zip(sizes).collect();
+                DeviceMesh::new(&axes, None)?
+            }
+            Self::Preset(preset, cluster) => {
+                let cluster = cluster
+                    .ok_or_else(|| MeshError::PresetWithoutCluster { preset: preset.name().to_owned() })?;
+                preset.mesh(cluster)?
+            }
+        };
+        let shape = mesh.training_shape()?;
+        // The order of the axes gives a rank map its meaning, so it is not sorted.
+        let names = mesh.axis_names();
+        if matches!(self, Self::RankMap { .. }) && !names.is_sorted_by_key(|name| place(name)) {
+            let reason = format!("the axes of a rank map are in the order {}", AXIS_ORDER.join(", "));
+            return Err(unreadable(&self.to_string(), reason));
+        }
+        Ok(shape)
+    }
+
+    /// Returns the rank map of a mesh.
+    pub fn rank_map(mesh: &DeviceMesh) -> Self {
+        Self::RankMap { axes: axes_of(mesh), ranks: mesh.ranks().to_vec() }
+    }
+
+    /// Returns the preset that the text names.
+    pub fn preset(&self) -> Option<Preset> {
+        match self {
+            Self::Preset(preset, _) => Some(*preset),
+            _ => None,
+        }
+    }
+
+    /// Returns a note if a rule could not be followed in `resolved`.
+    pub fn fallback_note(&self, resolved: &Self, cluster: Option<Cluster>) -> Option<String> {
+        let nodes = cluster.map_or(1, |cluster| cluster.nodes);
+        (matches!(self, Self::Split { .. }) && matches!(resolved, Self::Axes(_)) && nodes > 1).then(|| {
+            format!("the first axis of {resolved} larger than 1 is not a multiple of the {nodes} nodes: ranks are row-major")
+        })
+    }
+
+    /// Returns the ranks of a resolved mesh, row-major. `hosts` are several nodes.
+    pub(super) fn ranks(&self, hosts: Option<&RankHosts>) -> Result<Vec<usize>, MeshError> {
+        match self {
+            Self::RankMap { ranks, .. } => Ok(ranks.clone()),
+            Self::Hybrid { intra, inter } => {
+                let shape = hybrid_shape(intra, inter, None)?;
+                let Some(hosts) = hosts else { return Ok(shape.mesh()?.ranks().to_vec()) };
+                let (nodes, ranks_per_node) = (shape.nodes(), shape.ranks_per_node());
+                if hosts.cluster()? != (Cluster { nodes, ranks_per_node }) {
+                    let (mesh, found) = (self.to_string(), hosts.to_string());
+                    return Err(MeshError::OtherNodes { mesh, nodes, ranks_per_node, found });
+                }
+                Ok(shape.mesh_over(&hosts.devices())?.ranks().to_vec())
+            }
+            _ => {
+                let shape = self.training_shape()?;
+                Ok((0..shape.dp * shape.sp).collect())
+            }
+        }
+    }
+
+    fn of_shape(shape: &HybridMeshShape) -> Self {
+        let side = |sizes: &[usize]| {
+            let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
+            shape.axis_names().iter().cloned().zip(sizes.iter().map(size)).collect()
+        };
+        Self::Hybrid { intra: side(shape.intra()), inter: side(shape.inter()) }
+    }
+}
+
+/// Writes the notation that [`MeshSpec::parse`] reads.
+impl fmt::Display for MeshSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Axes(axes) => f.write_str(&written(axes)),
+            Self::Hybrid { intra, inter } => {
+                write!(f, "intra:{}/inter:{}", written(intra), written(inter))
+            }
+            Self::RankMap { axes, ranks } => {
+                let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
+                write!(f, "{}@{}", written(axes), ranks.join(","))
+            }
+            Self::Split { rule, axes } => write!(f, "{}:{}", rule.name(), written(axes)),
+            Self::Preset(preset, None) => f.write_str(preset.name()),
+            Self::Preset(preset, Some(Cluster { nodes, ranks_per_node })) => {
+                write!(f, "{}={nodes}x{ranks_per_node}", preset.name())
+            }
+        }
+    }
+}
+
+fn written(axes: &Axes) -> String {
+    axes.iter().map(|(name, size)| format!("{name}={size}")).collect::<Vec<_>>().join(",")
+}
+
+fn owned_axes(text: &str) -> Result<Axes, MeshError> {
+    let axes = parse_axes(text)?;
+    Ok(axes.into_iter().map(|(name, size)| (canonical_axis_name(name).to_owned(), size)).collect())
+}
+
+fn borrowed(axes: &Axes) -> Vec<(&str, i64)> {
+    axes.iter().map(|(name, size)| (name.as_str(), *size)).collect()
+}
+
+fn axes_of(mesh: &DeviceMesh) -> Axes {
+    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
+    mesh.axis_names().iter().cloned().zip(mesh.shape().iter().map(size)).collect()
+}
+
+/// Returns the place of an axis among others; unknown ones keep their order, in the place of `dp`.
+fn place(name: &str) -> usize {
+    let position = |name: &str| AXIS_ORDER.iter().position(|axis| *axis == name);
+    position(name).or_else(|| position("dp")).unwrap_or_default()
+}
+
+fn parse_ranks(text: &str, ranks: &str) -> Result<Vec<usize>, MeshError> {
+    let rank = |rank: &str| {
+        rank.trim().parse().map_err(|_| unreadable(text, format!("`{rank}` after `@` is not a rank")))
+    };
+    ranks.split(',').map(rank).collect()
+}
+
+/// Parses `intra:…/inter:…`, in any order; one of the two may be missing.
+fn parse_hybrid(text: &str) -> Result<MeshSpec, MeshError> {
+    let [mut intra, mut inter] = [None, None];
+    for part in text.split('/') {
+        let (name, axes) = part.split_once(':').unwrap_or((part, ""));
+        let side = match name.trim() {
+            "intra" | "ici" => &mut intra,
+            "inter" | "dcn" => &mut inter,
+            other => {
+                let reason =
+                    format!("`{other}` is not `intra` or `inter` (`ici`, `dcn`), `split` or `axlearn`");
+                return Err(unreadable(text, reason));
+            }
+        };
+        if side.replace(owned_axes(axes)?).is_some() {
+            return Err(unreadable(text, format!("`{}` is given twice", name.trim())));
+        }
+    }
+    Ok(MeshSpec::Hybrid { intra: intra.unwrap_or_default(), inter: inter.unwrap_or_default() })
+}
+
+/// Infers a size of -1; without one, the sizes determine the number of ranks.
+fn resolve_axes(axes: &Axes, world_size: Option<usize>) -> Result<Axes, MeshError> {
+    let mesh = match DeviceMesh::new(&borrowed(axes), None) {
+        Err(MeshError::InferWithoutWorldSize { .. }) => DeviceMesh::new(&borrowed(axes), world_size)?,
+        parsed => parsed?,
+    };
+    Ok(axes_of(&mesh))
+}
+
+/// Builds a hybrid shape on a cluster of several nodes, or on the nodes that its own sizes give.
+fn hybrid_shape(intra: &Axes, inter: &Axes, cluster: Option<Cluster>) -> Result<HybridMeshShape, MeshError> {
+    let mut names: Vec<&str> = Vec::new();
+    for (index, (name, _)) in intra.iter().chain(inter).enumerate() {
+        let side = if index < intra.len() { &intra[..index] } else { &inter[..index - intra.len()] };
+        if side.iter().any(|(earlier, _)| earlier == name) {
+            return Err(MeshError::DuplicateName { name: name.clone() });
+        }
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    // A stable sort keeps the order of other axes.
+    names.sort_by_key(|name| place(name));
+    let sizes = |side: &Axes| -> Vec<i64> {
+        let size = |name: &&str| side.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
+        names.iter().map(size).collect()
+    };
+    let (intra, inter) = (sizes(intra), sizes(inter));
+    let cluster = match cluster.filter(|cluster| cluster.nodes > 1) {
+        Some(cluster) => cluster,
+        None => own_cluster(&names, &intra, &inter, cluster.map(Cluster::world_size))?,
+    };
+    HybridMeshShape::new(&names, &intra, &inter, cluster)
+}
+
+/// Returns the cluster of stated sizes. The side without a -1 gives the other side's ranks.
+fn own_cluster(
+    names: &[&str],
+    intra: &[i64],
+    inter: &[i64],
+    world_size: Option<usize>,
+) -> Result<Cluster, MeshError> {
+    let product = |sizes: &[i64]| {
+        sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(usize::try_from(size).ok()?))
+    };
+    let divided = |known: usize, missing: &[i64]| {
+        let Some(total) = world_size else {
+            let axis = names.iter().zip(missing).find(|(_, size)| **size < 0);
+            let axis = axis.map_or_else(String::new, |(name, _)| (*name).to_owned());
+            return Err(MeshError::InferWithoutWorldSize { axis });
+        };
+        Ok(total / known.max(1))
+    };
+    let (nodes, ranks_per_node) = match (product(inter), product(intra)) {
+        (Some(nodes), Some(ranks_per_node)) => (nodes, ranks_per_node),
+        (Some(nodes), None) => (nodes, divided(nodes, intra)?),
+        (None, Some(ranks_per_node)) => (divided(ranks_per_node, inter)?, ranks_per_node),
+        (None, None) => (1, divided(1, intra)?),
+    };
+    Ok(Cluster { nodes, ranks_per_node })
+}
+
+/// Splits one axis of a plain shape over the nodes.
+fn split(rule: SplitRule, axes: &Axes, cluster: Option<Cluster>) -> Result<MeshSpec, MeshError> {
+    let axes = resolve_axes(axes, cluster.map(Cluster::world_size))?;
+    let Some(cluster) = cluster.filter(|cluster| cluster.nodes > 1) else { return Ok(MeshSpec::Axes(axes)) };
+    let mut sorted = axes.clone();
+    sorted.sort_by_key(|(name, _)| place(name));
+    let (names, sizes): (Vec<&str>, Vec<i64>) = borrowed(&sorted).into_iter().unzip();
+    let nodes = i64::try_from(cluster.nodes).unwrap_or(i64::MAX);
+    let first = sizes.iter().find(|size| **size > 1);
+    if rule == SplitRule::FirstNonSingleton && first.is_none_or(|size| size % nodes != 0) {
+        return Ok(MeshSpec::Axes(axes));
+    }
+    // With axlearn's rule, the first axis that is a multiple of several nodes is the first one above 1.
+    Ok(MeshSpec::of_shape(&HybridMeshShape::split(&names, &sizes, cluster)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TWO_OF_4: Option<Cluster> = Some(Cluster { nodes: 2, ranks_per_node: 4 });
+
+    fn resolved(text: &str, cluster: Option<Cluster>) -> Result<String, MeshError> {
+        let spec = MeshSpec::parse(text)?.resolve(cluster)?;
+        spec.training_shape()?;
+        // The result reads back, and resolves to itself.
+        assert_eq!(MeshSpec::parse(&spec.to_string())?.resolve(cluster)?, spec);
+        Ok(spec.to_string())
+    }
+
+    #[test]
+    fn every_notation_resolves_on_a_cluster() {
+        for (text, expected) in [
+            ("2x4", "dp=2,sp=4"),
+            ("sp=4,dp=-1", "sp=4,dp=2"),
+            ("ici:ulysses=4/dcn:ring=2", "intra:ring=1,ulysses=4/inter:ring=2,ulysses=1"),
+            ("intra:sp=4/inter:dp=2", "intra:dp=1,sp=4/inter:dp=2,sp=1"),
+            ("dcn:data_parallel=-1/ici:sp=2,dp=-1", "intra:dp=2,sp=2/inter:dp=2,sp=1"),
+            (
+                "intra:dp_shard=4/inter:dp_replicate=2",
+                "intra:dp_replicate=1,dp_shard=4/inter:dp_replicate=2,dp_shard=1",
+            ),
+            ("dp=2,sp=4@0,1,2,3,7,6,5,4", "dp=2,sp=4@0,1,2,3,7,6,5,4"),
+            ("ulysses", "intra:dp=1,sp=4/inter:dp=2,sp=1"),
+            ("ulysses=4x2", "dp=4,sp=2"),
+            ("split:dp=1,sp=8", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
+            ("split:sp=8,dp=1", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
+        ] {
+            assert_eq!(resolved(text, TWO_OF_4).as_deref(), Ok(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn without_a_cluster_of_several_nodes_the_sizes_determine_the_nodes() {
+        let one_of_8 = Some(Cluster { nodes: 1, ranks_per_node: 8 });
+        let expected = Ok("intra:dp=1,sp=2/inter:dp=4,sp=1");
+        for (text, cluster) in [
+            ("intra:sp=2/inter:dp=4", None),
+            ("intra:sp=2/inter:dp=4", one_of_8),
+            ("intra:sp=-1/inter:dp=4", one_of_8),
+            ("intra:sp=2/inter:dp=-1", one_of_8),
+        ] {
+            assert_eq!(resolved(text, cluster).as_deref(), expected, "{text} on {cluster:?}");
+        }
+        let both = resolved("intra:sp=-1/inter:dp=-1", one_of_8);
+        assert_eq!(both.as_deref(), Ok("intra:dp=1,sp=8/inter:dp=1,sp=1"));
+        assert_eq!(resolved("split:4x2", one_of_8).as_deref(), Ok("dp=4,sp=2"));
+        let error = resolved("intra:sp=-1/inter:dp=4", None).unwrap_err();
+        assert_eq!(error, MeshError::InferWithoutWorldSize { axis: "sp".into() });
+    }
+
+    #[test]
+    fn axlearns_rule_splits_the_first_axis_above_1_or_falls_back() {
+        let of_3 = Some(Cluster { nodes: 3, ranks_per_node: 4 });
+        assert_eq!(resolved("axlearn:1x8", TWO_OF_4).as_deref(), Ok("intra:dp=1,sp=4/inter:dp=1,sp=2"));
+        assert_eq!(resolved("axlearn:6x2", of_3).as_deref(), Ok("intra:dp=2,sp=2/inter:dp=3,sp=1"));
+        // Ours takes the next axis where axlearn's falls back.
+        assert_eq!(resolved("split:2x6", of_3).as_deref(), Ok("intra:dp=2,sp=2/inter:dp=1,sp=3"));
+        let spec = MeshSpec::parse("axlearn:2x6").unwrap();
+        let fallback = spec.resolve(of_3).unwrap();
+        assert_eq!(fallback.to_string(), "dp=2,sp=6");
+        assert!(spec.fallback_note(&fallback, of_3).unwrap().contains("not a multiple of the 3 nodes"));
+        assert_eq!(spec.fallback_note(&fallback, None), None);
+        assert!(resolved("split:4x4", Some(Cluster { nodes: 3, ranks_per_node: 4 })).is_err());
+    }
+
+    #[test]
+    fn invalid_meshes_are_errors_that_say_why() {
+        for (text, expected) in [
+            ("intra:sp=4/outer:dp=2", "`outer` is not `intra` or `inter`"),
+            ("intra:sp=4/ici:dp=2", "`ici` is given twice"),
+            ("intra:sp=4,sp=2/inter:dp=2", "duplicate axis `sp`"),
+            ("intra:tp=4/inter:dp=2", "the axes are dp and sp, got tp, dp"),
+            ("intra:sp=2/inter:dp=2", "within a node: mesh dp=1,sp=2 needs 2 ranks"),
+            ("intra:sp=0/inter:dp=2", "within a node: axis `sp` has size 0"),
+            ("dp=2,sp=2@0,1,2", "needs 4 ranks"),
+            ("dp=2,sp=2@0,1,2,x", "`x` after `@` is not a rank"),
+            ("dp=2,sp=2@0,1,2,2", "duplicate rank 2"),
+            ("dp=2,sp=2@0,1,2,4", "rank 4 is not below the number of ranks, 4"),
+            ("sp=2,dp=2@0,1,2,3", "the axes of a rank map are in the order"),
+            ("", "`` is not a size"),
+        ] {
+            let error = resolved(text, TWO_OF_4).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}
