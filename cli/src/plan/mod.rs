@@ -159,6 +159,8 @@ struct ModelReport {
 struct MeshReport {
     dp: usize,
     sp: usize,
+    /// Ranks of the ring within sp.
+    ring_size: usize,
     ranks_per_node: usize,
 }
 
@@ -306,7 +308,12 @@ impl Report {
             assumed: None,
             features: Features::new(&config, &decided.config, &model),
             model: ModelReport::new(name, &model),
-            mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
+            mesh: MeshReport {
+                dp: config.mesh.dp_size,
+                sp: config.mesh.sp_size,
+                ring_size: config.seq_sharding().ring_size,
+                ranks_per_node,
+            },
             shard_size: config.zero.mics_shard_size,
             zero_stage: config.zero.stage,
             zero_partition_axes: config.zero_axes(),

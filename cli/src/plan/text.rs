@@ -41,9 +41,13 @@ impl Text<'_> {
             model.num_heads,
             model.num_kv_heads
         )?;
+        let ring = match mesh.ring_size {
+            1 => String::new(),
+            ring_size => format!(" (ring {ring_size} × ulysses {})", mesh.sp / ring_size),
+        };
         writeln!(
             f,
-            "mesh    dp {} × sp {}, {} ranks per node, ZeRO stage {}, {}{}",
+            "mesh    dp {} × sp {}{ring}, {} ranks per node, ZeRO stage {}, {}{}",
             mesh.dp,
             mesh.sp,
             mesh.ranks_per_node,

@@ -5,6 +5,7 @@ use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 use ulysses::config::{MeshConfig, ParameterGroup};
+use ulysses::mesh::SeqSharding;
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::Tracer;
 
@@ -31,9 +32,15 @@ impl Display for Run {
             0 => String::new(),
             frozen => format!(" ({:.2} M frozen)", frozen as f64 / 1e6),
         };
+        let ring = match config.seq_sharding() {
+            SeqSharding { ring_size: 1, .. } => String::new(),
+            SeqSharding { ring_size, ulysses_size } => {
+                format!(" (ring {ring_size} × ulysses {ulysses_size})")
+            }
+        };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
+            "mesh dp {dp_size} × sp {sp_size}{ring}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
              tokens, {} thread(s) per rank",
             config.zero_axes().with_stage(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
