@@ -32,6 +32,7 @@ mod rules;
 mod shard_range;
 mod slice;
 mod spec;
+mod stated_sizes;
 mod svg;
 #[cfg(test)]
 mod tests;
@@ -46,7 +47,8 @@ pub use placement::{PlacedMesh, SpGroups};
 pub use preset::Preset;
 pub use rules::MeshRules;
 pub use shard_range::shard_range;
-pub use spec::{MeshSpec, SplitRule};
+pub use spec::MeshSpec;
+pub use stated_sizes::SplitRule;
 pub use svg::svg;
 
 use crate::fnv1a::Fnv1a;
