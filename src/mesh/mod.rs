@@ -33,6 +33,7 @@ mod seq_sharding;
 mod shard_range;
 mod slice;
 mod spec;
+mod stated_sizes;
 mod svg;
 #[cfg(test)]
 mod tests;
@@ -48,7 +49,8 @@ pub use preset::Preset;
 pub use rules::MeshRules;
 pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS};
 pub use shard_range::shard_range;
-pub use spec::{MeshSpec, SplitRule};
+pub use spec::MeshSpec;
+pub use stated_sizes::SplitRule;
 pub use svg::svg;
 
 use crate::fnv1a::Fnv1a;

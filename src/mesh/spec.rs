@@ -1,17 +1,13 @@
 //! Meshes as flags and config files state them.
 
 use super::notation::{parse_axes, unreadable};
+use super::stated_sizes::{
+    AXIS_ORDER, Axes, SplitRule, axes_of, borrowed, hybrid_shape, place, resolve_axes, split,
+};
 use super::{
-    Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RING_AXIS, RankHosts, TrainingShape,
-    ULYSSES_AXIS, canonical_axis_name,
+    Cluster, DeviceMesh, HybridMeshShape, MeshError, Preset, RankHosts, TrainingShape, canonical_axis_name,
 };
 use std::fmt;
-
-/// Axes of a training mesh, slowest first. Axes that are stated in another order are sorted.
-const AXIS_ORDER: [&str; 6] = ["dp_replicate", "dp_shard", "dp", "sp", RING_AXIS, ULYSSES_AXIS];
-
-/// Names and sizes; -1 is inferred.
-type Axes = Vec<(String, i64)>;
 
 /// A training mesh as text: sizes, sizes within a node and between nodes, a rank map, or a preset.
 ///
@@ -62,27 +58,6 @@ pub enum MeshSpec {
     Preset(Preset, Option<Cluster>),
 }
 
-/// The axis of a plain shape that is split over the nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SplitRule {
-    /// The first axis whose size is a multiple of the number of nodes; an error if there is none.
-    FirstMultiple,
-    /// axlearn's: the first axis larger than 1. If its size is not a multiple of the number of nodes, ranks are row-major.
-    FirstNonSingleton,
-}
-
-impl SplitRule {
-    const ALL: [Self; 2] = [Self::FirstMultiple, Self::FirstNonSingleton];
-
-    /// Returns the prefix in the text notation.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::FirstMultiple => "split",
-            Self::FirstNonSingleton => "axlearn",
-        }
-    }
-}
-
 impl MeshSpec {
     /// Parses a mesh in any notation.
     ///
@@ -129,7 +104,10 @@ impl MeshSpec {
                 Ok(Self::RankMap { axes: axes_of(&mesh), ranks: ranks.clone() })
             }
             Self::Hybrid { intra, inter } => Ok(Self::of_shape(&hybrid_shape(intra, inter, cluster)?)),
-            Self::Split { rule, axes } => split(*rule, axes, cluster),
+            Self::Split { rule, axes } => match split(*rule, axes, cluster)? {
+                Some(shape) => Ok(Self::of_shape(&shape)),
+                None => Ok(Self::Axes(resolve_axes(axes, world_size)?)),
+            },
             Self::Preset(preset, Some(given)) => {
                 Preset::parse(&self.to_string(), cluster)?;
                 Ok(Self::Axes(axes_of(&preset.mesh(*given)?)))
@@ -194,6 +172,31 @@ impl MeshSpec {
         })
     }
 
+    /// Returns the resolved mesh with its own axes, for consecutive ranks on each node, and the ranks per node if it states
+    /// them.
+    ///
+    /// # Errors
+    /// Fails if the mesh is invalid.
+    pub fn mesh(&self) -> Result<(DeviceMesh, Option<usize>), MeshError> {
+        match self {
+            Self::Axes(axes) | Self::Split { axes, .. } => {
+                Ok((DeviceMesh::new(&borrowed(axes), None)?, None))
+            }
+            Self::RankMap { axes, ranks } => {
+                Ok((DeviceMesh::with_ranks(&borrowed(axes), ranks.clone())?, None))
+            }
+            Self::Hybrid { intra, inter } => {
+                let shape = hybrid_shape(intra, inter, None)?;
+                Ok((shape.mesh()?, Some(shape.ranks_per_node())))
+            }
+            Self::Preset(preset, cluster) => {
+                let cluster = cluster
+                    .ok_or_else(|| MeshError::PresetWithoutCluster { preset: preset.name().to_owned() })?;
+                Ok((preset.mesh(cluster)?, Some(cluster.ranks_per_node)))
+            }
+        }
+    }
+
     /// Returns the ranks of a resolved mesh, row-major. `hosts` are several nodes.
     pub(super) fn ranks(&self, hosts: Option<&RankHosts>) -> Result<Vec<usize>, MeshError> {
         match self {
@@ -254,21 +257,6 @@ fn owned_axes(text: &str) -> Result<Axes, MeshError> {
     Ok(axes.into_iter().map(|(name, size)| (canonical_axis_name(name).to_owned(), size)).collect())
 }
 
-fn borrowed(axes: &Axes) -> Vec<(&str, i64)> {
-    axes.iter().map(|(name, size)| (name.as_str(), *size)).collect()
-}
-
-fn axes_of(mesh: &DeviceMesh) -> Axes {
-    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
-    mesh.axis_names().iter().cloned().zip(mesh.shape().iter().map(size)).collect()
-}
-
-/// Returns the place of an axis among others; unknown ones keep their order, in the place of `dp`.
-fn place(name: &str) -> usize {
-    let position = |name: &str| AXIS_ORDER.iter().position(|axis| *axis == name);
-    position(name).or_else(|| position("dp")).unwrap_or_default()
-}
-
 fn parse_ranks(text: &str, ranks: &str) -> Result<Vec<usize>, MeshError> {
     let rank = |rank: &str| {
         rank.trim().parse().map_err(|_| unreadable(text, format!("`{rank}` after `@` is not a rank")))
@@ -295,84 +283,6 @@ fn parse_hybrid(text: &str) -> Result<MeshSpec, MeshError> {
         }
     }
     Ok(MeshSpec::Hybrid { intra: intra.unwrap_or_default(), inter: inter.unwrap_or_default() })
-}
-
-/// Infers a size of -1; without one, the sizes determine the number of ranks.
-fn resolve_axes(axes: &Axes, world_size: Option<usize>) -> Result<Axes, MeshError> {
-    let mesh = match DeviceMesh::new(&borrowed(axes), None) {
-        Err(MeshError::InferWithoutWorldSize { .. }) => DeviceMesh::new(&borrowed(axes), world_size)?,
-        parsed => parsed?,
-    };
-    Ok(axes_of(&mesh))
-}
-
-/// Builds a hybrid shape on a cluster of several nodes, or on the nodes that its own sizes give.
-fn hybrid_shape(intra: &Axes, inter: &Axes, cluster: Option<Cluster>) -> Result<HybridMeshShape, MeshError> {
-    let mut names: Vec<&str> = Vec::new();
-    for (index, (name, _)) in intra.iter().chain(inter).enumerate() {
-        let side = if index < intra.len() { &intra[..index] } else { &inter[..index - intra.len()] };
-        if side.iter().any(|(earlier, _)| earlier == name) {
-            return Err(MeshError::DuplicateName { name: name.clone() });
-        }
-        if !names.contains(&name.as_str()) {
-            names.push(name);
-        }
-    }
-    // A stable sort keeps the order of other axes.
-    names.sort_by_key(|name| place(name));
-    let sizes = |side: &Axes| -> Vec<i64> {
-        let size = |name: &&str| side.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
-        names.iter().map(size).collect()
-    };
-    let (intra, inter) = (sizes(intra), sizes(inter));
-    let cluster = match cluster.filter(|cluster| cluster.nodes > 1) {
-        Some(cluster) => cluster,
-        None => own_cluster(&names, &intra, &inter, cluster.map(Cluster::world_size))?,
-    };
-    HybridMeshShape::new(&names, &intra, &inter, cluster)
-}
-
-/// Returns the cluster of stated sizes. The side without a -1 gives the other side's ranks.
-fn own_cluster(
-    names: &[&str],
-    intra: &[i64],
-    inter: &[i64],
-    world_size: Option<usize>,
-) -> Result<Cluster, MeshError> {
-    let product = |sizes: &[i64]| {
-        sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(usize::try_from(size).ok()?))
-    };
-    let divided = |known: usize, missing: &[i64]| {
-        let Some(total) = world_size else {
-            let axis = names.iter().zip(missing).find(|(_, size)| **size < 0);
-            let axis = axis.map_or_else(String::new, |(name, _)| (*name).to_owned());
-            return Err(MeshError::InferWithoutWorldSize { axis });
-        };
-        Ok(total / known.max(1))
-    };
-    let (nodes, ranks_per_node) = match (product(inter), product(intra)) {
-        (Some(nodes), Some(ranks_per_node)) => (nodes, ranks_per_node),
-        (Some(nodes), None) => (nodes, divided(nodes, intra)?),
-        (None, Some(ranks_per_node)) => (divided(ranks_per_node, inter)?, ranks_per_node),
-        (None, None) => (1, divided(1, intra)?),
-    };
-    Ok(Cluster { nodes, ranks_per_node })
-}
-
-/// Splits one axis of a plain shape over the nodes.
-fn split(rule: SplitRule, axes: &Axes, cluster: Option<Cluster>) -> Result<MeshSpec, MeshError> {
-    let axes = resolve_axes(axes, cluster.map(Cluster::world_size))?;
-    let Some(cluster) = cluster.filter(|cluster| cluster.nodes > 1) else { return Ok(MeshSpec::Axes(axes)) };
-    let mut sorted = axes.clone();
-    sorted.sort_by_key(|(name, _)| place(name));
-    let (names, sizes): (Vec<&str>, Vec<i64>) = borrowed(&sorted).into_iter().unzip();
-    let nodes = i64::try_from(cluster.nodes).unwrap_or(i64::MAX);
-    let first = sizes.iter().find(|size| **size > 1);
-    if rule == SplitRule::FirstNonSingleton && first.is_none_or(|size| size % nodes != 0) {
-        return Ok(MeshSpec::Axes(axes));
-    }
-    // With axlearn's rule, the first axis that is a multiple of several nodes is the first one above 1.
-    Ok(MeshSpec::of_shape(&HybridMeshShape::split(&names, &sizes, cluster)?))
 }
 
 #[cfg(test)]

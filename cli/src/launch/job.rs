@@ -3,7 +3,7 @@
 use super::mpirun::MpirunRanks;
 use super::output::{RankLogs, Source};
 use super::rank_failure::RankFailure;
-use super::running::Running;
+use super::running::{Running, drain_outputs};
 use super::signals::Signals;
 use super::watchdog::Watchdog;
 use crate::log_line;
@@ -131,7 +131,7 @@ impl Job {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        self.processes.iter().for_each(Running::drain_output);
+        drain_outputs(&self.processes);
         let has_saved = self.processes.iter().any(Running::has_stopped);
         match (failed, self.requested) {
             (None, None) if is_interrupted => Outcome::Interrupted,

@@ -72,11 +72,8 @@ impl Running {
     }
 
     /// Waits for the remaining output, with a timeout, because child processes may keep the pipe open.
-    pub(super) fn drain_output(&self) {
-        let deadline = Instant::now() + DRAIN_TIMEOUT;
-        while Instant::now() < deadline && !self.readers.iter().all(JoinHandle::is_finished) {
-            std::thread::sleep(POLL_INTERVAL);
-        }
+    fn drain_output(&self) {
+        drain_outputs(std::slice::from_ref(self));
     }
 
     /// Returns the failure of a process that ended unsuccessfully.
@@ -93,6 +90,15 @@ impl Running {
     /// Returns whether it saved and stopped on a signal.
     pub(super) fn has_stopped(&self) -> bool {
         self.status.and_then(|status| status.code()) == Some(STOPPED)
+    }
+}
+
+/// Waits for the remaining output of all processes, with a common timeout: meanwhile other nodes hear nothing.
+pub(super) fn drain_outputs(processes: &[Running]) {
+    let deadline = Instant::now() + DRAIN_TIMEOUT;
+    let readers = processes.iter().flat_map(|process| &process.readers);
+    while Instant::now() < deadline && !readers.clone().all(JoinHandle::is_finished) {
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -7,7 +7,7 @@ use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
-use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, Preset, draw, draw_nodes, svg};
+use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, MeshSpec, Preset, draw, draw_nodes, svg};
 
 /// Default ranks per node of a drawing.
 const DEFAULT_RANKS_PER_NODE: usize = 8;
@@ -18,6 +18,9 @@ const DEFAULT_RANKS_PER_NODE: usize = 8;
 )]
 pub(super) struct MeshArgs {
     /// Mesh shape: `2x4` (dp × sp), named axes `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    ///
+    /// As in training, `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each
+    /// coordinate; `split:` or `axlearn:` before sizes splits one axis over the nodes.
     #[arg(allow_hyphen_values = true, required_unless_present = "propose", conflicts_with = "propose")]
     shape: Option<String>,
     /// Axis names for a shape without names, such as `dp,sp`.
@@ -76,6 +79,12 @@ fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
         // As in training, sizes of the preset make its mesh; the flags only place the ranks on nodes.
         let ranks_per_node = ranks_per_node(shape, &mesh, args)?.unwrap_or(own.ranks_per_node);
         return Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) });
+    }
+    if args.names.is_none() && shape.contains([':', '@']) {
+        let spec = MeshSpec::parse(shape).and_then(|spec| spec.resolve(cluster)).or_usage()?;
+        let (mesh, own) = spec.mesh().or_usage()?;
+        let ranks_per_node = ranks_per_node(shape, &mesh, args)?.or(own);
+        return Ok(Drawn { mesh, ranks_per_node });
     }
     if let Some(inter) = &args.inter {
         return hybrid(&parse(shape, args, args.devices_per_node)?, &parse(inter, args, args.nodes)?);

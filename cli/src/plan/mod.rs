@@ -248,7 +248,9 @@ impl Inputs {
         }
         let machine = args.machine.as_deref().map(MachineProfile::from_file);
         let machine = machine.transpose().context("--machine").or_usage()?;
-        let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
+        let stated = config.ulysses.mesh.as_ref().and_then(|mesh| mesh.mesh().ok()?.1);
+        let ranks_per_node =
+            args.ranks_per_node.or(stated).or(machine.as_ref().map(|machine| machine.ranks_per_node));
         let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
         let device = likely_device(args.device, Some(config.ulysses.backend));
         let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;

@@ -118,7 +118,7 @@ impl Text<'_> {
         )?;
         if plan.offloaded_bytes > 0 {
             let place = if self.0.device == "cuda" { "host memory" } else { "files" };
-            let MeshReport { dp, sp, ranks_per_node } = self.0.mesh;
+            let MeshReport { dp, sp, ranks_per_node, .. } = self.0.mesh;
             let per_node = plan.offloaded_bytes as f64 * ranks_per_node.min(dp * sp) as f64;
             let per_rank = bytes(plan.offloaded_bytes as f64);
             writeln!(f, "{place}: {per_rank} per rank, {} per node", bytes(per_node))?;

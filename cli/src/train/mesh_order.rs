@@ -3,12 +3,12 @@
 use crate::log_line;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
-use ulysses::estimate::{SentBytes, Workload};
+use ulysses::estimate::Workload;
 use ulysses::mesh::{DeviceMesh, MeshSpec, PlacedMesh, RankHosts, SpGroups};
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::format_bytes;
 
-/// Logs how ranks are ordered, if not row-major, and what sp groups that span too many nodes cost.
+/// Logs how ranks are ordered, if not row-major, and what sp groups that span more nodes than they must cost.
 pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts>, placed: &PlacedMesh) {
     if let Some(spec @ MeshSpec::Hybrid { .. }) = &config.ulysses.mesh {
         log_line(format_args!("placement: {spec}"));
@@ -18,28 +18,63 @@ pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts
             "placement: ranks are ordered by node, so that an sp group spans {after} node(s) instead of {before}"
         )),
         (SpGroups::Scattered { nodes, needed }, Some(hosts)) => {
-            let cost = cost(config, model, hosts, &placed.mesh).unwrap_or_default();
-            log_line(format_args!(
-                "warning: an sp group spans {nodes} nodes, though {needed} would do, and its ranks communicate in every \
-                 layer{cost}; `ulysses.mesh` or --mesh sets the order of the ranks"
-            ));
+            let spans = format!("an sp group spans {nodes} nodes, though {needed} would do");
+            log_line(scattered(&spans, bytes_between_nodes(config, model, hosts, &placed.mesh)));
         }
         _ => {}
     }
 }
 
-/// Returns what rank 0 sends between nodes per step, compared with ranks that are ordered by node. `None` if the step
-/// cannot be planned.
-fn cost(config: &Config, model: &LlamaConfig, hosts: &RankHosts, mesh: &DeviceMesh) -> Option<String> {
+/// Returns the line for sp groups that span more nodes than they must: a warning, unless that saves bytes.
+fn scattered(spans: &str, bytes: Option<[u64; 2]>) -> String {
+    let Some([given, by_node]) = bytes else { return format!("warning: {spans}") };
+    let [sent, of_other] = [given, by_node].map(|bytes| format_bytes(bytes as f64));
+    match given > by_node {
+        true => format!(
+            "warning: {spans}: rank 0 sends {sent} between nodes per step instead of {of_other}; `ulysses.mesh` or --mesh \
+             sets the order of the ranks"
+        ),
+        false => format!(
+            "placement: {spans}; rank 0 sends {sent} between nodes per step, {of_other} if ranks were ordered by node"
+        ),
+    }
+}
+
+/// Returns the bytes that rank 0 sends between nodes per step: with this mesh, and with ranks ordered by node. `None` if
+/// the step cannot be planned.
+fn bytes_between_nodes(
+    config: &Config,
+    model: &LlamaConfig,
+    hosts: &RankHosts,
+    mesh: &DeviceMesh,
+) -> Option<[u64; 2]> {
     let ranks_per_node = hosts.cluster().ok()?.ranks_per_node;
     let sent = |mesh: Option<MeshSpec>| {
         let mut config = config.clone();
         config.ulysses.mesh = mesh;
         let (model, device) = (model.clone(), DeviceKind::Cpu);
         let workload = Workload { config, model, document_len: None, ranks_per_node, device };
-        let SentBytes { inter_node_bytes, .. } = workload.plan_of(0).ok()?.sent;
-        Some(format_bytes(inter_node_bytes as f64))
+        Some(workload.plan_of(0).ok()?.sent.inter_node_bytes)
     };
-    let given = sent(Some(MeshSpec::rank_map(&hosts.renumbered(mesh).ok()?)))?;
-    Some(format!(": rank 0 sends {given} between nodes per step instead of {}", sent(None)?))
+    Some([sent(Some(MeshSpec::rank_map(&hosts.renumbered(mesh).ok()?)))?, sent(None)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scattered_groups_are_a_warning_where_they_cost_bytes() {
+        let line = |given, by_node| {
+            scattered("an sp group spans 2 nodes, though 1 would do", Some([given, by_node]))
+        };
+        let warning = line(4096, 1024);
+        assert!(warning.starts_with("warning: an sp group spans 2 nodes"), "{warning}");
+        assert!(warning.contains("sends 4.00 KiB between nodes per step instead of 1.00 KiB"), "{warning}");
+        let note = line(1024, 4096);
+        assert!(
+            note.starts_with("placement: ") && note.ends_with("4.00 KiB if ranks were ordered by node"),
+            "{note}"
+        );
+    }
 }

@@ -234,3 +234,20 @@ fn help_documents_every_flag_of_every_subcommand() {
         assert!(place.run(&["--help"]).assert_done().stdout.contains(subcommand));
     }
 }
+
+#[test]
+fn hybrid_meshes_and_rank_maps_are_drawn_as_training_uses_them() {
+    let text = drawing(&["intra:sp=2/inter:dp=2,sp=2"]);
+    assert!(text.starts_with("mesh dp=2,sp=4: 8 ranks\n"), "{text}");
+    assert!(
+        text.contains("sp: 2 groups of 4, across 2 nodes\n")
+            && text.contains("dp: 4 groups of 2, across 2 nodes\n"),
+        "{text}"
+    );
+    let inferred = drawing(&["ici:sp=-1/dcn:dp=-1", "--nodes", "2", "--devices-per-node", "4"]);
+    assert!(inferred.contains("sp: 2 groups of 4, within a node\n"), "{inferred}");
+    let map = drawing(&["dp=2,sp=2@0,2,1,3", "--devices-per-node", "2"]);
+    assert!(map.contains("sp: 2 groups of 2, across 2 nodes\n"), "{map}");
+    let split = drawing(&["split:1x8", "--nodes", "2", "--devices-per-node", "4"]);
+    assert!(split.contains("sp: 1 group of 8, across 2 nodes\n"), "{split}");
+}

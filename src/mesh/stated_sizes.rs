@@ -1,0 +1,132 @@
+//! Axis sizes as they are stated, and the shapes that they give on a cluster.
+
+use super::{Cluster, DeviceMesh, HybridMeshShape, MeshError, RING_AXIS, ULYSSES_AXIS};
+
+/// Axes of a training mesh, slowest first. Axes that are stated in another order are sorted.
+pub(super) const AXIS_ORDER: [&str; 6] = ["dp_replicate", "dp_shard", "dp", "sp", RING_AXIS, ULYSSES_AXIS];
+
+/// Names and sizes; -1 is inferred.
+pub(super) type Axes = Vec<(String, i64)>;
+
+/// The axis of a plain shape that is split over the nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SplitRule {
+    /// The first axis whose size is a multiple of the number of nodes; an error if there is none.
+    FirstMultiple,
+    /// axlearn's: the first axis larger than 1. If its size is not a multiple of the number of nodes, ranks are row-major.
+    FirstNonSingleton,
+}
+
+impl SplitRule {
+    pub(super) const ALL: [Self; 2] = [Self::FirstMultiple, Self::FirstNonSingleton];
+
+    /// Returns the prefix in the text notation.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FirstMultiple => "split",
+            Self::FirstNonSingleton => "axlearn",
+        }
+    }
+}
+
+/// Returns the axes with borrowed names.
+pub(super) fn borrowed(axes: &Axes) -> Vec<(&str, i64)> {
+    axes.iter().map(|(name, size)| (name.as_str(), *size)).collect()
+}
+
+/// Returns the axes of a mesh.
+pub(super) fn axes_of(mesh: &DeviceMesh) -> Axes {
+    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
+    mesh.axis_names().iter().cloned().zip(mesh.shape().iter().map(size)).collect()
+}
+
+/// Returns the place of an axis among others; unknown ones keep their order, in the place of `dp`.
+pub(super) fn place(name: &str) -> usize {
+    let position = |name: &str| AXIS_ORDER.iter().position(|axis| *axis == name);
+    position(name).or_else(|| position("dp")).unwrap_or_default()
+}
+
+/// Infers a size of -1; without one, the sizes determine the number of ranks.
+pub(super) fn resolve_axes(axes: &Axes, world_size: Option<usize>) -> Result<Axes, MeshError> {
+    let mesh = match DeviceMesh::new(&borrowed(axes), None) {
+        Err(MeshError::InferWithoutWorldSize { .. }) => DeviceMesh::new(&borrowed(axes), world_size)?,
+        parsed => parsed?,
+    };
+    Ok(axes_of(&mesh))
+}
+
+/// Builds a hybrid shape on a cluster of several nodes, or on the nodes that its own sizes give.
+pub(super) fn hybrid_shape(
+    intra: &Axes,
+    inter: &Axes,
+    cluster: Option<Cluster>,
+) -> Result<HybridMeshShape, MeshError> {
+    let mut names: Vec<&str> = Vec::new();
+    for (index, (name, _)) in intra.iter().chain(inter).enumerate() {
+        let side = if index < intra.len() { &intra[..index] } else { &inter[..index - intra.len()] };
+        if side.iter().any(|(earlier, _)| earlier == name) {
+            return Err(MeshError::DuplicateName { name: name.clone() });
+        }
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    // A stable sort keeps the order of other axes.
+    names.sort_by_key(|name| place(name));
+    let sizes = |side: &Axes| -> Vec<i64> {
+        let size = |name: &&str| side.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
+        names.iter().map(size).collect()
+    };
+    let (intra, inter) = (sizes(intra), sizes(inter));
+    let cluster = match cluster.filter(|cluster| cluster.nodes > 1) {
+        Some(cluster) => cluster,
+        None => own_cluster(&names, &intra, &inter, cluster.map(Cluster::world_size))?,
+    };
+    HybridMeshShape::new(&names, &intra, &inter, cluster)
+}
+
+/// Returns the cluster of stated sizes. The side without a -1 gives the other side's ranks.
+fn own_cluster(
+    names: &[&str],
+    intra: &[i64],
+    inter: &[i64],
+    world_size: Option<usize>,
+) -> Result<Cluster, MeshError> {
+    let product = |sizes: &[i64]| {
+        sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(usize::try_from(size).ok()?))
+    };
+    let divided = |known: usize, missing: &[i64]| {
+        let Some(total) = world_size else {
+            let axis = names.iter().zip(missing).find(|(_, size)| **size < 0);
+            let axis = axis.map_or_else(String::new, |(name, _)| (*name).to_owned());
+            return Err(MeshError::InferWithoutWorldSize { axis });
+        };
+        Ok(total / known.max(1))
+    };
+    let (nodes, ranks_per_node) = match (product(inter), product(intra)) {
+        (Some(nodes), Some(ranks_per_node)) => (nodes, ranks_per_node),
+        (Some(nodes), None) => (nodes, divided(nodes, intra)?),
+        (None, Some(ranks_per_node)) => (divided(ranks_per_node, inter)?, ranks_per_node),
+        (None, None) => (1, divided(1, intra)?),
+    };
+    Ok(Cluster { nodes, ranks_per_node })
+}
+
+/// Splits one axis of a plain shape over the nodes; `None` if ranks are row-major.
+pub(super) fn split(
+    rule: SplitRule,
+    axes: &Axes,
+    cluster: Option<Cluster>,
+) -> Result<Option<HybridMeshShape>, MeshError> {
+    let Some(cluster) = cluster.filter(|cluster| cluster.nodes > 1) else { return Ok(None) };
+    let mut sorted = resolve_axes(axes, Some(cluster.world_size()))?;
+    sorted.sort_by_key(|(name, _)| place(name));
+    let (names, sizes): (Vec<&str>, Vec<i64>) = borrowed(&sorted).into_iter().unzip();
+    let nodes = i64::try_from(cluster.nodes).unwrap_or(i64::MAX);
+    let first = sizes.iter().find(|size| **size > 1);
+    if rule == SplitRule::FirstNonSingleton && first.is_none_or(|size| size % nodes != 0) {
+        return Ok(None);
+    }
+    // With axlearn's rule, the first axis that is a multiple of several nodes is the first one above 1.
+    HybridMeshShape::split(&names, &sizes, cluster).map(Some)
+}
