@@ -82,7 +82,7 @@ impl StepPhase {
     }
 }
 
-/// What an interval of a step belongs to. Parts are those of [`StepTimes::parts`].
+/// The phase or part that an interval of a step belongs to. Parts are those of [`StepTimes::parts`].
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Timed {
     Phase(StepPhase),
@@ -95,7 +95,7 @@ pub(super) enum Timed {
 pub(super) struct StepTimer {
     device: Device,
     num_parts: usize,
-    /// What a GPU may not have done yet.
+    /// Intervals that a GPU may not have ended yet.
     running: DeviceTimes<Timed, 1>,
     /// Since they were last taken.
     times: StepTimes,

@@ -16,8 +16,6 @@ use ulysses_kernels::tensor::TensorOptions;
 /// of the sp group must call forward and `backward()` equally often.
 ///
 /// # Shapes
-///
-/// # Shapes
 /// `q`, result: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
 /// `[batch, seq_local, num_kv_heads, head_dim]`; of one element type.
 ///

@@ -41,14 +41,11 @@ impl Backward<'_> {
         let (mut dq, mut own_gradients) = (None, None);
         let (mut returned, mut under_way) = (None, None);
         while let Some((step, block)) = blocks.next(self.workspace)? {
-            let gradients = self.block_gradients(step, block)?;
-            let gradients = match gradients {
-                Some((dq_part, dk, dv)) => {
-                    dq = Some(self.first_or_sum(dq, dq_part)?);
-                    Some([dk, dv])
-                }
-                None => None,
-            };
+            let mut gradients = None;
+            if let Some((dq_part, dk, dv)) = self.block_gradients(step, block)? {
+                dq = Some(self.first_or_sum(dq, dq_part)?);
+                gradients = Some([dk, dv]);
+            }
             if step == 0 {
                 own_gradients = gradients;
                 continue;
