@@ -71,12 +71,13 @@ check_errors() {
 }
 
 # Of these suites what covers most in the least time: every stage on meshes with dp and sp, uneven shards of packed
-# documents, accumulation, 16 bits with fused attention, partitions over sp and replicas of them, offload, overlap. Then the
+# documents, rings, accumulation, 16 bits with fused attention, partitions over sp and replicas of them, offload, overlap. Then the
 # engine's calls and errors. Two tests are skipped because their layers use candle's kernels, which such a build lacks.
 check_suites() {
     local -x ULYSSES_TEST_DEVICE=nccl
     tests 8 late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal \
         precision::so_have_heads_of_64_elements --test-threads 1
+    tests 8 random:6 test_parity ring::few_heads ring::recomputation --test-threads 1
     tests 8 random:4 test_zero stages::the_same_run_twice partitions::without_accumulation --test-threads 1
     tests 8 late test_zero engine_protocol:: engine_state:: frozen::a_tied --test-threads 1 \
         --skip a_layer_may_keep_its_own_output --skip recycled_storage_does_not_grow
