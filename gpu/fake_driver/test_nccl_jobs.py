@@ -5,8 +5,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -86,6 +88,46 @@ class Jobs(unittest.TestCase):
             "allowed", arguments, launcher, FAKE_DRIVER_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="1"
         )
         self.assertEqual((code, len(losses)), (0, 2), output)
+
+    def test_launchers_of_three_nodes_continue_without_a_killed_one(self):
+        """The nodes share GPUs, since all are this machine."""
+        steps = 14
+        ulysses = CONFIG["ulysses"] | {"data": "text.txt", "seq_len": 16, "steps": steps}
+        batch = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "checkpoint": {"interval": 2}}
+        (self.path / "config.json").write_text(json.dumps(CONFIG | batch | {"ulysses": ulysses}))
+        train = ["train", "config.json", "--mesh", "3x2", "--threads-per-rank", "1"]
+        subprocess.run(
+            [ULYSSES, *train, "--backend", "thread", "--device", "cpu", "--output", "whole"],
+            cwd=self.path, check=True, capture_output=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        allowed = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "ULYSSES_JOB_SECRET": "0123456789abcdef"}
+        flags = ["--nproc", "2", "--grace", "3", "--max-restarts", "1", "--min-nodes", "2"]
+        launchers = [
+            subprocess.Popen(
+                [ULYSSES, "launch", "--nnodes", "3", "--node-rank", str(node), "--rdzv-endpoint", endpoint, *flags, "--"]
+                + [*train, "--backend", "nccl", "--output", "out"],
+                cwd=self.path, env=os.environ | allowed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            for node in range(3)
+        ]
+        metrics, deadline = self.path / "out" / "metrics.jsonl", time.monotonic() + LIMIT_S
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+        launchers[2].kill()
+        said = [launcher.communicate(timeout=LIMIT_S)[1] for launcher in launchers]
+        for node in range(2):
+            self.assertEqual(launchers[node].returncode, 0, said)
+            self.assertIn("restart 1 of 1 on 2 node(s) with mesh 2x2", said[node])
+        whole, continued = (
+            [json.loads(line) for line in (self.path / name / "metrics.jsonl").read_text().splitlines()]
+            for name in ("whole", "out")
+        )
+        self.assertEqual([(step["dp_size"], step["sp_size"]) for step in (continued[0], continued[-1])], [(3, 2), (2, 2)])
+        for step, wanted in zip(continued, whole, strict=True):
+            self.assertAlmostEqual(step["loss"], wanted["loss"], delta=2e-4)
 
     def test_nccl_itself_connects_the_processes_if_it_is_told_where(self):
         launcher, arguments = ["launch", "--nproc", "2", "--"], ["--mesh", "1x2", "--backend", "nccl"]

@@ -96,7 +96,10 @@ pub(super) fn parse_mpirun(status: ExitStatus, stderr: &StderrTail) -> RankFailu
         (Some((rank, signal)), _) => (rank, Exit::Signal(signal)),
         (None, Some((rank, code))) => (rank, Exit::Code(code)),
         (None, None) => {
-            return RankFailure::new(None, status, stderr.mpirun.last().map(String::as_str));
+            // Not one that frames the message.
+            let has_text = |line: &&String| line.contains(char::is_alphanumeric);
+            let last = stderr.mpirun.iter().rev().find(has_text);
+            return RankFailure::new(None, status, last.map(String::as_str));
         }
     };
     let rank = usize::try_from(rank).ok();
@@ -133,7 +136,7 @@ mod tests {
         assert!(exited.is_usage());
         let on_host = exited.clone().on_host(Some("n1".to_owned()));
         assert_eq!(on_host.to_string(), "rank 3 on n1 ended with exit code 2");
-        let other = mpirun_says("There are not enough slots");
+        let other = mpirun_says("There are not enough slots\n--------");
         assert_eq!(
             other.to_string(),
             "mpirun ended with exit code 137; last line: There are not enough slots"

@@ -64,7 +64,8 @@ pub(super) struct Verdict {
 
 impl NodeOffer {
     pub(super) fn new(job: &JobSpec, num_processes: usize) -> Self {
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
+        let host = host.unwrap_or_else(|_| "unknown host".to_owned());
         let settings = (&job.program, &job.arguments, job.max_restarts, job.min_nodes);
         let config = job.training.as_ref().map(|(training, _)| training.config_bytes());
         let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
