@@ -1,5 +1,5 @@
-//! Every kind of mask × grouping of heads × head dimension × element type on the fused kernels, emulated: forward and
-//! all gradients, at odd lengths.
+//! Every kind of mask × grouping of heads × head dimension × element type on both sets of fused kernels, emulated:
+//! forward and all gradients, at odd lengths.
 
 use super::*;
 use crate::attention::grouped_heads;
@@ -17,9 +17,8 @@ fn groupings() -> [(&'static str, Vec<usize>); 4] {
 
 /// A mask of every kind, of odd numbers of queries.
 fn masks(heads: &[usize]) -> Result<[(&'static str, AttentionLayout); 6]> {
-    let part = |q: Vec<u32>, kv: Vec<u32>| {
-        AttentionLayout::new(q, kv, vec![vec![0, 29, 73, 130]], heads, Some(50))
-    };
+    let part =
+        |q: Vec<u32>, kv: Vec<u32>| AttentionLayout::new(q, kv, vec![vec![0, 29, 73, 130]], heads, Some(50));
     Ok([
         ("causal", AttentionLayout::causal(1, 29, heads)?),
         ("documents", packed(&[&[0, 1, 13, 31]], heads, None)?),
@@ -33,9 +32,7 @@ fn masks(heads: &[usize]) -> Result<[(&'static str, AttentionLayout); 6]> {
 }
 
 /// Runs both directions in two orders of blocks and threads, and compares them with f64.
-fn check(layout: &AttentionLayout, head_dim: usize, dtype: DType, seed: u64, name: &str) -> Result<()> {
-    let num_kv_heads = layout.q_to_kv().iter().max().map_or(0, |last| last + 1);
-    let case = Case::new(layout.clone(), num_kv_heads, head_dim)?.fused(dtype)?;
+fn check(case: &Case, seed: u64, name: &str) -> Result<()> {
     let outputs = emulate(|| case.run())?;
     case.check_precision(&outputs, name)?;
     set_seed(seed);
@@ -45,19 +42,30 @@ fn check(layout: &AttentionLayout, head_dim: usize, dtype: DType, seed: u64, nam
     Ok(())
 }
 
-#[test]
-fn every_mask_and_grouping_of_heads_errs_at_most_twice_as_much_as_the_naive_way_in_any_order() -> Result<()> {
+fn check_all(kernels: AttentionKernels, head_dims: &[usize]) -> Result<()> {
     let mut seed = 0;
     for (grouping, heads) in groupings() {
+        let num_kv_heads = heads.iter().max().map_or(0, |last| last + 1);
         for (mask, layout) in masks(&heads)? {
-            for head_dim in [64, 96, 128] {
+            for head_dim in head_dims {
                 for dtype in [DType::BF16, DType::F16] {
                     seed += 1;
-                    let name = format!("{mask}, {grouping}, d {head_dim}, {dtype:?}");
-                    check(&layout, head_dim, dtype, seed, &name)?;
+                    let case = Case::new(layout.clone(), num_kv_heads, *head_dim)?.fused(dtype)?;
+                    let name = format!("{kernels:?}, {mask}, {grouping}, d {head_dim}, {dtype:?}");
+                    check(&Case { kernels, ..case }, seed, &name)?;
                 }
             }
         }
     }
     Ok(())
+}
+
+#[test]
+fn every_mask_and_grouping_of_heads_errs_at_most_twice_as_much_as_the_naive_way_in_any_order() -> Result<()> {
+    check_all(AttentionKernels::Fused, &[64, 96, 128])
+}
+
+#[test]
+fn so_does_every_one_with_products_of_warpgroups() -> Result<()> {
+    check_all(AttentionKernels::Wgmma, &[64, 128])
 }
