@@ -22,7 +22,7 @@ mod emulation {
         // Kernels register themselves at start: no symbol of theirs is referenced by name.
         build.link_lib_modifier("+whole-archive").include("cuda");
         let mut scheduler = build.clone();
-        scheduler.files(["cuda/emulation/emulation.cpp", "cuda/emulation/sanitizer.cpp"]);
+        scheduler.files(sources(Path::new("cuda/emulation"), "cpp"));
         scheduler.compile("ulysses_emulation");
         build.flags(["-fsanitize=thread", "-fno-sanitize-recover=all"]);
         build.flag("-fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero");

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <regex>
+#include <set>
 #include <unistd.h>
 
 #include "modules.h"
@@ -55,7 +56,9 @@ FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *
     MAY_FAIL(kCompilation);
     Program &compiled = program(handle);
     for (int i = 0; i < count; ++i) {
-        if (std::strcmp(options[i], "--gpu-architecture=sm_90") != 0 && std::strcmp(options[i], "--std=c++17") != 0) {
+        static const std::set<std::string> known = {"--gpu-architecture=sm_90", "--gpu-architecture=sm_90a",
+                                                    "--std=c++17"};
+        if (known.count(options[i]) == 0) {
             fake::report("nvrtcCompileProgram: the fake NVRTC does not know the option %s", options[i]);
             return kInvalidInput;
         }

@@ -8,19 +8,26 @@ from pathlib import Path
 from kernels_check import sass
 
 ARCHITECTURES = ("80", "90", "100")
+# Files that compile for one architecture only: `only_for` in `kernels/src/device/kernel.rs`.
+ONLY_FOR = {"attention_fused_forward_wgmma.cu": "90a"}
 # The same options as in `kernels/src/device/cuda/module.rs`.
 LANGUAGE = "--std=c++17"
 # What kernels may include, as in `module.rs`.
-HEADERS = ("common.cuh", "mma.cuh", "attention_fused.cuh")
+HEADERS = ("common.cuh", "mma.cuh", "wgmma.cuh", "attention_fused.cuh", "attention_softmax.cuh")
 
 
 class CompileError(Exception):
     """A kernel does not compile, or not without warnings."""
 
 
+def architectures(source: Path) -> tuple[str, ...]:
+    """Returns the architectures to compile a file for."""
+    return (ONLY_FOR[source.name],) if source.name in ONLY_FOR else ARCHITECTURES
+
+
 def nvcc_outputs(cuda_home: Path, source: Path) -> tuple[str, str]:
-    """Compiles `source` for all architectures; returns the report of `ptxas -v`, and the machine code as text."""
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+    """Compiles `source` for its architectures; returns the report of `ptxas -v`, and the machine code as text."""
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures(source)]
     strict = ["-Xptxas", "-v", "-Werror", "all-warnings"]
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as fatbin:
         command = [cuda_home / "bin/nvcc", "-fatbin", LANGUAGE, *targets, *strict, source, "-o", fatbin.name]
@@ -49,7 +56,7 @@ class Nvrtc:
         self._library = ctypes.CDLL(str(cuda_home / "lib/libnvrtc.so.13"))
 
     def compile(self, source: Path) -> None:
-        for arch in ARCHITECTURES:
+        for arch in architectures(source):
             code, log = self._compile(inlined(source), source.name, arch)
             if code != 0 or "warning" in log:
                 raise CompileError(f"NVRTC refuses {source.name} for sm_{arch} (result {code}):\n{log}")

@@ -3,19 +3,18 @@
 import re
 from collections import Counter
 
-from kernels_check.compilers import ARCHITECTURES
 from kernels_check.ptxas import Usage
-from kernels_check.sass import Code
+from kernels_check.sass import MMA, Code
 
 NAME = re.compile(r"attention_fused_(?P<kernel>\w+)_bf16_(?P<head_dim>\d+)")
 
 # Threads of a block and its rows of dynamic shared memory, of `head_dim` 16-bit elements, with further bytes: the
 # launches in `kernels/src/attention/fused`.
-THREADS = 128
-SHARED = {"forward": (256, 0), "backward_keys": (256, 2048), "backward_queries": (256, 2048)}
+THREADS = {"forward": 128, "forward_wgmma": 256, "backward_keys": 128, "backward_queries": 128}
+SHARED = {"forward": (256, 0), "forward_wgmma": (640, 0), "backward_keys": (256, 2048), "backward_queries": (256, 2048)}
 
 # Limits of a multiprocessor ("Compute Capabilities" in the CUDA programming guide).
-SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "100": 228 << 10}
+SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "90a": 228 << 10, "100": 228 << 10}
 RESERVED_PER_BLOCK = 1 << 10
 REGISTERS = 64 << 10
 # Registers are allocated to warps in units of this number.
@@ -24,7 +23,7 @@ WARPS = 64
 
 # Columns of instructions, by the first part of their name; the rest are counted together.
 COLUMNS = {
-    "HMMA": ("HMMA",),
+    "HMMA / HGMMA": MMA,
     "LDSM": ("LDSM",),
     "LDGSTS": ("LDGSTS",),
     "MUFU": ("MUFU",),
@@ -38,9 +37,9 @@ def shared_bytes(kernel: str, head_dim: int) -> int:
     return rows * head_dim * 2 + more
 
 
-def blocks(registers: int, shared: int, arch: str) -> int:
+def blocks(registers: int, shared: int, threads: int, arch: str) -> int:
     """Returns the blocks that fit a multiprocessor at a time."""
-    warps = THREADS // 32
+    warps = threads // 32
     per_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     by_registers = REGISTERS // (per_warp * warps)
     by_shared = SHARED_PER_MULTIPROCESSOR[arch] // (shared + RESERVED_PER_BLOCK)
@@ -49,7 +48,7 @@ def blocks(registers: int, shared: int, arch: str) -> int:
 
 def mix(code: Code) -> list[int]:
     """Returns the instructions in the text of the loop over tiles, by column, then all others."""
-    names = Counter(each.name() for each in code.loop_with("HMMA"))
+    names = Counter(each.name() for each in code.loop_with(*MMA))
     counts = [sum(names[one] for one in column) for column in COLUMNS.values()]
     return [*counts, names.total() - sum(counts)]
 
@@ -63,8 +62,9 @@ def render(usages: list[Usage], codes: list[Code]) -> str:
     for match, usage in sorted(fused, key=_order):
         kernel, head_dim, arch = match["kernel"], int(match["head_dim"]), usage.arch.removeprefix("sm_")
         shared = shared_bytes(kernel, head_dim)
-        resident = blocks(usage.registers, shared, arch)
-        occupancy = f"{100 * resident * THREADS // 32 / WARPS:.0f} %"
+        threads = THREADS[kernel]
+        resident = blocks(usage.registers, shared, threads, arch)
+        occupancy = f"{100 * resident * threads // 32 / WARPS:.0f} %"
         cells = [kernel, head_dim, f"{shared >> 10} KiB", usage.arch, usage.registers, resident, occupancy]
         cells += mix(code_of[usage.kernel, usage.arch])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -73,4 +73,4 @@ def render(usages: list[Usage], codes: list[Code]) -> str:
 
 def _order(row: tuple[re.Match, Usage]) -> tuple[str, int, int]:
     match, usage = row
-    return match["kernel"], int(match["head_dim"]), int(usage.arch.removeprefix("sm_"))
+    return match["kernel"], int(match["head_dim"]), int(usage.arch.removeprefix("sm_").removesuffix("a"))

@@ -12,6 +12,8 @@ TARGET = re.compile(r"0x([0-9a-f]+)")
 WIDTH = re.compile(r"\.[US]?(8|16|32|64|128|256)(?=\.|$)")
 
 LOCAL_ACCESSES = ("LDL", "STL")
+# Tensor-core instructions of warps, and of warpgroups.
+MMA = ("HMMA", "HGMMA")
 # Accesses of memory that the compiler does not know to be global or shared.
 GENERIC_ACCESSES = ("LD", "ST")
 
@@ -50,10 +52,10 @@ class Code:
     def count(self, *names: str) -> int:
         return sum(each.name() in names for each in self.instructions)
 
-    def loop_with(self, name: str) -> list[Instruction]:
-        """Returns the longest loop with such an instruction, empty if there is none."""
+    def loop_with(self, *names: str) -> list[Instruction]:
+        """Returns the longest loop with one of these instructions, empty if there is none."""
         loops = ([each for each in self.instructions if first <= each.address <= last] for first, last in self._loops())
-        return max((loop for loop in loops if any(each.name() == name for each in loop)), key=len, default=[])
+        return max((loop for loop in loops if any(each.name() in names for each in loop)), key=len, default=[])
 
     def _loops(self):
         """Backward branches, as first and last address. The endless loop after the end is a branch to itself."""
@@ -92,7 +94,7 @@ def parse(text: str) -> list[Code]:
 
 
 def errors(codes: dict[str, list[Code]], may_use_local: set[tuple[str, str]], mma_loops: set[str]) -> list[str]:
-    """Returns errors: local or generic accesses, and kernels of `mma_loops` without HMMA in a loop."""
+    """Returns errors: local or generic accesses, and kernels of `mma_loops` without products in a loop."""
     found = []
     for file, of_file in codes.items():
         for code in of_file:
@@ -101,8 +103,8 @@ def errors(codes: dict[str, list[Code]], may_use_local: set[tuple[str, str]], mm
                 found.append(f"{file}: `{code.kernel}` has {local} accesses of local memory on {code.arch}")
             if generic := code.count(*GENERIC_ACCESSES):
                 found.append(f"{file}: `{code.kernel}` has {generic} generic accesses on {code.arch}")
-            if code.kernel in mma_loops and not code.loop_with("HMMA"):
-                found.append(f"{file}: `{code.kernel}` has no HMMA in a loop on {code.arch}")
+            if code.kernel in mma_loops and not code.loop_with(*MMA):
+                found.append(f"{file}: `{code.kernel}` has no {' or '.join(MMA)} in a loop on {code.arch}")
     for kernel in sorted(mma_loops - {code.kernel for of_file in codes.values() for code in of_file}):
         found.append(f"MMA_LOOPS names `{kernel}`, which is no kernel: remove the entry")
     return found

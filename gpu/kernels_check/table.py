@@ -17,13 +17,13 @@ class NoMarkers(Exception):
 
 def render(usages: dict[str, list[Usage]], codes: dict[str, list[Code]]) -> str:
     """Returns one row per kernel of every file: registers per thread / static shared bytes per block for every
-    architecture, then the bytes per thread of the widest accesses."""
+    architecture (sm_90a in the column of sm_90), then the bytes per thread of the widest accesses."""
     header = " | ".join([*(f"sm_{arch}" for arch in ARCHITECTURES), " / ".join(ACCESSES)])
     lines = [f"| file | kernel | {header} |", "|---|---" + "|---:" * (len(ARCHITECTURES) + 1) + "|"]
     for file in sorted(usages):
-        cells = {(usage.kernel, usage.arch): _cell(usage) for usage in usages[file]}
+        cells = {(usage.kernel, usage.arch.removesuffix("a")): _cell(usage) for usage in usages[file]}
         for kernel in sorted({usage.kernel for usage in usages[file]}):
-            row = " | ".join(cells[kernel, f"sm_{arch}"] for arch in ARCHITECTURES)
+            row = " | ".join(cells.get((kernel, f"sm_{arch}"), "–") for arch in ARCHITECTURES)
             widths = _widths([code for code in codes[file] if code.kernel == kernel])
             lines.append(f"| `{file}` | `{kernel}` | {row} | {widths} |")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kernels_check import fused, ptxas, sass, table
 from kernels_check.__main__ import REPOSITORY, check, local_memory_errors, toolchain
-from kernels_check.compilers import nvcc_outputs
+from kernels_check.compilers import ONLY_FOR, nvcc_outputs
 from kernels_check.ptxas import Usage
 
 REPORT = """\
@@ -129,7 +129,7 @@ class MachineCode(unittest.TestCase):
         self.assertTrue(products.loop_with("STG"))
         self.assertEqual(products.loop_with("LDG"), [])
         errors = "\n".join(sass.errors({"made_up.cu": [sums]}, {("sums", "sm_90")}, {"sums", "gone"}))
-        self.assertIn("`sums` has no HMMA in a loop on sm_90", errors)
+        self.assertIn("`sums` has no HMMA or HGMMA in a loop on sm_90", errors)
         self.assertIn("MMA_LOOPS names `gone`", errors)
 
     def test_a_listing_without_instructions_is_refused(self):
@@ -140,10 +140,11 @@ class MachineCode(unittest.TestCase):
 
 class Fused(unittest.TestCase):
     def test_registers_shared_memory_or_warps_limit_the_blocks_of_a_multiprocessor(self):
-        self.assertEqual(fused.blocks(255, 1024, "80"), 2)
-        self.assertEqual(fused.blocks(168, 1024, "80"), 3)
-        self.assertEqual([fused.blocks(32, 66 << 10, arch) for arch in ("80", "90")], [2, 3])
-        self.assertEqual(fused.blocks(16, 0, "100"), 16)
+        self.assertEqual(fused.blocks(255, 1024, 128, "80"), 2)
+        self.assertEqual(fused.blocks(168, 1024, 128, "80"), 3)
+        self.assertEqual(fused.blocks(168, 1024, 256, "90a"), 1)
+        self.assertEqual([fused.blocks(32, 66 << 10, 128, arch) for arch in ("80", "90")], [2, 3])
+        self.assertEqual(fused.blocks(16, 0, 128, "100"), 16)
 
     def test_a_kernel_gets_a_row_with_the_instructions_of_its_loop(self):
         kernel = "attention_fused_forward_bf16_64"
@@ -228,6 +229,26 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
             self.assertIn(f"LDSM.16.{opcode}", opcodes[f"test_ldmatrix_{kernel}"])
         widths = {bytes: codes[f"test_cp_async_{bytes}"].widest("LDGSTS") for bytes in (4, 8, 16)}
         self.assertEqual(widths, {4: 4, 8: 8, 16: 16})
+
+    def test_products_of_warpgroups_compile_for_their_architecture_and_run_during_the_softmax(self):
+        for path in [*(REPOSITORY / "kernels/cuda").glob("*.cuh"), REPOSITORY / "kernels/cuda" / next(iter(ONLY_FOR))]:
+            shutil.copy(path, self.kernels)
+        with redirect_stdout(io.StringIO()):
+            self.assertEqual(check(self.cuda_home, self.kernels, self.document, True), [])
+        row = next(line for line in self.document.read_text().splitlines() if "forward_wgmma_bf16_128`" in line)
+        self.assertRegex(row, r"`attention_fused_forward_wgmma_bf16_128` \| – \| \d+ / 0 \| – \|")
+        _, text = nvcc_outputs(self.cuda_home, self.kernels / next(iter(ONLY_FOR)))
+        for code in sass.parse(text):
+            self.assertEqual(code.arch, "sm_90a")
+            loop = [each.opcode for each in code.loop_with("HGMMA")]
+            dtype = ".BF16" if "bf16" in code.kernel else ""
+            self.assertIn(f"HGMMA.64x128x16.F32{dtype}", loop)
+            # After the last product, the loop waits for the scores only: exponentials are computed meanwhile.
+            last = max(index for index, opcode in enumerate(loop) if opcode.startswith("HGMMA"))
+            waits = [index for index, opcode in enumerate(loop) if opcode.startswith("WARPGROUP.DEPBAR")]
+            exponentials = [index for index, opcode in enumerate(loop) if opcode == "MUFU.EX2"]
+            self.assertEqual([wait > last for wait in waits], [False, True])
+            self.assertGreater(min(exponentials), waits[1])
 
     def test_a_warning_fails(self):
         unused = COPIES.replace("{ out", "{ int unused; out")

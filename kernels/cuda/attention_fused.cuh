@@ -97,6 +97,7 @@ template <u32 D, typename T> __device__ __forceinline__ KeyRows<T, D> key_rows(T
 // Rows of D elements in shared memory. The chunks of 16 bytes of a row are permuted in groups of 8, or of 4 for an odd
 // multiple of 64 bytes, so that neither 8 rows of a matrix nor the chunks of a group share banks.
 template <typename T, u32 D> struct Tile {
+    using Element = T;
     static constexpr u32 kChunk = 16 / sizeof(T), kChunks = D / kChunk, kGroup = kChunks % 8 == 0 ? 8 : 4;
     static_assert(kChunks % kGroup == 0, "rows are a multiple of 64 bytes");
     T *first;
@@ -114,17 +115,17 @@ template <typename T, u32 D> struct Tile {
 };
 
 // Starts copies of kRows rows from `first` on to a tile, by all threads of the block; rows that do not exist become 0.
-template <u32 kRows, typename T, u32 D, typename Rows>
-__device__ __forceinline__ void copy_rows(const Tile<T, D> &tile, const Rows &rows, u32 first) {
-    constexpr u32 kChunk = Tile<T, D>::kChunk, kChunks = Tile<T, D>::kChunks;
+template <u32 kRows, u32 kThreads = kFusedThreads, typename AnyTile, typename Rows>
+__device__ __forceinline__ void copy_rows(const AnyTile &tile, const Rows &rows, u32 first) {
+    constexpr u32 kChunk = AnyTile::kChunk, kChunks = AnyTile::kChunks;
     // Threads per row: a power of two, so that a thread's rows and chunks are swizzled alike.
-    constexpr u32 kAcross = kChunks & ~(kChunks - 1), kDown = kFusedThreads / kAcross;
+    constexpr u32 kAcross = kChunks & ~(kChunks - 1), kDown = kThreads / kAcross;
     static_assert(kRows % kDown == 0, "all threads copy equally much");
     const int existing = static_cast<int>(rows.count - first) - static_cast<int>(threadIdx.x / kAcross);
 #pragma unroll
     for (u32 i = 0; i < kRows; i += kDown) {
         const u32 row = i + threadIdx.x / kAcross;
-        const T *from = rows.at(static_cast<u64>(first) + row);
+        const auto *from = rows.at(static_cast<u64>(first) + row);
         const u32 bytes = static_cast<int>(i) < existing ? 16 : 0;
 #pragma unroll
         for (u32 j = 0; j < kChunks; j += kAcross) {
@@ -227,17 +228,19 @@ template <typename Op> __device__ __forceinline__ float row_reduce(float value) 
 
 // Writes products, times the factor of each row, to the rows from `first` on that exist. They pass through the rows
 // from `row` on of a tile, which no other warp may use: so whole chunks are written.
-template <typename T, u32 D, u32 kM, typename Rows>
-__device__ __forceinline__ void store_rows(const Rows &rows, u32 first, const Tile<T, D> &tile, u32 row,
-                                           const float (&c)[kM][D / 8][4], const float (&factor)[kM][2]) {
-    constexpr u32 kChunk = Tile<T, D>::kChunk, kChunks = Tile<T, D>::kChunks;
+template <typename AnyTile, u32 kM, u32 kN, typename Rows>
+__device__ __forceinline__ void store_rows(const Rows &rows, u32 first, const AnyTile &tile, u32 row,
+                                           const float (&c)[kM][kN][4], const float (&factor)[kM][2]) {
+    constexpr u32 kChunk = AnyTile::kChunk, kChunks = AnyTile::kChunks;
+    static_assert(kN == kChunks, "all columns of the rows");
+    using T = typename AnyTile::Element;
     using Chunk = Pack<T, kChunk>;
     const u32 lane = threadIdx.x % kWarp;
     __syncwarp();
 #pragma unroll
     for (u32 m = 0; m < kM; ++m) {
 #pragma unroll
-        for (u32 n = 0; n < D / 8; ++n) {
+        for (u32 n = 0; n < kN; ++n) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const float low = c[m][n][2 * half] * factor[m][half], high = c[m][n][2 * half + 1] * factor[m][half];

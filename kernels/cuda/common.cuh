@@ -1,6 +1,6 @@
 // Definitions that all kernels share: element types, vector accesses, reductions within a block.
 //
-// Kernels include only this file, and `mma.cuh` and `attention_fused.cuh` for tensor cores. They do not need the
+// Kernels include only this file, and for tensor cores `mma.cuh`, `wgmma.cuh` and `attention_*.cuh`. They do not need the
 // CUDA toolkit's headers, so NVRTC compiles a kernel on any machine with a driver. The host compiler reads the same
 // sources with `emulation/emulation.h` before them.
 //
@@ -32,9 +32,9 @@ struct f16 {
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
 // A struct that is read in place: without this, a reference may refer to a copy in local memory.
 #define BY_VALUE(T) const __grid_constant__ T
-// The block's dynamic shared memory as an array of T.
-#define DYNAMIC_SHARED(T, name)                                   \
-    extern __shared__ __align__(16) unsigned char shared_bytes_[]; \
+// The block's dynamic shared memory as an array of T, aligned as `wgmma` needs it.
+#define DYNAMIC_SHARED(T, name)                                     \
+    extern __shared__ __align__(1024) unsigned char shared_bytes_[]; \
     T *name = reinterpret_cast<T *>(shared_bytes_)
 // A static array of T in the block's shared memory: SHARED(float, scratch, [kWarp]).
 #define SHARED(T, name, extents) __shared__ T name extents

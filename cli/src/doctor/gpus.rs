@@ -137,6 +137,10 @@ fn attention(ordinal: usize) -> Finding {
         Ok(AttentionKernels::Tiled) => {
             Finding::new("GPU", name, State::Warning, "tiled: the fused kernels disagree")
         }
+        Ok(AttentionKernels::Wgmma) => {
+            let found = "fused kernels in 16 bits, forward with wgmma; they agree with the tiled ones";
+            Finding::new("GPU", name, State::Ok, found)
+        }
         Ok(_) => {
             Finding::new("GPU", name, State::Ok, "fused kernels in 16 bits, they agree with the tiled ones")
         }

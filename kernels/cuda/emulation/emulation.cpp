@@ -74,6 +74,10 @@ void fiber_main() {
     for (;;) {
         current().copies.clear();
         current().groups = 0;
+        current().products.clear();
+        current().product_groups = current().num_products = 0;
+        current().accumulators.clear();
+        current().fenced.clear();
         block.entry->run(block.arguments);
         running.is_in_kernel = false;
         block.states[block.current] = State::kDone;
@@ -112,12 +116,31 @@ bool release_warp(unsigned begin, unsigned end) {
     return true;
 }
 
+// Releases the warpgroups all of whose threads have reached the same instruction. Returns whether there is one.
+bool release_warpgroups() {
+    bool is_any = false;
+    for (unsigned begin = 0; begin + kWarpgroupSize <= position.block_size.x; begin += kWarpgroupSize) {
+        const unsigned end = begin + kWarpgroupSize;
+        if (count(begin, end, State::kAtWarpgroup) != kWarpgroupSize) continue;
+        const WarpgroupCall &call = block.threads[begin].call;
+        for (unsigned i = begin; i < end; ++i) {
+            const WarpgroupCall &other = block.threads[i].call;
+            if (other.instruction != call.instruction || other.operands != call.operands) {
+                throw std::runtime_error("the threads of a warpgroup are at different instructions or operands");
+            }
+        }
+        release(begin, end);
+        is_any = true;
+    }
+    return is_any;
+}
+
 // Releases the threads of a block if all have reached its barrier. Returns false once all threads have ended.
 bool release_block() {
     const unsigned threads = position.block_size.x;
     if (count(0, threads, State::kDone) == threads) return false;
     if (count(0, threads, State::kAtBlock) != threads) {
-        throw std::runtime_error("a barrier or a shuffle is not reached by all threads it needs");
+        throw std::runtime_error("a barrier, a shuffle or a product is not reached by all threads it needs");
     }
     block.shared.block_barrier();
     release(0, threads);
@@ -148,6 +171,9 @@ template <typename F> void in_order(std::uint64_t n, F run) {
 void run_block() {
     const unsigned threads = position.block_size.x;
     block.shared.begin_block();
+    for (auto &of_warpgroup : block.decoded) {
+        for (DecodedOperand &decoded : of_warpgroup) decoded.number = 0;
+    }
     release(0, threads);
     for (unsigned i = 0; i < threads; ++i) block.threads[i].fiber = nullptr;
     do {
@@ -156,7 +182,7 @@ void run_block() {
             do run_warp(begin, end);
             while (release_warp(begin, end));
         });
-    } while (release_block());
+    } while (release_warpgroups() || release_block());
 }
 
 void run_grid(const unsigned grid[3]) {
@@ -196,6 +222,11 @@ void sync_block() { wait(State::kAtBlock); }
 void sync_warp(WarpOp op) {
     current().op = op;
     wait(State::kAtWarp);
+}
+
+void meet_warpgroup(const char *instruction, u64 operands) {
+    current().call = {instruction, operands};
+    wait(State::kAtWarpgroup);
 }
 
 void *exchange_slot() {

@@ -29,6 +29,7 @@ class SharedMemory {
         static_bytes_ = 0;
         now_ = 1;
         std::fill(warp_barriers_, warp_barriers_ + 32, 0);
+        std::fill(async_fences_, async_fences_ + 1024, 0);
     }
 
     void begin_block() {
@@ -38,6 +39,14 @@ class SharedMemory {
 
     void block_barrier() { block_barrier_ = now_++; }
     void warp_barrier(unsigned warp) { warp_barriers_[warp] = now_++; }
+
+    // Makes what a thread has written visible to asynchronous instructions.
+    void fence_async_proxy(unsigned thread) { async_fences_[thread] = now_++; }
+    bool is_fenced(const void *address, std::size_t bytes) const {
+        const auto first = record_.begin() + static_cast<std::ptrdiff_t>(offset_of(address));
+        return std::all_of(first, first + static_cast<std::ptrdiff_t>(bytes),
+                           [this](const Byte &byte) { return byte.write_time <= async_fences_[byte.writer]; });
+    }
 
     void *dynamic() { return base_; }
 
@@ -153,7 +162,7 @@ class SharedMemory {
     std::size_t static_bytes_ = 0;
     std::vector<Byte> record_;
     std::uint32_t now_ = 1, block_start_ = 0, block_barrier_ = 0;
-    std::uint32_t warp_barriers_[32] = {};
+    std::uint32_t warp_barriers_[32] = {}, async_fences_[1024] = {};
 };
 
 }  // namespace emulation

@@ -11,9 +11,9 @@
 
 namespace emulation {
 
-inline constexpr unsigned kWarpSize = 32;
+inline constexpr unsigned kWarpSize = 32, kWarpgroupSize = 128;
 
-enum class State : unsigned char { kReady, kAtWarp, kAtBlock, kDone };
+enum class State : unsigned char { kReady, kAtWarp, kAtWarpgroup, kAtBlock, kDone };
 
 // Where a switch between stacks continues. The compiler's setjmp saves what a switch needs; that of the C library takes
 // several times as long, and swapcontext makes a system call for the signal mask.
@@ -23,6 +23,46 @@ struct AsyncCopy {
     void *to;
     const void *from;
     unsigned bytes, source_bytes, group;
+};
+
+// A wgmma.mma_async in flight, of the thread whose accumulators are `c`.
+struct Product {
+    float *c;
+    // Operand A in registers: this thread's, and those of the four lanes that share its rows; else a descriptor.
+    const u32 *registers;
+    u64 a, b;
+    u32 own[4], fragments[4][4];
+    unsigned columns, group;
+    bool has_a_in_registers, accumulate;
+    float (*value_of)(u16);
+    // Of this thread's products, from 1 on: the same in all threads of the warpgroup.
+    unsigned number;
+};
+
+// Operand B of a product by its number, for all threads of a warpgroup.
+struct DecodedOperand {
+    unsigned number = 0;
+    std::vector<float> values;
+};
+inline constexpr unsigned kMaxDecoded = 64;
+
+// Accumulators in flight: where they are, their values so far, and the number of products that are to be added.
+struct Accumulators {
+    float *registers;
+    std::vector<float> values;
+    unsigned in_flight;
+};
+
+// What registers contained at a wgmma.fence.
+struct FencedRegisters {
+    const char *first;
+    std::vector<char> content;
+};
+
+// A warpgroup's instruction, with a number that is the same in all threads.
+struct WarpgroupCall {
+    const char *instruction;
+    u64 operands;
 };
 
 // A stack on which threads run, one after another unless they wait.
@@ -46,6 +86,12 @@ struct Thread {
     // Asynchronous copies in order of issue, and the number of groups committed so far.
     std::vector<AsyncCopy> copies;
     unsigned groups = 0;
+    // The same for products of the warpgroup.
+    std::vector<Product> products;
+    unsigned product_groups = 0, num_products = 0;
+    std::vector<Accumulators> accumulators;
+    std::vector<FencedRegisters> fenced;
+    WarpgroupCall call = {};
 };
 
 // Memory that a kernel may access, as `Memory` in `src/device/emulation.rs`.
@@ -72,11 +118,15 @@ struct Block {
     void **arguments = nullptr;
     SharedMemory shared;
     std::vector<Memory> memory;
+    DecodedOperand decoded[1024 / kWarpgroupSize][kMaxDecoded];
     std::string failure;
     std::uint64_t seed = 0, random = 0, bank_conflicts = 0;
 };
 
 extern thread_local Block block;
+
+// Stops this fiber until all threads of its warpgroup have reached the same instruction.
+void meet_warpgroup(const char *instruction, u64 operands);
 
 // What the sanitizer asks at every access.
 struct Running {

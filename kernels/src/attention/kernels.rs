@@ -40,7 +40,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             if fused::is_chosen(call.op, kernels, &problem, &[o])? {
-                call.kernels(fused::forward(&launcher, &problem, [o, lse]))?;
+                call.kernels(fused::forward(&launcher, kernels, &problem, [o, lse]))?;
             } else {
                 call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
             }

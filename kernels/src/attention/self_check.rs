@@ -21,22 +21,31 @@ const TOKENS: u32 = 200;
 /// Query heads, two for each KV head.
 const HEADS: usize = 4;
 
-/// The verdict on a GPU for an element type. Only the first call computes something.
-pub(super) fn verdict(device: &Device, dtype: DType) -> Result<Arc<Verdict>, AttentionError> {
-    type Verdicts = HashMap<(DeviceLocation, DType), Arc<Verdict>>;
+/// The verdict on fused kernels on a GPU for an element type. Only the first call computes something.
+pub(super) fn verdict(
+    kernels: AttentionKernels,
+    device: &Device,
+    dtype: DType,
+) -> Result<Arc<Verdict>, AttentionError> {
+    type Verdicts = HashMap<(bool, DeviceLocation, DType), Arc<Verdict>>;
     static VERDICTS: LazyLock<Mutex<Verdicts>> = LazyLock::new(Mutex::default);
     // Ranks of the same process wait here for the first one.
     let mut verdicts = VERDICTS.lock();
-    if let Some(verdict) = verdicts.get(&(device.location(), dtype)) {
+    let is_wgmma = kernels == AttentionKernels::Wgmma;
+    let key = (is_wgmma, device.location(), dtype);
+    if let Some(verdict) = verdicts.get(&key) {
         return Ok(verdict.clone());
     }
-    let kernels =
-        [&sources::ATTENTION_FUSED_FORWARD, &sources::ATTENTION_FUSED_BACKWARD, &sources::ATTENTION];
-    let file = VerdictFile::new(&format!("attention-{}", dtype.as_str()), &kernels, device);
+    let mut files =
+        vec![&sources::ATTENTION_FUSED_FORWARD, &sources::ATTENTION_FUSED_BACKWARD, &sources::ATTENTION];
+    if is_wgmma {
+        files.push(&sources::ATTENTION_FUSED_FORWARD_WGMMA);
+    }
+    let file = VerdictFile::new(&format!("attention-{}", dtype.as_str()), &files, device);
     let verdict = match file.as_ref().and_then(VerdictFile::read) {
         Some(verdict) => verdict,
         None => {
-            let verdict = compare(device, dtype)?;
+            let verdict = compare(kernels, device, dtype)?;
             if let Some(file) = file {
                 file.write(&verdict);
             }
@@ -44,16 +53,16 @@ pub(super) fn verdict(device: &Device, dtype: DType) -> Result<Arc<Verdict>, Att
         }
     };
     let verdict = Arc::new(verdict);
-    verdicts.insert((device.location(), dtype), verdict.clone());
+    verdicts.insert(key, verdict.clone());
     Ok(verdict)
 }
 
-/// Runs small problems with both kernels, forward and backward.
-fn compare(device: &Device, dtype: DType) -> Result<Verdict, AttentionError> {
+/// Runs small problems with fused and tiled kernels, forward and backward.
+fn compare(kernels: AttentionKernels, device: &Device, dtype: DType) -> Result<Verdict, AttentionError> {
     for head_dim in HEAD_DIMS {
         let problem = Problem::new(head_dim, dtype, device)?;
         let tiled = problem.run(AttentionKernels::Tiled)?;
-        let found = match problem.run(AttentionKernels::Fused) {
+        let found = match problem.run(kernels) {
             Ok(fused) => difference(&fused, &tiled, dtype),
             Err(error) => Some(error.to_string()),
         };
@@ -159,8 +168,10 @@ mod tests {
     #[cfg(feature = "kernel-emulation")]
     #[test]
     fn the_emulated_kernels_agree() -> Result<(), AttentionError> {
-        for dtype in [DType::BF16, DType::F16] {
-            assert_eq!(crate::device::emulate(|| compare(&Device::Cpu, dtype))?, None);
+        for kernels in [AttentionKernels::Fused, AttentionKernels::Wgmma] {
+            for dtype in [DType::BF16, DType::F16] {
+                assert_eq!(crate::device::emulate(|| compare(kernels, &Device::Cpu, dtype))?, None);
+            }
         }
         Ok(())
     }

@@ -63,6 +63,16 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     None
 }
 
+/// Returns whether a device is a GPU of compute capability 9.0, which alone has `wgmma`. Emulated ones do not count.
+pub(crate) fn has_wgmma(device: &Device) -> bool {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return super::cuda::compute_capability(device).is_ok_and(|capability| capability == (9, 0));
+    }
+    _ = device;
+    false
+}
+
 #[cfg(not(feature = "cuda"))]
 fn not_built() -> DeviceError {
     DeviceError::NotBuilt { device: candle_core::DeviceLocation::Cuda { gpu_id: 0 }, feature: "cuda" }

@@ -10,6 +10,8 @@ pub(crate) struct Source {
     pub(crate) name: &'static str,
     /// Its text, with the `#include` of headers still in it.
     pub(crate) text: &'static str,
+    /// The only architecture that it compiles for, such as `sm_90a`: that of the GPUs of one compute capability.
+    pub(crate) only_for: Option<&'static str>,
 }
 
 /// The files of `cuda/`, each compiled as one module.
@@ -17,11 +19,14 @@ pub(crate) mod sources {
     use super::Source;
 
     macro_rules! sources {
-        ($($constant:ident => $name:literal),* $(,)?) => {
+        ($($constant:ident => $name:literal $(for $architecture:literal)?),* $(,)?) => {
             $(
             #[doc = concat!("`cuda/", $name, ".cu`.")]
-            pub(crate) static $constant: Source =
-                Source { name: $name, text: include_str!(concat!("../../cuda/", $name, ".cu")) };
+            pub(crate) static $constant: Source = Source {
+                name: $name,
+                text: include_str!(concat!("../../cuda/", $name, ".cu")),
+                only_for: [$(Some($architecture),)? None][0],
+            };
             )*
 
             /// Every file.
@@ -33,6 +38,7 @@ pub(crate) mod sources {
         ATTENTION => "attention",
         ATTENTION_FUSED_BACKWARD => "attention_fused_backward",
         ATTENTION_FUSED_FORWARD => "attention_fused_forward",
+        ATTENTION_FUSED_FORWARD_WGMMA => "attention_fused_forward_wgmma" for "sm_90a",
         CAST => "cast",
         LM_HEAD_LOSS => "lm_head_loss",
         EMBEDDING => "embedding",

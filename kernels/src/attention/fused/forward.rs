@@ -1,7 +1,8 @@
 //! Forward: one launch per chunk of heads, without scratch.
 
-use super::{Problem, grid, head_chunks, sizes};
-use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
+use super::{Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
+use crate::attention::AttentionKernels;
+use crate::device::{DeviceError, Grid, Kernel, Launcher, Source, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
 /// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
@@ -10,23 +11,41 @@ const ROWS: usize = 128;
 /// Keys of a tile: `kKeys`.
 const KEYS: usize = 64;
 
+/// The blocks of a kernel.
+pub(super) struct Block {
+    /// The kernel's file, which begins the names of its entry points.
+    pub(super) source: &'static Source,
+    pub(super) threads: u32,
+    /// Packed rows.
+    pub(super) rows: usize,
+    /// Rows of `head_dim` elements in shared memory.
+    pub(super) shared_rows: usize,
+}
+
+/// The block of the kernel of every GPU: queries, keys and values.
+const BLOCK: Block =
+    Block { source: &ATTENTION_FUSED_FORWARD, threads: THREADS, rows: ROWS, shared_rows: ROWS + 2 * KEYS };
+
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
 pub(in crate::attention) fn forward(
     launcher: &Launcher,
+    kernels: AttentionKernels,
     problem: &Problem<'_>,
     [o, lse]: [&Tensor; 2],
 ) -> Result<(), DeviceError> {
     let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let name = format!("attention_fused_forward_{}_{}", dtype.as_str(), dims.head_dim);
-    let kernel = Kernel::named(&ATTENTION_FUSED_FORWARD, name);
+    let of_warpgroups =
+        if kernels == AttentionKernels::Wgmma { forward_wgmma::block(dims.head_dim) } else { None };
+    let block = of_warpgroups.unwrap_or(BLOCK);
+    let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
+    let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
         for chunk in head_chunks(problem) {
-            let parts = (dims.num_queries * chunk.group).div_ceil(ROWS);
+            let parts = (dims.num_queries * chunk.group).div_ceil(block.rows);
             let addresses = [o, lse, q, k, v, heads.offset(chunk.first_head), ranges].map(Into::into);
             let args = [&addresses[..], &[scale.into()], &sizes(problem, &chunk)].concat();
-            // Queries, keys and values.
-            let grid = grid(problem, &chunk, parts, ROWS + 2 * KEYS);
+            let grid = Grid { threads: block.threads, ..grid(problem, &chunk, parts, block.shared_rows) };
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe { launcher.launch(&kernel, grid, &args)? };
         }

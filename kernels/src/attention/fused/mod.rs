@@ -4,6 +4,7 @@
 
 mod backward;
 mod forward;
+mod forward_wgmma;
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
@@ -50,8 +51,10 @@ pub(super) fn is_chosen(
     others: &[&Tensor],
 ) -> Result<bool, AttentionError> {
     match (kernels, unsupported(problem, others)) {
-        (AttentionKernels::Tiled, _) | (AttentionKernels::Auto, Some(_)) => Ok(false),
-        (AttentionKernels::Fused | AttentionKernels::Auto, None) => Ok(true),
+        (AttentionKernels::Tiled, _) | (AttentionKernels::Auto | AttentionKernels::Wgmma, Some(_)) => {
+            Ok(false)
+        }
+        (_, None) => Ok(true),
         (AttentionKernels::Fused, Some(found)) => Err(AttentionError::NotFused { op, found }),
     }
 }

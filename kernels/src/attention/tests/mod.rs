@@ -4,6 +4,8 @@
 mod fused;
 #[cfg(feature = "kernel-emulation")]
 mod fused_backward;
+#[cfg(feature = "kernel-emulation")]
+mod fused_matrix;
 mod merge;
 mod parity;
 mod precision;

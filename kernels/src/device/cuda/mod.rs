@@ -21,7 +21,7 @@ pub(super) use matmul::gemm;
 pub(super) use module::verdict_path;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use query::{count, describe, driver_version, memory};
+pub(super) use query::{compute_capability, count, describe, driver_version, memory};
 pub use shared::{allow_peer_access, load_library_kernels};
 pub(crate) use upload::upload;
 

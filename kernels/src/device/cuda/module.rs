@@ -78,7 +78,7 @@ fn load_all(context: &Arc<CudaContext>) -> Result<HashMap<String, Function>, Str
 fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Function)>, String> {
     context.bind_to_thread().map_err(|failure| failure.to_string())?;
     let (major, minor) = context.compute_capability().map_err(|failure| failure.to_string())?;
-    let architecture = format!("sm_{major}{minor}");
+    let Some(architecture) = architecture(source, (major, minor)) else { return Ok(Vec::new()) };
     let text = whole_text(source);
     let cache = cache::path(&format!("{}-{architecture}", source.name), (&text, &architecture), "cubin");
     let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
@@ -95,6 +95,15 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     }
     entry_points(&cubin)
         .map_err(|failure| format!("the driver refused kernels/cuda/{}.cu: {failure}", source.name))
+}
+
+/// The architecture to compile a file for, if GPUs of this compute capability can run it.
+fn architecture(source: &Source, (major, minor): (i32, i32)) -> Option<String> {
+    let of_gpu = format!("sm_{major}{minor}");
+    match source.only_for {
+        None => Some(of_gpu),
+        Some(only) => (only.strip_suffix('a') == Some(&of_gpu)).then(|| only.to_owned()),
+    }
 }
 
 /// Loads a module and all its kernels, which the driver would otherwise load on first use.
@@ -156,7 +165,9 @@ fn whole_text(source: &Source) -> String {
     let headers = [
         ("common", include_str!("../../../cuda/common.cuh")),
         ("mma", include_str!("../../../cuda/mma.cuh")),
+        ("wgmma", include_str!("../../../cuda/wgmma.cuh")),
         ("attention_fused", include_str!("../../../cuda/attention_fused.cuh")),
+        ("attention_softmax", include_str!("../../../cuda/attention_softmax.cuh")),
     ];
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
         text.replace(&format!("#include \"{name}.cuh\""), header)

@@ -46,6 +46,11 @@ pub(in crate::device) fn driver_version() -> Result<(u32, u32), DeviceError> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
+/// The compute capability of a GPU: major, minor.
+pub(in crate::device) fn compute_capability(device: &CudaDevice) -> Result<(i32, i32), DriverError> {
+    device.cuda_stream().context().compute_capability()
+}
+
 /// The memory of a GPU, and what the pool of this process has allocated of it.
 pub(in crate::device) fn memory(device: &CudaDevice) -> Result<GpuMemory, DriverError> {
     use sys::CUmemPool_attribute as Attribute;

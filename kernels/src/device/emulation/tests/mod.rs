@@ -2,13 +2,14 @@
 
 mod sanitizers;
 mod tensor_cores;
+mod warpgroups;
 
 use crate::device::kernel::Source;
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher};
 use candle_core::{Device, Tensor};
 
 /// The emulation knows kernels by name, so the text does not matter.
-static TESTS: Source = Source { name: "tests", text: "" };
+static TESTS: Source = Source { name: "tests", text: "", only_for: None };
 
 // SAFETY: functions of `cuda/emulation/emulation.cpp`.
 unsafe extern "C" {

@@ -7,14 +7,14 @@ use candle_core::{DType, Device, Tensor};
 use half::f16;
 
 /// 16-bit elements and their values.
-fn matrix(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f32>) {
+pub(super) fn matrix(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f32>) {
     let tensor = Tensor::from_slice(data, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
     let values = to_vec(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
     (tensor, values)
 }
 
 /// c + a · b in f64.
-fn product(c: &[f32], a: &[f32], b: &[f32], [rows, depth, columns]: [usize; 3]) -> Vec<f32> {
+pub(super) fn product(c: &[f32], a: &[f32], b: &[f32], [rows, depth, columns]: [usize; 3]) -> Vec<f32> {
     let element = |row: usize, column: usize| {
         let terms = (0..depth).map(|k| f64::from(a[row * depth + k]) * f64::from(b[k * columns + column]));
         (f64::from(c[row * columns + column]) + terms.sum::<f64>()) as f32
