@@ -168,7 +168,8 @@ pub(super) fn check_exchange(
         let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
         let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
         let plan =
-            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0);
+            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
+                .map_err(|error| error.within(sharding));
         let with_chunks = || format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks})");
         if chunks > 1 {
             plan.with_context(with_chunks).or_usage()?

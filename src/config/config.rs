@@ -195,7 +195,7 @@ impl Config {
 
     /// Returns whether the exchange of head chunks overlaps with their attention.
     pub fn overlaps_exchange(&self) -> bool {
-        self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.mesh.sp_size > 1
+        self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.seq_sharding().ulysses_size > 1
     }
 
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.

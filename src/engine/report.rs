@@ -5,7 +5,7 @@ use crate::comm::ProcessGroupExt;
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::StateBytes;
+use crate::zero::{RingGroups, StateBytes};
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::gpu_memory;
 use ulysses_kernels::memory;
@@ -83,10 +83,15 @@ impl Engine {
         memory::ByCategory { parameters, gradients, optimizer, ..memory::ByCategory::default() }
     }
 
-    /// Bytes that this rank sends in the exchanges of some passes, by formula.
+    /// Bytes that this rank sends in the Ulysses exchanges of some passes, by formula.
     fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
         let Passes { seq_len, trained, evaluated } = passes;
-        let (batch, head_dim, sp) = (self.config.micro_batch_size, model.head_dim, &self.groups.sp);
+        let (batch, head_dim) = (self.config.micro_batch_size, model.head_dim);
+        let (ring_rank, group) = match &self.groups.ring {
+            None => (0, &self.groups.sp),
+            Some(RingGroups { ring, ulysses }) => (ring.rank(), ulysses),
+        };
+        let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let num_layers = model.num_layers as u64;
         let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count() as u64;
@@ -95,7 +100,7 @@ impl Engine {
             let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
             let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
             let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-            let volume = ExchangePlan::new(shape, &q_to_kv, sp.world_size(), sp.rank())?.volume();
+            let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
             let again = volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes);
             bytes += trained * (num_layers * volume.total_elems() * elem_bytes + recomputed * again);
             bytes += evaluated * num_layers * volume.forward_elems * elem_bytes;

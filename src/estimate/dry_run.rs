@@ -8,7 +8,7 @@ use crate::comm::fake::FakeGroup;
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
-use crate::mesh::{DeviceMesh, RING_AXIS, ULYSSES_AXIS};
+use crate::mesh::DeviceMesh;
 use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
 use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
 use candle_core::Device;
@@ -225,7 +225,7 @@ fn fake_groups(
     let ring = match config.seq_sharding().ring_size {
         1 => None,
         ring_size => {
-            let mesh = mesh.unflatten("sp", &[(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)])?;
+            let mesh = mesh.ring(ring_size)?;
             Some(RingGroups { ring: fake(&mesh, Axis::Ring)?, ulysses: fake(&mesh, Axis::Ulysses)? })
         }
     };

@@ -11,9 +11,14 @@ use ulysses_kernels::device::dry::MatmulOp;
 pub enum Event {
     /// A collective is started.
     Collective(Transfer),
-    /// The rank waits for the first pending collective of this purpose, one that it does not
+    /// The rank waits for the first pending collective of this purpose along this axis, one that it does not
     /// [wait for immediately](Transfer::is_awaited_at_once).
-    Wait(Purpose),
+    Wait {
+        /// The purpose.
+        purpose: Purpose,
+        /// The axis of the group.
+        axis: Axis,
+    },
     /// Matmuls or attention.
     Compute(Work),
     /// Element-wise operations, including norms.

@@ -136,13 +136,15 @@ impl Workload {
         Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
-    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads. Other sp groups are equal,
-    /// because partitions are padded to equal size.
+    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads and by ring rank: the blocks that a
+    /// ring rank attends and passes on differ with windows and documents. Other sp groups are equal, because partitions
+    /// are padded to equal size.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
         let sharding = self.config.seq_sharding();
         let seq_len = self.config.require_seq_len()?;
-        let mut classes: Vec<(Vec<[usize; 3]>, RankClass)> = Vec::new();
+        let mut classes: Vec<RankClass> = Vec::new();
         for ring_rank in 0..sharding.ring_size {
+            let mut of_ring_rank: Vec<(Vec<[usize; 3]>, RankClass)> = Vec::new();
             let tokens = sharding.ring_tokens(seq_len, ring_rank).len();
             let plans = self.chunk_plans(tokens)?;
             for ulysses_rank in 0..sharding.ulysses_size {
@@ -150,17 +152,18 @@ impl Workload {
                     [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
                         .map(|ranges| ranges[ulysses_rank].len())
                 };
-                let kind: Vec<_> = plans.iter().map(of_plan).chain([[tokens; 3]]).collect();
-                match classes.iter_mut().find(|(known, _)| *known == kind) {
+                let kind: Vec<_> = plans.iter().map(of_plan).collect();
+                match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
                     Some((_, class)) => class.ranks += 1,
                     None => {
                         let rank = ring_rank * sharding.ulysses_size + ulysses_rank;
-                        classes.push((kind, RankClass { rank, ranks: 1 }));
+                        of_ring_rank.push((kind, RankClass { rank, ranks: 1 }));
                     }
                 }
             }
+            classes.extend(of_ring_rank.into_iter().map(|(_, class)| class));
         }
-        Ok(classes.into_iter().map(|(_, class)| class).collect())
+        Ok(classes)
     }
 
     /// Returns the exchange plan of each head chunk, for sequences of which a Ulysses group has `tokens` tokens.
@@ -179,7 +182,8 @@ impl Workload {
             let (num_heads, num_kv_heads) = (q.len(), kv.len());
             let (batch, head_dim) = (config.micro_batch_size, model.head_dim);
             let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
-            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0)?)
+            let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
+            Ok(plan.map_err(|error| error.within(config.seq_sharding()))?)
         };
         model.head_chunks(chunks).into_iter().map(plan).collect()
     }

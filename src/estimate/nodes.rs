@@ -57,8 +57,7 @@ impl Nodes {
         let sharding = sharded.map(|mesh| -> Result<_, MeshError> {
             Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
         });
-        let ring_size = config.seq_sharding().ring_size as i64;
-        let within_sp = mesh.unflatten("sp", &[(RING_AXIS, ring_size), (ULYSSES_AXIS, -1)])?;
+        let within_sp = mesh.ring(config.seq_sharding().ring_size)?;
         Ok(Self {
             own_node: rank / ranks_per_node,
             ranks_per_node,

@@ -68,7 +68,10 @@ impl RankPlan {
                     Pass::Recompute => recompute_flops += times as f64 * work.flops,
                     Pass::Forward | Pass::Backward => model_flops += times as f64 * work.flops,
                 },
-                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait { .. }
+                | Event::Elementwise { .. }
+                | Event::File { .. }
+                | Event::HostCopy { .. } => {}
             }
         }
         let moment = |part: &PartPeak| MomentMemory {

@@ -104,7 +104,10 @@ impl RankStep {
                     *calls = times.checked_add(*calls)?;
                     *sent_bytes = transfer.sent_bytes().checked_mul(times)?.checked_add(*sent_bytes)?;
                 }
-                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait { .. }
+                | Event::Elementwise { .. }
+                | Event::File { .. }
+                | Event::HostCopy { .. } => {}
             }
         }
         let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {

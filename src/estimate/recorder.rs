@@ -100,7 +100,7 @@ impl Recorder {
 
     fn complete(&mut self, op: CollectiveOp, axis: Axis, purpose: Purpose) {
         if !purpose.is_awaited_at_once(op, axis) {
-            self.events.push(Event::Wait(purpose));
+            self.events.push(Event::Wait { purpose, axis });
         }
     }
 

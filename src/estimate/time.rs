@@ -7,7 +7,7 @@
 //! single stream. Otherwise the rank transfers them itself when it waits. `docs/planning.md` lists what is not modeled.
 
 use super::dry_run::DryStep;
-use super::event::{Event, Pass, Purpose, Transfer, Work};
+use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
 use super::nodes::Nodes;
 use super::{SentBytes, Workload};
 use crate::comm::CollectiveOp;
@@ -149,7 +149,7 @@ struct Simulation<'a> {
     now: f64,
     /// The end of the last started collective.
     network_free: f64,
-    in_flight: BTreeMap<Purpose, VecDeque<InFlight>>,
+    in_flight: BTreeMap<(Purpose, Axis), VecDeque<InFlight>>,
     is_updating: bool,
     /// The number of micro batches that the current one represents. No collective is in flight between them, so times
     /// are multiplied.
@@ -198,7 +198,7 @@ impl<'a> Simulation<'a> {
             Event::File { bytes } => self.file(*bytes)?,
             Event::HostCopy { bytes } => self.host_copy(*bytes)?,
             Event::Collective(transfer) => self.communicate(transfer)?,
-            Event::Wait(purpose) => self.wait(*purpose),
+            Event::Wait { purpose, axis } => self.wait(*purpose, *axis),
         }
         Ok(())
     }
@@ -272,7 +272,7 @@ impl<'a> Simulation<'a> {
             let ends = self.machine.overlaps_communication.then_some(starts + seconds);
             self.network_free = ends.unwrap_or(self.network_free);
             self.hidden += seconds;
-            let of_purpose = self.in_flight.entry(transfer.purpose).or_default();
+            let of_purpose = self.in_flight.entry((transfer.purpose, transfer.axis)).or_default();
             of_purpose.push_back(InFlight { seconds, ends });
             return Ok(());
         }
@@ -286,8 +286,8 @@ impl<'a> Simulation<'a> {
 
     /// Waits for the part of a collective that compute has not hidden. Before an exchange, ZeRO's collectives in flight
     /// finish.
-    fn wait(&mut self, purpose: Purpose) {
-        let first = self.in_flight.get_mut(&purpose).and_then(VecDeque::pop_front);
+    fn wait(&mut self, purpose: Purpose, axis: Axis) {
+        let first = self.in_flight.get_mut(&(purpose, axis)).and_then(VecDeque::pop_front);
         let Some(InFlight { seconds, ends }) = first else { return };
         let exposed = ends.map_or(seconds, |ends| (ends - self.now).max(0.0));
         let of_exchange = match purpose {
@@ -309,10 +309,10 @@ impl<'a> Simulation<'a> {
 
     /// Waits for all communication of the step.
     fn end(&mut self) {
-        let purposes: Vec<Purpose> = self.in_flight.keys().copied().collect();
-        for purpose in purposes {
-            while self.in_flight.get(&purpose).is_some_and(|left| !left.is_empty()) {
-                self.wait(purpose);
+        let pending: Vec<(Purpose, Axis)> = self.in_flight.keys().copied().collect();
+        for (purpose, axis) in pending {
+            while self.in_flight.get(&(purpose, axis)).is_some_and(|left| !left.is_empty()) {
+                self.wait(purpose, axis);
             }
         }
     }

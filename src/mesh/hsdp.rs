@@ -75,6 +75,15 @@ impl DeviceMesh {
         MeshError::Notation { text: self.to_string(), reason }
     }
 
+    /// Returns the mesh with `sp` split into the axes [`RING_AXIS`] and [`ULYSSES_AXIS`].
+    ///
+    /// # Errors
+    /// Fails if the mesh has no `sp`, or `ring_size` does not divide it.
+    pub fn ring(&self, ring_size: usize) -> Result<Self, MeshError> {
+        let size = i64::try_from(ring_size).unwrap_or(i64::MAX);
+        self.unflatten("sp", &[(RING_AXIS, size), (ULYSSES_AXIS, -1)])
+    }
+
     /// Returns ZeRO's view of a `dp`, `sp` mesh: the axes [`REPLICAS_AXIS`] and [`SHARD_AXIS`], both row-major over
     /// their parts of dp and sp. Partitions over less than dp are PyTorch's HSDP and DeepSpeed's MiCS.
     ///

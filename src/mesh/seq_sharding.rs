@@ -33,7 +33,7 @@ pub struct SeqSharding {
     pub ulysses_size: usize,
 }
 
-/// An sp group of that many ranks, without a ring.
+/// The sharding of an sp group of this size without a ring.
 impl From<usize> for SeqSharding {
     fn from(sp_size: usize) -> Self {
         Self { ring_size: 1, ulysses_size: sp_size }

@@ -2,7 +2,7 @@
 
 use super::Metrics;
 use super::table::{bytes, format_bytes, write_table};
-use crate::comm::{CollectiveOp, GroupStats};
+use crate::comm::{CollectiveOp, GroupStats, RING_AXIS};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -139,7 +139,7 @@ impl RunSummary {
             self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
         let mut header = vec!["rank".to_owned()];
         for (axis, op) in &columns {
-            if is_exchange(*op) {
+            if has_formula(axis, *op) {
                 header.extend([format!("{axis} all_to_all"), "formula".into()]);
             } else {
                 header.push(format!("{axis} {op}"));
@@ -151,7 +151,7 @@ impl RunSummary {
                 let sent =
                     rank.traffic().find(|(axis, op, _)| (*axis, *op) == *column).map_or(0, |(.., sent)| sent);
                 row.push(bytes(sent));
-                if is_exchange(column.1) {
+                if has_formula(column.0, column.1) {
                     row.push(bytes(rank.expected_exchange_bytes));
                 }
             }
@@ -188,9 +188,10 @@ impl RunSummary {
     }
 }
 
-/// Returns whether an operation is the Ulysses exchange, which is strided or packed, depending on the backend.
-fn is_exchange(op: CollectiveOp) -> bool {
-    matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll)
+/// Returns whether an operation is the Ulysses exchange, which is strided or packed, depending on the backend. The bytes
+/// of a ring have no formula: they depend on the documents.
+fn has_formula(axis: &str, op: CollectiveOp) -> bool {
+    matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll) && axis != RING_AXIS
 }
 
 impl RankSummary {

@@ -26,8 +26,8 @@ use ulysses_kernels::memory::{Category, with_category};
 ///
 /// Communication per layer: one all-to-all of q, k, v and one of the output in the forward pass, and the same
 /// in the backward pass. [`backward_recomputed`](Attention::backward_recomputed) exchanges q, k and v again,
-/// and `delta`, which is as small as `lse`; the output stays sequence-sharded. With `sp_size` 1 there is no
-/// communication. All calls are collective over the group.
+/// and `delta`, which is as small as `lse`; the output stays sequence-sharded. A group of one rank does not
+/// communicate. All calls are collective over the group.
 ///
 /// The steps of a call send the operands, attend, and return the results. Between them the caller may run steps
 /// of other calls, on which the same exchanges then overlap.
@@ -97,7 +97,8 @@ impl UlyssesAttention {
         same_tokens: Option<&AttentionLayout>,
     ) -> Result<Sharding, SequenceParallelError> {
         let (rank, group_size) = (self.group.rank(), self.group.world_size());
-        let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank)?;
+        let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank);
+        let plan = plan.map_err(|error| error.within(self.sharding))?;
         let tokens = self.sharding.ring_tokens(seq_len(layout), self.ring_rank);
         check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), (rank, group_size))?;
         let heads = plan.q_to_kv_local();

@@ -22,6 +22,30 @@ pub enum SequenceParallelError {
         /// Ranks of the sp axis.
         sp_size: usize,
     },
+    /// Some rank of a ring's Ulysses groups would get no attention head.
+    #[error(
+        "num_heads = {num_heads} cannot be split over the {} ranks of a Ulysses group (sp {} in a ring of {}): every rank \
+         needs a head; set `ulysses.ring_size` {3}, or `--mesh ring={3},ulysses={4}`",
+        sharding.ulysses_size,
+        sharding.sp_size(),
+        sharding.ring_size,
+        SeqSharding::for_heads(sharding.sp_size(), *num_heads).ring_size,
+        SeqSharding::for_heads(sharding.sp_size(), *num_heads).ulysses_size,
+    )]
+    TooFewHeadsInRing {
+        /// Query heads of the model.
+        num_heads: usize,
+        /// The sharding.
+        sharding: SeqSharding,
+    },
+    /// A ring has another number of ranks than its group.
+    #[error("the sharding has a ring of {ring_size} ranks, but its group has {group_size}")]
+    RingSize {
+        /// Ranks of the ring by the sharding.
+        ring_size: usize,
+        /// Ranks of the group.
+        group_size: usize,
+    },
     /// Some sp rank would get no token.
     #[error(
         "seq_len = {seq_len} cannot be split over sp = {sp_size} ranks: the largest valid sp is {seq_len}"
@@ -67,7 +91,7 @@ pub enum SequenceParallelError {
     },
     /// The local tokens are not this rank's shard of the sequences.
     #[error(
-        "sp rank {rank} of {group_size} holds tokens {expected} of a sequence of {seq_len}, \
+        "rank {rank} of {group_size} in the sp group holds tokens {expected} of a sequence of {seq_len}, \
          but its layout covers {}",
         got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
     )]
@@ -95,6 +119,18 @@ pub enum SequenceParallelError {
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+impl SequenceParallelError {
+    /// The error of an exchange plan, within a ring if the sharding has one.
+    pub fn within(self, sharding: SeqSharding) -> Self {
+        match self {
+            Self::TooFewHeads { num_heads, .. } if sharding.ring_size > 1 => {
+                Self::TooFewHeadsInRing { num_heads, sharding }
+            }
+            other => other,
+        }
+    }
 }
 
 impl From<SequenceParallelError> for AttentionError {

@@ -195,8 +195,9 @@ fn blocks_travel_only_to_ranks_that_see_them() {
     // rank sends two blocks.
     let batch = Batch::packed(CONFIG.vocab_size, &[&[16, 32, 16]], 3);
     let block = 2 * 16 * CONFIG.num_kv_heads * CONFIG.head_dim * CONFIG.num_layers * size_of::<f32>();
-    for (rank, [forward, _]) in measure_ring(4, 4, batch).into_iter().enumerate() {
-        assert_eq!(forward, 2 * block as u64, "rank {rank}");
+    // Backward again, and the gradients of a block after each of its hops.
+    for (rank, sent) in measure_ring(4, 4, batch).into_iter().enumerate() {
+        assert_eq!(sent, [2 * block as u64, 4 * block as u64], "rank {rank}");
     }
     // With a document for every chunk, no block travels.
     let aligned = Batch::packed(CONFIG.vocab_size, &[&[8; 8]], 3);

@@ -15,7 +15,7 @@ use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
-use ulysses::estimate::event::{Event, Purpose, Transfer};
+use ulysses::estimate::event::{Axis, Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::mesh::{DeviceMesh, ShardShape};
@@ -350,14 +350,14 @@ fn a_dry_run_communicates_as_real_ranks_do_event_for_event() {
 #[test]
 fn started_operations_are_awaited_once_and_in_order() {
     for case in cases() {
-        let mut under_way: BTreeMap<Purpose, i64> = BTreeMap::new();
+        let mut under_way: BTreeMap<(Purpose, Axis), i64> = BTreeMap::new();
         for event in case.events(0) {
             match event {
                 Event::Collective(transfer) if !transfer.is_awaited_at_once() => {
-                    *under_way.entry(transfer.purpose).or_default() += 1;
+                    *under_way.entry((transfer.purpose, transfer.axis)).or_default() += 1;
                 }
-                Event::Wait(purpose) => {
-                    let left = under_way.entry(purpose).or_default();
+                Event::Wait { purpose, axis } => {
+                    let left = under_way.entry((purpose, axis)).or_default();
                     *left -= 1;
                     assert!(*left >= 0, "{}: no rank has started to {purpose}", case.label);
                 }
@@ -378,11 +378,7 @@ fn what_a_rank_sends_its_peer_receives() {
         let config = case.config();
         let shards = config.zero_shards().unwrap_or(ShardShape { dp_size: dp, spans_sp: false });
         let sharded = DeviceMesh::dp_sp(dp, sp).unwrap().sharded(shards).unwrap();
-        let ring_size = config.seq_sharding().ring_size as i64;
-        let ring = DeviceMesh::dp_sp(dp, sp)
-            .unwrap()
-            .unflatten("sp", &[("ring", ring_size), ("ulysses", -1)])
-            .unwrap();
+        let ring = DeviceMesh::dp_sp(dp, sp).unwrap().ring(config.seq_sharding().ring_size).unwrap();
         let all: Vec<_> = (0..dp * sp).map(|rank| case.transfers(rank)).collect();
         for (rank, transfers) in all.iter().enumerate() {
             for (index, transfer) in transfers.iter().enumerate() {

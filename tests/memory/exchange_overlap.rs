@@ -118,6 +118,13 @@ fn the_exchange_of_neighboring_chunks_is_under_way_while_a_chunk_is_attended() {
 }
 
 #[test]
+fn blocks_of_a_ring_and_their_gradients_travel_while_blocks_are_attended() {
+    let [forward, backward] = events(1, false, json!({ "ring_size": 2 }));
+    // Keys and values leave before this rank's own block is attended. The gradients of the other block return last.
+    assert_eq!([forward.as_str(), backward.as_str()], ["sAwA", "sBwBsw"]);
+}
+
+#[test]
 fn without_overlap_or_with_one_chunk_every_exchange_is_awaited_at_once() {
     assert_eq!(events(2, false, json!({})), ["swAswswAsw", "swBswswBsw"]);
     assert_eq!(events(1, true, json!({})), ["swAsw", "swBsw"]);

@@ -1,6 +1,7 @@
 //! Rings: sequence parallelism over more ranks than heads never changes the math either.
 
-use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::compare::assert_all_close;
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig};
 use serde_json::json;
@@ -93,4 +94,12 @@ fn recomputation_head_chunks_and_overlap_change_nothing_on_a_ring() {
         let problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
         check(&problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
     }
+}
+
+#[test]
+fn equal_runs_give_equal_bits_on_a_ring() {
+    let problem = main_problem(Rule::AdamW(ADAMW), None);
+    let layout = Layout { ring: 3, ..layout(1, 6, 3) };
+    let [first, again] = [(); 2].map(|()| by_name(&problem.run(layout).unwrap().parameters));
+    assert_all_close("parameter", &again, &first, 0.0);
 }

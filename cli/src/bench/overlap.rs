@@ -53,7 +53,7 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
     let joined = args.backend.join(process)?;
     let ranks = joined.count(args.ranks.map(usize::from), 2);
     let chunks = args.head_chunks();
-    if ranks < 2 || ranks > NUM_HEADS / chunks {
+    if ranks < 2 || (ranks > NUM_HEADS / chunks && !args.ring) {
         let expected = NUM_HEADS / chunks;
         let message = format!(
             "{ranks} rank(s) with {chunks} head chunk(s): expected 2 to {expected}, one head each per chunk"
@@ -104,11 +104,12 @@ impl Args {
         if self.ring { SeqSharding { ring_size: ranks, ulysses_size: 1 } } else { ranks.into() }
     }
 
-    /// The part of the transfers that can be hidden. Nothing hides a chunk's operands and results. Of the transfers of a
-    /// ring, one in each hop of keys and values forward, and of these and their gradients backward, nothing hides the last.
+    /// The part of the transfers that can be hidden: all chunks but one, or all transfers of a ring but the last, of
+    /// gradients.
     fn hideable(&self, ranks: usize) -> f64 {
-        let exposed = if self.ring { 3 * (ranks - 1) } else { self.head_chunks() };
-        1.0 - 1.0 / exposed as f64
+        // A ring passes keys and values forward, and these and their gradients backward.
+        let num_transfers = if self.ring { 3 * (ranks - 1) } else { self.head_chunks() };
+        1.0 - 1.0 / num_transfers as f64
     }
 }
 

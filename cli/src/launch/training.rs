@@ -4,7 +4,7 @@ use crate::train::TrainArgs;
 use crate::{Command, Failure, arguments};
 use anyhow::anyhow;
 use ulysses::config::{Backend, Config};
-use ulysses::mesh::Cluster;
+use ulysses::mesh::{Cluster, SeqSharding};
 
 /// A `train` command to launch.
 pub(super) struct Training {
@@ -25,6 +25,8 @@ pub(super) struct Variation {
 pub(super) struct SmallerMesh {
     pub(super) dp: usize,
     pub(super) sp: usize,
+    /// Ranks of the ring within sp, if the first start has a ring.
+    pub(super) ring_size: Option<usize>,
     pub(super) batch_size: usize,
     pub(super) micro_batch_size: usize,
 }
@@ -80,7 +82,7 @@ impl Training {
     /// Returns the arguments of a start.
     pub(super) fn arguments(&self, variation: &Variation) -> Vec<String> {
         let mut words = self.words.clone();
-        if let Some(SmallerMesh { dp, sp, batch_size, micro_batch_size }) = variation.smaller {
+        if let Some(SmallerMesh { dp, sp, ring_size, batch_size, micro_batch_size }) = variation.smaller {
             remove_flag(&mut words, "--mesh");
             remove_flag(&mut words, "--batch-size");
             words.extend([
@@ -88,6 +90,7 @@ impl Training {
                 format!("--batch-size={batch_size}"),
                 format!("--set=train_micro_batch_size_per_gpu={micro_batch_size}"),
             ]);
+            words.extend(ring_size.map(|ring_size| format!("--set=ulysses.ring_size={ring_size}")));
         }
         if variation.resumes && !self.args.resumes() {
             words.push("--resume".to_owned());
@@ -103,7 +106,11 @@ impl Training {
         let mut meshes = sizes.flat_map(|sp| (1..=num_ranks / sp).rev().map(move |dp| (dp, sp)));
         meshes.find_map(|(dp, sp)| {
             let (batch_size, micro_batch_size) = (first.train_batch_size, first.micro_batch_size);
-            let smaller = SmallerMesh { dp, sp, batch_size, micro_batch_size };
+            // No Ulysses group needs more heads than before.
+            let before = first.seq_sharding();
+            let ring_size = SeqSharding::for_heads(sp, before.ulysses_size).ring_size;
+            let ring_size = (before.ring_size > 1).then_some(ring_size);
+            let smaller = SmallerMesh { dp, sp, ring_size, batch_size, micro_batch_size };
             let variation = Variation { resumes: true, smaller: Some(smaller) };
             let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return None };
             let (config, _) = args.for_launch(Cluster { nodes: 1, ranks_per_node: dp * sp }).ok()?;
@@ -184,12 +191,14 @@ mod tests {
         let path = place.path().join("c.json").display().to_string();
         let arguments = |resumes, smaller| training.arguments(&Variation { resumes, smaller })[1..].join(" ");
         assert_eq!(arguments(false, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
-        let mesh = SmallerMesh { dp: 1, sp: 2, batch_size: 6, micro_batch_size: 2 };
+        let mesh = SmallerMesh { dp: 1, sp: 2, ring_size: None, batch_size: 6, micro_batch_size: 2 };
         assert_eq!(
             arguments(true, Some(mesh)),
             format!(
                 "{path} --seed 7 --mesh=1x2 --batch-size=6 --set=train_micro_batch_size_per_gpu=2 --resume"
             )
         );
+        let ring = arguments(true, Some(SmallerMesh { ring_size: Some(2), ..mesh }));
+        assert!(ring.ends_with("--set=ulysses.ring_size=2 --resume"), "{ring}");
     }
 }

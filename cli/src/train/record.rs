@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
-use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, straggler_stats, volumes};
 use ulysses::trainer::StepMemory;
 
@@ -154,9 +154,12 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
 pub(super) fn groups(prepared: &Prepared) -> Groups {
     let Prepared { config, mesh, .. } = prepared;
     let sharded = config.zero_shards().and_then(|shape| mesh.sharded(shape).ok());
+    let ring_size = config.seq_sharding().ring_size;
+    let ring = if ring_size > 1 { mesh.ring(ring_size).ok() } else { None };
     let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
     let of_zero = sharded.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
-    let all = of_mesh.chain(of_zero);
+    let of_ring = ring.iter().flat_map(|mesh| [RING_AXIS, ULYSSES_AXIS].map(|axis| (mesh, axis)));
+    let all = of_mesh.chain(of_zero).chain(of_ring);
     all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
 }
 

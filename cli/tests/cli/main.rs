@@ -35,6 +35,7 @@ mod refused_files;
 mod refused_models;
 mod report;
 mod resume;
+mod rings;
 mod trace;
 mod train;
 mod verify;

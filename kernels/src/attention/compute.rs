@@ -8,7 +8,7 @@ use candle_core::Tensor;
 /// The computation of attention of some queries over some keys. It leaves its operands unchanged, so that the same
 /// queries can attend one block of keys after the other.
 ///
-/// An implementation is an [`Attention`] too. Implement this trait to replace the arithmetic of attention.
+/// An implementation is an [`Attention`] too. Implement this trait to replace the computation of attention.
 pub trait AttentionCompute: Attention {
     /// Returns `o` and `lse` for `[q, k, v]`, allocated from the `workspace`.
     ///

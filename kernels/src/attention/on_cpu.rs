@@ -112,8 +112,8 @@ fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
     convert(&values, elements);
 }
 
-/// The kernel for bf16 matmuls; `None` if they are computed in f32. The choice depends on the whole sequence,
-/// so it is the same on every mesh.
+/// The kernel for bf16 matmuls; `None` if they are computed in f32. The choice depends on the
+/// numbers of queries and keys: of the whole sequence, or of a ring's blocks.
 pub(super) fn bf16_kernel(
     dtype: DType,
     num_queries: usize,

@@ -3,7 +3,7 @@
 use super::MeshGroups;
 use super::known_groups::KnownGroups;
 use crate::comm::CommError;
-use crate::mesh::{DeviceMesh, MeshError, RING_AXIS, ShardShape, ULYSSES_AXIS};
+use crate::mesh::{DeviceMesh, MeshError, ShardShape};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -76,15 +76,14 @@ impl MeshGroups {
         self.derive(known, |mesh| mesh.sharded(shape))
     }
 
-    /// The groups of the same ranks along the axes [`RING_AXIS`] and [`ULYSSES_AXIS`], into which sp is split. They are
-    /// groups of their own even where the ranks are those of sp: so the traffic of attention is counted apart.
+    /// The groups of the same ranks along the axes of [`DeviceMesh::ring`]. They are groups of their own even where the
+    /// ranks are those of sp, so that each has its own statistics.
     /// Collective.
     ///
     /// # Errors
     /// As [`flatten`](Self::flatten), and when `ring_size` does not divide sp.
     pub fn ring(&self, ring_size: usize) -> Result<Self, CommError> {
-        let into = [(RING_AXIS, ring_size as i64), (ULYSSES_AXIS, -1)];
-        self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.unflatten("sp", &into))
+        self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.ring(ring_size))
     }
 
     fn derive(

@@ -3,7 +3,7 @@
 use super::RingAttention;
 use super::forward::Blocks;
 use super::schedule::RingSchedule;
-use super::sums::{add, rounded};
+use super::sums::{add, downcast};
 use super::transfer::{Addressed, Pair, start_transfer};
 use crate::sequence_parallel::{PendingExchange, SequenceParallelError};
 use candle_core::Tensor;
@@ -62,7 +62,7 @@ impl Backward<'_> {
             }
         };
         let dq = dq.unwrap_or_else(|| unreachable!("a query sees its own key"));
-        let round = |sum| rounded(sum, dtype, self.workspace);
+        let round = |sum| downcast(sum, dtype, self.workspace);
         Ok((round(dq)?, round(dk)?, round(dv)?))
     }
 

@@ -2,7 +2,7 @@
 
 use super::RingAttention;
 use super::schedule::RingSchedule;
-use super::sums::{rounded, widened};
+use super::sums::{downcast, upcast};
 use super::transfer::{Pair, start_transfer};
 use crate::sequence_parallel::{PendingExchange, SequenceParallelError};
 use candle_core::Tensor;
@@ -27,7 +27,7 @@ impl Forward<'_> {
             let (o, lse) = self.ring.local.attend([self.q, &k, &v], layout, self.workspace)?;
             merged = Some(match merged {
                 None if self.schedule.num_hops() == 0 => (o, lse),
-                None => (widened(o, self.workspace)?, lse),
+                None => (upcast(o, self.workspace)?, lse),
                 Some((sum, sum_lse)) => {
                     merge([&sum, &sum_lse], [&o, &lse])?;
                     [o, lse].into_iter().for_each(|part| self.workspace.recycle(part));
@@ -36,11 +36,11 @@ impl Forward<'_> {
             });
         }
         let (o, lse) = merged.unwrap_or_else(|| unreachable!("a query sees its own key"));
-        Ok((rounded(o, self.q.dtype(), self.workspace)?, lse))
+        Ok((downcast(o, self.q.dtype(), self.workspace)?, lse))
     }
 }
 
-/// The blocks that pass by a rank: that of each step, while that of the next is received.
+/// The blocks that reach a rank: that of each step, while that of the next is received.
 pub(super) struct Blocks<'a> {
     ring: &'a RingAttention,
     schedule: &'a RingSchedule,
@@ -100,8 +100,8 @@ impl<'a> Blocks<'a> {
             Some(tokens) => Some(self.alloc(tokens, workspace)?),
             None => None,
         };
-        let goes_on = step < schedule.hops(step);
-        let sent = self.current.as_ref().filter(|_| goes_on).map(|block| (schedule.rank_after(1), block));
+        let is_sent = step < schedule.hops(step);
+        let sent = self.current.as_ref().filter(|_| is_sent).map(|block| (schedule.rank_after(1), block));
         let from = received.iter().map(|block| (schedule.previous(), block)).collect::<Vec<_>>();
         let span = tracing::trace_span!("ring_block");
         let transfer =

@@ -1,4 +1,4 @@
-//! Ring attention: every rank keeps its queries, and the keys and values pass by.
+//! Ring attention: every rank keeps its queries, and keys and values circulate.
 
 mod backward;
 mod forward;
@@ -30,8 +30,8 @@ use ulysses_kernels::memory::{Category, with_category};
 /// in packed documents and with a sliding window. The order of summation does not depend on timing. Sums of 16-bit
 /// gradients are f32, and travel as f32.
 ///
-/// With `C = batch · tokens · num_kv_heads · head_dim` elements in this rank's block, a causal sequence on R ranks
-/// takes `2 · (R − 1) · C` sent elements per layer forward. Backward takes as many again, and `2 · (R − 1) · C` f32
+/// With `C = batch · tokens · num_kv_heads · head_dim` keys on each rank, a causal sequence on R ranks takes
+/// `2 · (R − 1) · C` sent elements per layer forward. Backward takes as many again, and `2 · (R − 1) · C` f32
 /// elements of gradients.
 ///
 /// All calls are collective over the group.
@@ -65,7 +65,7 @@ impl RingAttention {
         known.retain(|known| shares_tokens(&known.own, layout));
         let schedule = Arc::new(match known.first() {
             Some(same_tokens) => same_tokens.with_heads(layout),
-            None => RingSchedule::new(layout, self.sharding, self.group.rank())?,
+            None => RingSchedule::new(layout, self.sharding, &*self.group)?,
         });
         known.push(schedule.clone());
         Ok(schedule)

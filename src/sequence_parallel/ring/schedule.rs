@@ -1,5 +1,6 @@
 //! The blocks of keys that a ring rank attends, and how far they travel.
 
+use crate::comm::ProcessGroup;
 use crate::mesh::{SeqSharding, TokenRanges};
 use crate::sequence_parallel::SequenceParallelError;
 use crate::sequence_parallel::shard::{check_shard, seq_len};
@@ -22,14 +23,20 @@ pub(super) struct RingSchedule {
 
 impl RingSchedule {
     /// # Errors
-    /// A layout that is not of this rank's tokens.
+    /// A group of another size than the ring, fewer tokens than ranks, or a layout that is not of this rank's tokens.
     pub(super) fn new(
         layout: &AttentionLayout,
         sharding: SeqSharding,
-        rank: usize,
+        group: &dyn ProcessGroup,
     ) -> Result<Self, SequenceParallelError> {
-        let seq_len = seq_len(layout);
-        let ranks = sharding.ring_size;
+        let (seq_len, rank) = (seq_len(layout), group.rank());
+        let (ranks, group_size) = (sharding.ring_size, group.world_size());
+        if ranks != group_size {
+            return Err(SequenceParallelError::RingSize { ring_size: ranks, group_size });
+        }
+        if seq_len < ranks {
+            return Err(SequenceParallelError::SequenceTooShort { seq_len, sp_size: ranks });
+        }
         let tokens: Vec<_> = (0..ranks).map(|rank| sharding.ring_tokens(seq_len, rank)).collect();
         check_shard(layout, &tokens[rank], (rank, ranks))?;
         let sees = |queries: usize, keys: usize| {
@@ -76,7 +83,7 @@ impl RingSchedule {
         }
     }
 
-    /// Number of steps after the first, in which some block travels. All ranks have as many.
+    /// The largest number of hops of a block; equal on all ranks.
     pub(super) fn num_hops(&self) -> usize {
         self.hops.iter().copied().max().unwrap_or_default()
     }
@@ -120,6 +127,7 @@ impl RingSchedule {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::fake::FakeGroup;
 
     /// Visible pairs of every ring rank, over all its steps.
     fn pairs(ring_size: usize, seq_len: usize) -> Vec<u64> {
@@ -130,7 +138,8 @@ mod tests {
             let layout =
                 AttentionLayout::of_ranges(tokens.ranges(), tokens.ranges(), documents, vec![0], None)
                     .unwrap();
-            let schedule = RingSchedule::new(&layout, sharding, rank).unwrap();
+            let group = FakeGroup::new("ring", (0..ring_size).collect(), rank).unwrap();
+            let schedule = RingSchedule::new(&layout, sharding, &group).unwrap();
             schedule.blocks.iter().flatten().map(AttentionLayout::num_visible_pairs).sum()
         };
         (0..ring_size).map(of_rank).collect()
@@ -151,5 +160,21 @@ mod tests {
                 assert!(excess < 0.02, "ring {ring_size}, {seq_len} tokens: {excess:.4} more");
             }
         }
+    }
+
+    #[test]
+    fn a_ring_that_does_not_fit_its_group_or_its_tokens_is_refused() {
+        let tokens = [0..1, 3..4];
+        let layout = AttentionLayout::of_ranges(&tokens, &tokens, vec![vec![0, 4]], vec![0], None).unwrap();
+        let group = FakeGroup::new("ring", vec![0, 1], 0).unwrap();
+        let error = |ring_size| {
+            let sharding = SeqSharding { ring_size, ulysses_size: 1 };
+            RingSchedule::new(&layout, sharding, &group).unwrap_err().to_string()
+        };
+        assert_eq!(error(3), "the sharding has a ring of 3 ranks, but its group has 2");
+        assert_eq!(
+            error(2),
+            "rank 0 of 2 in the sp group holds tokens 0..1, 3..4 of a sequence of 4, but its layout covers positions 0 to 3"
+        );
     }
 }

@@ -6,7 +6,7 @@ use ulysses_kernels::elementwise::accumulate;
 use ulysses_kernels::{OpError, Workspace};
 
 /// The tensor in f32: itself, or a copy in its place.
-pub(super) fn widened(tensor: Tensor, workspace: &Workspace) -> Result<Tensor, OpError> {
+pub(super) fn upcast(tensor: Tensor, workspace: &Workspace) -> Result<Tensor, OpError> {
     if tensor.dtype() == DType::F32 {
         return Ok(tensor);
     }
@@ -17,7 +17,7 @@ pub(super) fn widened(tensor: Tensor, workspace: &Workspace) -> Result<Tensor, O
 }
 
 /// A sum in the workspace's element type, which is `dtype`: itself, or a copy in its place.
-pub(super) fn rounded(sum: Tensor, dtype: DType, workspace: &Workspace) -> Result<Tensor, OpError> {
+pub(super) fn downcast(sum: Tensor, dtype: DType, workspace: &Workspace) -> Result<Tensor, OpError> {
     if sum.dtype() == dtype {
         return Ok(sum);
     }
@@ -29,7 +29,7 @@ pub(super) fn rounded(sum: Tensor, dtype: DType, workspace: &Workspace) -> Resul
 
 /// Adds `part` to the f32 `sum`, or begins it.
 pub(super) fn add(sum: Option<Tensor>, part: Tensor, workspace: &Workspace) -> Result<Tensor, OpError> {
-    let Some(sum) = sum else { return widened(part, workspace) };
+    let Some(sum) = sum else { return upcast(part, workspace) };
     accumulate(&sum, &part)?;
     workspace.recycle(part);
     Ok(sum)

@@ -17,8 +17,8 @@ pub(super) type Addressed<'a> = (usize, &'a Pair);
 /// Starts to send and to receive whole pairs. Collective: every rank calls it, with or without a pair. `like` is any
 /// tensor with the element type of the pairs.
 ///
-/// It is one all-to-all, in which most ranks send one another nothing: as fast as messages, and every backend moves it
-/// while the ranks compute.
+/// It is one all-to-all, in which each rank sends to one other rank at most. So every backend moves it during computation
+/// as it moves an exchange; NCCL copies it through a buffer on both sides.
 pub(super) fn start_transfer(
     group: &dyn ProcessGroup,
     like: &Tensor,

@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_smaller_mesh_takes_the_first_ranks() {
-        let mesh = |dp, sp| SmallerMesh { dp, sp, batch_size: 4, micro_batch_size: 1 };
+        let mesh = |dp, sp| SmallerMesh { dp, sp, ring_size: None, batch_size: 4, micro_batch_size: 1 };
         let offered = BTreeMap::from([(0, 2), (2, 2), (3, 2)]);
         assert_eq!(first_ranks(&offered, mesh(2, 2)), BTreeMap::from([(0, 2), (2, 2)]));
         assert_eq!(first_ranks(&offered, mesh(1, 3)), BTreeMap::from([(0, 2), (2, 1)]));
