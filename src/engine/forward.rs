@@ -238,6 +238,9 @@ impl Engine {
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
         let sp = &self.groups.sp;
         let shard = self.config.seq_sharding().tokens(batch.seq_len, sp.rank());
+        if batch.shard != shard {
+            return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
+        }
         let tokens = batch.batch_size * shard.len();
         let last_boundary =
             batch.cu_seqlens.first().and_then(|boundaries| boundaries.last()).map_or(0, |&end| end as usize);
@@ -252,9 +255,6 @@ impl Engine {
         // A dry batch has no tokens.
         if let Some((what, got, expected)) = differs.filter(|_| !dry::is_dry()) {
             return Err(EngineError::MicroBatch { what, got, expected });
-        }
-        if batch.shard != shard {
-            return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
         }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());

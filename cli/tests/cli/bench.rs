@@ -168,7 +168,7 @@ fn invalid_benchmarks_are_refused() {
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
-        (&["overlap", "--ranks", "3"], "3 rank(s) with 4 head chunks: expected 2 to 2"),
+        (&["overlap", "--ranks", "3"], "3 rank(s) with 4 head chunk(s): expected 2 to 2"),
         (&["overlap", "--link-share", "0"], "--link-share 0: expected a number above 0"),
         (&["gemm", "--model", "huge"], "nano, tiny"),
         (&["gemm", "--tokens", "16777216"], "but the benchmark's tensors take"),

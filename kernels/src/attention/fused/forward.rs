@@ -1,8 +1,8 @@
 //! Forward: one launch per chunk of heads, without scratch.
 
-use super::{Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
+use super::{Block, Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
 use crate::attention::AttentionKernels;
-use crate::device::{DeviceError, Grid, Kernel, Launcher, Source, sources::ATTENTION_FUSED_FORWARD};
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
 /// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
@@ -10,17 +10,6 @@ const ROWS: usize = 128;
 
 /// Keys of a tile: `kKeys`.
 const KEYS: usize = 64;
-
-/// The blocks of a kernel.
-pub(super) struct Block {
-    /// The kernel's file, which begins the names of its entry points.
-    pub(super) source: &'static Source,
-    pub(super) threads: u32,
-    /// Packed rows.
-    pub(super) rows: usize,
-    /// Rows of `head_dim` elements in shared memory.
-    pub(super) shared_rows: usize,
-}
 
 /// The block of the kernel of every GPU: queries, keys and values.
 const BLOCK: Block =

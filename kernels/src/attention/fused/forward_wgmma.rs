@@ -1,6 +1,6 @@
 //! The forward kernel of compute capability 9.0, with products of warpgroups.
 
-use super::forward::Block;
+use super::Block;
 use crate::device::sources::ATTENTION_FUSED_FORWARD_WGMMA;
 
 /// The head dimensions that have kernels.

@@ -11,7 +11,7 @@ pub(super) use forward::forward;
 
 use super::cuda::{HeadChunk, Problem, Tiling};
 use super::{AttentionError, AttentionKernels};
-use crate::device::{Arg, Grid, Target};
+use crate::device::{Arg, Grid, Source, Target};
 use candle_core::{DType, Device, Tensor};
 
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
@@ -22,6 +22,17 @@ pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;
+
+/// The blocks of a kernel.
+pub(super) struct Block {
+    /// The kernel's file, which begins the names of its entry points.
+    pub(super) source: &'static Source,
+    pub(super) threads: u32,
+    /// Packed rows.
+    pub(super) rows: usize,
+    /// Rows of `head_dim` elements in shared memory.
+    pub(super) shared_rows: usize,
+}
 
 /// Checks that a device has fused kernels for an element type. All GPUs that can be opened have their instructions:
 /// those of `cuda/common.cuh` need compute capability 8.0, too.

@@ -45,7 +45,8 @@ fn masks() -> Result<Vec<(String, AttentionLayout)>> {
     ];
     // A tile of which the first row of a block does not see the last key, or the last row the first key.
     let of_rows = |q: std::ops::Range<u32>, window| {
-        AttentionLayout::of_ranges(q, 0..130, vec![vec![0, 260]], [0].as_slice(), window)
+        let keys: Vec<u32> = (0..130).collect();
+        AttentionLayout::new(q.collect::<Vec<_>>(), keys, vec![vec![0, 260]], [0].as_slice(), window)
     };
     masks.push(("all but the last key".to_owned(), of_rows(62..190, None)?));
     masks.push(("all but the first key".to_owned(), of_rows(130..258, Some(193))?));

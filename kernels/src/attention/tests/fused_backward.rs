@@ -58,7 +58,8 @@ fn gradients_of_every_mask_err_at_most_twice_as_much_as_the_naive_way() -> Resul
 #[test]
 fn so_do_gradients_of_every_length_and_grouping_of_heads() -> Result<()> {
     let of_rows = |q: std::ops::Range<u32>, window| {
-        let layout = AttentionLayout::of_ranges(q, 0..130, vec![vec![0, 260]], [0; 8].as_slice(), window);
+        let (queries, keys): (Vec<u32>, Vec<u32>) = (q.collect(), (0..130).collect());
+        let layout = AttentionLayout::new(queries, keys, vec![vec![0, 260]], [0; 8].as_slice(), window);
         Case::new(layout?, 1, 64)
     };
     let cases = [
