@@ -120,7 +120,7 @@ const DEFECTS: [Defect; 6] = [
     ("number of its local labels", |batch| batch.labels.push(0)),
     ("number of its local position ids", |batch| batch.position_ids.truncate(1)),
     ("number of sequences in its cu_seqlens", |batch| Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])),
-    ("has the tokens 1..12 of each sequence, expected 0..", |batch| batch.shard = (1..12).into()),
+    ("has the tokens 1..12 of each sequence", |batch| batch.shard = (1..12).into()),
 ];
 
 #[test]
@@ -131,6 +131,8 @@ fn a_micro_batch_that_does_not_fit_is_named_and_the_engine_stays_usable() {
             spoil(&mut batch);
             let error = engine.forward(&batch).err().unwrap().to_string();
             assert!(error.contains(what), "{what}: {error}");
+            let own_shard = format!("expected {}, this rank's shard", batches[0].shard);
+            assert!(batch.shard == batches[0].shard || error.ends_with(&own_shard), "{error}");
         }
         micro_step(engine, &batches[0])?;
         Ok(report(engine))
