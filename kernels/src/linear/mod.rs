@@ -128,3 +128,8 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
 pub fn bf16_gemm() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
 }
+
+/// A note for the user, if the environment sets the variable of [`bf16_gemm`] by its former name.
+pub fn bf16_gemm_deprecation() -> Option<String> {
+    Kernel::deprecation()
+}
