@@ -56,7 +56,8 @@
 //! 4. [`data`]: [`DataLoader`](data::DataLoader) shards one global order of sequences over dp and sp.
 //! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
 //!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it with [`kernels`], and
-//!      [`sequence_parallel`] exchanges tokens for heads around attention;
+//!      [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
+//!      during attention);
 //!    - the loss, in tiles of tokens;
 //!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;
 //!    - normalize, clip, update the own partition.

@@ -92,9 +92,9 @@ const CIRCLES: [(&str, &str); 8] = [
         "the engine, and the parts of its step as `impl` blocks",
     ),
     (
-        "src/model/decoder.rs src/model/decoder_mlp.rs src/model/decoder_weights.rs src/model/hf_config.rs \
-         src/model/hf_model.rs src/model/hf_rope.rs src/model/llama.rs src/model/model.rs \
-         src/model/qkv_projection.rs src/model/saved_attention.rs",
+        "src/model/decoder/layer.rs src/model/decoder/mlp.rs src/model/decoder/qkv_projection.rs \
+         src/model/decoder/saved_attention.rs src/model/decoder/weights.rs src/model/hf/config.rs \
+         src/model/hf/model.rs src/model/hf/rope.rs src/model/llama.rs src/model/model.rs",
         "the decoder's halves as `impl` blocks, and the model with the description that it is made from and exported with",
     ),
     ("src/zero/param_group_ranges.rs src/zero/unit.rs", "a unit's parameters in the ranges of their groups"),

@@ -8,6 +8,7 @@ use ulysses::config::{
     reference_markdown,
 };
 use ulysses::device::DeviceKind;
+use ulysses::kernels::linear::bf16_gemm_deprecation;
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -67,6 +68,7 @@ fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
 /// Prints all notes and `"auto"` values of a config to standard error.
 fn print_notes(config: &Config) {
     config.notes.iter().for_each(log_line);
+    bf16_gemm_deprecation().iter().for_each(log_warning);
     print_partition_note(config);
     for auto in &config.autos {
         match &auto.value {
@@ -82,6 +84,7 @@ pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
     let (warnings, others): (Vec<_>, Vec<_>) =
         config.notes.iter().partition(|note| note.severity == Severity::Warning);
     warnings.iter().for_each(log_line);
+    bf16_gemm_deprecation().iter().for_each(log_warning);
     print_partition_note(config);
     config.offload_note(device).iter().for_each(log_warning);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();

@@ -106,18 +106,18 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
 
 /// Returns the number of predicted text bytes; `None` if unknown, because some tokens are context only.
 fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyhow::Result<Option<u64>> {
-    let predicted: usize = data.sources().iter().map(|rows| rows.num_predicted_tokens()).sum();
+    let predicted: usize = data.sources().iter().map(|sequences| sequences.num_predicted_tokens()).sum();
     if predicted as u64 != evaluation.sum.valid_tokens {
         return Ok(None);
     }
     let tokenizer = config.ulysses.tokenizer.as_deref().map(Path::new);
-    let bytes = data.sources().iter().map(|rows| predicted_text_bytes(rows, tokenizer));
+    let bytes = data.sources().iter().map(|sequences| predicted_text_bytes(sequences, tokenizer));
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }
 
 /// Describes the bytes that [`text_bytes`] counts.
 fn counted_bytes(data: &Dataset) -> &'static str {
-    match data.sources().iter().all(|rows| rows.packing() == Packing::Concat) {
+    match data.sources().iter().all(|sequences| sequences.packing() == Packing::Concat) {
         true => "decoded text, without special tokens and the first token, which nothing predicts",
         false => {
             "decoded text, without special tokens and each document's first token, which nothing predicts"
@@ -133,7 +133,8 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
     let all = json!({
         "loss": evaluation.loss(), "perplexity": evaluation.perplexity(),
         "bits_per_byte": bits_per_byte(evaluation, bytes), "tokens": evaluation.sum.valid_tokens,
-        "bytes": bytes, "bytes_counted": counted_bytes(data), "rows": data.num_sequences(), "seq_len": data.seq_len(),
+        "bytes": bytes, "bytes_counted": counted_bytes(data), "sequences": data.num_sequences(),
+        "seq_len": data.seq_len(),
         "padding_share": data.padding_share(), "mesh": args.mesh,
     });
     format!("{all}\n")

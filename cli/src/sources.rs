@@ -93,16 +93,17 @@ impl Sources {
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
         let pack =
             |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
-        let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
-        let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
-        let weights: Option<Vec<f64>> = rows.iter().map(|(_, weight)| *weight).collect();
-        let rows = rows.into_iter().map(|(rows, _)| rows);
+        let sequences = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
+        let sequences = sequences.collect::<anyhow::Result<Vec<_>>>()?;
+        let weights: Option<Vec<f64>> = sequences.iter().map(|(_, weight)| *weight).collect();
+        let sequences = sequences.into_iter().map(|(sequences, _)| sequences);
         let dataset = match weights {
-            Some(weights) => Dataset::mixture(rows.zip(weights)),
-            None => Dataset::concatenated(rows),
+            Some(weights) => Dataset::mixture(sequences.zip(weights)),
+            None => Dataset::concatenated(sequences),
         };
         let dataset = dataset?;
-        let num_tokens: usize = dataset.sources().iter().map(|rows| rows.documents().num_tokens()).sum();
+        let num_tokens: usize =
+            dataset.sources().iter().map(|sequences| sequences.documents().num_tokens()).sum();
         if num_tokens < seq_len {
             tracing::warn!(
                 "the data has only {num_tokens} tokens: its single sequence of {seq_len} is mostly padding"
@@ -123,8 +124,8 @@ impl Sources {
         }
         let pack =
             |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
-        let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
-        Ok(Some(Dataset::concatenated(rows)?))
+        let sequences = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(Dataset::concatenated(sequences)?))
     }
 }
 

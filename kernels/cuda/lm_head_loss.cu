@@ -29,12 +29,12 @@ __device__ void gradient_of_columns(T *gradient, const float *logits, const floa
     if (label == kIgnored) {
         for (u32 j = 0; j < N; ++j) result.at[j] = round_to<T>(0.0f);
     } else {
-        const float normaliser = lse[row];
+        const float log_denominator = lse[row];
         for (u32 begin = 0; begin < N; begin += 4) {
             const auto some = *reinterpret_cast<const Pack<float, 4> *>(logits + offset + begin);
             for (u32 j = 0; j < 4; ++j) {
                 const float hit = static_cast<i64>(column + begin + j) == label ? 1.0f : 0.0f;
-                result.at[begin + j] = round_to<T>(expf(some.at[j] - normaliser) - hit);
+                result.at[begin + j] = round_to<T>(expf(some.at[j] - log_denominator) - hit);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The element types of communication, and the arithmetic of reductions.
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use crate::device::Target;
 use crate::tensor::{DTYPES, Element, StorageId};
 use candle_core::{DType, Tensor};
@@ -121,7 +121,7 @@ macro_rules! arithmetic {
 }
 arithmetic!(itself: f32, f64, i64, u32, u8; in_f32: half::bf16, half::f16);
 
-impl Call {
+impl ArgCheck {
     /// The target that computes an op on tensors of any type in [`DTYPES`], and that type. All tensors must
     /// be contiguous, of one type and on one device. Ranks that share a GPU have separate candle devices for
     /// it; the first output's is used. No output may share storage with an input.

@@ -41,8 +41,8 @@
 //! | d, f | model width, feed-forward width |
 //! | vocab | rows of the embedding or head |
 
+mod arg_check;
 pub mod attention;
-mod call;
 pub mod cast;
 pub mod device;
 mod device_table;

@@ -176,11 +176,6 @@ impl RawConfig {
                 "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
             notes.push(Note::warning(text));
         }
-        if std::env::var_os("ULYSSES_BF16_PRODUCTS").is_some() {
-            let text =
-                "the environment variable `ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
-            notes.push(Note::info(text));
-        }
         let of_scheduler =
             scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.config.optimizer));
         notes.extend(of_scheduler.map(Note::warning));

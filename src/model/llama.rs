@@ -1,6 +1,6 @@
 //! The description of a Llama-style model.
 
-use super::hf_rope::scaling_to_hf;
+use super::hf::scaling_to_hf;
 use super::{Architecture, HfDescription, Model, ModelError, ParameterSpec};
 use serde_json::{Value, json};
 use std::ops::Range;

@@ -12,22 +12,13 @@
 //! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
 
 mod architecture;
-mod attention_backward;
 mod attention_node;
 mod autograd;
-mod chunk_pipeline;
 mod context;
 mod decoder;
-mod decoder_attention;
-mod decoder_mlp;
-mod decoder_weights;
 mod embedding;
 mod error;
 mod hf;
-mod hf_config;
-mod hf_fields;
-mod hf_model;
-mod hf_rope;
 mod known_models;
 mod labeled_tokens;
 mod layer;
@@ -36,9 +27,6 @@ mod lm_head;
 #[expect(clippy::module_inception, reason = "`Model` is the main type of this module")]
 mod model;
 mod preset;
-mod qkv_projection;
-mod saved_attention;
-mod tensor_file;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -50,8 +38,7 @@ pub use context::{LayerContext, Tiling, TokenLayout};
 pub use decoder::DecoderLayer;
 pub use embedding::Embedding;
 pub use error::ModelError;
-pub use hf::HfWeights;
-pub use hf_model::{HfDescription, HfModel, HfSource};
+pub use hf::{HfDescription, HfModel, HfSource, HfWeights};
 pub use known_models::{KNOWN_MODELS, max_positions, shape};
 pub use labeled_tokens::LabeledTokens;
 pub use layer::{Init, Layer, ParameterSpec, Saved};

@@ -77,7 +77,7 @@ fn the_loss_of_a_long_sequence_needs_no_more_memory_than_in_f32_and_is_the_same(
         // A tile of logits and little more: neither the weight nor a tile of tokens in f32.
         let logits = (TILE * VOCAB * size_of::<f32>()) as u64;
         for (peak, of_f32) in narrow.peaks.into_iter().zip(wide.peaks) {
-            assert!(peak <= logits + 8192, "{dtype:?}: {peak} bytes beside logits of {logits}");
+            assert!(peak <= logits + 8192, "{dtype:?}: {peak} bytes next to logits of {logits}");
             assert!(peak <= of_f32 + 4096, "{dtype:?}: {peak} bytes, in f32 {of_f32}");
         }
     }
@@ -93,7 +93,7 @@ fn sums_scales_and_checks_convert_by_pieces_and_give_the_same_bits() {
         assert!(elementwise::all_finite(&x).unwrap());
         elementwise::scale(&x, 0.7).unwrap();
         let peak = meter.bytes();
-        assert!(peak < WIDENED / 4, "{dtype:?}: {peak} bytes beside a tensor that is {WIDENED} in f32");
+        assert!(peak < WIDENED / 4, "{dtype:?}: {peak} bytes next to a tensor that is {WIDENED} in f32");
         assert_eq!(sum.to_bits(), elementwise::sum_of_squares(&wide).unwrap().to_bits(), "{dtype:?}");
         elementwise::scale(&wide, 0.7).unwrap();
         let rounded = wide.to_dtype(dtype).unwrap();

@@ -56,7 +56,7 @@ pub(crate) struct Training {
     pub(super) launch: LaunchOptions,
     pub(super) source: ModelSource,
     pub(super) config: Config,
-    rows: Arc<PackedSequences>,
+    sequences: Arc<PackedSequences>,
 }
 
 impl TrainingArgs {
@@ -125,8 +125,8 @@ impl TrainingArgs {
         let num_tokens = num_tokens.and_then(|tokens| tokens.checked_add(1)).context(too_large).or_usage()?;
         let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
         let corpus = Corpus::from_documents([tokens]).or_run()?;
-        let rows = Arc::new(PackedSequences::new(corpus, seq_len).or_run()?);
-        Ok(Training { mesh, launch, source, config, rows })
+        let sequences = Arc::new(PackedSequences::new(corpus, seq_len).or_run()?);
+        Ok(Training { mesh, launch, source, config, sequences })
     }
 
     /// Chooses the device and the backend of the mesh's ranks.
@@ -167,7 +167,7 @@ impl Training {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
         let model = Model::llama(&self.source.config)?;
         let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
-        let loader = engine.data_loader(self.rows.clone())?;
+        let loader = engine.data_loader(self.sequences.clone())?;
         Ok((engine, loader))
     }
 }

@@ -46,14 +46,15 @@ pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), F
         token_files: TokenFileOptions::default(),
     };
     let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
-    let rows = PackedSequences::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
+    let sequences =
+        PackedSequences::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
     let lens = Lens::read(&documents).or_run()?;
     let mut text = String::new();
     for index in 0..documents.num_documents().min(args.samples) {
         text += &sample(&documents, index, &tokenizer, &args.file).or_run()?;
     }
     text += &lens.histogram();
-    text += &summary(&documents, &lens, &rows);
+    text += &summary(&documents, &lens, &sequences);
     print(text)
 }
 
@@ -122,10 +123,10 @@ fn sample(
 }
 
 /// Summarizes the effect of label masking and packing.
-fn summary(documents: &Documents, lens: &Lens, rows: &PackedSequences) -> String {
+fn summary(documents: &Documents, lens: &Lens, sequences: &PackedSequences) -> String {
     let (num_documents, num_tokens) = (documents.num_documents(), documents.num_tokens());
     let num_labels: usize = lens.labels.iter().sum();
-    let seq_len = rows.seq_len();
+    let seq_len = sequences.seq_len();
     let count = |lens: &[usize], is: &dyn Fn(usize) -> bool| lens.iter().filter(|len| is(**len)).count();
     let facts = [
         ("documents", num_documents.to_string()),
@@ -136,8 +137,8 @@ fn summary(documents: &Documents, lens: &Lens, rows: &PackedSequences) -> String
             "sequences",
             format!(
                 "{} of {seq_len} tokens, {:.2} % padding",
-                rows.num_sequences(),
-                100.0 * rows.padding_share()
+                sequences.num_sequences(),
+                100.0 * sequences.padding_share()
             ),
         ),
         (

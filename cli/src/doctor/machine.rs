@@ -36,10 +36,10 @@ pub(super) fn cpu() -> Vec<Finding> {
     // `main` has reported an invalid environment variable before.
     let bf16 = bf16_gemm().ok().flatten().unwrap_or("none (computed in f32)");
     vec![
-        Finding::new("processor", "model", State::Ok, cpu_name()),
-        Finding::new("processor", "vector features", state, text),
-        Finding::new("processor", "bf16 products", State::Ok, bf16.to_owned()),
-        Finding::new("processor", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
+        Finding::new("CPU", "model", State::Ok, cpu_name()),
+        Finding::new("CPU", "vector features", state, text),
+        Finding::new("CPU", "bf16 GEMM", State::Ok, bf16.to_owned()),
+        Finding::new("CPU", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
     ]
 }
 
@@ -110,7 +110,7 @@ pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
         let (from, to) = (ones()?, ones()?);
         let copy = Case::new(|| Ok(strided_copy::copy(&from, &to)?));
         let seconds = take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![square.case(), copy])?;
-        let work = [("square product, f32", square.flops()), ("copy", bytes as f64)];
+        let work = [("GEMM, f32", square.flops()), ("memory copy", bytes as f64)];
         Ok(seconds
             .into_iter()
             .zip(work)

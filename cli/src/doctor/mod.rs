@@ -44,7 +44,7 @@ enum State {
     Failed,
 }
 
-/// The result of one check. Section and name are keys of the JSON output; [`label`] has their names in text.
+/// The result of one check. Section and name are the same in text and JSON.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
     section: &'static str,
@@ -67,17 +67,6 @@ impl Finding {
     }
 }
 
-/// Returns the name in text of a section or check.
-fn label(key: &str) -> &str {
-    match key {
-        "processor" => "CPU",
-        "bf16 products" => "bf16 GEMM",
-        "square product, f32" => "GEMM, f32",
-        "copy" => "memory copy",
-        key => key,
-    }
-}
-
 /// All findings; the worst one determines the verdict.
 struct Examination(Vec<Finding>);
 
@@ -87,7 +76,7 @@ impl Examination {
     }
 
     fn verdict(&self) -> String {
-        let name = |finding: &Finding| format!("{} {}", label(finding.section), label(&finding.name));
+        let name = |finding: &Finding| format!("{} {}", finding.section, &finding.name);
         let list = |state| self.of(state).map(name).collect::<Vec<_>>().join(", ");
         match (self.of(State::Failed).count(), self.of(State::Warning).count()) {
             (0, 0) => "this machine can train".to_owned(),
@@ -103,7 +92,7 @@ impl Display for Examination {
         for finding in &self.0 {
             if finding.section != section {
                 section = finding.section;
-                writeln!(f, "{}", label(section))?;
+                writeln!(f, "{}", section)?;
             }
             let mark = match finding.state {
                 State::Ok => ' ',
@@ -111,7 +100,7 @@ impl Display for Examination {
                 State::Warning => '!',
                 State::Failed => '✗',
             };
-            writeln!(f, "{mark} {:<20} {}", label(&finding.name), finding.text)?;
+            writeln!(f, "{mark} {:<20} {}", &finding.name, finding.text)?;
         }
         writeln!(f, "\n{}", self.verdict())
     }

@@ -1,7 +1,7 @@
 //! `ulysses doctor`.
 
 use crate::support::cli::Workplace;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 #[test]
 fn a_working_machine_passes_and_every_collective_has_a_rate() {
@@ -22,12 +22,9 @@ fn a_working_machine_passes_and_every_collective_has_a_rate() {
     for name in ["Ulysses exchange", "send, recv", "split", "barrier"] {
         assert_eq!(find("collectives", name)["text"], "correct");
     }
-    for (section, name) in [
-        ("processor", "threads"),
-        ("rates", "square product, f32"),
-        ("rates", "copy"),
-        ("disk", "write to ."),
-    ] {
+    for (section, name) in
+        [("CPU", "threads"), ("rates", "GEMM, f32"), ("rates", "memory copy"), ("disk", "write to .")]
+    {
         assert!(find(section, name)["value"].as_f64().is_some_and(|value| value > 0.0), "{section} {name}");
     }
     let is_built = if cfg!(feature = "mpi") { "ok" } else { "absent" };
@@ -45,6 +42,12 @@ fn the_environment_selects_bf16_gemm_or_is_refused() {
     };
     let old_name = run("ULYSSES_BF16_PRODUCTS", "f32");
     assert!(old_name.assert_done().stdout.contains("none (computed in f32)"), "{old_name:?}");
+    run("ULYSSES_BF16_PRODUCTS", "half")
+        .assert_refused(2, &["ULYSSES_BF16_PRODUCTS is `half`, expected `f32` or `auto`"]);
+    place.write_config("c.json", json!({}));
+    let resolved = place.run_with(&["config", "resolve", "c.json"], &[("ULYSSES_BF16_PRODUCTS", "f32")]);
+    let note = "`ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
+    assert!(resolved.assert_done().stderr.contains(note), "{resolved:?}");
     let run = |value: &str| run("ULYSSES_BF16_GEMM", value);
     let in_f32 = run("f32");
     assert!(in_f32.assert_done().stdout.contains("none (computed in f32)"), "{in_f32:?}");

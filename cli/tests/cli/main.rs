@@ -13,6 +13,7 @@ mod datasets;
 #[cfg(unix)]
 mod disk;
 mod doctor;
+mod earlier_version;
 mod evaluations;
 mod fit;
 mod hybrid_meshes;

@@ -7,7 +7,7 @@ use super::{
     fused, on_cpu,
     operands::{Gradients, Operands, Upstream},
 };
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
 use crate::gemm::bf16::Kernel;
@@ -25,7 +25,7 @@ use candle_core::{DType, Tensor};
 /// A tensor that is not contiguous, or whose shape, element type or device does not match; a `q_to_kv` with a
 /// KV head that does not exist; an output that shares storage with another operand; a failure of the device.
 pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
-    let call = Call::new("attention::forward");
+    let call = ArgCheck::new("attention::forward");
     let Operands { q, k, v, scale, layout, kernels } = *operands;
     let dims = dims_of(&call, operands)?;
     expect(&call, ("o", o), &dims.q_shape())?;
@@ -57,7 +57,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
 /// # Errors
 /// As [`forward`].
 pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionError> {
-    let call = Call::new("attention::delta");
+    let call = ArgCheck::new("attention::delta");
     let (b, sq, hq, d) = o.dims4()?;
     expect(&call, ("o", o), &[b, sq, hq, d.max(1)])?;
     expect(&call, ("dout", dout), &[b, sq, hq, d])?;
@@ -85,7 +85,7 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
 /// # Errors
 /// As [`forward`].
 pub fn merge([o, lse]: [&Tensor; 2], [part, part_lse]: [&Tensor; 2]) -> Result<(), AttentionError> {
-    let call = Call::new("attention::merge");
+    let call = ArgCheck::new("attention::merge");
     let (b, sq, hq, d) = o.dims4()?;
     expect(&call, ("o", o), &[b, sq, hq, d.max(1)])?;
     expect(&call, ("part", part), &[b, sq, hq, d])?;
@@ -119,7 +119,7 @@ pub fn backward(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<(), AttentionError> {
-    let call = Call::new("attention::backward");
+    let call = ArgCheck::new("attention::backward");
     let Operands { q, k, v, scale, layout, kernels } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
@@ -168,7 +168,7 @@ fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
 }
 
 /// The sizes of a call, after checking `q`, `k` and `v` against each other and the layout.
-pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
+pub(super) fn dims_of(call: &ArgCheck, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
     let Operands { q, k, v, layout, .. } = *operands;
     let (_, _, num_kv_heads, _) = k.dims4()?;
     let (_, _, _, head_dim) = q.dims4()?;
@@ -193,7 +193,7 @@ pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, Atte
 
 /// Checks that the tensor has exactly this shape.
 fn expect(
-    call: &Call,
+    call: &ArgCheck,
     (name, tensor): (&'static str, &Tensor),
     expected: &[usize],
 ) -> Result<(), AttentionError> {

@@ -3,7 +3,7 @@
 use super::cpu::{self, Heads, InBf16, InF32, InPairs, Precision, Problem};
 use super::dims::Dims;
 use super::{AttentionError, AttentionLayout, Gradients, Operands, Upstream};
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::cast::{Float, convert, with_element_type};
 use crate::device::dry::DryCpu;
 use crate::gemm::bf16::{Kernel, kernel_for};
@@ -14,7 +14,7 @@ type Result<T> = std::result::Result<T, AttentionError>;
 /// With bf16 matmuls by `kernel`, or with f32 matmuls.
 pub(super) fn forward(
     kernel: Option<Kernel>,
-    call: &Call,
+    call: &ArgCheck,
     dims: &Dims,
     operands: &Operands<'_>,
     outputs: [&Tensor; 2],
@@ -31,7 +31,7 @@ pub(super) fn forward(
 /// As [`forward`].
 pub(super) fn backward(
     kernel: Option<Kernel>,
-    call: &Call,
+    call: &ArgCheck,
     dims: &Dims,
     operands: &Operands<'_>,
     upstream: &Upstream<'_>,
@@ -47,7 +47,7 @@ pub(super) fn backward(
 }
 
 /// See [`super::delta`].
-pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [usize; 3]) -> Result<()> {
+pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &ArgCheck, [sq, hq, d]: [usize; 3]) -> Result<()> {
     with_element_type!(o.dtype(), E => call.on_cpu([o, dout], [], |[o, dout]: [&[E]; 2], []| {
         call.on_cpu([], [delta], |[], [delta]| {
             cpu::delta(&Heads::new(o, sq, hq, d), &Heads::new(dout, sq, hq, d), delta);
@@ -57,7 +57,11 @@ pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [u
 }
 
 /// See [`super::merge`].
-pub(super) fn merge([o, lse, part, part_lse]: [&Tensor; 4], call: &Call, sizes: [usize; 3]) -> Result<()> {
+pub(super) fn merge(
+    [o, lse, part, part_lse]: [&Tensor; 4],
+    call: &ArgCheck,
+    sizes: [usize; 3],
+) -> Result<()> {
     with_element_type!(part.dtype(), E => call.on_cpu([part], [], |[part]: [&[E]; 1], []| {
         call.on_cpu([part_lse], [o, lse], |[part_lse], [o, lse]| {
             cpu::merge((o, lse), (part, part_lse), sizes);
@@ -68,7 +72,7 @@ pub(super) fn merge([o, lse, part, part_lse]: [&Tensor; 4], call: &Call, sizes: 
 
 fn forward_with<T: Precision>(
     kernel: T::Kernel,
-    call: &Call,
+    call: &ArgCheck,
     dims: &Dims,
     operands: &Operands<'_>,
     [o, lse]: [&Tensor; 2],
@@ -83,7 +87,7 @@ fn forward_with<T: Precision>(
 
 fn backward_with<T: Precision>(
     kernel: T::Kernel,
-    call: &Call,
+    call: &ArgCheck,
     dims: &Dims,
     operands: &Operands<'_>,
     upstream: &Upstream<'_>,

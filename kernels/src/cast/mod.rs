@@ -11,7 +11,7 @@ pub(super) use cpu::{Float, convert, copy_rows};
 pub(super) use pieces::{Before, PIECE, Pieces, rows_per_piece, with_element_type};
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use crate::device::Target;
 use crate::tensor::with_slice;
 use candle_core::{DType, Tensor};
@@ -28,7 +28,7 @@ use half::{bf16, f16};
 /// # Errors
 /// Shapes, devices or layouts that do not match, an unsupported element type, or tensors that share storage.
 pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("cast");
+    let call = ArgCheck::new("cast");
     call.expect(("target", target), &[source.elem_count()])?;
     let (output, input) = (("target", target), ("source", source));
     match call.elementwise(&[output], &[input])? {
@@ -43,7 +43,7 @@ pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
 /// # Errors
 /// A `target` of another length, or an unsupported element type.
 pub fn round_on_host(source: &[f32], target: &mut [u8], dtype: DType) -> Result<(), OpError> {
-    let call = Call::new("cast::round_on_host");
+    let call = ArgCheck::new("cast::round_on_host");
     let halves = bytemuck::cast_slice_mut::<u8, u16>;
     let fits = target.len() == source.len() * dtype.size_in_bytes();
     call.expect_value("target", target.len() as f64, fits, "the bytes of as many elements as `source`")?;
@@ -56,11 +56,11 @@ pub fn round_on_host(source: &[f32], target: &mut [u8], dtype: DType) -> Result<
     Ok(())
 }
 
-fn from<S: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
+fn from<S: Float>(call: ArgCheck, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     with_element_type!(target.dtype(), T => between::<S, T>(call, source, target))
 }
 
-fn between<S: Float, T: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
+fn between<S: Float, T: Float>(call: ArgCheck, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     let converted = with_slice::<S, _>(source, |source| {
         crate::tensor::with_slice_mut::<T, _>(target, |target| convert(source, target))
     });

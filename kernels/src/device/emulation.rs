@@ -153,7 +153,7 @@ fn is_same_parameter(expected: &str, given: &str) -> bool {
 /// # Safety
 /// As [`Launcher::gemm`](super::Launcher::gemm).
 pub(super) unsafe fn gemm(matmul: &Matmul) -> Result<(), DeviceError> {
-    // A GPU has none of this memory, whose size depends on the caches of the processor.
+    // A GPU has none of this memory, whose size depends on the caches of the CPU.
     let _counters = FreshCounters::start();
     for index in 0..matmul.batch {
         let nth = |matrix: MatrixAt| MatrixAt {

@@ -7,7 +7,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use crate::device::{Target, dry};
 use candle_core::{DType, Tensor};
@@ -27,7 +27,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64, OpError> {
 /// # Errors
 /// As [`sum_of_squares`]; tensors on several devices.
 pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
-    let call = Call::new("elementwise::sum_of_squares");
+    let call = ArgCheck::new("elementwise::sum_of_squares");
     let arguments: Vec<_> = tensors.iter().map(|&x| ("x", x)).collect();
     match call.elementwise(&[], &arguments)? {
         Target::Cpu => tensors
@@ -46,7 +46,7 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
 /// # Errors
 /// A dtype, device or layout that is not supported.
 pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
-    let call = Call::new("elementwise::all_finite");
+    let call = ArgCheck::new("elementwise::all_finite");
     match call.elementwise(&[], &[("x", x)])? {
         Target::Cpu => {
             with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::all_finite::<T>(x)))
@@ -64,7 +64,7 @@ pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, or tensors that share storage.
 pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("elementwise::accumulate");
+    let call = ArgCheck::new("elementwise::accumulate");
     call.expect(("src", src), &[dst.elem_count()])?;
     let target = call.elementwise(&[("dst", dst)], &[("src", src)])?;
     dry::report_elementwise([dst]);
@@ -87,7 +87,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
 /// # Errors
 /// A dtype, device or layout that is not supported.
 pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
-    let call = Call::new("elementwise::scale");
+    let call = ArgCheck::new("elementwise::scale");
     dry::report_elementwise([dst]);
     match call.elementwise(&[("dst", dst)], &[])? {
         Target::Cpu => with_element_type!(dst.dtype(), T => {
@@ -103,7 +103,7 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
 /// # Errors
 /// A dtype, device or layout that is not supported.
 pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
-    let call = Call::new("elementwise::fill");
+    let call = ArgCheck::new("elementwise::fill");
     match call.elementwise(&[("dst", dst)], &[])? {
         Target::Cpu => with_element_type!(dst.dtype(), T => {
             call.on_cpu([], [dst], |[], [dst]| cpu::fill::<T>(dst, value))

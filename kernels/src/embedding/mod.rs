@@ -11,7 +11,7 @@ mod tests;
 
 pub use ids::Ids;
 
-use super::call::{Argument, Call};
+use super::arg_check::{ArgCheck, Argument};
 use super::cast::with_element_type;
 use super::{OpError, TokenTable};
 use crate::device::{Target, dry};
@@ -31,7 +31,7 @@ pub type Rows = TokenTable<u32>;
 /// shares storage with the weight.
 pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let on_device = |device: &Device| Ok(ids.on(device)?.tables);
-    copy_rows(Call::new("embedding::forward"), ids, on_device, ("weight", weight), y)
+    copy_rows(ArgCheck::new("embedding::forward"), ids, on_device, ("weight", weight), y)
 }
 
 /// `y[i] = x[rows[i]]`, bit for bit.
@@ -42,12 +42,12 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
 /// # Errors
 /// As [`forward`].
 pub fn gather(rows: &Rows, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
-    copy_rows(Call::new("embedding::gather"), rows, |device| rows.on(device), ("x", x), y)
+    copy_rows(ArgCheck::new("embedding::gather"), rows, |device| rows.on(device), ("x", x), y)
 }
 
 /// Copies rows `ids` of `from`; `ids_on` returns them on the device, where more may follow them.
 fn copy_rows(
-    call: Call,
+    call: ArgCheck,
     ids: &HostTable<u32>,
     ids_on: impl FnOnce(&Device) -> candle_core::Result<Tensor>,
     from: Argument<'_>,
@@ -83,7 +83,7 @@ fn copy_rows(
 /// # Errors
 /// As [`forward`].
 pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("embedding::backward");
+    let call = ArgCheck::new("embedding::backward");
     let (vocab_size, d) = call.rows(("dweight", dweight))?;
     call.expect(("dy", dy), &[ids.len(), d])?;
     check_ids(call, ids, vocab_size)?;
@@ -101,7 +101,7 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
     }
 }
 
-fn check_ids(call: Call, ids: &[u32], vocab_size: usize) -> Result<(), OpError> {
+fn check_ids(call: ArgCheck, ids: &[u32], vocab_size: usize) -> Result<(), OpError> {
     match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size) {
         None => Ok(()),
         Some((position, &id)) => Err(OpError::IdOutOfRange {

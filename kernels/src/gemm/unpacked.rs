@@ -12,7 +12,7 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 pub(super) use pairs::instructions as instructions_for_pairs;
 pub(crate) use pairs::multiply_pairs;
-pub(crate) use rounding::{round_neighbors, round_rows};
+pub(crate) use rounding::{StridedRows, round_neighbors, round_rows};
 
 use crate::simd::Level;
 use pulp::{MemMask, Simd, WithSimd};

@@ -14,8 +14,8 @@ use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Terms that are copied and summed at a time: a block of `b` then stays in the first-level cache.
-const TERMS: usize = 128;
+/// Part of k that is copied and summed at a time: a block of `b` then stays in the first-level cache.
+const BLOCK_K: usize = 128;
 /// Columns of `b` that are copied together.
 const BLOCK_COLUMNS: usize = 64;
 /// The rows of a task are a multiple of this, as of the heights of the matmul's tiles.
@@ -24,7 +24,7 @@ const ROW_STEP: usize = 24;
 const MAX_ROWS: usize = 44 * ROW_STEP;
 /// Maximum number of columns per task.
 const MAX_COLUMNS: usize = 16 * BLOCK_COLUMNS;
-/// Maximum number of sums per task; they pass through the second-level cache once per [`TERMS`].
+/// Maximum number of sums per task; they pass through the second-level cache once per [`BLOCK_K`].
 const MAX_SUMS: usize = MAX_ROWS * MAX_COLUMNS / 2;
 /// Multiply-adds in the time that copying one element takes.
 const COPY_COST: usize = 24;
@@ -35,10 +35,10 @@ thread_local! {
     static SCRATCH: Scratch = const { Scratch::new(Vec::new()) };
 }
 
-/// Computes `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+/// Computes `c = a·b`, or `c += a·b` with `add`. `b` is given transposed.
 ///
 /// # Shapes
-/// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
+/// `a: [m, k], b: [n, k], c: [m, n]` row-major without gaps
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -48,10 +48,10 @@ pub(crate) fn multiply<A: Float, B: Float, C: Float>(
     c: &mut [C],
     add: bool,
 ) {
-    assert_eq!((a.terms, a.lines.checked_mul(b.lines)), (b.terms, Some(c.len())));
-    let sizes = [a.lines, b.lines];
+    assert_eq!((a.k, a.rows.checked_mul(b.rows)), (b.k, Some(c.len())));
+    let sizes = [a.rows, b.rows];
     let tasks = tasks_of(sizes, task_sizes(sizes, rayon::current_num_threads()));
-    let c = Destination { elements: c.as_mut_ptr(), columns: b.lines, _borrowed: PhantomData };
+    let c = Destination { elements: c.as_mut_ptr(), columns: b.rows, _borrowed: PhantomData };
     tasks.into_par_iter().for_each(|task| task.run(&a, &b, &c, add));
 }
 
@@ -62,8 +62,8 @@ pub(crate) fn scratch_bytes(sizes: [usize; 3], threads: usize) -> usize {
 
 /// Lengths of a task's buffers: sums, rows of `a`, columns of `b`.
 fn lengths([m, n, k]: [usize; 3]) -> [usize; 3] {
-    let terms = k.min(TERMS);
-    [m.saturating_mul(n).min(MAX_SUMS), m.min(MAX_ROWS) * terms, terms * BLOCK_COLUMNS]
+    let k = k.min(BLOCK_K);
+    [m.saturating_mul(n).min(MAX_SUMS), m.min(MAX_ROWS) * k, k * BLOCK_COLUMNS]
 }
 
 /// Rows and columns of a task that minimize the finishing time: few tasks copy little, many tasks balance
@@ -108,17 +108,17 @@ impl Task {
         add: bool,
     ) {
         let (rows, columns) = (self.rows.len(), self.columns.len());
-        let lengths = lengths([a.lines, b.lines, a.terms]);
-        let (a, b) = (a.lines(self.rows.start, rows), b.lines(self.columns.start, columns));
+        let lengths = lengths([a.rows, b.rows, a.k]);
+        let (a, b) = (a.row_range(self.rows.start, rows), b.row_range(self.columns.start, columns));
         with_scratch(&SCRATCH, lengths, |[sums, of_a, of_b]| {
             let sums = &mut sums[..rows * columns];
-            for first in (0..a.terms.max(1)).step_by(TERMS) {
-                let (a, b) = (a.terms(first, TERMS), b.terms(first, TERMS));
+            for first in (0..a.k.max(1)).step_by(BLOCK_K) {
+                let (a, b) = (a.k_range(first, BLOCK_K), b.k_range(first, BLOCK_K));
                 let left = LeftPanel::of(&a, of_a);
                 for column in (0..columns).step_by(BLOCK_COLUMNS) {
-                    let b = b.lines(column, BLOCK_COLUMNS);
-                    copy_as_rows(&b, of_b);
-                    left.multiply(of_b, [rows, b.lines], &mut sums[column..], columns, first > 0);
+                    let b = b.row_range(column, BLOCK_COLUMNS);
+                    copy_transposed(&b, of_b);
+                    left.multiply(of_b, [rows, b.rows], &mut sums[column..], columns, first > 0);
                 }
             }
             for (row, sums) in sums.chunks_exact(columns).enumerate() {
@@ -130,41 +130,41 @@ impl Task {
     }
 }
 
-/// Some rows and terms of a left operand in f32.
+/// A block of a left operand in f32.
 struct LeftPanel<'a> {
     elements: &'a [f32],
-    terms: usize,
+    k: usize,
     strides: [usize; 2],
 }
 
 impl<'a> LeftPanel<'a> {
     /// Copies `a` to `buffer`.
     fn of<A: Float>(a: &MatmulOperand<'_, A>, buffer: &'a mut [f32]) -> Self {
-        let MatmulOperand { data, lines, terms, line_stride, term_stride } = *a;
-        let strides = if term_stride == 1 {
-            A::widen_rows(data, line_stride, buffer, terms, [lines, terms]);
-            [terms, 1]
+        let MatmulOperand { data, rows, k, row_stride, k_stride } = *a;
+        let strides = if k_stride == 1 {
+            A::widen_rows(data, row_stride, buffer, k, [rows, k]);
+            [k, 1]
         } else {
-            A::widen_rows(data, term_stride, buffer, lines, [terms, lines]);
-            [1, lines]
+            A::widen_rows(data, k_stride, buffer, rows, [k, rows]);
+            [1, rows]
         };
-        Self { elements: buffer, terms, strides }
+        Self { elements: buffer, k, strides }
     }
 
     /// Writes or adds the product with `right`, whose rows are [`BLOCK_COLUMNS`] apart.
     fn multiply(&self, right: &[f32], [rows, cols]: [usize; 2], sums: &mut [f32], stride: usize, add: bool) {
-        let [row_stride, term_stride] = self.strides;
+        let [row_stride, k_stride] = self.strides;
         assert!(
-            rows == 0 || self.terms == 0 || {
-                let last = (rows - 1) * row_stride + (self.terms - 1) * term_stride;
-                last < self.elements.len() && right.len() >= (self.terms - 1) * BLOCK_COLUMNS + cols
+            rows == 0 || self.k == 0 || {
+                let last = (rows - 1) * row_stride + (self.k - 1) * k_stride;
+                last < self.elements.len() && right.len() >= (self.k - 1) * BLOCK_COLUMNS + cols
             }
         );
         assert!(rows == 0 || sums.len() >= (rows - 1) * stride + cols);
         let matmul = Matmul {
             rows,
             cols,
-            terms: self.terms,
+            terms: self.k,
             dst: sums.as_mut_ptr(),
             dst_stride: stride,
             lhs: self.elements.as_ptr(),
@@ -180,13 +180,13 @@ impl<'a> LeftPanel<'a> {
     }
 }
 
-/// Copies the columns of `b` to rows of f32, one per term, [`BLOCK_COLUMNS`] apart.
-fn copy_as_rows<B: Float>(b: &MatmulOperand<'_, B>, rows: &mut [f32]) {
-    let MatmulOperand { data, lines, terms, line_stride, term_stride } = *b;
-    if line_stride == 1 {
-        B::widen_rows(data, term_stride, rows, BLOCK_COLUMNS, [terms, lines]);
+/// Copies the transpose `[k, rows]` of `b` in f32, with rows [`BLOCK_COLUMNS`] apart.
+fn copy_transposed<B: Float>(b: &MatmulOperand<'_, B>, target: &mut [f32]) {
+    let MatmulOperand { data, rows, k, row_stride, k_stride } = *b;
+    if row_stride == 1 {
+        B::widen_rows(data, k_stride, target, BLOCK_COLUMNS, [k, rows]);
     } else {
-        transpose_rows(data, (lines, line_stride), terms, rows, BLOCK_COLUMNS);
+        transpose_rows(data, (rows, row_stride), k, target, BLOCK_COLUMNS);
     }
 }
 

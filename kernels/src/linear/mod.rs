@@ -10,7 +10,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use super::gemm::bf16::Kernel;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
@@ -26,7 +26,7 @@ use candle_core::{DType, Tensor};
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
-    let call = Call::new("linear::forward");
+    let call = ArgCheck::new("linear::forward");
     let (n, inputs) = call.rows(("x", x))?;
     let (outputs, _) = call.rows(("weight", weight))?;
     call.expect(("weight", weight), &[outputs, inputs])?;
@@ -60,7 +60,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
 /// # Errors
 /// As [`forward`].
 pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: bool) -> Result<(), OpError> {
-    let call = Call::new("linear::backward_input");
+    let call = ArgCheck::new("linear::backward_input");
     let (n, outputs) = call.rows(("dy", dy))?;
     let (_, inputs) = call.rows(("weight", weight))?;
     call.expect(("weight", weight), &[outputs, inputs])?;
@@ -94,7 +94,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
 /// # Errors
 /// As [`forward`].
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("linear::backward_weight");
+    let call = ArgCheck::new("linear::backward_weight");
     let (n, inputs) = call.rows(("x", x))?;
     let (_, outputs) = call.rows(("dy", dy))?;
     call.expect(("dy", dy), &[n, outputs])?;
@@ -127,4 +127,9 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
 /// A value of the variable other than `f32` or `auto`.
 pub fn bf16_gemm() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
+}
+
+/// A note for the user, if the environment sets the variable of [`bf16_gemm`] by its former name.
+pub fn bf16_gemm_deprecation() -> Option<String> {
+    Kernel::deprecation()
 }

@@ -17,7 +17,7 @@ mod tests;
 
 pub use losses::Losses;
 
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, TokenTable, Workspace, linear};
@@ -54,7 +54,7 @@ const TILE_BYTES: usize = 1 << 30;
 /// A device that this build has no kernels for.
 pub fn default_tile_tokens(vocab_size: usize, device: &Device) -> Result<usize, OpError> {
     let fits = |tokens: &usize| tokens * vocab_size * size_of::<f32>() <= TILE_BYTES;
-    let call = Call::new("lm_head_loss::default_tile_tokens");
+    let call = ArgCheck::new("lm_head_loss::default_tile_tokens");
     Ok(match call.kernels(Target::of(device))? {
         Target::Kernels(_) => {
             [8, 4, 2].map(|times| times * TILE_TOKENS).into_iter().find(fits).unwrap_or(TILE_TOKENS)
@@ -81,7 +81,7 @@ pub fn forward(
     lse_out: &Tensor,
     workspace: &Workspace,
 ) -> Result<Losses, OpError> {
-    let call = Call::new("lm_head_loss::forward");
+    let call = ArgCheck::new("lm_head_loss::forward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
     let target = call.target(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])?;
@@ -128,7 +128,7 @@ pub fn backward<'a>(
     workspace: &Workspace,
 ) -> Result<(), OpError> {
     let dweight = dweight.into();
-    let call = Call::new("lm_head_loss::backward");
+    let call = ArgCheck::new("lm_head_loss::backward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
     call.expect(("lse", lse), &[shape.tokens])?;
     call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
@@ -176,7 +176,7 @@ pub fn backward<'a>(
 
 /// Calls `work` with a buffer for a tile's logits from the workspace.
 fn with_tile_logits<R>(
-    call: Call,
+    call: ArgCheck,
     shape: Sizes,
     workspace: &Workspace,
     work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
@@ -193,7 +193,7 @@ fn with_tile_logits<R>(
 /// # Errors
 /// A label that is neither [`IGNORED`] nor in `0..vocab_size`.
 pub fn validate_labels(labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
-    check_labels(Call::new("lm_head_loss::forward"), labels, vocab_size)
+    check_labels(ArgCheck::new("lm_head_loss::forward"), labels, vocab_size)
 }
 
 /// Computes all logits at once, for evaluation and checks.
@@ -236,7 +236,7 @@ fn all_ignored(labels: &[i64]) -> bool {
 }
 
 fn check(
-    call: Call,
+    call: ArgCheck,
     x: &Tensor,
     weight: &Tensor,
     labels: &Labels,
@@ -251,7 +251,7 @@ fn check(
     Ok(Sizes { tokens, dim, vocab_size, tile_tokens })
 }
 
-fn check_labels(call: Call, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
+fn check_labels(call: ArgCheck, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
     let valid = |label: i64| label == IGNORED || usize::try_from(label).is_ok_and(|l| l < vocab_size);
     match labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
         None => Ok(()),

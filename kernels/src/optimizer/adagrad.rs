@@ -4,7 +4,7 @@
 use super::check_step;
 use super::elementwise::{self, Rule};
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
@@ -76,7 +76,7 @@ impl Rule<2> for AdagradParams {
     const TENSORS: [&'static str; 2] = ["param", "state_sum"];
     type Constants = Constants;
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         check_step(call, self.step)?;
         call.expect_value("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "0 or a positive number")
     }

@@ -4,7 +4,7 @@
 use super::elementwise::{self, Rule};
 use super::{check_betas, check_step};
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
@@ -94,7 +94,7 @@ impl Rule<3> for AdamParams {
     const TENSORS: [&'static str; 3] = ["param", "exp_avg", "exp_avg_sq"];
     type Constants = Constants;
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         check_step(call, self.step)?;
         check_betas(call, self.beta1, self.beta2)
     }

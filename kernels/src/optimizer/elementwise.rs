@@ -1,7 +1,7 @@
 //! The driver of all rules: checks tensors, divides the elements among threads, and applies a rule to each.
 
 use crate::OpError;
-use crate::call::{Argument, Call};
+use crate::arg_check::{ArgCheck, Argument};
 use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, Target, dry, sources::OPTIMIZER};
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, SimdKernel, dispatch, padded};
@@ -23,7 +23,7 @@ pub(super) trait Rule<const T: usize>: Copy {
     type Constants: NoUninit + Send + Sync;
 
     /// Refuses hyper-parameters outside of their range.
-    fn check(&self, call: Call) -> Result<(), OpError>;
+    fn check(&self, call: ArgCheck) -> Result<(), OpError>;
 
     fn constants(&self) -> Self::Constants;
 
@@ -37,7 +37,7 @@ pub(super) fn step<R: Rule<T>, const T: usize>(
     tensors: [&Tensor; T],
     grad: &Tensor,
 ) -> Result<(), OpError> {
-    let call = Call::new(R::OP);
+    let call = ArgCheck::new(R::OP);
     rule.check(call)?;
     let updated: [Argument<'_>; T] = std::array::from_fn(|t| (R::TENSORS[t], tensors[t]));
     for argument in [("grad", grad)].iter().chain(&updated[1..]) {
@@ -60,7 +60,7 @@ pub(super) fn step_on_host<R: Rule<T>, const T: usize>(
     tensors: [&mut [f32]; T],
     grad: &[f32],
 ) -> Result<(), OpError> {
-    let call = Call::new(R::OP);
+    let call = ArgCheck::new(R::OP);
     rule.check(call)?;
     for (name, tensor) in R::TENSORS.iter().zip(&tensors) {
         let len = tensor.len();

@@ -4,7 +4,7 @@
 use super::check_betas;
 use super::elementwise::{self, Rule};
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
@@ -69,7 +69,7 @@ impl Rule<2> for LionParams {
     const TENSORS: [&'static str; 2] = ["param", "exp_avg"];
     type Constants = Constants;
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         check_betas(call, self.beta1, self.beta2)
     }
 

@@ -24,15 +24,15 @@ pub mod sgd;
 mod tests;
 
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 
 /// Steps are counted from 1.
-fn check_step(call: Call, step: u64) -> Result<(), OpError> {
+fn check_step(call: ArgCheck, step: u64) -> Result<(), OpError> {
     call.expect_value("step", step as f64, step > 0, "at least 1")
 }
 
 /// Decay rates of moving averages.
-fn check_betas(call: Call, beta1: f64, beta2: f64) -> Result<(), OpError> {
+fn check_betas(call: ArgCheck, beta1: f64, beta2: f64) -> Result<(), OpError> {
     for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
         call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
     }

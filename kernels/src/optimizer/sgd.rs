@@ -3,7 +3,7 @@
 use super::check_step;
 use super::elementwise::{self, Rule};
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
 use bytemuck::NoUninit;
 use candle_core::Tensor;
@@ -69,10 +69,10 @@ pub fn step_on_host(
 impl SgdParams {
     fn refuse_momentum(&self) -> Result<(), OpError> {
         let expected = "0 (there is no momentum buffer)";
-        Call::new(<SgdParams as Rule<1>>::OP).expect_value("momentum", self.momentum, false, expected)
+        ArgCheck::new(<SgdParams as Rule<1>>::OP).expect_value("momentum", self.momentum, false, expected)
     }
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         let Self { momentum, nesterov, .. } = *self;
         check_step(call, self.step)?;
         let expected = if nesterov { "a positive number (Nesterov)" } else { "0 or a positive number" };
@@ -116,7 +116,7 @@ impl Rule<1> for SgdParams {
     const TENSORS: [&'static str; 1] = ["param"];
     type Constants = Constants;
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         self.check(call)
     }
 
@@ -137,7 +137,7 @@ impl Rule<2> for SgdParams {
     const TENSORS: [&'static str; 2] = ["param", "momentum_buffer"];
     type Constants = Constants;
 
-    fn check(&self, call: Call) -> Result<(), OpError> {
+    fn check(&self, call: ArgCheck) -> Result<(), OpError> {
         self.check(call)
     }
 

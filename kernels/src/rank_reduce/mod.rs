@@ -6,7 +6,7 @@ mod cuda;
 mod tests;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::{cast, with_element_type};
 use super::element::for_dtype;
 use super::elementwise::accumulate;
@@ -43,7 +43,7 @@ pub enum ReduceOp {
 /// No source, more than a GPU's kernel supports (256), a source that is too short, an average of integers, or dtypes,
 /// devices or layouts that do not match.
 pub fn reduce(op: ReduceOp, sources: &[&Tensor], begin: usize, target: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("rank_reduce::reduce");
+    let call = ArgCheck::new("rank_reduce::reduce");
     let is_unrounded = is_unrounded_sum(op, sources, target);
     let (computing, dtype) = match is_unrounded {
         true => call.unrounded(sources, target)?,
@@ -94,7 +94,7 @@ pub fn is_unrounded_sum(op: ReduceOp, sources: &[&Tensor], target: &Tensor) -> b
     op == ReduceOp::Sum && target.dtype() == DType::F32 && sources.first().is_some_and(is_short)
 }
 
-impl Call {
+impl ArgCheck {
     /// As [`carried`](Self::carried), for 16-bit sources and an f32 target.
     fn unrounded(&self, sources: &[&Tensor], target: &Tensor) -> Result<(Target, DType), OpError> {
         let sources: Vec<_> = sources.iter().map(|&source| ("input", source)).collect();

@@ -8,7 +8,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -22,7 +22,7 @@ use candle_core::Tensor;
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with another
 /// argument.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("rms_norm::forward");
+    let call = ArgCheck::new("rms_norm::forward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("weight", weight), &[d])?;
     call.expect(("y", y), &[n, d])?;
@@ -66,7 +66,7 @@ pub fn backward<'a>(
     dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
     let dweight = dweight.into();
-    let call = Call::new("rms_norm::backward");
+    let call = ArgCheck::new("rms_norm::backward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("dy", dy), &[n, d])?;
     call.expect(("weight", weight), &[d])?;

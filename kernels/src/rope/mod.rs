@@ -11,7 +11,7 @@ mod tests;
 pub use scaling::{Refused, Rope, Scaling};
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use super::device_table::DeviceTable;
 use crate::device::Target;
@@ -66,7 +66,7 @@ impl Table {
         head_dim: usize,
         rope: &Rope,
     ) -> Result<Self, OpError> {
-        let call = Call::new("rope::Table");
+        let call = ArgCheck::new("rope::Table");
         if let Some((argument, value, expected)) = rope.refused(head_dim) {
             call.expect_value(argument, value, false, expected)?;
         }
@@ -136,7 +136,7 @@ pub enum Direction {
 /// # Errors
 /// An x that does not match the table, or an unsupported dtype, device or layout.
 pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpError> {
-    let call = Call::new("rope::apply");
+    let call = ArgCheck::new("rope::apply");
     let [leading @ .., heads, head_dim] = x.dims() else {
         let (expected, got) = ("[n, heads, head_dim]", x.dims().to_vec());
         return Err(OpError::Dimensions { op: call.op, argument: "x", expected, got });

@@ -15,7 +15,7 @@ mod tests;
 pub use block::StridedBlock;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::element::for_dtype;
 use crate::device::Target;
 use crate::tensor::{with_slice, with_slice_mut};
@@ -41,7 +41,7 @@ pub struct BlockCopy {
 /// Dtypes, devices or layouts that do not match, a source that shares storage with a target, or a block that
 /// exceeds its tensor, differs in shape from its counterpart, or is written to and overlaps itself.
 pub fn copy_blocks(sources: &[&Tensor], targets: &[&Tensor], copies: &[BlockCopy]) -> Result<(), OpError> {
-    let call = Call::new("strided_copy::copy_blocks");
+    let call = ArgCheck::new("strided_copy::copy_blocks");
     let (target, dtype) = call.carried(targets, sources)?;
     check(&call, sources, targets, copies)?;
     match target {
@@ -74,7 +74,12 @@ pub fn copy(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     copy_blocks(&[source], &[target], &[copy])
 }
 
-fn check(call: &Call, sources: &[&Tensor], targets: &[&Tensor], copies: &[BlockCopy]) -> Result<(), OpError> {
+fn check(
+    call: &ArgCheck,
+    sources: &[&Tensor],
+    targets: &[&Tensor],
+    copies: &[BlockCopy],
+) -> Result<(), OpError> {
     let elems = |tensors: &[&Tensor]| tensors.iter().map(|tensor| tensor.elem_count()).collect::<Vec<_>>();
     let (source_elems, target_elems) = (elems(sources), elems(targets));
     for (index, BlockCopy { from, to, .. }) in copies.iter().enumerate() {

@@ -7,7 +7,7 @@ pub mod reference;
 mod tests;
 
 use super::OpError;
-use super::call::Call;
+use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
@@ -20,7 +20,7 @@ use candle_core::Tensor;
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("swiglu::forward");
+    let call = ArgCheck::new("swiglu::forward");
     let (n, f) = call.rows(("gate", gate))?;
     call.expect(("up", up), &[n, f])?;
     call.expect(("y", y), &[n, f])?;
@@ -49,7 +49,7 @@ pub fn backward(
     dgate: &Tensor,
     dup: &Tensor,
 ) -> Result<(), OpError> {
-    let call = Call::new("swiglu::backward");
+    let call = ArgCheck::new("swiglu::backward");
     let (n, f) = call.rows(("gate", gate))?;
     let (outputs, inputs) = ([("dgate", dgate), ("dup", dup)], [("dy", dy), ("gate", gate), ("up", up)]);
     for argument in inputs.into_iter().chain(outputs) {

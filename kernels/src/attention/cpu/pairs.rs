@@ -8,7 +8,7 @@ use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use super::precision::{Form, Precision};
 use super::softmax::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
-use crate::gemm::unpacked::{round_neighbors, round_rows};
+use crate::gemm::unpacked::{StridedRows, round_neighbors, round_rows};
 use crate::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -72,7 +72,8 @@ impl Precision for InPairs {
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, u32> {
         let words = words_in(buffer);
-        round_neighbors((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
+        let target = StridedRows { elements: &mut words[..], stride: ROW_STRIDE / 2 };
+        round_neighbors(StridedRows { elements: tile, stride: ROW_STRIDE }, [rows, cols], target);
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
 
@@ -83,7 +84,8 @@ impl Precision for InPairs {
         buffer: &'a mut [f32],
     ) -> Mat<'a, u32> {
         let words = words_in(buffer);
-        round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
+        let target = StridedRows { elements: &mut words[..], stride: ROW_STRIDE };
+        round_rows(StridedRows { elements: tile, stride: ROW_STRIDE }, [rows, cols], target);
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
     }
 

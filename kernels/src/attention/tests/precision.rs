@@ -3,7 +3,7 @@
 
 use super::super::{kernels::dims_of, on_cpu};
 use super::*;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 #[cfg(feature = "kernel-emulation")]
 use crate::device::emulate;
 use crate::gemm::bf16::Kernel;
@@ -150,7 +150,7 @@ fn so_do_matmuls_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Resul
             others.chain([Kernel::Avx512, Kernel::Portable]).map(|kernel| (DType::BF16, Some(kernel)));
         for (dtype, kernel) in kernels.chain([(DType::BF16, None), (DType::F16, None)]) {
             let case = case.clone().rounded(dtype, Layout::Odd)?;
-            let (call, dims) = (Call::new("test"), dims_of(&Call::new("test"), &case.operands())?);
+            let (call, dims) = (ArgCheck::new("test"), dims_of(&ArgCheck::new("test"), &case.operands())?);
             let run = || {
                 case.run_with(
                     |outputs| on_cpu::forward(kernel, &call, &dims, &case.operands(), outputs),

@@ -54,6 +54,12 @@ impl Kernel {
         found.find(|kernel| *kernel != Self::Avx512 || !is_intel)
     }
 
+    /// A note on [`OLD_VARIABLE`], if it is set.
+    pub(crate) fn deprecation() -> Option<String> {
+        std::env::var_os(OLD_VARIABLE)?;
+        Some(format!("the environment variable `{OLD_VARIABLE}` is deprecated: use `{VARIABLE}`"))
+    }
+
     /// Name for reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -109,12 +115,13 @@ impl Kernel {
 
 /// Returns whether the environment selects f32.
 fn gemm_in_f32() -> Result<bool, OpError> {
-    match std::env::var_os(VARIABLE).or_else(|| std::env::var_os(OLD_VARIABLE)) {
+    let read = |variable| Some((variable, std::env::var_os(variable)?));
+    match [VARIABLE, OLD_VARIABLE].into_iter().find_map(read) {
         None => Ok(false),
-        Some(value) if value == "auto" => Ok(false),
-        Some(value) if value == "f32" => Ok(true),
-        Some(value) => Err(OpError::Environment {
-            variable: VARIABLE,
+        Some((_, value)) if value == "auto" => Ok(false),
+        Some((_, value)) if value == "f32" => Ok(true),
+        Some((variable, value)) => Err(OpError::Environment {
+            variable,
             value: value.to_string_lossy().into_owned(),
             expected: "`f32` or `auto`",
         }),

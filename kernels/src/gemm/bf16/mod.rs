@@ -21,7 +21,7 @@ use super::operand::MatmulOperand;
 use crate::cast::Float;
 use crate::simd::simd_kernel;
 use half::{bf16, f16};
-use pack::{LINES, Order, panel_words};
+use pack::{Order, TILE_ROWS, panel_words};
 use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -36,9 +36,9 @@ struct Sums([[f32; BLOCK]; BLOCK]);
 /// Rows of the destination per task.
 const ROWS_PER_TASK: usize = 4 * BLOCK;
 
-/// Terms that are packed and summed at a time if the sums are stored in f32. A task's data then stays in its
+/// Part of k that is packed and summed at a time if the sums are stored in f32. A task's data then stays in its
 /// cache, and no chain of additions is longer.
-const TERMS_PER_SUM: usize = 2048;
+const K_PER_SUM: usize = 2048;
 
 /// The sums of a block, of which `rows` by `cols` belong to the result.
 #[derive(Clone, Copy)]
@@ -122,10 +122,10 @@ pub(crate) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
     if is_small { None } else { Kernel::detect() }
 }
 
-/// Computes `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+/// Computes `c = a·b`, or `c += a·b` with `add`. `b` is given transposed.
 ///
 /// # Shapes
-/// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
+/// `a: [m, k], b: [n, k], c: [m, n]` row-major without gaps
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -136,17 +136,17 @@ pub(crate) fn multiply<C: Stored>(
     c: &mut [C],
     add: bool,
 ) {
-    assert_eq!((a.terms, a.lines * b.lines), (b.terms, c.len()));
+    assert_eq!((a.k, a.rows * b.rows), (b.k, c.len()));
     if c.is_empty() {
         return;
     }
-    let terms_per_sum = if C::ADDS_EXACTLY { TERMS_PER_SUM } else { a.terms.max(1) };
-    for first in (0..a.terms.max(1)).step_by(terms_per_sum) {
-        let (a, b) = (a.terms(first, terms_per_sum), b.terms(first, terms_per_sum));
-        with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
-            b.pack_in_parallel(Order::LinesOfPair, packed);
+    let k_per_sum = if C::ADDS_EXACTLY { K_PER_SUM } else { a.k.max(1) };
+    for first in (0..a.k.max(1)).step_by(k_per_sum) {
+        let (a, b) = (a.k_range(first, k_per_sum), b.k_range(first, k_per_sum));
+        with_words(&PACKED_B, panels_of(b.rows) * b.panel_words(), |packed| {
+            b.pack_in_parallel(Order::RowsOfPair, packed);
             let packed = &*packed;
-            c.par_chunks_mut(ROWS_PER_TASK * b.lines).enumerate().for_each(|(task, c)| {
+            c.par_chunks_mut(ROWS_PER_TASK * b.rows).enumerate().for_each(|(task, c)| {
                 multiply_rows(kernel, &a, task * ROWS_PER_TASK, (&b, packed), c, add || first > 0);
             });
         });
@@ -162,7 +162,7 @@ fn multiply_rows<C: Stored>(
     c: &mut [C],
     add: bool,
 ) {
-    let columns = b.lines;
+    let columns = b.rows;
     let rows = c.len() / columns;
     multiply_packed(kernel, a, first_row..first_row + rows, (b, packed_b), |row, column, sums| {
         C::store(&mut c[row * columns + column..], columns, sums, add);
@@ -170,10 +170,10 @@ fn multiply_rows<C: Stored>(
 }
 
 /// Calls `store(row, column, sums)` with each block of `a·b` and its position. Runs on the calling thread
-/// only. Lines of `a` are its rows, lines of `b` its columns.
+/// only. `b` is given transposed.
 ///
 /// # Shapes
-/// `a: [m, k], b: [k, n]`
+/// `a: [m, k], b: [n, k]`
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -183,10 +183,10 @@ pub(crate) fn multiply_on_caller(
     b: &MatmulOperand<'_, bf16>,
     store: impl FnMut(usize, usize, Block<'_>),
 ) {
-    assert_eq!(a.terms, b.terms);
-    with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
-        b.pack(0, Order::LinesOfPair, packed);
-        multiply_packed(kernel, a, 0..a.lines, (b, packed), store);
+    assert_eq!(a.k, b.k);
+    with_words(&PACKED_B, panels_of(b.rows) * b.panel_words(), |packed| {
+        b.pack(0, Order::RowsOfPair, packed);
+        multiply_packed(kernel, a, 0..a.rows, (b, packed), store);
     });
 }
 
@@ -200,15 +200,15 @@ fn multiply_packed(
 ) {
     let panel_words = a.panel_words();
     with_words(&PACKED_A, panels_of(rows.len()) * panel_words, |packed_a| {
-        a.pack(rows.start / LINES, Order::PairsOfLine, packed_a);
+        a.pack(rows.start / TILE_ROWS, Order::PairsOfRow, packed_a);
         let packed_a = &*packed_a;
         let mut sums = Sums([[0.0; BLOCK]; BLOCK]);
         kernel.ready(|| {
-            for column in (0..b.lines).step_by(BLOCK) {
-                let b_panels = two_panels(packed_b, column / LINES, panel_words);
-                let width = BLOCK.min(b.lines - column);
+            for column in (0..b.rows).step_by(BLOCK) {
+                let b_panels = two_panels(packed_b, column / TILE_ROWS, panel_words);
+                let width = BLOCK.min(b.rows - column);
                 for row in (0..rows.len()).step_by(BLOCK) {
-                    kernel.block(two_panels(packed_a, row / LINES, panel_words), b_panels, &mut sums);
+                    kernel.block(two_panels(packed_a, row / TILE_ROWS, panel_words), b_panels, &mut sums);
                     store(row, column, Block { rows: &sums.0[..BLOCK.min(rows.len() - row)], width });
                 }
             }
@@ -223,14 +223,14 @@ pub(crate) fn packed_bytes([m, n, k]: [usize; 3]) -> usize {
 
 /// Bytes of the panels that `threads` threads retain after [`multiply`].
 pub(crate) fn packed_bytes_of_threads([m, n, k]: [usize; 3], adds_exactly: bool, threads: usize) -> usize {
-    let terms = if adds_exactly { k.min(TERMS_PER_SUM) } else { k };
-    let task = packed_bytes([m.min(ROWS_PER_TASK), 0, terms]);
-    threads * task + packed_bytes([0, n, terms])
+    let k = if adds_exactly { k.min(K_PER_SUM) } else { k };
+    let task = packed_bytes([m.min(ROWS_PER_TASK), 0, k]);
+    threads * task + packed_bytes([0, n, k])
 }
 
-/// Number of panels for so many lines, rounded up to even.
-fn panels_of(lines: usize) -> usize {
-    lines.div_ceil(BLOCK) * 2
+/// Number of panels for so many rows, rounded up to even.
+fn panels_of(rows: usize) -> usize {
+    rows.div_ceil(BLOCK) * 2
 }
 
 fn two_panels(packed: &[u32], first: usize, panel_words: usize) -> [&[u32]; 2] {

@@ -1,7 +1,8 @@
-//! The layout of packed operands: tiles of 16 lines by 32 terms, with a pair of terms in each word.
+//! The layout of packed operands: tiles `[16, 32]` of an operand `[rows, k]`, with a pair of elements, adjacent along
+//! k, in each word.
 //!
-//! Lines are rows of A or columns of B; terms are the summed (k) dimension. In A's tiles the pairs of a line
-//! are adjacent, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
+//! In A's tiles the pairs of a row are adjacent, in the tiles of the transposed B the rows of a pair. Elements beyond
+//! the matrix are zeros.
 
 use crate::gemm::operand::MatmulOperand;
 use crate::gemm::tile::{padded, pairs_of, transpose, word_of};
@@ -10,34 +11,34 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-/// Lines per tile.
-pub(super) const LINES: usize = 16;
-/// Pairs of terms per tile.
+/// Rows per tile.
+pub(super) const TILE_ROWS: usize = 16;
+/// Pairs per row of a tile.
 pub(super) const PAIRS: usize = 16;
 /// Words per tile.
-pub(super) const TILE_WORDS: usize = LINES * PAIRS;
-/// Terms per tile.
-pub(super) const TILE_TERMS: usize = 2 * PAIRS;
+pub(super) const TILE_WORDS: usize = TILE_ROWS * PAIRS;
+/// Columns per tile.
+pub(super) const TILE_K: usize = 2 * PAIRS;
 
 /// Order of a tile's words in memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// The pairs of a line: for A.
-    PairsOfLine,
-    /// The lines of a pair: for B.
-    LinesOfPair,
+    /// The pairs of a row: for A.
+    PairsOfRow,
+    /// The rows of a pair: for B.
+    RowsOfPair,
 }
 
 impl MatmulOperand<'_, bf16> {
-    /// Words of a panel of 16 lines with all terms.
+    /// Words of a panel: 16 rows, all of k.
     pub(super) fn panel_words(&self) -> usize {
-        panel_words(self.terms)
+        panel_words(self.k)
     }
 
-    /// Packs the panels of 16 lines from `first_panel` on.
+    /// Packs the panels of 16 rows from `first_panel` on.
     pub(super) fn pack(&self, first_panel: usize, order: Order, panels: &mut [u32]) {
         for (panel, words) in (first_panel..).zip(panels.chunks_exact_mut(self.panel_words())) {
-            self.pack_panel(panel * LINES, order, words);
+            self.pack_panel(panel * TILE_ROWS, order, words);
         }
     }
 
@@ -46,30 +47,30 @@ impl MatmulOperand<'_, bf16> {
         panels
             .par_chunks_exact_mut(self.panel_words())
             .enumerate()
-            .for_each(|(panel, words)| self.pack_panel(panel * LINES, order, words));
+            .for_each(|(panel, words)| self.pack_panel(panel * TILE_ROWS, order, words));
     }
 
-    fn pack_panel(&self, first_line: usize, order: Order, words: &mut [u32]) {
+    fn pack_panel(&self, first_row: usize, order: Order, words: &mut [u32]) {
         let tiles = words.as_chunks_mut().0;
-        let lines = self.lines.saturating_sub(first_line).min(LINES);
-        if lines == 0 || self.terms == 0 {
+        let rows = self.rows.saturating_sub(first_row).min(TILE_ROWS);
+        if rows == 0 || self.k == 0 {
             return tiles.as_flattened_mut().fill(0);
         }
-        let bits = &self.data.reinterpret_cast()[first_line * self.line_stride..];
-        let is_contiguous = self.term_stride == 1;
-        let stride = if is_contiguous { self.line_stride } else { self.term_stride };
-        pack_tiles(bits, (is_contiguous, stride), (lines, self.terms), order, tiles);
+        let bits = &self.data.reinterpret_cast()[first_row * self.row_stride..];
+        let is_contiguous = self.k_stride == 1;
+        let stride = if is_contiguous { self.row_stride } else { self.k_stride };
+        pack_tiles(bits, (is_contiguous, stride), (rows, self.k), order, tiles);
     }
 }
 
-/// Words of a panel of 16 lines; without terms it is one tile of zeros.
-pub(super) fn panel_words(terms: usize) -> usize {
-    terms.div_ceil(TILE_TERMS).max(1) * TILE_WORDS
+/// Words of a panel of 16 rows; if `k` is 0, it is one tile of zeros.
+pub(super) fn panel_words(k: usize) -> usize {
+    k.div_ceil(TILE_K).max(1) * TILE_WORDS
 }
 
 simd_kernel! {
-    /// Packs `lines` lines, beginning with the first of `bits`. Either a line's terms or a term's lines are
-    /// adjacent; the others are `stride` apart.
+    /// Packs `rows` rows of length `k` from the start of `bits`. Adjacent are either the elements of a row, with rows
+    /// `stride` apart, or those of a column, with columns `stride` apart.
     fn pack_tiles<S>(
         bits: &[u16],
         memory: (bool, usize),
@@ -77,17 +78,17 @@ simd_kernel! {
         order: Order,
         tiles: &mut [[u32; TILE_WORDS]],
     ) {
-        let ((is_contiguous, stride), (lines, terms)) = (memory, sizes);
-        for (first_term, words) in (0..terms).step_by(TILE_TERMS).zip(tiles) {
-            let terms = (terms - first_term).min(TILE_TERMS);
+        let ((is_contiguous, stride), (rows, k)) = (memory, sizes);
+        for (first_k, words) in (0..k).step_by(TILE_K).zip(tiles) {
+            let k = (k - first_k).min(TILE_K);
             let words = words.as_chunks_mut::<16>().0;
-            let loaded = if is_contiguous { Order::PairsOfLine } else { Order::LinesOfPair };
+            let loaded = if is_contiguous { Order::PairsOfRow } else { Order::RowsOfPair };
             let mut tile = [[0; 16]; 16];
             let to = if loaded == order { &mut *words } else { &mut tile[..] };
             if is_contiguous {
-                lines_of_pairs(&bits[first_term..], stride, lines, terms, to);
+                load_row_major(&bits[first_k..], stride, rows, k, to);
             } else {
-                pairs_of_lines(&bits[first_term * stride..], stride, lines, terms, to);
+                load_column_major(&bits[first_k * stride..], stride, rows, k, to);
             }
             if loaded != order {
                 words.copy_from_slice(&transpose(tile));
@@ -96,24 +97,24 @@ simd_kernel! {
     }
 }
 
-/// Loads a tile in which each line's terms are adjacent in memory.
+/// Loads a tile of a row-major operand.
 #[inline(always)]
-fn lines_of_pairs(bits: &[u16], stride: usize, lines: usize, terms: usize, tile: &mut [[u32; 16]]) {
-    for (line, words) in tile.iter_mut().enumerate() {
-        *words = pairs_of(if line < lines { &bits[line * stride..][..terms] } else { &[] });
+fn load_row_major(bits: &[u16], stride: usize, rows: usize, k: usize, tile: &mut [[u32; 16]]) {
+    for (row, words) in tile.iter_mut().enumerate() {
+        *words = pairs_of(if row < rows { &bits[row * stride..][..k] } else { &[] });
     }
 }
 
-/// Loads a tile in which each term's lines are adjacent in memory.
+/// Loads a tile of a column-major operand.
 #[inline(always)]
-fn pairs_of_lines(bits: &[u16], stride: usize, lines: usize, terms: usize, tile: &mut [[u32; 16]]) {
+fn load_column_major(bits: &[u16], stride: usize, rows: usize, k: usize, tile: &mut [[u32; 16]]) {
     for (pair, words) in tile.iter_mut().enumerate() {
         let first = 2 * pair;
-        let low = if first < terms { &bits[first * stride..][..lines] } else { &[] };
-        let high = if first + 1 < terms { &bits[(first + 1) * stride..][..lines] } else { &[] };
-        let (low, high) = (padded::<LINES>(low), padded::<LINES>(high));
-        for (line, word) in words.iter_mut().enumerate() {
-            *word = word_of(low[line], high[line]);
+        let low = if first < k { &bits[first * stride..][..rows] } else { &[] };
+        let high = if first + 1 < k { &bits[(first + 1) * stride..][..rows] } else { &[] };
+        let (low, high) = (padded::<TILE_ROWS>(low), padded::<TILE_ROWS>(high));
+        for (row, word) in words.iter_mut().enumerate() {
+            *word = word_of(low[row], high[row]);
         }
     }
 }

@@ -10,7 +10,7 @@ const SIZES: [[usize; 3]; 8] = [
     [31, 70, 129],
     [128, 96, 64],
     [300, 40, 50],
-    [20, 33, 2 * TERMS_PER_SUM + 7],
+    [20, 33, 2 * K_PER_SUM + 7],
 ];
 
 fn kernels() -> impl Iterator<Item = Kernel> {
@@ -34,12 +34,12 @@ impl Operands {
         Self { sizes, a: both(m, k, element(1, m * k)), b: both(n, k, element(2, n * k)) }
     }
 
-    fn lines(&self, a_interleaved: bool, b_interleaved: bool) -> [MatmulOperand<'_, bf16>; 2] {
+    fn matrices(&self, a_interleaved: bool, b_interleaved: bool) -> [MatmulOperand<'_, bf16>; 2] {
         let [m, n, k] = self.sizes;
         [(&self.a, m, a_interleaved), (&self.b, n, b_interleaved)].map(
-            |([plain, other], lines, interleaved)| match interleaved {
-                false => MatmulOperand::contiguous(plain, lines, k).unwrap(),
-                true => MatmulOperand::interleaved(other, lines, k).unwrap(),
+            |([plain, other], rows, interleaved)| match interleaved {
+                false => MatmulOperand::contiguous(plain, rows, k).unwrap(),
+                true => MatmulOperand::interleaved(other, rows, k).unwrap(),
             },
         )
     }
@@ -63,7 +63,7 @@ fn every_kernel_multiplies_integers_exactly_in_every_layout() {
         for kernel in kernels() {
             for (a_interleaved, b_interleaved) in [(false, false), (false, true), (true, false), (true, true)]
             {
-                let [a, b] = operands.lines(a_interleaved, b_interleaved);
+                let [a, b] = operands.matrices(a_interleaved, b_interleaved);
                 for (add, old) in [(false, f32::NAN), (true, 3.0)] {
                     let mut sums = vec![old; m * n];
                     multiply(kernel, a, b, &mut sums, add);
@@ -89,7 +89,7 @@ fn rounded_matmuls_are_as_accurate_as_a_plain_sum_and_sums_as_f32() {
         random(salt, len).into_iter().map(bf16::from_f32).collect()
     });
     let [m, n, k] = operands.sizes;
-    let [a, b] = operands.lines(false, true);
+    let [a, b] = operands.matrices(false, true);
     for kernel in kernels() {
         let (mut sums, mut rounded) = (vec![0.0; m * n], vec![bf16::ZERO; m * n]);
         multiply(kernel, a, b, &mut sums, false);
@@ -124,7 +124,7 @@ fn the_number_of_threads_changes_no_bit() {
     let [m, n, _] = operands.sizes;
     for kernel in kernels() {
         assert_same_for_any_thread_count(|| {
-            let [a, b] = operands.lines(true, false);
+            let [a, b] = operands.matrices(true, false);
             let mut sums = vec![0.0; m * n];
             multiply(kernel, a, b, &mut sums, false);
             sums.into_iter().map(f32::to_bits).collect::<Vec<_>>()

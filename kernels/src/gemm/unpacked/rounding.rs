@@ -6,6 +6,12 @@ use crate::gemm::tile::word_of;
 use crate::simd::simd_kernel;
 use half::bf16;
 
+/// The rows of a matrix, whose starts are `stride` elements apart.
+pub(crate) struct StridedRows<E> {
+    pub(crate) elements: E,
+    pub(crate) stride: usize,
+}
+
 /// Rounds each two adjacent values of a row to a word; an odd last value is paired with zero.
 ///
 /// With AVX512-BF16, subnormal values become zero, as its multiplications treat them.
@@ -13,18 +19,16 @@ use half::bf16;
 /// # Shapes
 /// `[rows, cols]` values to `[rows, cols / 2]` words, with rows as far apart as the strides.
 pub(crate) fn round_neighbors(
-    (values, stride): (&[f32], usize),
-    (rows, cols): (usize, usize),
-    (words, words_stride): (&mut [u32], usize),
+    values: StridedRows<&[f32]>,
+    sizes: [usize; 2],
+    words: StridedRows<&mut [u32]>,
 ) {
     #[cfg(target_arch = "x86_64")]
     if instructions_to_use().is_some() {
         // SAFETY: the CPU has the instructions, as just checked.
-        return unsafe {
-            instruction::round_neighbors((values, stride), (rows, cols), (words, words_stride))
-        };
+        return unsafe { instruction::round_neighbors(values, sizes, words) };
     }
-    neighbors((values, stride), (rows, cols), (words, words_stride));
+    neighbors(values, sizes, words);
 }
 
 /// Rounds each value and the one below it to a word; an odd last row is paired with zero.
@@ -33,24 +37,20 @@ pub(crate) fn round_neighbors(
 ///
 /// # Shapes
 /// `[rows, cols]` values to `[rows / 2, cols]` words, with rows as far apart as the strides.
-pub(crate) fn round_rows(
-    (values, stride): (&[f32], usize),
-    (rows, cols): (usize, usize),
-    (words, words_stride): (&mut [u32], usize),
-) {
+pub(crate) fn round_rows(values: StridedRows<&[f32]>, sizes: [usize; 2], words: StridedRows<&mut [u32]>) {
     #[cfg(target_arch = "x86_64")]
     if instructions_to_use().is_some() {
         // SAFETY: the CPU has the instructions, as just checked.
-        return unsafe { instruction::round_rows((values, stride), (rows, cols), (words, words_stride)) };
+        return unsafe { instruction::round_rows(values, sizes, words) };
     }
-    two_rows((values, stride), (rows, cols), (words, words_stride));
+    two_rows(values, sizes, words);
 }
 
 simd_kernel! {
-    fn neighbors<S>(values: (&[f32], usize), sizes: (usize, usize), words: (&mut [u32], usize)) {
-        let ((values, stride), (rows, cols), (words, words_stride)) = (values, sizes, words);
-        for (row, words) in words.chunks_mut(words_stride).take(rows).enumerate() {
-            let (pairs, rest) = values[row * stride..][..cols].as_chunks::<2>();
+    fn neighbors<S>(values: StridedRows<&[f32]>, sizes: [usize; 2], words: StridedRows<&mut [u32]>) {
+        let [rows, cols] = sizes;
+        for (row, words) in words.elements.chunks_mut(words.stride).take(rows).enumerate() {
+            let (pairs, rest) = values.elements[row * values.stride..][..cols].as_chunks::<2>();
             for (word, [low, high]) in words.iter_mut().zip(pairs) {
                 *word = word_of(rounded(*low), rounded(*high));
             }
@@ -62,15 +62,15 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    fn two_rows<S>(values: (&[f32], usize), sizes: (usize, usize), words: (&mut [u32], usize)) {
-        let ((values, stride), (rows, cols), (words, words_stride)) = (values, sizes, words);
-        for (row, words) in (0..rows).step_by(2).zip(words.chunks_mut(words_stride)) {
-            let above = &values[row * stride..][..cols];
+    fn two_rows<S>(values: StridedRows<&[f32]>, sizes: [usize; 2], words: StridedRows<&mut [u32]>) {
+        let [rows, cols] = sizes;
+        for (row, words) in (0..rows).step_by(2).zip(words.elements.chunks_mut(words.stride)) {
+            let above = &values.elements[row * values.stride..][..cols];
             for (word, low) in words.iter_mut().zip(above) {
                 *word = word_of(rounded(*low), 0);
             }
             if row + 1 < rows {
-                let below = &values[(row + 1) * stride..][..cols];
+                let below = &values.elements[(row + 1) * values.stride..][..cols];
                 for (word, high) in words.iter_mut().zip(below) {
                     *word |= word_of(0, rounded(*high));
                 }
@@ -87,18 +87,19 @@ fn rounded(value: f32) -> u16 {
 /// `VCVTNE2PS2BF16` and `VCVTNEPS2BF16`. Missing values count as zero.
 #[cfg(target_arch = "x86_64")]
 mod instruction {
+    use super::StridedRows;
     use std::arch::x86_64::*;
 
     const LANES: usize = 16;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub(super) fn round_neighbors(
-        (values, stride): (&[f32], usize),
-        (rows, cols): (usize, usize),
-        (words, words_stride): (&mut [u32], usize),
+        values: StridedRows<&[f32]>,
+        [rows, cols]: [usize; 2],
+        words: StridedRows<&mut [u32]>,
     ) {
-        for (row, words) in words.chunks_mut(words_stride).take(rows).enumerate() {
-            let values = values[row * stride..][..cols].chunks(2 * LANES);
+        for (row, words) in words.elements.chunks_mut(words.stride).take(rows).enumerate() {
+            let values = values.elements[row * values.stride..][..cols].chunks(2 * LANES);
             for (values, words) in values.zip(words[..cols.div_ceil(2)].chunks_mut(LANES)) {
                 let (low, high) = values.split_at(LANES.min(values.len()));
                 let rounded = _mm512_cvtne2ps_pbh(load(high), load(low));
@@ -110,13 +111,14 @@ mod instruction {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub(super) fn round_rows(
-        (values, stride): (&[f32], usize),
-        (rows, cols): (usize, usize),
-        (words, words_stride): (&mut [u32], usize),
+        values: StridedRows<&[f32]>,
+        [rows, cols]: [usize; 2],
+        words: StridedRows<&mut [u32]>,
     ) {
-        for (row, words) in (0..rows).step_by(2).zip(words.chunks_mut(words_stride)) {
-            let above = &values[row * stride..][..cols];
-            let below = if row + 1 < rows { &values[(row + 1) * stride..][..cols] } else { &[] };
+        for (row, words) in (0..rows).step_by(2).zip(words.elements.chunks_mut(words.stride)) {
+            let above = &values.elements[row * values.stride..][..cols];
+            let below =
+                if row + 1 < rows { &values.elements[(row + 1) * values.stride..][..cols] } else { &[] };
             for (first, words) in (0..cols).step_by(LANES).zip(words[..cols].chunks_mut(LANES)) {
                 let [low, high] = [above, below].map(|row| {
                     let rounded =
@@ -178,9 +180,12 @@ mod tests {
                     }
                 };
                 let mut neighbors = vec![UNTOUCHED; rows * words_stride];
-                round_neighbors((&values, stride), (rows, cols), (&mut neighbors, words_stride));
+                let rows_of_values = || StridedRows { elements: &values[..], stride };
+                let words = StridedRows { elements: &mut neighbors[..], stride: words_stride };
+                round_neighbors(rows_of_values(), [rows, cols], words);
                 let mut two_rows = vec![UNTOUCHED; rows.div_ceil(2) * words_stride];
-                round_rows((&values, stride), (rows, cols), (&mut two_rows, words_stride));
+                let words = StridedRows { elements: &mut two_rows[..], stride: words_stride };
+                round_rows(rows_of_values(), [rows, cols], words);
                 for (at, word) in neighbors.into_iter().enumerate() {
                     let (row, pair) = (at / words_stride, at % words_stride);
                     let expected = word_of(bits(row, 2 * pair), bits(row, 2 * pair + 1));
@@ -202,9 +207,12 @@ mod tests {
         at_every_level(|level| {
             let values = [f32::NAN, f32::INFINITY, f32::from_bits(0x7f80_0001), 1.0];
             let mut words = [0; 4];
-            round_rows((&[values, values].concat(), 4), (2, 4), (&mut words, 4));
+            let both = [values, values].concat();
+            let target = StridedRows { elements: &mut words[..], stride: 4 };
+            round_rows(StridedRows { elements: &both, stride: 4 }, [2, 4], target);
             let mut pairs = [0; 2];
-            round_neighbors((&values, 4), (1, 4), (&mut pairs, 2));
+            let target = StridedRows { elements: &mut pairs[..], stride: 2 };
+            round_neighbors(StridedRows { elements: &values, stride: 4 }, [1, 4], target);
             for (at, value) in values.into_iter().enumerate() {
                 let half = |word: u32, at: usize| bf16::from_bits((word >> (16 * at)) as u16);
                 for got in [half(words[at], 0), half(words[at], 1), half(pairs[at / 2], at % 2)] {

@@ -9,9 +9,9 @@ const SIZES: [[usize; 3]; 9] = [
     [3, 2, 0],
     [1, 1, 1],
     [5, 3, 2],
-    [ROW_STEP, BLOCK_COLUMNS, TERMS],
-    [ROW_STEP + 1, BLOCK_COLUMNS + 3, TERMS + 1],
-    [31, 70, 3 * TERMS - 1],
+    [ROW_STEP, BLOCK_COLUMNS, BLOCK_K],
+    [ROW_STEP + 1, BLOCK_COLUMNS + 3, BLOCK_K + 1],
+    [31, 70, 3 * BLOCK_K - 1],
     [300, 40, 50],
     [2 * MAX_ROWS + 7, MAX_COLUMNS + 5, 3],
 ];
@@ -36,23 +36,23 @@ fn wide<T: Float>(elements: &[T]) -> Vec<f32> {
 
 /// Lines in either memory order.
 struct Matrix<T> {
-    lines: usize,
-    terms: usize,
+    rows: usize,
+    k: usize,
     contiguous: Vec<T>,
     interleaved: Vec<T>,
 }
 
 impl<T: Float> Matrix<T> {
-    fn new(lines: usize, terms: usize, contiguous: Vec<T>) -> Self {
-        let interleaved = (0..terms * lines).map(|at| contiguous[at % lines * terms + at / lines]).collect();
-        Self { lines, terms, contiguous, interleaved }
+    fn new(rows: usize, k: usize, contiguous: Vec<T>) -> Self {
+        let interleaved = (0..k * rows).map(|at| contiguous[at % rows * k + at / rows]).collect();
+        Self { rows, k, contiguous, interleaved }
     }
 
-    fn lines(&self, is_interleaved: bool) -> MatmulOperand<'_, T> {
+    fn operand(&self, is_interleaved: bool) -> MatmulOperand<'_, T> {
         if is_interleaved {
-            MatmulOperand::interleaved(&self.interleaved, self.lines, self.terms).unwrap()
+            MatmulOperand::interleaved(&self.interleaved, self.rows, self.k).unwrap()
         } else {
-            MatmulOperand::contiguous(&self.contiguous, self.lines, self.terms).unwrap()
+            MatmulOperand::contiguous(&self.contiguous, self.rows, self.k).unwrap()
         }
     }
 }
@@ -69,7 +69,7 @@ fn check_integers<A: Float, B: Float, C: Float>() {
         for (of_a, of_b) in [(false, false), (false, true), (true, false), (true, true)] {
             for (add, old) in [(false, f32::NAN), (true, 3.0)] {
                 let mut c = rounded::<C>(&vec![old; m * n]);
-                multiply(a.lines(of_a), b.lines(of_b), &mut c, add);
+                multiply(a.operand(of_a), b.operand(of_b), &mut c, add);
                 let c = wide(&c);
                 for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
                     let sum = product(row, column) + if add { old } else { 0.0 };
@@ -100,7 +100,7 @@ fn sums_of_many_terms_are_no_worse_than_one_chain_of_additions() {
     let a = Matrix::new(m, k, rounded::<bf16>(&random(1, m * k)));
     let b = Matrix::new(n, k, rounded::<bf16>(&random(2, n * k)));
     let mut sums = vec![0.0_f32; m * n];
-    multiply(a.lines(false), b.lines(false), &mut sums, false);
+    multiply(a.operand(false), b.operand(false), &mut sums, false);
     let (mut worst, mut worst_plain) = (0.0_f64, 0.0_f64);
     for (index, sum) in sums.into_iter().enumerate() {
         let (row, column) = (index / n, index % n);
@@ -115,12 +115,12 @@ fn sums_of_many_terms_are_no_worse_than_one_chain_of_additions() {
 
 #[test]
 fn the_number_of_threads_changes_no_bit() {
-    let [m, n, k] = [3 * ROW_STEP + 5, 2 * BLOCK_COLUMNS + 9, 2 * TERMS + 3];
+    let [m, n, k] = [3 * ROW_STEP + 5, 2 * BLOCK_COLUMNS + 9, 2 * BLOCK_K + 3];
     let a = Matrix::new(m, k, rounded::<bf16>(&random(1, m * k)));
     let b = Matrix::new(n, k, rounded::<bf16>(&random(2, n * k)));
     assert_same_for_any_thread_count(|| {
         let mut sums = vec![0.0_f32; m * n];
-        multiply(a.lines(true), b.lines(false), &mut sums, false);
+        multiply(a.operand(true), b.operand(false), &mut sums, false);
         sums.into_iter().map(f32::to_bits).collect::<Vec<_>>()
     });
 }

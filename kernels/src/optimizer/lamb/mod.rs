@@ -16,7 +16,7 @@ mod tests;
 pub use segments::{Segments, SquaredNorms};
 
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use crate::device::{Target, dry};
 use candle_core::Tensor;
 
@@ -86,7 +86,7 @@ pub fn direction(
     segments: &Segments,
     params: &LambParams,
 ) -> Result<Vec<SquaredNorms>, OpError> {
-    let call = Call::new("lamb::direction");
+    let call = ArgCheck::new("lamb::direction");
     call.expect_value("step", params.step as f64, params.step > 0, "at least 1")?;
     for (name, beta) in [("beta1", params.beta1), ("beta2", params.beta2)] {
         call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
@@ -136,7 +136,7 @@ pub fn apply(
     norms: &[SquaredNorms],
     params: &LambParams,
 ) -> Result<(), OpError> {
-    let call = Call::new("lamb::apply");
+    let call = ArgCheck::new("lamb::apply");
     let are_ordered = 0.0 <= params.min_coeff && params.min_coeff <= params.max_coeff;
     call.expect_value("min_coeff", params.min_coeff, are_ordered, "between 0 and `max_coeff`")?;
     let of_each = norms.len() == segments.len();

@@ -1,7 +1,7 @@
 //! The parameter tensors within a flat tensor.
 
 use crate::OpError;
-use crate::call::Call;
+use crate::arg_check::ArgCheck;
 use candle_core::{Device, Tensor};
 use std::ops::{AddAssign, Range};
 
@@ -48,7 +48,7 @@ impl Segments {
     /// # Errors
     /// A segment that begins before the end of the previous one, or an error of the device.
     pub fn new(ranges: Vec<Range<usize>>, device: &Device) -> Result<Self, OpError> {
-        let call = Call::new("lamb::Segments::new");
+        let call = ArgCheck::new("lamb::Segments::new");
         let mut end = 0;
         for range in &ranges {
             let is_next = end <= range.start;
@@ -95,7 +95,7 @@ impl Segments {
         self.table.as_ref()
     }
 
-    pub(super) fn expect_within(&self, call: Call, param: &Tensor) -> Result<(), OpError> {
+    pub(super) fn expect_within(&self, call: ArgCheck, param: &Tensor) -> Result<(), OpError> {
         let end = self.ranges.last().map_or(0, |range| range.end);
         let fits = end <= param.elem_count();
         call.expect_value("segments", end as f64, fits, "an end within the elements of `param`")

@@ -1,7 +1,7 @@
 //! Weights in Hugging Face's layout: `model.safetensors`, or shards and their index.
 
 use super::tensor_file::TensorFile;
-use super::{ModelError, ParameterSpec, WeightSource};
+use crate::model::{ModelError, ParameterSpec, WeightSource};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::de::{MapAccess, Visitor};

@@ -1,8 +1,8 @@
 //! The allow-list of fields in `config.json`. Other fields are refused, since they could change what the
 //! model computes.
 
-use super::hf_config::HfConfig;
-use super::{Architecture, ModelError};
+use super::config::HfConfig;
+use crate::model::{Architecture, ModelError};
 use serde_json::Value;
 
 /// Fields that are read, and checked there.

@@ -1,7 +1,7 @@
 //! Saved state of the attention half of the decoder block.
 
 use super::qkv_projection::SavedHeadNorm;
-use super::{LayerContext, ModelError};
+use crate::model::{LayerContext, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{Returning, SavedAttention};
 

@@ -1,17 +1,17 @@
 //! The Llama decoder block, with a hand-written backward pass.
 
-use super::decoder_mlp::GateUp;
-use super::decoder_weights::{Weights, parameters};
+use super::mlp::GateUp;
 use super::saved_attention::{AttentionSaved, Saves};
-use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
+use super::weights::{Weights, parameters};
+use crate::model::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
 
 /// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with the additions of
-/// its [`Architecture`](super::Architecture).
+/// its [`Architecture`](crate::model::Architecture).
 ///
 /// The backward pass recomputes the normalized inputs and the SwiGLU product, each in one pass over memory.
-/// This saves 2·hidden + intermediate elements per token. [`Tiling`](super::Tiling) limits memory: the MLP
+/// This saves 2·hidden + intermediate elements per token. [`Tiling`](crate::model::Tiling) limits memory: the MLP
 /// runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
 pub struct DecoderLayer {

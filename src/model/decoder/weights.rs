@@ -1,6 +1,6 @@
 //! The parameters of the decoder block, and views of them by name.
 
-use super::{Init, LlamaConfig, ModelError, ParameterSpec};
+use crate::model::{Init, LlamaConfig, ModelError, ParameterSpec};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::linear;

@@ -14,11 +14,11 @@ pub(super) type Argument<'a> = (&'static str, &'a Tensor);
 
 /// One call of an op, with the op's name for errors.
 #[derive(Clone, Copy)]
-pub(super) struct Call {
+pub(super) struct ArgCheck {
     pub(super) op: &'static str,
 }
 
-impl Call {
+impl ArgCheck {
     pub(super) const fn new(op: &'static str) -> Self {
         Self { op }
     }
@@ -205,7 +205,7 @@ impl<G: Deref<Target = Storage>> Deref for Elements<G> {
             Self::Widened(elements) => elements,
             Self::Locked { storage, range } => match &**storage {
                 Storage::Cpu(CpuStorage::F32(elements)) => &elements[range.clone()],
-                _ => unreachable!("`Call::read` has seen f32 elements under the same lock"),
+                _ => unreachable!("`ArgCheck::read` has seen f32 elements under the same lock"),
             },
         }
     }

@@ -1,13 +1,13 @@
 //! The backward pass of the attention half, in head chunks.
 
+use super::attention::{token_dims, trim_after_chunks};
 use super::chunk_pipeline::run_chunks;
-use super::decoder::DecoderLayer;
-use super::decoder_attention::{token_dims, trim_after_chunks};
-use super::decoder_mlp::token_rows;
-use super::decoder_weights::Weights;
+use super::layer::DecoderLayer;
+use super::mlp::token_rows;
 use super::qkv_projection;
 use super::saved_attention::{AttentionSaved, HeadNorms, QkvHeads, shares_output};
-use super::{HeadChunk, LayerContext, ModelError};
+use super::weights::Weights;
+use crate::model::{HeadChunk, LayerContext, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;

@@ -1,6 +1,6 @@
 //! Hugging Face's `config.json`.
 
-use super::{Architecture, LlamaConfig, ModelError};
+use crate::model::{Architecture, LlamaConfig, ModelError};
 use serde_json::Value;
 
 /// Typed access to a Hugging Face `config.json`.

@@ -3,8 +3,8 @@
 //! transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` separately, and
 //! `rope_scaling` with the scaling. If both exist, `rope_scaling` counts, unless it is empty.
 
-use super::ModelError;
-use super::hf_config::HfConfig;
+use super::config::HfConfig;
+use crate::model::ModelError;
 use serde_json::{Map, Value, json};
 use ulysses_kernels::rope::Scaling;
 
@@ -162,7 +162,7 @@ impl RopeObject<'_> {
 
 /// The entries of `config.json` for a scaled rotary embedding: `rope_scaling`, which all versions of
 /// transformers read, and the matching `max_position_embeddings`.
-pub(super) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
+pub(crate) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
     let positions = |len: u32, factor: f64| Some((f64::from(len) * factor).round() as u64);
     match scaling {
         Scaling::None => None,

@@ -2,8 +2,8 @@
 //!
 //! Projections work on a tile of tokens, norms on all tokens.
 
-use super::decoder_weights::{HeadRows, add_weight_gradient};
-use super::{LayerContext, ModelError};
+use super::weights::{HeadRows, add_weight_gradient};
+use crate::model::{LayerContext, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::{elementwise, linear, rms_norm};
 

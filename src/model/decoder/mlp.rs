@@ -1,8 +1,8 @@
 //! The MLP half of the decoder block, in tiles of tokens.
 
-use super::decoder::DecoderLayer;
-use super::decoder_weights::{Weights, add_weight_gradient};
-use super::{LayerContext, ModelError};
+use super::layer::DecoderLayer;
+use super::weights::{Weights, add_weight_gradient};
+use crate::model::{LayerContext, ModelError};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::{linear, rms_norm, strided_copy, swiglu};

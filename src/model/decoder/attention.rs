@@ -6,12 +6,12 @@
 //! its own rows of the weights.
 
 use super::chunk_pipeline::run_chunks;
-use super::decoder::DecoderLayer;
-use super::decoder_mlp::token_rows;
-use super::decoder_weights::{HeadRows, View, Weights};
+use super::layer::DecoderLayer;
+use super::mlp::token_rows;
 use super::qkv_projection;
 use super::saved_attention::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
-use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
+use super::weights::{HeadRows, View, Weights};
+use crate::model::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::AttentionLayout;
 use ulysses_kernels::rope::Direction;

@@ -1,7 +1,8 @@
 //! A model directory in Hugging Face's layout: description, weights, and the files for an export.
 
-use super::hf_config::HfConfig;
-use super::{HfWeights, LlamaConfig, Model, ModelError};
+use super::HfWeights;
+use super::config::HfConfig;
+use crate::model::{LlamaConfig, Model, ModelError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;

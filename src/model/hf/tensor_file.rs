@@ -1,6 +1,6 @@
 //! A safetensors file that is read by ranges.
 
-use super::ModelError;
+use crate::model::ModelError;
 use crate::regular_file;
 use crate::safetensors_file::{self, HeaderError};
 use half::{bf16, f16};
