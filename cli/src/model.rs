@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
+use ulysses::estimate::ulysses_limits;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::model::{
     HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
@@ -144,6 +145,11 @@ pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), F
     }
     let units = Model::llama(model).or_usage()?.units();
     check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
+}
+
+/// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.
+pub(super) fn resolve_ring(model: &LlamaConfig, config: &mut Config, ranks_per_node: usize) {
+    config.resolve_ring(ulysses_limits(model, config.ulysses.head_chunks, ranks_per_node));
 }
 
 /// Checks before ranks start that each sp rank gets a head and a token.

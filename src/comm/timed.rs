@@ -1,6 +1,7 @@
 //! Time that a rank spends in collectives, for any backend.
 
 use super::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
+use crate::mesh::RING_AXIS;
 use candle_core::Device;
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
@@ -89,10 +90,14 @@ pub struct EachCall {
 /// Seconds by kind of communication.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CommSeconds {
-    /// All-to-alls, along any axis.
+    /// All-to-alls of the Ulysses exchange: along any axis but the ring.
     pub all_to_all: f64,
     /// The part of them in the waits of exchanges: communication that compute did not hide.
     pub exposed_exchange: f64,
+    /// Hops of a ring: all-to-alls along it.
+    pub ring: f64,
+    /// The part of them in the waits for blocks and gradients.
+    pub exposed_ring: f64,
     /// Other operations along any axis but sp: dp, ZeRO partitions and their replicas.
     pub dp: f64,
     /// Other operations along sp.
@@ -102,7 +107,7 @@ pub struct CommSeconds {
 impl CommSeconds {
     /// The total.
     pub fn total(self) -> f64 {
-        self.all_to_all + self.dp + self.sp
+        self.all_to_all + self.ring + self.dp + self.sp
     }
 }
 
@@ -110,6 +115,8 @@ impl std::ops::AddAssign for CommSeconds {
     fn add_assign(&mut self, other: Self) {
         self.all_to_all += other.all_to_all;
         self.exposed_exchange += other.exposed_exchange;
+        self.ring += other.ring;
+        self.exposed_ring += other.exposed_ring;
         self.dp += other.dp;
         self.sp += other.sp;
     }
@@ -211,12 +218,15 @@ impl Totals {
         times.seconds += seconds;
         let of_phase = self.by_phase.entry(phase).or_default();
         match (op, axis) {
+            (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, RING_AXIS) => of_phase.ring += seconds,
             (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => of_phase.all_to_all += seconds,
             (_, "sp") => of_phase.sp += seconds,
             _ => of_phase.dp += seconds,
         }
-        if op == CollectiveOp::AllToAllStrided {
-            of_phase.exposed_exchange += waiting;
+        match (op, axis) {
+            (CollectiveOp::AllToAllStrided, RING_AXIS) => of_phase.exposed_ring += waiting,
+            (CollectiveOp::AllToAllStrided, _) => of_phase.exposed_exchange += waiting,
+            _ => {}
         }
         if let Some(each) = &mut self.each {
             each.entry((axis, op)).or_default().push(seconds as f32);
@@ -332,12 +342,22 @@ mod tests {
     #[test]
     fn the_wait_of_an_exchange_is_exposed_and_its_start_is_not() {
         let mut totals = Totals::default();
-        let kind = |op| Kind { axis: "sp", op, ranks: 2, input_bytes: 8 };
-        totals.count(kind(CollectiveOp::AllToAllStrided), "forward", 1.0, 2.0);
-        totals.count(kind(CollectiveOp::AllToAll), "forward", 4.0, 8.0);
-        totals.count(kind(CollectiveOp::AllReduce), "forward", 16.0, 32.0);
-        let expected = CommSeconds { all_to_all: 15.0, exposed_exchange: 2.0, dp: 0.0, sp: 48.0 };
+        let kind = |axis, op| Kind { axis, op, ranks: 2, input_bytes: 8 };
+        totals.count(kind("sp", CollectiveOp::AllToAllStrided), "forward", 1.0, 2.0);
+        totals.count(kind("sp", CollectiveOp::AllToAll), "forward", 4.0, 8.0);
+        totals.count(kind("sp", CollectiveOp::AllReduce), "forward", 16.0, 32.0);
+        totals.count(kind(RING_AXIS, CollectiveOp::AllToAllStrided), "forward", 64.0, 128.0);
+        totals.count(kind("ulysses", CollectiveOp::AllToAllStrided), "forward", 0.25, 0.5);
+        let expected = CommSeconds {
+            all_to_all: 15.75,
+            exposed_exchange: 2.5,
+            ring: 192.0,
+            exposed_ring: 128.0,
+            dp: 0.0,
+            sp: 48.0,
+        };
         assert_eq!(totals.by_phase["forward"], expected);
+        assert_eq!(expected.total(), 15.75 + 192.0 + 48.0);
     }
 
     #[test]

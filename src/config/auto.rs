@@ -7,16 +7,39 @@
 use super::config::{Config, ResolvedAuto};
 use super::reader::Auto as Given;
 use super::vocabulary::{Auto, Default, Effect, Key};
+use crate::mesh::{SeqSharding, UlyssesLimits};
 use serde_json::Value;
+
+/// The key whose `"auto"` depends on the model.
+const RING_SIZE: &str = "ulysses.ring_size";
+
+impl Config {
+    /// Sets a ring size of `"auto"` to that of [`SeqSharding::auto`], once the model is known; until then there is no ring.
+    /// Leaves a ring size that the file or `--mesh` gives.
+    pub fn resolve_ring(&mut self, limits: UlyssesLimits) {
+        let Some(auto) = self.autos.iter_mut().find(|auto| auto.key == RING_SIZE) else { return };
+        let ring_size = SeqSharding::auto(self.mesh.sp_size, limits).ring_size;
+        auto.value = Some(ring_size.into());
+        self.ulysses.ring_size = ring_size;
+    }
+
+    /// Forgets that the file leaves the ring size to the model, because a mesh with a ring replaces it.
+    pub(super) fn state_ring(&mut self) {
+        self.autos.retain(|auto| auto.key != RING_SIZE);
+    }
+}
 
 /// Looks the keys up in the resolved config.
 pub(crate) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAuto> {
     // Serialization fails only for sizes that JSON cannot hold.
     let written = serde_json::to_value(config).unwrap_or_default();
-    let resolve = |Given { path, key }: &Given| ResolvedAuto {
-        key: path.clone(),
-        value: value_of(key, path, &written),
-        source: source_of(key),
+    let resolve = |Given { path, key }: &Given| match path.as_str() {
+        RING_SIZE => ResolvedAuto {
+            key: path.clone(),
+            value: None,
+            source: "from the model's heads and the ranks of a node".to_owned(),
+        },
+        _ => ResolvedAuto { key: path.clone(), value: value_of(key, path, &written), source: source_of(key) },
     };
     autos.iter().map(resolve).collect()
 }

@@ -48,9 +48,8 @@ impl RawConfig {
         config.micro_batch_size = batch.micro;
         config.gradient_accumulation_steps = batch.accumulation;
         let stated_ring = stated.as_ref().and_then(|stated| stated.shape.ring_size);
-        if let Some(ring_size) = overrides.ring_size.or(stated_ring) {
-            config.ulysses.ring_size = ring_size;
-        }
+        let ring_size = overrides.ring_size.or(stated_ring);
+        config.ulysses.ring_size = ring_size.unwrap_or(config.ulysses.ring_size);
         self.check_ring(mesh.sp, config.ulysses.ring_size)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
@@ -68,6 +67,9 @@ impl RawConfig {
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
         config.autos = resolve_autos(&self.remarks.autos, &config);
+        if ring_size.is_some() {
+            config.state_ring();
+        }
         Ok(config)
     }
 

@@ -57,6 +57,8 @@ impl StepTimes {
             reduce_seconds: self.backward.comm.dp + self.backward.comm.sp,
             all_to_all_seconds: comm.all_to_all,
             exposed_exchange_seconds: comm.exposed_exchange,
+            ring_seconds: comm.ring,
+            exposed_ring_seconds: comm.exposed_ring,
             dp_comm_seconds: comm.dp,
             sp_comm_seconds: comm.sp,
             compute_seconds: (step_seconds - data_seconds - comm.total()).max(0.0),

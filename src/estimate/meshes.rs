@@ -4,7 +4,8 @@ use super::dry_run::MAX_DOCUMENTS;
 use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
-use crate::mesh::SeqSharding;
+use crate::mesh::{SeqSharding, UlyssesLimits};
+use crate::model::{HeadChunk, LlamaConfig};
 use serde::Serialize;
 use std::cmp::Ordering;
 
@@ -15,6 +16,8 @@ pub struct MeshChoice {
     pub dp: usize,
     /// Sequence-parallel ranks.
     pub sp: usize,
+    /// Ranks of a ring within sp; 1 without a ring.
+    pub ring_size: usize,
     /// ZeRO's shard size, in hybrid sharding.
     pub shard_size: Option<usize>,
     /// Number of partitions of one copy of ZeRO's state.
@@ -90,46 +93,54 @@ impl Workload {
         Ok(choices)
     }
 
-    /// Returns the workload on every mesh of its ranks that the model, the batch and the shard size allow, by ascending sp.
+    /// Returns the workload on every mesh of its ranks that the batch, the shard size and the sequence length allow, by
+    /// ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
         let world_size = self.config.world_size();
-        let max_sp = self.max_sp()?.max(self.config.mesh.sp_size);
+        let max_sp = self.config.require_seq_len()?.max(self.config.mesh.sp_size);
         let sizes = (1..=max_sp.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
-        Ok(sizes.filter_map(|sp| self.arranged(world_size / sp, sp)).collect())
+        let shardings = sizes.flat_map(|sp| self.shardings(sp));
+        Ok(shardings
+            .filter_map(|sharding| self.arranged(world_size / sharding.sp_size(), sharding))
+            .collect())
     }
 
-    /// Returns the largest sp that the model's heads and the sequence length allow without a ring.
-    ///
-    /// # Errors
-    /// When the config has no sequence length.
-    pub(super) fn max_sp(&self) -> Result<usize, EngineError> {
-        Ok(self.fewest_heads().min(self.config.require_seq_len()?))
+    /// Returns the shardings of an sp group, the configured one first.
+    fn shardings(&self, sp_size: usize) -> Vec<SeqSharding> {
+        let configured = self.config.seq_sharding();
+        let mut shardings = SeqSharding::choices(sp_size, self.ulysses_limits());
+        if configured.sp_size() == sp_size {
+            shardings.retain(|sharding| *sharding != configured);
+            shardings.insert(0, configured);
+        }
+        shardings
+    }
+
+    pub(super) fn ulysses_limits(&self) -> UlyssesLimits {
+        ulysses_limits(&self.model, self.config.ulysses.head_chunks, self.ranks_per_node)
     }
 
     /// Returns the number of heads of the smallest head chunk: all ranks of a Ulysses group share every chunk.
     pub(super) fn fewest_heads(&self) -> usize {
-        let chunks = self.model.head_chunks(self.config.ulysses.head_chunks);
-        chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0)
+        self.ulysses_limits().num_heads
     }
 
-    /// Sets the mesh. Another sp than the configured one gets the smallest ring that it needs.
-    pub(super) fn set_mesh(&mut self, dp_size: usize, sp_size: usize) {
-        if sp_size != self.config.mesh.sp_size {
-            self.config.ulysses.ring_size = SeqSharding::for_heads(sp_size, self.fewest_heads()).ring_size;
-        }
-        self.config.mesh = MeshConfig { dp_size, sp_size };
+    /// Sets the mesh.
+    pub(super) fn set_mesh(&mut self, dp_size: usize, sharding: SeqSharding) {
+        self.config.ulysses.ring_size = sharding.ring_size;
+        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size() };
     }
 
-    /// Returns the workload with the same batch on `dp` × `sp` ranks, if it divides. The micro batch is the configured one
+    /// Returns the workload with the same batch on dp × sp ranks, if it divides. The micro batch is the configured one
     /// or the largest smaller one that divides.
-    fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
+    fn arranged(&self, dp: usize, sharding: SeqSharding) -> Option<Self> {
         let mut workload = self.clone();
         let config = &mut workload.config;
         if !config.partitions_fill(dp) || !config.train_batch_size.is_multiple_of(dp) {
             return None;
         }
         let configured = config.micro_batch_size;
-        workload.set_mesh(dp, sp);
+        workload.set_mesh(dp, sharding);
         let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;
         Some(workload.with_micro_batch(micro_batch))
     }
@@ -195,6 +206,7 @@ impl Workload {
         Ok(MeshChoice {
             dp: self.config.mesh.dp_size,
             sp: self.config.mesh.sp_size,
+            ring_size: self.config.seq_sharding().ring_size,
             shard_size: self.config.zero_shard_size(),
             zero_stage: self.config.zero.stage,
             zero_partition_axes: self.config.zero_axes(),
@@ -212,6 +224,17 @@ impl Workload {
             reason: None,
             is_longest: false,
         })
+    }
+}
+
+/// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk.
+pub fn ulysses_limits(model: &LlamaConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
+    let chunks = model.head_chunks(head_chunks);
+    let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
+    UlyssesLimits {
+        num_heads: fewest(&|chunk| chunk.q.len()),
+        num_kv_heads: fewest(&|chunk| chunk.kv.len()),
+        ranks_per_node: ranks_per_node.max(1),
     }
 }
 

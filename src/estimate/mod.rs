@@ -31,7 +31,7 @@ mod time;
 pub use alternatives::Alternative;
 pub use criteria::{Criteria, MemoryBudget, Throughput};
 pub use fit::{FIT_CRITERION, Fit, FitChoice};
-pub use meshes::MeshChoice;
+pub use meshes::{MeshChoice, ulysses_limits};
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
 pub use rank_plan::{MomentMemory, RankPlan};

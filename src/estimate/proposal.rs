@@ -3,7 +3,7 @@
 use super::{MemoryBudget, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
-use crate::mesh::Cluster;
+use crate::mesh::{Cluster, SeqSharding};
 use serde::Serialize;
 
 /// The proposed mesh for a cluster, and the meshes that were tried.
@@ -24,6 +24,8 @@ pub struct Trial {
     pub dp: usize,
     /// Sequence-parallel ranks.
     pub sp: usize,
+    /// Ranks of a ring within sp; 1 without a ring.
+    pub ring_size: usize,
     /// ZeRO stage.
     pub zero_stage: ZeroStage,
     /// Axes over which ZeRO partitions.
@@ -43,7 +45,8 @@ pub struct Trial {
 impl Workload {
     /// Proposes the mesh with the smallest sp whose ranks stay within `budget`. Sizes within a node come first, then
     /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
-    /// memory for communication. The workload's mesh and batch size are ignored: each data-parallel rank has one micro
+    /// memory for communication. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
+    /// exceed the number of heads. The workload's mesh and batch size are ignored: each data-parallel rank has one micro
     /// batch.
     ///
     /// # Errors
@@ -71,10 +74,10 @@ impl Workload {
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 
-    /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the limit of heads and tokens.
+    /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
         let Cluster { nodes, ranks_per_node } = cluster;
-        let max_sp = self.max_sp()?;
+        let max_sp = self.config.require_seq_len()?;
         let within = (1..=ranks_per_node).filter(move |sp| ranks_per_node.is_multiple_of(*sp));
         let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
         let across = across.map(move |count| count * ranks_per_node);
@@ -83,7 +86,8 @@ impl Workload {
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
-        workload.set_mesh(cluster.world_size() / sp, sp);
+        let sharding = SeqSharding::auto(sp, workload.ulysses_limits());
+        workload.set_mesh(cluster.world_size() / sp, sharding);
         let config = &mut workload.config;
         config.gradient_accumulation_steps = 1;
         config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
@@ -98,6 +102,7 @@ impl Workload {
             Ok(Trial {
                 dp: dp_size,
                 sp: sp_size,
+                ring_size: workload.config.seq_sharding().ring_size,
                 zero_stage: workload.config.zero.stage,
                 zero_partition_axes: workload.config.zero_axes(),
                 peak_bytes: plan.peak_bytes,
@@ -165,6 +170,20 @@ mod tests {
         assert_eq!((proposal.chosen.sp, proposal.chosen.nodes_per_sequence), (16, 2));
         assert!(proposal.chosen.fits);
         assert_eq!(workload(1 << 22).propose(TWO_OF_8, whole_node).unwrap().chosen.sp, 8);
+    }
+
+    #[test]
+    fn a_model_with_few_heads_gets_a_ring_across_nodes() {
+        let four_of_8 = Cluster { nodes: 4, ranks_per_node: 8 };
+        let mut few = workload(1 << 22);
+        (few.model.num_heads, few.model.num_kv_heads, few.model.head_dim) = (16, 2, 256);
+        few.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
+        let of_two_nodes = few.on_cluster(four_of_8, 16).plan().unwrap().peak_bytes;
+        let proposal = few.propose(four_of_8, of_two_nodes - 1).unwrap();
+        let Trial { dp, sp, ring_size, nodes_per_sequence, .. } = proposal.chosen;
+        // Sixteen heads, but 32 ranks: each group of eight divides the heads on its node.
+        assert_eq!((dp, sp, ring_size, nodes_per_sequence), (1, 32, 4, 4), "{proposal:?}");
+        assert!(proposal.chosen.fits && proposal.tried[..4].iter().all(|trial| trial.ring_size == 1));
     }
 
     #[test]

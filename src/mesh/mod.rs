@@ -47,7 +47,7 @@ pub use node_layout::{AxisPlacement, draw_nodes};
 pub use placement::{PlacedMesh, SpGroups};
 pub use preset::Preset;
 pub use rules::MeshRules;
-pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS};
+pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS, UlyssesLimits};
 pub use shard_range::shard_range;
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;

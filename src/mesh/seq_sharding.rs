@@ -33,6 +33,17 @@ pub struct SeqSharding {
     pub ulysses_size: usize,
 }
 
+/// What limits the Ulysses ranks of an sp group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UlyssesLimits {
+    /// Query heads that the ranks divide: those of the smallest head chunk.
+    pub num_heads: usize,
+    /// KV heads that the ranks divide.
+    pub num_kv_heads: usize,
+    /// Ranks of a node.
+    pub ranks_per_node: usize,
+}
+
 /// The sharding of an sp group of this size without a ring.
 impl From<usize> for SeqSharding {
     fn from(sp_size: usize) -> Self {
@@ -54,6 +65,44 @@ impl SeqSharding {
         let fits = |ring: &usize| sp_size.is_multiple_of(*ring) && sp_size / ring <= num_heads;
         let ring_size = (1..=sp_size).find(fits).unwrap_or(1);
         Self { ring_size, ulysses_size: sp_size / ring_size }
+    }
+
+    /// The sharding of an sp group with the largest Ulysses groups that fit a node and divide the work evenly: each rank has
+    /// equally many query heads, and either whole KV heads or one that it shares with whole ranks. Such groups exist
+    /// always; those of one rank are a ring of all ranks.
+    ///
+    /// ```
+    /// use ulysses::mesh::{SeqSharding, UlyssesLimits};
+    ///
+    /// let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
+    /// assert_eq!(SeqSharding::auto(8, limits).ring_size, 1);
+    /// assert_eq!(SeqSharding::auto(64, limits), SeqSharding { ring_size: 8, ulysses_size: 8 });
+    /// let few = UlyssesLimits { num_heads: 6, num_kv_heads: 2, ranks_per_node: 4 };
+    /// assert_eq!(SeqSharding::auto(4, few), SeqSharding { ring_size: 2, ulysses_size: 2 });
+    /// ```
+    pub fn auto(sp_size: usize, limits: UlyssesLimits) -> Self {
+        let UlyssesLimits { num_heads, num_kv_heads, ranks_per_node } = limits;
+        let is_even = |ulysses: usize| {
+            num_heads.is_multiple_of(ulysses)
+                && (num_kv_heads.is_multiple_of(ulysses) || ulysses.is_multiple_of(num_kv_heads))
+        };
+        // Groups of neighbors begin at multiples of their size.
+        let fits = |ulysses: &usize| {
+            sp_size.is_multiple_of(*ulysses) && ranks_per_node.is_multiple_of(*ulysses) && is_even(*ulysses)
+        };
+        let ulysses_size = (1..=sp_size.min(num_heads)).rev().find(fits).unwrap_or(1);
+        Self { ring_size: sp_size / ulysses_size, ulysses_size }
+    }
+
+    /// The shardings of an sp group that are worth comparing: that of [`auto`](Self::auto), and that with the smallest ring
+    /// that leaves every Ulysses rank a head, if it is another one.
+    pub fn choices(sp_size: usize, limits: UlyssesLimits) -> Vec<Self> {
+        let mut choices = vec![Self::auto(sp_size, limits)];
+        let of_heads = Self::for_heads(sp_size, limits.num_heads);
+        if !choices.contains(&of_heads) {
+            choices.push(of_heads);
+        }
+        choices
     }
 
     /// Number of ranks of the sp group.
@@ -163,6 +212,30 @@ mod tests {
             }
             assert!(sharding.tokens(64, sharding.sp_size()).is_empty());
         }
+    }
+
+    #[test]
+    fn the_largest_groups_that_divide_the_heads_and_fit_a_node_are_chosen() {
+        let sharding = |sp_size, [num_heads, num_kv_heads, ranks_per_node]: [usize; 3]| {
+            let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node };
+            let auto = SeqSharding::auto(sp_size, limits);
+            assert_eq!(auto.sp_size(), sp_size);
+            assert_eq!(SeqSharding::choices(sp_size, limits)[0], auto);
+            (auto.ring_size, auto.ulysses_size)
+        };
+        // Two KV heads: four ranks share each.
+        assert_eq!(sharding(64, [16, 2, 8]), (8, 8));
+        // Fewer heads than the ranks of a node, a number of heads that does not divide, and one head.
+        assert_eq!(sharding(8, [4, 2, 8]), (2, 4));
+        assert_eq!(sharding(8, [5, 5, 8]), (8, 1));
+        assert_eq!(sharding(8, [1, 1, 8]), (8, 1));
+        // Four ranks would share three KV heads unevenly; a group of four would leave a node of six.
+        assert_eq!(sharding(12, [12, 3, 12]), (1, 12));
+        assert_eq!(sharding(4, [12, 3, 4]), (4, 1));
+        assert_eq!(sharding(4, [12, 12, 6]), (2, 2));
+        let across = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
+        let choices = SeqSharding::choices(16, across);
+        assert_eq!(choices, [SeqSharding { ring_size: 2, ulysses_size: 8 }, SeqSharding::from(16)]);
     }
 
     #[test]

@@ -36,6 +36,9 @@ pub struct Metrics {
     pub slowest_rank: usize,
     /// Its compute time relative to the mean of all ranks; 1 for a single rank.
     pub slowest_rank_ratio: f64,
+    /// Seconds that each rank, in order, had less to compute than the slowest rank: it waited for other ranks. Empty for
+    /// metrics that were not compared; with a single rank, 0.
+    pub idle_seconds: Vec<f64>,
     /// Number of data-parallel ranks. It changes where a run was resumed on another mesh.
     pub dp_size: usize,
     /// Number of sequence-parallel ranks.
@@ -93,6 +96,10 @@ pub struct TimeShares {
     pub all_to_all_seconds: f64,
     /// The part of `all_to_all_seconds` in which the rank waited for an exchange: what compute did not hide.
     pub exposed_exchange_seconds: f64,
+    /// In hops of a ring.
+    pub ring_seconds: f64,
+    /// The part of `ring_seconds` in which the rank waited for a block or its gradients: what attention did not hide.
+    pub exposed_ring_seconds: f64,
     /// In other collectives along dp: ZeRO's gathers and reductions.
     pub dp_comm_seconds: f64,
     /// In other collectives along sp: sums of gradients and of single values.

@@ -45,13 +45,10 @@ fn times(metrics: &Metrics) -> Vec<String> {
     if time.forward_seconds == 0.0 {
         return Vec::new();
     }
-    let parts = [
-        ("compute", time.compute_seconds),
-        ("all-to-all", time.all_to_all_seconds),
-        ("other comm", time.other_comm_seconds()),
-        ("data", *data_seconds),
-    ];
-    parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).into()
+    let ring = (time.ring_seconds > 0.0).then_some(("ring", time.ring_seconds));
+    let parts = [("compute", time.compute_seconds), ("all-to-all", time.all_to_all_seconds)].into_iter();
+    let parts = parts.chain(ring).chain([("other comm", time.other_comm_seconds()), ("data", *data_seconds)]);
+    parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).collect()
 }
 
 /// Returns the step and the last step, with the same width for every step.
@@ -166,6 +163,12 @@ mod tests {
         let metrics = Metrics { time, step_seconds: 2.0, data_seconds: 0.1, ..Metrics::default() };
         assert_eq!(times(&metrics).join(", "), "compute 60 %, all-to-all 25 %, other comm 10 %, data 5 %");
         assert_eq!(times(&Metrics::default()), [""; 0]);
+        let time = TimeShares { ring_seconds: 0.2, compute_seconds: 1.0, ..time };
+        let metrics = Metrics { time, ..metrics };
+        assert_eq!(
+            times(&metrics).join(", "),
+            "compute 50 %, all-to-all 25 %, ring 10 %, other comm 10 %, data 5 %"
+        );
     }
 
     #[test]

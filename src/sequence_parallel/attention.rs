@@ -1,7 +1,7 @@
 //! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
-use super::shard::{check_shard, seq_len, shares_tokens};
+use super::shard::{Member, check_shard, seq_len, shares_tokens};
 use super::{
     AttentionShape, Exchange, ExchangePlan, HeadSharded, PendingExchange, SeqSharded, SequenceParallelError,
 };
@@ -100,7 +100,7 @@ impl UlyssesAttention {
         let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank);
         let plan = plan.map_err(|error| error.within(self.sharding))?;
         let tokens = self.sharding.ring_tokens(seq_len(layout), self.ring_rank);
-        check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), (rank, group_size))?;
+        check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), Member { rank, group_size })?;
         let heads = plan.q_to_kv_local();
         let whole = match same_tokens {
             Some(same_tokens) => same_tokens.with_heads(heads),

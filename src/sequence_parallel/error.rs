@@ -56,6 +56,17 @@ pub enum SequenceParallelError {
         /// Ranks of the sp axis.
         sp_size: usize,
     },
+    /// Some rank of a ring would get no token.
+    #[error(
+        "seq_len = {seq_len} cannot be split over a ring of {ring_size} ranks: every rank needs a token, so the largest \
+         valid `ulysses.ring_size` is {seq_len}"
+    )]
+    SequenceTooShortForRing {
+        /// Tokens per sequence.
+        seq_len: usize,
+        /// Ranks of the ring.
+        ring_size: usize,
+    },
     /// The rank does not exist.
     #[error("sp rank {rank} does not exist: the sp axis has {sp_size} ranks")]
     NoSuchRank {

@@ -11,11 +11,17 @@ pub(super) fn seq_len(layout: &AttentionLayout) -> usize {
     layout.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
 }
 
-/// Checks that queries and keys are the `expected` tokens of a rank, given with the size of its group.
+/// A rank of a group.
+pub(super) struct Member {
+    pub(super) rank: usize,
+    pub(super) group_size: usize,
+}
+
+/// Checks that queries and keys are the `expected` tokens of a rank.
 pub(super) fn check_shard(
     layout: &AttentionLayout,
     expected: &TokenRanges,
-    (rank, group_size): (usize, usize),
+    Member { rank, group_size }: Member,
 ) -> Result<(), SequenceParallelError> {
     // A dry run has no positions.
     for positions in [layout.q_positions(), layout.kv_positions()].into_iter().filter(|_| !dry::is_dry()) {

@@ -71,21 +71,45 @@ pub struct RingVolume {
 }
 
 impl RingVolume {
-    /// The volume of ring rank `rank`, if every rank sees keys of every block, as in one causal document. With T_j tokens
-    /// on ring rank j, batch b, Hkv KV heads on this rank and head dimension D:
+    /// The volume of ring rank `rank`, where `sees(i, j)` says whether a query of ring rank i sees a key of ring rank j.
+    /// With T_j tokens on ring rank j, batch b, Hkv KV heads on this rank and head dimension D, in units of `2·b·Hkv·D`:
     ///
-    /// - keys and values: `2·b·Hkv·D·Σ T_j` over the own block and those of the R − 2 ranks before
-    /// - their gradients: the same over the R − 1 other ranks' blocks
+    /// - keys and values: every block is sent once per rank that sees it. If those are the n ranks after its owner, the
+    ///   owner and the n − 1 ranks after it send T_j each; otherwise the owner sends them all
+    /// - their gradients: T_j for every other rank j that this rank sees
     ///
-    /// Blocks that some ranks do not see travel less.
-    pub fn causal(sharding: SeqSharding, rank: usize, shape: AttentionShape) -> Self {
+    /// Tests compare it with the schedule and with the backends' counters.
+    pub fn new(
+        sharding: SeqSharding,
+        rank: usize,
+        shape: AttentionShape,
+        sees: impl Fn(usize, usize) -> bool,
+    ) -> Self {
         let ranks = sharding.ring_size;
-        let tokens =
-            |distance: usize| sharding.ring_tokens(shape.seq_len, (rank + ranks - distance) % ranks).len();
+        let tokens = |rank: usize| sharding.ring_tokens(shape.seq_len, rank).len();
+        let sees_at = |owner: usize, distance: usize| sees((owner + distance) % ranks, owner);
+        // Blocks by the distance of this rank from their owner.
+        let sent_copies = |distance: usize| {
+            let owner = (rank + ranks - distance) % ranks;
+            let viewers = (1..ranks).filter(|&other| sees_at(owner, other)).count();
+            let is_relayed = (1..=viewers).all(|other| sees_at(owner, other));
+            let copies = match (is_relayed, distance) {
+                (true, _) => usize::from(distance < viewers),
+                (false, 0) => viewers,
+                (false, _) => 0,
+            };
+            copies * tokens(owner)
+        };
+        let seen = (0..ranks).filter(|&owner| owner != rank && sees(rank, owner));
         let unit = 2 * shape.batch * shape.num_kv_heads * shape.head_dim;
         Self {
-            block_elems: (unit * (0..ranks - 1).map(tokens).sum::<usize>()) as u64,
-            gradient_elems: (unit * (1..ranks).map(tokens).sum::<usize>()) as u64,
+            block_elems: (unit * (0..ranks).map(sent_copies).sum::<usize>()) as u64,
+            gradient_elems: (unit * seen.map(tokens).sum::<usize>()) as u64,
         }
+    }
+
+    /// The volume of ring rank `rank` if every rank sees keys of every block, as in one causal document.
+    pub fn causal(sharding: SeqSharding, rank: usize, shape: AttentionShape) -> Self {
+        Self::new(sharding, rank, shape, |_, _| true)
     }
 }

@@ -12,10 +12,12 @@ pub(super) struct Stragglers {
 }
 
 /// The rank with the longest compute time, and its time relative to the mean of all ranks.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 struct Slowest {
     rank: usize,
     ratio: f64,
+    /// Seconds that each rank computed less, in the order of the ranks.
+    idle_seconds: Vec<f64>,
 }
 
 impl Stragglers {
@@ -28,7 +30,7 @@ impl Stragglers {
 
     /// Returns the slowest rank of a step, in which this rank computed for `compute_seconds`. Collective.
     fn slowest(&self, compute_seconds: f64) -> Result<Slowest, CommError> {
-        let Some(group) = &self.group else { return Ok(Slowest { rank: 0, ratio: 1.0 }) };
+        let Some(group) = &self.group else { return Ok(slowest_of(&[compute_seconds])) };
         let slowest = slowest_of(&group.all_gather_values(&[compute_seconds])?);
         Ok(Slowest { rank: group.global_ranks()[slowest.rank], ..slowest })
     }
@@ -36,8 +38,9 @@ impl Stragglers {
 
 impl Observer for Stragglers {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        let Slowest { rank, ratio } = self.slowest(step.metrics.time.compute_seconds)?;
+        let Slowest { rank, ratio, idle_seconds } = self.slowest(step.metrics.time.compute_seconds)?;
         (step.metrics.slowest_rank, step.metrics.slowest_rank_ratio) = (rank, ratio);
+        step.metrics.idle_seconds = idle_seconds;
         Ok(())
     }
 }
@@ -46,7 +49,8 @@ fn slowest_of(seconds: &[f64]) -> Slowest {
     let longest = seconds.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b));
     let (rank, &longest) = longest.unwrap_or((0, &0.0));
     let mean = seconds.iter().sum::<f64>() / seconds.len().max(1) as f64;
-    Slowest { rank, ratio: if mean > 0.0 { longest / mean } else { 1.0 } }
+    let idle_seconds = seconds.iter().map(|seconds| longest - seconds).collect();
+    Slowest { rank, ratio: if mean > 0.0 { longest / mean } else { 1.0 }, idle_seconds }
 }
 
 #[cfg(test)]
@@ -57,7 +61,9 @@ mod tests {
 
     #[test]
     fn the_slowest_rank_is_reported_with_its_ratio() {
-        assert_eq!(slowest_of(&[1.0, 3.0, 2.0]), Slowest { rank: 1, ratio: 1.5 });
+        let expected = Slowest { rank: 1, ratio: 1.5, idle_seconds: vec![2.0, 0.0, 1.0] };
+        assert_eq!(slowest_of(&[1.0, 3.0, 2.0]), expected);
+        assert_eq!(slowest_of(&[3.0]), Slowest { rank: 0, ratio: 1.0, idle_seconds: vec![0.0] });
         assert_eq!(slowest_of(&[0.0, 0.0]).ratio, 1.0);
     }
 
@@ -69,6 +75,7 @@ mod tests {
             stragglers.slowest([1.0, 1.0, 4.0][context.rank])
         });
         let slowest = slowest.unwrap_or_else(|error: LaunchError| panic!("{error}"));
-        assert_eq!(slowest, [Slowest { rank: 2, ratio: 2.0 }; 3]);
+        let expected = Slowest { rank: 2, ratio: 2.0, idle_seconds: vec![3.0, 3.0, 0.0] };
+        assert_eq!(slowest, [(); 3].map(|()| expected.clone()));
     }
 }

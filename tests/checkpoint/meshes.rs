@@ -128,6 +128,36 @@ fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
 }
 
 #[test]
+fn state_of_a_ring_loads_without_one_and_back() {
+    const RING: &str = r#"{ "ulysses": { "ring_size": 2 } }"#;
+    const RING_OF_ALL: &str = r#"{ "ulysses": { "ring_size": 4, "zero_partition_axes": ["dp", "sp"] }, "zero_optimization": { "stage": 3 } }"#;
+    let ring = |dp, sp| Setup { extra: RING, ..setup(dp, sp, 3) };
+    let ring_of_all = Setup { extra: RING_OF_ALL, ..setup(1, 4, 3) };
+    for (saving, loading) in [
+        (ring(2, 2), [setup(2, 2, 3), setup(1, 1, 0), ring_of_all]),
+        (ring_of_all, [setup(2, 2, 3), setup(4, 1, 2), ring(1, 4)]),
+        (setup(2, 2, 3), [ring(1, 2), ring(2, 4), ring_of_all]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(saving, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        let saved = open(dir.path(), 3);
+        for setup in loading {
+            let again = tempfile::tempdir().unwrap();
+            on_mesh(setup, |rank| {
+                rank.resume(dir.path())?;
+                rank.save(again.path())
+            });
+            for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
+                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));

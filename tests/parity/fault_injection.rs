@@ -1,11 +1,11 @@
 //! Injects faults through the library's traits, and checks that the parity suite detects each one.
 
-use crate::support::doubles::{Fault, FaultyGroup, WrongAttentionLayout};
+use crate::support::doubles::{EqualWeights, Fault, FaultyGroup, LossyGroup, WrongAttentionLayout};
 use crate::support::mesh_run::{Doubles, Layout, Problem, Rule, layout, matches};
 use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
 use std::sync::Arc;
-use ulysses::zero::ZeroGroups;
+use ulysses::zero::{RingGroups, ZeroGroups};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -99,4 +99,50 @@ fn labels_shifted_after_sharding_are_detected() {
         batch
     };
     assert_eq!(verdict(layout(1, 2, 0), &Doubles { batch, ..Doubles::default() }), Verdict::WrongNumbers);
+}
+
+/// A ring that loses its transfer number `N`.
+fn losing<const N: u64>(groups: ZeroGroups) -> ZeroGroups {
+    let lossy = |RingGroups { ring, ulysses }| RingGroups { ring: LossyGroup::wrap(ring, N), ulysses };
+    ZeroGroups { ring: groups.ring.map(lossy), ..groups }
+}
+
+#[test]
+fn every_lost_transfer_of_a_ring_is_detected() {
+    // Two layers on a ring of three: four transfers of blocks forward; backward per layer two of blocks and two of
+    // gradients, of which the last one returns them to their rank.
+    let transfers: [fn(ZeroGroups) -> ZeroGroups; 12] = [
+        losing::<0>,
+        losing::<1>,
+        losing::<2>,
+        losing::<3>,
+        losing::<4>,
+        losing::<5>,
+        losing::<6>,
+        losing::<7>,
+        losing::<8>,
+        losing::<9>,
+        losing::<10>,
+        losing::<11>,
+    ];
+    let ring = Layout { ring: 3, ..layout(1, 3, 0) };
+    assert_eq!(verdict(ring, &Doubles::default()), Verdict::Accepted);
+    for (number, groups) in transfers.into_iter().enumerate() {
+        assert_eq!(verdict(ring, &with_groups(groups)), Verdict::WrongNumbers, "transfer {number}");
+    }
+}
+
+#[test]
+fn blocks_of_a_ring_merged_with_equal_weights_are_detected() {
+    let doubles = Doubles { attention: Arc::new(EqualWeights), ..Doubles::default() };
+    let problem = problem();
+    let expected = problem.reference().unwrap().steps[0].loss;
+    let is_right = |layout| {
+        let loss = problem.run_with(layout, &doubles).unwrap().loss;
+        (loss - expected).abs() < TOLERANCE * expected
+    };
+    let ring = Layout { ring: 2, ..layout(1, 2, 0) };
+    // Without a ring nothing is merged, so the first loss is right.
+    assert!(is_right(layout(1, 2, 0)) && !is_right(ring));
+    assert_eq!(verdict(ring, &doubles), Verdict::WrongNumbers);
 }

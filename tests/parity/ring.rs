@@ -5,6 +5,8 @@ use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, l
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig};
 use serde_json::json;
+use std::collections::BTreeSet;
+use ulysses::mesh::SeqSharding;
 
 /// Ring and Ulysses degree.
 type Degrees = (usize, usize);
@@ -93,6 +95,85 @@ fn recomputation_head_chunks_and_overlap_change_nothing_on_a_ring() {
     ] {
         let problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
         check(&problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
+    }
+}
+
+/// One combination of the grid.
+#[derive(Debug, Clone, Copy)]
+struct Combination {
+    degrees: Degrees,
+    stage: u8,
+    /// One KV head, instead of four.
+    is_mqa: bool,
+    is_packed: bool,
+    has_window: bool,
+    /// 48 tokens, which all degrees divide, instead of 22.
+    is_even: bool,
+    /// All labels of sp rank 0 are masked.
+    is_masked: bool,
+}
+
+impl Combination {
+    /// A stage for every degree, with flags in which all pairs of values occur.
+    fn all() -> impl Iterator<Item = Self> {
+        let of_degree = |(index, degrees): (usize, Degrees)| {
+            let [d0, d1, d2] = [1, 2, 4].map(|bit| index & bit > 0);
+            (0..4).map(move |stage| {
+                let [s0, s1] = [1, 2].map(|bit| stage & bit > 0);
+                Self {
+                    degrees,
+                    stage,
+                    is_mqa: s0 ^ d0,
+                    is_packed: s1 ^ d1,
+                    has_window: s0 ^ s1 ^ d2,
+                    is_even: s0 ^ d1 ^ d2,
+                    is_masked: s1 ^ d0 ^ d2,
+                }
+            })
+        };
+        ALL_DEGREES.into_iter().enumerate().flat_map(of_degree)
+    }
+
+    fn values(self) -> [String; 7] {
+        let Self { degrees, stage, is_mqa, is_packed, has_window, is_even, is_masked } = self;
+        let flags = [is_mqa, is_packed, has_window, is_even, is_masked].map(|flag| flag.to_string());
+        let [mqa, packed, window, even, masked] = flags;
+        [format!("{degrees:?}"), stage.to_string(), mqa, packed, window, even, masked]
+    }
+
+    fn problem(self) -> Problem {
+        let rows: [&[usize]; 4] = [&[20, 28], &[48], &[1, 30, 17], &[33, 2, 13]];
+        let (vocab_size, seq_len) = (CONFIG.vocab_size, if self.is_even { 48 } else { SEQ_LEN });
+        let batch = match (self.is_packed, self.is_even) {
+            (true, true) => Batch::packed(vocab_size, &rows, 11),
+            (true, false) => packed_batch(),
+            (false, _) => Batch::random(vocab_size, 4, seq_len, 7),
+        };
+        let (ring_size, ulysses_size) = self.degrees;
+        let of_first = SeqSharding { ring_size, ulysses_size }.tokens(seq_len, 0);
+        let masked = of_first.ranges().iter().filter(|_| self.is_masked);
+        let batch = masked.fold(batch, |batch, range| batch.mask_tokens(range.clone()));
+        let config = ReferenceConfig {
+            num_kv_heads: if self.is_mqa { 1 } else { CONFIG.num_kv_heads },
+            sliding_window: self.has_window.then_some(7),
+            ..CONFIG
+        };
+        problem(config, batch)
+    }
+}
+
+#[test]
+fn every_pair_of_degrees_heads_masks_lengths_and_stages_is_the_same() {
+    for combination in Combination::all() {
+        check(&combination.problem(), &[combination.degrees], &[combination.stage], 2e-5);
+    }
+    // All pairs: each value with each of another kind.
+    let sizes = [ALL_DEGREES.len(), 4, 2, 2, 2, 2, 2];
+    for (first, second) in (0..sizes.len()).flat_map(|first| (0..first).map(move |second| (first, second))) {
+        let pairs: BTreeSet<[String; 2]> = Combination::all()
+            .map(|combination| [first, second].map(|index| combination.values()[index].clone()))
+            .collect();
+        assert_eq!(pairs.len(), sizes[first] * sizes[second], "kinds {first} and {second}");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
@@ -56,6 +57,67 @@ impl GroupWrapper for FaultyGroup {
             }
             _ => self.inner.start(call),
         }
+    }
+}
+
+/// A process group, one transfer of which delivers zeros.
+#[derive(Debug)]
+pub struct LossyGroup {
+    inner: Arc<dyn ProcessGroup>,
+    /// The transfer that is lost, by number.
+    lost: u64,
+    transfers: AtomicU64,
+}
+
+impl LossyGroup {
+    pub fn wrap(inner: Arc<dyn ProcessGroup>, lost: u64) -> Arc<dyn ProcessGroup> {
+        Arc::new(Self { inner, lost, transfers: AtomicU64::new(0) })
+    }
+}
+
+impl GroupWrapper for LossyGroup {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        let CollectiveArgs::AllToAllStrided { outputs, .. } = call else { return self.inner.start(call) };
+        let outputs = outputs.to_vec();
+        let pending = self.inner.start(call)?;
+        if self.transfers.fetch_add(1, Ordering::Relaxed) != self.lost {
+            return Ok(pending);
+        }
+        let lose = move || {
+            let fill = |output| ulysses::kernels::elementwise::fill(output, 0.0);
+            outputs.iter().try_for_each(fill).map_err(|error| CommError::Tensor(error.to_string()))
+        };
+        Ok(pending.then(lose))
+    }
+}
+
+/// Attention whose log-denominators are all 0: a ring then merges blocks with equal weights.
+pub struct EqualWeights;
+
+impl AttentionCompute for EqualWeights {
+    fn attend(
+        &self,
+        qkv: [&Tensor; 3],
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor), AttentionError> {
+        let (o, lse) = FlashAttention::default().attend(qkv, layout, workspace)?;
+        ulysses::kernels::elementwise::fill(&lse, 0.0)?;
+        Ok((o, lse))
+    }
+
+    fn attend_backward(
+        &self,
+        qkv: [&Tensor; 3],
+        upstream: &Upstream<'_>,
+        layout: &AttentionLayout,
+        workspace: &Workspace,
+    ) -> Result<QkvGradients, AttentionError> {
+        FlashAttention::default().attend_backward(qkv, upstream, layout, workspace)
     }
 }
 

@@ -32,7 +32,6 @@ use candle_core::DType;
 use clap::{Subcommand, ValueEnum};
 use report::Report;
 use ulysses::comm::LaunchOptions;
-use ulysses::mesh::DeviceMesh;
 
 #[derive(clap::Args)]
 pub(super) struct BenchArgs {
@@ -174,10 +173,4 @@ impl RankArgs {
         let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
         Ok(RankSetup { on, ranks, options })
     }
-}
-
-/// Parses `--mesh`.
-fn mesh(notation: &str) -> Result<DeviceMesh, Failure> {
-    let (dp_size, sp_size) = dp_sp(notation)?;
-    DeviceMesh::dp_sp(dp_size, sp_size).or_usage()
 }

@@ -1,8 +1,9 @@
 //! An engine with synthetic data, for benchmarks that train.
 
-use super::{DeviceArg, DtypeArg, Failure, Joined, OrFail, Ranks, mesh, settings};
+use super::{DeviceArg, DtypeArg, Failure, Joined, OrFail, Ranks, settings};
 use crate::config_flags::SetFlags;
 use crate::model::{self, ModelSource};
+use crate::unreplicated;
 use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use serde_json::json;
@@ -11,7 +12,7 @@ use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
 use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedSequences};
 use ulysses::engine::{Engine, initialize};
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{DeviceMesh, TrainingShape};
 use ulysses::model::Model;
 
 const SEED: u64 = 1;
@@ -31,7 +32,7 @@ pub(crate) struct TrainingArgs {
     /// Vocabulary size, instead of the preset's (256) or shape's.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     vocab_size: Option<u32>,
-    /// Mesh: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP`, `dp=2,sp=2` or, with a ring, `dp=2,ring=2,ulysses=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: 0].
@@ -77,32 +78,33 @@ impl TrainingArgs {
 
     /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
     pub(crate) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
-        let mesh = mesh(&self.mesh)?;
-        let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
-        self.prepare_on(mesh, launch, seq_len, None)
+        let shape = unreplicated(&self.mesh)?;
+        let launch = settings::launch_options(self.threads_per_rank, shape.dp * shape.sp)?;
+        self.prepare_on(shape, launch, seq_len, None)
     }
 
     /// Prepares the same batch on a single rank with the same total number of threads.
     pub(super) fn prepare_single(&self, on_mesh: &Training, seq_len: usize) -> Result<Training, Failure> {
         let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
         let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
-        let single = DeviceMesh::dp_sp(1, 1).or_usage()?;
+        let single = TrainingShape { dp: 1, sp: 1, ring_size: Some(1), shard_size: None };
         let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.mesh.dp_size;
         self.prepare_on(single, launch, seq_len, Some(accumulation))
     }
 
     fn prepare_on(
         &self,
-        mesh: DeviceMesh,
+        shape: TrainingShape,
         launch: LaunchOptions,
         seq_len: usize,
         accumulation: Option<usize>,
     ) -> Result<Training, Failure> {
-        let sizes = ["dp", "sp"].map(|axis| mesh.axis_size(axis).unwrap_or(1));
+        let TrainingShape { dp, sp, ring_size, .. } = shape;
+        let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
         let config = json!({
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "mesh_param": sizes,
+            "mesh_param": [dp, sp],
             "seed": SEED,
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
@@ -113,9 +115,10 @@ impl TrainingArgs {
         let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
         settings.set.extend(accumulation.map(|passes| Setting::new("gradient_accumulation_steps", passes)));
         let raw = RawConfig::from_json_str_with(&config.to_string(), "bench", &settings).or_usage()?;
-        let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
-        let config = raw.resolve(&overrides).or_usage()?;
+        let overrides = Overrides { seq_len: Some(seq_len), ring_size, ..Overrides::default() };
+        let mut config = raw.resolve(&overrides).or_usage()?;
         let source = self.source()?;
+        model::resolve_ring(&source.config, &mut config, mesh.world_size());
         source.check_exchange(config.micro_batch_size, seq_len, &config)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);

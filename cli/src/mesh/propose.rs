@@ -105,24 +105,24 @@ pub(super) fn run(
              `ulysses plan` shows the savings of tiles, offload and head chunks; pass them with --config"
         )));
     }
-    let mesh = DeviceMesh::dp_sp(proposal.chosen.dp, proposal.chosen.sp).or_usage()?;
+    let Trial { dp, sp, ring_size, .. } = proposal.chosen;
+    let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
+    let mesh = if ring_size == 1 { mesh } else { mesh.ring(ring_size).or_usage()? };
     Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) })
 }
 
 fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: MemoryBudget) -> String {
     let mut text = String::new();
-    for Trial {
-        dp,
-        sp,
-        zero_stage,
-        zero_partition_axes,
-        peak_bytes,
-        host_bytes_per_node,
-        fits,
-        nodes_per_sequence,
-        ..
-    } in &proposal.tried
-    {
+    for trial in &proposal.tried {
+        let Trial {
+            zero_stage,
+            zero_partition_axes,
+            peak_bytes,
+            host_bytes_per_node,
+            fits,
+            nodes_per_sequence,
+            ..
+        } = trial;
         let verdict = if *fits { "fits" } else { "does not fit" };
         let place = match nodes_per_sequence {
             1 => "within a node".to_owned(),
@@ -137,14 +137,23 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
         };
         let _ = writeln!(
             text,
-            "  {dp}x{sp}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank{host}: {verdict}",
+            "  {}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank{host}: {verdict}",
+            notation(trial),
             zero_partition_axes.with_stage(*zero_stage),
             bytes(*peak_bytes as f64),
             bytes(budget.rank_bytes as f64)
         );
     }
-    let Trial { dp, sp, zero_stage, zero_partition_axes, nodes_per_sequence, inter_node_bytes, fits, .. } =
-        proposal.chosen;
+    let Trial {
+        sp,
+        ring_size,
+        zero_stage,
+        zero_partition_axes,
+        nodes_per_sequence,
+        inter_node_bytes,
+        fits,
+        ..
+    } = proposal.chosen;
     if !fits {
         return text;
     }
@@ -160,6 +169,13 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
             )
         }
     };
+    let why_ring = match ring_size {
+        1 => String::new(),
+        ring_size => format!(
+            "; {} ranks divide the heads evenly within a node, and a ring of {ring_size} divides the tokens",
+            sp / ring_size
+        ),
+    };
     // What the config does not say.
     let mut flags = String::new();
     if zero_stage != config.zero.stage {
@@ -170,8 +186,17 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
     }
     let _ = write!(
         text,
-        "\n--mesh {dp}x{sp}{flags}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
+        "\n--mesh {}{flags}: {why_sp}{why_ring}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
+        notation(&proposal.chosen),
         bytes(inter_node_bytes as f64)
     );
     text
+}
+
+/// The mesh of a trial, as `--mesh` takes it.
+fn notation(&Trial { dp, sp, ring_size, .. }: &Trial) -> String {
+    match ring_size {
+        1 => format!("{dp}x{sp}"),
+        ring_size => format!("dp={dp},ring={ring_size},ulysses={}", sp / ring_size),
+    }
 }

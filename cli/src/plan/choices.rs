@@ -49,7 +49,7 @@ pub(super) fn meshes(report: &Report) -> Choices {
     let rows = meshes.iter().map(|mesh| {
         let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
         let mut cells = vec![
-            format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
+            format!("{} × {}{}{}", mesh.dp, mesh.sp, ring(mesh), replicas(mesh)),
             mesh.zero_partition_axes.with_stage(mesh.zero_stage),
             mesh.micro_batch_size.to_string(),
         ];
@@ -151,6 +151,14 @@ fn lacking_rates<'a>(throughputs: impl Iterator<Item = &'a Throughput>) -> Vec<S
 
 fn longest(max_seq_len: Option<usize>) -> String {
     max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string())
+}
+
+/// Formats the division of sp by a ring.
+fn ring(mesh: &MeshChoice) -> String {
+    match mesh.ring_size {
+        1 => String::new(),
+        ring_size => format!(" (ring {ring_size} × ulysses {})", mesh.sp / ring_size),
+    }
 }
 
 /// Formats the division of dp under hybrid sharding.

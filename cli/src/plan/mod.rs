@@ -13,7 +13,7 @@ mod text;
 
 use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
-use super::model::check_config;
+use super::model::{check_config, resolve_ring};
 use super::placement::likely_device;
 use super::{DeviceArg, Failure, OrFail, log_line, print};
 use crate::html::chart::drawing;
@@ -242,16 +242,17 @@ impl Inputs {
             use_longest_sequences(&mut config);
         }
         let (name, model) = model(&config)?;
-        match args.fit {
-            true => check_config(&model, &config)?,
-            false => check_model(&model, &config)?,
-        }
         let machine = args.machine.as_deref().map(MachineProfile::from_file);
         let machine = machine.transpose().context("--machine").or_usage()?;
         let stated = config.ulysses.mesh.as_ref().and_then(|mesh| mesh.mesh().ok()?.1);
         let ranks_per_node =
             args.ranks_per_node.or(stated).or(machine.as_ref().map(|machine| machine.ranks_per_node));
         let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
+        resolve_ring(&model, &mut config, ranks_per_node);
+        match args.fit {
+            true => check_config(&model, &config)?,
+            false => check_model(&model, &config)?,
+        }
         let device = likely_device(args.device, Some(config.ulysses.backend));
         let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
         let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Keys of a step that must be non-negative numbers.
-const OF_STEP: [&str; 18] = [
+const OF_STEP: [&str; 20] = [
     "lr",
     "grad_norm",
     "tokens",
@@ -21,6 +21,8 @@ const OF_STEP: [&str; 18] = [
     "compute_seconds",
     "all_to_all_seconds",
     "exposed_exchange_seconds",
+    "ring_seconds",
+    "exposed_ring_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "gemm_share",

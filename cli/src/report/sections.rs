@@ -42,9 +42,10 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
 type TimeParts = [(&'static str, &'static str)];
 
 /// Collectives count the time inside their calls.
-const BY_KIND: [(&str, &str); 5] = [
+const BY_KIND: [(&str, &str); 6] = [
     ("compute", "compute_seconds"),
     ("all-to-all", "all_to_all_seconds"),
+    ("ring", "ring_seconds"),
     ("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
     ("sp: all-reduce", "sp_comm_seconds"),
     ("data loading", "data_seconds"),

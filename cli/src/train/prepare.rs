@@ -102,6 +102,9 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
+    let cluster = host.rank_hosts().and_then(|hosts| hosts.cluster().ok());
+    let ranks_per_node = cluster.map_or_else(|| config.world_size(), |cluster| cluster.ranks_per_node);
+    model::resolve_ring(&model.config, &mut config, ranks_per_node);
     for (_, seq_len) in &seq_lens {
         model.check_exchange(config.micro_batch_size, *seq_len, &config)?;
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;

@@ -128,7 +128,8 @@ impl Check {
         let mut batch = self.batch.clone();
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
         batch.pad_to_multiple(shape.dp).or_usage()?;
-        let config = self.config(shape, stage, batch.batch_size())?;
+        let mut config = self.config(shape, stage, batch.batch_size())?;
+        crate::model::resolve_ring(&self.source.config, &mut config, mesh.world_size());
         self.source.check_config(&config)?;
         self.source.check_exchange(batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();

@@ -125,6 +125,8 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     assert_eq!(grouped["settings"]["num_kv_heads"], 2);
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
+    let ring = report(&place, &[&training[..], &["--mesh", "ring=2,ulysses=2"]].concat());
+    assert_eq!((&ring["ranks"], &ring["settings"]["mesh"]), (&json!(4), &json!("ring=2,ulysses=2")));
     let set = ["--set", "gradient_accumulation_steps=2", "--set", "zero_optimization.stage=1"];
     let on_mesh = [&["--mesh", "2x2", "--zero-stage", "3"], &set[..]].concat();
     let outcome = place.run(&[&["bench"], &training[..], &on_mesh, &["--against-single", "--json"]].concat());

@@ -52,9 +52,17 @@ fn a_single_rank_spends_no_time_in_communication() {
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
     for step in place.metrics("out/metrics.jsonl") {
-        for key in ["all_to_all_seconds", "exposed_exchange_seconds", "dp_comm_seconds", "sp_comm_seconds"] {
+        for key in [
+            "all_to_all_seconds",
+            "exposed_exchange_seconds",
+            "ring_seconds",
+            "exposed_ring_seconds",
+            "dp_comm_seconds",
+            "sp_comm_seconds",
+        ] {
             assert_eq!(step[key], 0.0, "{key}");
         }
+        assert_eq!(step["idle_seconds"], json!([0.0]));
     }
 }
 

@@ -174,11 +174,21 @@ fn features_and_meshes_change_memory_and_traffic() {
     let meshes: Vec<_> = meshes
         .map(|mesh| {
             let axes = mesh["zero_partition_axes"].as_array().unwrap().len();
-            (["dp", "sp", "zero_stage"].map(|key| number(mesh, key)), axes)
+            (["dp", "sp", "ring_size", "zero_stage"].map(|key| number(mesh, key)), axes)
         })
         .collect();
-    let over_dp = [[8, 1, 0], [8, 1, 3], [4, 2, 0], [4, 2, 3], [2, 4, 0], [2, 4, 3], [1, 8, 0]];
-    let over_sp = [[4, 2, 3], [2, 4, 3], [1, 8, 3]];
+    // Across two nodes of four ranks there is also a ring of two groups that fit a node.
+    let over_dp = [
+        [8, 1, 1, 0],
+        [8, 1, 1, 3],
+        [4, 2, 1, 0],
+        [4, 2, 1, 3],
+        [2, 4, 1, 0],
+        [2, 4, 1, 3],
+        [1, 8, 2, 0],
+        [1, 8, 1, 0],
+    ];
+    let over_sp = [[4, 2, 1, 3], [2, 4, 1, 3], [1, 8, 2, 3], [1, 8, 1, 3]];
     for (expected, num_axes) in [(&over_dp[..], 1), (&over_sp, 2)] {
         let found: Vec<_> =
             meshes.iter().filter(|(_, axes)| *axes == num_axes).map(|(mesh, _)| *mesh).collect();

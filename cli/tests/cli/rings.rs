@@ -18,9 +18,29 @@ fn a_ring_trains_and_resumes_on_more_ranks_than_heads() {
     train("ring=8,ulysses=1", "ring", &["--resume"]).assert_done();
     let [flat, ring] = ["flat", "ring"].map(|output| place.losses(&format!("{output}/metrics.jsonl")));
     assert_eq!((flat.len(), ring.len()), (4, 4));
+    // Six ranks in two steps, of which one is the slowest; then eight.
+    let metrics = place.metrics("ring/metrics.jsonl");
+    for (step, ranks) in metrics.iter().zip([6, 6, 8, 8]) {
+        let number = |key: &str| step[key].as_f64().unwrap();
+        assert!(number("ring_seconds") > number("exposed_ring_seconds"), "{step}");
+        assert!(number("exposed_ring_seconds") > 0.0, "{step}");
+        // Groups of one rank exchange nothing.
+        assert_eq!(number("all_to_all_seconds") > 0.0, ranks == 6, "{step}");
+        let idle: Vec<f64> =
+            step["idle_seconds"].as_array().unwrap().iter().filter_map(|s| s.as_f64()).collect();
+        assert_eq!(idle.len(), ranks, "{step}");
+        let slowest = usize::try_from(step["slowest_rank"].as_u64().unwrap()).unwrap();
+        assert!(idle[slowest] == 0.0 && idle.iter().all(|seconds| *seconds >= 0.0), "{step}");
+    }
     for (flat, ring) in flat.iter().zip(&ring) {
         assert!((flat - ring).abs() < 1e-5 * flat, "{flat} on 1x2, {ring} on rings");
     }
+    place.write_config(
+        "auto.json",
+        json!({ "mesh_param": [1, 8], "ulysses": { "ring_size": "auto", "steps": 1 } }),
+    );
+    let auto = place.run(&["train", "auto.json", "--output", "auto"]);
+    assert!(auto.assert_done().stderr.contains("sp 8 (ring 2 × ulysses 4)"), "{auto:?}");
     let error = ["num_heads = 4", "sp 16 in a ring of 2", "`--mesh ring=4,ulysses=4`"];
     train("ring=2,ulysses=8", "wrong", &[]).assert_refused(2, &error);
     train("1x2", "wrong", &["--set", "ulysses.ring_size=3"]).assert_refused(2, &["does not divide sp 2"]);

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 34] = [
+const METRICS: [&str; 37] = [
     "step",
     "loss",
     "lr",
@@ -30,6 +30,7 @@ const METRICS: [&str; 34] = [
     "padding_share",
     "slowest_rank",
     "slowest_rank_ratio",
+    "idle_seconds",
     "dp_size",
     "sp_size",
     "forward_seconds",
@@ -38,6 +39,8 @@ const METRICS: [&str; 34] = [
     "reduce_seconds",
     "all_to_all_seconds",
     "exposed_exchange_seconds",
+    "ring_seconds",
+    "exposed_ring_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "compute_seconds",

@@ -50,7 +50,7 @@ keys! {
         ),
         /// Ranks of a ring within sp, which must divide sp. Each ring rank is a group of sp / `ring_size` ranks that share its
         /// tokens and divide the heads; keys and values travel around the ring. For more sequence-parallel ranks than heads,
-        /// and between nodes.
+        /// and between nodes. `auto`: the largest such groups that divide the model's heads evenly and fit a node.
         pub ring_size: usize = count().integer(1),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),

@@ -1,6 +1,7 @@
 //! What `"auto"` becomes, and the precision sections.
 
 use super::*;
+use crate::mesh::UlyssesLimits;
 
 fn auto(config: &Config, key: &str) -> (Option<serde_json::Value>, String) {
     let auto = config.autos.iter().find(|auto| auto.key == key);
@@ -86,6 +87,27 @@ fn other_autos_count_as_absent() {
     assert_eq!(auto(&config, "bf16.enabled"), (Some(false.into()), TRAINER.into()));
     let (bucket, source) = auto(&config, "zero_optimization.reduce_bucket_size");
     assert_eq!((bucket, source.as_str()), (None, "no effect: communication is bucketed by layer"));
+}
+
+#[test]
+fn an_auto_ring_follows_from_the_model_and_a_stated_one_stays() {
+    let limits = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
+    let ring = |ring_size: &str, overrides: &Overrides| {
+        let text = format!(
+            r#"{{"train_batch_size": 1, "mesh_param": [1, 16], "ulysses": {{"ring_size": {ring_size}}}}}"#
+        );
+        let mut config = RawConfig::from_json_str(&text, "c.json").unwrap().resolve(overrides).unwrap();
+        let before = config.ulysses.ring_size;
+        config.resolve_ring(limits);
+        (before, config)
+    };
+    let (before, config) = ring(r#""auto""#, &Overrides::default());
+    assert_eq!((before, config.ulysses.ring_size), (1, 2));
+    let from = "from the model's heads and the ranks of a node".to_owned();
+    assert_eq!(auto(&config, "ulysses.ring_size"), (Some(2.into()), from));
+    assert_eq!(ring("4", &Overrides::default()).1.ulysses.ring_size, 4);
+    let by_flag = Overrides { ring_size: Some(16), ..Overrides::default() };
+    assert_eq!(ring(r#""auto""#, &by_flag).1.ulysses.ring_size, 16);
 }
 
 #[test]

@@ -1,20 +1,20 @@
-//! The backward pass of a ring: blocks travel as in the forward pass, and their gradients follow them.
+//! The backward pass of a ring: blocks travel as in the forward pass, and their gradients return.
 
 use super::RingAttention;
 use super::forward::Blocks;
 use super::schedule::RingSchedule;
 use super::sums::{add, downcast};
-use super::transfer::{Addressed, Pair, start_transfer};
+use super::transfer::{Addressed, Pair, Transfer};
 use crate::sequence_parallel::{PendingExchange, SequenceParallelError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{AttentionError, QkvGradients, Upstream};
-use ulysses_kernels::elementwise::fill;
 use ulysses_kernels::{OpError, Workspace};
 
 /// One backward pass.
 ///
-/// The gradients of a block begin on the rank after its owner and are added in the order of the ring; the last rank
-/// sends them to the owner, which adds its own.
+/// The gradients of a block are added in the order of the ranks after its owner, which adds its own last. A relayed block
+/// has its sums passed from rank to rank, and the last one sends them to the owner; otherwise every rank sends its part to
+/// the owner, which adds them.
 pub(super) struct Backward<'a> {
     pub(super) ring: &'a RingAttention,
     pub(super) schedule: &'a RingSchedule,
@@ -24,13 +24,22 @@ pub(super) struct Backward<'a> {
 }
 
 /// The transfer after a step, which sends the sums of that step's block.
-struct Transfer {
+struct Underway {
     sent: Option<Pair>,
     /// The sums of the next step's block, from the previous rank.
     passing: Option<Pair>,
-    /// The sums of this rank's own block, from the last rank that saw it.
+    /// Gradients of this rank's own block.
     returned: Option<Pair>,
     pending: PendingExchange<()>,
+}
+
+/// Sums of gradients that have arrived, until they are needed.
+#[derive(Default)]
+struct Arrived {
+    /// Those of the next block that this rank adds to.
+    passed: Option<Pair>,
+    /// Those of this rank's own block.
+    returned: Option<Pair>,
 }
 
 impl Backward<'_> {
@@ -39,7 +48,7 @@ impl Backward<'_> {
         let dtype = self.q.dtype();
         let mut blocks = Blocks::new(self.ring, self.schedule, own.clone(), true);
         let (mut dq, mut own_gradients) = (None, None);
-        let (mut returned, mut under_way) = (None, None);
+        let (mut arrived, mut under_way) = (Arrived::default(), None);
         while let Some((step, block)) = blocks.next(self.workspace)? {
             let mut gradients = None;
             if let Some((dq_part, dk, dv)) = self.block_gradients(step, block)? {
@@ -50,16 +59,14 @@ impl Backward<'_> {
                 own_gradients = gradients;
                 continue;
             }
-            let passed = self.finish(under_way.take(), &mut returned)?;
-            under_way = Some(self.pass_on(step, passed, gradients, &own)?);
+            self.finish(under_way.take(), &mut arrived)?;
+            under_way = Some(self.pass_on(step, arrived.passed.take(), gradients, &own)?);
         }
-        self.finish(under_way, &mut returned)?;
-        let [dk, dv] = own_gradients.unwrap_or_else(|| unreachable!("a query sees its own key"));
-        let [dk, dv] = match returned {
-            None => [dk, dv],
-            Some([dk_sum, dv_sum]) => {
-                [add(Some(dk_sum), dk, self.workspace)?, add(Some(dv_sum), dv, self.workspace)?]
-            }
+        self.finish(under_way, &mut arrived)?;
+        let own_gradients = own_gradients.unwrap_or_else(|| unreachable!("a query sees its own key"));
+        let [dk, dv] = match arrived.returned {
+            None => own_gradients,
+            returned => self.sums(returned, own_gradients)?,
         };
         let dq = dq.unwrap_or_else(|| unreachable!("a query sees its own key"));
         let round = |sum| downcast(sum, dtype, self.workspace);
@@ -79,74 +86,52 @@ impl Backward<'_> {
     /// Adds the queries' gradient from one more block. That of the only block is the result, and stays as it is.
     fn first_or_sum(&self, sum: Option<Tensor>, part: Tensor) -> Result<Tensor, OpError> {
         match sum {
-            None if self.schedule.num_hops() == 0 => Ok(part),
+            None if self.schedule.steps().len() == 1 => Ok(part),
             sum => add(sum, part, self.workspace),
         }
     }
 
-    /// Waits for the transfer after the previous step. Returns the sums of this step's block so far, and keeps those of
-    /// this rank's own block.
-    fn finish(
-        &self,
-        transfer: Option<Transfer>,
-        own_sums: &mut Option<Pair>,
-    ) -> Result<Option<Pair>, SequenceParallelError> {
-        let Some(Transfer { sent, passing, returned, pending }) = transfer else { return Ok(None) };
+    /// Waits for the transfer after the previous step.
+    fn finish(&self, transfer: Option<Underway>, arrived: &mut Arrived) -> Result<(), SequenceParallelError> {
+        let Some(Underway { sent, passing, returned, pending }) = transfer else { return Ok(()) };
         pending.wait()?;
         sent.into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
-        if returned.is_some() {
-            *own_sums = returned;
+        arrived.passed = passing;
+        if let Some(returned) = returned {
+            arrived.returned = Some(self.sums(arrived.returned.take(), returned)?);
         }
-        Ok(passing)
+        Ok(())
     }
 
-    /// Adds this rank's gradients of the block of `step` to those passed to it, and sends the sums on: to the next rank,
-    /// or to the block's owner if no further rank sees it.
+    /// Adds this rank's gradients of the block of `step` to those passed to it, and sends the sums on.
     fn pass_on(
         &self,
         step: usize,
         passed: Option<Pair>,
         gradients: Option<Pair>,
         own: &Pair,
-    ) -> Result<Transfer, SequenceParallelError> {
+    ) -> Result<Underway, SequenceParallelError> {
         let schedule = self.schedule;
-        let sums = match schedule.tokens(step) {
-            Some(tokens) => Some(self.sums((passed, gradients), tokens, own)?),
-            None => None,
-        };
-        let to = if step < schedule.hops(step) { schedule.rank_after(1) } else { schedule.owner(step) };
-        let passing = schedule.tokens(step + 1).map(|tokens| self.alloc(tokens, own)).transpose()?;
-        let returns = schedule.hops(0) == step;
-        let returned = returns.then(|| self.alloc(own[0].dims()[1], own)).transpose()?;
-        let received: Vec<Addressed<'_>> = (passing.iter().map(|pair| (schedule.previous(), pair)))
-            .chain(returned.iter().map(|pair| (schedule.rank_after(step), pair)))
+        let sums = gradients.map(|gradients| self.sums(passed, gradients)).transpose()?;
+        let passing = schedule.tokens_passed(step).map(|tokens| self.alloc(tokens, own)).transpose()?;
+        let returns_from = schedule.returns_from(step);
+        let returned = returns_from.map(|_| self.alloc(own[0].dims()[1], own)).transpose()?;
+        let sent = sums.as_ref().map(|pair| Addressed { rank: schedule.gradients_to(step), pair });
+        let received: Vec<Addressed<'_>> = (passing.iter())
+            .map(|pair| Addressed { rank: schedule.rank_before(), pair })
+            .chain(returns_from.zip(returned.as_ref()).map(|(rank, pair)| Addressed { rank, pair }))
             .collect();
+        let sent = sent.as_slice();
+        let transfer = Transfer { like: self.upstream.lse, sent, received: &received, is_backward: true };
         let span = tracing::trace_span!("ring_gradients");
-        let sent = sums.as_ref().map(|sums| (to, sums));
-        let pending = start_transfer(&*self.ring.group, self.upstream.lse, sent, &received, (span, true))?;
-        Ok(Transfer { sent: sums, passing, returned, pending })
+        let pending = span.in_scope(|| transfer.start(&*self.ring.group))?;
+        Ok(Underway { sent: sums, passing, returned, pending })
     }
 
-    /// The sums of a block that has `tokens` tokens: those passed to this rank, plus its own gradients.
-    fn sums(
-        &self,
-        (passed, gradients): (Option<Pair>, Option<Pair>),
-        tokens: usize,
-        own: &Pair,
-    ) -> Result<Pair, SequenceParallelError> {
-        let Some([dk, dv]) = gradients else {
-            return passed.map_or_else(|| self.zeros(tokens, own), Ok);
-        };
-        let [dk_sum, dv_sum] = passed.map_or([None, None], |sums| sums.map(Some));
+    /// Adds the gradients of a block to the sums of other ranks.
+    fn sums(&self, sums: Option<Pair>, [dk, dv]: Pair) -> Result<Pair, OpError> {
+        let [dk_sum, dv_sum] = sums.map_or([None, None], |sums| sums.map(Some));
         Ok([add(dk_sum, dk, self.workspace)?, add(dv_sum, dv, self.workspace)?])
-    }
-
-    fn zeros(&self, tokens: usize, own: &Pair) -> Result<Pair, SequenceParallelError> {
-        let sums = self.alloc(tokens, own)?;
-        for sum in &sums {
-            fill(sum, 0.0)?;
-        }
-        Ok(sums)
     }
 
     /// Sums of a block of `tokens` tokens.

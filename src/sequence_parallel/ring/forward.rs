@@ -1,9 +1,9 @@
 //! The forward pass of a ring.
 
 use super::RingAttention;
-use super::schedule::RingSchedule;
+use super::schedule::{RingSchedule, Sent};
 use super::sums::{downcast, upcast};
-use super::transfer::{Pair, start_transfer};
+use super::transfer::{Addressed, Pair, Transfer};
 use crate::sequence_parallel::{PendingExchange, SequenceParallelError};
 use candle_core::Tensor;
 use ulysses_kernels::Workspace;
@@ -26,7 +26,7 @@ impl Forward<'_> {
             let (Some([k, v]), Some(layout)) = (block, self.schedule.block(step)) else { continue };
             let (o, lse) = self.ring.local.attend([self.q, &k, &v], layout, self.workspace)?;
             merged = Some(match merged {
-                None if self.schedule.num_hops() == 0 => (o, lse),
+                None if self.schedule.steps().len() == 1 => (o, lse),
                 None => (upcast(o, self.workspace)?, lse),
                 Some((sum, sum_lse)) => {
                     merge([&sum, &sum_lse], [&o, &lse])?;
@@ -46,9 +46,10 @@ pub(super) struct Blocks<'a> {
     schedule: &'a RingSchedule,
     own: Pair,
     is_backward: bool,
-    next_step: usize,
+    next_step: Option<usize>,
+    /// The block of the current step, if the rank attends it. That of step 0 is the caller's.
     current: Option<Pair>,
-    /// The block of the next step, and the transfer that writes it and reads the current block.
+    /// The block of the next step, and the transfer that writes it and reads the own and the current block.
     arriving: Option<(Option<Pair>, PendingExchange<()>)>,
 }
 
@@ -59,54 +60,53 @@ impl<'a> Blocks<'a> {
         own: Pair,
         is_backward: bool,
     ) -> Self {
-        let current = Some(own.clone());
-        Self { ring, schedule, own, is_backward, next_step: 0, current, arriving: None }
+        Self { ring, schedule, own, is_backward, next_step: Some(0), current: None, arriving: None }
     }
 
     /// Waits for the block of the next step, and starts the transfer after it. Returns the step and its block, if the
-    /// rank has one then.
+    /// rank attends it.
     pub(super) fn next(
         &mut self,
         workspace: &Workspace,
     ) -> Result<Option<(usize, Option<Pair>)>, SequenceParallelError> {
-        let (step, num_hops) = (self.next_step, self.schedule.num_hops());
         let arrived = match self.arriving.take() {
             Some((block, transfer)) => transfer.wait().map(|()| block)?,
             None => None,
         };
-        if step > 0 {
-            let passed = std::mem::replace(&mut self.current, arrived);
-            // The first block is the caller's.
-            passed.into_iter().flatten().filter(|_| step > 1).for_each(|tensor| workspace.recycle(tensor));
+        let passed = std::mem::replace(&mut self.current, arrived);
+        passed.into_iter().flatten().for_each(|tensor| workspace.recycle(tensor));
+        let Some(step) = self.next_step else { return Ok(None) };
+        self.next_step = self.schedule.next(step);
+        if let Some(next) = self.next_step {
+            self.arriving = Some(self.start_hop(step, next, workspace)?);
         }
-        if step > num_hops {
-            return Ok(None);
-        }
-        if step < num_hops {
-            self.arriving = Some(self.start_hop(step, workspace)?);
-        }
-        self.next_step += 1;
-        Ok(Some((step, self.current.clone())))
+        let block = if step == 0 { Some(self.own.clone()) } else { self.current.clone() };
+        Ok(Some((step, block)))
     }
 
-    /// Sends the block of `step` on, and receives that of the next step.
+    /// Sends blocks in `step`, and receives that of the `next` step.
     fn start_hop(
         &self,
         step: usize,
+        next: usize,
         workspace: &Workspace,
     ) -> Result<(Option<Pair>, PendingExchange<()>), SequenceParallelError> {
         let schedule = self.schedule;
-        let received = match schedule.tokens(step + 1) {
+        let block = match schedule.tokens(next) {
             Some(tokens) => Some(self.alloc(tokens, workspace)?),
             None => None,
         };
-        let is_sent = step < schedule.hops(step);
-        let sent = self.current.as_ref().filter(|_| is_sent).map(|block| (schedule.rank_after(1), block));
-        let from = received.iter().map(|block| (schedule.previous(), block)).collect::<Vec<_>>();
-        let span = tracing::trace_span!("ring_block");
-        let transfer =
-            start_transfer(&*self.ring.group, &self.own[0], sent, &from, (span, self.is_backward))?;
-        Ok((received, transfer))
+        let addressed = |sent: Sent| match sent {
+            Sent::Own(rank) => Addressed { rank, pair: &self.own },
+            Sent::Current(rank) => Addressed { rank, pair: self.current.as_ref().unwrap_or(&self.own) },
+        };
+        let sent: Vec<_> = schedule.sent(step).map(addressed).collect();
+        let received = block.iter().map(|pair| Addressed { rank: schedule.sender(next), pair });
+        let received: Vec<_> = received.collect();
+        let (like, is_backward) = (&self.own[0], self.is_backward);
+        let transfer = Transfer { like, sent: &sent, received: &received, is_backward };
+        let pending = tracing::trace_span!("ring_block").in_scope(|| transfer.start(&*self.ring.group))?;
+        Ok((block, pending))
     }
 
     /// Keys and values of another rank's tokens.

@@ -21,13 +21,14 @@ use ulysses_kernels::memory::{Category, with_category};
 /// Runs a local attention over sequences whose tokens are divided over a ring (Ring Attention, Liu et al., arXiv
 /// 2310.01889). It needs no heads to divide.
 ///
-/// The block of keys and values of each rank travels around the ring. While a rank attends one block, it sends the
-/// block to the next rank and receives that of the next step. Outputs are merged by their log-denominators
+/// The block of keys and values of each rank travels to the ranks that see one of its keys. While a rank attends one
+/// block, it receives that of the next step. Outputs are merged by their log-denominators
 /// ([`merge`](ulysses_kernels::attention::merge)), in f32. In the backward pass blocks travel again, and the gradients
-/// of each block follow it, one step behind, and return to the block's rank.
+/// of each block return to its rank.
 ///
-/// A block travels only as far as some query sees one of its keys, and a rank skips a block of which it sees nothing:
-/// in packed documents and with a sliding window. The order of summation does not depend on timing. Sums of 16-bit
+/// In a causal sequence every rank passes each block to the next one, and gradients follow one step behind. Where a rank
+/// sees nothing of a block, in packed documents and with a sliding window, the block's rank sends it directly to those
+/// that see it, and they return their gradients directly. The order of summation does not depend on timing. Sums of 16-bit
 /// gradients are f32, and travel as f32.
 ///
 /// With `C = batch · tokens · num_kv_heads · head_dim` keys on each rank, a causal sequence on R ranks takes

@@ -1,13 +1,13 @@
-//! The blocks of keys that a ring rank attends, and how far they travel.
+//! The blocks of keys that a ring rank attends, and the ways that they travel.
 
 use crate::comm::ProcessGroup;
 use crate::mesh::{SeqSharding, TokenRanges};
 use crate::sequence_parallel::SequenceParallelError;
-use crate::sequence_parallel::shard::{check_shard, seq_len};
+use crate::sequence_parallel::shard::{Member, check_shard, seq_len};
 use ulysses_kernels::attention::AttentionLayout;
 
-/// The steps of one ring rank for a micro batch. In step `s` the rank has the block of keys and values of the ring rank
-/// `s` places before it.
+/// The steps of one ring rank for a micro batch. In step `s` the rank attends the block of keys and values of the ring
+/// rank `s` places before it. Steps in which no rank sees anything are left out.
 #[derive(Debug)]
 pub(super) struct RingSchedule {
     rank: usize,
@@ -15,10 +15,45 @@ pub(super) struct RingSchedule {
     pub(super) own: AttentionLayout,
     /// Number of tokens of every ring rank.
     tokens: Vec<usize>,
-    /// Number of hops of every ring rank's block: to the last rank of which a query sees one of its keys.
-    hops: Vec<usize>,
-    /// For each step, the layout of this rank's queries and the keys of the block; `None` if no query sees a key.
+    /// The way of every ring rank's block.
+    routes: Vec<Route>,
+    /// The steps, ascending, from 0; equal on all ranks.
+    steps: Vec<usize>,
+    /// For each step of a whole ring, the layout of this rank's queries and the keys of the block; `None` if no query sees
+    /// a key.
     blocks: Vec<Option<AttentionLayout>>,
+}
+
+/// The ranks that see a block: for each distance after its owner, whether a query there sees one of its keys.
+///
+/// If these are the next ranks without a gap, as in a causal sequence, each passes the block to the next one, so that a
+/// ring over several nodes sends it once into each node. Otherwise the owner sends it to each of them. Either way it is
+/// sent once per rank that sees it.
+#[derive(Debug, Clone)]
+struct Route(Vec<bool>);
+
+impl Route {
+    /// The distance of the farthest rank that sees the block.
+    fn last(&self) -> usize {
+        self.0.iter().rposition(|sees| *sees).unwrap_or_default()
+    }
+
+    fn is_relayed(&self) -> bool {
+        self.0[..=self.last()].iter().all(|sees| *sees)
+    }
+
+    fn is_relayed_after(&self, step: usize) -> bool {
+        self.is_relayed() && step < self.last()
+    }
+}
+
+/// A block that a rank sends while it attends one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// Its own one, to this rank.
+    Own(usize),
+    /// The one that it attends, to the next rank.
+    Current(usize),
 }
 
 impl RingSchedule {
@@ -35,16 +70,17 @@ impl RingSchedule {
             return Err(SequenceParallelError::RingSize { ring_size: ranks, group_size });
         }
         if seq_len < ranks {
-            return Err(SequenceParallelError::SequenceTooShort { seq_len, sp_size: ranks });
+            return Err(SequenceParallelError::SequenceTooShortForRing { seq_len, ring_size: ranks });
         }
         let tokens: Vec<_> = (0..ranks).map(|rank| sharding.ring_tokens(seq_len, rank)).collect();
-        check_shard(layout, &tokens[rank], (rank, ranks))?;
+        check_shard(layout, &tokens[rank], Member { rank, group_size })?;
         let sees = |queries: usize, keys: usize| {
             layout.num_visible_pairs_between(tokens[queries].ranges(), tokens[keys].ranges()) > 0
         };
-        let hops_of = |owner: usize| {
-            (1..ranks).rev().find(|hops| sees((owner + hops) % ranks, owner)).unwrap_or_default()
+        let route_of = |owner: usize| {
+            Route((0..ranks).map(|step| step == 0 || sees((owner + step) % ranks, owner)).collect())
         };
+        let routes: Vec<Route> = (0..ranks).map(route_of).collect();
         let block = |step: usize| {
             let owner = (rank + ranks - step) % ranks;
             let own_queries = tokens[rank].ranges();
@@ -58,14 +94,15 @@ impl RingSchedule {
                     layout.window(),
                 )
             };
-            sees(rank, owner).then(block).transpose()
+            routes[owner].0[step].then(block).transpose()
         };
         Ok(Self {
             rank,
             own: layout.clone(),
-            hops: (0..ranks).map(hops_of).collect(),
+            steps: (0..ranks).filter(|&step| routes.iter().any(|route| route.0[step])).collect(),
             blocks: (0..ranks).map(block).collect::<Result<_, _>>()?,
             tokens: tokens.iter().map(TokenRanges::len).collect(),
+            routes,
         })
     }
 
@@ -78,14 +115,20 @@ impl RingSchedule {
             rank: self.rank,
             own: layout.clone(),
             tokens: self.tokens.clone(),
-            hops: self.hops.clone(),
+            routes: self.routes.clone(),
+            steps: self.steps.clone(),
             blocks: self.blocks.iter().map(with_heads).collect(),
         }
     }
 
-    /// The largest number of hops of a block; equal on all ranks.
-    pub(super) fn num_hops(&self) -> usize {
-        self.hops.iter().copied().max().unwrap_or_default()
+    /// The steps, ascending; equal on all ranks. The first is 0, with the rank's own block.
+    pub(super) fn steps(&self) -> &[usize] {
+        &self.steps
+    }
+
+    /// The step after this one.
+    pub(super) fn next(&self, step: usize) -> Option<usize> {
+        self.steps.iter().copied().find(|next| *next > step)
     }
 
     /// The layout of a step; `None` if the rank skips it.
@@ -93,30 +136,59 @@ impl RingSchedule {
         self.blocks[step].as_ref()
     }
 
-    /// Number of tokens of the block that the rank has in a step; `None` if it has none.
+    /// Number of tokens of the block that the rank attends in a step; `None` if it skips the step.
     pub(super) fn tokens(&self, step: usize) -> Option<usize> {
-        let owner = self.owner(step);
-        (step <= self.hops[owner]).then(|| self.tokens[owner])
+        self.block(step).map(|_| self.tokens[self.owner(step)])
     }
 
-    /// Number of hops of the block that the rank has in a step.
-    pub(super) fn hops(&self, step: usize) -> usize {
-        self.hops[self.owner(step)]
+    /// The rank that sends the block of a step.
+    pub(super) fn sender(&self, step: usize) -> usize {
+        let owner = self.owner(step);
+        if self.routes[owner].is_relayed() { self.rank_before() } else { owner }
+    }
+
+    /// The blocks that the rank sends in a step, while it receives that of the next step.
+    pub(super) fn sent(&self, step: usize) -> impl Iterator<Item = Sent> {
+        let own = &self.routes[self.rank];
+        let passes_on = self.routes[self.owner(step)].is_relayed_after(step);
+        let direct = self.next(step).filter(|&next| !own.is_relayed() && own.0[next]);
+        let current = passes_on.then(|| Sent::Current(self.rank_after(1)));
+        current.into_iter().chain(direct.map(|next| Sent::Own(self.rank_after(next))))
+    }
+
+    /// The rank to which this rank sends the gradients of the block of a step: the next one that adds its part, or the
+    /// block's owner.
+    pub(super) fn gradients_to(&self, step: usize) -> usize {
+        let owner = self.owner(step);
+        if self.routes[owner].is_relayed_after(step) { self.rank_after(1) } else { owner }
+    }
+
+    /// Number of tokens of the block of the step after this one, if the rank adds its gradients to those of the rank
+    /// before it.
+    pub(super) fn tokens_passed(&self, step: usize) -> Option<usize> {
+        let next = self.next(step)?;
+        self.tokens(next).filter(|_| self.routes[self.owner(next)].is_relayed())
+    }
+
+    /// The rank from which gradients of the own block return after a step.
+    pub(super) fn returns_from(&self, step: usize) -> Option<usize> {
+        let own = &self.routes[self.rank];
+        (own.0[step] && !own.is_relayed_after(step)).then(|| self.rank_after(step))
     }
 
     /// The ring rank whose block this rank has in a step.
-    pub(super) fn owner(&self, step: usize) -> usize {
+    fn owner(&self, step: usize) -> usize {
         self.at(self.rank + self.tokens.len() - step)
     }
 
-    /// The ring rank that is `places` after this one.
-    pub(super) fn rank_after(&self, places: usize) -> usize {
-        self.at(self.rank + places)
+    /// The ring rank before this one.
+    pub(super) fn rank_before(&self) -> usize {
+        self.owner(1)
     }
 
-    /// The ring rank before this one.
-    pub(super) fn previous(&self) -> usize {
-        self.owner(1)
+    /// The ring rank that is `places` after this one.
+    fn rank_after(&self, places: usize) -> usize {
+        self.at(self.rank + places)
     }
 
     fn at(&self, position: usize) -> usize {
@@ -125,57 +197,4 @@ impl RingSchedule {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::comm::fake::FakeGroup;
-
-    /// Visible pairs of every ring rank, over all its steps.
-    fn pairs(ring_size: usize, seq_len: usize) -> Vec<u64> {
-        let sharding = SeqSharding { ring_size, ulysses_size: 1 };
-        let of_rank = |rank: usize| {
-            let tokens = sharding.ring_tokens(seq_len, rank);
-            let documents = vec![vec![0, seq_len as u32]];
-            let layout =
-                AttentionLayout::of_ranges(tokens.ranges(), tokens.ranges(), documents, vec![0], None)
-                    .unwrap();
-            let group = FakeGroup::new("ring", (0..ring_size).collect(), rank).unwrap();
-            let schedule = RingSchedule::new(&layout, sharding, &group).unwrap();
-            schedule.blocks.iter().flatten().map(AttentionLayout::num_visible_pairs).sum()
-        };
-        (0..ring_size).map(of_rank).collect()
-    }
-
-    #[test]
-    fn causal_work_is_within_two_percent_on_all_ring_ranks() {
-        for ring_size in [2, 3, 4, 8, 16] {
-            for seq_len in [2048, 4099, 10_007] {
-                let pairs = pairs(ring_size, seq_len);
-                assert_eq!(
-                    pairs.iter().sum::<u64>(),
-                    (seq_len * (seq_len + 1) / 2) as u64,
-                    "every pair once"
-                );
-                let (least, most) = (pairs.iter().min().unwrap(), pairs.iter().max().unwrap());
-                let excess = *most as f64 / *least as f64 - 1.0;
-                assert!(excess < 0.02, "ring {ring_size}, {seq_len} tokens: {excess:.4} more");
-            }
-        }
-    }
-
-    #[test]
-    fn a_ring_that_does_not_fit_its_group_or_its_tokens_is_refused() {
-        let contiguous = std::slice::from_ref(&(0..2));
-        let layout =
-            AttentionLayout::of_ranges(contiguous, contiguous, vec![vec![0, 4]], vec![0], None).unwrap();
-        let group = FakeGroup::new("ring", vec![0, 1], 0).unwrap();
-        let error = |ring_size| {
-            let sharding = SeqSharding { ring_size, ulysses_size: 1 };
-            RingSchedule::new(&layout, sharding, &group).unwrap_err().to_string()
-        };
-        assert_eq!(error(3), "the sharding has a ring of 3 ranks, but its group has 2");
-        assert_eq!(
-            error(2),
-            "rank 0 of 2 in the sp group holds tokens 0..1, 3..4 of a sequence of 4, but its layout covers positions 0 to 1"
-        );
-    }
-}
+mod tests;
