@@ -105,11 +105,11 @@ impl Workload {
             .collect())
     }
 
-    /// Returns the shardings of an sp group, the configured one first.
+    /// Returns the shardings of an sp group, the configured one first if it leaves every Ulysses rank a head.
     fn shardings(&self, sp_size: usize) -> Vec<SeqSharding> {
         let configured = self.config.seq_sharding();
         let mut shardings = SeqSharding::choices(sp_size, self.ulysses_limits());
-        if configured.sp_size() == sp_size {
+        if configured.sp_size() == sp_size && configured.ulysses_size <= self.fewest_heads() {
             shardings.retain(|sharding| *sharding != configured);
             shardings.insert(0, configured);
         }

@@ -49,7 +49,7 @@ pub(super) fn meshes(report: &Report) -> Choices {
     let rows = meshes.iter().map(|mesh| {
         let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
         let mut cells = vec![
-            format!("{} × {}{}{}", mesh.dp, mesh.sp, ring(mesh), replicas(mesh)),
+            format!("{} × {}{}{}", mesh.dp, mesh.sp, ring(mesh.sp, mesh.ring_size), replicas(mesh)),
             mesh.zero_partition_axes.with_stage(mesh.zero_stage),
             mesh.micro_batch_size.to_string(),
         ];
@@ -154,10 +154,10 @@ fn longest(max_seq_len: Option<usize>) -> String {
 }
 
 /// Formats the division of sp by a ring.
-fn ring(mesh: &MeshChoice) -> String {
-    match mesh.ring_size {
+pub(super) fn ring(sp_size: usize, ring_size: usize) -> String {
+    match ring_size {
         1 => String::new(),
-        ring_size => format!(" (ring {ring_size} × ulysses {})", mesh.sp / ring_size),
+        _ => format!(" (ring {ring_size} × ulysses {})", sp_size / ring_size),
     }
 }
 

@@ -1,7 +1,7 @@
 //! `ulysses plan --fit`: the cheapest settings that fit, and their config.
 
 use super::budget::{Available, per_rank};
-use super::choices::times;
+use super::choices::{ring, times};
 use super::table::{bytes, flops, write_table};
 use super::{Inputs, PlanArgs, assumed};
 use crate::{Failure, OrFail, print};
@@ -43,9 +43,9 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let fit = workload.fit(criteria, available.budget).or_usage()?;
     if fit.tried == 0 {
         return Err(Failure::Usage(anyhow!(
-            "no mesh of {ranks} rank(s) divides train_batch_size {} and the {} query heads: give another --batch-size",
+            "no mesh of {ranks} rank(s) divides train_batch_size {} and the {} tokens of a sequence: give another --batch-size or --seq-len",
             config.train_batch_size,
-            workload.model.num_heads
+            config.require_seq_len().or_usage()?
         )));
     }
     let max_seq_len = match &fit.nearest {
@@ -221,10 +221,11 @@ fn settings(choice: &FitChoice) -> Vec<String> {
         (config.zero.offload_param.device() != "none", "parameters"),
         (config.activation_checkpointing.cpu_checkpointing, "checkpoints"),
     ];
+    let sharding = ring(config.mesh.sp_size, ulysses.ring_size);
     let offloaded: Vec<&str> =
         offloaded.into_iter().filter(|(is_on, _)| *is_on).map(|(_, what)| what).collect();
     vec![
-        format!("{} × {}", config.mesh.dp_size, config.mesh.sp_size),
+        format!("{} × {}{sharding}", config.mesh.dp_size, config.mesh.sp_size),
         format!("{} × {}", config.micro_batch_size, config.gradient_accumulation_steps),
         config.zero_axes().with_stage(config.zero.stage),
         layers,
@@ -236,18 +237,19 @@ fn settings(choice: &FitChoice) -> Vec<String> {
 
 fn choice_json(choice: &FitChoice) -> Value {
     let (config, plan) = (&choice.workload.config, &choice.plan);
+    let ulysses = &config.ulysses;
     let axes: PartitionAxes = config.zero_axes();
     let mut json = json!({
-        "dp": config.mesh.dp_size, "sp": config.mesh.sp_size,
+        "dp": config.mesh.dp_size, "sp": config.mesh.sp_size, "ring_size": ulysses.ring_size,
         "micro_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "zero_stage": config.zero.stage, "zero_partition_axes": axes,
-        "activation_checkpointing": config.ulysses.activation_checkpointing,
-        "activation_checkpointing_interval": config.ulysses.activation_checkpointing_interval,
+        "activation_checkpointing": ulysses.activation_checkpointing,
+        "activation_checkpointing_interval": ulysses.activation_checkpointing_interval,
         "offload_checkpoints": config.activation_checkpointing.cpu_checkpointing,
         "offload_optimizer": config.zero.offload_optimizer.device(),
         "offload_param": config.zero.offload_param.device(),
-        "tile_tokens": config.ulysses.tile_tokens, "head_chunks": config.ulysses.head_chunks,
+        "tile_tokens": ulysses.tile_tokens, "head_chunks": ulysses.head_chunks,
         "rank": plan, "host_bytes_per_node": choice.workload.host_bytes_per_node(plan),
     });
     let throughput = serde_json::to_value(&choice.throughput).unwrap_or_default();

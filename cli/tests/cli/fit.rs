@@ -87,9 +87,20 @@ fn searches_that_cannot_be_are_refused() {
     refused(&["--ranks", "2"], &["--fit"]);
     refused(&["--fit", "--memory-gib", "1", "--ranks", "2", "--mesh", "1x2"], &["--ranks", "--mesh"]);
     refused(&["--fit", "--memory-gib", "1", "--ranks", "2"], &["--seq-len"]);
-    let sequences =
-        ["--fit", "--memory-gib", "1", "--ranks", "8", "--seq-len", "64", "--set", "train_batch_size=1"];
-    refused(&sequences, &["no mesh of 8 rank(s) divides train_batch_size 1 and the 4 query heads"]);
+    let short =
+        ["--fit", "--memory-gib", "1", "--ranks", "8", "--seq-len", "4", "--set", "train_batch_size=1"];
+    refused(&short, &["no mesh of 8 rank(s) divides train_batch_size 1 and the 4 tokens of a sequence"]);
+}
+
+#[test]
+fn more_ranks_than_heads_fit_in_a_ring() {
+    let place = workplace(json!({}));
+    let arguments = ["--model", "nano", "--ranks", "8", "--seq-len", "64", "--set", "train_batch_size=1"];
+    let written = fit(&place, &arguments, 1024.0);
+    let (mesh, ring_size) = (&written["config"]["mesh_param"], &written["config"]["ulysses"]["ring_size"]);
+    assert_eq!(mesh, &json!([1, 8]));
+    // The model has 4 query heads.
+    assert!(ring_size.as_u64().is_some_and(|ring_size| ring_size >= 2), "{written}");
 }
 
 #[test]
