@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, SavedCheckpoint, Saver, Storage};
 use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences};
 use ulysses::engine::{Engine, RunRecord, StepReport, initialize};
 use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
@@ -120,7 +120,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: SEED };
         let engine = initialize(Model::llama(&model())?, &weights, &config, &groups)?;
-        let (micro_batch, placement) = (config.micro_batch_size, Placement::of(&mesh, rank.rank)?);
+        let (micro_batch, placement) = (config.micro_batch_size, engine.placement());
         let loader = DataLoader::new(
             rows.clone(),
             LoaderOptions { seed: SEED, micro_batch, accumulation, placement },
