@@ -33,6 +33,8 @@ OUTPUT_LINES=60
 SEQ_LENS=(4096 16384 32768)
 # Attention of Llama 3 8B.
 HEADS=(--num-heads 32 --num-kv-heads 8 --head-dim 128)
+# Attention of Llama 3.2 1B.
+HEADS_OF_64=(--num-heads 32 --num-kv-heads 8 --head-dim 64)
 names=()
 
 # Environment of the tests: device, fixtures and number of test threads.
@@ -41,6 +43,7 @@ export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$folder RUST_TEST_THREADS=4
 run_checks() {
     check devices nvidia-smi --query-gpu=index,name,compute_cap,memory.total,driver_version --format=csv,noheader
     check doctor bin/ulysses doctor
+    sanitizers
 
     # Test binaries: NAME BINARY FILTER… runs the tests whose names contain a filter.
     tests golden parity golden::
@@ -64,6 +67,10 @@ run_checks() {
             --seq-len "$seq_len" --repeats 5
         measure "bench_tiled_attention_$seq_len" bin/ulysses bench attention --device cuda --dtype bf16 "${HEADS[@]}" \
             --seq-len "$seq_len" --repeats 5 --kernels tiled
+        measure "bench_fused_attention_$seq_len" bin/ulysses bench attention --device cuda --dtype bf16 "${HEADS[@]}" \
+            --seq-len "$seq_len" --repeats 5 --kernels fused
+        measure "bench_attention_of_heads_of_64_$seq_len" bin/ulysses bench attention --device cuda --dtype bf16 \
+            "${HEADS_OF_64[@]}" --seq-len "$seq_len" --repeats 5
         measure "bench_layer_$seq_len" bin/ulysses bench train --device cuda --dtype bf16 --model llama3-8b \
             --num-layers 1 --vocab-size 256 --seq-len "$seq_len" --repeats 5
         pytorch_peer "$seq_len"
@@ -170,6 +177,21 @@ judge() {
 # Runs the tests of a binary: name $1, binary $2, filters $3…
 tests() {
     check "$1" "bin/test_$2" "${@:3}"
+}
+
+# Runs the comparison of the fused with the tiled attention kernels under each tool of compute-sanitizer, if the machine has
+# it. In an empty cache, since an earlier result would save the comparison.
+sanitizers() {
+    local tool
+    for tool in memcheck racecheck synccheck; do
+        if command -v compute-sanitizer >/dev/null; then
+            rm -rf "$results/cache_$tool"
+            check "sanitizer_$tool" env XDG_CACHE_HOME="$results/cache_$tool" compute-sanitizer --tool "$tool" \
+                --error-exitcode 9 bin/ulysses bench attention --device cuda --dtype bf16 --seq-len 300 --repeats 1
+        else
+            record_unless_skipped "sanitizer_$tool" "compute-sanitizer was not found; the CUDA toolkit has it"
+        fi
+    done
 }
 
 # Runs the backend's conformance suite with $1 ranks, if the machine and its NCCL support it.

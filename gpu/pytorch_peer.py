@@ -18,6 +18,11 @@ try:
 except ImportError:
     flash_attn_func = None
 
+try:
+    import flash_attn_interface  # FlashAttention 3, from the folder `hopper` of its repository
+except ImportError:
+    flash_attn_interface = None
+
 REPEATS = 5
 # A layer of Llama 3 8B.
 HIDDEN, INTERMEDIATE, VOCAB = 4096, 14336, 256
@@ -55,6 +60,12 @@ def sdpa(q, k, v):
     """Causal attention on [batch, seq, heads, head_dim], by PyTorch's own choice of kernel."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attention_3(q, k, v):
+    """FlashAttention 3, whose older releases return the output with the log-denominators."""
+    out = flash_attn_interface.flash_attn_func(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out
 
 
 def attention(run, device: str, args: argparse.Namespace) -> dict:
@@ -140,6 +151,8 @@ def main() -> None:
     kernels = {"sdpa": sdpa}
     if flash_attn_func and device == "cuda":
         kernels["flash_attention"] = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+    if flash_attn_interface and device == "cuda":
+        kernels["flash_attention_3"] = flash_attention_3
     report = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

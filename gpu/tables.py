@@ -26,7 +26,8 @@ def at(value, *keys):
 
 
 def lengths(figures: dict, prefix: str) -> list[int]:
-    return sorted(int(name.removeprefix(prefix)) for name in figures if name.startswith(prefix))
+    suffixes = [name.removeprefix(prefix) for name in figures if name.startswith(prefix)]
+    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
 
 
 def checks(report: dict) -> str:
@@ -35,19 +36,23 @@ def checks(report: dict) -> str:
 
 
 def attention(figures: dict) -> str:
-    """Forward / backward TFLOP/s of causal attention in bf16, 32 query heads, 8 KV heads, head dimension 128."""
+    """Forward / backward TFLOP/s of causal attention in bf16, 32 query heads, 8 KV heads, head dimension 128: by the
+    kernels that `auto` chooses, then by others."""
+    prefix = "bench_attention_"
     rows = []
-    for seq_len in lengths(figures, "bench_attention_"):
+    for seq_len in lengths(figures, prefix):
         row = [str(seq_len)]
-        for kernels in ("bench_attention", "bench_tiled_attention"):
+        row.append(at(figures[f"bench_attention_{seq_len}"], "settings", "kernels") or MISSING)
+        for kernels in ("bench_attention", "bench_fused_attention", "bench_tiled_attention"):
             ours = at(figures.get(f"{kernels}_{seq_len}"), "figures") or {}
             rates = [at(ours, f"{step} bf16", "gflop_per_s") for step in ("forward", "backward")]
             row.append(" / ".join(number(rate and rate / 1e3) for rate in rates))
-        for kernel in ("sdpa", "flash_attention"):
+        for kernel in ("sdpa", "flash_attention", "flash_attention_3"):
             peer = at(figures.get(f"pytorch_{seq_len}"), "attention", kernel)
             row.append(" / ".join(number(at(peer, f"{step}_tflop_per_s")) for step in ("forward", "backward")))
         rows.append(row)
-    return table(["tokens", "ulysses", "ulysses, tiled", "PyTorch SDPA", "FlashAttention"], rows)
+    ours = ["chosen", "ulysses", "ulysses, fused", "ulysses, tiled"]
+    return table(["tokens", *ours, "PyTorch SDPA", "FlashAttention 2", "FlashAttention 3"], rows)
 
 
 def layer(figures: dict) -> str:

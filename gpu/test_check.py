@@ -127,7 +127,7 @@ class Check(unittest.TestCase):
         passes = '"forward bf16": {"gflop_per_s": 105000.0}, "backward bf16": {"gflop_per_s": 75000.0}'
         body = f"""{USES_IT}; echo noise >&2
             case $2 in
-            attention) echo '{{"figures": {{{passes}}}}}' ;;
+            attention) echo '{{"settings": {{"kernels": "wgmma"}}, "figures": {{{passes}}}}}' ;;
             train) echo '{{"figures": {{"train_step": {{"tokens_per_second": 5000.0}}}}}}' ;;
             *) echo '{{}}' ;;
             esac"""
@@ -142,8 +142,20 @@ class Check(unittest.TestCase):
         subprocess.run(command, check=True)
         text = document.read_text()
         self.assertTrue(text.startswith("before\n") and text.endswith("after\n") and "obsolete" not in text, text)
-        self.assertIn("| 16384 | 105 / 75 | 105 / 75 | – / – | – / – |", text)
+        self.assertIn("| 16384 | wgmma | 105 / 75 | 105 / 75 | 105 / 75 | – / – | – / – | – / – |", text)
         self.assertIn("| 32768 | 5000 | 10000 | 0.5 |", text)
+
+    def test_the_comparison_of_attention_kernels_runs_under_each_sanitizer_that_the_machine_has(self):
+        self.binary("ulysses", f"{USES_IT}; echo \"$@ $XDG_CACHE_HOME\"")
+        _, checks = self.run_with_gpu("--only", "sanitizer_*")
+        self.assertEqual({check["status"] for check in checks.values()}, {"not run"})
+        self.assertIn("compute-sanitizer was not found", checks["sanitizer_racecheck"]["reason"])
+        self.script(self.machine / "compute-sanitizer", 'test "$2" != racecheck || exit 9; shift 4; exec "$@"')
+        code, checks = self.run_with_gpu("--only", "sanitizer_*")
+        status = {name: check["status"] for name, check in checks.items()}
+        tools = {"sanitizer_memcheck": "passed", "sanitizer_racecheck": "failed", "sanitizer_synccheck": "passed"}
+        self.assertEqual((code, status), (1, tools), checks)
+        self.assertRegex(checks["sanitizer_memcheck"]["output"], "^bench attention --device cuda .*/cache_memcheck$")
 
     def test_what_passes_without_using_a_gpu_was_not_run(self):
         cc(self.folder / "lib/libcuda.so.1", DRIVER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")

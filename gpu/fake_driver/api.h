@@ -9,6 +9,9 @@ namespace fake {
 constexpr int kMaxGpus = 16;
 int gpu_count();
 
+// Shared memory that a block may have at most.
+unsigned max_shared_bytes();
+
 // The GPU of the thread's current context. Without one, -1 with a report that names the function.
 int context_of(const char *function);
 

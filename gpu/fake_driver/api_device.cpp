@@ -10,8 +10,28 @@
 namespace fake {
 namespace {
 
-// H100: 132 SMs, compute capability 9.0.
-constexpr int kMajor = 9, kMinor = 0, kDriverVersion = 13000;
+constexpr int kDriverVersion = 13000;
+
+// What kernels are chosen by.
+struct Model {
+    const char *capability;
+    int major, minor, multiprocessors, shared_kib;
+};
+constexpr Model kModels[] = {{"9.0", 9, 0, 132, 228}, {"8.0", 8, 0, 108, 164}};  // H100, A100
+
+// The GPUs' model, by FAKE_DRIVER_CAPABILITY.
+const Model &model() {
+    static const Model &chosen = []() -> const Model & {
+        const char *asked = std::getenv("FAKE_DRIVER_CAPABILITY");
+        if (asked == nullptr) return kModels[0];
+        for (const Model &each : kModels) {
+            if (std::strcmp(each.capability, asked) == 0) return each;
+        }
+        report("FAKE_DRIVER_CAPABILITY: expected 9.0 or 8.0, found `%s`", asked);
+        return kModels[0];
+    }();
+    return chosen;
+}
 
 enum Attribute {
     kMaxThreadsPerBlock = 1,
@@ -70,6 +90,8 @@ const ErrorText *error_text(CUresult code) {
 }
 
 }  // namespace
+
+unsigned max_shared_bytes() { return (model().shared_kib - 1) * 1024; }
 
 int gpu_count() {
     static const int count = [] {
@@ -160,13 +182,13 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice de
     case kMaxGridZ: *value = 65535; break;
     case kMaxSharedBytes: *value = 48 * 1024; break;
     case kWarpSize: *value = 32; break;
-    case kMultiprocessors: *value = 132; break;
+    case kMultiprocessors: *value = model().multiprocessors; break;
     case kUnifiedAddressing: *value = 1; break;
     case kMemoryPools: *value = has_memory_pools(); break;
-    case kCapabilityMajor: *value = kMajor; break;
-    case kCapabilityMinor: *value = kMinor; break;
-    case kMaxSharedBytesPerMultiprocessor: *value = 228 * 1024; break;
-    case kMaxSharedBytesOptIn: *value = 227 * 1024; break;
+    case kCapabilityMajor: *value = model().major; break;
+    case kCapabilityMinor: *value = model().minor; break;
+    case kMaxSharedBytesPerMultiprocessor: *value = model().shared_kib * 1024; break;
+    case kMaxSharedBytesOptIn: *value = max_shared_bytes(); break;
     default:
         report("cuDeviceGetAttribute: the fake driver does not know attribute %d", attribute);
         return CUDA_ERROR_INVALID_VALUE;

@@ -12,7 +12,7 @@ using namespace fake;
 namespace {
 
 constexpr int kMaxSharedSizeAttribute = 8;
-constexpr unsigned kDefaultSharedBytes = 48 * 1024, kMaxSharedBytes = 227 * 1024;
+constexpr unsigned kDefaultSharedBytes = 48 * 1024;
 constexpr unsigned kMaxGridYZ = 65535, kMaxThreads = 1024;
 
 struct Function {
@@ -61,7 +61,10 @@ FAKE_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     if (!made->is_candle) {
         const std::size_t header = sizeof kCubinHeader - 1;
         if (std::strncmp(text, kCubinHeader, header) != 0) return CUDA_ERROR_INVALID_IMAGE;
-        for (text += header; *text != '\0';) {
+        text += header;
+        const std::string call = "cuModuleLoadData(" + std::string(text, std::strcspn(text, "\n")) + ")";
+        MAY_FAIL_AS(call.c_str(), CUDA_ERROR_INVALID_IMAGE);
+        while (*text != '\0') {
             const char *end = std::strchr(text, '\n');
             const std::string name(text, end);
             text = end + 1;
@@ -135,7 +138,7 @@ FAKE_EXPORT CUresult cuFuncSetAttribute(CUfunction function, int attribute, int 
         report("cuFuncSetAttribute: the fake driver does not know attribute %d", attribute);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (value < 0 || static_cast<unsigned>(value) > kMaxSharedBytes) return CUDA_ERROR_INVALID_VALUE;
+    if (value < 0 || static_cast<unsigned>(value) > max_shared_bytes()) return CUDA_ERROR_INVALID_VALUE;
     function_of(function)->shared_limit = value;
     return CUDA_SUCCESS;
 }

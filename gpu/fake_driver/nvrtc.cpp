@@ -56,8 +56,8 @@ FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *
     MAY_FAIL(kCompilation);
     Program &compiled = program(handle);
     for (int i = 0; i < count; ++i) {
-        static const std::set<std::string> known = {"--gpu-architecture=sm_90", "--gpu-architecture=sm_90a",
-                                                    "--std=c++17"};
+        static const std::set<std::string> known = {"--gpu-architecture=sm_80", "--gpu-architecture=sm_90",
+                                                    "--gpu-architecture=sm_90a", "--std=c++17"};
         if (known.count(options[i]) == 0) {
             fake::report("nvrtcCompileProgram: the fake NVRTC does not know the option %s", options[i]);
             return kInvalidInput;
@@ -68,6 +68,7 @@ FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *
     compiled.cubin = fake::kCubinHeader;
     std::size_t names = 0;
     for (std::sregex_iterator match(text.begin(), text.end(), kernel), end; match != end; ++match, ++names) {
+        if (names == 0) MAY_FAIL_AS(("nvrtcCompileProgram(" + (*match)[1].str() + ")").c_str(), kCompilation);
         compiled.cubin += (*match)[1].str() + "\n";
     }
     if (names > 0) return kSuccess;
@@ -100,7 +101,8 @@ FAKE_EXPORT int nvrtcGetCUBIN(void *handle, char *cubin) {
 }
 
 FAKE_EXPORT int nvrtcVersion(int *major, int *minor) {
+    const char *asked = std::getenv("FAKE_NVRTC_MINOR");
     *major = 13;
-    *minor = 0;
+    *minor = asked ? std::atoi(asked) : 0;
     return kSuccess;
 }

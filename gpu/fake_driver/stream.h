@@ -56,5 +56,8 @@ bool is_seeded(const char *fault);
 }  // namespace fake
 
 // The first line of a function that may fail on request.
-#define MAY_FAIL(usual) \
-    if (const int failure = fake::injected_failure(__func__, usual)) return static_cast<decltype(usual)>(failure)
+#define MAY_FAIL(usual) MAY_FAIL_AS(__func__, usual)
+
+// The same for calls with a name of their own.
+#define MAY_FAIL_AS(name, usual) \
+    if (const int failure = fake::injected_failure(name, usual)) return static_cast<decltype(usual)>(failure)

@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kernels_check import sass
+from kernels_check import ptxas, sass
 
 ARCHITECTURES = ("80", "90", "100")
 # Files that compile for one architecture only: `only_for` in `kernels/src/device/kernel.rs`.
@@ -34,7 +34,10 @@ def nvcc_outputs(cuda_home: Path, source: Path) -> tuple[str, str]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise CompileError(f"nvcc refuses {source.name}:\n{done.stdout}{done.stderr}")
-        return done.stdout + done.stderr, sass.disassemble(cuda_home, fatbin.name)
+        report = done.stdout + done.stderr
+        if messages := ptxas.serialized(report):
+            raise CompileError(f"ptxas serializes wgmma in {source.name}:\n" + "\n".join(messages))
+        return report, sass.disassemble(cuda_home, fatbin.name)
 
 
 def inlined(source: Path) -> str:

@@ -10,6 +10,8 @@ PROPERTIES = re.compile(
 )
 USED = re.compile(r"Used (?P<registers>\d+) registers")
 SHARED = re.compile(r"(?P<shared>\d+) bytes smem")
+# Messages C7510 to C7519, of which -Werror makes no errors: products of warpgroups that wait for each other.
+SERIALIZED = re.compile(r"^.*\bserialized\b.*$", re.MULTILINE)
 
 
 class UnreadableReport(Exception):
@@ -34,6 +36,11 @@ class Usage:
     def uses_local_memory(self) -> bool:
         """Returns whether the kernel uses local memory: for spilled registers, or for arrays with a dynamic index."""
         return self.stack > 0 or self.spills()
+
+
+def serialized(report: str) -> list[str]:
+    """Returns the messages of a report that say that products of warpgroups do not overlap with anything."""
+    return [line.strip() for line in SERIALIZED.findall(report)]
 
 
 def parse(report: str) -> list[Usage]:

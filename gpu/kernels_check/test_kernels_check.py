@@ -250,6 +250,19 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
             self.assertEqual([wait > last for wait in waits], [False, True])
             self.assertGreater(min(exponentials), waits[1])
 
+    def test_products_of_warpgroups_that_ptxas_serializes_fail(self):
+        name = next(iter(ONLY_FOR))
+        for path in [*(REPOSITORY / "kernels/cuda").glob("*.cuh"), REPOSITORY / "kernels/cuda" / name]:
+            shutil.copy(path, self.kernels)
+        text = (self.kernels / name).read_text()
+        # The scores are used before their products are waited for.
+        wait = "wgmma_wait<1>(scores[0]);\n            become_p(key);"
+        self.assertIn(wait, text)
+        (self.kernels / name).write_text(text.replace(wait, "become_p(key);"))
+        with redirect_stdout(io.StringIO()):
+            errors = check(self.cuda_home, self.kernels, self.document, True)
+        self.assertRegex(errors[0], rf"ptxas serializes wgmma in {name}:\n.*serialized due to")
+
     def test_a_warning_fails(self):
         unused = COPIES.replace("{ out", "{ int unused; out")
         self.assertRegex(self.check(unused)[0], r"made_up\.cu(.|\n)*unused")

@@ -75,12 +75,11 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
         if (!visible.sees_all(key, kKeys)) mask(scores, ranges, first_row + warp_row, key, sizes);
         update(factor, softmax, scores, scale * kLog2E);
     };
-    // Waits for the product with the last values. At the start of an iteration, because ptxas would move a wait at the
-    // end of one to before the softmax.
+    // Waits for the product with the last values, and for the copies. At the start of an iteration, because ptxas would
+    // move a wait at the end of one to before the softmax. All warpgroups are then past their reads of the other stage.
     const auto finish_values = [&] {
         wgmma_wait<0>(output[0], p[0]);
-        scale_rows(output, factor);
-        round_to_a<T>(p, scores);
+        wait_for_operands();
     };
     // The keys from `key` on, if a row sees one of them, and the values of the tile before.
     const auto copy_stage = [&](u32 stage, u32 key) {
@@ -102,16 +101,19 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
 #pragma unroll 1
         for (key += kKeys; key < visible.any.end; key += kKeys, stage ^= 1) {
             finish_values();
-            wait_for_operands();
-            copy_stage(stage ^ 1, key + kKeys);
-            wgmma_fence(scores[0], output[0], p[0]);
+            round_to_a<T>(p, scores);
+            wgmma_fence(scores[0]);
             multiply_queries(scores, tiles.queries, tiles.keys(stage));
+            scale_rows(output, factor);
+            wgmma_fence(output[0], p[0]);
             multiply_values(output, p, tiles.values(stage));
+            copy_stage(stage ^ 1, key + kKeys);
             wgmma_wait<1>(scores[0]);
             become_p(key);
         }
         finish_values();
-        wait_for_operands();
+        round_to_a<T>(p, scores);
+        scale_rows(output, factor);
         wgmma_fence(output[0], p[0]);
         multiply_values(output, p, tiles.values(stage));
         wgmma_wait<0>(output[0], p[0]);

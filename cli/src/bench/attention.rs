@@ -4,7 +4,7 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
 use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, Placement, Ranks, settings};
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use candle_core::{DType, Device, Tensor};
 use clap::ValueEnum;
 use serde_json::json;
@@ -34,7 +34,7 @@ pub(super) struct Args {
     /// Dtype of the tensors; f32 is always measured too.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
-    /// Kernels of 16-bit attention on a GPU, as `ulysses.attention`.
+    /// Kernels of 16-bit attention on a GPU, as `ulysses.attention`; `wgmma` is an error where `auto` does not use them.
     #[arg(long, default_value = "auto")]
     kernels: KernelsArg,
     /// Device of the tensors.
@@ -49,6 +49,7 @@ pub(super) struct Args {
 enum KernelsArg {
     Auto,
     Fused,
+    Wgmma,
     Tiled,
 }
 
@@ -57,6 +58,7 @@ impl From<KernelsArg> for AttentionKernels {
         match kernels {
             KernelsArg::Auto => Self::Auto,
             KernelsArg::Fused => Self::Fused,
+            KernelsArg::Wgmma => Self::Wgmma,
             KernelsArg::Tiled => Self::Tiled,
         }
     }
@@ -76,10 +78,10 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
     let layout = AttentionLayout::causal(1, args.seq_len, q_to_kv).or_usage()?;
     let mut on = Ranks::threads(placement);
-    let figures = on.run(1, &options, |rank, device| measure(rank, &device, args, &layout))?;
+    let (figures, kernels) = on.run(1, &options, |rank, device| measure(rank, &device, args, &layout))?;
     let settings = json!({
         "seq_len": args.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": args.head_dim,
-        "dtype": args.dtype.name(),
+        "dtype": args.dtype.name(), "kernels": kernels,
     });
     let method = "causal; FLOPs of visible pairs only; each pass alternating with a square f32 GEMM on the same \
                   threads; median. delta: the row sums of o · dout that backward needs.";
@@ -87,13 +89,14 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     args.measuring.print(&Report { figures, ..report })
 }
 
-/// Measures the square GEMM and the passes; other dtypes are compared with f32.
+/// Measures the square GEMM and the passes; other dtypes are compared with f32. Returns the name of the kernels that
+/// computed them in `args.dtype`, too.
 fn measure(
     rank: &RankContext,
     device: &Device,
     args: &Args,
     layout: &AttentionLayout,
-) -> Result<Vec<Figure>> {
+) -> Result<(Vec<Figure>, &'static str)> {
     let operation = |dtype: DtypeArg, kernels: KernelsArg| {
         let options = TensorOptions { device: device.clone(), dtype: dtype.dtype() };
         Operation::new(layout, args.head_dim.into(), &options, kernels.into())
@@ -103,6 +106,10 @@ fn measure(
         DtypeArg::F32 => None,
         dtype => Some(operation(dtype, args.kernels)?),
     };
+    let kernels = other.as_ref().unwrap_or(&in_f32).kernels;
+    if args.kernels == KernelsArg::Wgmma && kernels != AttentionKernels::Wgmma {
+        bail!("--kernels wgmma: this device does not run them in {}, see the warnings", args.dtype.name());
+    }
     let square = Square::new(DType::F32, device)?;
     let mut cases = vec![square.case()];
     cases.extend(in_f32.cases());
@@ -124,7 +131,16 @@ fn measure(
     let others = if other.is_some() { figures(args.dtype) } else { Vec::new() };
     let others = others.into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
     let others: Vec<Figure> = others.collect();
-    Ok([vec![square], in_f32, others].concat())
+    Ok(([vec![square], in_f32, others].concat(), name(kernels, device)))
+}
+
+fn name(kernels: AttentionKernels, device: &Device) -> &'static str {
+    match kernels {
+        _ if device.is_cpu() => "cpu",
+        AttentionKernels::Auto | AttentionKernels::Fused => "fused",
+        AttentionKernels::Wgmma => "wgmma",
+        AttentionKernels::Tiled => "tiled",
+    }
 }
 
 /// Attention with gradients on random tensors.

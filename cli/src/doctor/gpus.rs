@@ -13,7 +13,7 @@ use std::time::Duration;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
 use ulysses::config::Backend;
 use ulysses::device::{Gpu, driver_cuda_version, gpu, gpu_count, open_gpu};
-use ulysses::kernels::attention::AttentionKernels;
+use ulysses::kernels::attention::{AttentionKernels, CheckedKernels};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -129,20 +129,21 @@ fn nccl(_: &str) -> Option<Finding> {
     None
 }
 
-/// Compares the fused attention kernels with the tiled ones on a GPU.
+/// Compares the fused attention kernels with the tiled ones on a GPU, although an earlier result may be cached.
 fn attention(ordinal: usize) -> Finding {
     let name = format!("attention on GPU {ordinal}");
-    let kernels = || -> Result<_> { Ok(AttentionKernels::Auto.on(&open_gpu(ordinal)?, DType::BF16)?) };
-    match kernels() {
-        Ok(AttentionKernels::Tiled) => {
-            Finding::new("GPU", name, State::Warning, "tiled: the fused kernels disagree")
-        }
-        Ok(AttentionKernels::Wgmma) => {
-            let found = "fused kernels in 16 bits, forward with wgmma; they agree with the tiled ones";
-            Finding::new("GPU", name, State::Ok, found)
-        }
-        Ok(_) => {
-            Finding::new("GPU", name, State::Ok, "fused kernels in 16 bits, they agree with the tiled ones")
+    let checked = || -> Result<_> { Ok(AttentionKernels::check(&open_gpu(ordinal)?, DType::BF16)?) };
+    match checked() {
+        Ok(CheckedKernels { kernels, refused }) => {
+            let chosen = match kernels {
+                AttentionKernels::Tiled => "tiled kernels",
+                AttentionKernels::Wgmma => {
+                    "fused kernels in 16 bits, forward with wgmma; they agree with the tiled ones"
+                }
+                _ => "fused kernels in 16 bits, they agree with the tiled ones",
+            };
+            let state = if refused.is_empty() { State::Ok } else { State::Warning };
+            Finding::new("GPU", name, state, [&[chosen.to_owned()], &refused[..]].concat().join("; "))
         }
         Err(error) => Finding::new("GPU", name, State::Failed, format!("{error:#}")),
     }

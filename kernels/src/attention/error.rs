@@ -77,6 +77,15 @@ pub enum AttentionError {
         /// The property that is not supported.
         found: String,
     },
+    /// The fused kernels could not be compared with the tiled ones. The GPU may be unusable until the process ends.
+    #[error(
+        "the comparison of the fused with the tiled attention kernels failed on this GPU; start the program again, and if \
+         that does not help, use \"ulysses\": {{\"attention\": \"tiled\"}}, which compares nothing"
+    )]
+    SelfCheck {
+        /// The cause.
+        source: Box<AttentionError>,
+    },
     /// A tensor's shape does not match the other operands and the layout.
     #[error("{op}: {tensor} must have shape {expected:?}, got {got:?}")]
     Shape {

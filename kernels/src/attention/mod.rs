@@ -34,6 +34,7 @@ mod steps;
 #[cfg(test)]
 mod tests;
 
+pub use choice::CheckedKernels;
 pub use compute::AttentionCompute;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward, merge};

@@ -95,7 +95,11 @@ pub(super) unsafe fn launch(
     args: &[Arg<'_>],
 ) -> Result<(), DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
-    let name = CString::new(kernel.name.as_str()).map_err(|nul| error(nul.to_string()))?;
+    #[cfg(not(test))]
+    let name = kernel.name.clone();
+    #[cfg(test)]
+    let name = tests::entry_point(&kernel.name);
+    let name = CString::new(name).map_err(|nul| error(nul.to_string()))?;
     // SAFETY: `name` ends in a nul; the returned text is read at once.
     let signature = unsafe { text(ulysses_emulation_signature(name.as_ptr())) };
     let signature = signature.ok_or_else(|| error("there is no kernel of this name".to_owned()))?;

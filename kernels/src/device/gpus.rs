@@ -1,6 +1,6 @@
 //! The GPUs that this process sees, and their memory.
 
-use super::{DeviceError, Gpu, GpuMemory};
+use super::{DeviceError, Gpu, GpuMemory, Source};
 use candle_core::Device;
 
 /// Number of GPUs that this process sees: those of `CUDA_VISIBLE_DEVICES`, else all of the machine.
@@ -71,6 +71,23 @@ pub(crate) fn has_wgmma(device: &Device) -> bool {
     }
     _ = device;
     false
+}
+
+/// Why one of the files of kernels does not compile or load on a device that is usable without it; `None` if all do.
+///
+/// # Errors
+/// A GPU whose other kernels do not load either.
+pub(crate) fn kernel_refusal(
+    device: &Device,
+    files: &[&'static Source],
+) -> Result<Option<String>, DeviceError> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = device {
+        let failed = |message| DeviceError::Open { gpu: cuda.cuda_stream().context().ordinal(), message };
+        return super::cuda::refusal(cuda, files).map_err(failed);
+    }
+    _ = (device, files);
+    Ok(None)
 }
 
 #[cfg(not(feature = "cuda"))]

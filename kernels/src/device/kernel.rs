@@ -14,6 +14,19 @@ pub(crate) struct Source {
     pub(crate) only_for: Option<&'static str>,
 }
 
+impl Source {
+    /// Returns whether there are other kernels for all that this file computes, so that a GPU is usable without it.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_optional(&self) -> bool {
+        let optional = [
+            &sources::ATTENTION_FUSED_BACKWARD,
+            &sources::ATTENTION_FUSED_FORWARD,
+            &sources::ATTENTION_FUSED_FORWARD_WGMMA,
+        ];
+        optional.iter().any(|source| source.name == self.name)
+    }
+}
+
 /// The files of `cuda/`, each compiled as one module.
 pub(crate) mod sources {
     use super::Source;

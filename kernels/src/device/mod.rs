@@ -51,12 +51,12 @@ pub use cuda::{allow_peer_access, load_library_kernels};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 #[cfg(all(test, feature = "kernel-emulation"))]
-pub(crate) use emulation::tests::{bank_conflicts, set_seed};
+pub(crate) use emulation::tests::{bank_conflicts, set_seed, with_fault};
 pub use error::DeviceError;
 pub use fence::Fence;
 pub use gpu_info::{Gpu, GpuMemory};
 pub use gpus::{driver_cuda_version, gpu, gpu_count, gpu_memory, open_gpu};
-pub(crate) use gpus::{explain_allocation, has_wgmma};
+pub(crate) use gpus::{explain_allocation, has_wgmma, kernel_refusal};
 pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, Source, sources};
 pub use kind::DeviceKind;

@@ -69,3 +69,38 @@ fn every_mask_and_grouping_of_heads_errs_at_most_twice_as_much_as_the_naive_way_
 fn so_does_every_one_with_products_of_warpgroups() -> Result<()> {
     check_all(AttentionKernels::Wgmma, &[64, 128])
 }
+
+/// Few queries of many keys: stages of shared memory are used several times, with tiles that all rows of a block see
+/// between others, and ranges that begin and end at the edge of a tile, one key before and one after.
+fn masks_of_many_tiles(heads: &[usize]) -> Result<Vec<(String, AttentionLayout)>> {
+    let part = |q: Vec<u32>, keys: u32, documents: &[u32], window| {
+        AttentionLayout::new(q, (0..keys).collect::<Vec<_>>(), vec![documents.to_vec()], heads, window)
+    };
+    let mut masks = Vec::new();
+    for keys in [385, 513] {
+        masks.push((format!("{keys} keys"), part((keys - 12..keys).collect(), keys, &[0, keys], None)?));
+    }
+    let around = |at: u32| at - 4..at + 4;
+    let queries = around(127).chain(around(255)).chain(around(384)).chain(505..513).collect();
+    masks.push(("documents".to_owned(), part(queries, 513, &[0, 127, 255, 384, 513], None)?));
+    for edge in [127, 128, 129] {
+        let name = format!("windows that begin at key {edge}");
+        masks.push((name, part((500..513).collect(), 513, &[0, 513], Some(513 - edge as usize))?));
+        let name = format!("queries from {}", 128 + edge);
+        masks.push((name, part((128 + edge..150 + edge).collect(), 385, &[0, 385], None)?));
+    }
+    Ok(masks)
+}
+
+#[test]
+fn so_does_every_mask_of_many_tiles() -> Result<()> {
+    for kernels in [AttentionKernels::Wgmma, AttentionKernels::Fused] {
+        for (index, (mask, layout)) in masks_of_many_tiles(&[0, 1, 1])?.into_iter().enumerate() {
+            let (head_dim, dtype) = ([64, 128][index % 2], [DType::BF16, DType::F16][index / 2 % 2]);
+            let case = Case::new(layout, 2, head_dim)?.fused(dtype)?;
+            let name = format!("{kernels:?}, {mask}, d {head_dim}, {dtype:?}");
+            check(&Case { kernels, ..case }, index as u64 + 1, &name)?;
+        }
+    }
+    Ok(())
+}

@@ -18,7 +18,7 @@ mod upload;
 pub(super) use cache::store;
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
-pub(super) use module::verdict_path;
+pub(super) use module::{refusal, verdict_path};
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
 pub(super) use query::{compute_capability, count, describe, driver_version, memory};

@@ -4,7 +4,10 @@
 //! may wait for the GPU, which may wait for another rank, whose thread in this process waits for the loading
 //! lock.
 //!
-//! Compiled kernels are cached by hash of the source and architecture. A cache that cannot be read or written only
+//! A file that does not compile or load makes the GPU unusable, unless there are other kernels for what it computes:
+//! then only its launches fail.
+//!
+//! Compiled kernels are cached by hash of the source, architecture and compiler. A cache that cannot be read or written only
 //! costs some seconds at start.
 
 use super::cache;
@@ -28,10 +31,12 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// All kernels of a GPU by name. They stay loaded until the process ends, and so does the context.
+/// All kernels of a GPU. They stay loaded until the process ends, and so does the context.
 #[derive(Debug)]
 pub(super) struct Functions {
     by_name: HashMap<String, Function>,
+    /// Why an optional file does not compile or load here, by its name.
+    refused: HashMap<&'static str, String>,
     _context: Arc<CudaContext>,
 }
 
@@ -42,6 +47,9 @@ static LOADED: LazyLock<RwLock<HashMap<usize, Arc<Functions>>>> = LazyLock::new(
 pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Function, DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let functions = functions(context).map_err(error)?;
+    if let Some(reason) = functions.refused.get(kernel.source.name) {
+        return Err(error(reason.clone()));
+    }
     let found = functions.by_name.get(&kernel.name).copied();
     found.ok_or_else(|| error(format!("kernels/cuda/{}.cu has no kernel of this name", kernel.source.name)))
 }
@@ -57,21 +65,34 @@ pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, St
     if let Some(functions) = loaded.get(&gpu) {
         return Ok(functions.clone());
     }
-    let functions = Arc::new(Functions { by_name: load_all(context)?, _context: context.clone() });
+    let functions = Arc::new(load_all(context)?);
     loaded.insert(gpu, functions.clone());
     Ok(functions)
 }
 
+/// Why one of the files does not compile or load on a GPU that is usable without it.
+pub(in crate::device) fn refusal(
+    device: &CudaDevice,
+    sources: &[&'static Source],
+) -> Result<Option<String>, String> {
+    let functions = functions(device.cuda_stream().context())?;
+    Ok(sources.iter().find_map(|source| functions.refused.get(source.name).cloned()))
+}
+
 /// Loads the files in parallel: the first time, each is compiled.
-fn load_all(context: &Arc<CudaContext>) -> Result<HashMap<String, Function>, String> {
+fn load_all(context: &Arc<CudaContext>) -> Result<Functions, String> {
     std::thread::scope(|scope| {
-        let load = |source: &'static Source| scope.spawn(move || load(context, source));
+        let load = |source: &'static Source| (source, scope.spawn(move || load(context, source)));
         let files: Vec<_> = sources::ALL.iter().copied().map(load).collect();
-        let mut functions = HashMap::new();
-        for file in files {
-            functions.extend(file.join().map_err(|_| "the loading of a kernel panicked".to_owned())??);
+        let (mut by_name, mut refused) = (HashMap::new(), HashMap::new());
+        for (source, file) in files {
+            match file.join().map_err(|_| "the loading of a kernel panicked".to_owned())? {
+                Ok(functions) => by_name.extend(functions),
+                Err(reason) if source.is_optional() => _ = refused.insert(source.name, reason),
+                Err(reason) => return Err(reason),
+            }
         }
-        Ok(functions)
+        Ok(Functions { by_name, refused, _context: context.clone() })
     })
 }
 
@@ -80,7 +101,8 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     let (major, minor) = context.compute_capability().map_err(|failure| failure.to_string())?;
     let Some(architecture) = architecture(source, (major, minor)) else { return Ok(Vec::new()) };
     let text = whole_text(source);
-    let cache = cache::path(&format!("{}-{architecture}", source.name), (&text, &architecture), "cubin");
+    let key = (&text, &architecture, compiler());
+    let cache = cache::path(&format!("{}-{architecture}", source.name), key, "cubin");
     let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
     if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
         return Ok(functions);
@@ -124,6 +146,13 @@ fn entry_points(cubin: &[u8]) -> Result<Vec<(String, Function)>, driver::DriverE
         };
         functions.into_iter().map(named).collect()
     }
+}
+
+/// The version of NVRTC: major, minor.
+fn compiler() -> Option<(i32, i32)> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the results are written to live variables.
+    unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor).result().ok().map(|()| (major, minor)) }
 }
 
 /// Compiles to machine code. A driver rejects PTX of a newer toolkit.
@@ -174,7 +203,7 @@ fn whole_text(source: &Source) -> String {
     })
 }
 
-/// The file of a verdict on kernels, which holds for a GPU model and a driver.
+/// The file of a verdict on kernels, which holds for a GPU model, a driver and a compiler.
 pub(in crate::device) fn verdict_path(
     name: &str,
     kernels: &[&Source],
@@ -183,5 +212,5 @@ pub(in crate::device) fn verdict_path(
     let stream = device.cuda_stream();
     let texts: Vec<_> = kernels.iter().map(|source| whole_text(source)).collect();
     let driver = super::driver_version().ok();
-    Ok(cache::path(name, (texts, stream.context().name()?, driver), "verdict"))
+    Ok(cache::path(name, (texts, stream.context().name()?, driver, compiler()), "verdict"))
 }

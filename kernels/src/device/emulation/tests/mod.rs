@@ -7,6 +7,8 @@ mod warpgroups;
 use crate::device::kernel::Source;
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher};
 use candle_core::{Device, Tensor};
+use std::cell::Cell;
+use std::ffi::CString;
 
 /// The emulation knows kernels by name, so the text does not matter.
 static TESTS: Source = Source { name: "tests", text: "", only_for: None };
@@ -21,6 +23,28 @@ unsafe extern "C" {
 pub(crate) fn set_seed(seed: u64) {
     // SAFETY: it sets two variables of this thread.
     unsafe { ulysses_emulation_set_seed(seed) }
+}
+
+thread_local! {
+    static FAULT: Cell<&'static str> = const { Cell::new("") };
+}
+
+/// Calls `run` with a fault of `cuda/tests/attention_faults.rs` in the kernels that this thread launches.
+pub(crate) fn with_fault<R>(fault: &'static str, run: impl FnOnce() -> R) -> R {
+    FAULT.set(fault);
+    let result = run();
+    FAULT.set("");
+    result
+}
+
+/// The kernel with the fault of this thread, if it has one, or the right one.
+pub(super) fn entry_point(name: &str) -> String {
+    let faulty = format!("{}_{name}", FAULT.get());
+    let is_kernel = CString::new(faulty.as_str()).is_ok_and(|name| {
+        // SAFETY: `name` ends in a nul.
+        !unsafe { super::ulysses_emulation_signature(name.as_ptr()) }.is_null()
+    });
+    if is_kernel { faulty } else { name.to_owned() }
 }
 
 /// Bank conflicts of this thread's launches since the last call.
