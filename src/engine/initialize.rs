@@ -247,6 +247,16 @@ impl Engine {
         &self.workspace
     }
 
+    /// Frees the recycled storage of layers and steps, and that of offloaded activations. It serves tensors of the same
+    /// sizes only: call this between steps if the sequence length changes.
+    ///
+    /// # Errors
+    /// A failed copy of an offloaded activation.
+    pub fn free_recycled_storage(&self) -> Result<(), EngineError> {
+        self.workspace.clear();
+        Ok(self.activation_offload.as_ref().map_or(Ok(()), ActivationOffload::trim)?)
+    }
+
     /// Index of the head's unit. The units are in forward order: the embedding is 0, layer i is i + 1.
     pub(super) fn head_unit(&self) -> usize {
         if self.model.is_tied() { 0 } else { self.model.layers.len() + 1 }

@@ -135,6 +135,14 @@ impl ActivationOffload {
         tensors.iter().try_for_each(|stored| self.0.read_ahead(&stored.extent, || stored.alloc(workspace)))
     }
 
+    /// Frees storage that no tensor uses.
+    ///
+    /// # Errors
+    /// An earlier write that failed.
+    pub(super) fn trim(&self) -> Result<(), OffloadError> {
+        self.0.trim()
+    }
+
     /// Loads a tensor and frees its extent.
     ///
     /// # Errors

@@ -232,3 +232,43 @@ fn fake_groups(
     let gradient_dtype = config.gradient_communication();
     Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding, ring, gradient_dtype })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::workload;
+    use super::*;
+    use serde_json::json;
+    use ulysses_kernels::device::DeviceKind;
+
+    #[test]
+    fn checkpoints_of_an_earlier_length_are_not_offloaded_any_more() {
+        let config = json!({
+            "activation_checkpointing": { "cpu_checkpointing": true },
+            "ulysses": { "activation_checkpointing": true },
+        });
+        for device in [DeviceKind::Cuda, DeviceKind::Cpu] {
+            let workload = workload(&config, device, 1);
+            let mesh = workload.mesh().unwrap();
+            let most = |lengths: &[usize], frees: bool| {
+                let steps = |rank: &mut DryRank, accumulation| {
+                    let mut last = 0;
+                    for length in lengths {
+                        let mut workload = workload.clone();
+                        workload.config.ulysses.seq_len = Some(*length);
+                        rank.batch = workload.batch(0)?;
+                        last = rank.step(accumulation)?.offloaded_bytes;
+                        if frees {
+                            rank.engine.free_recycled_storage()?;
+                        }
+                    }
+                    Ok(last)
+                };
+                workload.dry((&mesh, 0), MAX_MICRO_BATCHES, steps).unwrap()
+            };
+            let longest = most(&[26], false);
+            assert!(longest > 0);
+            assert_eq!(most(&[20, 24, 26], true), longest, "{device:?}");
+            assert!(most(&[20, 24, 26], false) > 2 * longest, "{device:?}: storage is recycled by size");
+        }
+    }
+}

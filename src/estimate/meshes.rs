@@ -170,10 +170,13 @@ impl Workload {
         let (mut first, mut end) = (0, sizes.len().saturating_sub(1));
         while first < end {
             let middle = first.midpoint(end);
-            let workload = self.with_micro_batch(sizes[middle]);
-            let fits = match workload.plan() {
+            let decided = self.with_micro_batch(sizes[middle]).decided(Some(budget));
+            let fits = match decided.and_then(|workload| Ok((workload.plan()?, workload))) {
                 Err(EngineError::StepTooLarge { .. }) => false,
-                plan => workload.fits(&plan?, budget),
+                planned => {
+                    let (plan, workload) = planned?;
+                    workload.fits(&plan, budget)
+                }
             };
             if fits { end = middle } else { first = middle + 1 }
         }

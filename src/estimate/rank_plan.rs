@@ -117,7 +117,7 @@ fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, SentBytes>, serializer: S)
 mod tests {
     use crate::config::Config;
     use crate::estimate::{RankPlan, Workload};
-    use crate::model::preset;
+    use crate::model::{LlamaConfig, preset};
     use serde_json::{Value, json};
     use ulysses_kernels::device::DeviceKind;
 
@@ -151,6 +151,25 @@ mod tests {
         let in_file = plan(DeviceKind::Cpu, true, stage());
         assert_eq!(in_file.offloaded_bytes, offloaded.offloaded_bytes);
         assert!(in_file.peak_bytes < offloaded.peak_bytes + (1 << 17));
+    }
+
+    /// f32 parameters, which are copied to the host for the update: at most three pieces of 1 GiB at a time.
+    #[test]
+    fn a_unit_larger_than_1_gib_is_updated_in_pieces() {
+        let config = json!({
+            "train_batch_size": 1, "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "cpu" } },
+            "ulysses": { "seq_len": 8 },
+        });
+        let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+        let model = LlamaConfig { vocab_size: 8 << 20, num_layers: 1, ..preset("nano").unwrap() };
+        let numel = model.num_parameters() as u64;
+        let embedding = (model.vocab_size * model.hidden_size * 4) as u64;
+        assert!(embedding >= 2 << 30);
+        let device = DeviceKind::Cuda;
+        let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
+        // Gradients and two moments, and padding of small parameters.
+        let copies = workload.plan().unwrap().offloaded_bytes - 3 * 4 * numel;
+        assert!((1 << 30..=3 << 30).contains(&copies), "{copies}");
     }
 
     #[test]

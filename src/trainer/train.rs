@@ -166,7 +166,7 @@ impl<'a> Trainer<'a> {
         let start = Instant::now();
         if self.data.begin_step(done)? {
             // Buffers of the old length are not needed any more.
-            self.engine.workspace().clear();
+            self.engine.free_recycled_storage()?;
         }
         let phase = self.data.phase();
         let (seq_len, padding_share) = (phase.data.seq_len(), phase.data.padding_share());

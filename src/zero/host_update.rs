@@ -2,26 +2,33 @@
 //!
 //! Master copy, optimizer state and gradients stay in host memory, where the rank's CPU threads update them. Only
 //! what is not there is copied: whole gradients (stage 1) and parameters that are their own master copy (f32) before
-//! the update, and updated parameters after it. So copies of one unit overlap with the update of another.
+//! the update, and updated parameters after it. A unit is updated in pieces, so that its temporary copies are small;
+//! the copies of one piece overlap with the update of another.
 
 use super::optimizer_step::{self, Step};
-use super::state_tensor::{Slot, StateTensor, with_bytes};
+use super::state_tensor::{SlotSlice, StateTensor, with_bytes};
 use super::unit::{Gradients, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::config::OptimizerConfig;
+use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::cast;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::f32_elements;
 
-/// The tensors of one unit's update in host memory.
-struct HostTensors {
+/// Maximum number of elements of a piece: 1 GiB of f32.
+pub(super) const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
+
+/// A part of a unit's elements that this rank updates, with its tensors in host memory.
+struct Piece<'a> {
+    unit: &'a Unit,
+    elements: Range<usize>,
     /// The parameters in 16 bits, if they have a master copy.
-    rounded: Option<Arc<Slot>>,
+    rounded: Option<SlotSlice>,
     /// The parameters, or their master copy.
-    exact: Arc<Slot>,
-    gradients: Arc<Slot>,
-    state: Vec<Arc<Slot>>,
+    exact: SlotSlice,
+    gradients: SlotSlice,
+    state: Vec<SlotSlice>,
 }
 
 impl ZeroOptimizer {
@@ -43,74 +50,86 @@ impl ZeroOptimizer {
         config: &OptimizerConfig,
         step: Step,
     ) -> Result<(), ZeroError> {
-        let mut units = self.trained_units().peekable();
-        let mut next = units.peek().map(|first| self.host_tensors(first, store)).transpose()?;
-        // The previous unit's parameters are being copied to the device: their host memory is not reused yet.
+        let mut pieces = self.trained_units().flat_map(|unit| {
+            let (end, size) = (unit.updated_numel(self.stage), self.max_piece_elements);
+            let ranges = (0..end).step_by(size).map(move |start| start..end.min(start + size));
+            ranges.map(move |elements| self.start_piece(unit, elements, store))
+        });
+        let mut next = pieces.next().transpose()?;
+        // The previous piece's parameters are being copied to the device: their host memory is not reused yet.
         let mut previous = None;
-        while let (Some(unit), Some(tensors)) = (units.next(), next.take()) {
-            next = units.peek().map(|next| self.host_tensors(next, store)).transpose()?;
-            self.update_unit_on_host(unit, &tensors, config, step)?;
+        while let Some(piece) = next {
+            next = pieces.next().transpose()?;
+            self.update_piece(&piece, config, step)?;
             self.storage.settle()?;
-            drop(previous.replace(tensors));
+            drop(previous.replace(piece));
         }
         Ok(())
     }
 
     /// Starts to copy what is not in host memory.
-    fn host_tensors(&self, unit: &Unit, store: &Arc<OffloadStore>) -> Result<HostTensors, ZeroError> {
+    fn start_piece<'a>(
+        &self,
+        unit: &'a Unit,
+        elements: Range<usize>,
+        store: &Arc<OffloadStore>,
+    ) -> Result<Piece<'a>, ZeroError> {
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
         let gradients = match &unit.gradients {
             Some(Gradients::Partitioned { partition, .. }) => partition.stored()?,
             _ => StateTensor::Resident(unit.updated_gradients(self.stage)?.ok_or_else(missing)?),
         };
         let rounded = unit.master.is_some().then(|| unit.updated_parameters(self.stage)).transpose()?;
-        Ok(HostTensors {
-            rounded: rounded.map(|parameters| parameters.slot_or_blank(store)),
-            exact: self.exact_parameters(unit)?.slot_or_copy(store)?,
-            gradients: gradients.slot_or_copy(store)?,
-            state: unit.state.iter().map(|state| state.slot_or_copy(store)).collect::<Result<_, _>>()?,
+        Ok(Piece {
+            unit,
+            rounded: rounded.map(|parameters| parameters.slot_or_blank(&elements, store)).transpose()?,
+            exact: self.exact_parameters(unit)?.slot_or_copy(&elements, store)?,
+            gradients: gradients.slot_or_copy(&elements, store)?,
+            state: unit
+                .state
+                .iter()
+                .map(|state| state.slot_or_copy(&elements, store))
+                .collect::<Result<_, _>>()?,
+            elements,
         })
     }
 
-    /// Updates a unit and starts to copy its parameters to the device.
-    fn update_unit_on_host(
-        &self,
-        unit: &Unit,
-        tensors: &HostTensors,
-        config: &OptimizerConfig,
-        step: Step,
-    ) -> Result<(), ZeroError> {
-        let HostTensors { rounded, exact, gradients, state } = tensors;
-        let slots: Vec<&Slot> =
-            rounded.iter().chain([exact, gradients]).chain(state).map(|slot| &**slot).collect();
+    /// Updates a piece and starts to copy its parameters to the device.
+    fn update_piece(&self, piece: &Piece<'_>, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
+        let Piece { unit, elements, rounded, exact, gradients, state } = piece;
+        let slices: Vec<&SlotSlice> = rounded.iter().chain([exact, gradients]).chain(state).collect();
         let mut outcome = Ok(());
-        with_bytes(&slots, &mut |mut bytes| {
+        with_bytes(&slices, &mut |mut bytes| {
             // A dry run has none.
             if !bytes.is_empty() {
-                let elements = bytes.split_off(usize::from(rounded.is_some()));
-                let elements = elements.into_iter().map(f32_elements).collect();
-                outcome = self.update_elements(unit, bytes.pop(), elements, config, step);
+                let tensors = bytes.split_off(usize::from(rounded.is_some()));
+                let tensors = tensors.into_iter().map(f32_elements).collect();
+                outcome = self.update_elements(piece, bytes.pop(), tensors, config, step);
             }
         })?;
         outcome?;
-        unit.updated_parameters(self.stage)?.load_from(rounded.as_ref().unwrap_or(exact))
+        unit.updated_parameters(self.stage)?.load_from(rounded.as_ref().unwrap_or(exact), elements)
     }
 
-    /// `elements`: parameters, gradients and optimizer state.
+    /// `tensors`: parameters, gradients and optimizer state.
     fn update_elements(
         &self,
-        unit: &Unit,
+        Piece { unit, elements: piece, .. }: &Piece<'_>,
         rounded: Option<&mut [u8]>,
-        mut elements: Vec<&mut [f32]>,
+        mut tensors: Vec<&mut [f32]>,
         config: &OptimizerConfig,
         step: Step,
     ) -> Result<(), ZeroError> {
-        let [parameters, gradients, state @ ..] = elements.as_mut_slice() else {
-            unreachable!("the tensors of `HostTensors`")
+        let [parameters, gradients, state @ ..] = tensors.as_mut_slice() else {
+            unreachable!("the tensors of `Piece`")
         };
         for range in &unit.param_group_ranges {
             let (config, step) = range.settings.applied(config, step);
-            let at = || range.elements.clone();
+            let (start, end) = (range.elements.start.max(piece.start), range.elements.end.min(piece.end));
+            if start >= end {
+                continue;
+            }
+            let at = || start - piece.start..end - piece.start;
             let state = state.iter_mut().map(|tensor| &mut tensor[at()]).collect();
             let (parameters, gradients) = (&mut parameters[at()], &gradients[at()]);
             optimizer_step::update_on_host(&config, (parameters, gradients, state), step)?;

@@ -16,7 +16,7 @@ type UnitNorms = Vec<SquaredNorms>;
 
 impl ZeroOptimizer {
     /// Replaces the gradients by the directions of the step, then updates the parameters. If the optimizer is
-    /// partitioned, one collective over dp runs in between.
+    /// partitioned, one collective over the shard group runs in between.
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {

@@ -1,6 +1,7 @@
 //! [`ZeroOptimizer`]: all units of a model on one rank.
 
 use super::frozen_split::{FrozenSplit, split_frozen};
+use super::host_update::MAX_PIECE_ELEMENTS;
 use super::reduce::{self, Reduction};
 use super::state_tensor::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
@@ -28,6 +29,8 @@ pub struct ZeroOptimizer {
     /// The flat buffers. None has both trained and frozen parameters.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,
+    /// Maximum number of elements that one piece of an update on the host has.
+    pub(super) max_piece_elements: usize,
     state_bytes: StateBytes,
 }
 
@@ -88,7 +91,17 @@ impl ZeroOptimizer {
                 param_group_ranges: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, state_bytes };
+        let mut this = Self {
+            stage,
+            config,
+            groups,
+            storage,
+            splits,
+            units,
+            in_flight: None,
+            max_piece_elements: MAX_PIECE_ELEMENTS,
+            state_bytes,
+        };
         if !this.storage.options.device.is_cpu() {
             // The allocator counts host memory. Device memory holds the tensors and nothing else.
             this.state_bytes = this.expected_state_bytes();
@@ -206,7 +219,7 @@ impl ZeroOptimizer {
         all.without(stage, self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
-    /// Views of a unit's parameters, in the order of its layout. Partitioned parameters are gathered over dp
+    /// Views of a unit's parameters, in the order of its layout. Partitioned parameters are gathered over the shard group
     /// and stay gathered until [`release`](Self::release). Do not write to them.
     ///
     /// # Errors

@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Tensor};
 const LANES: usize = 8;
 
 impl ZeroOptimizer {
-    /// Hash of the parameters that this rank keeps. Equal on all ranks of an sp group, and below stage 3 on
-    /// all ranks of a dp group.
+    /// Hash of the parameters that this rank keeps. Equal on all ranks of the replica group, and below stage 3 on all
+    /// ranks of the shard group.
     ///
     /// # Errors
     /// A tensor that cannot be read.
@@ -18,8 +18,8 @@ impl ZeroOptimizer {
         hash(self.units.iter().map(|unit| unit.parameters.persistent().fetch()))
     }
 
-    /// Hash of the optimizer state that this rank keeps, including the master copy of 16-bit parameters.
-    /// Equal on all ranks of an sp group, and at stage 0 on all ranks of a dp group.
+    /// Hash of the optimizer state that this rank keeps, including the master copy of 16-bit parameters. Equal on all
+    /// ranks of the replica group, and at stage 0 on all ranks of the shard group.
     ///
     /// # Errors
     /// A tensor that cannot be read.

@@ -44,7 +44,7 @@ impl ZeroOptimizer {
     }
 
     /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
-    /// holds at its stage. Collective over dp.
+    /// holds at its stage. Collective over the shard group.
     ///
     /// # Errors
     /// An error of `restore`, which leaves part of the state replaced.

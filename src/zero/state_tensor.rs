@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::memory::{Category, with_category};
-use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore};
+use ulysses_kernels::offload::{Extent, ExtentSlice, OffloadError, OffloadStore};
 
 /// A flat, persistent tensor.
 #[derive(Debug, Clone)]
@@ -25,6 +25,19 @@ pub(super) struct Slot {
     dtype: DType,
     device: Device,
     category: Category,
+}
+
+/// Consecutive elements of a slot.
+pub(super) struct SlotSlice {
+    slot: Arc<Slot>,
+    elements: Range<usize>,
+}
+
+impl SlotSlice {
+    fn bytes(&self) -> ExtentSlice<'_> {
+        let size = self.slot.dtype.size_in_bytes();
+        self.slot.extent.slice(self.elements.start * size..self.elements.end * size)
+    }
 }
 
 impl Slot {
@@ -105,52 +118,72 @@ impl StateTensor {
 
 /// Slots in host memory, for updates on the host.
 impl StateTensor {
-    /// The slot of an offloaded tensor. For a resident one, a temporary slot in `store`, to which a copy is started.
-    pub(super) fn slot_or_copy(&self, store: &Arc<OffloadStore>) -> Result<Arc<Slot>, ZeroError> {
-        let slot = self.slot_or_blank(store);
+    /// Elements of an offloaded tensor's slot. For a resident one, a temporary slot of their size in `store`, to which a
+    /// copy is started.
+    pub(super) fn slot_or_copy(
+        &self,
+        elements: &Range<usize>,
+        store: &Arc<OffloadStore>,
+    ) -> Result<SlotSlice, ZeroError> {
+        let slice = self.slot_or_blank(elements, store)?;
         if let Self::Resident(tensor) = self {
-            store.write(&slot.extent, tensor.clone())?;
+            store.write(&slice.slot.extent, narrow(tensor, elements)?)?;
         }
-        Ok(slot)
+        Ok(slice)
     }
 
     /// The same with unspecified content.
-    pub(super) fn slot_or_blank(&self, store: &Arc<OffloadStore>) -> Arc<Slot> {
-        match self {
-            Self::Resident(tensor) => Arc::new(Slot::like(tensor, Category::Other, store)),
-            Self::Offloaded(slot) => slot.clone(),
-        }
+    pub(super) fn slot_or_blank(
+        &self,
+        elements: &Range<usize>,
+        store: &Arc<OffloadStore>,
+    ) -> Result<SlotSlice, ZeroError> {
+        Ok(match self {
+            Self::Resident(tensor) => {
+                let slot = Slot::like(&narrow(tensor, elements)?, Category::Other, store);
+                SlotSlice { slot: Arc::new(slot), elements: 0..elements.len() }
+            }
+            Self::Offloaded(slot) => SlotSlice { slot: slot.clone(), elements: elements.clone() },
+        })
     }
 
-    /// Starts to overwrite a resident tensor with its temporary slot.
-    pub(super) fn load_from(&self, slot: &Slot) -> Result<(), ZeroError> {
+    /// Starts to overwrite elements of a resident tensor with their temporary slot.
+    pub(super) fn load_from(&self, temporary: &SlotSlice, elements: &Range<usize>) -> Result<(), ZeroError> {
         if let Self::Resident(tensor) = self {
-            slot.store.read(&slot.extent, || Ok::<_, ZeroError>(tensor.clone()))?;
+            let slot = &temporary.slot;
+            slot.store.read(&slot.extent, || narrow(tensor, elements))?;
         }
         Ok(())
     }
 }
 
-/// Calls `work` once with the bytes of distinct slots in host memory, in this order; without any in a dry run. Slots of
-/// one store must follow each other.
-pub(super) fn with_bytes(slots: &[&Slot], work: &mut dyn FnMut(Vec<&mut [u8]>)) -> Result<(), OffloadError> {
-    with_further_bytes(slots, Vec::new(), work)
+fn narrow(tensor: &Tensor, elements: &Range<usize>) -> Result<Tensor, ZeroError> {
+    Ok(tensor.narrow(0, elements.start, elements.len())?)
+}
+
+/// Calls `work` once with the bytes of slices of distinct slots in host memory, in this order; without any in a dry run.
+/// Slots of one store must follow each other.
+pub(super) fn with_bytes(
+    slices: &[&SlotSlice],
+    work: &mut dyn FnMut(Vec<&mut [u8]>),
+) -> Result<(), OffloadError> {
+    with_further_bytes(slices, Vec::new(), work)
 }
 
 fn with_further_bytes(
-    slots: &[&Slot],
+    slices: &[&SlotSlice],
     first: Vec<&mut [u8]>,
     work: &mut dyn FnMut(Vec<&mut [u8]>),
 ) -> Result<(), OffloadError> {
-    let Some(store) = slots.first().map(|slot| &slot.store) else {
+    let Some(store) = slices.first().map(|slice| &slice.slot.store) else {
         work(first);
         return Ok(());
     };
-    let of_store = slots.iter().take_while(|slot| Arc::ptr_eq(&slot.store, store)).count();
-    let (own, others) = slots.split_at(of_store);
-    let extents: Vec<&Extent> = own.iter().map(|slot| &slot.extent).collect();
+    let of_store = slices.iter().take_while(|slice| Arc::ptr_eq(&slice.slot.store, store)).count();
+    let (own, others) = slices.split_at(of_store);
+    let bytes: Vec<ExtentSlice<'_>> = own.iter().map(|slice| slice.bytes()).collect();
     let (mut first, mut outcome) = (Some(first), Ok(()));
-    store.with_bytes(&extents, |own| {
+    store.with_bytes(&bytes, |own| {
         let all = first.take().into_iter().flatten().chain(own).collect();
         outcome = with_further_bytes(others, all, work);
     })?;
@@ -180,7 +213,7 @@ impl StateSlice {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn tensor(&self) -> Result<Tensor, ZeroError> {
-        let part = self.tensor.fetch()?.narrow(0, self.elements.start, self.elements.len())?;
+        let part = narrow(&self.tensor.fetch()?, &self.elements)?;
         Ok(part.to_dtype(DType::F32)?)
     }
 }

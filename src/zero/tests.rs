@@ -1,8 +1,9 @@
 //! Partition arithmetic by hand, and live optimizers on several meshes.
 
+use super::param_group_ranges::{ParamGroupRange, Settings};
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
-use crate::config::{CommunicationDtype, OptimizerConfig, ZeroStage};
+use crate::config::{CommunicationDtype, GroupRate, OptimizerConfig, ZeroStage};
 use crate::mesh::DeviceMesh;
 use candle_core::DType;
 use parking_lot::Mutex;
@@ -210,6 +211,17 @@ fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize)
     seen
 }
 
+/// Cuts the elements that a rank updates into two parameter groups.
+fn cut_into_groups(zero: &mut ZeroOptimizer) {
+    for ranges in zero.units.iter_mut().map(|unit| &mut unit.param_group_ranges) {
+        let Some(first) = ranges.first_mut() else { continue };
+        let (middle, end) = (first.elements.end / 2, first.elements.end);
+        first.elements.end = middle;
+        let settings = Settings { rate: GroupRate::Scaled(0.5), weight_decay: Some(0.3) };
+        ranges.push(ParamGroupRange { elements: middle..end, settings, tensors: None });
+    }
+}
+
 /// Host copies that complete as late as a device may, and updates on the host of all optimizers but LAMB.
 #[test]
 fn offloaded_state_comes_back_bit_for_bit() {
@@ -261,17 +273,29 @@ fn offloaded_state_comes_back_bit_for_bit() {
             };
             let seen = Mutex::new(BTreeMap::new());
             on_mesh_with(mesh, stage, (config.clone(), options), |zero, dp_rank, sp_rank| {
+                if on_host {
+                    cut_into_groups(zero);
+                }
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 seen.lock().insert((dp_rank, sp_rank), bits);
             });
-            on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
-                assert_eq!(zero.host_store().is_some(), on_host, "{dtype:?}");
-                let bits = after_three_updates(zero, dp_rank, sp_rank);
-                assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
-                let bytes = zero.expected_state_bytes();
-                assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
-                assert_eq!(bytes.gradients == 0, stage.partitions_gradients());
-            });
+            // In one piece, and in pieces that cut the two groups and leave a shorter one.
+            for max_piece_elements in [host_update::MAX_PIECE_ELEMENTS, 4] {
+                on_mesh_with(mesh, stage, (config.clone(), away), |zero, dp_rank, sp_rank| {
+                    zero.max_piece_elements = max_piece_elements;
+                    if on_host {
+                        cut_into_groups(zero);
+                    }
+                    assert_eq!(zero.host_store().is_some(), on_host, "{dtype:?}");
+                    let bits = after_three_updates(zero, dp_rank, sp_rank);
+                    let expected = seen.lock();
+                    let expected = expected.get(&(dp_rank, sp_rank));
+                    assert_eq!(Some(&bits), expected, "{mesh:?} {stage:?} {dtype:?} {max_piece_elements}");
+                    let bytes = zero.expected_state_bytes();
+                    assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
+                    assert_eq!(bytes.gradients == 0, stage.partitions_gradients());
+                });
+            }
         }
     }
 }

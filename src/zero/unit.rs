@@ -110,9 +110,9 @@ pub(super) struct Unit {
 }
 
 impl Unit {
-    /// Views of all parameters; gathers partitioned ones over dp first.
-    pub(super) fn gather(&mut self, dp: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
-        self.start_gather(dp)?;
+    /// Views of all parameters; gathers partitioned ones over the shard group first.
+    pub(super) fn gather(&mut self, shard: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
+        self.start_gather(shard)?;
         match &mut self.parameters {
             Parameters::Whole(whole) => Ok(whole.views.clone()),
             Parameters::Partitioned { transient, .. } => {
@@ -127,14 +127,14 @@ impl Unit {
     }
 
     /// Starts to gather partitioned parameters, unless they are gathered or being gathered.
-    pub(super) fn start_gather(&mut self, dp: &dyn ProcessGroup) -> Result<(), ZeroError> {
+    pub(super) fn start_gather(&mut self, shard: &dyn ProcessGroup) -> Result<(), ZeroError> {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
             // The copy of an offloaded partition lives until its peers have read it.
             let partition = partition.fetch()?;
             let whole = with_category(Category::Parameters, || {
                 Viewed::zeros(&self.layout, partition.dtype(), partition.device())
             })?;
-            let pending = Some(dp.start_all_gather(&partition, &whole.flat)?);
+            let pending = Some(shard.start_all_gather(&partition, &whole.flat)?);
             *transient = Some(Gathered { whole, pending });
         }
         Ok(())
@@ -217,6 +217,11 @@ impl Unit {
                 (rank == self.shard_rank).then(|| partition.fetch()).transpose()
             }
         }
+    }
+
+    /// Number of elements that this rank updates: its partition, or all if the optimizer is not partitioned.
+    pub(super) fn updated_numel(&self, stage: ZeroStage) -> usize {
+        if stage.partitions_optimizer() { self.layout.partition_numel() } else { self.layout.padded_numel() }
     }
 
     /// The stored parameters that this rank updates: its partition, or all if the optimizer is not

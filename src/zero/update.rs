@@ -11,12 +11,12 @@ use ulysses_kernels::cast;
 use ulysses_kernels::memory::{Category, with_category};
 
 impl ZeroOptimizer {
-    /// Updates this rank's elements. If parameters are whole but the optimizer is partitioned, then
-    /// all-gathers the updated parameters over dp.
+    /// Updates this rank's elements. If parameters are whole but the optimizer is partitioned, then all-gathers the
+    /// updated parameters over the shard group.
     ///
     /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly (normalization and
     /// clipping); afterwards the content of their buffer is unspecified. `betas` overrides the optimizer's,
-    /// for schedules that change them. Collective over dp.
+    /// for schedules that change them. Collective over the shard group.
     ///
     /// # Errors
     /// A failed collective.
@@ -167,8 +167,8 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Gathers every parameter, whole and by name, in f32, on every rank of the dp group: the master copy if
-    /// there is one. Collective.
+    /// Gathers every parameter, whole and by name, in f32, on every rank of the shard group: the master
+    /// copy if there is one. Collective.
     ///
     /// # Errors
     /// A failed collective.
@@ -204,7 +204,7 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Gathers every reduced gradient, whole and by name, on every rank of the dp group, except those of
+    /// Gathers every reduced gradient, whole and by name, on every rank of the shard group, except those of
     /// frozen parameters. Collective; valid between the last reduction and the update.
     ///
     /// # Errors

@@ -11,6 +11,15 @@ fn bits(report: &StepReport) -> (u64, [u64; 3], u64, bool, u64) {
     (report.step, numbers, report.label_tokens, report.skipped, report.comm_bytes)
 }
 
+const OVER_SP: &str = r#"{ "ulysses": { "zero_partition_axes": ["dp", "sp"] } }"#;
+const BF16: &str = r#"{ "bf16": { "enabled": true } }"#;
+const BF16_OVER_SP: &str =
+    r#"{ "bf16": { "enabled": true }, "ulysses": { "zero_partition_axes": ["dp", "sp"] } }"#;
+
+fn over_sp(dp: usize, sp: usize, stage: u8) -> Setup {
+    Setup { extra: OVER_SP, ..setup(dp, sp, stage) }
+}
+
 fn open(dir: &Path, step: u64) -> Checkpoint {
     let checkpoint = Checkpoint::open(&dir.join(step_name(step))).unwrap();
     checkpoint.verify().unwrap();
@@ -49,11 +58,14 @@ fn loaded_state_is_bit_equal_on_every_mesh() {
 
 #[test]
 fn a_resumed_run_on_the_same_mesh_is_bit_equal_to_an_uninterrupted_one() {
-    for (dp, sp, stage, accumulation) in
-        [(1, 1, 0, 1), (2, 2, 0, 2), (2, 2, 1, 1), (3, 1, 2, 2), (2, 2, 3, 2)]
-    {
+    let over_dp = [(1, 1, 0, 1), (2, 2, 0, 2), (2, 2, 1, 1), (3, 1, 2, 2), (2, 2, 3, 2)]
+        .map(|(dp, sp, stage, accumulation)| Setup { accumulation, ..setup(dp, sp, stage) });
+    let in_bf16 = Setup { extra: BF16_OVER_SP, ..setup(1, 2, 3) };
+    let over_sp =
+        [Setup { accumulation: 2, ..over_sp(1, 3, 3) }, over_sp(2, 2, 1), over_sp(1, 4, 2), in_bf16];
+    for setup in over_dp.into_iter().chain(over_sp) {
         for optimizer in [ADAM, MOMENTUM, ADAGRAD, LAMB] {
-            let setup = Setup { accumulation, optimizer, ..setup(dp, sp, stage) };
+            let setup = Setup { optimizer, ..setup };
             let dir = tempfile::tempdir().unwrap();
             let uninterrupted = on_mesh(setup, |rank| {
                 rank.train(3)?;
@@ -99,29 +111,42 @@ fn hsdp_partitions_are_written_once_and_load_on_every_mesh() {
 
 #[test]
 fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
-    const OVER_SP: &str =
-        r#"{ "zero_optimization": { "stage": 3 }, "ulysses": { "zero_partition_axes": ["dp", "sp"] } }"#;
-    let over_sp = |dp, sp| Setup { extra: OVER_SP, ..setup(dp, sp, 3) };
-    for saving in [over_sp(2, 2), setup(2, 2, 3)] {
-        let dir = tempfile::tempdir().unwrap();
-        on_mesh(saving, |rank| {
-            rank.train(3)?;
-            rank.save(dir.path())
-        });
-        let saved = open(dir.path(), 3);
-        let partitions = if saving.extra == OVER_SP { 4 } else { 2 };
-        assert_eq!(
-            (saved.manifest().num_partitions, saved.manifest().files.len()),
-            (partitions, partitions * 3)
-        );
-        for setup in [over_sp(2, 2), over_sp(1, 3), setup(2, 2, 3), setup(1, 1, 0), over_sp(3, 2)] {
-            let again = tempfile::tempdir().unwrap();
-            on_mesh(setup, |rank| {
-                rank.resume(dir.path())?;
-                rank.save(again.path())
+    for ((dp_only, both), stage) in [("{}", OVER_SP), (BF16, BF16_OVER_SP)]
+        .into_iter()
+        .flat_map(|axes| [1, 2, 3].map(|stage| (axes, stage)))
+    {
+        let over_dp = |dp, sp, stage| Setup { extra: dp_only, ..setup(dp, sp, stage) };
+        let over_sp = |dp, sp, stage| Setup { extra: both, ..setup(dp, sp, stage) };
+        for (saving, partitions) in [(over_sp(2, 2, stage), 4), (over_dp(2, 2, stage), 2)] {
+            let dir = tempfile::tempdir().unwrap();
+            on_mesh(saving, |rank| {
+                rank.train(3)?;
+                rank.save(dir.path())
             });
-            for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
-                assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
+            let saved = open(dir.path(), 3);
+            assert_eq!(
+                (saved.manifest().num_partitions, saved.manifest().files.len()),
+                (partitions, partitions * 3),
+                "{saving:?}"
+            );
+            // Both settings on the same mesh, other meshes and another stage.
+            let loading = [
+                over_sp(2, 2, stage),
+                over_dp(2, 2, stage),
+                over_sp(1, 3, stage),
+                over_sp(3, 2, stage),
+                over_dp(1, 1, 0),
+                over_sp(1, 4, 4 - stage),
+            ];
+            for setup in loading {
+                let again = tempfile::tempdir().unwrap();
+                on_mesh(setup, |rank| {
+                    rank.resume(dir.path())?;
+                    rank.save(again.path())
+                });
+                for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
+                    assert_eq!(comparison, Comparison::Equal, "{saving:?}, {setup:?}: {tensor:?}");
+                }
             }
         }
     }

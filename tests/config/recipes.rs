@@ -1,7 +1,8 @@
 //! Published recipes of long-sequence training: each is read as it is, and means the same here.
 
 use ulysses::config::{
-    Config, Offload, Overrides, PartitionAxes, Precision, RawConfig, Setting, Settings, Severity, ZeroStage,
+    CommunicationDtype, Config, Offload, Overrides, PartitionAxes, Precision, RawConfig, Setting, Settings,
+    Severity, ZeroStage,
 };
 
 /// Resolves a recipe with settings of the command line.
@@ -37,6 +38,9 @@ fn the_recipe_of_accelerate_gets_its_mesh_from_the_command_line() {
     assert_eq!((config.zero.stage, config.zero_world_size()), (ZeroStage::Parameters, 4));
     assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
     assert_eq!((config.train_batch_size, config.gradient_accumulation_steps), (1, 1));
+    // On one rank nothing is sent.
+    assert_eq!(alone.gradient_communication(), CommunicationDtype::Fp32);
+    assert_eq!(config.gradient_communication(), CommunicationDtype::Bf16);
 }
 
 /// The config of the tutorial "ALST for HF Transformers integration" of deepspeedai/DeepSpeed.

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::Config;
+use ulysses::config::{Config, PartitionAxes};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
@@ -103,9 +103,13 @@ fn assert_holds(label: &str, held: u64, tensors: usize) {
 
 #[test]
 fn parameters_gradients_and_optimizer_state_take_the_bytes_of_zeros_formula() {
-    for (dp, sp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)] {
+    let over_dp = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)].map(|mesh| (mesh, PartitionAxes::Dp));
+    let over_sp = [(1, 4), (2, 2)].map(|mesh| (mesh, PartitionAxes::DpSp));
+    for ((dp, sp), axes) in over_dp.into_iter().chain(over_sp) {
+        let partitions = if axes == PartitionAxes::DpSp { dp * sp } else { dp };
         for stage in 0..=3 {
-            let config = config(dp, sp, stage, false);
+            let mut config = config(dp, sp, stage, false);
+            config.ulysses.zero_partition_axes = axes;
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let model = Model::llama(&MODEL)?;
                 let meter = AllocationMeter::start();
@@ -122,16 +126,19 @@ fn parameters_gradients_and_optimizer_state_take_the_bytes_of_zeros_formula() {
                     // Names and views next to the tensors are small blocks.
                     assert!(counted <= held && held - counted < held / 50, "{counted} counted, {held} held");
                 }
-                assert_eq!(engine.zero().expected_state_bytes().total(), by_formula(stage, dp) as u64);
+                assert_eq!(
+                    engine.zero().expected_state_bytes().total(),
+                    by_formula(stage, partitions) as u64
+                );
                 Ok((all, engine.zero().state_bytes()))
             });
-            let of = |partitioned: bool| if partitioned { PARAMETERS / dp } else { PARAMETERS };
+            let of = |partitioned: bool| if partitioned { PARAMETERS / partitions } else { PARAMETERS };
             for (rank, (all, held)) in ranks.unwrap().into_iter().enumerate() {
-                let label = format!("{dp}x{sp} stage {stage} rank {rank}");
+                let label = format!("{dp}x{sp} over {axes:?} stage {stage} rank {rank}");
                 assert_holds(&format!("{label}: parameters"), held.parameters, of(stage >= 3));
                 assert_holds(&format!("{label}: gradients"), held.gradients, of(stage >= 2));
                 assert_holds(&format!("{label}: optimizer"), held.optimizer, 2 * of(stage >= 1));
-                assert_holds(&format!("{label}: the engine"), all, by_formula(stage, dp));
+                assert_holds(&format!("{label}: the engine"), all, by_formula(stage, partitions));
             }
         }
     }
@@ -211,10 +218,11 @@ fn frozen_parameters_have_no_gradients_and_no_state() {
 }
 
 /// Memory of a rank before its first step, and the peak of its second step.
-fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<(i64, i64)> {
+fn held_and_peak((dp, sp): (usize, usize), precision: &str, offload: serde_json::Value) -> Vec<(i64, i64)> {
     let mut json = json!({
         "train_batch_size": dp,
-        "mesh_param": [dp, 1],
+        "mesh_param": [dp, sp],
+        "ulysses": { "zero_partition_axes": ["dp", "sp"] },
         "bf16": { "enabled": precision == "bf16" },
         "zero_optimization": offload,
     });
@@ -240,18 +248,21 @@ fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<
 #[test]
 fn offloaded_state_and_gradients_are_in_memory_for_two_units_at_a_time() {
     let file = json!({ "device": "nvme" });
-    for (dp, (precision, state, parameters)) in
-        [1, 2].into_iter().flat_map(|dp| [("f32", 2, 4), ("bf16", 3, 2)].map(|precision| (dp, precision)))
+    let meshes = [(1, 1), (2, 1), (1, 4), (2, 2)];
+    for (mesh, (precision, state, parameters)) in
+        meshes.into_iter().flat_map(|mesh| [("f32", 2, 4), ("bf16", 3, 2)].map(|precision| (mesh, precision)))
     {
-        let plain = held_and_peak(dp, precision, json!({}));
-        let optimizer = held_and_peak(dp, precision, json!({ "offload_optimizer": file }));
-        let both = held_and_peak(dp, precision, json!({ "offload_optimizer": file, "offload_param": file }));
-        let (all, unit) = (PARAMETERS / dp, LAYER / dp);
+        let plain = held_and_peak(mesh, precision, json!({}));
+        let optimizer = held_and_peak(mesh, precision, json!({ "offload_optimizer": file }));
+        let both =
+            held_and_peak(mesh, precision, json!({ "offload_optimizer": file, "offload_param": file }));
+        let partitions = mesh.0 * mesh.1;
+        let (all, unit) = (PARAMETERS / partitions, LAYER / partitions);
         // With the f32 gradient, which is offloaded with the state.
         let state = |bytes: usize| ((state + 1) * bytes) as i64;
         let parameters = |bytes: usize| (parameters * bytes / 4) as i64;
         for ((plain, optimizer), both) in plain.into_iter().zip(optimizer).zip(both) {
-            let (label, bookkeeping) = (format!("dp {dp} {precision}"), 64 << 10);
+            let (label, bookkeeping) = (format!("{mesh:?} {precision}"), 64 << 10);
             let saved = plain.0 - optimizer.0;
             assert!((saved - state(all)).abs() < bookkeeping, "{label}: {saved}");
             let saved = optimizer.0 - both.0;
@@ -267,13 +278,13 @@ fn offloaded_state_and_gradients_are_in_memory_for_two_units_at_a_time() {
 }
 
 /// f32 with AdamW, from the ZeRO paper: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S, in bytes.
-fn by_formula(stage: usize, dp: usize) -> usize {
+fn by_formula(stage: usize, partitions: usize) -> usize {
     let numel = PARAMETERS / 4;
     match stage {
         0 => 16 * numel,
-        1 => 8 * numel + 8 * numel / dp,
-        2 => 4 * numel + 12 * numel / dp,
-        _ => 16 * numel / dp,
+        1 => 8 * numel + 8 * numel / partitions,
+        2 => 4 * numel + 12 * numel / partitions,
+        _ => 16 * numel / partitions,
     }
 }
 

@@ -67,6 +67,13 @@ fn cases_of_gpus() -> Vec<Case> {
     ]
 }
 
+/// A config section with partitions over dp and sp.
+fn over_sp(stage: usize, mut config: Value) -> Value {
+    config["zero_optimization"]["stage"] = json!(stage);
+    config["ulysses"]["zero_partition_axes"] = json!(["dp", "sp"]);
+    config
+}
+
 fn cases_of_cpus() -> Vec<Case> {
     let case = |label, model, mesh, rows, seq_len, config| Case { label, model, mesh, rows, seq_len, config };
     let bf16 = json!({ "enabled": true });
@@ -161,6 +168,20 @@ fn cases_of_cpus() -> Vec<Case> {
             5200,
             json!({ "zero_optimization": stage(3), "bf16": bf16 }),
         ),
+        // In both settings the peak of a long sequence is in the loss or in a layer; with a large vocabulary and few
+        // tokens it is in the state.
+        case("1 x 4 over sp, stage 3", model(8, 4, 4000), (1, 4), 1, 900, over_sp(3, json!({}))),
+        case("1 x 4 over sp, stage 1", model(8, 4, 4000), (1, 4), 1, 900, over_sp(1, json!({}))),
+        case("2 x 2 over sp, stage 3", model(8, 4, 256), (2, 2), 1, 4000, over_sp(3, json!({}))),
+        case(
+            "2 x 2 over sp, stage 2",
+            model(8, 4, 4000),
+            (2, 2),
+            1,
+            900,
+            over_sp(2, json!({ "bf16": bf16 })),
+        ),
+        case("1 x 4 over sp, bf16", model(8, 4, 256), (1, 4), 1, 8000, over_sp(3, json!({ "bf16": bf16 }))),
         case(
             "a large vocabulary",
             model(8, 8, 8_000),
@@ -235,6 +256,10 @@ fn memory_cases() -> Vec<Case> {
         case("both in files", (1, 1), in_file(3, &both, "f32")),
         long("both in files, dp 2, bf16", (2, 1), in_file(3, &both, "bf16")),
         long("both in files, 2 x 2, LAMB", (2, 2), lamb),
+        long("both in files, 1 x 4 over sp, bf16", (1, 4), over_sp(3, in_file(3, &both, "bf16"))),
+        long("both in files, 2 x 2 over sp", (2, 2), over_sp(3, in_file(3, &both, "f32"))),
+        long("optimizer in a file, 1 x 4 over sp", (1, 4), over_sp(3, in_file(3, &both[..1], "f32"))),
+        long("optimizer in a file, 2 x 2 over sp, bf16", (2, 2), over_sp(2, in_file(2, &both[..1], "bf16"))),
         case("every other layer", (1, 1), with(json!({ "activation_checkpointing_interval": 2 }))),
         case("every other layer, sp 2", (1, 2), with(json!({ "activation_checkpointing_interval": 2 }))),
         case("tiles", (1, 1), plain(json!({ "tile_tokens": 128 }))),

@@ -23,10 +23,23 @@ use ulysses::model::{LlamaConfig, Model};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
 
+/// sp alone, with dp and uneven, and dp alone.
+const MESHES: [(usize, usize); 6] = [(1, 2), (1, 4), (2, 2), (1, 3), (2, 3), (4, 1)];
+
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 3), (2, 2), (4, 1)];
     let rings = [(4, 2), (3, 3)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 2) });
     meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage))).chain(rings)
+}
+
+fn over_sp(dp: usize, sp: usize, stage: u8) -> Layout {
+    Layout { spans_sp: true, ..layout(dp, sp, stage) }
+}
+
+/// All partitioned stages on all meshes, with partitions over dp and over dp and sp.
+fn partitioned_layouts() -> impl Iterator<Item = Layout> {
+    let of_mesh = |(dp, sp)| [1, 2, 3].map(|stage| [layout(dp, sp, stage), over_sp(dp, sp, stage)]);
+    MESHES.into_iter().flat_map(of_mesh).flatten()
 }
 
 /// The config section of a format; fp16 with a scale that does not overflow.
@@ -87,7 +100,8 @@ fn check_gradients(format: &str, problem: impl Fn() -> Problem, layouts: impl It
 
 #[test]
 fn bf16_gradients_have_at_most_twice_the_error_of_a_naive_bf16_model() {
-    check_gradients("bf16", || in_format("bf16", Rule::Sgd { lr: 0.1 }), layouts());
+    let layouts = layouts().chain(partitioned_layouts());
+    check_gradients("bf16", || in_format("bf16", Rule::Sgd { lr: 0.1 }), layouts);
 }
 
 #[test]
@@ -113,11 +127,12 @@ fn so_have_heads_of_64_elements() {
 fn stages_are_bit_equal_in_16_bits() {
     for format in FORMATS {
         let problem = in_format(format, Rule::AdamW(ADAMW));
-        for (dp, sp) in [(2, 1), (3, 2)] {
-            let expected = bits(&problem.run(layout(dp, sp, 0)).unwrap()).unwrap();
+        for mesh in [layout(2, 1, 0), layout(3, 2, 0), over_sp(1, 3, 0), over_sp(2, 2, 0)] {
+            let expected = bits(&problem.run(mesh).unwrap()).unwrap();
             for stage in 1..=3 {
-                let outcome = problem.run(layout(dp, sp, stage)).unwrap();
-                assert!(bits(&outcome).unwrap() == expected, "{format} {dp}x{sp} stage {stage}");
+                let layout = Layout { stage, ..mesh };
+                let outcome = problem.run(layout).unwrap();
+                assert!(bits(&outcome).unwrap() == expected, "{format} {layout:?}");
             }
         }
     }
@@ -127,14 +142,21 @@ fn stages_are_bit_equal_in_16_bits() {
 /// not in their master copy.
 #[test]
 fn the_master_copy_keeps_steps_too_small_for_16_bits() {
-    for format in FORMATS {
+    let fp16 = [layout(2, 2, 2), over_sp(1, 3, 3)];
+    for (format, layouts) in [("bf16", partitioned_layouts().collect()), ("fp16", fp16.to_vec())] {
         let problem = in_format(format, Rule::AdamW(ADAMW));
-        let (exact, outcome) = (problem.reference().unwrap(), problem.run(layout(2, 2, 2)).unwrap());
-        let expected = crate::support::reference::as_tensors(&exact.weights);
+        let expected = crate::support::reference::as_tensors(&problem.reference().unwrap().weights);
         let start = crate::support::reference::as_tensors(&problem.weights);
-        for (name, error) in rms_errors(&by_name(&outcome.parameters), &expected) {
-            let moved = rms_errors(&start, &expected)[&name];
-            assert!(error < 0.2 * moved, "{format} {name}: {error:.2e} off after a way of {moved:.2e}");
+        let moved = rms_errors(&start, &expected);
+        for layout in layouts {
+            let outcome = problem.run(layout).unwrap();
+            for (name, error) in rms_errors(&by_name(&outcome.parameters), &expected) {
+                let moved = moved[&name];
+                assert!(
+                    error < 0.2 * moved,
+                    "{format} {layout:?} {name}: {error:.2e} off after a way of {moved:.2e}"
+                );
+            }
         }
     }
 }

@@ -131,7 +131,6 @@ fn other_features_are_the_same_over_sp() {
         ("tied", Problem { rule: Rule::AdamW(ADAMW), ..problem(tied, packed_batch()) }, 2e-5),
         ("LAMB", main_problem(Rule::Lamb(LAMB), Some(0.25)), 5e-5),
         ("offloaded", Problem { extra: offloaded, ..adamw() }, 2e-5),
-        ("bf16", Problem { extra: json!({ "bf16": { "enabled": true } }), ..adamw() }, 2e-2),
     ] {
         let single = by_name(&problem.run(layout(1, 1, 3)).unwrap().parameters);
         for (mesh, stage) in [((1, 3, 1, true), 3), ((2, 2, 2, true), 2), ((1, 4, 1, true), 1)] {

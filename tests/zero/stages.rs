@@ -95,7 +95,10 @@ fn with_accumulation_stages_0_and_1_agree_to_the_bit_and_so_do_2_and_3() {
 fn the_same_run_twice_gives_the_same_bits() {
     let problem = main_problem(Rule::AdamW(ADAMW), Some(CLIP));
     let accumulated = Layout { accumulation: 2, ..layout(2, 3, 3) };
-    for layout in [layout(1, 2, 0), layout(2, 3, 1), layout(4, 2, 2), layout(2, 2, 3), accumulated] {
+    let over_dp = [layout(1, 2, 0), layout(2, 3, 1), layout(4, 2, 2), layout(2, 2, 3), accumulated];
+    let over_sp = [layout(1, 4, 1), layout(2, 2, 2), layout(1, 3, 3), accumulated];
+    let over_sp = over_sp.map(|layout| Layout { spans_sp: true, ..layout });
+    for layout in over_dp.into_iter().chain(over_sp) {
         let (first, second) = (problem.run(layout).unwrap(), problem.run(layout).unwrap());
         assert_identical(&format!("{layout:?}"), &second, &first);
     }

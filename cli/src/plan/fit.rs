@@ -21,8 +21,8 @@ struct FitReport {
     fit: Fit,
     /// The longest sequence that fits on the nearest configuration.
     max_seq_len: Option<usize>,
-    /// The config of the first choice, as JSON.
-    config: Option<Value>,
+    /// The configs of the choices, as JSON.
+    configs: Vec<Value>,
 }
 
 pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
@@ -52,21 +52,21 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(nearest) => nearest.workload.max_seq_len(available.budget).or_usage()?,
         None => None,
     };
-    let best = fit.choices.first().map(|choice| written(choice, args, seq_len));
+    let configs = fit.choices.iter().map(|choice| written(choice, args, seq_len)).collect::<Result<_, _>>();
     let report = FitReport {
         head,
         available,
         has_times: machine.is_some(),
         fit,
         max_seq_len,
-        config: best.transpose().or_run()?,
+        configs: configs.or_run()?,
     };
     if args.json {
         print(format_args!("{:#}\n", report.json()))?;
     } else {
         print(&report)?;
     }
-    match (&report.config, &args.output) {
+    match (report.configs.first(), &args.output) {
         (Some(config), Some(file)) => super::write_file(file, "--output", format!("{config:#}\n")),
         (None, Some(file)) => {
             Err(Failure::Run(anyhow!("--output: nothing fits, so {} is not written", file.display())))
@@ -97,6 +97,11 @@ impl FitReport {
             json["max_seq_len"] = json!(self.max_seq_len);
             json
         });
+        let choices = self.fit.choices.iter().zip(&self.configs).map(|(choice, config)| {
+            let mut json = choice_json(choice);
+            json["config"] = config.clone();
+            json
+        });
         json!({
             "criterion": self.criterion(),
             "budget": {
@@ -105,8 +110,8 @@ impl FitReport {
             },
             "tried": self.fit.tried,
             "combinations": self.fit.combinations,
-            "choices": self.fit.choices.iter().map(choice_json).collect::<Vec<_>>(),
-            "config": self.config,
+            "choices": choices.collect::<Vec<_>>(),
+            "config": self.configs.first(),
             "nearest": nearest,
         })
     }
@@ -123,11 +128,13 @@ impl FitReport {
             "micro batch × accumulation",
             "ZeRO stage",
             "recomputed layers",
+            "saved attention output",
             "tile tokens",
             "head chunks",
             "offloaded",
             "peak per rank",
             "offloaded per rank",
+            "host per node",
             "recomputed per rank",
             "sent per rank",
         ];
@@ -138,8 +145,8 @@ impl FitReport {
         rows.extend(self.fit.choices.iter().map(|choice| {
             let mut cells = settings(choice);
             let plan = &choice.plan;
-            let amounts = [plan.peak_bytes, plan.offloaded_bytes].map(|amount| bytes(amount as f64));
-            cells.extend(amounts);
+            let host = choice.workload.host_bytes_per_node(plan);
+            cells.extend([plan.peak_bytes, plan.offloaded_bytes, host].map(|amount| bytes(amount as f64)));
             cells.extend([flops(plan.recompute_flops), bytes(plan.sent.total() as f64)]);
             if self.has_times {
                 cells.extend(times(choice.throughput.as_ref()));
@@ -147,18 +154,26 @@ impl FitReport {
             cells
         }));
         write_table(f, &rows)?;
-        writeln!(f, "  cheapest: {}", self.criterion())
+        writeln!(f, "  cheapest: {}", self.criterion())?;
+        let needs_host = |choice: &FitChoice| choice.workload.host_bytes_per_node(&choice.plan) > 0;
+        match self.available.budget.host_bytes_per_node {
+            Some(host) => writeln!(f, "  host memory: at most {} per node", bytes(host as f64)),
+            None if self.fit.choices.iter().any(needs_host) => {
+                writeln!(f, "  host memory is not compared: --host-memory-gib")
+            }
+            None => Ok(()),
+        }
     }
 
     fn nearest(&self, f: &mut Formatter<'_>, choice: &FitChoice) -> fmt::Result {
         let (plan, size) = (&choice.plan, |amount: u64| bytes(amount as f64));
         let MemoryBudget { rank_bytes, host_bytes_per_node } = self.available.budget;
-        let [mesh, micro_batch, stage, layers, tiles, chunks, offloaded] =
+        let [mesh, micro_batch, stage, layers, attention, tiles, chunks, offloaded] =
             settings(choice).try_into().unwrap_or_default();
         writeln!(
             f,
             "\nNOTHING FITS into {}; nearest: dp × sp {mesh}, micro batch × accumulation {micro_batch}, ZeRO stage {stage}, recomputed \
-             layers: {layers}, tile tokens: {tiles}, head chunks: {chunks}, offloaded: {offloaded}",
+             layers: {layers}, saved attention output: {attention}, tile tokens: {tiles}, head chunks: {chunks}, offloaded: {offloaded}",
             per_rank(rank_bytes, self.available.reserve_bytes)
         )?;
         if plan.peak_bytes > rank_bytes {
@@ -229,6 +244,7 @@ fn settings(choice: &FitChoice) -> Vec<String> {
         format!("{} × {}", config.micro_batch_size, config.gradient_accumulation_steps),
         config.zero_axes().with_stage(config.zero.stage),
         layers,
+        if config.saves_attention_output() { "yes" } else { "no" }.to_owned(),
         ulysses.tile_tokens.map_or("all".to_owned(), |tokens| tokens.to_string()),
         ulysses.head_chunks.to_string(),
         if offloaded.is_empty() { "nothing".to_owned() } else { offloaded.join(" + ") },
@@ -246,6 +262,7 @@ fn choice_json(choice: &FitChoice) -> Value {
         "zero_stage": config.zero.stage, "zero_partition_axes": axes,
         "activation_checkpointing": ulysses.activation_checkpointing,
         "activation_checkpointing_interval": ulysses.activation_checkpointing_interval,
+        "save_attention_output": config.saves_attention_output(),
         "offload_checkpoints": config.activation_checkpointing.cpu_checkpointing,
         "offload_optimizer": config.zero.offload_optimizer.device(),
         "offload_param": config.zero.offload_param.device(),

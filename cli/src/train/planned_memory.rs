@@ -4,7 +4,7 @@ use super::available::{Available, in_process, on_gpu, on_machine};
 use crate::log_line;
 use crate::plan::table::{bytes, flops};
 use crate::plan::use_longest_sequences;
-use ulysses::config::{Config, Offload, ZeroStage};
+use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, EngineError};
 use ulysses::estimate::{RankPlan, RankStep, Workload};
@@ -166,9 +166,17 @@ fn stored_state(state: ByCategory) -> String {
 fn less_memory(config: &Config) -> String {
     let (ulysses, stage) = (&config.ulysses, u8::from(config.zero.stage));
     let stage = format!("`zero_optimization.stage`: {}", stage + 1);
+    let is_over_sp = config.zero_axes() == PartitionAxes::DpSp;
+    let axes = match config.zero.stage {
+        ZeroStage::Disabled => {
+            "`zero_optimization.stage`: 3 with `ulysses.zero_partition_axes`: [\"dp\", \"sp\"]"
+        }
+        _ => "`ulysses.zero_partition_axes`: [\"dp\", \"sp\"]",
+    };
     let candidates = [
         (config.micro_batch_size > 1, "a smaller `train_micro_batch_size_per_gpu`"),
         (!ulysses.activation_checkpointing, "`ulysses.activation_checkpointing`: true"),
+        (config.mesh.sp_size > 1 && !is_over_sp, axes),
         (config.zero.stage != ZeroStage::Parameters && config.zero_world_size() > 1, stage.as_str()),
         (ulysses.tile_tokens.is_none(), "`ulysses.tile_tokens`: 2048"),
         (config.zero.offload_optimizer == Offload::None, "`zero_optimization.offload_optimizer`"),
@@ -300,6 +308,22 @@ mod tests {
                          "ulysses": { "seq_len": 64, "activation_checkpointing": true, "tile_tokens": 32 } }"#;
         let expected = "`zero_optimization.offload_optimizer`, more sp ranks (`--mesh`)";
         assert_eq!(less_memory(&config(small)), expected);
+        let over_sp = |stage: u8, axes: &str| {
+            let text = format!(
+                r#"{{ "train_batch_size": 1, "mesh_param": [1, 8], "zero_optimization": {{ "stage": {stage} }},
+                     "ulysses": {{ "seq_len": 64, "activation_checkpointing": true, "tile_tokens": 32,
+                                   "zero_partition_axes": {axes} }} }}"#
+            );
+            less_memory(&config(&text))
+        };
+        let (axes, offload) =
+            (r#"`ulysses.zero_partition_axes`: ["dp", "sp"]"#, "`zero_optimization.offload_optimizer`");
+        assert_eq!(over_sp(2, r#"["dp"]"#), format!("{axes}, {offload}, more sp ranks (`--mesh`)"));
+        let with_stage =
+            format!("`zero_optimization.stage`: 3 with {axes}, {offload}, more sp ranks (`--mesh`)");
+        assert_eq!(over_sp(0, r#"["dp"]"#), with_stage);
+        let stage_3 = format!("`zero_optimization.stage`: 3, {offload}, more sp ranks (`--mesh`)");
+        assert_eq!(over_sp(2, r#"["dp", "sp"]"#), stage_3);
         let error = || anyhow::anyhow!("out of GPU memory: requested 1.00 GiB");
         let explained = format!("{:#}", explain_out_of_memory(error(), &plain, None, None));
         assert!(

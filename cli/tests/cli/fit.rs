@@ -26,6 +26,15 @@ fn the_cheapest_config_is_planned_again_and_trained_with_the_predicted_peak() {
     let best = &written["choices"][0];
     assert!(peak(best) as f64 <= mib * (1 << 20) as f64, "{best}");
     assert_eq!(place.read_json("best.json"), written["config"]);
+    for choice in written["choices"].as_array().unwrap() {
+        place.write("choice.json", choice["config"].to_string());
+        assert_eq!(
+            plan(&place, &["choice.json"])["rank"]["peak_bytes"],
+            choice["rank"]["peak_bytes"],
+            "{choice}"
+        );
+        assert!(choice["save_attention_output"].is_boolean(), "{choice}");
+    }
     let size = |key: &str| best[key].as_u64().unwrap();
     assert_eq!(size("micro_batch_size") * size("gradient_accumulation_steps") * size("dp"), 4);
     assert!(written["tried"].as_u64() < written["combinations"].as_u64());
@@ -58,6 +67,31 @@ fn settings_that_fit_are_a_table_and_a_config() {
     assert_eq!((&config["train_batch_size"], &config["ulysses"]["seq_len"]), (&json!(2), &json!(512)));
     let rows = stdout.lines().filter(|line| line.starts_with("  2 × 1 ") || line.starts_with("  1 × 2 "));
     assert_eq!(rows.count(), 2, "{stdout}");
+}
+
+#[test]
+fn host_memory_is_shown_per_node_and_compared_if_it_is_given() {
+    let place = workplace(json!({}));
+    let search = |memory: &[&str]| {
+        let arguments =
+            ["--model", "small", "--ranks", "4", "--seq-len", "8192", "--device", "cuda", "--fit"];
+        let reserve = ["--reserve-gib", "0", "--memory-gib"];
+        let text = place.run(&[&["plan"], &arguments[..], &reserve, memory].concat());
+        text.assert_done().stdout.clone()
+    };
+    let note = "  host memory is not compared: --host-memory-gib\n";
+    // Little memory, for which something must be offloaded.
+    let offloading = search(&["0.08"]);
+    assert!(
+        offloading.contains("offloaded per rank  host per node") && offloading.contains(note),
+        "{offloading}"
+    );
+    assert!(!search(&["8"]).contains(note), "nothing is offloaded");
+    let limited = search(&["0.08", "--host-memory-gib", "64"]);
+    assert!(
+        limited.contains("  host memory: at most 64.00 GiB per node\n") && !limited.contains(note),
+        "{limited}"
+    );
 }
 
 #[test]
@@ -170,4 +204,22 @@ fn meshes_have_the_largest_micro_batch_that_fits() {
     assert!(meshes.iter().filter(|mesh| mesh["is_longest"] == true).count() == 1, "{meshes:?}");
     let (sizes, _) = of(&["--memory-gib", "0.001"]);
     assert!(sizes.iter().all(|(_, micro, fits)| !fits && *micro == 1), "{sizes:?}");
+}
+
+#[test]
+fn the_largest_micro_batch_may_need_attention_to_be_recomputed() {
+    let place = workplace(json!({}));
+    let of = |settings: &[&str]| {
+        let arguments = ["--model", "nano", "--seq-len", "512", "--mesh", "1x1", "--batch-size", "8"];
+        plan(&place, &[&arguments[..], settings].concat())
+    };
+    let whole = ["--set", "train_micro_batch_size_per_gpu=8", "--set"];
+    let [saved, recomputed] = ["true", "false"].map(|saves| {
+        let save = format!("ulysses.save_attention_output={saves}");
+        peak(&of(&[&whole[..], &[save.as_str()]].concat()))
+    });
+    assert!(recomputed < saved);
+    let gib = ((saved + recomputed) / 2) as f64 / f64::from(1 << 30);
+    let mesh = of(&["--memory-gib", &gib.to_string()])["meshes"][0].clone();
+    assert_eq!((&mesh["micro_batch_size"], &mesh["fits"]), (&json!(8), &json!(true)), "{mesh}");
 }

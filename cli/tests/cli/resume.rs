@@ -46,19 +46,22 @@ pub(crate) fn train(place: &Workplace, arguments: &[&str]) -> Outcome {
 
 #[test]
 fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
-    for background in [false, true] {
+    for (background, axes) in [(false, "dp"), (true, "dp,sp")] {
         let place = Workplace::new();
+        let train = |arguments: &[&str]| {
+            place.run(&[&["train", "c.json", "--zero-partition-axes", axes], arguments].concat())
+        };
         let mesh = json!({
             "mesh_param": [2, 2],
             "zero_optimization": { "stage": 3 },
             "checkpoint": { "interval": 5, "async": background },
         });
         write_config(&place, "c.json", mesh);
-        place.run(&["train", "c.json", "--steps", "12", "--output", "whole"]).assert_done();
-        place.run(&["train", "c.json", "--steps", "7", "--output", "parts"]).assert_done();
+        train(&["--steps", "12", "--output", "whole"]).assert_done();
+        train(&["--steps", "7", "--output", "parts"]).assert_done();
         // The state after a kill between step 7 and its checkpoint.
         fs::remove_dir_all(place.path("parts/step_00000007")).unwrap();
-        let outcome = place.run(&["train", "c.json", "--steps", "12", "--output", "parts", "--resume"]);
+        let outcome = train(&["--steps", "12", "--output", "parts", "--resume"]);
         assert!(outcome.assert_done().stderr.contains("resumed from parts/step_00000005"), "{outcome:?}");
         assert_eq!(repeated(&place, "parts/metrics.jsonl"), repeated(&place, "whole/metrics.jsonl"));
         let outcome = place.run(&["checkpoint", "diff", "parts", "whole"]);

@@ -58,3 +58,16 @@ fn ellipses_in_quotes_match_any_words_only() {
     assert!(!quotes("mesh … 53.2 GiB", "mesh dp 4 53.19 GiB"));
     assert!(!quotes("mesh dp", "mesh dp 4") && !quotes("mesh dp 4", "mesh dp"));
 }
+
+/// [`quoted_plans_match_the_output`] compares the quoted length with the output of its command.
+#[test]
+fn the_table_of_published_lengths_has_the_planned_length_that_is_quoted() {
+    let text = fs::read_to_string(root().join("docs/planning.md")).unwrap();
+    let (_, section) = text.split_once("## Tokens that fit: published and planned").unwrap();
+    let (_, quoted) = section.split_once("longest sequence that fits: ").unwrap();
+    let tokens: usize = quoted.split_whitespace().next().unwrap().parse().unwrap();
+    let row = section.lines().find(|line| line.contains("| 8 | ALST 3,800,000")).unwrap();
+    let planned: String = row.split('|').nth(4).unwrap().chars().filter(char::is_ascii_digit).collect();
+    assert_eq!(planned, tokens.to_string(), "{row}");
+    assert!(tokens >= 6_000_000, "{tokens}");
+}

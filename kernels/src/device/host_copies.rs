@@ -5,7 +5,7 @@ use candle_core::Tensor;
 
 /// Starts copies of one device's tensors. The host waits for none of them.
 pub(crate) trait HostCopies: Send + Sync {
-    /// Host memory. Copies to and from it run in the order in which they were started.
+    /// Host memory. Copies to and from it run in the order in which they were started, and are done before it is freed.
     type Memory: Send;
 
     /// A started copy.

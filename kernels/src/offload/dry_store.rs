@@ -1,7 +1,7 @@
 //! The offload store of dry runs, which reports copies instead of making them.
 
 use super::file::READ_AHEAD_BYTES;
-use super::{Backing, Extent, OffloadError, Work};
+use super::{Backing, Extent, ExtentSlice, OffloadError, Work};
 use crate::device::dry::{Allocation, report_copy};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -54,14 +54,16 @@ impl Backing for DryStore {
         Ok(())
     }
 
+    fn free(&self, _: &[u64]) {}
+
     fn is_in_host_memory(&self) -> bool {
         self.read_ahead.is_none()
     }
 
     /// Reports one pass over the bytes in the place of the work: the memory of the host limits it, and has about the
     /// bandwidth of copies if all ranks of a node use it.
-    fn with_bytes(&self, extents: &[&Extent], work: Work<'_>) -> Result<(), OffloadError> {
-        report_copy(extents.iter().map(|extent| extent.bytes).sum());
+    fn with_bytes(&self, slices: &[ExtentSlice<'_>], work: Work<'_>) -> Result<(), OffloadError> {
+        report_copy(slices.iter().map(|slice| slice.bytes.len() as u64).sum());
         work(Vec::new());
         Ok(())
     }

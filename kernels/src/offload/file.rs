@@ -3,7 +3,7 @@
 //! A thread writes while its owner continues. Before a tensor is needed, the same thread reads it ahead, so
 //! that it is in the system's page cache, which does not count as a rank's memory.
 
-use super::{Backing, Extent, OffloadError, StoreLabel, Work};
+use super::{Backing, Extent, ExtentSlice, OffloadError, StoreLabel, Work};
 use crate::tensor::{with_bytes, with_bytes_mut};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -98,11 +98,14 @@ impl Backing for File {
         Ok(())
     }
 
+    /// Later extents overwrite the space.
+    fn free(&self, _: &[u64]) {}
+
     fn is_in_host_memory(&self) -> bool {
         false
     }
 
-    fn with_bytes(&self, _: &[&Extent], _: Work<'_>) -> Result<(), OffloadError> {
+    fn with_bytes(&self, _: &[ExtentSlice<'_>], _: Work<'_>) -> Result<(), OffloadError> {
         Err(self.failed(io::Error::other("a file cannot be updated in place")))
     }
 }

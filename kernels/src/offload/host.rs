@@ -8,7 +8,7 @@
     allow(dead_code, reason = "compiled always, but without a device there is no host memory next to it")
 )]
 
-use super::{Backing, Extent, OffloadError, StoreLabel, Work};
+use super::{Backing, Extent, ExtentSlice, OffloadError, StoreLabel, Work};
 use crate::device::{DeviceError, HostCopies, Launcher};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -37,7 +37,7 @@ pub(super) struct HostMemory<C: HostCopies> {
     label: StoreLabel,
     copies: C,
     /// Blocks by the offsets of their extents. A block outlives its extent and serves the next one at that
-    /// offset.
+    /// offset, until it is freed.
     blocks: Mutex<HashMap<u64, Block<C>>>,
     /// Tensors being copied to host memory, with their copies.
     pending_writes: Mutex<Vec<(Tensor, C::Copy)>>,
@@ -118,22 +118,25 @@ impl<C: HostCopies> Backing for HostMemory<C> {
         })
     }
 
+    fn free(&self, offsets: &[u64]) {
+        let mut blocks = self.blocks.lock();
+        offsets.iter().for_each(|offset| drop(blocks.remove(offset)));
+    }
+
     fn is_in_host_memory(&self) -> bool {
         true
     }
 
-    fn with_bytes(&self, extents: &[&Extent], work: Work<'_>) -> Result<(), OffloadError> {
-        extents.iter().try_for_each(|extent| self.allocate(extent))?;
+    fn with_bytes(&self, slices: &[ExtentSlice<'_>], work: Work<'_>) -> Result<(), OffloadError> {
+        slices.iter().try_for_each(|slice| self.allocate(slice.extent))?;
         let mut blocks = self.blocks.lock();
         let mut blocks: HashMap<u64, &mut Block<C>> =
             blocks.iter_mut().map(|(offset, block)| (*offset, block)).collect();
-        let mut bytes = Vec::with_capacity(extents.len());
-        for extent in extents {
+        let mut bytes = Vec::with_capacity(slices.len());
+        for ExtentSlice { extent, bytes: range } in slices {
             let missing = || self.failed()(DeviceError::NotWritten { bytes: extent.bytes });
             let block = blocks.remove(&extent.offset).ok_or_else(missing)?;
-            bytes.push(
-                &mut self.copies.bytes(&mut block.memory).map_err(self.failed())?[..extent.bytes as usize],
-            );
+            bytes.push(&mut self.copies.bytes(&mut block.memory).map_err(self.failed())?[range.clone()]);
         }
         work(bytes);
         Ok(())
@@ -143,5 +146,37 @@ impl<C: HostCopies> Backing for HostMemory<C> {
 impl<C: HostCopies> Debug for HostMemory<C> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostMemory").field("label", &self.label).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::LateCopies;
+    use crate::offload::Extents;
+    use candle_core::{DType, Device};
+    use std::sync::Arc;
+
+    #[test]
+    fn blocks_of_sizes_that_are_not_used_any_more_are_freed() {
+        let label = StoreLabel { holds: "numbers", key: "a.key" };
+        let (memory, extents) = (HostMemory::new(label, LateCopies::default()), Arc::default());
+        let write = |bytes: usize| {
+            let extent = Extent::reserve(&extents, bytes);
+            memory.write(&extent, Tensor::zeros(bytes / 4, DType::F32, &Device::Cpu).unwrap()).unwrap();
+            extent
+        };
+        let num_blocks = || memory.blocks.lock().len();
+        let trim = || memory.free(&Mutex::<Extents>::lock(&extents).forget_free());
+        let _lasting = write(4);
+        for bytes in [20, 20, 28] {
+            let of_step = [(); 3].map(|()| write(bytes));
+            assert_eq!(num_blocks(), 1 + 3, "{bytes} bytes");
+            trim();
+            assert_eq!(num_blocks(), 1 + 3, "{bytes} bytes, in use");
+            drop(of_step);
+            trim();
+            assert_eq!(num_blocks(), 1, "{bytes} bytes, not in use");
+        }
     }
 }

@@ -14,7 +14,7 @@ mod extents;
 mod file;
 mod host;
 
-pub use extents::Extent;
+pub use extents::{Extent, ExtentSlice};
 
 use crate::device::{DeviceError, Target, dry};
 use candle_core::{Device, Tensor};
@@ -91,12 +91,15 @@ trait Backing: Debug + Send + Sync {
     /// Makes later work on the tensor's device wait for the started reads of an extent.
     fn finish_read(&self, extent: &Extent) -> Result<(), OffloadError>;
 
+    /// Frees the storage of extents that no tensor uses, given by their offsets, after the copies to and from it.
+    fn free(&self, offsets: &[u64]);
+
     /// Returns whether extents are in host memory.
     fn is_in_host_memory(&self) -> bool;
 
-    /// Calls `work` once with the bytes of distinct extents in host memory, after the copies to and from them; without
+    /// Calls `work` once with bytes of distinct extents in host memory, after the copies to and from them; without
     /// bytes in a dry run.
-    fn with_bytes(&self, extents: &[&Extent], work: Work<'_>) -> Result<(), OffloadError>;
+    fn with_bytes(&self, slices: &[ExtentSlice<'_>], work: Work<'_>) -> Result<(), OffloadError>;
 }
 
 impl OffloadStore {
@@ -196,27 +199,41 @@ impl OffloadStore {
         Ok(tensor)
     }
 
+    /// Frees the storage of extents that are not in use. Without it, that storage waits for tensors of the same sizes:
+    /// call it when sizes change.
+    ///
+    /// # Errors
+    /// A write that failed.
+    pub fn trim(&self) -> Result<(), OffloadError> {
+        self.settle()?;
+        let offsets = self.extents.lock().forget_free();
+        let mut prefetched = self.prefetched.lock();
+        offsets.iter().for_each(|offset| drop(prefetched.remove(offset)));
+        self.backing.free(&offsets);
+        Ok(())
+    }
+
     /// Returns whether extents are in host memory, where [`with_bytes`](Self::with_bytes) can work on them.
     pub fn is_in_host_memory(&self) -> bool {
         self.backing.is_in_host_memory()
     }
 
-    /// Calls `work` with the bytes of distinct extents in host memory, in this order and aligned for f32. The host
-    /// first waits for copies to and from them. An extent that was never written has unspecified content. In a dry
+    /// Calls `work` with bytes of distinct extents in host memory, in this order. An extent's first byte is aligned for
+    /// f32. The host first waits for copies to and from the extents. An extent that was never written has unspecified content. In a dry
     /// run there are no bytes. `work` must not use the store.
     ///
     /// # Errors
     /// Extents that are not in [host memory](Self::is_in_host_memory), or an error of the driver.
     pub fn with_bytes(
         &self,
-        extents: &[&Extent],
+        slices: &[ExtentSlice<'_>],
         mut work: impl FnMut(Vec<&mut [u8]>),
     ) -> Result<(), OffloadError> {
         let mut prefetched = self.prefetched.lock();
         // What was read ahead is stale.
-        extents.iter().for_each(|extent| drop(prefetched.remove(&extent.offset)));
+        slices.iter().for_each(|slice| drop(prefetched.remove(&slice.extent.offset)));
         drop(prefetched);
-        self.backing.with_bytes(extents, &mut work)
+        self.backing.with_bytes(slices, &mut work)
     }
 
     fn started<E: From<OffloadError>>(

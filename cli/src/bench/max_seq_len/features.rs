@@ -1,6 +1,6 @@
 //! The memory-saving features of a config, added one by one.
 
-use ulysses::config::{Config, Offload, ZeroStage};
+use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
 
 /// Returns the config without memory-saving features, then with one more of its own each time, up to all.
 pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
@@ -15,6 +15,7 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
         // The stage counts as a feature only if offload requires it.
         now.zero.stage = ZeroStage::Disabled;
     }
+    now.ulysses.zero_partition_axes = PartitionAxes::Dp;
     let mut steps = vec![("none".to_owned(), now.clone())];
     let mut add = |feature: String, apply: &dyn Fn(&mut Config)| {
         let before = now.clone();
@@ -42,6 +43,9 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     });
     let stage = u8::from(zero.stage);
     add(format!("`zero_optimization.stage: {stage}`"), &|now| now.zero.stage = zero.stage);
+    add("`ulysses.zero_partition_axes: dp, sp`".to_owned(), &|now| {
+        now.ulysses.zero_partition_axes = ulysses.zero_partition_axes;
+    });
     let device = zero.offload_optimizer.device();
     add(format!("`offload_optimizer: {device}`"), &|now| {
         now.zero.offload_optimizer = zero.offload_optimizer.clone();
@@ -80,6 +84,16 @@ mod tests {
             let settings = |config| Config { notes: vec![], autos: vec![], ..config };
             assert_eq!(settings(read), settings(config.clone()), "{name}");
         }
+    }
+
+    #[test]
+    fn partitions_over_sp_are_a_feature() {
+        let text = r#"{ "train_batch_size": 1, "mesh_param": [1, 4], "zero_optimization": { "stage": 3 },
+            "ulysses": { "zero_partition_axes": ["dp", "sp"] } }"#;
+        let steps = features(text);
+        let partitions: Vec<_> = steps.iter().map(|(_, config)| config.zero_world_size()).collect();
+        assert_eq!((partitions, steps[1].0.as_str()), (vec![1, 4], "`ulysses.zero_partition_axes: dp, sp`"));
+        assert_eq!(steps[1].1.zero.stage, ZeroStage::Parameters);
     }
 
     #[test]
