@@ -3,7 +3,7 @@
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
 use super::saved_attention::{AttentionSaved, Saves};
-use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
+use super::{AttentionExtent, Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
 
@@ -63,6 +63,11 @@ impl Layer for DecoderLayer {
 
     fn parameters(&self) -> &[ParameterSpec] {
         &self.parameters
+    }
+
+    fn attention_extent(&self) -> Option<AttentionExtent> {
+        let LlamaConfig { num_heads, head_dim, architecture, .. } = self.config;
+        Some(AttentionExtent { width: num_heads * head_dim, window: architecture.sliding_window() })
     }
 
     fn forward(

@@ -54,7 +54,7 @@ pub use hf::HfWeights;
 pub use hf_model::{HfDescription, HfModel, HfSource};
 pub use known_models::{KNOWN_MODELS, max_positions, shape};
 pub use labeled_tokens::LabeledTokens;
-pub use layer::{Init, Layer, ParameterSpec, Saved};
+pub use layer::{AttentionExtent, Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};
 pub use lm_head::{HeadSaved, LossHead};
 pub use model::{Model, UnitSpec};
