@@ -105,6 +105,17 @@ pub struct GroupStats {
     pub ops: BTreeMap<CollectiveOp, OpStats>,
 }
 
+impl std::ops::AddAssign<&Self> for GroupStats {
+    fn add_assign(&mut self, other: &Self) {
+        for (op, added) in &other.ops {
+            let sum = self.ops.entry(*op).or_default();
+            sum.calls += added.calls;
+            sum.bytes_sent += added.bytes_sent;
+            sum.bytes_received += added.bytes_received;
+        }
+    }
+}
+
 impl GroupStats {
     /// Returns the counters of `op`, or zeros if it was never issued.
     pub fn get(&self, op: CollectiveOp) -> OpStats {

@@ -18,7 +18,9 @@ impl Config {
     /// Leaves a ring size that the file or `--mesh` gives.
     pub fn resolve_ring(&mut self, limits: UlyssesLimits) {
         let Some(auto) = self.autos.iter_mut().find(|auto| auto.key == RING_SIZE) else { return };
-        let ring_size = SeqSharding::auto(self.mesh.sp_size, limits).ring_size;
+        // Blocks of flexible sequence parallelism have no ring.
+        let sharding = SeqSharding::auto(self.mesh.sp_size, limits);
+        let ring_size = if self.ulysses.flexible_sp { 1 } else { sharding.ring_size };
         auto.value = Some(ring_size.into());
         self.ulysses.ring_size = ring_size;
     }

@@ -99,6 +99,15 @@ pub enum MeshShapeError {
         /// Sequence-parallel ranks.
         sp: usize,
     },
+    /// Flexible sequence parallelism on a ring.
+    #[error(
+        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: use `ulysses.ring_size` 1, or \
+         `ulysses.flexible_sp` false"
+    )]
+    FlexibleRing {
+        /// Ranks of a ring.
+        ring_size: usize,
+    },
     /// The mesh size overflows.
     #[error("the mesh of dp {dp} × sp {sp} ranks is too large")]
     Overflow {

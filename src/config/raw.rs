@@ -1,6 +1,6 @@
 //! A checked config file: [`RawConfig`].
 
-use super::config::{Config, root};
+use super::config::{Config, LossNormalization, root};
 use super::define::Keys;
 use super::error::ConfigError;
 use super::mesh_shape::StatedSize;
@@ -192,6 +192,8 @@ fn read_config(root: &Section<'_>) -> Config {
     config.zero.check(&root.section("zero_optimization"));
     let is_f32 = config.precision == Precision::F32;
     config.ulysses.check(&root.section("ulysses"), base_lr, is_f32);
+    let averages_micro_batches = config.loss_normalization == LossNormalization::MicroBatch;
+    config.ulysses.check_flexible_sp(&root.section("ulysses"), averages_micro_batches);
     let recomputes = config.ulysses.activation_checkpointing;
     config.activation_checkpointing.check(&root.section("activation_checkpointing"), recomputes);
     config.monitoring.comms_logger.check(&root.section("comms_logger"));

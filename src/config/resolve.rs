@@ -12,6 +12,7 @@ use super::sections::mesh::MeshConfig;
 use super::sections::mesh_rules::AppliedRule;
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::scheduler::SchedulerConfig;
+use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::PartitionAxes;
 
 impl RawConfig {
@@ -50,7 +51,7 @@ impl RawConfig {
         let stated_ring = stated.as_ref().and_then(|stated| stated.shape.ring_size);
         let ring_size = overrides.ring_size.or(stated_ring);
         config.ulysses.ring_size = ring_size.unwrap_or(config.ulysses.ring_size);
-        self.check_ring(mesh.sp, config.ulysses.ring_size)?;
+        self.check_ring(mesh.sp, &config.ulysses)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
         config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
@@ -148,12 +149,14 @@ impl RawConfig {
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
-    fn check_ring(&self, sp: usize, ring_size: usize) -> Result<(), ConfigError> {
-        if sp.is_multiple_of(ring_size) {
-            return Ok(());
-        }
-        let reason = Box::new(MeshShapeError::RingSize { ring_size, sp });
-        Err(ConfigError::Mesh { file: self.file.clone(), reason })
+    fn check_ring(&self, sp: usize, ulysses: &UlyssesConfig) -> Result<(), ConfigError> {
+        let ring_size = ulysses.ring_size;
+        let reason = match sp.is_multiple_of(ring_size) {
+            false => MeshShapeError::RingSize { ring_size, sp },
+            true if ulysses.flexible_sp && ring_size > 1 => MeshShapeError::FlexibleRing { ring_size },
+            true => return Ok(()),
+        };
+        Err(ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
     fn stated_shard_size(

@@ -55,8 +55,23 @@ pub struct MicroBatch {
     pub position_ids: Vec<u32>,
     /// For each whole sequence: the starts of its documents, then `seq_len`.
     pub cu_seqlens: Arc<Vec<Vec<u32>>>,
-    /// Hash of the whole sequences. Ranks with equal hashes have shards of the same sequences.
+    /// Hash of the whole sequences, or of all documents of a flexible step and the ranks that compute them. Ranks of an sp
+    /// group with equal hashes have shards of the same sequences.
     pub batch_hash: u64,
+    /// The block and the step, if the documents were assigned by flexible sequence parallelism: the sequences are then
+    /// shared by the ranks of the block instead of all sp ranks.
+    pub flexible: Option<FlexibleStep>,
+}
+
+/// The block and the step of a micro batch that flexible sequence parallelism assigned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlexibleStep {
+    /// Number of consecutive sp ranks that share the micro batch.
+    pub block_size: usize,
+    /// Micro steps of the step, on all ranks.
+    pub micro_steps: usize,
+    /// Tokens of the step's packed sequences, over all ranks, including padding that no rank computes.
+    pub tokens: u64,
 }
 
 impl MicroBatch {
@@ -241,6 +256,7 @@ impl GlobalBatch {
             batch_hash: self.hash_sequences(sequences.clone()),
             cu_seqlens: Arc::new(self.cu_seqlens[sequences].to_vec()),
             shard,
+            flexible: None,
         })
     }
 

@@ -72,9 +72,12 @@ impl Dataset {
     /// # Errors
     /// When the sequence does not exist, or its tokens cannot be read.
     pub fn sequence(&self, source: usize, sequence: usize) -> Result<PackedSequence, DataError> {
+        self.source(source)?.sequence(sequence)
+    }
+
+    pub(super) fn source(&self, index: usize) -> Result<&PackedSequences, DataError> {
         let available = self.sources.len();
-        let sequences = self.sources.get(source).ok_or(DataError::NoSource { index: source, available })?;
-        sequences.sequence(sequence)
+        Ok(self.sources.get(index).ok_or(DataError::NoSource { index, available })?)
     }
 
     /// Returns the share of padding in the samples, from 0 to 1.

@@ -1,66 +1,10 @@
 //! [`DataLoader`]: the micro batches of one rank.
 
+use super::balance::DocumentCost;
+use super::flexible::{SourceSegment, StepPlan};
 use super::sample_order::SampleOrder;
-use super::{DataError, Dataset, GlobalBatch, MicroBatch, PackedSequence};
-use crate::mesh::{DeviceMesh, SeqSharding};
-
-/// The coordinates of a rank on the axes that split the data: sequences over dp, the tokens of each sequence over sp.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placement {
-    /// Number of ranks with different sequences.
-    pub dp_size: usize,
-    /// The rank along dp.
-    pub dp_rank: usize,
-    /// How the ranks along sp share each sequence.
-    pub sharding: SeqSharding,
-    /// The rank along sp.
-    pub sp_rank: usize,
-}
-
-impl Placement {
-    /// Returns the placement of a single rank: all sequences, unsharded.
-    pub fn single() -> Self {
-        Self { dp_size: 1, dp_rank: 0, sharding: SeqSharding::from(1), sp_rank: 0 }
-    }
-
-    /// Returns the coordinates of a rank on the axes `dp` and `sp`, without a ring; a missing axis has size 1.
-    ///
-    /// Ranks that differ only on other axes get the same data.
-    ///
-    /// # Errors
-    /// When the rank is not in the mesh.
-    pub fn of(mesh: &DeviceMesh, global_rank: usize) -> Result<Self, DataError> {
-        // A rank outside the mesh is an error even if the mesh has neither axis.
-        mesh.coordinate(global_rank)?;
-        let on = |axis| match mesh.has_axis(axis) {
-            true => Ok::<_, DataError>((mesh.axis_size(axis)?, mesh.coordinate_on(axis, global_rank)?)),
-            false => Ok((1, 0)),
-        };
-        let ((dp_size, dp_rank), (sp_size, sp_rank)) = (on("dp")?, on("sp")?);
-        Ok(Self { dp_size, dp_rank, sharding: SeqSharding::from(sp_size), sp_rank })
-    }
-
-    fn check(&self) -> Result<(), DataError> {
-        let axes = [("dp", self.dp_rank, self.dp_size), ("sp", self.sp_rank, self.sharding.sp_size())];
-        match axes.into_iter().find(|(_, rank, size)| rank >= size) {
-            Some((axis, rank, size)) => Err(DataError::RankOutOfRange { axis, rank, size }),
-            None => Ok(()),
-        }
-    }
-}
-
-/// Options of a data loader.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LoaderOptions {
-    /// Seed of the data order.
-    pub seed: u64,
-    /// Sequences per rank and micro step.
-    pub micro_batch: usize,
-    /// Micro steps per step.
-    pub accumulation: usize,
-    /// The coordinates of the rank.
-    pub placement: Placement,
-}
+use super::{DataError, Dataset, FlexibleStep, GlobalBatch, LoaderOptions, MicroBatch, PackedSequence};
+use std::sync::Arc;
 
 /// Loads the micro batches of one rank, in an order that does not depend on the mesh.
 ///
@@ -96,6 +40,10 @@ pub struct DataLoader {
     samples_consumed: u64,
     /// Micro steps of the current step so far.
     micro_step: usize,
+    /// With flexible sequence parallelism, the cost by which documents are divided among the ranks.
+    cost: Option<DocumentCost>,
+    /// The documents of the current step, with flexible sequence parallelism; made with its first micro batch.
+    plan: Option<Arc<StepPlan>>,
 }
 
 impl DataLoader {
@@ -143,6 +91,8 @@ impl DataLoader {
             end: None,
             samples_consumed: 0,
             micro_step: 0,
+            cost: None,
+            plan: None,
         })
     }
 
@@ -151,6 +101,24 @@ impl DataLoader {
     #[must_use]
     pub fn ending_at(self, samples: u64) -> Self {
         Self { end: Some(samples), ..self }
+    }
+
+    /// Turns on flexible sequence parallelism: divides the documents of each step among all ranks by their cost, instead of
+    /// each sequence among the sp ranks. Steps consume the same samples. The number of micro steps follows from the
+    /// documents ([`FlexibleStep::micro_steps`]), instead of `accumulation`. The ranks must not form a ring.
+    #[must_use]
+    pub fn balanced(self, cost: DocumentCost) -> Self {
+        Self { cost: Some(cost), plan: None, ..self }
+    }
+
+    /// Returns the ratio of the longest to the mean rank in the FLOPs of the next step
+    /// ([`Assignment::imbalance`](super::Assignment::imbalance)), with flexible sequence parallelism.
+    ///
+    /// # Errors
+    /// When data cannot be read.
+    pub fn imbalance(&mut self) -> Result<Option<f64>, DataError> {
+        let Some(cost) = self.cost else { return Ok(None) };
+        Ok(Some(self.plan(&cost)?.imbalance()))
     }
 
     /// Returns the options.
@@ -189,15 +157,22 @@ impl DataLoader {
     pub fn set_samples_consumed(&mut self, samples_consumed: u64) {
         self.samples_consumed = samples_consumed;
         self.micro_step = 0;
+        self.plan = None;
     }
 
-    /// Returns this rank's part of the next micro step; `accumulation` micro steps complete a step.
+    /// Returns this rank's part of the next micro step; `accumulation` micro steps complete a step, unless its documents are
+    /// [balanced](Self::balanced).
     ///
     /// # Errors
     /// When the number of consumed samples overflows, or data cannot be read.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
         let LoaderOptions { micro_batch, placement, .. } = self.options;
         self.step_end()?;
+        if let Some(cost) = self.cost {
+            let batch = self.plan(&cost)?.micro_batch(&self.data, self.options, self.micro_step)?;
+            self.advance(batch.flexible)?;
+            return Ok(batch);
+        }
         let block = self.micro_step * placement.dp_size + placement.dp_rank;
         let first = self.samples_consumed + (block * micro_batch) as u64;
         let samples = first..first + micro_batch as u64;
@@ -207,15 +182,31 @@ impl DataLoader {
             placement.sharding,
             placement.sp_rank,
         )?;
-        self.advance()?;
+        self.advance(None)?;
         Ok(shard)
     }
 
-    /// Skips a micro step.
-    pub(super) fn advance(&mut self) -> Result<(), DataError> {
+    /// Returns the plan of the current step.
+    fn plan(&mut self, cost: &DocumentCost) -> Result<Arc<StepPlan>, DataError> {
+        if let Some(plan) = &self.plan {
+            return Ok(plan.clone());
+        }
+        let mut documents = Vec::new();
+        let end = self.end.unwrap_or(u64::MAX).min(self.step_end()?);
+        for sample in self.samples_consumed..end {
+            let (source, sequence) = self.order.locate(sample);
+            let segments = self.data.source(source)?.segments(sequence)?;
+            documents.extend(segments.into_iter().map(|segment| SourceSegment { source, segment }));
+        }
+        let plan = Arc::new(StepPlan::new(documents, cost, self.data.seq_len(), self.options));
+        Ok(self.plan.insert(plan).clone())
+    }
+
+    /// Skips a micro step. `flexible` is that of its micro batch.
+    pub(super) fn advance(&mut self, flexible: Option<FlexibleStep>) -> Result<(), DataError> {
         let step_end = self.step_end()?;
         self.micro_step += 1;
-        if self.micro_step == self.options.accumulation {
+        if self.micro_step == flexible.map_or(self.options.accumulation, |step| step.micro_steps) {
             // A cursor past the end, as in a run that resumes with fewer epochs, stays there.
             let end = self.end.unwrap_or(u64::MAX).max(self.samples_consumed);
             self.set_samples_consumed(step_end.min(end));

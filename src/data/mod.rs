@@ -6,7 +6,8 @@
 //!            split        seq_len tokens     weights    dp shard       sequences      of each sequence
 //! ```
 //!
-//! [`ReadAhead`] prefetches the batches of a loader in a background thread. The README in this folder describes what a
+//! [`DataLoader::balanced`] divides the documents of a step among the ranks instead of each sequence (`balance.rs`,
+//! `flexible.rs`). [`ReadAhead`] prefetches the batches of a loader in a background thread. The README in this folder describes what a
 //! [`Corpus`] is read from, and the formats of token files.
 //!
 //! Everything downstream relies on three rules:
@@ -19,6 +20,7 @@
 //! - **Every shard has the document bounds of the whole sequence.** Attention sees whole sequences, so each shard has
 //!   the `cu_seqlens` of the whole sequence, and the `position_ids` of its own tokens.
 
+mod balance;
 mod batch;
 mod best_fit;
 mod catch_panic;
@@ -29,10 +31,12 @@ mod documents;
 mod entropy;
 mod error;
 mod file_error;
+mod flexible;
 mod loader;
 mod mixture;
 mod order;
 mod packing;
+mod placement;
 mod prepare;
 mod read_ahead;
 mod sample_order;
@@ -44,16 +48,18 @@ mod text_bytes;
 mod tokenizer;
 
 pub use crate::config::Packing;
-pub use batch::{GlobalBatch, MicroBatch};
+pub use balance::{Assignment, Block, DocumentCost, RankGrid, divisors};
+pub use batch::{FlexibleStep, GlobalBatch, MicroBatch};
 pub use corpus::{Corpus, SourceOptions};
 pub use dataset::Dataset;
 pub use documents::Documents;
 pub use entropy::unigram_entropy_nats;
 pub use error::DataError;
 pub use file_error::FileError;
-pub use loader::{DataLoader, LoaderOptions, Placement};
+pub use loader::DataLoader;
 pub use order::epoch_order;
 pub use packing::{PackedSequence, PackedSequences};
+pub use placement::{LoaderOptions, Placement};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
 pub use read_ahead::ReadAhead;
 pub use source::Skipped;

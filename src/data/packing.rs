@@ -128,7 +128,8 @@ impl PackedSequences {
         Ok(sequence)
     }
 
-    fn segments(&self, sequence: usize) -> Result<Vec<Segment>, DataError> {
+    /// Returns the documents of a sequence, without padding; the sequence must exist.
+    pub(super) fn segments(&self, sequence: usize) -> Result<Vec<Segment>, DataError> {
         if let Some(best_fit) = &self.best_fit {
             return Ok(best_fit.segments(sequence));
         }
@@ -151,7 +152,8 @@ impl PackedSequences {
 }
 
 impl PackedSequence {
-    fn empty(seq_len: usize) -> Self {
+    /// Returns a sequence without tokens, with room for `seq_len`.
+    pub(super) fn empty(seq_len: usize) -> Self {
         Self {
             input_ids: Vec::with_capacity(seq_len),
             shift_labels: Vec::with_capacity(seq_len),
@@ -168,7 +170,7 @@ impl PackedSequence {
     }
 
     /// Appends a segment. Its labels are read one token ahead, which may belong to the next sequence.
-    fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
+    pub(super) fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
         let Segment { tokens, labels_end } = segment;
         let labels = tokens.start + 1..labels_end.min(tokens.end + 1);
         documents.read_tokens(tokens, &mut self.input_ids)?;
@@ -187,7 +189,8 @@ impl PackedSequence {
         self.cu_seqlens.push(len as u32);
     }
 
-    fn pad(&mut self, seq_len: usize) {
+    /// Appends padding up to `seq_len` tokens, as a document of its own.
+    pub(super) fn pad(&mut self, seq_len: usize) {
         if self.input_ids.len() < seq_len {
             self.input_ids.resize(seq_len, 0);
             self.end_segment();

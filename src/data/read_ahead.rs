@@ -51,7 +51,7 @@ impl ReadAhead {
                 let own = MicroBatch { cu_seqlens: Arc::new(batch.cu_seqlens.to_vec()), ..batch.clone() };
                 // Fails if the thread has ended after an error.
                 let _ = reader.used.send(batch);
-                self.cursor.advance()?;
+                self.cursor.advance(own.flexible)?;
                 Ok(own)
             }
             Ok(Err(error)) => {

@@ -19,7 +19,7 @@ impl Engine {
     /// More calls than the accumulation allows, or failed communication.
     pub fn backward(&mut self, loss: Loss) -> Result<(), EngineError> {
         self.check_usable()?;
-        let accumulation = self.config.gradient_accumulation_steps;
+        let accumulation = self.micro_steps_per_step();
         if self.accumulation.micro_steps == accumulation {
             return Err(EngineError::StepDue { accumulation });
         }
@@ -29,7 +29,10 @@ impl Engine {
         }
         if self.accumulation.micro_steps == 0 {
             self.zero.zero_gradients()?;
+            self.accumulation.begin(loss.tape.flexible);
         }
+        self.accumulation.check(loss.tape.flexible)?;
+        let accumulation = self.micro_steps_per_step();
         // Cleared at the end: a failure in between leaves partial gradients behind.
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;

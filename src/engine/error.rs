@@ -113,6 +113,17 @@ pub enum EngineError {
         /// This rank's tokens.
         expected: TokenRanges,
     },
+    /// A micro batch is shared by a number of sp ranks that have no group.
+    #[error(
+        "micro batch: it is shared by {block_size} sp ranks; there are groups of {available:?} ranks (`ulysses.flexible_sp` \
+         makes one for every divisor of sp)"
+    )]
+    NoBlock {
+        /// Ranks that share the micro batch.
+        block_size: usize,
+        /// Sizes of the groups.
+        available: Vec<usize>,
+    },
     /// `backward` was called too often for the configured accumulation.
     #[error(
         "backward was called {accumulation} times since the last step \

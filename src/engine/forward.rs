@@ -1,10 +1,11 @@
 //! The forward pass.
 
+use super::blocks::SharedAttention;
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
-use crate::data::MicroBatch;
+use crate::data::{FlexibleStep, MicroBatch};
 use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ pub(super) struct Tape {
     pub(super) batch_hash: u64,
     /// Tokens of the micro batch, over the sp group.
     pub(super) tokens: u64,
+    pub(super) flexible: Option<FlexibleStep>,
     pub(super) input_ids: Ids,
     pub(super) labels: LabeledTokens,
     /// One tape per layer.
@@ -88,11 +90,7 @@ impl Engine {
         self.begin_part(Moment::Embedding);
         // A loss that was dropped without a backward pass leaves its head gathered.
         self.zero.release_all();
-        let (got, expected) = (batch.batch_size, self.config.micro_batch_size);
-        if got != expected {
-            let what = "its number of sequences (train_micro_batch_size_per_gpu)";
-            return Err(EngineError::MicroBatch { what, got, expected });
-        }
+        self.check_batch(batch)?;
         let ctx = self.context(batch)?.with_saved_attention_output(self.config.saves_attention_output());
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = input_ids(batch);
@@ -123,12 +121,32 @@ impl Engine {
         let begin = self.timer.now()?;
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
-        let (step, batch_hash) = (self.attempted_steps, batch.batch_hash);
+        let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
         let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {
             local,
-            tape: Tape { ctx, step, batch_hash, tokens, input_ids, labels, layers, hidden, head },
+            tape: Tape { ctx, step, batch_hash, tokens, flexible, input_ids, labels, layers, hidden, head },
         })
+    }
+
+    /// Checks the size of a micro batch. With flexible sequence parallelism, it is one row; all ranks must agree on the step
+    /// before its first micro batch, or they would wait for each other in different groups.
+    fn check_batch(&mut self, batch: &MicroBatch) -> Result<(), EngineError> {
+        let (got, mut expected) = (batch.batch_size, self.config.micro_batch_size);
+        let mut what = "its number of sequences (train_micro_batch_size_per_gpu)";
+        if let Some(step) = batch.flexible {
+            (what, expected) = ("its number of rows (ulysses.flexible_sp)", 1);
+            if self.accumulation.micro_steps == 0 {
+                let numbers = [
+                    ("the assignment of documents to ranks (ulysses.flexible_sp)", batch.batch_hash),
+                    ("the number of micro steps", step.micro_steps as u64),
+                ];
+                self.check_agreement(&numbers)?;
+            }
+            // Rows have many lengths: cached tensors of other lengths would add up.
+            self.workspace.clear();
+        }
+        if got == expected { Ok(()) } else { Err(EngineError::MicroBatch { what, got, expected }) }
     }
 
     /// Returns the summed token losses and the number of valid tokens of a held-out batch, over the whole
@@ -236,8 +254,8 @@ impl Engine {
     }
 
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
-        let sp = &self.groups.sp;
-        let shard = self.config.seq_sharding().tokens(batch.seq_len, sp.rank());
+        let SharedAttention { attention, sharding, rank } = self.attention.of(batch)?.clone();
+        let shard = sharding.tokens(batch.seq_len, rank);
         if batch.shard != shard {
             return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
         }
@@ -257,7 +275,7 @@ impl Engine {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
         let tokens = self.token_layout(batch)?;
-        let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
+        let ctx = LayerContext::new(tokens, attention, self.workspace.clone());
         let (tile_tokens, head_chunks) = (self.config.ulysses.tile_tokens, self.config.ulysses.head_chunks);
         let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks });
         Ok(ctx.with_overlapped_exchange(self.config.overlaps_exchange()))

@@ -1,6 +1,7 @@
 //! [`Engine`] and its construction.
 
 use super::EngineError;
+use super::blocks::BlockAttention;
 use super::loss_scale::LossScaler;
 use super::memory::PeakRecorder;
 use super::moment::Moment;
@@ -12,13 +13,12 @@ use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{AttentionChoice, Config, LrSchedule};
 use crate::mesh::{RING_AXIS, SHARD_AXIS};
 use crate::model::{Model, TokenLayout, WeightSource};
-use crate::sequence_parallel::{RingAttention, UlyssesAttention};
-use crate::zero::{FlatLayout, RingGroups, ZeroGroups, ZeroOptimizer};
+use crate::zero::{FlatLayout, Storage, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionCompute, AttentionKernels, FlashAttention};
+use ulysses_kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::lm_head_loss::default_tile_tokens;
@@ -31,7 +31,7 @@ pub struct Engine {
     pub(super) zero: ZeroOptimizer,
     pub(super) groups: ZeroGroups,
     pub(super) global_rank: usize,
-    pub(super) attention: Arc<dyn Attention>,
+    pub(super) attention: BlockAttention,
     pub(super) workspace: Arc<Workspace>,
     /// The last micro batch's, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
@@ -71,7 +71,8 @@ pub fn initialize(
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
     let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
-    let groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
+    let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
+    let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
     let attention = Arc::new(attention(config, device)?);
     Engine::with_attention(model, weights, config, groups, attention, device)
 }
@@ -89,7 +90,8 @@ pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttenti
 
 impl Engine {
     /// As [`initialize`], with another local attention and given groups. The attention sees whole sequences, or
-    /// blocks of a ring: it is wrapped in a [`UlyssesAttention`] and, if the config says so, a [`RingAttention`] here.
+    /// blocks of a ring: it is wrapped here in the [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) and, if the
+    /// config says so, the [`RingAttention`](crate::sequence_parallel::RingAttention) of the config.
     ///
     /// # Errors
     /// As [`initialize`].
@@ -113,46 +115,15 @@ impl Engine {
         if !dry::is_dry() {
             warn_about_candle_threads();
         }
-        check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
-        check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
-        let sharding = config.seq_sharding();
-        let ring_size = groups.ring.as_ref().map_or(1, |groups| groups.ring.world_size());
-        if ring_size != sharding.ring_size {
-            let (axis, configured) = (RING_AXIS, sharding.ring_size);
-            return Err(EngineError::MeshMismatch { axis, configured, actual: ring_size });
-        }
-        check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
+        check_mesh(config, &groups)?;
         let loss_tile = match config.ulysses.loss_tile_tokens {
             Some(tokens) => tokens.get(),
             None => default_tile_tokens(model.head.vocab_size(), device)?,
         };
         model.head = model.head.with_tile_tokens(loss_tile);
-        let units = model.units();
-        let mut names = HashSet::new();
-        let parameters = units.iter().flat_map(|unit| &unit.parameters);
-        if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
-            return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
-        }
         let activation_offload = ActivationOffload::of(config, device)?;
-        let storage = storage(config, options.clone())?;
-        check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
-        let layout = |unit: &crate::model::UnitSpec| {
-            let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
-            FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
-        };
-        let layouts = units.iter().map(layout).collect();
-        let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
-            Ok(weights.read(&units[unit].parameters[parameter], elements, out)?)
-        };
-        let zero = ZeroOptimizer::new::<EngineError>(
-            layouts,
-            config.zero.stage,
-            config.optimizer.clone(),
-            &config.ulysses.parameter_groups,
-            groups.clone(),
-            storage,
-            &fill,
-        )?;
+        let zero =
+            zero_optimizer(&model, weights, config, groups.clone(), storage(config, options.clone())?)?;
         tracing::debug!(
             stage = u8::from(config.zero.stage),
             dp_rank = groups.dp.rank(),
@@ -161,18 +132,7 @@ impl Engine {
             "initialized"
         );
         let workspace = Arc::new(Workspace::with_options(options));
-        let attention: Arc<dyn Attention> = match &groups.ring {
-            None => Arc::new(UlyssesAttention::new(local_attention, groups.sp.clone())),
-            Some(RingGroups { ring, ulysses }) => {
-                ring.progress_in_background();
-                let in_ring = Arc::new(RingAttention::new(local_attention, ring.clone(), sharding));
-                let ring_rank = ring.rank();
-                Arc::new(UlyssesAttention::within_ring(in_ring, ulysses.clone(), sharding, ring_rank))
-            }
-        };
-        if config.overlaps_exchange() {
-            groups.ring.as_ref().map_or(&groups.sp, |groups| &groups.ulysses).progress_in_background();
-        }
+        let attention = BlockAttention::new(config, &groups, local_attention);
         let timer = StepTimer::new(device, model.layers.len());
         Ok(Self {
             schedule: config.lr_schedule(),
@@ -268,6 +228,40 @@ impl Engine {
     }
 }
 
+/// Creates the partitioned optimizer of a model, whose parameters are read from `weights`.
+fn zero_optimizer(
+    model: &Model,
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: ZeroGroups,
+    storage: Storage,
+) -> Result<ZeroOptimizer, EngineError> {
+    let units = model.units();
+    let mut names = HashSet::new();
+    let parameters = units.iter().flat_map(|unit| &unit.parameters);
+    if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
+        return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
+    }
+    check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
+    let layout = |unit: &crate::model::UnitSpec| {
+        let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
+        FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
+    };
+    let layouts = units.iter().map(layout).collect();
+    let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
+        Ok(weights.read(&units[unit].parameters[parameter], elements, out)?)
+    };
+    ZeroOptimizer::new::<EngineError>(
+        layouts,
+        config.zero.stage,
+        config.optimizer.clone(),
+        &config.ulysses.parameter_groups,
+        groups,
+        storage,
+        &fill,
+    )
+}
+
 /// Warns about candle's own thread pool. The library's ops do not use it, but layers written with candle
 /// ops do, and all ranks of a process would queue for it. Only the program may change the environment.
 fn warn_about_candle_threads() {
@@ -279,6 +273,18 @@ fn warn_about_candle_threads() {
             );
         }
     });
+}
+
+/// Checks that the groups have the sizes of the config's axes.
+fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), EngineError> {
+    check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
+    check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
+    let ring_size = groups.ring.as_ref().map_or(1, |groups| groups.ring.world_size());
+    if ring_size != config.seq_sharding().ring_size {
+        let (axis, configured) = (RING_AXIS, config.seq_sharding().ring_size);
+        return Err(EngineError::MeshMismatch { axis, configured, actual: ring_size });
+    }
+    check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())
 }
 
 fn check_axis(axis: &'static str, configured: usize, group: &dyn ProcessGroup) -> Result<(), EngineError> {

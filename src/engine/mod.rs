@@ -15,8 +15,10 @@
 
 mod assemble;
 mod backward;
+mod blocks;
 mod checkpoint;
 mod consistency;
+mod document_cost;
 mod error;
 mod forward;
 mod initialize;

@@ -1,20 +1,24 @@
 //! Metrics and summaries of an engine.
 
 use super::{Engine, EngineError, StepReport};
-use crate::comm::ProcessGroupExt;
+use crate::comm::{GroupStats, ProcessGroup, ProcessGroupExt};
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use crate::zero::{RingGroups, StateBytes};
+use std::sync::Arc;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::device::gpu_memory;
 use ulysses_kernels::memory;
 
-/// Number of passes that a rank has run over micro batches of one length.
+/// Number of passes that a rank has run over micro batches of one length and one number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Passes {
     /// Tokens per sequence.
     pub seq_len: usize,
+    /// Number of sp ranks that share a single row, with flexible sequence parallelism; `None` for micro batches that all sp
+    /// ranks share.
+    pub block_size: Option<usize>,
     /// Micro batches that ran forward and backward.
     pub trained: u64,
     /// Micro batches that ran forward only.
@@ -63,7 +67,7 @@ impl Engine {
         Ok(RankSummary {
             rank: self.global_rank,
             // By axis: a group that spans the world is the world group and has its name.
-            groups: groups.into_iter().map(|(axis, group)| (axis.to_owned(), group.stats())).collect(),
+            groups: by_axis(&groups),
             expected_exchange_bytes: passes
                 .iter()
                 .map(|passes| self.exchange_bytes(model, *passes))
@@ -85,13 +89,22 @@ impl Engine {
 
     /// Bytes that this rank sends in the Ulysses exchanges of some passes, by formula.
     fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
-        let Passes { seq_len, trained, evaluated } = passes;
-        let (batch, head_dim) = (self.config.micro_batch_size, model.head_dim);
-        let (ring_rank, group) = match &self.groups.ring {
-            None => (0, &self.groups.sp),
-            Some(RingGroups { ring, ulysses }) => (ring.rank(), ulysses),
+        let Passes { seq_len, block_size, trained, evaluated } = passes;
+        let head_dim = model.head_dim;
+        let sp = &self.groups.sp;
+        let (ring_rank, group) = match (&self.groups.ring, block_size.filter(|size| *size < sp.world_size()))
+        {
+            (None, None) => (0, sp),
+            (Some(RingGroups { ring, ulysses }), _) => (ring.rank(), ulysses),
+            (None, Some(size)) => match self.groups.sp_blocks.iter().find(|group| group.world_size() == size)
+            {
+                Some(group) => (0, group),
+                // A block of one rank exchanges nothing.
+                None => return Ok(0),
+            },
         };
         let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
+        let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let num_layers = model.num_layers as u64;
         let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count() as u64;
@@ -107,6 +120,18 @@ impl Engine {
         }
         Ok(bytes)
     }
+}
+
+/// The counters of the groups along each axis; those of the blocks of sp are added to sp's.
+fn by_axis(groups: &[(&'static str, &Arc<dyn ProcessGroup>)]) -> Vec<(String, GroupStats)> {
+    let mut sums: Vec<(String, GroupStats)> = Vec::new();
+    for (axis, group) in groups {
+        match sums.iter_mut().find(|(known, _)| known == axis) {
+            Some((_, sum)) => *sum += &group.stats(),
+            None => sums.push(((*axis).to_owned(), group.stats())),
+        }
+    }
+    sums
 }
 
 fn pairs(measured: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {

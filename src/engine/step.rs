@@ -4,6 +4,7 @@ use super::moment::Moment;
 use super::{Engine, EngineError, consistency};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
+use crate::data::FlexibleStep;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use candle_core::Tensor;
 use std::collections::HashSet;
@@ -26,9 +27,23 @@ pub(super) struct Accumulation {
     batch_hash: u64,
     /// Tokens of all micro steps, over the sp group.
     tokens: u64,
+    /// The step, if it is divided by flexible sequence parallelism.
+    flexible: Option<FlexibleStep>,
 }
 
 impl Accumulation {
+    /// Begins a step.
+    pub(super) fn begin(&mut self, flexible: Option<FlexibleStep>) {
+        self.flexible = flexible;
+    }
+
+    /// Checks that a micro batch has as many micro steps in its step as the first one.
+    pub(super) fn check(&self, flexible: Option<FlexibleStep>) -> Result<(), EngineError> {
+        let [got, expected] = [flexible, self.flexible].map(|step| step.map_or(0, |step| step.micro_steps));
+        let what = "the number of micro steps of its step (ulysses.flexible_sp; 0 without)";
+        if got == expected { Ok(()) } else { Err(EngineError::MicroBatch { what, got, expected }) }
+    }
+
     pub(super) fn add(&mut self, losses: Losses, batch_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
         self.tokens += tokens;
@@ -93,13 +108,15 @@ impl Engine {
     /// communication.
     pub fn step(&mut self) -> Result<Option<StepReport>, EngineError> {
         self.check_usable()?;
-        if self.accumulation.micro_steps < self.config.gradient_accumulation_steps {
+        if self.accumulation.micro_steps < self.micro_steps_per_step() {
             return Ok(None);
         }
         self.begin_part(Moment::Update);
         self.check_sequences(self.accumulation.batch_hash)?;
         let global = self.global_gradient()?;
-        let Accumulation { tokens, .. } = std::mem::take(&mut self.accumulation);
+        let Accumulation { tokens, flexible, .. } = std::mem::take(&mut self.accumulation);
+        // Micro batches have the same size on all dp ranks, unless their documents are assigned one by one.
+        let tokens = flexible.map_or(tokens * self.config.mesh.dp_size as u64, |step| step.tokens);
         self.attempted_steps += 1;
         let lr = self.schedule.lr_at(self.step);
         let loss_scale = self.scaler.scale();
@@ -120,14 +137,18 @@ impl Engine {
             loss: global.loss,
             lr,
             grad_norm: global.norm,
-            // Micro batches have the same size on all dp ranks.
-            tokens: tokens * self.config.mesh.dp_size as u64,
+            tokens,
             label_tokens: global.valid_tokens,
             skipped: is_empty || overflow,
             overflow,
             loss_scale,
             comm_bytes,
         }))
+    }
+
+    /// Micro steps of the current step: `gradient_accumulation_steps`, unless flexible sequence parallelism decides.
+    pub(super) fn micro_steps_per_step(&self) -> usize {
+        self.accumulation.flexible.map_or(self.config.gradient_accumulation_steps, |step| step.micro_steps)
     }
 
     /// Skips a step whose gradient is not finite. In f32 no other scale can help, and a run that only
@@ -202,7 +223,7 @@ impl Engine {
 
     /// Loss and gradient norm of a complete accumulation, over the whole mesh.
     fn global_gradient(&self) -> Result<GlobalGradient, EngineError> {
-        let (accumulation, done) = (self.config.gradient_accumulation_steps, self.accumulation.micro_steps);
+        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
         if done < accumulation {
             return Err(EngineError::NotAtBoundary { accumulation, done });
         }

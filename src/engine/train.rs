@@ -18,7 +18,11 @@ impl Engine {
             accumulation: self.config.gradient_accumulation_steps,
             placement: self.placement(),
         };
-        DataLoader::new(data, options)
+        let loader = DataLoader::new(data, options)?;
+        Ok(match self.document_cost() {
+            Some(cost) => loader.balanced(cost),
+            None => loader,
+        })
     }
 
     /// This rank's placement on the mesh, for the data loader.
@@ -58,7 +62,7 @@ impl Engine {
     }
 
     /// Trains on one global batch: `gradient_accumulation_steps` micro batches from `next_micro_batch`
-    /// (fewer if `backward` has begun the step), then the update.
+    /// (fewer if `backward` has begun the step), or those of its [`FlexibleStep`](crate::data::FlexibleStep), then the update.
     ///
     /// # Errors
     /// An error of `next_micro_batch`, or any error of a step.
@@ -66,13 +70,13 @@ impl Engine {
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
     ) -> Result<StepReport, EngineError> {
-        let accumulation = self.config.gradient_accumulation_steps;
-        let done = self.accumulation.micro_steps;
-        for _ in done..accumulation {
+        // Known once the first micro batch went backward.
+        while self.accumulation.micro_steps < self.micro_steps_per_step() {
             let batch = next_micro_batch().map_err(|error| EngineError::Source(error.into()))?;
             let loss = self.timed(StepPhase::Forward, |engine| engine.forward(&batch))?;
             self.timed(StepPhase::Backward, |engine| engine.backward(loss))?;
         }
+        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
         self.timed(StepPhase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
     }
 }

@@ -137,6 +137,7 @@ impl Workload {
             position_ids: Vec::new(),
             cu_seqlens: Arc::new(vec![boundaries; batch_size]),
             batch_hash: 0,
+            flexible: None,
         })
     }
 
@@ -230,7 +231,10 @@ fn fake_groups(
         }
     };
     let gradient_dtype = config.gradient_communication();
-    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, sharding, ring, gradient_dtype })
+    let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
+    // A plan is that of the fixed layout.
+    let sp_blocks = Vec::new();
+    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, gradient_dtype })
 }
 
 #[cfg(test)]

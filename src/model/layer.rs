@@ -42,6 +42,15 @@ impl ParameterSpec {
     }
 }
 
+/// The size of a layer's attention, for its FLOPs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionExtent {
+    /// Query elements per token: `num_heads · head_dim`.
+    pub width: usize,
+    /// Number of tokens that a token attends to, including itself; `None` for all of its document.
+    pub window: Option<usize>,
+}
+
 /// State that a layer saves in its forward pass for its backward pass.
 pub struct Saved {
     bytes: usize,
@@ -85,6 +94,11 @@ pub trait Layer: Send + Sync {
 
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
+
+    /// The size of the layer's attention; `None` without attention. Flexible sequence parallelism balances documents by it.
+    fn attention_extent(&self) -> Option<AttentionExtent> {
+        None
+    }
 
     /// Computes the layer. `x` and the result stay unchanged until after this layer's backward, so the saved
     /// state may hold them.

@@ -41,7 +41,7 @@ pub use error::ModelError;
 pub use hf::{HfDescription, HfModel, HfSource, HfWeights};
 pub use known_models::{KNOWN_MODELS, max_positions, shape};
 pub use labeled_tokens::LabeledTokens;
-pub use layer::{Init, Layer, ParameterSpec, Saved};
+pub use layer::{AttentionExtent, Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};
 pub use lm_head::{HeadSaved, LossHead};
 pub use model::{Model, UnitSpec};

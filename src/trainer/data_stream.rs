@@ -3,7 +3,10 @@
 use super::error::TrainerError;
 use crate::checkpoint::{Checkpoint, CheckpointError, DataCursor};
 use crate::config::Config;
-use crate::data::{DataError, DataLoader, Dataset, LoaderOptions, MicroBatch, Placement, ReadAhead};
+use crate::data::{
+    DataError, DataLoader, Dataset, DocumentCost, FlexibleStep, LoaderOptions, MicroBatch, Placement,
+    ReadAhead,
+};
 use crate::engine::Passes;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,10 +46,12 @@ pub struct DataStream {
     data: TrainingData,
     options: LoaderOptions,
     limit: Limit,
+    /// With flexible sequence parallelism.
+    cost: Option<DocumentCost>,
     phase: usize,
     loader: ReadAhead,
     waited: Duration,
-    /// By phase.
+    /// By phase, then by row length and block size of flexible sequence parallelism.
     passes: Vec<Passes>,
 }
 
@@ -182,11 +187,12 @@ pub(super) fn check_limit(config: &Config) -> Result<(), TrainerError> {
 }
 
 impl DataStream {
-    /// Creates a stream at the beginning of the data.
+    /// Creates a stream at the beginning of the data. `cost` turns on flexible sequence parallelism.
     pub(super) fn new(
         data: TrainingData,
         config: &Config,
         placement: Placement,
+        cost: Option<DocumentCost>,
     ) -> Result<Self, TrainerError> {
         data.check_phases(config)?;
         let options = LoaderOptions {
@@ -196,13 +202,19 @@ impl DataStream {
             placement,
         };
         let limit = Limit::of(config)?;
-        let passes = |phase: &Phase| Passes { seq_len: phase.data.seq_len(), trained: 0, evaluated: 0 };
+        let passes = |phase: &Phase| Passes {
+            seq_len: phase.data.seq_len(),
+            block_size: None,
+            trained: 0,
+            evaluated: 0,
+        };
         Ok(Self {
-            loader: loader(&data.phases[0].data, options, limit, 0)?,
+            loader: loader(&data.phases[0].data, options, (limit, cost), 0)?,
             passes: data.phases.iter().map(passes).collect(),
             data,
             options,
             limit,
+            cost,
             phase: 0,
             waited: Duration::ZERO,
         })
@@ -211,7 +223,7 @@ impl DataStream {
     /// Resumes after `steps` steps, whose last phase has consumed `samples_consumed` samples.
     pub(super) fn resume(&mut self, steps: u64, samples_consumed: u64) -> Result<(), TrainerError> {
         self.phase = self.data.phase_of_last(steps);
-        self.loader = loader(&self.phase().data, self.options, self.limit, samples_consumed)?;
+        self.loader = loader(&self.phase().data, self.options, (self.limit, self.cost), samples_consumed)?;
         Ok(())
     }
 
@@ -229,7 +241,7 @@ impl DataStream {
         let is_new = phase != self.phase;
         if is_new {
             self.phase = phase;
-            self.loader = loader(&self.phase().data, self.options, self.limit, 0)?;
+            self.loader = loader(&self.phase().data, self.options, (self.limit, self.cost), 0)?;
         }
         Ok(is_new)
     }
@@ -243,8 +255,27 @@ impl DataStream {
         let start = Instant::now();
         let batch = self.loader.next_micro_batch()?;
         self.waited += start.elapsed();
-        self.passes[self.phase].trained += 1;
+        self.passes_of(&batch).trained += 1;
         Ok(batch)
+    }
+
+    /// Returns the passes over micro batches like this one.
+    fn passes_of(&mut self, batch: &MicroBatch) -> &mut Passes {
+        let Some(FlexibleStep { block_size, .. }) = batch.flexible else {
+            return &mut self.passes[self.phase];
+        };
+        let (seq_len, block_size) = (batch.seq_len, Some(block_size));
+        let is_alike = |passes: &Passes| (passes.seq_len, passes.block_size) == (seq_len, block_size);
+        let index = self.passes.iter().position(is_alike).unwrap_or(self.passes.len());
+        if index == self.passes.len() {
+            self.passes.push(Passes { seq_len, block_size, trained: 0, evaluated: 0 });
+        }
+        &mut self.passes[index]
+    }
+
+    /// Returns the planned ratio of the longest to the mean rank in the next step, with flexible sequence parallelism.
+    pub(super) fn imbalance(&self) -> Result<Option<f64>, DataError> {
+        self.loader.cursor().clone().imbalance()
     }
 
     /// Returns the seconds spent waiting for data since the last call.
@@ -262,7 +293,8 @@ impl DataStream {
         &self.data.phases[self.phase]
     }
 
-    /// Returns the number of micro batches so far, by phase.
+    /// Returns the number of micro batches so far: by phase, then by row length and block size of flexible sequence
+    /// parallelism.
     pub fn passes(&self) -> &[Passes] {
         &self.passes
     }
@@ -280,13 +312,16 @@ impl DataStream {
 fn loader(
     data: &Dataset,
     options: LoaderOptions,
-    limit: Limit,
+    (limit, cost): (Limit, Option<DocumentCost>),
     samples_consumed: u64,
 ) -> Result<ReadAhead, TrainerError> {
     let mut loader = DataLoader::new(data.clone(), options)?;
     if let Limit::Epochs(epochs) = limit {
         let end = epochs.checked_mul(data.num_sequences() as u64).ok_or(TrainerError::TooManyEpochs)?;
         loader = loader.ending_at(end);
+    }
+    if let Some(cost) = cost {
+        loader = loader.balanced(cost);
     }
     loader.set_samples_consumed(samples_consumed);
     Ok(ReadAhead::new(loader))

@@ -63,7 +63,7 @@ impl<'a> Trainer<'a> {
             return Err(TrainerError::NoHeldOutData);
         }
         let mut evaluations = EvaluationTracker::new(engine.config(), data.held_out_hash());
-        let mut data = DataStream::new(data, engine.config(), engine.placement())?;
+        let mut data = DataStream::new(data, engine.config(), engine.placement(), engine.document_cost())?;
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
         let mut run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
@@ -134,6 +134,11 @@ impl<'a> Trainer<'a> {
         if !self.is_done() {
             let none = || "checkpoints: none; `checkpoint.interval` saves them".to_owned();
             (self.options.log)(&self.checkpoints.as_ref().map_or_else(none, Checkpoints::describe));
+            if let Some(imbalance) = self.data.imbalance()? {
+                (self.options.log)(&format!(
+                    "flexible sp: in the next step the longest rank computes {imbalance:.2} times the mean of all ranks (planned)"
+                ));
+            }
         }
         if !self.is_done() && self.steps.start == 0 {
             self.evaluate_if_due(0)?;

@@ -18,6 +18,9 @@ pub struct ZeroGroups {
     pub sharding: Option<ShardGroups>,
     /// The groups of attention, if sp is a ring of Ulysses groups.
     pub ring: Option<RingGroups>,
+    /// The groups of attention over parts of sp, of 2 ranks or more, from small to large: with flexible sequence parallelism,
+    /// aligned blocks of every size that divides sp.
+    pub sp_blocks: Vec<Arc<dyn ProcessGroup>>,
     /// The dtype in which gradients are sent to be summed.
     pub gradient_dtype: CommunicationDtype,
 }
@@ -56,7 +59,8 @@ impl ZeroGroups {
                 Some(ShardGroups { shard, replicas })
             }
         };
-        Ok(Self { dp, sp, sharding, ring: None, gradient_dtype: CommunicationDtype::default() })
+        let gradient_dtype = CommunicationDtype::default();
+        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), gradient_dtype })
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -73,6 +77,18 @@ impl ZeroGroups {
         Ok(Self { ring: Some(RingGroups { ring, ulysses }), ..self })
     }
 
+    /// Adds the groups of blocks within sp, if the config `is_flexible`. `groups` are those of [`new`](Self::new).
+    /// Collective over the mesh's world.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn with_sp_blocks(self, groups: &MeshGroups, is_flexible: bool) -> Result<Self, CommError> {
+        let sp_size = self.sp.world_size();
+        let sizes = (2..sp_size).filter(|size| is_flexible && sp_size.is_multiple_of(*size));
+        let of_size = |size| groups.sp_blocks(size)?.get_group(ULYSSES_AXIS);
+        Ok(Self { sp_blocks: sizes.map(of_size).collect::<Result<_, CommError>>()?, ..self })
+    }
+
     /// Wraps each group with `wrap`, which gets the axis of the group.
     #[must_use]
     pub fn map(self, wrap: impl Fn(&'static str, Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup>) -> Self {
@@ -87,6 +103,7 @@ impl ZeroGroups {
                 ring: wrap(RING_AXIS, ring),
                 ulysses: wrap(ULYSSES_AXIS, ulysses),
             }),
+            sp_blocks: self.sp_blocks.into_iter().map(|group| wrap("sp", group)).collect(),
             ..self
         }
     }
@@ -106,7 +123,7 @@ impl ZeroGroups {
         (self.replicas().rank() == 0).then(|| self.shard().rank())
     }
 
-    /// Every group once, with its axis. A group that spans the world serves several axes and is listed under
+    /// Every group once, with its axis; blocks of sp have the axis sp. A group that spans the world serves several axes and is listed under
     /// the first.
     pub fn by_axis(&self) -> Vec<(&'static str, &Arc<dyn ProcessGroup>)> {
         let sharding = self.sharding.iter();
@@ -114,7 +131,8 @@ impl ZeroGroups {
             sharding.flat_map(|groups| [(SHARD_AXIS, &groups.shard), (REPLICAS_AXIS, &groups.replicas)]);
         let ring = self.ring.iter();
         let ring = ring.flat_map(|groups| [(RING_AXIS, &groups.ring), (ULYSSES_AXIS, &groups.ulysses)]);
-        let others = sharding.chain(ring).filter(|(_, group)| group.world_size() > 1);
+        let blocks = self.sp_blocks.iter().map(|group| ("sp", group));
+        let others = sharding.chain(ring).chain(blocks).filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
         for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {

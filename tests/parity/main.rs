@@ -5,6 +5,7 @@
 mod custom_block;
 mod documents;
 mod fault_injection;
+mod flexible_sp;
 mod golden;
 mod hybrid_meshes;
 mod loss_normalization;

@@ -100,8 +100,10 @@ fn comms(prepared: &Prepared, engine: &Engine, summary: &RankSummary, passes: &[
         stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
     });
     let mut planned_to = BTreeMap::new();
+    // Rows of flexible sequence parallelism have no plan.
     let planned: Vec<_> = passes
         .iter()
+        .filter(|passes| passes.block_size.is_none())
         .flat_map(|passes| {
             let steps = passes.trained / config.gradient_accumulation_steps as u64;
             let config = config.clone().with_seq_len(passes.seq_len);

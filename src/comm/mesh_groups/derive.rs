@@ -3,7 +3,7 @@
 use super::MeshGroups;
 use super::known_groups::KnownGroups;
 use crate::comm::CommError;
-use crate::mesh::{DeviceMesh, MeshError, ShardShape};
+use crate::mesh::{DeviceMesh, MeshError, ShardShape, ULYSSES_AXIS};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -84,6 +84,20 @@ impl MeshGroups {
     /// As [`flatten`](Self::flatten), and when `ring_size` does not divide sp.
     pub fn ring(&self, ring_size: usize) -> Result<Self, CommError> {
         self.derive(Arc::new(self.known.of_single_ranks()), |mesh| mesh.ring(ring_size))
+    }
+
+    /// The groups of `size` consecutive ranks along sp, on the axis [`ULYSSES_AXIS`]. They are groups of their own, so that each has
+    /// its own statistics. Collective.
+    ///
+    /// # Errors
+    /// As [`flatten`](Self::flatten), and when `size` does not divide sp.
+    pub fn sp_blocks(&self, size: usize) -> Result<Self, CommError> {
+        let size = i64::try_from(size).unwrap_or(i64::MAX);
+        let blocks = |mesh: &DeviceMesh| {
+            mesh.unflatten("sp", &[("blocks", -1), (ULYSSES_AXIS, size)])?.slice(&[ULYSSES_AXIS])
+        };
+        let blocks = self.meshes.iter().map(blocks).collect::<Result<Vec<_>, _>>()?;
+        self.create(blocks.concat(), Arc::new(self.known.of_single_ranks()))
     }
 
     fn derive(

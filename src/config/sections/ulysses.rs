@@ -52,6 +52,11 @@ keys! {
         /// tokens and divide the heads; keys and values travel around the ring. For more sequence-parallel ranks than heads,
         /// and between nodes. `auto`: the largest such groups that divide the model's heads evenly and fit a node.
         pub ring_size: usize = count().integer(1),
+        /// Flexible sequence parallelism: each document of a step is computed by as few sp ranks as its tokens and FLOPs need, short
+        /// ones on one rank without an exchange, so that all ranks of the mesh compute equally much. A step consumes the same
+        /// sequences and has the same loss. The number of micro steps follows from the documents; a rank has at most as many
+        /// tokens per micro step as without. Evaluation is not changed.
+        pub flexible_sp: bool = flag(),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
         /// The communication backend.
@@ -178,5 +183,13 @@ impl UlyssesConfig {
         }
         ValidationConfig::check(section);
         ParameterGroup::check_all(section, optimizer_lr);
+    }
+
+    /// The mean of a micro batch depends on which documents are in it.
+    pub(crate) fn check_flexible_sp(&self, section: &Section<'_>, averages_micro_batches: bool) {
+        if self.flexible_sp && averages_micro_batches {
+            let expected = "false, unless `loss_normalization` is \"global\": micro batches have other documents with it";
+            section.contradiction("flexible_sp", expected);
+        }
     }
 }

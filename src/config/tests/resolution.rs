@@ -71,6 +71,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             validation: None,
             zero_partition_axes: PartitionAxes::Dp,
             ring_size: 1,
+            flexible_sp: false,
             threads_per_rank: None,
             backend: Backend::Thread,
             mesh: None,

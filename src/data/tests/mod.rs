@@ -1,5 +1,6 @@
 //! Tokens encode where they stand: token i of document d is `1000·(d+1) + i`, so none equals padding (0).
 
+mod balance;
 mod batch;
 mod best_fit;
 mod chat_templates;

@@ -3,7 +3,7 @@
 use super::mlp::GateUp;
 use super::saved_attention::{AttentionSaved, Saves};
 use super::weights::{Weights, parameters};
-use crate::model::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
+use crate::model::{AttentionExtent, Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
 
@@ -63,6 +63,11 @@ impl Layer for DecoderLayer {
 
     fn parameters(&self) -> &[ParameterSpec] {
         &self.parameters
+    }
+
+    fn attention_extent(&self) -> Option<AttentionExtent> {
+        let LlamaConfig { num_heads, head_dim, architecture, .. } = self.config;
+        Some(AttentionExtent { width: num_heads * head_dim, window: architecture.sliding_window() })
     }
 
     fn forward(

@@ -1,0 +1,80 @@
+//! The attention of an engine: over all sp ranks, or over a block of them with flexible sequence parallelism.
+
+use super::EngineError;
+use crate::comm::ProcessGroup;
+use crate::config::Config;
+use crate::data::MicroBatch;
+use crate::mesh::SeqSharding;
+use crate::sequence_parallel::{RingAttention, UlyssesAttention};
+use crate::zero::{RingGroups, ZeroGroups};
+use std::sync::Arc;
+use ulysses_kernels::attention::{Attention, AttentionCompute};
+
+/// Attention that is shared by some sp ranks.
+#[derive(Clone)]
+pub(super) struct SharedAttention {
+    pub(super) attention: Arc<dyn Attention>,
+    /// How the ranks share each sequence.
+    pub(super) sharding: SeqSharding,
+    /// This rank among them.
+    pub(super) rank: usize,
+}
+
+/// The attention of one rank, by the number of ranks that share a sequence.
+pub(super) struct BlockAttention {
+    all: SharedAttention,
+    /// By ascending number of ranks: with flexible sequence parallelism, those of one rank and of the
+    /// [blocks](ZeroGroups::sp_blocks).
+    blocks: Vec<SharedAttention>,
+}
+
+impl BlockAttention {
+    /// Wraps a local attention, which sees whole sequences or blocks of a ring.
+    pub(super) fn new(config: &Config, groups: &ZeroGroups, local: Arc<dyn AttentionCompute>) -> Self {
+        let blocks = match config.ulysses.flexible_sp {
+            false => Vec::new(),
+            true => {
+                let alone =
+                    SharedAttention { attention: local.clone(), sharding: SeqSharding::from(1), rank: 0 };
+                let of_group = |group: &Arc<dyn ProcessGroup>| {
+                    let (sharding, rank) = (SeqSharding::from(group.world_size()), group.rank());
+                    let attention = Arc::new(UlyssesAttention::new(local.clone(), group.clone()));
+                    SharedAttention { attention, sharding, rank }
+                };
+                std::iter::once(alone).chain(groups.sp_blocks.iter().map(of_group)).collect()
+            }
+        };
+        let sharding = config.seq_sharding();
+        let attention: Arc<dyn Attention> = match &groups.ring {
+            None => Arc::new(UlyssesAttention::new(local, groups.sp.clone())),
+            Some(RingGroups { ring, ulysses }) => {
+                ring.progress_in_background();
+                let in_ring = Arc::new(RingAttention::new(local, ring.clone(), sharding));
+                Arc::new(UlyssesAttention::within_ring(in_ring, ulysses.clone(), sharding, ring.rank()))
+            }
+        };
+        if config.overlaps_exchange() {
+            let exchanging = groups.ring.as_ref().map_or(&groups.sp, |groups| &groups.ulysses);
+            std::iter::once(exchanging)
+                .chain(&groups.sp_blocks)
+                .for_each(|group| group.progress_in_background());
+        }
+        Self { all: SharedAttention { attention, sharding, rank: groups.sp.rank() }, blocks }
+    }
+
+    /// Returns the attention of the ranks that share a micro batch.
+    ///
+    /// # Errors
+    /// A block of a number of ranks that this rank has no group for.
+    pub(super) fn of(&self, batch: &MicroBatch) -> Result<&SharedAttention, EngineError> {
+        let sp_size = self.all.sharding.sp_size();
+        let Some(step) = batch.flexible.filter(|step| step.block_size != sp_size) else {
+            return Ok(&self.all);
+        };
+        let is_of_size = |block: &&SharedAttention| block.sharding.sp_size() == step.block_size;
+        self.blocks.iter().find(is_of_size).ok_or_else(|| EngineError::NoBlock {
+            block_size: step.block_size,
+            available: self.blocks.iter().map(|block| block.sharding.sp_size()).chain([sp_size]).collect(),
+        })
+    }
+}
