@@ -97,7 +97,7 @@ impl Workload {
     /// ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
         let world_size = self.config.world_size();
-        let max_sp = self.config.require_seq_len()?.max(self.config.mesh.sp_size);
+        let max_sp = self.config.require_seq_len()?;
         let sizes = (1..=max_sp.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
         let shardings = sizes.flat_map(|sp| self.shardings(sp));
         Ok(shardings

@@ -16,9 +16,6 @@ use ulysses_kernels::cast;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::f32_elements;
 
-/// Maximum number of elements of a piece: 1 GiB of f32.
-pub(super) const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
-
 /// A part of a unit's elements that this rank updates, with its tensors in host memory.
 struct Piece<'a> {
     unit: &'a Unit,

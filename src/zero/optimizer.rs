@@ -1,7 +1,6 @@
 //! [`ZeroOptimizer`]: all units of a model on one rank.
 
 use super::frozen_split::{FrozenSplit, split_frozen};
-use super::host_update::MAX_PIECE_ELEMENTS;
 use super::reduce::{self, Reduction};
 use super::state_tensor::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
@@ -13,6 +12,9 @@ use std::ops::Range;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{self, Category, with_category};
 use ulysses_kernels::tensor::TensorOptions;
+
+/// Maximum number of elements of a piece of an update on the host: 1 GiB of f32.
+const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///

@@ -9,6 +9,7 @@ mod features;
 mod node_traffic;
 mod ops;
 mod plan;
+mod saved_state;
 #[path = "../support/mod.rs"]
 mod support;
 
