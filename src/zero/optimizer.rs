@@ -14,7 +14,7 @@ use ulysses_kernels::memory::{self, Category, with_category};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// Maximum number of elements of a piece of an update on the host: 1 GiB of f32.
-const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
+pub(super) const MAX_PIECE_ELEMENTS: usize = (1 << 30) / size_of::<f32>();
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///

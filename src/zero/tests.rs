@@ -280,7 +280,7 @@ fn offloaded_state_comes_back_bit_for_bit() {
                 seen.lock().insert((dp_rank, sp_rank), bits);
             });
             // In one piece, and in pieces that cut the two groups and leave a shorter one.
-            for max_piece_elements in [host_update::MAX_PIECE_ELEMENTS, 4] {
+            for max_piece_elements in [optimizer::MAX_PIECE_ELEMENTS, 4] {
                 on_mesh_with(mesh, stage, (config.clone(), away), |zero, dp_rank, sp_rank| {
                     zero.max_piece_elements = max_piece_elements;
                     if on_host {

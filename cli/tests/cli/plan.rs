@@ -254,7 +254,11 @@ fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     let checkpoints = 32 * 65_536 * 4096 * 2;
     let state = 16 * on_gpu["model"]["parameters"].as_u64().unwrap();
     assert_eq!(offloaded(&on_cpu), checkpoints);
-    assert!((offloaded(&on_gpu) as f64 / (checkpoints + state) as f64 - 1.0).abs() < 1e-3, "{on_gpu}");
+    // Host memory stays reserved for the updated parameters, in bf16, of three pieces of every size: the two of the
+    // embedding and of the head, and that of a layer.
+    let updated = offloaded(&on_gpu) - checkpoints - state;
+    let most = 3 * 2 * (on_gpu["model"]["parameters"].as_u64().unwrap() / 32 + 2 * 128_256 * 4096 / 2);
+    assert!(updated <= most, "{updated} of at most {most}: {on_gpu}");
     assert!(peak(&on_gpu) + state / 2 < peak(&on_cpu));
     changed(
         &plan(&place, &["changed.json", "--device", "cuda", "--memory-gib", "999"]),

@@ -7,7 +7,7 @@ use serde_json::json;
 fn a_ring_trains_and_resumes_on_more_ranks_than_heads() {
     let place = Workplace::new();
     // The preset `nano` has four heads.
-    place.write_config("c.json", json!({ "ulysses": { "steps": 4 } }));
+    place.write_config("c.json", json!({ "checkpoint": { "interval": 2 }, "ulysses": { "steps": 4 } }));
     let train = |mesh: &str, output: &str, more: &[&str]| {
         let arguments = ["train", "c.json", "--mesh", mesh, "--output", output];
         place.run(&[&arguments[..], more].concat())
@@ -15,7 +15,8 @@ fn a_ring_trains_and_resumes_on_more_ranks_than_heads() {
     train("1x2", "flat", &[]).assert_done();
     let ring = train("ring=2,ulysses=3", "ring", &["--steps", "2"]);
     assert!(ring.assert_done().stderr.contains("sp 6 (ring 2 × ulysses 3)"), "{ring:?}");
-    train("ring=8,ulysses=1", "ring", &["--resume"]).assert_done();
+    let resumed = train("ring=8,ulysses=1", "ring", &["--resume"]);
+    assert!(resumed.assert_done().stderr.contains("step 2"), "{resumed:?}");
     let [flat, ring] = ["flat", "ring"].map(|output| place.losses(&format!("{output}/metrics.jsonl")));
     assert_eq!((flat.len(), ring.len()), (4, 4));
     // Six ranks in two steps, of which one is the slowest; then eight.
