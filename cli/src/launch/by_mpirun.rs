@@ -4,7 +4,7 @@ use super::hosts::{Host, first_slots};
 use super::job::{NoOtherNodes, Outcome};
 use super::mpirun::{Placement, command, installed, shown};
 use super::output::Source;
-use super::probe::reachable;
+use super::probe::Probe;
 use super::rank_failure::RankFailure;
 use super::restarts::JobSpec;
 use super::signals::Signals;
@@ -27,8 +27,15 @@ pub(super) fn run(
     let launcher = installed();
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
     let (mut restarts, mut variation) = (0, Variation::default());
+    let is_probed = job.max_restarts > 0 && !dry_run;
+    let probe = hosts.as_ref().filter(|_| is_probed).map(|hosts| Probe::new(hosts));
     loop {
-        let placement = hosts.as_ref().map_or(Placement::Here(num_ranks), |hosts| Placement::Hosts(hosts));
+        // The hosts that a smaller mesh leaves idle replace the next ones that are lost.
+        let used = hosts.as_ref().map(|hosts| match variation.smaller {
+            Some(mesh) => first_slots(hosts, mesh.dp * mesh.sp),
+            None => hosts.clone(),
+        });
+        let placement = used.as_ref().map_or(Placement::Here(num_ranks), |used| Placement::Hosts(used));
         let command = command(launcher, &placement, &job.program, &job.arguments(&variation));
         if dry_run {
             return print(format_args!("{}\n", shown(&command)));
@@ -37,30 +44,33 @@ pub(super) fn run(
         let failure = match start.run(&signals, &mut NoOtherNodes).or_run()? {
             Outcome::Done | Outcome::Interrupted => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
-            Outcome::Failed(failure) => with_host(failure, hosts.as_deref()),
+            Outcome::Failed(failure) => with_host(failure, used.as_deref()),
         };
-        let (left, lost) = hosts.as_deref().map(reachable).unwrap_or_default();
+        let answers = hosts.as_deref().zip(probe.as_ref()).map(|(hosts, probe)| probe.split(hosts));
+        let (left, mut lost) = answers.unwrap_or_default();
+        lost.retain(|host| used.iter().flatten().any(|used| used.name == host.name));
         if lost.is_empty() {
             job.allow_restart(&failure, &mut restarts)?;
         } else {
-            hosts = Some(continue_on(left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?);
+            continue_on(&left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?;
+            hosts = Some(left);
         }
-        variation.resumes = true;
+        job.resume(&mut variation);
     }
 }
 
-/// Returns the hosts of a restart without the lost ones.
+/// Plans a restart on the hosts that are left.
 ///
 /// # Errors
 /// Why the job cannot continue.
 fn continue_on(
-    mut left: Vec<Host>,
+    left: &[Host],
     lost: &[Host],
     failure: &RankFailure,
     job: &JobSpec,
     restarts: &mut u32,
     variation: &mut Variation,
-) -> anyhow::Result<Vec<Host>> {
+) -> anyhow::Result<()> {
     let lost: Vec<&str> = lost.iter().map(|host| host.name.as_str()).collect();
     let reason = format!("cannot reach host {}; {failure}", lost.join(", "));
     if left.len() < job.min_nodes {
@@ -70,12 +80,10 @@ fn continue_on(
     let smaller = job.smaller_mesh(num_ranks).map_err(|why| anyhow!("{reason}; {why}"))?;
     let mut with = format!(" on {} host(s)", left.len());
     if let Some(mesh) = smaller {
-        with = format!("{with} with mesh {}x{}", mesh.dp, mesh.sp);
-        left = first_slots(&left, mesh.dp * mesh.sp);
+        with = format!("{with} with mesh {mesh}");
         variation.smaller = smaller;
     }
-    job.allow(&reason, restarts, &with).map_err(anyhow::Error::msg)?;
-    Ok(left)
+    job.allow(&reason, restarts, &with).map_err(anyhow::Error::msg)
 }
 
 /// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.

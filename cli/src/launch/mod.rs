@@ -38,7 +38,7 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
     let num_nodes = hosts.as_ref().map_or(usize::from(args.nnodes), Vec::len);
     let min_nodes = args.min_nodes(num_nodes)?;
     let is_ulysses = args.program.is_none();
-    let training = if is_ulysses { Training::parse(&args.arguments)? } else { None };
+    let mut training = if is_ulysses { Training::parse(&args.arguments)? } else { None };
     let (num_ranks, ranks_per_node) = match &hosts {
         Some(hosts) => (hosts.iter().map(|host| host.slots).sum(), hosts[0].slots),
         None => (args.local_processes() * num_nodes, args.local_processes()),
@@ -47,7 +47,7 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
         true => Cluster { nodes: num_nodes, ranks_per_node },
         false => Cluster { nodes: 1, ranks_per_node: num_ranks },
     };
-    let (first_config, uses_mpirun) = match &training {
+    let (first_config, uses_mpirun) = match &mut training {
         Some(training) => {
             let (config, uses_mpirun) = training.check(cluster, args.max_restarts)?;
             (Some(config), uses_mpirun)

@@ -12,7 +12,7 @@ use ulysses::comm::store::JobStore;
 /// Runs a job of this many processes, with restarts.
 pub(super) fn run(job: &JobSpec, num_processes: usize) -> Result<(), Failure> {
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
-    let mut restarts = 0;
+    let (mut restarts, mut variation) = (0, Variation::default());
     loop {
         let store = JobStore::listen(num_processes).context("cannot open the store of the job").or_run()?;
         let ranks = NodeRanks {
@@ -26,12 +26,13 @@ pub(super) fn run(job: &JobSpec, num_processes: usize) -> Result<(), Failure> {
             restarts,
             max_restarts: job.max_restarts,
         };
-        let arguments = job.arguments(&Variation { resumes: restarts > 0, smaller: None });
+        let arguments = job.arguments(&variation);
         let commands = ranks.commands(&job.program, &arguments, &store.environment());
         match job.start(commands, Some(store)).run(&signals, &mut NoOtherNodes).or_run()? {
             Outcome::Done | Outcome::Interrupted => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
             Outcome::Failed(failure) => job.allow_restart(&failure, &mut restarts)?,
         }
+        job.resume(&mut variation);
     }
 }

@@ -40,6 +40,12 @@ impl JobSpec {
         Start { commands, store, grace: self.grace, logs: self.logs.clone() }
     }
 
+    /// Lets the next start resume from the newest step.
+    pub(super) fn resume(&self, variation: &mut Variation) {
+        variation.resumes = true;
+        variation.has_saved |= self.training.as_ref().is_some_and(|(training, _)| training.has_saved());
+    }
+
     /// Decides whether the job is started once more after a failure, and logs that.
     ///
     /// # Errors

@@ -3,6 +3,9 @@
 use crate::train::TrainArgs;
 use crate::{Command, Failure, arguments};
 use anyhow::anyhow;
+use std::fmt;
+use std::path::Path;
+use ulysses::checkpoint::step_directories;
 use ulysses::config::{Backend, Config};
 use ulysses::mesh::{Cluster, SeqSharding};
 
@@ -10,12 +13,16 @@ use ulysses::mesh::{Cluster, SeqSharding};
 pub(super) struct Training {
     words: Vec<String>,
     args: TrainArgs,
+    /// The output directory, and the newest step in it before the first start.
+    output: Option<(String, Option<u64>)>,
 }
 
 /// The part of a `train` command that differs between the starts of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Variation {
     pub(super) resumes: bool,
+    /// The job has saved a step: it resumes from its own output and no longer from the user's `--resume DIR`.
+    pub(super) has_saved: bool,
     /// A smaller mesh than at the first start.
     pub(super) smaller: Option<SmallerMesh>,
 }
@@ -27,23 +34,42 @@ pub(super) struct SmallerMesh {
     pub(super) sp: usize,
     /// Ranks of the ring within sp, if the first start has a ring.
     pub(super) ring_size: Option<usize>,
+    /// Ranks along dp that ZeRO partitions over, if the first start has a shard size.
+    pub(super) shard_size: Option<usize>,
+    /// Whether it also replaces the key `ulysses.mesh` of the config.
+    pub(super) replaces_key: bool,
     pub(super) batch_size: usize,
     pub(super) micro_batch_size: usize,
+}
+
+/// Writes the value of `--mesh`.
+impl fmt::Display for SmallerMesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dp, sp, .. } = self;
+        match self.shard_size {
+            None => write!(f, "{dp}x{sp}"),
+            Some(shard) => write!(f, "dp_replicate={},dp_shard={shard},sp={sp}", dp / shard),
+        }
+    }
 }
 
 impl Training {
     /// Parses the arguments as `ulysses` would; `None` if the command is not `train`.
     pub(super) fn parse(words: &[String]) -> Result<Option<Self>, Failure> {
         match command(words)? {
-            Command::Train(args) => Ok(Some(Self { words: words.to_vec(), args })),
+            Command::Train(args) => Ok(Some(Self { words: words.to_vec(), args, output: None })),
             Command::Launch(_) => Err(Failure::Usage(anyhow!("`launch` cannot start `launch`"))),
             _ => Ok(None),
         }
     }
 
     /// Returns the config, and whether MPI connects the ranks; otherwise NCCL does.
-    pub(super) fn check(&self, cluster: Cluster, max_restarts: u32) -> Result<(Config, bool), Failure> {
+    pub(super) fn check(&mut self, cluster: Cluster, max_restarts: u32) -> Result<(Config, bool), Failure> {
         let (config, backend) = self.args.for_launch(cluster)?;
+        self.output = config.ulysses.output.clone().map(|output| {
+            let newest = newest_step(&output);
+            (output, newest)
+        });
         let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
         if max_restarts > 0 && (config.checkpoint.is_none() || config.ulysses.output.is_none()) {
             return refuse(
@@ -82,15 +108,25 @@ impl Training {
     /// Returns the arguments of a start.
     pub(super) fn arguments(&self, variation: &Variation) -> Vec<String> {
         let mut words = self.words.clone();
-        if let Some(SmallerMesh { dp, sp, ring_size, batch_size, micro_batch_size }) = variation.smaller {
+        if let Some(mesh) = variation.smaller {
+            let SmallerMesh { ring_size, batch_size, micro_batch_size, .. } = mesh;
             remove_flag(&mut words, "--mesh");
             remove_flag(&mut words, "--batch-size");
             words.extend([
-                format!("--mesh={dp}x{sp}"),
+                format!("--mesh={mesh}"),
                 format!("--batch-size={batch_size}"),
                 format!("--set=train_micro_batch_size_per_gpu={micro_batch_size}"),
             ]);
+            words.extend(mesh.replaces_key.then(|| format!("--set=ulysses.mesh={mesh}")));
             words.extend(ring_size.map(|ring_size| format!("--set=ulysses.ring_size={ring_size}")));
+        }
+        if variation.has_saved {
+            // The first start read the other checkpoint, and has replaced the data.
+            words.retain(|word| word != "--reset-data");
+            if self.args.resumes_from_dir() {
+                remove_flag(&mut words, "--resume");
+                words.push("--resume".to_owned());
+            }
         }
         if variation.resumes && !self.args.resumes() {
             words.push("--resume".to_owned());
@@ -98,25 +134,65 @@ impl Training {
         words
     }
 
-    /// Returns the largest mesh of at most `num_ranks` ranks that keeps the batch size, the micro batch size and, if it
-    /// fits, sp. `first` is the config of the first start.
+    /// Returns whether the job has saved a step since [`check`](Self::check).
+    pub(super) fn has_saved(&self) -> bool {
+        self.output.as_ref().is_some_and(|(output, before)| newest_step(output) > *before)
+    }
+
+    /// Returns the largest mesh of at most `num_ranks` ranks that keeps the batch size, the micro batch size and, if they
+    /// fit, sp and the shard size of ZeRO. `first` is the config of the first start.
     pub(super) fn smaller_mesh(&self, first: &Config, num_ranks: usize) -> Option<SmallerMesh> {
         let divides = |sp: &usize| first.mesh.sp_size.is_multiple_of(*sp);
         let sizes = (1..=first.mesh.sp_size.min(num_ranks)).rev().filter(divides);
-        let mut meshes = sizes.flat_map(|sp| (1..=num_ranks / sp).rev().map(move |dp| (dp, sp)));
+        let first_shard = first.zero.mics_shard_size;
+        // A smaller shard size takes more memory per rank, so multiples of the first one come before larger meshes.
+        let keeps_shard = move |dp: &usize| first_shard.is_none_or(|shard| dp.is_multiple_of(shard));
+        let mut meshes = sizes.flat_map(|sp| {
+            let dp_sizes = || (1..=num_ranks / sp).rev();
+            let others = dp_sizes().filter(move |dp| !keeps_shard(dp));
+            dp_sizes().filter(keeps_shard).chain(others).map(move |dp| (dp, sp))
+        });
         meshes.find_map(|(dp, sp)| {
             let (batch_size, micro_batch_size) = (first.train_batch_size, first.micro_batch_size);
             // No Ulysses group needs more heads than before.
             let before = first.seq_sharding();
             let ring_size = SeqSharding::for_heads(sp, before.ulysses_size).ring_size;
             let ring_size = (before.ring_size > 1).then_some(ring_size);
-            let smaller = SmallerMesh { dp, sp, ring_size, batch_size, micro_batch_size };
-            let variation = Variation { resumes: true, smaller: Some(smaller) };
-            let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return None };
-            let (config, _) = args.for_launch(Cluster { nodes: 1, ranks_per_node: dp * sp }).ok()?;
-            (config.micro_batch_size == micro_batch_size).then_some(smaller)
+            let shard_size = first_shard.map(|shard| common_divisor(shard, dp));
+            let mesh = |replaces_key| SmallerMesh {
+                dp,
+                sp,
+                ring_size,
+                shard_size,
+                replaces_key,
+                batch_size,
+                micro_batch_size,
+            };
+            // The key of the first mesh may be that of a rule, which the flag replaces.
+            let mut meshes = [true, false]
+                .map(mesh)
+                .into_iter()
+                .filter(|mesh| first.ulysses.mesh.is_some() || !mesh.replaces_key);
+            meshes.find(|mesh| self.allows(*mesh))
         })
     }
+
+    /// Returns whether the config is valid with this mesh, and keeps the micro batch size.
+    fn allows(&self, mesh: SmallerMesh) -> bool {
+        let variation = Variation { resumes: true, has_saved: false, smaller: Some(mesh) };
+        let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return false };
+        let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.dp * mesh.sp });
+        resolved.is_ok_and(|(config, _)| config.micro_batch_size == mesh.micro_batch_size)
+    }
+}
+
+/// Returns the newest step in an output directory, if this machine sees one.
+fn newest_step(output: &str) -> Option<u64> {
+    step_directories(Path::new(output)).ok()?.first().map(|directory| directory.step)
+}
+
+fn common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
 fn command(words: &[String]) -> Result<Command, Failure> {
@@ -169,6 +245,70 @@ mod tests {
         training.smaller_mesh(&config, num_ranks).map(|mesh| (mesh.dp, mesh.sp))
     }
 
+    /// The value of `--mesh` on fewer ranks.
+    fn smaller_text(changes: serde_json::Value, flags: &[&str], num_ranks: usize) -> Option<String> {
+        let place = tempfile::tempdir().unwrap();
+        let (training, config) = training(&place, changes, flags);
+        training.smaller_mesh(&config, num_ranks).map(|mesh| mesh.to_string())
+    }
+
+    #[test]
+    fn a_smaller_mesh_keeps_the_shard_size() {
+        let micro = json!({ "train_micro_batch_size_per_gpu": 1, "zero_optimization": { "stage": 3 } });
+        for flags in [["--mesh", "hsdp"], ["--mesh", "dp_replicate=3,dp_shard=2"]] {
+            let text = |num_ranks| smaller_text(micro.clone(), &flags, num_ranks);
+            assert_eq!(text(5).as_deref(), Some("dp_replicate=1,dp_shard=2,sp=1"), "4 does not divide 6");
+            assert_eq!(text(2).as_deref(), Some("dp_replicate=1,dp_shard=2,sp=1"));
+            assert_eq!(text(1).as_deref(), Some("dp_replicate=1,dp_shard=1,sp=1"));
+        }
+        let mut twelve = micro;
+        twelve["train_batch_size"] = json!(12);
+        let text = smaller_text(twelve, &["--mesh", "dp_replicate=3,dp_shard=2"], 5);
+        assert_eq!(text.as_deref(), Some("dp_replicate=2,dp_shard=2,sp=1"));
+    }
+
+    #[test]
+    fn a_smaller_mesh_replaces_the_mesh_of_the_config() {
+        let with = |mesh: serde_json::Value| {
+            json!({ "train_micro_batch_size_per_gpu": 1, "zero_optimization": { "stage": 3 },
+                "ulysses": { "model": "nano", "data": "d", "seq_len": 64, "mesh": mesh } })
+        };
+        let hybrid = with(json!({ "intra": { "sp": 2 }, "inter": { "dp": 3 } }));
+        assert_eq!(smaller(hybrid, &[], 4), Some((2, 2)));
+        let sharded = with(json!({ "intra": { "dp_shard": 2 }, "inter": { "dp_replicate": 3 } }));
+        let text = smaller_text(sharded, &[], 3);
+        assert_eq!(text.as_deref(), Some("dp_replicate=1,dp_shard=2,sp=1"));
+    }
+
+    #[test]
+    fn a_restart_resumes_from_the_output_as_soon_as_it_has_a_newer_step() {
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out").display().to_string();
+        let warm = place.path().join("warm").display().to_string();
+        for flags in [
+            vec!["--output", &output, "--resume", &warm, "--reset-data", "--seed", "7"],
+            vec!["--output", &output, &format!("--resume={warm}"), "--reset-data", "--seed", "7"],
+        ] {
+            let (mut training, _) = training(&place, json!({}), &flags);
+            training.output = Some((output.clone(), None));
+            assert!(!training.has_saved());
+            let arguments = |has_saved| {
+                training.arguments(&Variation { resumes: true, has_saved, smaller: None })[2..].join(" ")
+            };
+            assert_eq!(arguments(false), flags.join(" "), "nothing to resume from but the other checkpoint");
+            assert_eq!(arguments(true), format!("--output {output} --seed 7 --resume"));
+        }
+        let (mut training, _) =
+            training(&place, json!({}), &["--output", &output, "--resume", "--reset-data"]);
+        training.output = Some((output.clone(), Some(4)));
+        std::fs::create_dir_all(place.path().join("out/step_00000004")).unwrap();
+        assert!(!training.has_saved(), "it is there since before the first start");
+        std::fs::create_dir_all(place.path().join("out/step_00000006")).unwrap();
+        assert!(training.has_saved());
+        let words = training.arguments(&Variation { resumes: true, has_saved: true, smaller: None });
+        assert_eq!(words[2..].join(" "), format!("--output {output} --resume"));
+    }
+
     #[test]
     fn a_smaller_mesh_keeps_batch_micro_batch_and_sp() {
         let micro = json!({ "train_micro_batch_size_per_gpu": 1 });
@@ -189,9 +329,19 @@ mod tests {
         let flags = ["--mesh", "3x2", "--batch-size=6", "--seed", "7"];
         let (training, _) = training(&place, json!({}), &flags);
         let path = place.path().join("c.json").display().to_string();
-        let arguments = |resumes, smaller| training.arguments(&Variation { resumes, smaller })[1..].join(" ");
+        let arguments = |resumes, smaller| {
+            training.arguments(&Variation { resumes, has_saved: false, smaller })[1..].join(" ")
+        };
         assert_eq!(arguments(false, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
-        let mesh = SmallerMesh { dp: 1, sp: 2, ring_size: None, batch_size: 6, micro_batch_size: 2 };
+        let mesh = SmallerMesh {
+            dp: 1,
+            sp: 2,
+            ring_size: None,
+            shard_size: None,
+            replaces_key: false,
+            batch_size: 6,
+            micro_batch_size: 2,
+        };
         assert_eq!(
             arguments(true, Some(mesh)),
             format!(

@@ -125,4 +125,10 @@ impl TrainArgs {
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()
     }
+
+    /// Returns whether `--resume` names a directory.
+    #[cfg(unix)]
+    pub(crate) fn resumes_from_dir(&self) -> bool {
+        matches!(self.resume, Some(Some(_)))
+    }
 }

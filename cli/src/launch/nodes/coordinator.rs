@@ -5,6 +5,7 @@ use super::super::restarts::JobSpec;
 use super::super::training::{SmallerMesh, Variation};
 use super::messages::{Ended, NodeFailure, NodeOffer, Plan, Verdict};
 use super::{read, text};
+use crate::log_line;
 use anyhow::Context;
 use std::collections::{BTreeMap, BTreeSet};
 use ulysses::comm::store::{JobStore, Loss, NodeEndpoint, NodeStore};
@@ -62,7 +63,12 @@ impl Coordinator {
     ) {
         for (node, loss) in lost {
             self.nodes.remove(node);
-            self.failures.lost.push((*node, *loss));
+            if self.is_idle(*node) {
+                let lost = self.describe_loss(*node, *loss);
+                log_line(format_args!("launch: {lost}; it had no ranks, so the job continues"));
+            } else {
+                self.failures.lost.push((*node, *loss));
+            }
         }
         for node in self.nodes.clone() {
             let is_new = self.failures.reported.iter().all(|failure| failure.node != node);
@@ -79,6 +85,11 @@ impl Coordinator {
         {
             nodes.set(&stop, &reason);
         }
+    }
+
+    /// Returns whether a node has no ranks because the mesh has become smaller.
+    fn is_idle(&self, node: usize) -> bool {
+        self.plan.as_ref().is_some_and(|plan| !plan.ranks.contains_key(&node))
     }
 
     /// Plans the next start, or ends the job, once all nodes have told what that needs.
@@ -152,18 +163,18 @@ impl Coordinator {
     /// # Errors
     /// Why the job cannot continue.
     fn restart(&mut self, last: &Plan, reason: String, job: &JobSpec) -> Result<Plan, String> {
-        if self.nodes.len() < job.min_nodes {
-            let (left, min_nodes) = (self.nodes.len(), job.min_nodes);
-            return Err(format!("{reason}; {left} node(s) are left, --min-nodes is {min_nodes}"));
-        }
         let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
-        variation.resumes = true;
+        job.resume(&mut variation);
         let mut with = String::new();
         if !self.failures.lost.is_empty() {
+            if self.nodes.len() < job.min_nodes {
+                let (left, min_nodes) = (self.nodes.len(), job.min_nodes);
+                return Err(format!("{reason}; {left} node(s) are left, --min-nodes is {min_nodes}"));
+            }
             ranks = self.nodes.iter().map(|node| (*node, self.offers[node].num_processes)).collect();
             let num_ranks = ranks.values().sum();
             if let Some(smaller) = job.smaller_mesh(num_ranks).map_err(|why| format!("{reason}; {why}"))? {
-                with = format!(" on {} node(s) with mesh {}x{}", self.nodes.len(), smaller.dp, smaller.sp);
+                with = format!(" on {} node(s) with mesh {smaller}", self.nodes.len());
                 ranks = first_ranks(&ranks, smaller);
                 variation.smaller = Some(smaller);
             } else {
@@ -258,8 +269,33 @@ mod tests {
     }
 
     #[test]
+    fn the_loss_of_a_node_without_ranks_is_no_failure() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let alone = NodeEndpoint { host: "127.0.0.1".into(), port: free.port(), node: 0, num_nodes: 1 };
+        let timeout = std::time::Duration::from_secs(10);
+        let mut nodes = NodeStore::meet(&alone, |_| None, timeout, timeout).unwrap();
+        let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone });
+        let ranks = BTreeMap::from([(0, 2), (1, 2)]);
+        coordinator.plan = Some(Plan::new(ranks, Variation::default(), None));
+        coordinator.watch(&[(2, Loss::Ended)], &mut nodes, None);
+        assert_eq!((coordinator.failure(), nodes.get("stop/0")), (None, None));
+        assert_eq!(coordinator.nodes, BTreeSet::from([0, 1]), "no restart counts on it");
+        coordinator.watch(&[(1, Loss::Ended)], &mut nodes, None);
+        let stop = nodes.get("stop/0").unwrap();
+        assert!(stop.contains("node 1 (host unknown, ranks 2 to 3) left the job"), "{stop}");
+    }
+
+    #[test]
     fn a_smaller_mesh_takes_the_first_ranks() {
-        let mesh = |dp, sp| SmallerMesh { dp, sp, ring_size: None, batch_size: 4, micro_batch_size: 1 };
+        let mesh = |dp, sp| SmallerMesh {
+            dp,
+            sp,
+            ring_size: None,
+            shard_size: None,
+            replaces_key: false,
+            batch_size: 4,
+            micro_batch_size: 1,
+        };
         let offered = BTreeMap::from([(0, 2), (2, 2), (3, 2)]);
         assert_eq!(first_ranks(&offered, mesh(2, 2)), BTreeMap::from([(0, 2), (2, 2)]));
         assert_eq!(first_ranks(&offered, mesh(1, 3)), BTreeMap::from([(0, 2), (2, 1)]));
