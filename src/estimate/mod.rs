@@ -136,14 +136,18 @@ impl Workload {
         Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
-    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads and by ring rank: the blocks that a
-    /// ring rank attends and passes on differ with windows and documents. Other sp groups are equal, because partitions
-    /// are padded to equal size.
+    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads and by ring rank. Other sp groups are
+    /// equal, because partitions are padded to equal size.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
         let sharding = self.config.seq_sharding();
         let seq_len = self.config.require_seq_len()?;
         let mut classes: Vec<RankClass> = Vec::new();
-        for ring_rank in 0..sharding.ring_size {
+        // A zigzag over one causal document gives every ring rank as much to attend and to pass on.
+        let is_balanced = self.document_len.is_none()
+            && self.model.architecture.sliding_window().is_none()
+            && seq_len.is_multiple_of(2 * sharding.ring_size);
+        let ring_ranks = if is_balanced { 1 } else { sharding.ring_size };
+        for ring_rank in 0..ring_ranks {
             let mut of_ring_rank: Vec<(Vec<[usize; 3]>, RankClass)> = Vec::new();
             let tokens = sharding.ring_tokens(seq_len, ring_rank).len();
             let plans = self.chunk_plans(tokens)?;
@@ -154,10 +158,10 @@ impl Workload {
                 };
                 let kind: Vec<_> = plans.iter().map(of_plan).collect();
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
-                    Some((_, class)) => class.ranks += 1,
+                    Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
                         let rank = ring_rank * sharding.ulysses_size + ulysses_rank;
-                        of_ring_rank.push((kind, RankClass { rank, ranks: 1 }));
+                        of_ring_rank.push((kind, RankClass { rank, ranks: sharding.ring_size / ring_ranks }));
                     }
                 }
             }

@@ -3,7 +3,7 @@
 use super::{MemoryBudget, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
-use crate::mesh::{Cluster, SeqSharding};
+use crate::mesh::{Cluster, SeqSharding, UlyssesLimits};
 use serde::Serialize;
 
 /// The proposed mesh for a cluster, and the meshes that were tried.
@@ -74,14 +74,18 @@ impl Workload {
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 
-    /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens.
+    /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
+    /// rings that are too long to compare.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
         let Cluster { nodes, ranks_per_node } = cluster;
         let max_sp = self.config.require_seq_len()?;
         let within = (1..=ranks_per_node).filter(move |sp| ranks_per_node.is_multiple_of(*sp));
         let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
         let across = across.map(move |count| count * ranks_per_node);
-        Ok(within.chain(across).filter(move |sp| *sp <= max_sp))
+        let limits = UlyssesLimits { ranks_per_node, ..self.ulysses_limits() };
+        let is_compared =
+            move |sp: &usize| SeqSharding::auto(*sp, limits).ring_size <= SeqSharding::MAX_COMPARED_RING;
+        Ok(within.chain(across).filter(move |sp| *sp <= max_sp && is_compared(sp)))
     }
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {

@@ -95,15 +95,18 @@ impl SeqSharding {
     }
 
     /// The shardings of an sp group that are worth comparing: that of [`auto`](Self::auto), and that with the smallest ring
-    /// that leaves every Ulysses rank a head, if it is another one.
+    /// that leaves every Ulysses rank a head, if it is another one; without those of a ring longer than
+    /// [`MAX_COMPARED_RING`](Self::MAX_COMPARED_RING).
     pub fn choices(sp_size: usize, limits: UlyssesLimits) -> Vec<Self> {
-        let mut choices = vec![Self::auto(sp_size, limits)];
-        let of_heads = Self::for_heads(sp_size, limits.num_heads);
-        if !choices.contains(&of_heads) {
-            choices.push(of_heads);
-        }
+        let mut choices = vec![Self::auto(sp_size, limits), Self::for_heads(sp_size, limits.num_heads)];
+        choices.dedup();
+        choices.retain(|choice| choice.ring_size <= Self::MAX_COMPARED_RING);
         choices
     }
+
+    /// The longest ring among [`choices`](Self::choices). A layer takes as many steps as the ring has ranks, each with a
+    /// share of the keys that shrinks with them; and a plan of the ring runs all of these steps.
+    pub const MAX_COMPARED_RING: usize = 64;
 
     /// Number of ranks of the sp group.
     pub fn sp_size(self) -> usize {
@@ -236,6 +239,8 @@ mod tests {
         let across = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
         let choices = SeqSharding::choices(16, across);
         assert_eq!(choices, [SeqSharding { ring_size: 2, ulysses_size: 8 }, SeqSharding::from(16)]);
+        // A ring of 128 would be too long.
+        assert_eq!(SeqSharding::choices(1024, across), [SeqSharding { ring_size: 32, ulysses_size: 32 }]);
     }
 
     #[test]
