@@ -196,12 +196,17 @@ impl StepDirectories {
                 kept += usize::from(is_valid);
                 continue;
             }
-            let removed = self.hidden(step, "removed");
-            self.remove_if_there(&removed)?;
-            self.rename(&self.of(step), &removed)?;
-            self.remove_if_there(&removed)?;
+            self.remove(step)?;
         }
         Ok(())
+    }
+
+    /// Removes a step, which is never partial under its name.
+    pub(super) fn remove(&self, step: u64) -> Result<(), CheckpointError> {
+        let removed = self.hidden(step, "removed");
+        self.remove_if_there(&removed)?;
+        self.rename(&self.of(step), &removed)?;
+        self.remove_if_there(&removed)
     }
 
     /// Removes partial checkpoints of earlier runs. The caller must hold the directory's lock.

@@ -2,13 +2,13 @@
 
 use super::CheckpointError;
 use super::directory::step_directories;
-use super::manifest::{Manifest, UnitEntry};
+use super::manifest::{FileEntry, Manifest, UnitEntry};
 use super::save::{all_or_refused, gather_results};
 use super::state_file::StateFile;
 use crate::comm::ProcessGroup;
 use crate::model::HfSource;
 use crate::zero::FlatLayout;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -120,6 +120,26 @@ impl Checkpoint {
             return mismatch("the optimizer state", saved, kinds.join(", "));
         }
         Ok(())
+    }
+
+    /// Returns the indices of the files with the elements `range` of `(unit, kind)`. Units and kinds that the checkpoint
+    /// lacks have none.
+    pub fn files_with(manifest: &Manifest, ranges: &[((usize, usize), Range<usize>)]) -> BTreeSet<usize> {
+        let layouts = manifest.layouts();
+        let partitions = |(at, range): &((usize, usize), Range<usize>)| {
+            let size = layouts.get(at.0).map_or(1, FlatLayout::partition_numel).max(1);
+            range.start / size..range.end.div_ceil(size)
+        };
+        let is_in = |file: &FileEntry, item: &((usize, usize), Range<usize>)| {
+            manifest.kinds.get(item.0.1) == Some(&file.kind)
+                && item.0.0 < layouts.len()
+                && partitions(item).contains(&file.partition)
+        };
+        let files = manifest.files.iter().enumerate();
+        files
+            .filter(|(_, file)| ranges.iter().any(|item| is_in(file, item)))
+            .map(|(index, _)| index)
+            .collect()
     }
 
     /// Returns a reader of the tensors, which opens files on demand.

@@ -185,6 +185,11 @@ impl Manifest {
     /// # Errors
     /// Fails if the manifest is missing, damaged, inconsistent or of a newer format.
     pub fn read(dir: &Path) -> Result<Self, CheckpointError> {
+        Self::parse(&Self::read_text(dir)?, &dir.join(MANIFEST))
+    }
+
+    /// Reads the text of a checkpoint's manifest, without checking it.
+    pub(super) fn read_text(dir: &Path) -> Result<String, CheckpointError> {
         let path = dir.join(MANIFEST);
         let io = |operation| CheckpointError::io(operation, &path);
         let (file, size) = regular_file::open(&path).map_err(io("open"))?;
@@ -194,16 +199,23 @@ impl Manifest {
         }
         let mut text = String::new();
         file.take(size).read_to_string(&mut text).map_err(io("read"))?;
+        Ok(text)
+    }
+
+    /// Parses and checks the text of the manifest at `path`.
+    pub(super) fn parse(text: &str, path: &Path) -> Result<Self, CheckpointError> {
+        let invalid = |reason: String| CheckpointError::Manifest { path: path.to_owned(), reason };
         // Checked first: a newer format may change everything else.
-        let version = serde_json::from_str::<FormatVersion>(&text)
+        let version = serde_json::from_str::<FormatVersion>(text)
             .map_err(|error| invalid(format!("not a manifest: {error}")))?
             .format_version;
         if version > FORMAT_VERSION {
+            let path = path.to_owned();
             return Err(CheckpointError::NewerFormat { path, found: version, supported: FORMAT_VERSION });
         }
-        check_own_hash(&text).map_err(invalid)?;
+        check_own_hash(text).map_err(invalid)?;
         let manifest: Self =
-            serde_json::from_str(&text).map_err(|error| invalid(format!("not a manifest: {error}")))?;
+            serde_json::from_str(text).map_err(|error| invalid(format!("not a manifest: {error}")))?;
         manifest.check().map_err(invalid)?;
         Ok(manifest)
     }

@@ -5,6 +5,7 @@
 //!
 //! - [`Saver`]: the collective save protocol. [`Storage`]: its file operations.
 //! - [`newest`], [`open_verified`]: selection of the checkpoint to resume from.
+//! - [`MemoryCopies`]: copies in the host memory of two nodes, from which a restarted run continues.
 //! - [`Checkpoint`], [`Reader`]: reads of any range of any unit, across partitions.
 //! - [`export`]: export in Hugging Face's layout. [`diff`]: comparison of two checkpoints.
 //! - [`OutputLock`]: exclusive access to an output directory.
@@ -20,6 +21,7 @@ mod header;
 mod load;
 mod lock;
 mod manifest;
+mod memory;
 mod save;
 mod state_file;
 mod storage;
@@ -35,5 +37,6 @@ pub use manifest::{
     DataCursor, FORMAT_VERSION, FileEntry, LossScalerState, MANIFEST, Manifest, MeshSizes, ParameterEntry,
     TrainingProgress, UnitEntry, file_name,
 };
+pub use memory::{MemoryCheckpoint, MemoryCopies, NewestCopy};
 pub use save::{SaveOptions, SavedCheckpoint, Saver};
 pub use storage::{LocalStorage, Storage, StorageFile};

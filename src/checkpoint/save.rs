@@ -77,10 +77,10 @@ enum WriteState {
 }
 
 /// The files that a rank wrote, or its error.
-type WriteResult = Result<Vec<FileEntry>, String>;
+pub(super) type WriteResult = Result<Vec<FileEntry>, String>;
 
 /// A rank's partition by kind and unit; the units that have nothing in it are left out.
-type PartitionState = Vec<Vec<StateSlice>>;
+pub(super) type PartitionState = Vec<Vec<StateSlice>>;
 
 impl Saver {
     /// Creates a saver for an existing `directory`, and removes partial checkpoints of earlier jobs. Collective.
@@ -226,17 +226,17 @@ impl Saver {
 }
 
 /// A job that writes the files of one partition.
-struct WriteJob {
-    storage: Arc<dyn Storage>,
-    dir: PathBuf,
-    manifest: Manifest,
-    partition: usize,
-    read_back: bool,
+pub(super) struct WriteJob {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) dir: PathBuf,
+    pub(super) manifest: Manifest,
+    pub(super) partition: usize,
+    pub(super) read_back: bool,
 }
 
 impl WriteJob {
     /// Writes the files of all kinds in parallel: one file waits for the disk while another is hashed.
-    fn write(&self, partition: &PartitionState) -> WriteResult {
+    pub(super) fn write(&self, partition: &PartitionState) -> WriteResult {
         std::thread::scope(|scope| {
             let files = self.manifest.kinds.iter().zip(partition);
             // Start all threads before waiting for the first.
@@ -288,7 +288,7 @@ fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
 }
 
 /// Returns this rank's partition, without copying.
-fn state_parts(state: &ZeroOptimizer) -> PartitionState {
+pub(super) fn state_parts(state: &ZeroOptimizer) -> PartitionState {
     let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
     let of_kind = |kind| (0..units).filter_map(move |unit| state.state_part(unit, kind));
     (0..kinds).map(|kind| of_kind(kind).collect()).collect()

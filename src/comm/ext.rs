@@ -125,6 +125,21 @@ pub trait ProcessGroupExt: ProcessGroup {
         to_host(self, &output)
     }
 
+    /// Exchanges values: `values` are `send_counts[0]` for rank 0, then `send_counts[1]` for rank 1, and so on. Returns
+    /// `recv_counts[0]` from rank 0, and so on.
+    fn all_to_all_values<T: Element>(
+        &self,
+        values: &[T],
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Vec<T>, CommError> {
+        let device = self.value_device();
+        let input = from_slice(values, &device)?;
+        let output = zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &device)?;
+        self.all_to_all(&input, &output, send_counts, recv_counts)?;
+        to_host(self, &output)
+    }
+
     /// Compares values that should be equal on all ranks. Returns `None`, or the global rank of the first member whose
     /// values differ from those of the group's first member, with the index of the first differing value.
     fn find_disagreement(&self, values: &[u64]) -> Result<Option<(usize, usize)>, CommError> {
@@ -144,11 +159,8 @@ pub trait ProcessGroupExt: ProcessGroup {
             .map(|length| length as usize)
             .collect();
         // Every rank sends the same elements to all ranks.
-        let device = self.value_device();
-        let input = from_slice(&values.repeat(ranks), &device)?;
-        let output = zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &device)?;
-        self.all_to_all(&input, &output, &vec![values.len(); ranks], &recv_counts)?;
-        let gathered: Vec<T> = to_host(self, &output)?;
+        let gathered =
+            self.all_to_all_values(&values.repeat(ranks), &vec![values.len(); ranks], &recv_counts)?;
         let mut rest = gathered.as_slice();
         Ok(recv_counts
             .iter()

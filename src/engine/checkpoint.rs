@@ -2,8 +2,8 @@
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, EvaluationSummary, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes,
-    SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, EvaluationSummary, FORMAT_VERSION, LocalStorage, Manifest, MemoryCheckpoint,
+    MemoryCopies, MeshSizes, SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
 };
 use crate::comm::ProcessGroup;
 use crate::data::{DataError, DataLoader};
@@ -82,13 +82,57 @@ impl Engine {
         saver: &mut Saver,
         run: RunRecord,
     ) -> Result<Option<SavedCheckpoint>, EngineError> {
+        let manifest = self.checked_manifest(run)?;
+        Ok(saver.begin(&self.zero, manifest)?)
+    }
+
+    /// Opens the copies in host memory, as [`MemoryCopies::new`]. Of the ranks that hold the same partition, one writes it.
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`MemoryCopies::new`].
+    pub fn memory_copies(
+        &self,
+        group: Arc<dyn ProcessGroup>,
+        directory: Option<&Path>,
+    ) -> Result<Option<MemoryCopies>, EngineError> {
+        Ok(MemoryCopies::new(group, directory, self.groups.written_partition())?)
+    }
+
+    /// Saves a copy of the state in host memory, after comparing the replicas. Collective.
+    ///
+    /// # Errors
+    /// Replicas that differ, or as [`MemoryCopies::save`].
+    pub fn copy_to_memory(
+        &mut self,
+        copies: &mut MemoryCopies,
+        run: RunRecord,
+    ) -> Result<SavedCheckpoint, EngineError> {
+        let manifest = self.checked_manifest(run)?;
+        Ok(copies.save(&self.zero, manifest)?)
+    }
+
+    /// Gathers the files of a copy that this engine will load, as [`MemoryCopies::gather`]. Collective.
+    ///
+    /// # Errors
+    /// As [`MemoryCopies::gather`].
+    pub fn gather_from_memory(
+        &self,
+        copies: &MemoryCopies,
+        found: MemoryCheckpoint,
+    ) -> Result<Checkpoint, EngineError> {
+        let needed = Checkpoint::files_with(found.manifest(), &self.zero.restored_ranges());
+        Ok(copies.gather(found, &needed)?)
+    }
+
+    /// Compares the replicas, and returns the manifest of a save.
+    fn checked_manifest(&mut self, run: RunRecord) -> Result<Manifest, EngineError> {
         self.check_usable()?;
         let sent = self.bytes_sent();
         self.check_replicas()?;
         // The bytes sent by a save do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
-        let manifest = self.manifest(run)?;
-        Ok(saver.begin(&self.zero, manifest)?)
+        self.manifest(run)
     }
 
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {

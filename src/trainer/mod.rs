@@ -23,6 +23,7 @@ mod error;
 mod evaluate;
 mod evaluation_tracker;
 mod event_files;
+mod memory_checkpoints;
 mod memory_watch;
 mod metrics_files;
 mod observer;

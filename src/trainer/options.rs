@@ -19,6 +19,9 @@ pub struct TrainerOptions {
     pub output: Option<PathBuf>,
     /// The checkpoint to resume from.
     pub resume: Option<Resume>,
+    /// This node's directory in host memory for `checkpoint.memory_interval`. It must outlive the process, as that of
+    /// `ulysses launch` does, and exist on every rank's node; otherwise no copies are made.
+    pub memory_dir: Option<PathBuf>,
     /// If the data differs from the checkpoint's, starts at its beginning instead of failing.
     pub reset_data: bool,
     /// The model as in Hugging Face's `config.json`, required for exports; null for other models.
@@ -36,6 +39,7 @@ impl Default for TrainerOptions {
         Self {
             output: None,
             resume: None,
+            memory_dir: None,
             reset_data: false,
             model: Value::Null,
             source: None,

@@ -3,6 +3,7 @@
 use super::data_stream::DataStream;
 use super::error::TrainerError;
 use super::evaluation_tracker::EvaluationTracker;
+use super::memory_checkpoints::MemoryCheckpoints;
 use crate::checkpoint::{
     Checkpoint, CheckpointError, EvaluationResult, MANIFEST, Manifest, newest, open_verified, read_pointer,
     saved_steps, step_directories, step_name,
@@ -78,6 +79,7 @@ pub(super) struct Resumption<'a> {
     pub(super) group: &'a dyn ProcessGroup,
     /// The run's own output directory.
     pub(super) output: Option<&'a Path>,
+    pub(super) memory: Option<&'a MemoryCheckpoints>,
     /// Whether data that differs from the checkpoint's starts at its beginning.
     pub(super) reset_data: bool,
     pub(super) log: fn(&str),
@@ -134,6 +136,13 @@ impl Resumption<'_> {
         let found = newest(directory, self.group)?;
         for fault in found.refused {
             (self.log)(&format!("skipped a damaged checkpoint: {fault}"));
+        }
+        // Checkpoints elsewhere are of a run before this job.
+        let is_own = !self.output.is_some_and(|output| resume.is_from_elsewhere(output));
+        if let Some(memory) = self.memory.filter(|_| is_own)
+            && let Some(copy) = memory.newest(self.engine, found.checkpoint.as_ref())?
+        {
+            return Ok(Some(copy));
         }
         if found.checkpoint.is_none() {
             let directory = directory.display();

@@ -6,6 +6,7 @@ use super::data_stream::{DataStream, TrainingData};
 use super::error::TrainerError;
 use super::evaluate::{broadcast_loss, broadcast_value, evaluate};
 use super::evaluation_tracker::EvaluationTracker;
+use super::memory_checkpoints::MemoryCheckpoints;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
 use super::resume::{Resume, Resumption, is_same_dir};
@@ -26,6 +27,7 @@ pub struct Trainer<'a> {
     engine: Engine,
     data: DataStream,
     checkpoints: Option<Checkpoints>,
+    memory: Option<MemoryCheckpoints>,
     evaluations: EvaluationTracker,
     observers: Vec<Box<dyn Observer + 'a>>,
     /// A separate group of all ranks, so that its traffic does not count for a step.
@@ -66,6 +68,7 @@ impl<'a> Trainer<'a> {
         let mut data = DataStream::new(data, engine.config(), engine.placement(), engine.document_cost())?;
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
+        let memory = MemoryCheckpoints::new(&engine, &group, options.memory_dir.as_deref(), options.log)?;
         let mut run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
         if let Some(resume) = &options.resume {
             let resumption = Resumption {
@@ -74,6 +77,7 @@ impl<'a> Trainer<'a> {
                 evaluations: &mut evaluations,
                 group: &*group,
                 output: options.output.as_deref(),
+                memory: memory.as_ref(),
                 reset_data: options.reset_data,
                 log: options.log,
             };
@@ -83,7 +87,7 @@ impl<'a> Trainer<'a> {
         let steps = first_step..data.last_step(first_step);
         check_agreement(&mut engine, data.data(), &options.model, steps.end)?;
         let observers: Vec<Box<dyn Observer + 'a>> = vec![Box::new(Stragglers::new(groups)?)];
-        Ok(Self { engine, data, checkpoints, evaluations, observers, group, options, run_id, steps })
+        Ok(Self { engine, data, checkpoints, memory, evaluations, observers, group, options, run_id, steps })
     }
 
     /// Adds an observer, after the previous ones. It may be a `&mut` reference that the caller uses afterwards.
@@ -148,7 +152,9 @@ impl<'a> Trainer<'a> {
             let step = self.step()?;
             self.evaluate_if_due(step)?;
             stopped = self.stop_is_requested()?;
-            self.save_if_due(step, stopped || self.is_done())?;
+            let is_last = stopped || self.is_done();
+            self.save_if_due(step, is_last)?;
+            self.copy_if_due(step, is_last)?;
             let is_saving = self.checkpoints.as_ref().is_some_and(Checkpoints::is_saving);
             self.notify(|observer, _| observer.after_step(is_saving))?;
         }
@@ -254,6 +260,15 @@ impl<'a> Trainer<'a> {
                 let outcome = checkpoints.save(&mut self.engine, record, is_last)?;
                 self.record_save(step, outcome)
             }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the copy in memory that is due after `step`. Collective.
+    fn copy_if_due(&mut self, step: u64, is_last: bool) -> Result<(), TrainerError> {
+        let record = self.run_record();
+        match &mut self.memory {
+            Some(memory) if !is_last && memory.is_due(step) => memory.copy(&mut self.engine, record),
             _ => Ok(()),
         }
     }

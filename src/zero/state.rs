@@ -51,24 +51,29 @@ impl ZeroOptimizer {
     pub fn restore_state<E: From<ZeroError>>(&mut self, restore: RestoreState<'_, E>) -> Result<(), E> {
         // Gathered parameters would be stale.
         self.release_all();
-        let kinds = self.state_kinds().len();
-        for (index, unit) in self.units.iter().enumerate() {
-            for kind in 0..kinds {
-                let Some((stored, stored_range)) = unit.state_tensor(kind) else { continue };
-                let range = unit.layout.unpadded(stored_range.clone());
-                // Padding keeps its initial value.
-                if range.is_empty() {
-                    continue;
-                }
-                let mut elements = vec![0.0; range.len()];
-                restore((index, kind), range.clone(), &mut elements)?;
-                let tensor = stored.fetch()?;
-                overwrite(&tensor, range.start - stored_range.start, elements)?;
-                self.storage.settle()?;
-                stored.put(tensor)?;
-            }
+        for ((index, kind), range) in self.restored_ranges() {
+            let Some((stored, stored_range)) = self.units[index].state_tensor(kind) else { continue };
+            let mut elements = vec![0.0; range.len()];
+            restore((index, kind), range.clone(), &mut elements)?;
+            let tensor = stored.fetch()?;
+            overwrite(&tensor, range.start - stored_range.start, elements)?;
+            self.storage.settle()?;
+            stored.put(tensor)?;
         }
         Ok(self.round_master()?)
+    }
+
+    /// Returns `(unit, kind)` and the elements of its flat buffer of everything that this rank holds at its stage.
+    pub fn restored_ranges(&self) -> Vec<((usize, usize), Range<usize>)> {
+        let kinds = self.state_kinds().len();
+        let ranges = self.units.iter().enumerate().flat_map(|(index, unit)| {
+            (0..kinds).filter_map(move |kind| {
+                let (_, stored_range) = unit.state_tensor(kind)?;
+                Some(((index, kind), unit.layout.unpadded(stored_range)))
+            })
+        });
+        // Padding keeps its initial value.
+        ranges.filter(|(_, range)| !range.is_empty()).collect()
     }
 }
 

@@ -6,6 +6,7 @@ mod damage;
 mod directory;
 mod export;
 mod frozen;
+mod memory;
 mod meshes;
 mod offload;
 mod skips;

@@ -4,7 +4,9 @@ use anyhow::Result;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, SavedCheckpoint, Saver, Storage};
+use ulysses::checkpoint::{
+    Checkpoint, DataCursor, LocalStorage, SaveOptions, SavedCheckpoint, Saver, Storage,
+};
 use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences};
@@ -65,6 +67,11 @@ impl Trainee {
     }
 
     pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<SavedCheckpoint> {
+        self.engine.save_checkpoint(saver, self.record())?;
+        Ok(saver.finish()?.unwrap())
+    }
+
+    pub(crate) fn record(&self) -> RunRecord {
         let data = DataCursor {
             samples_consumed: self.loader.samples_consumed(),
             seed: SEED,
@@ -72,15 +79,13 @@ impl Trainee {
             num_sequences: 70,
             data_hash: None,
         };
-        let record = RunRecord {
+        RunRecord {
             run_id: "a-run".into(),
             model: model().to_hf_json(),
             source: None,
             data,
             evaluations: Default::default(),
-        };
-        self.engine.save_checkpoint(saver, record)?;
-        Ok(saver.finish()?.unwrap())
+        }
     }
 
     pub(crate) fn save(&mut self, dir: &Path) -> Result<SavedCheckpoint> {
@@ -91,7 +96,11 @@ impl Trainee {
     /// Resumes from the newest checkpoint of a directory.
     pub(crate) fn resume(&mut self, dir: &Path) -> Result<()> {
         let checkpoint = ulysses::checkpoint::newest(dir, &*self.all)?.checkpoint.unwrap();
-        self.engine.load_checkpoint(&checkpoint)?;
+        self.load(&checkpoint)
+    }
+
+    pub(crate) fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.engine.load_checkpoint(checkpoint)?;
         self.loader.set_samples_consumed(checkpoint.manifest().progress.data.samples_consumed);
         Ok(())
     }

@@ -49,6 +49,10 @@ pub(crate) struct LaunchArgs {
     /// allows [default: all].
     #[arg(long, value_name = "N", requires = "max_restarts", value_parser = clap::value_parser!(u16).range(1..))]
     min_nodes: Option<u16>,
+    /// Directory in host memory for the copies of `checkpoint.memory_interval`. The job makes its own directory in it, and
+    /// removes it at its end.
+    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    pub(super) memory_dir: PathBuf,
     /// Seconds between SIGTERM and SIGKILL when stopping processes.
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     pub(super) grace: u64,

@@ -64,7 +64,7 @@ impl Start {
     /// Runs the processes to their end. If one fails, here or on another node, the others are stopped.
     pub(super) fn run(self, signals: &Signals, nodes: &mut dyn OtherNodes) -> anyhow::Result<Outcome> {
         let Self { commands, store, grace, logs } = self;
-        let watchdog = Watchdog::start(grace)?;
+        let watchdog = Watchdog::start(grace, None)?;
         let mut job = Job { processes: Vec::new(), store, watchdog, grace, requested: None };
         // If one cannot be started, dropping the job ends the others.
         for (source, mut command) in commands {

@@ -7,6 +7,7 @@ mod args;
 mod by_mpirun;
 mod hosts;
 mod job;
+mod memory_dir;
 mod mpirun;
 mod nodes;
 mod on_one_node;
@@ -24,6 +25,8 @@ mod watchdog;
 use super::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 pub(super) use args::LaunchArgs;
+pub(super) use memory_dir::MEMORY_DIR_VARIABLE;
+use memory_dir::MemoryDir;
 use output::RankLogs;
 use restarts::JobSpec;
 use std::sync::Arc;
@@ -64,6 +67,9 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
         logs.with_context(|| format!("--log-dir: cannot create {shown}")).or_usage()
     });
     let grace = Duration::from_secs(args.grace);
+    let copies = first_config.as_ref().and_then(|config| config.checkpoint.as_ref()?.memory_interval);
+    let is_needed = copies.is_some() && args.max_restarts > 0 && !args.dry_run;
+    let memory = is_needed.then(|| MemoryDir::create(&args.memory_dir, grace)).transpose().or_usage()?;
     let job = JobSpec {
         program,
         arguments: args.arguments,
@@ -72,6 +78,7 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
         min_nodes,
         grace,
         logs: logs.transpose()?,
+        memory,
     };
     let refuse = |message: &str| Err(Failure::Usage(anyhow!("{message}")));
     match (nodes, uses_mpirun) {

@@ -1,6 +1,7 @@
 //! What the starts of a job have in common, and when a failed job is started again.
 
 use super::job::Start;
+use super::memory_dir::{MEMORY_DIR_VARIABLE, MemoryDir};
 use super::output::{RankLogs, Source};
 use super::rank_failure::RankFailure;
 use super::training::{SmallerMesh, Training, Variation};
@@ -25,6 +26,8 @@ pub(super) struct JobSpec {
     /// Time between SIGTERM and SIGKILL.
     pub(super) grace: Duration,
     pub(super) logs: Option<Arc<RankLogs>>,
+    /// The directory of the ranks' copies in memory, if the config wants them.
+    pub(super) memory: Option<MemoryDir>,
 }
 
 impl JobSpec {
@@ -36,7 +39,12 @@ impl JobSpec {
         }
     }
 
-    pub(super) fn start(&self, commands: Vec<(Source, Command)>, store: Option<JobStore>) -> Start {
+    pub(super) fn start(&self, mut commands: Vec<(Source, Command)>, store: Option<JobStore>) -> Start {
+        if let Some(memory) = &self.memory {
+            for (_, command) in &mut commands {
+                command.env(MEMORY_DIR_VARIABLE, memory.path());
+            }
+        }
         Start { commands, store, grace: self.grace, logs: self.logs.clone() }
     }
 

@@ -8,8 +8,10 @@ use super::processes::{kill_tree, processes, tree};
 use crate::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use rustix::process::{Pid, Signal, getpgrp, kill_current_process_group, kill_process_group};
+use std::io::ErrorKind::NotFound;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,6 +27,9 @@ pub(crate) struct WatchdogArgs {
     /// Seconds between SIGTERM and SIGKILL.
     #[arg(long)]
     grace: u64,
+    /// Directory to remove when `launch` has been killed.
+    #[arg(long)]
+    remove: Option<PathBuf>,
 }
 
 /// The watchdog of a job. Dropping it ends it without ending the job.
@@ -35,11 +40,12 @@ pub(super) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts a watchdog, which ignores the signals for its group.
-    pub(super) fn start(grace: Duration) -> anyhow::Result<Self> {
+    /// Starts a watchdog, which ignores the signals for its group. If `launch` is killed, it also removes a directory.
+    pub(super) fn start(grace: Duration, removes: Option<&Path>) -> anyhow::Result<Self> {
         let mut command =
             Command::new(std::env::current_exe().context("cannot find the path of this program")?);
         command.args(["launch-watchdog", "--grace", &grace.as_secs().to_string()]);
+        command.args(removes.map(|path| ["--remove".as_ref(), path.as_os_str()]).into_iter().flatten());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
         let mut process = command.spawn().context("cannot start the watchdog")?;
         let group = i32::try_from(process.id()).ok().and_then(Pid::from_raw);
@@ -89,8 +95,22 @@ pub(crate) fn watch(args: &WatchdogArgs) -> Result<(), Failure> {
     let mut stdout = std::io::stdout();
     stdout.write_all(b"\n").and_then(|()| stdout.flush()).or_run()?;
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).or_run()?;
-    end_group(Duration::from_secs(args.grace));
-    Ok(())
+    let grace = Duration::from_secs(args.grace);
+    let deadline = Instant::now() + grace;
+    end_group(grace);
+    args.remove.as_deref().map_or(Ok(()), |path| remove_until(path, deadline)).or_run()
+}
+
+/// Removes a directory. Ranks that are just ending may still be writing into it.
+fn remove_until(path: &Path, deadline: Instant) -> std::io::Result<()> {
+    loop {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() != NotFound && Instant::now() < deadline => {}
+            Err(error) if error.kind() != NotFound => return Err(error),
+            _ => return Ok(()),
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
 }
 
 /// Sends SIGTERM to all processes of this process's group, and SIGKILL after `grace` to the rest and to their

@@ -7,10 +7,12 @@ use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
 use super::{gemm_peak, node_bytes, output};
+use crate::launch::MEMORY_DIR_VARIABLE;
 use crate::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use ulysses::comm::{MeshGroups, RankContext};
 use ulysses::device::gpu_memory;
 use ulysses::engine::{Engine, Passes, initialize};
@@ -84,6 +86,7 @@ fn options(run: &Run) -> TrainerOptions {
     TrainerOptions {
         output: Some(run.output.clone()),
         resume: resume.clone(),
+        memory_dir: std::env::var_os(MEMORY_DIR_VARIABLE).map(PathBuf::from),
         reset_data: *reset_data,
         model: model.config.to_hf_json(),
         source: model.hf_source.clone(),

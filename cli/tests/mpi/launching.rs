@@ -14,6 +14,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             "a_launched_run_resumes_after_a_rank_was_killed",
             a_launched_run_resumes_after_a_rank_was_killed,
         ),
+        trial(
+            "a_killed_rank_costs_only_the_steps_since_the_copy_in_memory",
+            a_killed_rank_costs_only_the_steps_since_the_copy_in_memory,
+        ),
         trial("a_launched_run_saves_and_ends_on_a_signal", a_launched_run_saves_and_ends_on_a_signal),
         trial("a_rank_that_fails_under_launch_is_named", a_rank_that_fails_under_launch_is_named),
     ]
@@ -53,6 +57,37 @@ fn a_launched_run_resumes_after_a_rank_was_killed() {
         (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
     assert_eq!(resumed.len(), STEPS);
     assert_eq!(resumed, whole, "the same as without the kill");
+}
+
+/// Nothing is on disk before the last step.
+fn a_killed_rank_costs_only_the_steps_since_the_copy_in_memory() {
+    let place = Workplace::new();
+    let checkpoint = json!({ "memory_interval": 20 });
+    place.write_config("config.json", json!({ "checkpoint": checkpoint, "ulysses": { "steps": STEPS } }));
+    let alone = place.run(&["train", "config.json", "--mesh", "1x2", "--output", "whole"]);
+    let note = "no copies are made in memory";
+    assert!(alone.assert_done().stderr.contains(note), "{alone:?}");
+    let memory = place.path("memory");
+    std::fs::create_dir(&memory).unwrap();
+    let memory_dir = memory.to_str().unwrap();
+    let flags = ["--max-restarts", "1", "--memory-dir", memory_dir];
+    let arguments = [&flags[..], &["--", "train", "config.json", "--mesh", "1x2"]].concat();
+    let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 50);
+    let mpirun = children(running.child.id()).into_iter().find(|child| !children(*child).is_empty()).unwrap();
+    kill("-9", children(mpirun)[1]);
+    let outcome = running.wait();
+    outcome.assert_done();
+    let from = "resuming from the copy of step ";
+    let line =
+        outcome.stderr.lines().find(|line| line.contains(from)).unwrap_or_else(|| panic!("{outcome:?}"));
+    let (step, rest) = line.split_once(from).unwrap().1.split_once(' ').unwrap();
+    assert!(step.parse::<usize>().unwrap() >= 40 && rest.ends_with("newest on disk: none"), "{line}");
+    let (whole, resumed) =
+        (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
+    assert_eq!(resumed.len(), STEPS);
+    assert_eq!(resumed, whole, "the same as without the kill");
+    assert_eq!(std::fs::read_dir(&memory).unwrap().count(), 0, "the directory is removed");
 }
 
 fn a_launched_run_saves_and_ends_on_a_signal() {

@@ -10,6 +10,10 @@ keys! {
     pub struct CheckpointConfig {
         /// Steps between checkpoints; if absent, only the last step is saved.
         pub interval: Option<u64> = count(),
+        /// Steps between copies of the checkpoint in the host memory of the nodes, each file on its own node and on the next;
+        /// only the newest is kept. A restart by `ulysses launch` continues from it if it is newer than the newest
+        /// checkpoint on disk and if, of every node and the next, at least one is left. Absent: no copies.
+        pub memory_interval: Option<u64> = count(),
         /// Number of checkpoints to keep: older ones are removed after a new one has been saved and verified. 0 keeps all.
         pub keep_last: usize = index().integer(10),
         /// Saves every step with the lowest evaluation loss so far, and keeps the best in addition to the last checkpoints; the

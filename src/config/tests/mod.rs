@@ -74,7 +74,7 @@ const FULL: &str = r#"{
     "offload_optimizer": { "device": "nvme", "nvme_path": "/fast" }
   },
   "activation_checkpointing": { "cpu_checkpointing": true },
-  "checkpoint": { "interval": 50, "keep_last": 3, "keep_best": true, "async": true, "on_error": "continue" },
+  "checkpoint": { "interval": 50, "memory_interval": 5, "keep_last": 3, "keep_best": true, "async": true, "on_error": "continue" },
   "ulysses": {
     "model": "models/größer", "data": "data.txt", "tokenizer": "tok.json", "output": "out",
     "seq_len": 1000, "steps": 12, "threads_per_rank": 3, "backend": "thread",

@@ -122,8 +122,14 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!(config.loss_normalization, LossNormalization::MicroBatch);
     assert_eq!(config.gradient_clipping, 0.5);
     let on_error = OnSaveError::Continue;
-    let checkpoint =
-        CheckpointConfig { interval: Some(50), keep_last: 3, keep_best: true, background: true, on_error };
+    let checkpoint = CheckpointConfig {
+        interval: Some(50),
+        memory_interval: Some(5),
+        keep_last: 3,
+        keep_best: true,
+        background: true,
+        on_error,
+    };
     assert_eq!(config.checkpoint, Some(checkpoint));
     let expected = OptimizerConfig::Adam {
         lr: 3e-4,
@@ -353,8 +359,14 @@ fn a_resolved_config_reads_back_as_itself() {
 #[test]
 fn an_empty_checkpoint_section_saves_the_end_of_a_run_and_keeps_the_last_ten() {
     let on_error = OnSaveError::Stop;
-    let expected =
-        CheckpointConfig { interval: None, keep_last: 10, keep_best: false, background: false, on_error };
+    let expected = CheckpointConfig {
+        interval: None,
+        memory_interval: None,
+        keep_last: 10,
+        keep_best: false,
+        background: false,
+        on_error,
+    };
     assert_eq!(config_with(r#""checkpoint": {}"#).checkpoint, Some(expected));
     assert_eq!(
         message(r#"{"train_batch_size": 1, "checkpoint": {"keep_last": -1, "on_error": "retry"}}"#),
