@@ -169,7 +169,7 @@ impl MemoryCopies {
 impl StepDirectories {
     /// Removes all steps but one.
     fn remove_all_but(&self, step: u64) -> Result<(), CheckpointError> {
-        let others = saved_steps(&self.path)?.into_iter().filter(|other| *other != step);
-        others.map(|other| self.remove(other)).collect()
+        let mut others = saved_steps(&self.path)?.into_iter().filter(|other| *other != step);
+        others.try_for_each(|other| self.remove(other))
     }
 }
