@@ -16,6 +16,7 @@ mod doctor;
 mod earlier_version;
 mod evaluations;
 mod fit;
+mod flexible_sp;
 mod hybrid_meshes;
 #[cfg(unix)]
 mod launch;
