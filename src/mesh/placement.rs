@@ -27,7 +27,7 @@ pub enum SpGroups {
     Scattered {
         /// Nodes of a group.
         nodes: usize,
-        /// Nodes that would do.
+        /// Nodes that would be enough.
         needed: usize,
     },
 }

@@ -32,7 +32,7 @@ pub(crate) struct LaunchArgs {
     /// Seconds to wait for all machines.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "rdzv_endpoint")]
     join_timeout: u64,
-    /// Seconds without a sign of life after which a machine is lost.
+    /// Seconds without a heartbeat after which a machine is lost.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "rdzv_endpoint")]
     #[arg(value_parser = clap::value_parser!(u64).range(3..))]
     node_timeout: u64,

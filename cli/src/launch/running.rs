@@ -93,7 +93,7 @@ impl Running {
     }
 }
 
-/// Waits for the remaining output of all processes, with a common timeout: meanwhile other nodes hear nothing.
+/// Waits for the remaining output of all processes, with a common timeout: meanwhile other nodes get no messages.
 pub(super) fn drain_outputs(processes: &[Running]) {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let readers = processes.iter().flat_map(|process| &process.readers);

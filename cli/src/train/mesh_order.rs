@@ -18,7 +18,7 @@ pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts
             "placement: ranks are ordered by node, so that an sp group spans {after} node(s) instead of {before}"
         )),
         (SpGroups::Scattered { nodes, needed }, Some(hosts)) => {
-            let spans = format!("an sp group spans {nodes} nodes, though {needed} would do");
+            let spans = format!("an sp group spans {nodes} nodes; {needed} would be enough");
             log_line(scattered(&spans, bytes_between_nodes(config, model, hosts, &placed.mesh)));
         }
         _ => {}
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn scattered_groups_are_a_warning_where_they_cost_bytes() {
         let line = |given, by_node| {
-            scattered("an sp group spans 2 nodes, though 1 would do", Some([given, by_node]))
+            scattered("an sp group spans 2 nodes; 1 would be enough", Some([given, by_node]))
         };
         let warning = line(4096, 1024);
         assert!(warning.starts_with("warning: an sp group spans 2 nodes"), "{warning}");

@@ -53,7 +53,7 @@ fn the_order_of_the_ranks_follows_their_hosts_and_avoidable_traffic_is_reported(
     assert!(repaired.assert_done().stderr.contains(line), "{repaired:?}");
     assert!(!train("2x2", "a,a,b,b").assert_done().stderr.contains("placement"));
     let scattered = train("intra:dp=2/inter:sp=2", "a,a,b,b");
-    let expected = "an sp group spans 2 nodes, though 1 would do";
+    let expected = "an sp group spans 2 nodes; 1 would be enough";
     assert!(scattered.assert_done().stderr.contains(expected), "{scattered:?}");
     assert!(scattered.stderr.contains("rank 0 sends") && scattered.stderr.contains("between nodes per step"));
 }

@@ -222,7 +222,7 @@ fn a_stopped_launcher_is_lost_after_the_timeout_and_ends_its_ranks_when_it_conti
         wait_until("rank 0 is left", || !runs(&nodes.place.read("rank-0-of-4")));
         nodes.signal("-CONT", "launcher-1-of-2");
     });
-    outcomes[0].assert_refused(1, &["node 1 (", "gave no sign of life"]);
+    outcomes[0].assert_refused(1, &["node 1 (", "sent no heartbeat"]);
     outcomes[1].assert_refused(1, &["node 1 lost the launcher of node 0"]);
     assert!(!runs(&nodes.place.read("rank-3-of-4")));
 }

@@ -179,11 +179,11 @@ fn a_host_that_is_cut_off_is_lost_and_ends_its_ranks() {
     network.wait_for_ranks(6);
     network.cut(2);
     let outcomes: Vec<_> = running.into_iter().map(Running::wait).collect();
-    let named = "node 2 (n2, ranks 4 to 5) gave no sign of life; restart 1 of 1 on 2 node(s)";
+    let named = "node 2 (n2, ranks 4 to 5) sent no heartbeat; restart 1 of 1 on 2 node(s)";
     for outcome in &outcomes[..2] {
         assert!(outcome.assert_done().stderr.contains(named), "{outcome:?}");
     }
-    outcomes[2].assert_refused(1, &["node 2 lost the launcher of node 0", "no sign of life from it in time"]);
+    outcomes[2].assert_refused(1, &["node 2 lost the launcher of node 0", "no heartbeat from it in time"]);
     network.wait_for_ranks(4);
     assert!((0..6).all(|rank| !network.runs(rank)), "a rank of the first start is left");
 }
@@ -199,7 +199,7 @@ fn a_host_that_loses_node_0_ends_its_ranks() {
         outcomes[node].assert_refused(1, &[&lost]);
     }
     // Node 0 sees two lost nodes, and continues alone.
-    assert!(outcomes[0].stderr.contains("gave no sign of life; restart 1 of 1 on 1 node(s)"), "{outcomes:?}");
+    assert!(outcomes[0].stderr.contains("sent no heartbeat; restart 1 of 1 on 1 node(s)"), "{outcomes:?}");
     assert!((0..6).all(|rank| !network.runs(rank)), "a rank of the first start is left");
 }
 

@@ -1,6 +1,6 @@
 //! The store of the launchers of a job on several machines, one per node. Node 0 hosts it.
 //!
-//! Every launcher sends a sign of life each second. One that is silent for too long is lost, as is one whose connection
+//! Every launcher sends a heartbeat each second. One that is silent for too long is lost, as is one whose connection
 //! ends: a machine that loses its power or its network closes no connection.
 
 use super::acceptor::{Acceptor, gather};
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener};
 use std::time::{Duration, Instant};
 
-/// Interval between signs of life.
+/// Interval between heartbeats.
 const BEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The rank of node 0.
 const HOST: usize = 0;
@@ -35,7 +35,7 @@ pub struct NodeEndpoint {
 pub enum Loss {
     /// Its launcher left the job, or ended.
     Ended,
-    /// No sign of life came in time: it is stopped, overloaded, or cut off.
+    /// No heartbeat came in time: it is stopped, overloaded, or cut off.
     Silent,
 }
 
@@ -110,7 +110,7 @@ impl NodeStore {
         self.store.get(key).map(|value| String::from_utf8_lossy(value).into_owned())
     }
 
-    /// Exchanges changes and signs of life without blocking. Returns the nodes that were lost since the last call, or that
+    /// Exchanges changes and heartbeats without blocking. Returns the nodes that were lost since the last call, or that
     /// left: node 0 reports any other, these only node 0.
     pub fn poll(&mut self) -> Vec<(usize, Loss)> {
         if let Some((listener, acceptor)) = &mut self.door {

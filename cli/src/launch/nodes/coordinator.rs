@@ -16,7 +16,7 @@ pub(super) struct Coordinator {
     host: String,
     /// The nodes that are left.
     nodes: BTreeSet<usize>,
-    /// What they offer; empty until all have told.
+    /// The nodes' offers; empty until all nodes have reported.
     offers: BTreeMap<usize, NodeOffer>,
     /// The last start that was planned.
     plan: Option<Plan>,
@@ -32,7 +32,7 @@ struct Failures {
     lost: Vec<(usize, Loss)>,
     /// In the order of their arrival.
     reported: Vec<NodeFailure>,
-    /// What the ranks told each other: the first rank that failed, and how.
+    /// The ranks' own report: the first rank that failed, and how.
     first_rank: Option<usize>,
     by_ranks: Option<String>,
 }
@@ -92,7 +92,7 @@ impl Coordinator {
         self.plan.as_ref().is_some_and(|plan| !plan.ranks.contains_key(&node))
     }
 
-    /// Plans the next start, or ends the job, once all nodes have told what that needs.
+    /// Plans the next start, or ends the job, once all nodes have reported.
     pub(super) fn decide(&mut self, job: &JobSpec, nodes: &mut NodeStore) {
         let decided = match &self.plan {
             None => self.first_plan(job, nodes),
@@ -109,7 +109,7 @@ impl Coordinator {
         }
     }
 
-    /// Returns the first plan, or why the nodes contradict each other; `None` before all nodes have told what they offer.
+    /// Returns the first plan, or why the nodes contradict each other; `None` before all nodes have reported.
     fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Option<Result<Plan, Verdict>> {
         if let Some(reason) = self.failure() {
             return Some(Err(Verdict::failed(reason)));
@@ -223,7 +223,7 @@ impl Coordinator {
             Some(format!(", ranks {first} to {}", first + plan.ranks.get(&node)? - 1))
         });
         let why = match loss {
-            Loss::Silent => "gave no sign of life",
+            Loss::Silent => "sent no heartbeat",
             Loss::Ended => "left the job: its launcher ended",
         };
         format!("node {node} ({host}{}) {why}", ranks.unwrap_or_default())
@@ -264,7 +264,7 @@ mod tests {
         let ranks = BTreeMap::from([(0, 2), (1, 2), (2, 2)]);
         coordinator.plan = Some(Plan::new(ranks, Variation::default(), None));
         coordinator.failures.lost = vec![(2, Loss::Silent)];
-        let lost = "node 2 (host unknown, ranks 4 to 5) gave no sign of life";
+        let lost = "node 2 (host unknown, ranks 4 to 5) sent no heartbeat";
         assert_eq!(coordinator.failure().unwrap(), lost);
     }
 

@@ -118,7 +118,7 @@ impl<'a> Node<'a> {
         }
         let NodeEndpoint { host, port, node, .. } = &self.endpoint;
         let why = match self.is_alone {
-            Some(Loss::Silent) => "no sign of life from it in time",
+            Some(Loss::Silent) => "no heartbeat from it in time",
             _ => "it has ended, or it has dropped this node",
         };
         Err(Failure::Run(anyhow!("node {node} lost the launcher of node 0 at {host}:{port}: {why}")))
