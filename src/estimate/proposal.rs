@@ -6,6 +6,9 @@ use crate::engine::EngineError;
 use crate::mesh::{Cluster, SeqSharding, UlyssesLimits};
 use serde::Serialize;
 
+/// The longest ring that is tried: a plan of a ring runs all of its steps.
+const MAX_PROPOSED_RING: usize = 64;
+
 /// The proposed mesh for a cluster, and the meshes that were tried.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Proposal {
@@ -75,7 +78,7 @@ impl Workload {
     }
 
     /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
-    /// rings that are too long to compare.
+    /// rings that are too long to plan.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
         let Cluster { nodes, ranks_per_node } = cluster;
         let max_sp = self.config.require_seq_len()?;
@@ -83,9 +86,8 @@ impl Workload {
         let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
         let across = across.map(move |count| count * ranks_per_node);
         let limits = UlyssesLimits { ranks_per_node, ..self.ulysses_limits() };
-        let is_compared =
-            move |sp: &usize| SeqSharding::auto(*sp, limits).ring_size <= SeqSharding::MAX_COMPARED_RING;
-        Ok(within.chain(across).filter(move |sp| *sp <= max_sp && is_compared(sp)))
+        let is_short_ring = move |sp: &usize| SeqSharding::auto(*sp, limits).ring_size <= MAX_PROPOSED_RING;
+        Ok(within.chain(across).filter(move |sp| *sp <= max_sp && is_short_ring(sp)))
     }
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {

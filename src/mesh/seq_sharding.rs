@@ -106,7 +106,7 @@ impl SeqSharding {
 
     /// The longest ring among [`choices`](Self::choices). A layer takes as many steps as the ring has ranks, each with a
     /// share of the keys that shrinks with them; and a plan of the ring runs all of these steps.
-    pub const MAX_COMPARED_RING: usize = 16;
+    pub const MAX_COMPARED_RING: usize = 8;
 
     /// Number of ranks of the sp group.
     pub fn sp_size(self) -> usize {
@@ -239,8 +239,8 @@ mod tests {
         let across = UlyssesLimits { num_heads: 32, num_kv_heads: 8, ranks_per_node: 8 };
         let choices = SeqSharding::choices(16, across);
         assert_eq!(choices, [SeqSharding { ring_size: 2, ulysses_size: 8 }, SeqSharding::from(16)]);
-        // A ring of 64 would be too long.
-        assert_eq!(SeqSharding::choices(512, across), [SeqSharding { ring_size: 16, ulysses_size: 32 }]);
+        // A ring of 16 would be too long.
+        assert_eq!(SeqSharding::choices(128, across), [SeqSharding { ring_size: 4, ulysses_size: 32 }]);
     }
 
     #[test]
