@@ -33,7 +33,7 @@ pub struct SeqSharding {
     pub ulysses_size: usize,
 }
 
-/// What limits the Ulysses ranks of an sp group.
+/// Limits of the Ulysses ranks of an sp group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UlyssesLimits {
     /// Query heads that the ranks divide: those of the smallest head chunk.
