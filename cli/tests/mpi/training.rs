@@ -72,7 +72,7 @@ fn training_matches_threads(stage: u64) {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "zero_optimization": { "stage": stage } }));
     // Either ring at two of the stages.
-    let ring = if stage % 2 == 0 { "ring=2,ulysses=2" } else { "ring=4,ulysses=1" };
+    let ring = if stage.is_multiple_of(2) { "ring=2,ulysses=2" } else { "ring=4,ulysses=1" };
     for mesh in ["2x2", "1x4", "4x1", ring] {
         let [threads, processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
         place.run(&["train", "config.json", "--mesh", mesh, "--output", &threads]).assert_done();
