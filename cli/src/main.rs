@@ -49,7 +49,7 @@ use ulysses::config::StatedMesh;
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{Cluster, MeshError, TrainingShape};
-use ulysses::monitor::{Tracer, escaped};
+use ulysses::monitor::{Tracer, escaped, write_line};
 
 /// Counts the bytes that each rank's thread has allocated. mimalloc reuses freed blocks without unmapping their pages;
 /// glibc unmaps blocks above 32 MiB.
@@ -227,7 +227,7 @@ fn print(text: impl Display) -> Result<(), Failure> {
 fn log_line(line: impl Display) {
     if !IS_MUTED.load(Ordering::Relaxed) {
         let line = line.to_string();
-        let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
+        let _ = above_progress(|| write_line(&mut std::io::stderr(), &line));
     }
 }
 

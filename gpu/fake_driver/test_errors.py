@@ -125,6 +125,33 @@ class Errors(unittest.TestCase):
         self.assertEqual((code, verdict.read_text()), (0, ""), output)
         self.assertNotIn("disagree", output)
 
+    def test_fused_attention_that_does_not_compile_or_load_is_not_used(self):
+        kernel = "attention_fused_backward_keys_bf16_64"
+        refusals = {
+            f"nvrtcCompileProgram({kernel}):1+": "NVRTC refused kernels/cuda/attention_fused_backward.cu for sm_90: .*COMPILATION",
+            f"cuModuleLoadData({kernel}):1+": "the driver refused kernels/cuda/attention_fused_backward.cu: .*INVALID_IMAGE",
+        }
+        for index, (failure, said) in enumerate(refusals.items()):
+            with self.subTest(failure=failure):
+                cache = {"XDG_CACHE_HOME": str(self.path / f"refused-{index}")}
+                bf16 = ["--set", "bf16.enabled=true"]
+                code, output = self.train(*bf16, FAKE_DRIVER_FAIL=failure, **cache)
+                self.assertEqual(code, 0, output)
+                self.assertRegex(output, f"kernels are not used: they do not compile or load here: {said}")
+                # It is no property of the GPU that a later run should know of.
+                self.assertEqual(list((self.path / f"refused-{index}").glob("ulysses/*.verdict")), [])
+
+    def test_a_gpu_that_fails_during_the_comparison_of_kernels_ends_the_run_and_leaves_no_verdict(self):
+        # The copy of the first output: of a lost GPU, and of one that works on.
+        for index, failure in enumerate(["cuMemcpyDtoHAsync_v2:1+=700", "cuMemcpyDtoHAsync_v2:1"]):
+            with self.subTest(failure=failure):
+                cache = {"XDG_CACHE_HOME": str(self.path / f"failed-{index}")}
+                code, output = self.train("--set", "bf16.enabled=true", FAKE_DRIVER_FAIL=failure, **cache)
+                self.assertEqual(code, 1, output)
+                said = "the comparison of the fused with the tiled attention kernels failed on this GPU; start the program again"
+                self.assertRegex(output, said)
+                self.assertEqual(list((self.path / f"failed-{index}").glob("ulysses/*.verdict")), [])
+
     def test_what_is_harmless_changes_nothing(self):
         for failure in HARMLESS:
             with self.subTest(failure=failure):

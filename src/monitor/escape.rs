@@ -1,7 +1,8 @@
 //! Escapes control characters for terminals.
 
 use std::borrow::Cow;
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::io::Write;
 
 /// Returns the text with control characters escaped as in JSON, so that a terminal does not interpret the names of files,
 /// config keys or tensors. Newlines and tabs are kept.
@@ -27,9 +28,38 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
+/// Writes a line with control characters [`escaped`], in a single write: a line of several writes mixes with those of other
+/// processes, and `mpirun --tag-output` tags each part.
+///
+/// # Errors
+/// Those of `to`.
+pub fn write_line(to: &mut impl Write, line: &str) -> std::io::Result<()> {
+    to.write_all(format!("{}\n", escaped(line)).as_bytes())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_is_a_single_write() {
+        struct Writes(Vec<Vec<u8>>);
+
+        impl Write for Writes {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                self.0.push(bytes.to_vec());
+                Ok(bytes.len())
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+
+        let mut writes = Writes(Vec::new());
+        write_line(&mut writes, "a\rb").unwrap();
+        assert_eq!(writes.0, [b"a\\u000db\n"]);
+    }
 
     #[test]
     fn control_characters_except_newlines_and_tabs_are_escaped() {

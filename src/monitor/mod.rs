@@ -19,7 +19,7 @@ pub use comms::{
     Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, StragglerStats, Volume, straggler_stats, volumes,
 };
 pub use csv::CsvFiles;
-pub use escape::escaped;
+pub use escape::{escaped, write_line};
 pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::Progress;

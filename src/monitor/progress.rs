@@ -1,8 +1,7 @@
 //! Progress lines on standard error.
 
 use super::step_line::{MAX_COLUMNS, step_label, step_line};
-use super::{EvalMetrics, Metrics, escaped};
-use std::io::Write;
+use super::{EvalMetrics, Metrics, write_line};
 use std::ops::Range;
 
 /// Prints a line every few steps.
@@ -50,6 +49,6 @@ impl Progress {
     /// Prints another line between the steps.
     pub fn print(&self, text: &str) {
         // A closed standard error must not end the run.
-        let _ = writeln!(std::io::stderr(), "{}", escaped(text));
+        let _ = write_line(&mut std::io::stderr(), text);
     }
 }

@@ -78,7 +78,7 @@ impl Profile<'_> {
         let Some(path) = file else {
             // A closed standard error does not stop the run.
             let text = self.to_string();
-            let _ = above_progress(|| write!(std::io::stderr(), "{}", escaped(&text)));
+            let _ = above_progress(|| std::io::stderr().write_all(escaped(&text).as_bytes()));
             return Ok(());
         };
         std::fs::write(path, self.to_string()).with_context(|| cannot_write(path))
