@@ -30,9 +30,9 @@ pub struct NodeEndpoint {
     pub num_nodes: usize,
 }
 
-/// How a node was lost.
+/// The way in which a node was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loss {
+pub enum NodeLoss {
     /// Its launcher left the job, or ended.
     Ended,
     /// No heartbeat came in time: it is stopped, overloaded, or cut off.
@@ -44,8 +44,8 @@ pub enum Loss {
 pub struct NodeStore {
     node: usize,
     store: Store,
-    /// On node 0: refuses processes that come after all nodes have joined.
-    door: Option<(TcpListener, Acceptor)>,
+    /// On node 0: listener and acceptor that refuse processes that come after all nodes have joined.
+    late_acceptor: Option<(TcpListener, Acceptor)>,
     secret: JobSecret,
     bind: Option<IpAddr>,
     /// When the nodes that this one watches were last heard: node 0 watches all others, which watch node 0.
@@ -78,7 +78,7 @@ impl NodeStore {
             members: Member::Node,
             secret: secret.clone(),
         };
-        let (store, door) = if at.node == HOST {
+        let (store, late_acceptor) = if at.node == HOST {
             let (listener, mut acceptor) = gather(&point, timeout)?;
             acceptor.is_closed = true;
             let ranks = std::mem::take(&mut acceptor.ranks);
@@ -91,7 +91,7 @@ impl NodeStore {
         Ok(Self {
             node: at.node,
             store,
-            door,
+            late_acceptor,
             secret,
             bind: point.bind,
             last_heard: watched.map(|node| (node, now)).collect(),
@@ -112,8 +112,8 @@ impl NodeStore {
 
     /// Exchanges changes and heartbeats without blocking. Returns the nodes that were lost since the last call, or that
     /// left: node 0 reports any other, these only node 0.
-    pub fn poll(&mut self) -> Vec<(usize, Loss)> {
-        if let Some((listener, acceptor)) = &mut self.door {
+    pub fn poll(&mut self) -> Vec<(usize, NodeLoss)> {
+        if let Some((listener, acceptor)) = &mut self.late_acceptor {
             acceptor.accept(listener);
             acceptor.serve();
         }
@@ -129,7 +129,7 @@ impl NodeStore {
             let from = if self.node == HOST { change.rank } else { HOST };
             self.last_heard.entry(from).and_modify(|heard| *heard = Instant::now());
             if let Some(Departure::Ended(node) | Departure::Lost(node)) = change.departure() {
-                lost.extend(self.last_heard.remove(&node).map(|_| (node, Loss::Ended)));
+                lost.extend(self.last_heard.remove(&node).map(|_| (node, NodeLoss::Ended)));
             }
         }
         let is_silent = |(_, heard): &(&usize, &Instant)| heard.elapsed() >= self.max_silence;
@@ -137,10 +137,10 @@ impl NodeStore {
         for node in silent {
             self.last_heard.remove(&node);
             self.store.disconnect_peer(node);
-            lost.push((node, Loss::Silent));
+            lost.push((node, NodeLoss::Silent));
         }
         if self.node != HOST && !self.store.is_connected() {
-            lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, Loss::Ended)));
+            lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, NodeLoss::Ended)));
         }
         lost
     }

@@ -32,7 +32,7 @@ fn two_nodes(max_silence: [Duration; 2]) -> (NodeStore, NodeStore) {
 }
 
 /// Polls until a node is lost.
-fn first_lost(store: &mut NodeStore) -> Vec<(usize, Loss)> {
+fn first_lost(store: &mut NodeStore) -> Vec<(usize, NodeLoss)> {
     let deadline = Instant::now() + TIMEOUT;
     while Instant::now() < deadline {
         let lost = store.poll();
@@ -61,19 +61,19 @@ fn nodes_share_keys_and_compute_the_same_secret_for_their_ranks() {
 fn a_silent_node_and_a_node_that_ends_are_lost_once() {
     let short = Duration::from_millis(300);
     let (mut host, other) = two_nodes([short, TIMEOUT]);
-    assert_eq!(first_lost(&mut host), [(1, Loss::Silent)], "the other node does not poll");
+    assert_eq!(first_lost(&mut host), [(1, NodeLoss::Silent)], "the other node does not poll");
     assert!(host.poll().is_empty());
     drop(other);
     let (host, mut other) = two_nodes([TIMEOUT, short]);
-    assert_eq!(first_lost(&mut other), [(0, Loss::Silent)]);
+    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Silent)]);
     drop(host);
     let (host, mut other) = two_nodes([TIMEOUT; 2]);
     drop(host);
-    assert_eq!(first_lost(&mut other), [(0, Loss::Ended)]);
+    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Ended)]);
     let (mut host, mut other) = two_nodes([TIMEOUT; 2]);
     std::thread::scope(|scope| {
         scope.spawn(move || other.close());
-        assert_eq!(first_lost(&mut host), [(1, Loss::Ended)], "a node that leaves");
+        assert_eq!(first_lost(&mut host), [(1, NodeLoss::Ended)], "a node that leaves");
     });
 }
 
