@@ -3,13 +3,13 @@
 //! Every launcher sends a heartbeat each second. One that is silent for too long is lost, as is one whose connection
 //! ends: a machine that loses its power or its network closes no connection.
 
-use super::acceptor::{Acceptor, gather};
+use super::acceptor::{Acceptor, gather, missing_secret};
 use super::endpoint::{Member, StoreEndpoint, bind_address};
 use super::secret::JobSecret;
 use super::{Departure, FOR_HOST, Store};
 use crate::comm::Launcher;
 use std::collections::BTreeMap;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Interval between heartbeats.
@@ -60,7 +60,8 @@ impl NodeStore {
     /// job's secret, and the address to listen on.
     ///
     /// # Errors
-    /// A message with the reason: not all nodes joined in time, or node 0 refused this one.
+    /// A message with the reason: not all nodes joined in time, node 0 refused this one, or there is no secret although
+    /// other machines reach the port.
     pub fn meet(
         at: &NodeEndpoint,
         lookup: impl Fn(&str) -> Option<String>,
@@ -84,6 +85,9 @@ impl NodeStore {
             let ranks = std::mem::take(&mut acceptor.ranks);
             (Store::open(HOST, at.num_nodes, ranks), Some((listener, acceptor)))
         } else {
+            if !secret.is_secret() && is_remote(at) {
+                return Err(missing_secret(&point));
+            }
             (Store::meet_host(&point, at.node, timeout)?, None)
         };
         let watched = if at.node == HOST { 1..at.num_nodes } else { HOST..HOST + 1 };
@@ -161,6 +165,12 @@ impl NodeStore {
     pub fn close(&mut self) {
         self.store.close();
     }
+}
+
+/// Returns whether the address of node 0 is known not to be the loopback.
+fn is_remote(at: &NodeEndpoint) -> bool {
+    let known = (at.host.as_str(), at.port).to_socket_addrs();
+    known.is_ok_and(|mut known| known.any(|address| !address.ip().is_loopback()))
 }
 
 #[cfg(test)]

@@ -136,3 +136,23 @@ fn another_version_of_the_protocol_is_named_on_both_sides() {
     assert!(refused.contains("it has version 9") && refused.contains("this process version 3"), "{refused}");
     host.join().unwrap();
 }
+
+#[test]
+fn launchers_of_several_machines_need_a_secret() {
+    let exposed = |name: &str| (name == "ULYSSES_MASTER_BIND").then(|| "0.0.0.0".to_owned());
+    let meet = |at: &NodeEndpoint, lookup: &dyn Fn(&str) -> Option<String>| {
+        NodeStore::meet(at, lookup, Duration::from_millis(50), TIMEOUT).map(|_| ())
+    };
+    let host = endpoint(0, 2, free_port());
+    let refused = meet(&host, &exposed).unwrap_err();
+    assert!(
+        refused.contains("has no job secret") && refused.contains("ULYSSES_JOB_SECRET_FILE"),
+        "{refused}"
+    );
+    // An address of RFC 5737's documentation network.
+    let other = NodeEndpoint { host: "192.0.2.7".into(), ..endpoint(1, 2, 29400) };
+    assert!(meet(&other, &|_| None).unwrap_err().contains("has no job secret"));
+    let local = meet(&host, &|_| None).unwrap_err();
+    assert!(local.contains("nodes {1} did not join"), "the loopback needs none: {local}");
+    assert_eq!(meet(&endpoint(0, 1, free_port()), &exposed), Ok(()), "one machine needs none");
+}
