@@ -1,6 +1,6 @@
 //! The arguments of `ulysses launch`.
 
-use super::hosts::{Host, parse_hosts, read_hostfile};
+use super::mpi::hosts::{Host, parse_hosts, read_hostfile};
 use super::nodes::Meeting;
 use crate::{Failure, OrFail};
 use anyhow::anyhow;

@@ -1,6 +1,6 @@
 //! Starts, supervises and stops the processes of a job on this machine.
 
-use super::mpirun::MpirunRanks;
+use super::mpi::mpirun::MpirunRanks;
 use super::output::{RankLogs, Source};
 use super::rank_failure::RankFailure;
 use super::running::{Running, drain_outputs};

@@ -1,18 +1,15 @@
 //! `ulysses launch`: runs the processes of a job, on this machine or on several.
 //!
 //! NCCL's ranks, and any other program, are started by `launch` itself: on several machines by one `launch` on each, which
-//! meet in a store (`nodes/`). MPI's ranks are started by the installed `mpirun` (`mpirun.rs`).
+//! meet in a store (`nodes/`). MPI's ranks are started by the installed `mpirun` (`mpi/`).
 
 mod args;
-mod by_mpirun;
-mod hosts;
 mod job;
 mod memory_dir;
-mod mpirun;
+mod mpi;
 mod nodes;
 mod on_one_node;
 mod output;
-mod probe;
 mod processes;
 mod rank_failure;
 mod ranks;
@@ -86,7 +83,7 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
             "--rdzv-endpoint starts ranks that NCCL connects; for MPI use --hosts or --hostfile, on one machine only",
         ),
         (Some(nodes), false) => nodes::run(&job, &nodes, num_ranks / num_nodes),
-        (None, true) => by_mpirun::run(&job, hosts, num_ranks, args.dry_run),
+        (None, true) => mpi::run(&job, hosts, num_ranks, args.dry_run),
         (None, false) if hosts.is_some() => refuse(
             "--hosts and --hostfile start ranks that MPI connects; for NCCL run `ulysses launch --nnodes N --node-rank R \
              --rdzv-endpoint HOST:PORT` on every machine",

@@ -11,6 +11,10 @@ use std::thread::JoinHandle;
 
 /// Maximum bytes of a stored line.
 const MAX_LINE_BYTES: usize = 500;
+/// Maximum bytes of a forwarded line: a process that prints no newline must not exhaust the memory of `launch`.
+const MAX_FORWARDED_BYTES: usize = 64 << 10;
+/// Mark at the end of a line that was cut there; the rest follows as further lines.
+const CUT: &str = " [line cut by launch]";
 
 /// The source of a process's lines.
 #[derive(Clone, Copy)]
@@ -138,9 +142,18 @@ pub(super) fn forward_output(
     std::thread::Builder::new().name("output".to_owned()).spawn(move || {
         let mut from = BufReader::new(from);
         let mut bytes = Vec::new();
-        while let Ok(1..) = from.read_until(b'\n', &mut bytes) {
-            let line = String::from_utf8_lossy(&bytes);
-            let (rank, text) = source.attribute(line.trim_end_matches(['\n', '\r']));
+        let mut last_rank = None;
+        let mut continues = false;
+        while let Ok(1..) = from.by_ref().take(MAX_FORWARDED_BYTES as u64).read_until(b'\n', &mut bytes) {
+            let is_cut = bytes.len() == MAX_FORWARDED_BYTES && !bytes.ends_with(b"\n");
+            let mut line = String::from_utf8_lossy(&bytes);
+            if is_cut {
+                line.to_mut().push_str(CUT);
+            }
+            let text = line.trim_end_matches(['\n', '\r']);
+            // The rest of a line has no prefix of `mpirun`.
+            let (rank, text) = if continues { (last_rank, text) } else { source.attribute(text) };
+            (last_rank, continues) = (rank, is_cut);
             if let Some(tail) = &tail {
                 tail.lock().record(rank, text);
             }
@@ -178,6 +191,25 @@ mod tests {
         assert_eq!(attribute("[12] error: [1] x"), (Some(12), "error: [1] x"));
         assert_eq!(attribute("[proxy:0:0@n1] x"), (None, "[proxy:0:0@n1] x"));
         assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_with_a_mark() {
+        let place = tempfile::tempdir().unwrap();
+        let logs = Arc::new(RankLogs::in_directory(place.path().to_owned()).unwrap());
+        let text = format!("[1,3]<stdout>:{}\n[1,2]<stdout>:b\n", "a".repeat(2 * MAX_FORWARDED_BYTES));
+        let source = Source::Mpirun(MpiLauncher::OpenMpi);
+        forward_output(std::io::Cursor::new(text), std::io::sink(), source, None, Some(logs))
+            .unwrap()
+            .join()
+            .unwrap();
+        let log = |rank| std::fs::read_to_string(place.path().join(format!("rank_{rank}.log"))).unwrap();
+        let parts: Vec<String> = log(3).lines().map(str::to_owned).collect();
+        assert_eq!(parts.len(), 3);
+        assert!(parts[..2].iter().all(|part| part.ends_with(CUT)), "two parts are as long as allowed");
+        assert!(parts.iter().all(|part| part.len() <= MAX_FORWARDED_BYTES + CUT.len()));
+        let all: usize = parts.iter().map(|part| part.trim_end_matches(CUT).len()).sum();
+        assert_eq!((all, log(2).as_str()), (2 * MAX_FORWARDED_BYTES, "b\n"), "nothing is lost");
     }
 
     #[test]

@@ -27,7 +27,7 @@ const MAX_LISTED: usize = 8;
 /// Accepts all other ranks and returns the connections to them.
 ///
 /// # Errors
-/// A message, if the host cannot listen or not all ranks join in time.
+/// A message, if the host cannot listen, not all ranks join in time, or launchers of other machines need no secret.
 pub(super) fn accept_all(
     point: &StoreEndpoint,
     timeout: Duration,
@@ -52,7 +52,7 @@ pub(super) fn gather(point: &StoreEndpoint, timeout: Duration) -> Result<(TcpLis
             point.port, point.host
         )
     })?;
-    warn_of_exposed_port(&listener, point);
+    check_exposed_port(&listener, point)?;
     let mut acceptor = Acceptor::new(point.clone());
     while !acceptor.missing.is_empty() {
         if started.elapsed() >= timeout {
@@ -65,15 +65,29 @@ pub(super) fn gather(point: &StoreEndpoint, timeout: Duration) -> Result<(TcpLis
     Ok((listener, acceptor))
 }
 
-fn warn_of_exposed_port(listener: &TcpListener, point: &StoreEndpoint) {
+/// Refuses to accept launchers that prove nothing from other machines. Ranks only get a warning: torchrun and SLURM give
+/// them no secret.
+fn check_exposed_port(listener: &TcpListener, point: &StoreEndpoint) -> Result<(), String> {
     let is_local = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
-    if !is_local && !point.secret.is_secret() && point.world_size > 1 {
-        tracing::warn!(
-            "the store at {point} has no job secret, so any process that reaches this port can join as a {member}: set \
-             ULYSSES_JOB_SECRET to the same random text for all {member}s",
-            member = point.members
-        );
+    if is_local || point.secret.is_secret() || point.world_size == 1 {
+        return Ok(());
     }
+    match point.members {
+        Member::Node => Err(missing_secret(point)),
+        Member::Rank => {
+            tracing::warn!("{}", missing_secret(point));
+            Ok(())
+        }
+    }
+}
+
+/// Message about a store that other machines reach and that has no secret.
+pub(super) fn missing_secret(point: &StoreEndpoint) -> String {
+    format!(
+        "the store at {point} has no job secret, so any process that reaches this port can join as a {member}: set \
+         ULYSSES_JOB_SECRET, or a file by ULYSSES_JOB_SECRET_FILE, to the same random text for all {member}s",
+        member = point.members
+    )
 }
 
 /// The host's state while ranks join.

@@ -37,7 +37,7 @@ pub(super) use control_channel::{ControlChannel, Received};
 pub(super) use endpoint::Member;
 pub(super) use endpoint::StoreEndpoint;
 pub use job::{JobStore, store_environment};
-pub use nodes::{Loss, NodeEndpoint, NodeStore};
+pub use nodes::{NodeEndpoint, NodeLoss, NodeStore};
 #[cfg(test)]
 pub(super) use secret::JobSecret;
 

@@ -3,13 +3,13 @@
 //! Every launcher sends a heartbeat each second. One that is silent for too long is lost, as is one whose connection
 //! ends: a machine that loses its power or its network closes no connection.
 
-use super::acceptor::{Acceptor, gather};
+use super::acceptor::{Acceptor, gather, missing_secret};
 use super::endpoint::{Member, StoreEndpoint, bind_address};
 use super::secret::JobSecret;
 use super::{Departure, FOR_HOST, Store};
 use crate::comm::Launcher;
 use std::collections::BTreeMap;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Interval between heartbeats.
@@ -30,9 +30,9 @@ pub struct NodeEndpoint {
     pub num_nodes: usize,
 }
 
-/// How a node was lost.
+/// The way in which a node was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loss {
+pub enum NodeLoss {
     /// Its launcher left the job, or ended.
     Ended,
     /// No heartbeat came in time: it is stopped, overloaded, or cut off.
@@ -44,8 +44,8 @@ pub enum Loss {
 pub struct NodeStore {
     node: usize,
     store: Store,
-    /// On node 0: refuses processes that come after all nodes have joined.
-    door: Option<(TcpListener, Acceptor)>,
+    /// On node 0: listener and acceptor that refuse processes that come after all nodes have joined.
+    late_acceptor: Option<(TcpListener, Acceptor)>,
     secret: JobSecret,
     bind: Option<IpAddr>,
     /// When the nodes that this one watches were last heard: node 0 watches all others, which watch node 0.
@@ -60,7 +60,8 @@ impl NodeStore {
     /// job's secret, and the address to listen on.
     ///
     /// # Errors
-    /// A message with the reason: not all nodes joined in time, or node 0 refused this one.
+    /// A message with the reason: not all nodes joined in time, node 0 refused this one, or there is no secret although
+    /// other machines reach the port.
     pub fn meet(
         at: &NodeEndpoint,
         lookup: impl Fn(&str) -> Option<String>,
@@ -78,12 +79,15 @@ impl NodeStore {
             members: Member::Node,
             secret: secret.clone(),
         };
-        let (store, door) = if at.node == HOST {
+        let (store, late_acceptor) = if at.node == HOST {
             let (listener, mut acceptor) = gather(&point, timeout)?;
             acceptor.is_closed = true;
             let ranks = std::mem::take(&mut acceptor.ranks);
             (Store::open(HOST, at.num_nodes, ranks), Some((listener, acceptor)))
         } else {
+            if !secret.is_secret() && is_remote(at) {
+                return Err(missing_secret(&point));
+            }
             (Store::meet_host(&point, at.node, timeout)?, None)
         };
         let watched = if at.node == HOST { 1..at.num_nodes } else { HOST..HOST + 1 };
@@ -91,7 +95,7 @@ impl NodeStore {
         Ok(Self {
             node: at.node,
             store,
-            door,
+            late_acceptor,
             secret,
             bind: point.bind,
             last_heard: watched.map(|node| (node, now)).collect(),
@@ -112,8 +116,8 @@ impl NodeStore {
 
     /// Exchanges changes and heartbeats without blocking. Returns the nodes that were lost since the last call, or that
     /// left: node 0 reports any other, these only node 0.
-    pub fn poll(&mut self) -> Vec<(usize, Loss)> {
-        if let Some((listener, acceptor)) = &mut self.door {
+    pub fn poll(&mut self) -> Vec<(usize, NodeLoss)> {
+        if let Some((listener, acceptor)) = &mut self.late_acceptor {
             acceptor.accept(listener);
             acceptor.serve();
         }
@@ -129,7 +133,7 @@ impl NodeStore {
             let from = if self.node == HOST { change.rank } else { HOST };
             self.last_heard.entry(from).and_modify(|heard| *heard = Instant::now());
             if let Some(Departure::Ended(node) | Departure::Lost(node)) = change.departure() {
-                lost.extend(self.last_heard.remove(&node).map(|_| (node, Loss::Ended)));
+                lost.extend(self.last_heard.remove(&node).map(|_| (node, NodeLoss::Ended)));
             }
         }
         let is_silent = |(_, heard): &(&usize, &Instant)| heard.elapsed() >= self.max_silence;
@@ -137,10 +141,10 @@ impl NodeStore {
         for node in silent {
             self.last_heard.remove(&node);
             self.store.disconnect_peer(node);
-            lost.push((node, Loss::Silent));
+            lost.push((node, NodeLoss::Silent));
         }
         if self.node != HOST && !self.store.is_connected() {
-            lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, Loss::Ended)));
+            lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, NodeLoss::Ended)));
         }
         lost
     }
@@ -161,6 +165,12 @@ impl NodeStore {
     pub fn close(&mut self) {
         self.store.close();
     }
+}
+
+/// Returns whether the address of node 0 is known not to be the loopback.
+fn is_remote(at: &NodeEndpoint) -> bool {
+    let known = (at.host.as_str(), at.port).to_socket_addrs();
+    known.is_ok_and(|mut known| known.any(|address| !address.ip().is_loopback()))
 }
 
 #[cfg(test)]

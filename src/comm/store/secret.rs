@@ -24,7 +24,7 @@ impl JobSecret {
     /// one port, but does not keep other programs out.
     ///
     /// # Errors
-    /// A message without the secret, if the secret is too short or its file cannot be read.
+    /// A message without the secret, if the secret is too short, or its file cannot be read or is open to other users.
     pub(in crate::comm) fn read(
         launcher: Launcher,
         lookup: impl Fn(&str) -> Option<String>,
@@ -66,12 +66,23 @@ impl JobSecret {
     }
 }
 
-/// Reads a file with a secret.
+/// Reads a file with a secret, which only its owner may access.
 fn read_file(path: &str) -> Result<String, String> {
     let cannot_read = |error: std::io::Error| format!("{SECRET_FILE}: cannot read {path}: {error}");
-    let bytes = std::fs::metadata(path).map_err(cannot_read)?;
-    if !bytes.is_file() || bytes.len() > MAX_FILE_BYTES {
+    let file = std::fs::metadata(path).map_err(cannot_read)?;
+    if !file.is_file() || file.len() > MAX_FILE_BYTES {
         return Err(format!("{SECRET_FILE}: expected {path} to be a file of at most {MAX_FILE_BYTES} bytes"));
+    }
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = file.permissions().mode() & 0o777;
+        if mode & 0o077 != 0 {
+            return Err(format!(
+                "{SECRET_FILE}: {path} has mode {mode:04o}, so other users may access it; run `chmod 600 {path}`, and \
+                 make a new secret if others may have read it"
+            ));
+        }
     }
     std::fs::read_to_string(path).map_err(cannot_read)
 }
@@ -121,6 +132,28 @@ mod tests {
         assert!(nowhere.unwrap_err().contains("cannot read /nowhere/secret"));
         let both = [("ULYSSES_JOB_SECRET", "0123456789abcdef"), ("ULYSSES_JOB_SECRET_FILE", "/nowhere")];
         assert_eq!(read(Launcher::Torchrun, &both).unwrap(), given);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_secret_file_that_other_users_can_access_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        std::fs::write(path, "0123456789abcdef").unwrap();
+        let with_mode = |mode| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+            read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET_FILE", path)])
+        };
+        for mode in [0o644, 0o640, 0o604, 0o620] {
+            let error = with_mode(mode).unwrap_err();
+            let expected = format!("ULYSSES_JOB_SECRET_FILE: {path} has mode {mode:04o}");
+            assert!(
+                error.starts_with(&expected) && error.contains(&format!("`chmod 600 {path}`")),
+                "{error}"
+            );
+        }
+        assert!([0o600, 0o400].into_iter().all(|mode| with_mode(mode).is_ok()));
     }
 
     #[test]

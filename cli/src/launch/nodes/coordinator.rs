@@ -3,12 +3,12 @@
 use super::super::ranks::free_port;
 use super::super::restarts::JobSpec;
 use super::super::training::{SmallerMesh, Variation};
-use super::messages::{Ended, NodeFailure, NodeOffer, Plan, Verdict};
+use super::messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};
 use crate::log_line;
 use anyhow::Context;
 use std::collections::{BTreeMap, BTreeSet};
-use ulysses::comm::store::{JobStore, Loss, NodeEndpoint, NodeStore};
+use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore};
 
 /// Node 0's view of the job.
 pub(super) struct Coordinator {
@@ -16,10 +16,10 @@ pub(super) struct Coordinator {
     host: String,
     /// The nodes that are left.
     nodes: BTreeSet<usize>,
-    /// The nodes' offers; empty until all nodes have reported.
-    offers: BTreeMap<usize, NodeOffer>,
+    /// The nodes' messages about themselves; empty until all nodes have reported.
+    infos: BTreeMap<usize, NodeInfo>,
     /// The last start that was planned.
-    plan: Option<Plan>,
+    plan: Option<StartPlan>,
     restarts: u32,
     /// The store of the planned ranks, before they are started.
     rank_store: Option<JobStore>,
@@ -29,7 +29,7 @@ pub(super) struct Coordinator {
 /// The failures of a start.
 #[derive(Default)]
 struct Failures {
-    lost: Vec<(usize, Loss)>,
+    lost: Vec<(usize, NodeLoss)>,
     /// In the order of their arrival.
     reported: Vec<NodeFailure>,
     /// The ranks' own report: the first rank that failed, and how.
@@ -42,7 +42,7 @@ impl Coordinator {
         Self {
             host: endpoint.host.clone(),
             nodes: (0..endpoint.num_nodes).collect(),
-            offers: BTreeMap::new(),
+            infos: BTreeMap::new(),
             plan: None,
             restarts: 0,
             rank_store: None,
@@ -57,7 +57,7 @@ impl Coordinator {
     /// Notes lost nodes and failures, and asks all nodes to stop after the first.
     pub(super) fn watch(
         &mut self,
-        lost: &[(usize, Loss)],
+        lost: &[(usize, NodeLoss)],
         nodes: &mut NodeStore,
         rank_store: Option<&JobStore>,
     ) {
@@ -101,45 +101,50 @@ impl Coordinator {
         let plan = match decided {
             None => return,
             Some(Ok(plan)) => plan,
-            Some(Err(verdict)) => return nodes.set("verdict", &text(&verdict)),
+            Some(Err(result)) => return nodes.set("result", &text(&result)),
         };
         match self.open(plan, nodes) {
             Ok(plan) => nodes.set(&format!("plan/{}", self.restarts), &text(&plan)),
-            Err(error) => nodes.set("verdict", &text(&Verdict::failed(format!("{error:#}")))),
+            Err(error) => nodes.set("result", &text(&JobResult::failed(format!("{error:#}")))),
         }
     }
 
     /// Returns the first plan, or why the nodes contradict each other; `None` before all nodes have reported.
-    fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Option<Result<Plan, Verdict>> {
+    fn first_plan(&mut self, job: &JobSpec, nodes: &NodeStore) -> Option<Result<StartPlan, JobResult>> {
         if let Some(reason) = self.failure() {
-            return Some(Err(Verdict::failed(reason)));
+            return Some(Err(JobResult::failed(reason)));
         }
-        let offers: BTreeMap<usize, NodeOffer> = self
+        let infos: BTreeMap<usize, NodeInfo> = self
             .nodes
             .iter()
             .filter_map(|node| Some((*node, read(nodes, &format!("node/{node}"))?)))
             .collect();
-        if offers.len() < self.nodes.len() {
+        if infos.len() < self.nodes.len() {
             return None;
         }
-        let refused = offers.iter().find_map(|(node, offer)| offer.contradiction(*node, &offers[&0]));
-        self.offers = offers;
+        let refused = infos.iter().find_map(|(node, info)| info.contradiction(*node, &infos[&0]));
+        self.infos = infos;
         if let Some(refused) = refused {
-            return Some(Err(Verdict::refused(refused)));
+            return Some(Err(JobResult::refused(refused)));
         }
         let ranks: BTreeMap<usize, usize> =
-            self.offers.iter().map(|(node, offer)| (*node, offer.num_processes)).collect();
+            self.infos.iter().map(|(node, info)| (*node, info.num_processes)).collect();
         if job.min_nodes < self.nodes.len() {
             let fewest = ranks.values().take(job.min_nodes).sum();
             if let Err(message) = job.smaller_mesh(fewest) {
-                return Some(Err(Verdict::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
+                return Some(Err(JobResult::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
             }
         }
-        Some(Ok(Plan::new(ranks, Variation::default(), None)))
+        Some(Ok(StartPlan::new(ranks, Variation::default(), None)))
     }
 
     /// Returns the next plan after a start, or the end of the job; `None` before all nodes that are left have ended it.
-    fn after(&mut self, last: &Plan, job: &JobSpec, nodes: &NodeStore) -> Option<Result<Plan, Verdict>> {
+    fn after(
+        &mut self,
+        last: &StartPlan,
+        job: &JobSpec,
+        nodes: &NodeStore,
+    ) -> Option<Result<StartPlan, JobResult>> {
         let ended: Option<Vec<Ended>> =
             self.nodes.iter().map(|node| read(nodes, &format!("ended/{}/{node}", self.restarts))).collect();
         let ended = ended?;
@@ -149,20 +154,20 @@ impl Coordinator {
         });
         // 75 is the smallest: a rank has saved.
         if let Some(exit_code) = stopped.min() {
-            return Some(Err(Verdict::stopped(exit_code)));
+            return Some(Err(JobResult::stopped(exit_code)));
         }
-        let Some(reason) = self.failure() else { return Some(Err(Verdict::done())) };
+        let Some(reason) = self.failure() else { return Some(Err(JobResult::done())) };
         if self.failures.reported.iter().any(|failure| failure.is_usage) {
-            return Some(Err(Verdict::refused(reason)));
+            return Some(Err(JobResult::refused(reason)));
         }
-        Some(self.restart(last, reason, job).map_err(Verdict::failed))
+        Some(self.restart(last, reason, job).map_err(JobResult::failed))
     }
 
     /// Plans a restart on the nodes that are left.
     ///
     /// # Errors
     /// Why the job cannot continue.
-    fn restart(&mut self, last: &Plan, reason: String, job: &JobSpec) -> Result<Plan, String> {
+    fn restart(&mut self, last: &StartPlan, reason: String, job: &JobSpec) -> Result<StartPlan, String> {
         let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
         job.resume(&mut variation);
         let mut with = String::new();
@@ -171,7 +176,7 @@ impl Coordinator {
                 let (left, min_nodes) = (self.nodes.len(), job.min_nodes);
                 return Err(format!("{reason}; {left} node(s) are left, --min-nodes is {min_nodes}"));
             }
-            ranks = self.nodes.iter().map(|node| (*node, self.offers[node].num_processes)).collect();
+            ranks = self.nodes.iter().map(|node| (*node, self.infos[node].num_processes)).collect();
             let num_ranks = ranks.values().sum();
             if let Some(smaller) = job.smaller_mesh(num_ranks).map_err(|why| format!("{reason}; {why}"))? {
                 with = format!(" on {} node(s) with mesh {smaller}", self.nodes.len());
@@ -184,11 +189,11 @@ impl Coordinator {
         job.allow(&reason, &mut self.restarts, &with)?;
         self.failures = Failures::default();
         let reason = format!("{reason}; restart {} of {}{with}", self.restarts, job.max_restarts);
-        Ok(Plan::new(ranks, variation, Some(reason)))
+        Ok(StartPlan::new(ranks, variation, Some(reason)))
     }
 
     /// Opens the store of the planned ranks.
-    fn open(&mut self, mut plan: Plan, nodes: &NodeStore) -> anyhow::Result<Plan> {
+    fn open(&mut self, mut plan: StartPlan, nodes: &NodeStore) -> anyhow::Result<StartPlan> {
         let secret = nodes.rank_secret(&plan.nonce);
         let world_size = plan.ranks.values().sum();
         let store = JobStore::listen_for_nodes(&self.host, nodes.bind(), world_size, secret);
@@ -216,15 +221,15 @@ impl Coordinator {
         })
     }
 
-    fn describe_loss(&self, node: usize, loss: Loss) -> String {
-        let host = self.offers.get(&node).map_or("host unknown", |offer| &offer.host);
+    fn describe_loss(&self, node: usize, loss: NodeLoss) -> String {
+        let host = self.infos.get(&node).map_or("host unknown", |info| &info.host);
         let ranks = self.plan.as_ref().and_then(|plan| {
             let first: usize = plan.ranks.range(..node).map(|(_, count)| count).sum();
             Some(format!(", ranks {first} to {}", first + plan.ranks.get(&node)? - 1))
         });
         let why = match loss {
-            Loss::Silent => "sent no heartbeat",
-            Loss::Ended => "left the job: its launcher ended",
+            NodeLoss::Silent => "sent no heartbeat",
+            NodeLoss::Ended => "left the job: its launcher ended",
         };
         format!("node {node} ({host}{}) {why}", ranks.unwrap_or_default())
     }
@@ -262,8 +267,8 @@ mod tests {
         let reported = "rank 2 ended; reported failure: rank 2 failed: out of memory";
         assert_eq!(coordinator.failure().unwrap(), reported);
         let ranks = BTreeMap::from([(0, 2), (1, 2), (2, 2)]);
-        coordinator.plan = Some(Plan::new(ranks, Variation::default(), None));
-        coordinator.failures.lost = vec![(2, Loss::Silent)];
+        coordinator.plan = Some(StartPlan::new(ranks, Variation::default(), None));
+        coordinator.failures.lost = vec![(2, NodeLoss::Silent)];
         let lost = "node 2 (host unknown, ranks 4 to 5) sent no heartbeat";
         assert_eq!(coordinator.failure().unwrap(), lost);
     }
@@ -276,11 +281,11 @@ mod tests {
         let mut nodes = NodeStore::meet(&alone, |_| None, timeout, timeout).unwrap();
         let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone });
         let ranks = BTreeMap::from([(0, 2), (1, 2)]);
-        coordinator.plan = Some(Plan::new(ranks, Variation::default(), None));
-        coordinator.watch(&[(2, Loss::Ended)], &mut nodes, None);
+        coordinator.plan = Some(StartPlan::new(ranks, Variation::default(), None));
+        coordinator.watch(&[(2, NodeLoss::Ended)], &mut nodes, None);
         assert_eq!((coordinator.failure(), nodes.get("stop/0")), (None, None));
         assert_eq!(coordinator.nodes, BTreeSet::from([0, 1]), "no restart counts on it");
-        coordinator.watch(&[(1, Loss::Ended)], &mut nodes, None);
+        coordinator.watch(&[(1, NodeLoss::Ended)], &mut nodes, None);
         let stop = nodes.get("stop/0").unwrap();
         assert!(stop.contains("node 1 (host unknown, ranks 2 to 3) left the job"), "{stop}");
     }

@@ -1,4 +1,4 @@
-//! What the launchers of a job tell each other.
+//! The messages between the launchers of a job.
 
 use super::super::job::Outcome;
 use super::super::rank_failure::RankFailure;
@@ -9,9 +9,9 @@ use anyhow::anyhow;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a node offers, and what it was asked to run.
+/// The host, capacity and settings of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct NodeOffer {
+pub(super) struct NodeInfo {
     pub(super) host: String,
     pub(super) num_processes: usize,
     version: String,
@@ -20,18 +20,18 @@ pub(super) struct NodeOffer {
     config: String,
 }
 
-/// A start of the job.
+/// The plan of one start of the job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Plan {
+pub(super) struct StartPlan {
     /// Number of ranks of each node that has any, in the order of the ranks.
     pub(super) ranks: BTreeMap<usize, usize>,
     /// The port of the ranks' store on node 0.
     pub(super) store_port: u16,
     pub(super) master_port: u16,
-    /// Makes the secret of the ranks differ between starts.
+    /// Text that makes the secret of the ranks differ between starts.
     pub(super) nonce: String,
     pub(super) variation: Variation,
-    /// Why the job starts once more.
+    /// Reason of a restart.
     pub(super) reason: Option<String>,
 }
 
@@ -41,11 +41,11 @@ pub(super) struct NodeFailure {
     pub(super) node: usize,
     pub(super) rank: Option<usize>,
     pub(super) text: String,
-    /// Bad arguments or config: a restart would fail again.
+    /// Whether arguments or config are invalid, so that a restart would fail again.
     pub(super) is_usage: bool,
 }
 
-/// How the ranks of a node ended.
+/// The way in which the ranks of a node ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Ended {
     Done,
@@ -55,14 +55,14 @@ pub(super) enum Ended {
     Failed,
 }
 
-/// The end of the job.
+/// The result of the job: an exit code, and a message unless it is 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Verdict {
+pub(super) struct JobResult {
     exit_code: u8,
     message: String,
 }
 
-impl NodeOffer {
+impl NodeInfo {
     pub(super) fn new(job: &JobSpec, num_processes: usize) -> Self {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
         let host = host.unwrap_or_else(|_| "unknown host".to_owned());
@@ -91,7 +91,7 @@ impl NodeOffer {
     }
 }
 
-impl Plan {
+impl StartPlan {
     pub(super) fn new(ranks: BTreeMap<usize, usize>, variation: Variation, reason: Option<String>) -> Self {
         let nonce = format!("{:?}", std::time::SystemTime::now());
         Self { ranks, store_port: 0, master_port: 0, nonce, variation, reason }
@@ -118,7 +118,7 @@ impl From<Outcome> for Ended {
     }
 }
 
-impl Verdict {
+impl JobResult {
     pub(super) fn done() -> Self {
         Self { exit_code: 0, message: String::new() }
     }
@@ -152,28 +152,28 @@ mod tests {
     #[test]
     fn nodes_that_differ_are_named_with_the_difference() {
         let text = |text: &str| text.to_owned();
-        let first = NodeOffer {
+        let first = NodeInfo {
             host: text("n0"),
             num_processes: 2,
             version: text("1.2.0"),
             arguments: text("a"),
             config: text("c"),
         };
-        let other = |host: &str| NodeOffer { host: text(host), num_processes: 4, ..first.clone() };
+        let other = |host: &str| NodeInfo { host: text(host), num_processes: 4, ..first.clone() };
         assert_eq!(
             other("n1").contradiction(1, &first),
             None,
             "nodes may have different numbers of processes"
         );
-        let newer = NodeOffer { version: text("1.3.0"), ..other("n1") };
+        let newer = NodeInfo { version: text("1.3.0"), ..other("n1") };
         let expected = "node 1 (n1) has another version of ulysses than node 0 (n0): 1.3.0 instead of 1.2.0";
         assert_eq!(newer.contradiction(1, &first).unwrap(), expected);
-        let config = NodeOffer { config: text("d"), ..other("n2") };
+        let config = NodeInfo { config: text("d"), ..other("n2") };
         assert_eq!(
             config.contradiction(2, &first).unwrap(),
             "node 2 (n2) has another config file than node 0 (n0)"
         );
-        let arguments = NodeOffer { arguments: text("b"), ..other("n2") };
+        let arguments = NodeInfo { arguments: text("b"), ..other("n2") };
         assert!(arguments.contradiction(2, &first).unwrap().contains("has other arguments than"));
     }
 }

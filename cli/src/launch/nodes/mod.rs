@@ -4,8 +4,8 @@
 //! ranks, and on which mesh. Each launcher starts its ranks, reports the first that fails and how all ended, and stops
 //! its ranks when node 0 says that another node failed. When all have ended, node 0 plans the next start or the end.
 //!
-//! Keys: `node/N` what node N offers; `plan/K` start K; `failed/K/N` the first failed rank of node N; `stop/K` why all stop;
-//! `ended/K/N` how the ranks of node N ended; `verdict` the end of the job.
+//! Keys: `node/N` the host of node N, its number of processes, and hashes of its settings; `plan/K` start K; `failed/K/N` the first failed rank of node N; `stop/K` why all stop;
+//! `ended/K/N` how the ranks of node N ended; `result` the end of the job.
 
 mod coordinator;
 mod messages;
@@ -18,10 +18,10 @@ use super::signals::Signals;
 use crate::{Failure, OrFail, log_line};
 use anyhow::{Context, anyhow};
 use coordinator::Coordinator;
-use messages::{Ended, NodeFailure, NodeOffer, Plan, Verdict};
+use messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
 use serde::{Serialize, de::DeserializeOwned};
 use std::time::Duration;
-use ulysses::comm::store::{JobStore, Loss, NodeEndpoint, NodeStore, store_environment};
+use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore, store_environment};
 
 /// Interval of polling the store between two starts.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -38,12 +38,12 @@ pub(super) struct Meeting {
 pub(super) fn run(job: &JobSpec, meeting: &Meeting, num_processes: usize) -> Result<(), Failure> {
     let mut node = Node::join(job, meeting, num_processes)?;
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
-    let verdict = node.run(&signals);
-    if let Ok(verdict) = &verdict {
-        node.conclude(verdict);
+    let result = node.run(&signals);
+    if let Ok(result) = &result {
+        node.conclude(result);
     }
     node.store.close();
-    verdict?.into_result()
+    result?.into_result()
 }
 
 /// A launcher's view of the job.
@@ -57,7 +57,7 @@ struct Node<'a> {
     /// On node 0.
     coordinator: Option<Coordinator>,
     /// Node 0 is lost.
-    is_alone: Option<Loss>,
+    is_alone: Option<NodeLoss>,
 }
 
 impl<'a> Node<'a> {
@@ -67,19 +67,19 @@ impl<'a> Node<'a> {
         let lookup = |name: &str| std::env::var(name).ok();
         let store = NodeStore::meet(&endpoint, lookup, meeting.join_timeout, meeting.max_silence);
         let mut store = store.map_err(|why| anyhow!("cannot join the job: {why}")).or_run()?;
-        let offer = NodeOffer::new(job, num_processes);
+        let info = NodeInfo::new(job, num_processes);
         let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint));
-        store.set(&format!("node/{}", endpoint.node), &text(&offer));
-        let host_name = offer.host;
+        store.set(&format!("node/{}", endpoint.node), &text(&info));
+        let host_name = info.host;
         Ok(Self { job, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
     }
 
-    fn run(&mut self, signals: &Signals) -> Result<Verdict, Failure> {
+    fn run(&mut self, signals: &Signals) -> Result<JobResult, Failure> {
         loop {
-            let Some(plan) = self.next_plan(signals)? else { return self.verdict() };
+            let Some(plan) = self.next_plan(signals)? else { return self.result() };
             let outcome = self.run_ranks(&plan, signals)?;
             if self.is_alone.is_some() {
-                return self.verdict();
+                return self.result();
             }
             let ended = Ended::from(outcome);
             self.store.set(&format!("ended/{}/{}", self.start, self.endpoint.node), &text(&ended));
@@ -88,51 +88,51 @@ impl<'a> Node<'a> {
     }
 
     /// Waits for the plan of the next start; `None` if the job has ended.
-    fn next_plan(&mut self, signals: &Signals) -> Result<Option<Plan>, Failure> {
+    fn next_plan(&mut self, signals: &Signals) -> Result<Option<StartPlan>, Failure> {
         loop {
             self.exchange(None);
             if let Some(signal) = signals.take().first() {
                 // No rank runs.
                 let exit_code = 128 + signal.as_raw() as u8;
-                self.conclude(&Verdict::stopped(exit_code));
+                self.conclude(&JobResult::stopped(exit_code));
                 return Err(Failure::Ended { exit_code });
             }
-            if self.is_alone.is_some() || self.store.get("verdict").is_some() {
+            if self.is_alone.is_some() || self.store.get("result").is_some() {
                 return Ok(None);
             }
             if let Some(mut coordinator) = self.coordinator.take() {
                 coordinator.decide(self.job, &mut self.store);
                 self.coordinator = Some(coordinator);
             }
-            if let Some(plan) = read::<Plan>(&self.store, &format!("plan/{}", self.start)) {
+            if let Some(plan) = read::<StartPlan>(&self.store, &format!("plan/{}", self.start)) {
                 return Ok(Some(plan));
             }
             std::thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Returns the verdict of node 0, or that node 0 was lost.
-    fn verdict(&self) -> Result<Verdict, Failure> {
-        if let Some(verdict) = read(&self.store, "verdict") {
-            return Ok(verdict);
+    /// Returns the result of node 0, or that node 0 was lost.
+    fn result(&self) -> Result<JobResult, Failure> {
+        if let Some(result) = read(&self.store, "result") {
+            return Ok(result);
         }
         let NodeEndpoint { host, port, node, .. } = &self.endpoint;
         let why = match self.is_alone {
-            Some(Loss::Silent) => "no heartbeat from it in time",
+            Some(NodeLoss::Silent) => "no heartbeat from it in time",
             _ => "it has ended, or it has dropped this node",
         };
         Err(Failure::Run(anyhow!("node {node} lost the launcher of node 0 at {host}:{port}: {why}")))
     }
 
-    /// On node 0: tells all nodes how the job ended.
-    fn conclude(&mut self, verdict: &Verdict) {
+    /// On node 0: sends the result of the job to all nodes.
+    fn conclude(&mut self, result: &JobResult) {
         if self.coordinator.is_some() {
-            self.store.set("verdict", &text(verdict));
+            self.store.set("result", &text(result));
         }
     }
 
     /// Runs this node's ranks of a start to their end.
-    fn run_ranks(&mut self, plan: &Plan, signals: &Signals) -> Result<Outcome, Failure> {
+    fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Result<Outcome, Failure> {
         let node = self.endpoint.node;
         if let Some(reason) = &plan.reason
             && node != 0

@@ -32,7 +32,7 @@ fn two_nodes(max_silence: [Duration; 2]) -> (NodeStore, NodeStore) {
 }
 
 /// Polls until a node is lost.
-fn first_lost(store: &mut NodeStore) -> Vec<(usize, Loss)> {
+fn first_lost(store: &mut NodeStore) -> Vec<(usize, NodeLoss)> {
     let deadline = Instant::now() + TIMEOUT;
     while Instant::now() < deadline {
         let lost = store.poll();
@@ -61,19 +61,19 @@ fn nodes_share_keys_and_compute_the_same_secret_for_their_ranks() {
 fn a_silent_node_and_a_node_that_ends_are_lost_once() {
     let short = Duration::from_millis(300);
     let (mut host, other) = two_nodes([short, TIMEOUT]);
-    assert_eq!(first_lost(&mut host), [(1, Loss::Silent)], "the other node does not poll");
+    assert_eq!(first_lost(&mut host), [(1, NodeLoss::Silent)], "the other node does not poll");
     assert!(host.poll().is_empty());
     drop(other);
     let (host, mut other) = two_nodes([TIMEOUT, short]);
-    assert_eq!(first_lost(&mut other), [(0, Loss::Silent)]);
+    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Silent)]);
     drop(host);
     let (host, mut other) = two_nodes([TIMEOUT; 2]);
     drop(host);
-    assert_eq!(first_lost(&mut other), [(0, Loss::Ended)]);
+    assert_eq!(first_lost(&mut other), [(0, NodeLoss::Ended)]);
     let (mut host, mut other) = two_nodes([TIMEOUT; 2]);
     std::thread::scope(|scope| {
         scope.spawn(move || other.close());
-        assert_eq!(first_lost(&mut host), [(1, Loss::Ended)], "a node that leaves");
+        assert_eq!(first_lost(&mut host), [(1, NodeLoss::Ended)], "a node that leaves");
     });
 }
 
@@ -135,4 +135,24 @@ fn another_version_of_the_protocol_is_named_on_both_sides() {
     let refused = meet(&endpoint(1, 2, port), TIMEOUT).unwrap_err();
     assert!(refused.contains("it has version 9") && refused.contains("this process version 3"), "{refused}");
     host.join().unwrap();
+}
+
+#[test]
+fn launchers_of_several_machines_need_a_secret() {
+    let exposed = |name: &str| (name == "ULYSSES_MASTER_BIND").then(|| "0.0.0.0".to_owned());
+    let meet = |at: &NodeEndpoint, lookup: &dyn Fn(&str) -> Option<String>| {
+        NodeStore::meet(at, lookup, Duration::from_millis(50), TIMEOUT).map(|_| ())
+    };
+    let host = endpoint(0, 2, free_port());
+    let refused = meet(&host, &exposed).unwrap_err();
+    assert!(
+        refused.contains("has no job secret") && refused.contains("ULYSSES_JOB_SECRET_FILE"),
+        "{refused}"
+    );
+    // An address of RFC 5737's documentation network.
+    let other = NodeEndpoint { host: "192.0.2.7".into(), ..endpoint(1, 2, 29400) };
+    assert!(meet(&other, &|_| None).unwrap_err().contains("has no job secret"));
+    let local = meet(&host, &|_| None).unwrap_err();
+    assert!(local.contains("nodes {1} did not join"), "the loopback needs none: {local}");
+    assert_eq!(meet(&endpoint(0, 1, free_port()), &exposed), Ok(()), "one machine needs none");
 }

@@ -1,19 +1,23 @@
 //! Jobs whose ranks `mpirun` starts, on this machine or on hosts.
 
-use super::hosts::{Host, first_slots};
-use super::job::{NoOtherNodes, Outcome};
-use super::mpirun::{Placement, command, installed, shown};
-use super::output::Source;
-use super::probe::Probe;
-use super::rank_failure::RankFailure;
-use super::restarts::JobSpec;
-use super::signals::Signals;
-use super::training::Variation;
+pub(in crate::launch) mod hosts;
+pub(in crate::launch) mod mpirun;
+mod probe;
+
+use crate::launch::job::{NoOtherNodes, Outcome};
+use crate::launch::output::Source;
+use crate::launch::rank_failure::RankFailure;
+use crate::launch::restarts::JobSpec;
+use crate::launch::signals::Signals;
+use crate::launch::training::Variation;
 use crate::{Failure, OrFail, print};
 use anyhow::{Context, anyhow};
+use hosts::{Host, first_slots};
+use mpirun::{Placement, command, installed, shown};
+use probe::Probe;
 
 /// Runs a job of `num_ranks`, with restarts. `dry_run` prints the command instead.
-pub(super) fn run(
+pub(in crate::launch) fn run(
     job: &JobSpec,
     mut hosts: Option<Vec<Host>>,
     num_ranks: usize,

@@ -5,9 +5,9 @@ use std::path::Path;
 
 /// A machine, and how many ranks it runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Host {
-    pub(super) name: String,
-    pub(super) slots: usize,
+pub(in crate::launch) struct Host {
+    pub(in crate::launch) name: String,
+    pub(in crate::launch) slots: usize,
 }
 
 impl fmt::Display for Host {
@@ -31,7 +31,7 @@ pub(super) fn first_slots(hosts: &[Host], num_ranks: usize) -> Vec<Host> {
 ///
 /// # Errors
 /// A message that names the host.
-pub(super) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
+pub(in crate::launch) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for word in list.split(',') {
         let (name, slots) = match word.trim().rsplit_once(':') {
@@ -49,7 +49,7 @@ pub(super) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
 ///
 /// # Errors
 /// A message that names the file and the line.
-pub(super) fn read_hostfile(path: &Path) -> Result<Vec<Host>, String> {
+pub(in crate::launch) fn read_hostfile(path: &Path) -> Result<Vec<Host>, String> {
     let text = std::fs::read_to_string(path)
         .map_err(|error| format!("--hostfile: cannot read {}: {error}", path.display()))?;
     parse_hostfile(&text).map_err(|(line, why)| match line {

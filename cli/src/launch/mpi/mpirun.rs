@@ -1,9 +1,9 @@
 //! Jobs whose ranks the installed `mpirun` starts, on this machine or on several.
 
 use super::hosts::Host;
-use super::output::{MpiLauncher, Source};
-use super::processes::{Process, processes};
-use super::running::Running;
+use crate::launch::output::{MpiLauncher, Source};
+use crate::launch::processes::{Process, processes};
+use crate::launch::running::Running;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -138,7 +138,7 @@ impl Placement<'_> {
 
 /// Detects an `mpirun` that hangs after its ranks ended, as it may if one is killed.
 #[derive(Default)]
-pub(super) struct MpirunRanks {
+pub(in crate::launch) struct MpirunRanks {
     last_poll: Option<Instant>,
     have_started: bool,
     ended_since: Option<Instant>,
@@ -146,7 +146,7 @@ pub(super) struct MpirunRanks {
 
 impl MpirunRanks {
     /// Returns whether `mpirun` has been running for `grace` without ranks, or without reaping one that ended.
-    pub(super) fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
+    pub(in crate::launch) fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
         let is_mpirun =
             |process: &&Running| matches!(process.source, Source::Mpirun(_)) && process.status.is_none();
         let Some(mpirun) = processes.iter().find(is_mpirun) else { return false };
