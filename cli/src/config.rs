@@ -1,7 +1,7 @@
 //! `ulysses config`.
 
 use super::config_flags::ConfigFlags;
-use super::{Failure, OrFail, log_line, print, stated_mesh};
+use super::{Failure, OrFail, log_line, mesh_overrides, print, stated_mesh};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
     Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,
@@ -44,11 +44,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
         ConfigCommand::Resolve { config, mesh, steps, flags } => {
             let raw = RawConfig::from_file_with(config, &flags.settings()).or_usage()?;
             let stated = mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-            let shape = stated.as_ref().map(|mesh| mesh.shape);
-            let mesh = shape.map(|shape| (shape.dp, shape.sp));
-            let shard_size = shape.and_then(|shape| shape.shard_size);
-            let layout = stated.and_then(|mesh| mesh.layout());
-            let overrides = Overrides { mesh, layout, shard_size, steps, ..Overrides::default() };
+            let overrides = Overrides { steps, ..mesh_overrides(stated.as_ref()) };
             let PartiallyResolved { config, written, open } = raw.resolve_partially(&overrides).or_usage()?;
             print_notes(&config);
             for UnresolvedValue { key, needs } in open {

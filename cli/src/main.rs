@@ -45,7 +45,7 @@ use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use ulysses::config::StatedMesh;
+use ulysses::config::{Overrides, StatedMesh};
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{Cluster, MeshError, TrainingShape};
@@ -270,6 +270,11 @@ fn unreplicated(notation: &str) -> Result<TrainingShape, Failure> {
 /// Parses the sizes of a `--mesh` flag.
 fn training_shape(notation: &str) -> Result<TrainingShape, Failure> {
     Ok(stated_mesh(notation, None)?.shape)
+}
+
+/// Returns the overrides of a `--mesh` flag, if given.
+fn mesh_overrides(mesh: Option<&StatedMesh>) -> Overrides {
+    mesh.map_or_else(Overrides::default, |mesh| Overrides::default().with_mesh(mesh))
 }
 
 /// Parses a `--mesh` flag, for a job on `cluster`, if any.

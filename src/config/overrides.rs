@@ -2,8 +2,9 @@
 
 use super::error::ConfigError;
 use super::sections::data::{DataSource, Packing};
+use super::sections::mesh_spec::StatedMesh;
 use super::sections::ulysses::{Backend, UlyssesConfig};
-use crate::mesh::{Cluster, MeshSpec, Preset};
+use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
 
 /// Values of command-line flags. Flags override the file, except for the mesh, where a
 /// contradiction is an error.
@@ -51,6 +52,13 @@ pub struct Overrides {
 }
 
 impl Overrides {
+    /// Sets all that `--mesh` gives.
+    pub fn with_mesh(self, mesh: &StatedMesh) -> Self {
+        let TrainingShape { dp, sp, ring_size, shard_size } = mesh.shape;
+        let (layout, preset) = (mesh.layout(), mesh.preset);
+        Self { mesh: Some((dp, sp)), ring_size, layout, preset, shard_size, ..self }
+    }
+
     /// Applies the flags to the section that they override.
     pub(super) fn apply(&self, ulysses: &mut UlyssesConfig) {
         fn put<T: Clone>(flag: &Option<T>, place: &mut Option<T>) {

@@ -3,7 +3,7 @@
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::model::{check_config, check_exchange, describe, max_positions_of};
-use crate::{Failure, OrFail, stated_mesh};
+use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, Overrides, RawConfig};
@@ -13,16 +13,13 @@ use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
 /// Resolves the config file, or the assumed config.
 pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
     let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-    let shape = stated.as_ref().map(|mesh| mesh.shape);
-    let (dp, sp) = shape.map_or((args.ranks.unwrap_or(1), 1), |shape| (shape.dp, shape.sp));
+    let (dp, sp) =
+        stated.as_ref().map_or((args.ranks.unwrap_or(1), 1), |mesh| (mesh.shape.dp, mesh.shape.sp));
     let overrides = Overrides {
-        mesh: shape.map(|shape| (shape.dp, shape.sp)),
-        layout: stated.and_then(|mesh| mesh.layout()),
         world_size: args.ranks,
-        shard_size: shape.and_then(|shape| shape.shard_size),
         seq_len: args.seq_len,
         model: args.model.clone(),
-        ..Overrides::default()
+        ..mesh_overrides(stated.as_ref())
     };
     let settings = args.flags.settings();
     let raw = match &args.config {

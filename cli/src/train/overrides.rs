@@ -3,7 +3,7 @@
 use super::args::TrainArgs;
 #[cfg(unix)]
 use crate::placement::likely_device;
-use crate::{Failure, OrFail, log_line, stated_mesh};
+use crate::{Failure, OrFail, log_line, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::comm::host_name;
@@ -39,18 +39,11 @@ pub(super) fn overrides(
     let mesh = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, cluster)).transpose()?;
     let notes = mesh.iter().filter_map(|mesh| mesh.note.as_ref());
     notes.for_each(|note| log_line(format_args!("warning: {note}")));
-    let shape = mesh.as_ref().map(|mesh| mesh.shape);
-    let preset = mesh.as_ref().and_then(|mesh| mesh.preset);
     let mesh_selector = mesh_selector(args.mesh_selector.clone(), raw, args.config(), device)?;
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
     let packing = args.packing;
     Ok(Overrides {
-        mesh: shape.map(|shape| (shape.dp, shape.sp)),
-        ring_size: shape.and_then(|shape| shape.ring_size),
-        layout: mesh.and_then(|mesh| mesh.layout()),
-        preset,
-        shard_size: shape.and_then(|shape| shape.shard_size),
         mesh_selector,
         world_size: cluster.map(Cluster::world_size),
         ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
@@ -64,7 +57,7 @@ pub(super) fn overrides(
         packing,
         tokenizer,
         output,
-        backend: None,
+        ..mesh_overrides(mesh.as_ref())
     })
 }
 

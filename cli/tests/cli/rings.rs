@@ -46,3 +46,30 @@ fn a_ring_trains_and_resumes_on_more_ranks_than_heads() {
     train("ring=2,ulysses=8", "wrong", &[]).assert_refused(2, &error);
     train("1x2", "wrong", &["--set", "ulysses.ring_size=3"]).assert_refused(2, &["does not divide sp 2"]);
 }
+
+#[test]
+fn every_notation_of_a_ring_is_planned_as_it_trains() {
+    let place = Workplace::new();
+    let plan = |mesh: &[&str]| {
+        let arguments = [&["plan", "--model", "nano", "--seq-len", "256", "--json"][..], mesh].concat();
+        let outcome = place.run(&arguments);
+        serde_json::from_str::<serde_json::Value>(&outcome.assert_done().stdout).unwrap()
+    };
+    let [stated, set, flat] = [
+        &["--mesh", "dp=1,ring=2,ulysses=4"][..],
+        &["--mesh", "1x8", "--set", "ulysses.ring_size=2"],
+        &["--mesh", "1x4"],
+    ]
+    .map(plan);
+    assert_eq!(stated["mesh"], set["mesh"]);
+    assert_eq!(stated["rank"], set["rank"]);
+    assert_eq!((&stated["mesh"]["ring_size"], &flat["mesh"]["ring_size"]), (&json!(2), &json!(1)));
+    // Sixteen ranks exceed the heads, and the mesh that the error names does not.
+    let refused = place.run(&["plan", "--model", "nano", "--seq-len", "256", "--mesh", "1x16"]);
+    refused.assert_refused(2, &["`--mesh ring=4,ulysses=4`"]);
+    plan(&["--mesh", "ring=4,ulysses=4"]);
+    place.write_config("c.json", json!({}));
+    let resolved = place.run(&["config", "resolve", "c.json", "--mesh", "ring=2,ulysses=4"]);
+    let resolved: serde_json::Value = serde_json::from_str(&resolved.assert_done().stdout).unwrap();
+    assert_eq!(resolved["ulysses"]["ring_size"], json!(2));
+}
