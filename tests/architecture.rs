@@ -97,7 +97,10 @@ const CIRCLES: [(&str, &str); 8] = [
          src/model/hf/model.rs src/model/hf/rope.rs src/model/llama.rs src/model/model.rs",
         "the decoder's halves as `impl` blocks, and the model with the description that it is made from and exported with",
     ),
-    ("src/zero/param_group_ranges.rs src/zero/unit.rs", "a unit's parameters in the ranges of their groups"),
+    (
+        "src/zero/unit.rs src/zero/update/param_group_ranges.rs",
+        "a unit's parameters in the ranges of their groups",
+    ),
 ];
 
 /// Folders that need a README.

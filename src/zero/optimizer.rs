@@ -2,9 +2,10 @@
 
 use super::frozen_split::{FrozenSplit, split_frozen};
 use super::reduce::{self, Reduction};
-use super::state_tensor::StateTensor;
+use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups, optimizer_step};
+use super::update::optimizer_step;
+use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use candle_core::{DType, Tensor};

@@ -1,6 +1,6 @@
 //! Partition arithmetic by hand, and live optimizers on several meshes.
 
-use super::param_group_ranges::{ParamGroupRange, Settings};
+use super::update::param_group_ranges::{ParamGroupRange, Settings};
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
 use crate::config::{CommunicationDtype, GroupRate, OptimizerConfig, ZeroStage};

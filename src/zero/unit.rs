@@ -1,8 +1,8 @@
 //! The tensors of one unit on one rank.
 
-use super::gradient_partition::GradientPartition;
-use super::param_group_ranges::ParamGroupRange;
-use super::state_tensor::StateTensor;
+use super::state::GradientPartition;
+use super::state::StateTensor;
+use super::update::param_group_ranges::ParamGroupRange;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;

@@ -1,7 +1,7 @@
 //! The storage of a rank's state.
 
-use super::ZeroError;
 use crate::config::ZeroStage;
+use crate::zero::ZeroError;
 use std::sync::Arc;
 use ulysses_kernels::offload::OffloadStore;
 use ulysses_kernels::tensor::TensorOptions;
@@ -26,12 +26,12 @@ impl From<TensorOptions> for Storage {
 
 impl Storage {
     /// The store for gradients at a stage.
-    pub(super) fn gradients(&self, stage: ZeroStage) -> Option<&Arc<OffloadStore>> {
+    pub(crate) fn gradients(&self, stage: ZeroStage) -> Option<&Arc<OffloadStore>> {
         self.optimizer.as_ref().filter(|_| stage.partitions_gradients())
     }
 
     /// Waits for pending writes and frees their tensors.
-    pub(super) fn settle(&self) -> Result<(), ZeroError> {
+    pub(crate) fn settle(&self) -> Result<(), ZeroError> {
         let mut stores = self.parameters.iter().chain(&self.optimizer);
         Ok(stores.try_for_each(|store| store.settle())?)
     }

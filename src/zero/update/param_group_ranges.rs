@@ -1,18 +1,18 @@
 //! Splits the elements that a rank updates into ranges with the settings of one parameter group.
 
 use super::optimizer_step::Step;
-use super::unit::Unit;
-use super::{FlatLayout, ZeroError};
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
+use crate::zero::unit::Unit;
+use crate::zero::{FlatLayout, ZeroError};
 use candle_core::Device;
 use std::ops::Range;
 use ulysses_kernels::optimizer::lamb::Segments;
 
 /// The optimizer settings of a parameter group.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) struct Settings {
-    pub(super) rate: GroupRate,
-    pub(super) weight_decay: Option<f64>,
+pub(crate) struct Settings {
+    pub(crate) rate: GroupRate,
+    pub(crate) weight_decay: Option<f64>,
 }
 
 impl Settings {
@@ -24,7 +24,7 @@ impl Settings {
     }
 
     /// Applies these settings to the optimizer's config and the step.
-    pub(super) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
+    pub(crate) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
         let lr = self.rate.at(step.lr, config.lr());
         let config = config.clone();
         let config = match self.weight_decay {
@@ -36,24 +36,24 @@ impl Settings {
 }
 
 /// Consecutive elements with the same settings. Padding belongs to no range.
-pub(super) struct ParamGroupRange {
+pub(crate) struct ParamGroupRange {
     /// Range within the elements that this rank updates.
-    pub(super) elements: Range<usize>,
-    pub(super) settings: Settings,
+    pub(crate) elements: Range<usize>,
+    pub(crate) settings: Settings,
     /// For LAMB, the parameter tensors of the elements.
-    pub(super) tensors: Option<Tensors>,
+    pub(crate) tensors: Option<Tensors>,
 }
 
 /// The parts of parameter tensors that lie in a range.
-pub(super) struct Tensors {
+pub(crate) struct Tensors {
     /// The parameter of each segment.
-    pub(super) parameters: Vec<usize>,
-    pub(super) segments: Segments,
+    pub(crate) parameters: Vec<usize>,
+    pub(crate) segments: Segments,
 }
 
 impl Unit {
     /// The ranges of the elements that this rank updates: `all` of them, or its partition.
-    pub(super) fn param_group_ranges(
+    pub(crate) fn param_group_ranges(
         &self,
         all: bool,
         config: &OptimizerConfig,

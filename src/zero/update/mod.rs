@@ -1,12 +1,18 @@
 //! The optimizer step on this rank's elements, and access to whole parameters and gradients.
 
-use super::optimizer_step::{self, Step, UpdateTensors};
-use super::state_tensor::StateTensor;
+mod lamb;
+mod on_host;
+pub(super) mod optimizer_step;
+pub(super) mod param_group_ranges;
+
+use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use candle_core::{DType, Tensor};
+pub use optimizer_step::state_kinds;
+use optimizer_step::{Step, UpdateTensors};
 use ulysses_kernels::cast;
 use ulysses_kernels::memory::{Category, with_category};
 

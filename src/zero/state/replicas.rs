@@ -1,8 +1,8 @@
 //! Hashes of replicated state. If they differ, the replicas have drifted apart.
 
 use super::state_tensor::StateTensor;
-use super::{ZeroError, ZeroOptimizer};
 use crate::fnv1a::{OFFSET_BASIS, step};
+use crate::zero::{ZeroError, ZeroOptimizer};
 use candle_core::{DType, Device, Tensor};
 
 /// Independent hashes, so that multiplications do not wait for each other and memory bandwidth is the limit.

@@ -5,10 +5,10 @@
 
 use super::optimizer_step::{Step, UpdateTensors};
 use super::param_group_ranges::{ParamGroupRange, Tensors};
-use super::unit::Unit;
-use super::{ZeroError, ZeroOptimizer};
 use crate::comm::ProcessGroupExt;
 use crate::config::OptimizerConfig;
+use crate::zero::unit::Unit;
+use crate::zero::{ZeroError, ZeroOptimizer};
 use ulysses_kernels::optimizer::lamb::{self, LambParams, SquaredNorms};
 
 /// The squared norms of every parameter tensor of a unit.

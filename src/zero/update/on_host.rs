@@ -6,10 +6,10 @@
 //! the copies of one piece overlap with the update of another.
 
 use super::optimizer_step::{self, Step};
-use super::state_tensor::{SlotSlice, StateTensor, with_bytes};
-use super::unit::{Gradients, Unit};
-use super::{ZeroError, ZeroOptimizer};
 use crate::config::OptimizerConfig;
+use crate::zero::state::{SlotSlice, StateTensor, with_bytes};
+use crate::zero::unit::{Gradients, Unit};
+use crate::zero::{ZeroError, ZeroOptimizer};
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::cast;
@@ -31,7 +31,7 @@ struct Piece<'a> {
 impl ZeroOptimizer {
     /// The store of the optimizer state, if updates run on the host. They do if that moves less: not for an optimizer
     /// without state and master copy. LAMB exchanges norms between the halves of its step, and runs on the device.
-    pub(super) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
+    pub(crate) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
         let has_state = self.trained_units().any(|unit| unit.master.is_some() || !unit.state.is_empty());
         let is_elementwise = !matches!(self.config, OptimizerConfig::Lamb { .. });
         let are_parameters_near =

@@ -1,8 +1,8 @@
 //! The optimizers' update rules and their state, for optimizers that treat every element independently. LAMB
 //! needs norms of whole tensors and is in [`lamb`](super::lamb).
 
-use super::ZeroError;
 use crate::config::OptimizerConfig;
+use crate::zero::ZeroError;
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::optimizer::adagrad::{self, AdagradParams};
@@ -12,26 +12,26 @@ use ulysses_kernels::optimizer::sgd::{self, SgdParams};
 
 /// The parameters of one update that change from step to step.
 #[derive(Clone, Copy)]
-pub(super) struct Step {
+pub(crate) struct Step {
     /// Number of the update, from 1.
-    pub(super) number: u64,
-    pub(super) lr: f64,
+    pub(crate) number: u64,
+    pub(crate) lr: f64,
     /// Factor on the gradients.
-    pub(super) grad_scale: f64,
+    pub(crate) grad_scale: f64,
 }
 
 /// The elements to update, with their gradients and optimizer state: tensors of equal length.
-pub(super) struct UpdateTensors {
+pub(crate) struct UpdateTensors {
     /// Parameters, or their master copy if there is one.
-    pub(super) parameters: Tensor,
-    pub(super) gradients: Tensor,
+    pub(crate) parameters: Tensor,
+    pub(crate) gradients: Tensor,
     /// One tensor for each of [`state_kinds`].
-    pub(super) state: Vec<Tensor>,
+    pub(crate) state: Vec<Tensor>,
 }
 
 impl UpdateTensors {
     /// A range of the elements.
-    pub(super) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
+    pub(crate) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, elements.start, elements.len());
         Ok(Self {
             parameters: narrow(&self.parameters)?,
@@ -53,7 +53,7 @@ pub fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
 }
 
 /// Initial value of the optimizer's state.
-pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
+pub(crate) fn initial_state(config: &OptimizerConfig) -> f64 {
     match *config {
         OptimizerConfig::Adagrad { initial_accumulator_value, .. } => initial_accumulator_value,
         _ => 0.0,
@@ -61,7 +61,7 @@ pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
 }
 
 /// Updates elements independently of each other.
-pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
+pub(crate) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
     let UpdateTensors { parameters, gradients, state } = tensors;
     match (Rule::of(config, step), state.as_slice()) {
         (Rule::Adam(params), [exp_avg, exp_avg_sq]) => {
@@ -79,7 +79,7 @@ pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: St
 type HostSlices<'a> = (&'a mut [f32], &'a [f32], Vec<&'a mut [f32]>);
 
 /// The same on the host.
-pub(super) fn update_on_host(
+pub(crate) fn update_on_host(
     config: &OptimizerConfig,
     (parameters, gradients, mut state): HostSlices<'_>,
     step: Step,

@@ -1,7 +1,7 @@
 //! The reduced gradient of a partition, accumulated over micro steps.
 
-use super::ZeroError;
 use super::state_tensor::StateTensor;
+use crate::zero::ZeroError;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::memory::Category;
@@ -10,7 +10,7 @@ use ulysses_kernels::{elementwise, strided_copy};
 
 /// The gradient of one rank's partition of a unit, in f32: resident, or offloaded with the optimizer state.
 #[derive(Debug)]
-pub(super) struct GradientPartition {
+pub(crate) struct GradientPartition {
     stored: StateTensor,
     content: Content,
 }
@@ -29,7 +29,7 @@ enum Content {
 
 impl GradientPartition {
     /// Allocates zeros, in the `store` if there is one.
-    pub(super) fn zeros(
+    pub(crate) fn zeros(
         numel: usize,
         device: &Device,
         store: Option<&Arc<OffloadStore>>,
@@ -43,17 +43,17 @@ impl GradientPartition {
         matches!(self.content, Content::Zero)
     }
 
-    pub(super) fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         self.stored.device()
     }
 
     /// Sets the gradient to zero, for the next accumulation.
-    pub(super) fn set_to_zero(&mut self) {
+    pub(crate) fn set_to_zero(&mut self) {
         self.content = Content::Zero;
     }
 
     /// The gradient itself, or a copy of an offloaded one.
-    pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
+    pub(crate) fn fetch(&self) -> Result<Tensor, ZeroError> {
         if !self.is_zero() {
             return self.stored.fetch();
         }
@@ -63,17 +63,17 @@ impl GradientPartition {
     }
 
     /// The stored gradient.
-    pub(super) fn stored(&self) -> Result<StateTensor, ZeroError> {
+    pub(crate) fn stored(&self) -> Result<StateTensor, ZeroError> {
         if self.is_zero() { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
     }
 
     /// Starts to load an offloaded gradient for a later [`fetch`](Self::fetch) or [`plus`](Self::plus).
-    pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
+    pub(crate) fn read_ahead(&self) -> Result<(), ZeroError> {
         if self.is_zero() { Ok(()) } else { self.stored.read_ahead() }
     }
 
     /// The sum with a reduced micro step, to be [stored](Self::put).
-    pub(super) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
+    pub(crate) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
         if !self.is_zero() {
             let sum = self.stored.fetch()?;
             elementwise::accumulate(&sum, &received)?;
@@ -89,7 +89,7 @@ impl GradientPartition {
     }
 
     /// Stores a sum; starts to write an offloaded one. `is_complete` says that no further micro step follows.
-    pub(super) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
+    pub(crate) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
         let has_left = is_complete && matches!(self.stored, StateTensor::Offloaded(_));
         let sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
         self.content = Content::Stored { sum_of_squares };
@@ -97,12 +97,12 @@ impl GradientPartition {
     }
 
     /// Writes back a fetched gradient that an update has overwritten.
-    pub(super) fn put_overwritten(&self, gradient: Tensor) -> Result<(), ZeroError> {
+    pub(crate) fn put_overwritten(&self, gradient: Tensor) -> Result<(), ZeroError> {
         self.stored.put(gradient)
     }
 
     /// Σ g² if it is known without loading the gradient.
-    pub(super) fn known_sum_of_squares(&self) -> Option<f64> {
+    pub(crate) fn known_sum_of_squares(&self) -> Option<f64> {
         match self.content {
             Content::Zero => Some(0.0),
             Content::Stored { sum_of_squares } => sum_of_squares,

@@ -1,8 +1,9 @@
 //! Parameters and optimizer state as named, partitioned tensors, for checkpoints.
 
 use super::state_tensor::{StateSlice, StateTensor};
-use super::unit::Unit;
-use super::{ZeroError, ZeroOptimizer, optimizer_step};
+use crate::zero::unit::Unit;
+use crate::zero::update::optimizer_step;
+use crate::zero::{ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy;
