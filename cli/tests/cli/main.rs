@@ -9,36 +9,16 @@ mod bench;
 mod checkpoint;
 mod config;
 mod data;
-mod datasets;
-#[cfg(unix)]
-mod disk;
 mod doctor;
-mod earlier_version;
-mod evaluations;
-mod fit;
-mod flexible_sp;
-mod hybrid_meshes;
+mod errors;
 #[cfg(unix)]
 mod launch;
 #[cfg(target_os = "linux")]
 mod launch_nodes;
-#[cfg(unix)]
-mod limits;
 mod manual;
 mod mesh;
-mod monitors;
-mod partitions;
-mod parts;
+mod monitor;
 mod plan;
-mod plan_times;
-mod refused_arguments;
-mod refused_batches;
-mod refused_files;
-mod refused_models;
-mod report;
-mod resume;
-mod rings;
-mod trace;
 mod train;
 mod verify;
 

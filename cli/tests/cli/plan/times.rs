@@ -1,6 +1,6 @@
 //! `ulysses plan --machine`: step time of the config, of every change and of every mesh.
 
-use super::plan::{plan, workplace};
+use super::{plan, workplace};
 use serde_json::{Value, json};
 
 /// A machine profile whose rates are all equal.

@@ -1,5 +1,7 @@
 //! `ulysses data`.
 
+mod datasets;
+
 use crate::support::cli::Workplace;
 use crate::train::word_tokenizer;
 use serde_json::json;

@@ -1,6 +1,6 @@
 //! Full disks, and links, pipes and devices instead of files.
 
-use crate::resume::{train, workplace, write_config};
+use crate::checkpoint::resume::{train, workplace, write_config};
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::json;
 use std::fs;

@@ -1,5 +1,11 @@
 //! `ulysses train` from end to end.
 
+mod evaluations;
+mod flexible_sp;
+mod hybrid_meshes;
+mod partitions;
+mod rings;
+
 use crate::golden;
 use crate::support::cli::Workplace;
 use serde_json::json;

@@ -1,5 +1,8 @@
 //! `ulysses checkpoint`.
 
+mod earlier_version;
+pub(super) mod resume;
+
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
 use crate::support::reference::load_tensors;

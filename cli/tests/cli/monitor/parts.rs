@@ -1,7 +1,7 @@
 //! `run.json` and reports of resumed runs.
 
-use super::support::cli::Outcome;
-use super::support::cli::Workplace;
+use crate::support::cli::Outcome;
+use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

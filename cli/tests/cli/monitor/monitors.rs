@@ -1,6 +1,6 @@
 //! Monitoring of a run: time breakdown, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
 
-use super::support::cli::Workplace;
+use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 use std::fs;
 use ulysses::checkpoint::OutputLock;

@@ -1,6 +1,6 @@
 //! `ulysses plan --fit`, and plans without a config.
 
-use super::plan::{plan, workplace};
+use super::{plan, workplace};
 use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 

@@ -1,6 +1,6 @@
 //! `ulysses train --trace`: the file for Perfetto.
 
-use super::support::cli::Workplace;
+use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 

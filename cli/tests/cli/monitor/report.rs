@@ -1,6 +1,6 @@
 //! `ulysses report`.
 
-use super::support::cli::Workplace;
+use crate::support::cli::Workplace;
 use serde_json::json;
 use std::fs;
 

@@ -1,7 +1,7 @@
 //! Datasets: packing, mixtures, epochs, validation, sequence length schedules, `ulysses eval`.
 
-use super::train::word_tokenizer;
 use crate::support::cli::Workplace;
+use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 
 /// A workplace with 40 documents of different lengths, and `text.txt`.

@@ -1,5 +1,8 @@
 //! `ulysses plan`.
 
+mod fit;
+mod times;
+
 use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 

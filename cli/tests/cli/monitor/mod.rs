@@ -1,0 +1,6 @@
+//! Files that a run writes about itself, and reports of them.
+
+mod monitors;
+mod parts;
+mod report;
+mod trace;
