@@ -12,7 +12,7 @@ use ulysses::memory::Category;
 use ulysses::model::LlamaConfig;
 
 /// Why categories may differ although totals agree.
-const IDLE_STORAGE: &str = "The plan counts idle reusable storage as other; the allocator counts it in the category that allocated it.";
+const IDLE_STORAGE: &str = "Idle storage that a rank will reuse counts in the category that allocated it.";
 
 /// Renders charts of memory and traffic; empty if config or model are missing or of another version.
 pub(super) fn figures(run: &RunFiles) -> String {
