@@ -26,6 +26,7 @@ pub(super) use memory_dir::MEMORY_DIR_VARIABLE;
 use memory_dir::MemoryDir;
 use output::RankLogs;
 use restarts::JobSpec;
+pub(super) use restarts::RESTART_VARIABLE;
 use std::sync::Arc;
 use std::time::Duration;
 use training::{Training, names_mpi};

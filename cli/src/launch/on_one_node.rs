@@ -28,11 +28,13 @@ pub(super) fn run(job: &JobSpec, num_processes: usize) -> Result<(), Failure> {
         };
         let arguments = job.arguments(&variation);
         let commands = ranks.commands(&job.program, &arguments, &store.environment());
-        match job.start(commands, Some(store)).run(&signals, &mut NoOtherNodes).or_run()? {
+        match job.start(commands, Some(store), &variation).run(&signals, &mut NoOtherNodes).or_run()? {
             Outcome::Done | Outcome::Interrupted => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
-            Outcome::Failed(failure) => job.allow_restart(&failure, &mut restarts)?,
+            Outcome::Failed(failure) => {
+                let reason = job.allow_restart(&failure, &mut restarts)?;
+                job.resume(&mut variation, reason);
+            }
         }
-        job.resume(&mut variation);
     }
 }

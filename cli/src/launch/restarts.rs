@@ -14,6 +14,9 @@ use std::time::Duration;
 use ulysses::comm::store::JobStore;
 use ulysses::config::Config;
 
+/// Environment variable of the ranks with the reason of a restart.
+pub(crate) const RESTART_VARIABLE: &str = "ULYSSES_RESTART";
+
 /// A job, however it is started.
 pub(super) struct JobSpec {
     pub(super) program: PathBuf,
@@ -39,46 +42,55 @@ impl JobSpec {
         }
     }
 
-    pub(super) fn start(&self, mut commands: Vec<(Source, Command)>, store: Option<JobStore>) -> Start {
-        if let Some(memory) = &self.memory {
-            for (_, command) in &mut commands {
+    pub(super) fn start(
+        &self,
+        mut commands: Vec<(Source, Command)>,
+        store: Option<JobStore>,
+        variation: &Variation,
+    ) -> Start {
+        for (_, command) in &mut commands {
+            if let Some(memory) = &self.memory {
                 command.env(MEMORY_DIR_VARIABLE, memory.path());
+            }
+            if let Some(reason) = &variation.restart {
+                command.env(RESTART_VARIABLE, reason);
             }
         }
         Start { commands, store, grace: self.grace, logs: self.logs.clone() }
     }
 
-    /// Lets the next start resume from the newest step.
-    pub(super) fn resume(&self, variation: &mut Variation) {
-        variation.resumes = true;
+    /// Lets the next start resume from the newest step. `reason` is that of the restart.
+    pub(super) fn resume(&self, variation: &mut Variation, reason: String) {
+        variation.restart = Some(reason);
         variation.has_saved |= self.training.as_ref().is_some_and(|(training, _)| training.has_saved());
     }
 
-    /// Decides whether the job is started once more after a failure, and logs that.
+    /// Decides whether the job is started once more after a failure. Logs and returns the reason and number of the restart.
     ///
     /// # Errors
     /// The failure, if a restart would fail again or none is left.
-    pub(super) fn allow_restart(&self, failure: &RankFailure, restarts: &mut u32) -> Result<(), Failure> {
+    pub(super) fn allow_restart(&self, failure: &RankFailure, restarts: &mut u32) -> Result<String, Failure> {
         if failure.is_usage() {
             return Err(Failure::Usage(anyhow!("{failure}")));
         }
         self.allow(failure, restarts, "").map_err(|message| Failure::Run(anyhow!(message)))
     }
 
-    /// As [`allow_restart`](Self::allow_restart), for a failure that a restart may repair. `with` is added to the log.
+    /// As [`allow_restart`](Self::allow_restart), for a failure that a restart may repair. `with` is added to the reason.
     pub(super) fn allow(
         &self,
         failure: &impl std::fmt::Display,
         restarts: &mut u32,
         with: &str,
-    ) -> Result<(), String> {
+    ) -> Result<String, String> {
         if *restarts == self.max_restarts {
             let after = if *restarts > 0 { format!(", after {restarts} restart(s)") } else { String::new() };
             return Err(format!("{failure}{after}"));
         }
         *restarts += 1;
-        log_line(format_args!("launch: {failure}; restart {restarts} of {}{with}", self.max_restarts));
-        Ok(())
+        let reason = format!("{failure}; restart {restarts} of {}{with}", self.max_restarts);
+        log_line(format_args!("launch: {reason}"));
+        Ok(reason)
     }
 
     /// Returns the smaller mesh for at most `num_ranks` ranks, if the job trains; otherwise `Ok(None)`.

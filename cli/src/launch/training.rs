@@ -20,7 +20,8 @@ pub(super) struct Training {
 /// The part of a `train` command that differs between the starts of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Variation {
-    pub(super) resumes: bool,
+    /// Reason and number of the restart, if it is one: it resumes.
+    pub(super) restart: Option<String>,
     /// The job has saved a step: it resumes from its own output and no longer from the user's `--resume DIR`.
     pub(super) has_saved: bool,
     /// A smaller mesh than at the first start.
@@ -128,7 +129,7 @@ impl Training {
                 words.push("--resume".to_owned());
             }
         }
-        if variation.resumes && !self.args.resumes() {
+        if variation.restart.is_some() && !self.args.resumes() {
             words.push("--resume".to_owned());
         }
         words
@@ -179,7 +180,7 @@ impl Training {
 
     /// Returns whether the config is valid with this mesh, and keeps the micro batch size.
     fn allows(&self, mesh: SmallerMesh) -> bool {
-        let variation = Variation { resumes: true, has_saved: false, smaller: Some(mesh) };
+        let variation = Variation { smaller: Some(mesh), ..Variation::default() };
         let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return false };
         let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.dp * mesh.sp });
         resolved.is_ok_and(|(config, _)| config.micro_batch_size == mesh.micro_batch_size)
@@ -280,6 +281,10 @@ mod tests {
         assert_eq!(text.as_deref(), Some("dp_replicate=1,dp_shard=2,sp=1"));
     }
 
+    fn restart() -> Option<String> {
+        Some("rank 1 was killed; restart 1 of 1".to_owned())
+    }
+
     #[test]
     fn a_restart_resumes_from_the_output_as_soon_as_it_has_a_newer_step() {
         let place = tempfile::tempdir().unwrap();
@@ -293,7 +298,7 @@ mod tests {
             training.output = Some((output.clone(), None));
             assert!(!training.has_saved());
             let arguments = |has_saved| {
-                training.arguments(&Variation { resumes: true, has_saved, smaller: None })[2..].join(" ")
+                training.arguments(&Variation { restart: restart(), has_saved, smaller: None })[2..].join(" ")
             };
             assert_eq!(arguments(false), flags.join(" "), "nothing to resume from but the other checkpoint");
             assert_eq!(arguments(true), format!("--output {output} --seed 7 --resume"));
@@ -305,7 +310,7 @@ mod tests {
         assert!(!training.has_saved(), "it is there since before the first start");
         std::fs::create_dir_all(place.path().join("out/step_00000006")).unwrap();
         assert!(training.has_saved());
-        let words = training.arguments(&Variation { resumes: true, has_saved: true, smaller: None });
+        let words = training.arguments(&Variation { restart: restart(), has_saved: true, smaller: None });
         assert_eq!(words[2..].join(" "), format!("--output {output} --resume"));
     }
 
@@ -329,10 +334,10 @@ mod tests {
         let flags = ["--mesh", "3x2", "--batch-size=6", "--seed", "7"];
         let (training, _) = training(&place, json!({}), &flags);
         let path = place.path().join("c.json").display().to_string();
-        let arguments = |resumes, smaller| {
-            training.arguments(&Variation { resumes, has_saved: false, smaller })[1..].join(" ")
+        let arguments = |restart, smaller| {
+            training.arguments(&Variation { restart, has_saved: false, smaller })[1..].join(" ")
         };
-        assert_eq!(arguments(false, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
+        assert_eq!(arguments(None, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
         let mesh = SmallerMesh {
             dp: 1,
             sp: 2,
@@ -343,12 +348,12 @@ mod tests {
             micro_batch_size: 2,
         };
         assert_eq!(
-            arguments(true, Some(mesh)),
+            arguments(restart(), Some(mesh)),
             format!(
                 "{path} --seed 7 --mesh=1x2 --batch-size=6 --set=train_micro_batch_size_per_gpu=2 --resume"
             )
         );
-        let ring = arguments(true, Some(SmallerMesh { ring_size: Some(2), ..mesh }));
+        let ring = arguments(restart(), Some(SmallerMesh { ring_size: Some(2), ..mesh }));
         assert!(ring.ends_with("--set=ulysses.ring_size=2 --resume"), "{ring}");
     }
 }

@@ -3,6 +3,7 @@
 use super::prepare::Prepared;
 use super::rank_outcome::RankOutcome;
 use super::run::Run;
+use crate::launch::RESTART_VARIABLE;
 use crate::{log_line, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
@@ -16,10 +17,11 @@ use ulysses::trainer::StepMemory;
 const FILE: &str = "run.json";
 
 /// Keys that a resumed run keeps for each of its earlier parts.
-const PART_KEYS: [&str; 8] = [
+const PART_KEYS: [&str; 9] = [
     "command",
     "started_unix_seconds",
     "first_step",
+    "restart",
     "mesh",
     "totals",
     "peak_flops",
@@ -98,6 +100,9 @@ pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: Earl
     let mut record = run.record.clone();
     record["run_id"] = run_id.into();
     record["first_step"] = (first_step + 1).into();
+    if let Ok(reason) = std::env::var(RESTART_VARIABLE) {
+        record["restart"] = reason.into();
+    }
     if let EarlierRecord::Parts(parts) = earlier {
         record["earlier"] = parts.into();
     }

@@ -57,6 +57,12 @@ fn a_launched_run_resumes_after_a_rank_was_killed() {
         (trained_metrics(&place, "whole/metrics.jsonl"), trained_metrics(&place, "out/metrics.jsonl"));
     assert_eq!(resumed.len(), STEPS);
     assert_eq!(resumed, whole, "the same as without the kill");
+    let record = std::fs::read_to_string(place.path("out/run.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(&record).unwrap();
+    let reason = record["restart"].as_str().unwrap();
+    assert!(reason.contains(restart) && reason.ends_with("restart 1 of 1"), "{reason}");
+    let first = &record["earlier"][0];
+    assert!(first["first_step"] == 1 && first.get("restart").is_none(), "{first}");
 }
 
 /// Nothing is on disk before the last step.

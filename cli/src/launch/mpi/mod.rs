@@ -44,7 +44,7 @@ pub(in crate::launch) fn run(
         if dry_run {
             return print(format_args!("{}\n", shown(&command)));
         }
-        let start = job.start(vec![(Source::Mpirun(launcher), command)], None);
+        let start = job.start(vec![(Source::Mpirun(launcher), command)], None, &variation);
         let failure = match start.run(&signals, &mut NoOtherNodes).or_run()? {
             Outcome::Done | Outcome::Interrupted => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
@@ -53,17 +53,18 @@ pub(in crate::launch) fn run(
         let answers = hosts.as_deref().zip(probe.as_ref()).map(|(hosts, probe)| probe.split(hosts));
         let (left, mut lost) = answers.unwrap_or_default();
         lost.retain(|host| used.iter().flatten().any(|used| used.name == host.name));
-        if lost.is_empty() {
-            job.allow_restart(&failure, &mut restarts)?;
+        let reason = if lost.is_empty() {
+            job.allow_restart(&failure, &mut restarts)?
         } else {
-            continue_on(&left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?;
+            let reason = continue_on(&left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?;
             hosts = Some(left);
-        }
-        job.resume(&mut variation);
+            reason
+        };
+        job.resume(&mut variation, reason);
     }
 }
 
-/// Plans a restart on the hosts that are left.
+/// Plans a restart on the hosts that are left, and returns its reason.
 ///
 /// # Errors
 /// Why the job cannot continue.
@@ -74,7 +75,7 @@ fn continue_on(
     job: &JobSpec,
     restarts: &mut u32,
     variation: &mut Variation,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<String> {
     let lost: Vec<&str> = lost.iter().map(|host| host.name.as_str()).collect();
     let reason = format!("cannot reach host {}; {failure}", lost.join(", "));
     if left.len() < job.min_nodes {

@@ -135,7 +135,7 @@ impl Coordinator {
                 return Some(Err(JobResult::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
             }
         }
-        Some(Ok(StartPlan::new(ranks, Variation::default(), None)))
+        Some(Ok(StartPlan::new(ranks, Variation::default())))
     }
 
     /// Returns the next plan after a start, or the end of the job; `None` before all nodes that are left have ended it.
@@ -169,7 +169,6 @@ impl Coordinator {
     /// Why the job cannot continue.
     fn restart(&mut self, last: &StartPlan, reason: String, job: &JobSpec) -> Result<StartPlan, String> {
         let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
-        job.resume(&mut variation);
         let mut with = String::new();
         if !self.failures.lost.is_empty() {
             if self.nodes.len() < job.min_nodes {
@@ -186,10 +185,10 @@ impl Coordinator {
                 with = format!(" on {} node(s)", self.nodes.len());
             }
         }
-        job.allow(&reason, &mut self.restarts, &with)?;
+        let reason = job.allow(&reason, &mut self.restarts, &with)?;
+        job.resume(&mut variation, reason);
         self.failures = Failures::default();
-        let reason = format!("{reason}; restart {} of {}{with}", self.restarts, job.max_restarts);
-        Ok(StartPlan::new(ranks, variation, Some(reason)))
+        Ok(StartPlan::new(ranks, variation))
     }
 
     /// Opens the store of the planned ranks.
@@ -267,7 +266,7 @@ mod tests {
         let reported = "rank 2 ended; reported failure: rank 2 failed: out of memory";
         assert_eq!(coordinator.failure().unwrap(), reported);
         let ranks = BTreeMap::from([(0, 2), (1, 2), (2, 2)]);
-        coordinator.plan = Some(StartPlan::new(ranks, Variation::default(), None));
+        coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
         coordinator.failures.lost = vec![(2, NodeLoss::Silent)];
         let lost = "node 2 (host unknown, ranks 4 to 5) sent no heartbeat";
         assert_eq!(coordinator.failure().unwrap(), lost);
@@ -281,7 +280,7 @@ mod tests {
         let mut nodes = NodeStore::meet(&alone, |_| None, timeout, timeout).unwrap();
         let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone });
         let ranks = BTreeMap::from([(0, 2), (1, 2)]);
-        coordinator.plan = Some(StartPlan::new(ranks, Variation::default(), None));
+        coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
         coordinator.watch(&[(2, NodeLoss::Ended)], &mut nodes, None);
         assert_eq!((coordinator.failure(), nodes.get("stop/0")), (None, None));
         assert_eq!(coordinator.nodes, BTreeSet::from([0, 1]), "no restart counts on it");

@@ -31,8 +31,6 @@ pub(super) struct StartPlan {
     /// Text that makes the secret of the ranks differ between starts.
     pub(super) nonce: String,
     pub(super) variation: Variation,
-    /// Reason of a restart.
-    pub(super) reason: Option<String>,
 }
 
 /// The first failure of a node.
@@ -92,9 +90,9 @@ impl NodeInfo {
 }
 
 impl StartPlan {
-    pub(super) fn new(ranks: BTreeMap<usize, usize>, variation: Variation, reason: Option<String>) -> Self {
+    pub(super) fn new(ranks: BTreeMap<usize, usize>, variation: Variation) -> Self {
         let nonce = format!("{:?}", std::time::SystemTime::now());
-        Self { ranks, store_port: 0, master_port: 0, nonce, variation, reason }
+        Self { ranks, store_port: 0, master_port: 0, nonce, variation }
     }
 }
 

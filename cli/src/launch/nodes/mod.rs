@@ -134,7 +134,7 @@ impl<'a> Node<'a> {
     /// Runs this node's ranks of a start to their end.
     fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Result<Outcome, Failure> {
         let node = self.endpoint.node;
-        if let Some(reason) = &plan.reason
+        if let Some(reason) = &plan.variation.restart
             && node != 0
         {
             log_line(format_args!("launch: {reason}"));
@@ -156,7 +156,7 @@ impl<'a> Node<'a> {
         let arguments = self.job.arguments(&plan.variation);
         let commands = ranks.commands(&self.job.program, &arguments, &environment);
         let store = self.coordinator.as_mut().and_then(Coordinator::take_rank_store);
-        let started = self.job.start(commands, store).run(signals, self);
+        let started = self.job.start(commands, store, &plan.variation).run(signals, self);
         started.or_else(|error| {
             let failure = NodeFailure::of_node(node, format!("node {node} ({}): {error:#}", self.host_name));
             self.store.set(&format!("failed/{}/{node}", self.start), &text(&failure));
