@@ -49,7 +49,7 @@ fn a_run_of_an_earlier_version_continues_with_its_losses_on_any_mesh() {
         assert!(outcome.assert_done().stderr.contains("resumed from run/step_00000005"), "{outcome:?}");
         let metrics = place.metrics("run/metrics.jsonl");
         assert_eq!(metrics.len(), 12, "ten steps and two evaluations, in one file");
-        let (got, expected) = (losses(&metrics, 6), losses(&place.metrics("continued.jsonl"), 6));
+        let (got, expected) = (losses(&metrics, 6), losses(&place.metrics("continued/metrics.jsonl"), 6));
         assert_eq!((got.len(), expected.len()), (6, 6));
         for (got, expected) in got.iter().zip(&expected) {
             assert_eq!((got.0, got.1), (expected.0, expected.1));
