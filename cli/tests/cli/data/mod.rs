@@ -9,6 +9,15 @@ use std::fs;
 use std::process::Stdio;
 
 #[test]
+fn the_files_of_this_repository_are_training_data() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "steps": 1 } }));
+    // What the README's first run trains on.
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    place.run(&["train", "c.json", "--data", root, "--output", "out"]).assert_done();
+}
+
+#[test]
 fn prepared_tokens_give_the_same_losses_as_text() {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
