@@ -1,7 +1,6 @@
 //! The tensors of one unit on one rank.
 
-use super::state::GradientPartition;
-use super::state::StateTensor;
+use super::state::{GradientPartition, StateTensor};
 use super::update::param_group_ranges::ParamGroupRange;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};

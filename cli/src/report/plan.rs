@@ -11,7 +11,7 @@ use ulysses::memory::ByCategory;
 use ulysses::memory::Category;
 use ulysses::model::LlamaConfig;
 
-/// Why categories may differ although totals agree.
+/// The caption of memory by category.
 const IDLE_STORAGE: &str = "Idle storage that a rank will reuse counts in the category that allocated it.";
 
 /// Renders charts of memory and traffic; empty if config or model are missing or of another version.

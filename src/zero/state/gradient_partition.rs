@@ -10,7 +10,7 @@ use ulysses_kernels::{elementwise, strided_copy};
 
 /// The gradient of one rank's partition of a unit, in f32: resident, or offloaded with the optimizer state.
 #[derive(Debug)]
-pub(crate) struct GradientPartition {
+pub(in crate::zero) struct GradientPartition {
     stored: StateTensor,
     content: Content,
 }
@@ -29,7 +29,7 @@ enum Content {
 
 impl GradientPartition {
     /// Allocates zeros, in the `store` if there is one.
-    pub(crate) fn zeros(
+    pub(in crate::zero) fn zeros(
         numel: usize,
         device: &Device,
         store: Option<&Arc<OffloadStore>>,
@@ -43,17 +43,17 @@ impl GradientPartition {
         matches!(self.content, Content::Zero)
     }
 
-    pub(crate) fn device(&self) -> &Device {
+    pub(in crate::zero) fn device(&self) -> &Device {
         self.stored.device()
     }
 
     /// Sets the gradient to zero, for the next accumulation.
-    pub(crate) fn set_to_zero(&mut self) {
+    pub(in crate::zero) fn set_to_zero(&mut self) {
         self.content = Content::Zero;
     }
 
     /// The gradient itself, or a copy of an offloaded one.
-    pub(crate) fn fetch(&self) -> Result<Tensor, ZeroError> {
+    pub(in crate::zero) fn fetch(&self) -> Result<Tensor, ZeroError> {
         if !self.is_zero() {
             return self.stored.fetch();
         }
@@ -63,17 +63,17 @@ impl GradientPartition {
     }
 
     /// The stored gradient.
-    pub(crate) fn stored(&self) -> Result<StateTensor, ZeroError> {
+    pub(in crate::zero) fn stored(&self) -> Result<StateTensor, ZeroError> {
         if self.is_zero() { Ok(StateTensor::Resident(self.fetch()?)) } else { Ok(self.stored.clone()) }
     }
 
     /// Starts to load an offloaded gradient for a later [`fetch`](Self::fetch) or [`plus`](Self::plus).
-    pub(crate) fn read_ahead(&self) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn read_ahead(&self) -> Result<(), ZeroError> {
         if self.is_zero() { Ok(()) } else { self.stored.read_ahead() }
     }
 
     /// The sum with a reduced micro step, to be [stored](Self::put).
-    pub(crate) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
+    pub(in crate::zero) fn plus(&self, received: Tensor) -> Result<Tensor, ZeroError> {
         if !self.is_zero() {
             let sum = self.stored.fetch()?;
             elementwise::accumulate(&sum, &received)?;
@@ -89,7 +89,7 @@ impl GradientPartition {
     }
 
     /// Stores a sum; starts to write an offloaded one. `is_complete` says that no further micro step follows.
-    pub(crate) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn put(&mut self, sum: Tensor, is_complete: bool) -> Result<(), ZeroError> {
         let has_left = is_complete && matches!(self.stored, StateTensor::Offloaded(_));
         let sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
         self.content = Content::Stored { sum_of_squares };
@@ -97,12 +97,12 @@ impl GradientPartition {
     }
 
     /// Writes back a fetched gradient that an update has overwritten.
-    pub(crate) fn put_overwritten(&self, gradient: Tensor) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn put_overwritten(&self, gradient: Tensor) -> Result<(), ZeroError> {
         self.stored.put(gradient)
     }
 
     /// Σ g² if it is known without loading the gradient.
-    pub(crate) fn known_sum_of_squares(&self) -> Option<f64> {
+    pub(in crate::zero) fn known_sum_of_squares(&self) -> Option<f64> {
         match self.content {
             Content::Zero => Some(0.0),
             Content::Stored { sum_of_squares } => sum_of_squares,

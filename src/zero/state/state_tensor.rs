@@ -9,7 +9,7 @@ use ulysses_kernels::offload::{Extent, ExtentSlice, OffloadError, OffloadStore};
 
 /// A flat, persistent tensor.
 #[derive(Debug, Clone)]
-pub(crate) enum StateTensor {
+pub(in crate::zero) enum StateTensor {
     /// In memory on the device that uses it.
     Resident(Tensor),
     /// In the rank's offload store.
@@ -18,7 +18,7 @@ pub(crate) enum StateTensor {
 
 /// An extent of a store, with the properties of its tensor.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(in crate::zero) struct Slot {
     store: Arc<OffloadStore>,
     extent: Extent,
     numel: usize,
@@ -28,7 +28,7 @@ pub(crate) struct Slot {
 }
 
 /// Consecutive elements of a slot.
-pub(crate) struct SlotSlice {
+pub(in crate::zero) struct SlotSlice {
     slot: Arc<Slot>,
     elements: Range<usize>,
 }
@@ -57,7 +57,7 @@ impl Slot {
 
 impl StateTensor {
     /// Stores a tensor: as it is, or offloaded if there is a `store`. First waits for earlier writes.
-    pub(crate) fn new(
+    pub(in crate::zero) fn new(
         tensor: Tensor,
         category: Category,
         store: Option<&Arc<OffloadStore>>,
@@ -69,14 +69,14 @@ impl StateTensor {
         Ok(stored)
     }
 
-    pub(crate) fn device(&self) -> &Device {
+    pub(in crate::zero) fn device(&self) -> &Device {
         match self {
             Self::Resident(tensor) => tensor.device(),
             Self::Offloaded(slot) => &slot.device,
         }
     }
 
-    pub(crate) fn numel(&self) -> usize {
+    pub(in crate::zero) fn numel(&self) -> usize {
         match self {
             Self::Resident(tensor) => tensor.elem_count(),
             Self::Offloaded(slot) => slot.numel,
@@ -84,7 +84,7 @@ impl StateTensor {
     }
 
     /// The tensor itself, or a copy of an offloaded one. Write changes back with [`put`](Self::put).
-    pub(crate) fn fetch(&self) -> Result<Tensor, ZeroError> {
+    pub(in crate::zero) fn fetch(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
             Self::Offloaded(slot) => slot.store.read(&slot.extent, || slot.empty()),
@@ -92,7 +92,7 @@ impl StateTensor {
     }
 
     /// As [`fetch`](Self::fetch), with unspecified content, for callers that overwrite all elements.
-    pub(crate) fn blank(&self) -> Result<Tensor, ZeroError> {
+    pub(in crate::zero) fn blank(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
             Self::Offloaded(slot) => slot.empty(),
@@ -100,7 +100,7 @@ impl StateTensor {
     }
 
     /// Starts to load the tensor for a later [`fetch`](Self::fetch).
-    pub(crate) fn read_ahead(&self) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn read_ahead(&self) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
             Self::Offloaded(slot) => slot.store.read_ahead(&slot.extent, || slot.empty()),
@@ -108,7 +108,7 @@ impl StateTensor {
     }
 
     /// Writes a fetched tensor back: starts to write an offloaded one, and does nothing for a resident one.
-    pub(crate) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
             Self::Offloaded(slot) => Ok(slot.store.write(&slot.extent, tensor)?),
@@ -120,7 +120,7 @@ impl StateTensor {
 impl StateTensor {
     /// Elements of an offloaded tensor's slot. For a resident one, a temporary slot of their size in `store`, to which a
     /// copy is started.
-    pub(crate) fn slot_or_copy(
+    pub(in crate::zero) fn slot_or_copy(
         &self,
         elements: &Range<usize>,
         store: &Arc<OffloadStore>,
@@ -133,7 +133,7 @@ impl StateTensor {
     }
 
     /// The same with unspecified content.
-    pub(crate) fn slot_or_blank(
+    pub(in crate::zero) fn slot_or_blank(
         &self,
         elements: &Range<usize>,
         store: &Arc<OffloadStore>,
@@ -148,7 +148,11 @@ impl StateTensor {
     }
 
     /// Starts to overwrite elements of a resident tensor with their temporary slot.
-    pub(crate) fn load_from(&self, temporary: &SlotSlice, elements: &Range<usize>) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn load_from(
+        &self,
+        temporary: &SlotSlice,
+        elements: &Range<usize>,
+    ) -> Result<(), ZeroError> {
         if let Self::Resident(tensor) = self {
             let slot = &temporary.slot;
             slot.store.read(&slot.extent, || narrow(tensor, elements))?;
@@ -163,7 +167,7 @@ fn narrow(tensor: &Tensor, elements: &Range<usize>) -> Result<Tensor, ZeroError>
 
 /// Calls `work` once with the bytes of slices of distinct slots in host memory, in this order; without any in a dry run.
 /// Slots of one store must follow each other.
-pub(crate) fn with_bytes(
+pub(in crate::zero) fn with_bytes(
     slices: &[&SlotSlice],
     work: &mut dyn FnMut(Vec<&mut [u8]>),
 ) -> Result<(), OffloadError> {
@@ -193,8 +197,8 @@ fn with_further_bytes(
 /// A range of a persistent tensor.
 #[derive(Debug, Clone)]
 pub struct StateSlice {
-    pub(crate) tensor: StateTensor,
-    pub(crate) elements: Range<usize>,
+    pub(in crate::zero) tensor: StateTensor,
+    pub(in crate::zero) elements: Range<usize>,
 }
 
 impl StateSlice {

@@ -26,12 +26,12 @@ impl From<TensorOptions> for Storage {
 
 impl Storage {
     /// The store for gradients at a stage.
-    pub(crate) fn gradients(&self, stage: ZeroStage) -> Option<&Arc<OffloadStore>> {
+    pub(in crate::zero) fn gradients(&self, stage: ZeroStage) -> Option<&Arc<OffloadStore>> {
         self.optimizer.as_ref().filter(|_| stage.partitions_gradients())
     }
 
     /// Waits for pending writes and frees their tensors.
-    pub(crate) fn settle(&self) -> Result<(), ZeroError> {
+    pub(in crate::zero) fn settle(&self) -> Result<(), ZeroError> {
         let mut stores = self.parameters.iter().chain(&self.optimizer);
         Ok(stores.try_for_each(|store| store.settle())?)
     }

@@ -31,7 +31,7 @@ struct Piece<'a> {
 impl ZeroOptimizer {
     /// The store of the optimizer state, if updates run on the host. They do if that moves less: not for an optimizer
     /// without state and master copy. LAMB exchanges norms between the halves of its step, and runs on the device.
-    pub(crate) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
+    pub(in crate::zero) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
         let has_state = self.trained_units().any(|unit| unit.master.is_some() || !unit.state.is_empty());
         let is_elementwise = !matches!(self.config, OptimizerConfig::Lamb { .. });
         let are_parameters_near =

@@ -12,26 +12,26 @@ use ulysses_kernels::optimizer::sgd::{self, SgdParams};
 
 /// The parameters of one update that change from step to step.
 #[derive(Clone, Copy)]
-pub(crate) struct Step {
+pub(in crate::zero) struct Step {
     /// Number of the update, from 1.
-    pub(crate) number: u64,
-    pub(crate) lr: f64,
+    pub(in crate::zero) number: u64,
+    pub(in crate::zero) lr: f64,
     /// Factor on the gradients.
-    pub(crate) grad_scale: f64,
+    pub(in crate::zero) grad_scale: f64,
 }
 
 /// The elements to update, with their gradients and optimizer state: tensors of equal length.
-pub(crate) struct UpdateTensors {
+pub(in crate::zero) struct UpdateTensors {
     /// Parameters, or their master copy if there is one.
-    pub(crate) parameters: Tensor,
-    pub(crate) gradients: Tensor,
+    pub(in crate::zero) parameters: Tensor,
+    pub(in crate::zero) gradients: Tensor,
     /// One tensor for each of [`state_kinds`].
-    pub(crate) state: Vec<Tensor>,
+    pub(in crate::zero) state: Vec<Tensor>,
 }
 
 impl UpdateTensors {
     /// A range of the elements.
-    pub(crate) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
+    pub(in crate::zero) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, elements.start, elements.len());
         Ok(Self {
             parameters: narrow(&self.parameters)?,
@@ -53,7 +53,7 @@ pub fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
 }
 
 /// Initial value of the optimizer's state.
-pub(crate) fn initial_state(config: &OptimizerConfig) -> f64 {
+pub(in crate::zero) fn initial_state(config: &OptimizerConfig) -> f64 {
     match *config {
         OptimizerConfig::Adagrad { initial_accumulator_value, .. } => initial_accumulator_value,
         _ => 0.0,
@@ -61,7 +61,11 @@ pub(crate) fn initial_state(config: &OptimizerConfig) -> f64 {
 }
 
 /// Updates elements independently of each other.
-pub(crate) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
+pub(in crate::zero) fn update(
+    config: &OptimizerConfig,
+    tensors: &UpdateTensors,
+    step: Step,
+) -> Result<(), ZeroError> {
     let UpdateTensors { parameters, gradients, state } = tensors;
     match (Rule::of(config, step), state.as_slice()) {
         (Rule::Adam(params), [exp_avg, exp_avg_sq]) => {
@@ -79,7 +83,7 @@ pub(crate) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: St
 type HostSlices<'a> = (&'a mut [f32], &'a [f32], Vec<&'a mut [f32]>);
 
 /// The same on the host.
-pub(crate) fn update_on_host(
+pub(in crate::zero) fn update_on_host(
     config: &OptimizerConfig,
     (parameters, gradients, mut state): HostSlices<'_>,
     step: Step,

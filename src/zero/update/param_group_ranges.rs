@@ -10,9 +10,9 @@ use ulysses_kernels::optimizer::lamb::Segments;
 
 /// The optimizer settings of a parameter group.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) struct Settings {
-    pub(crate) rate: GroupRate,
-    pub(crate) weight_decay: Option<f64>,
+pub(in crate::zero) struct Settings {
+    pub(in crate::zero) rate: GroupRate,
+    pub(in crate::zero) weight_decay: Option<f64>,
 }
 
 impl Settings {
@@ -24,7 +24,7 @@ impl Settings {
     }
 
     /// Applies these settings to the optimizer's config and the step.
-    pub(crate) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
+    pub(in crate::zero) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
         let lr = self.rate.at(step.lr, config.lr());
         let config = config.clone();
         let config = match self.weight_decay {
@@ -36,24 +36,24 @@ impl Settings {
 }
 
 /// Consecutive elements with the same settings. Padding belongs to no range.
-pub(crate) struct ParamGroupRange {
+pub(in crate::zero) struct ParamGroupRange {
     /// Range within the elements that this rank updates.
-    pub(crate) elements: Range<usize>,
-    pub(crate) settings: Settings,
+    pub(in crate::zero) elements: Range<usize>,
+    pub(in crate::zero) settings: Settings,
     /// For LAMB, the parameter tensors of the elements.
-    pub(crate) tensors: Option<Tensors>,
+    pub(in crate::zero) tensors: Option<Tensors>,
 }
 
 /// The parts of parameter tensors that lie in a range.
-pub(crate) struct Tensors {
+pub(in crate::zero) struct Tensors {
     /// The parameter of each segment.
-    pub(crate) parameters: Vec<usize>,
-    pub(crate) segments: Segments,
+    pub(in crate::zero) parameters: Vec<usize>,
+    pub(in crate::zero) segments: Segments,
 }
 
 impl Unit {
     /// The ranges of the elements that this rank updates: `all` of them, or its partition.
-    pub(crate) fn param_group_ranges(
+    pub(in crate::zero) fn param_group_ranges(
         &self,
         all: bool,
         config: &OptimizerConfig,

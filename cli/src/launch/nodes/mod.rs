@@ -4,8 +4,9 @@
 //! ranks, and on which mesh. Each launcher starts its ranks, reports the first that fails and how all ended, and stops
 //! its ranks when node 0 says that another node failed. When all have ended, node 0 plans the next start or the end.
 //!
-//! Keys: `node/N` the host of node N, its number of processes, and hashes of its settings; `plan/K` start K; `failed/K/N` the first failed rank of node N; `stop/K` why all stop;
-//! `ended/K/N` how the ranks of node N ended; `result` the end of the job.
+//! Keys: `node/N` the host, number of processes and settings of node N; `plan/K` start K; `failed/K/N` the first failed
+//! rank of node N; `stop/K` the reason to stop all ranks; `ended/K/N` how the ranks of node N ended; `result` the result
+//! of the job.
 
 mod coordinator;
 mod messages;

@@ -1,7 +1,6 @@
 //! `run.json` and reports of resumed runs.
 
-use crate::support::cli::Outcome;
-use crate::support::cli::Workplace;
+use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

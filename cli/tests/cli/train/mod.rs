@@ -8,7 +8,7 @@ mod rings;
 
 use crate::golden;
 use crate::support::cli::Workplace;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::process::Stdio;
@@ -184,6 +184,16 @@ fn the_resolved_config_trains_the_same() {
     assert_eq!(first.len(), 3);
 }
 
+/// Checks that the run in `flags` has the losses and the resolved config of a run with this file, whose output is `file`.
+fn assert_flags_equal_file(place: &Workplace, right: Value) {
+    place.write_config("right.json", right);
+    place.run(&["train", "right.json"]).assert_done();
+    assert_eq!(place.losses("flags/metrics.jsonl"), place.losses("file/metrics.jsonl"));
+    let (mut flags, file) = (place.read_json("flags/config.json"), place.read_json("file/config.json"));
+    flags["ulysses"]["output"] = json!("file");
+    assert_eq!(flags, file);
+}
+
 #[test]
 fn flags_override_the_file() {
     let place = Workplace::new();
@@ -208,12 +218,7 @@ fn flags_override_the_file() {
         "seed": 3,
         "ulysses": { "data": "other", "seq_len": 32, "steps": 2, "threads_per_rank": 1, "output": "file" },
     });
-    place.write_config("right.json", right);
-    place.run(&["train", "right.json"]).assert_done();
-    assert_eq!(place.losses("flags/metrics.jsonl"), place.losses("file/metrics.jsonl"));
-    let (mut flags, file) = (place.read_json("flags/config.json"), place.read_json("file/config.json"));
-    flags["ulysses"]["output"] = json!("file");
-    assert_eq!(flags, file);
+    assert_flags_equal_file(&place, right);
 }
 
 #[test]
@@ -229,12 +234,7 @@ fn set_and_the_shortcuts_override_the_file_and_are_in_the_resolved_config() {
         "optimizer": { "params": { "lr": 0.002 } }, "zero_optimization": { "stage": 1 },
         "ulysses": { "packing": "cut", "output": "file" },
     });
-    place.write_config("right.json", right);
-    place.run(&["train", "right.json"]).assert_done();
-    assert_eq!(place.losses("flags/metrics.jsonl"), place.losses("file/metrics.jsonl"));
-    let (mut flags, file) = (place.read_json("flags/config.json"), place.read_json("file/config.json"));
-    flags["ulysses"]["output"] = json!("file");
-    assert_eq!(flags, file);
+    assert_flags_equal_file(&place, right);
 }
 
 #[test]
