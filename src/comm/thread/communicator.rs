@@ -222,3 +222,25 @@ impl Round {
         })
     }
 }
+
+impl Drop for Round {
+    /// After a failure, the tensors are still here, and kernels of peers may still be reading them. Those kernels then
+    /// precede the free, which the stream of the tensor's device runs.
+    fn drop(&mut self) {
+        let fences: Vec<Fence> = self.slots.iter().filter_map(|slot| slot.fence.lock().clone()).collect();
+        for slot in &mut self.slots {
+            let inputs = slot.posting.get_mut().map(|posting| posting.inputs.get_mut().as_slice());
+            let tensors = inputs.into_iter().flatten().chain(slot.reduced.get_mut().as_ref());
+            tensors.for_each(|tensor| free_after(&fences, tensor));
+        }
+    }
+}
+
+/// Makes the free of a tensor's memory wait for the fences.
+pub(super) fn free_after(fences: &[Fence], tensor: &Tensor) {
+    for fence in fences {
+        if let Err(error) = fence.hold(tensor.device()) {
+            tracing::warn!("memory may be freed while a kernel of another rank reads it: {error}");
+        }
+    }
+}

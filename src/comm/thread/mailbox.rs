@@ -1,6 +1,6 @@
 //! Messages between two ranks of a group.
 
-use super::communicator::Communicator;
+use super::communicator::{Communicator, free_after};
 use super::progress_engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::call_signature::{CallSignature, Elements};
@@ -30,6 +30,15 @@ struct Message {
     taken: AtomicBool,
     /// A fence after the receiver's copy.
     copied: Mutex<Option<Fence>>,
+}
+
+impl Drop for Message {
+    /// After a failure, the tensor is still here, and the receiver's copy may still be reading it.
+    fn drop(&mut self) {
+        if let (Some(tensor), Some(copied)) = (self.tensor.get_mut(), self.copied.get_mut()) {
+            free_after(std::slice::from_ref(copied), tensor);
+        }
+    }
 }
 
 impl Mailbox {

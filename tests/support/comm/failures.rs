@@ -5,7 +5,8 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use ulysses::comm::{
-    CollectiveOp, CommError, LaunchError, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+    CollectiveOp, CommError, LaunchError, Pending, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock,
+    StridedPlan,
 };
 
 const TIMEOUT: Duration = Duration::from_millis(1_500);
@@ -56,18 +57,29 @@ pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
 }
 
 pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(backend: &impl Backend) {
-    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
-        let tensor = tensor(9_000, |i| i as f32);
-        let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
-        assert!(group.rank() != 2, "mid-flight");
-        pending.wait()?;
-        received(&tensor, group)
-    });
-    assert!(matches!(launched, LaunchError::Panicked { rank: 2, .. }), "{launched}");
-    for error in errors[..2].iter().flatten() {
-        assert!(matches!(error, CommError::PeerFailed { rank: 2, .. }), "{error}");
+    // After the longer delay, its peers have read its tensors: on a GPU, their kernels may still be reading when it frees them.
+    for delay in [0, 20].map(Duration::from_millis) {
+        let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+            let (reduced, message) = (tensor(9_000, |i| i as f32), tensor(9_000, |i| i as f32));
+            let reducing = group.start_all_reduce(&reduced, ReduceOp::Sum)?;
+            let messaging = match group.rank() {
+                2 => vec![group.start_send(&message, 0)?, group.start_send(&message, 1)?],
+                _ => vec![group.start_recv(&message, 2)?],
+            };
+            if group.rank() == 2 {
+                std::thread::sleep(delay);
+                panic!("mid-flight");
+            }
+            Pending::all(messaging).wait()?;
+            reducing.wait()?;
+            received(&reduced, group)
+        });
+        assert!(matches!(launched, LaunchError::Panicked { rank: 2, .. }), "{launched}");
+        for error in errors[..2].iter().flatten() {
+            assert!(matches!(error, CommError::PeerFailed { rank: 2, .. }), "{error}");
+        }
+        assert!(errors[0].is_some() && errors[1].is_some());
     }
-    assert!(errors[0].is_some() && errors[1].is_some());
 }
 
 pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(backend: &impl Backend) {
