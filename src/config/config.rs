@@ -249,10 +249,9 @@ impl Config {
         }
         let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
         let remedy = match self.mesh.sp_size {
-            1 => "a shard size > 1 (`zero_optimization.mics_shard_size`) partitions it".to_owned(),
+            1 => "set a shard size > 1 (`zero_optimization.mics_shard_size`)".to_owned(),
             sp => format!(
-                "`\"ulysses\": {{\"zero_partition_axes\": [\"dp\", \"sp\"]}}` or --zero-partition-axes dp,sp partitions it \
-                 over the {sp} sp ranks too"
+                "set --zero-partition-axes dp,sp (`ulysses.zero_partition_axes`) to partition it over the {sp} sp ranks"
             ),
         };
         Some(format!(
@@ -274,9 +273,10 @@ impl Config {
             .collect();
         (!keys.is_empty()).then(|| {
             format!(
-                "{} with device \"cpu\" saves no memory on CPU ranks, whose state is in host memory; device \"nvme\" offloads \
+                "{} with device \"cpu\" {} no memory on CPU ranks, whose state is in host memory; device \"nvme\" offloads \
                  it to files",
-                keys.join(" and ")
+                keys.join(" and "),
+                if keys.len() == 1 { "saves" } else { "save" }
             )
         })
     }

@@ -125,7 +125,7 @@ fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) 
 /// Bytes sent by all ranks, measured and planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
-    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `sums over sp`; of all these, `within nodes` and `between nodes`.
+    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `all-reduce over sp`; of all these, `within nodes` and `between nodes`.
     pub what: String,
     /// Planned bytes by purpose.
     pub planned: Vec<(String, u64)>,
@@ -144,7 +144,7 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
         // dp, and the axes of ZeRO's shards.
         (false, _) => 1,
     };
-    let names = ["Ulysses exchange", "ZeRO and data parallelism", "sums over sp"];
+    let names = ["Ulysses exchange", "ZeRO and data parallelism", "all-reduce over sp"];
     let of_kind = |index: usize, what: &&str| {
         let mut planned: BTreeMap<String, u64> = BTreeMap::new();
         for volume in ranks.iter().flat_map(|rank| &rank.planned) {
@@ -190,8 +190,9 @@ impl Display for CommsTable<'_> {
         let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
         rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nstragglers: time that a rank waited for the last one to arrive, mean over ranks")?;
-        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "of its calls"];
+        writeln!(f, "\nstragglers: time that a rank waited for the slowest one, mean over ranks")?;
+        let header =
+            ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "share of calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let stragglers = straggler_stats(self.ranks, self.groups);
         rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
