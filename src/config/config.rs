@@ -348,7 +348,7 @@ mod tests {
     fn only_a_stage_with_one_partition_is_noted() {
         assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp is 1"));
         assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
-        assert!(note(1, 2, 2, 1).unwrap().ends_with("over the 2 sp ranks too"));
+        assert!(note(1, 2, 2, 1).unwrap().ends_with("to partition it over the 2 sp ranks"));
         assert!(note(2, 2, 1, 1).unwrap().contains("`zero_optimization.mics_shard_size`"));
         for (stage, dp, sp, shard_size) in [(0, 1, 4, -1), (2, 2, 4, -1), (3, 1, 1, -1), (3, 4, 1, 2)] {
             assert_eq!(note(stage, dp, sp, shard_size), None, "stage {stage} on {dp} × {sp}");

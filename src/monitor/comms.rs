@@ -332,7 +332,7 @@ mod tests {
                 .collect()
         };
         let ring = ("ring attention".to_owned(), 5, 6);
-        assert_eq!(volumes_of(&[("ring", 5), ("ulysses", 0)], &[("sp", 6)]), [ring.clone()]);
+        assert_eq!(volumes_of(&[("ring", 5), ("ulysses", 0)], &[("sp", 6)]), std::slice::from_ref(&ring));
         let both = volumes_of(&[("ring", 5), ("ulysses", 7)], &[("ring", 6), ("ulysses", 8)]);
         assert_eq!(both, [("Ulysses exchange".to_owned(), 7, 8), ring]);
     }

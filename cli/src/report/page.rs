@@ -48,7 +48,7 @@ fn facts(run: &RunFiles) -> Facts {
     }
     facts.extend([
         ("mean tokens/s", number(run.rate("tokens"))),
-        ("label tokens/s", number(run.rate("label_tokens"))),
+        ("mean label tokens/s", number(run.rate("label_tokens"))),
         (
             "MFU of the last step",
             run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent)),

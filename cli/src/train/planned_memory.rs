@@ -248,7 +248,7 @@ mod tests {
         let exceeds = lines(DeviceKind::Cpu, 10, Some(5));
         assert_eq!(exceeds.len(), 3, "{exceeds:?}");
         for (line, expected) in
-            exceeds[1..].iter().zip(["(cgroup limit) by 2.00 GiB", "process) by 1.00 GiB"])
+            exceeds[1..].iter().zip(["(cgroup limit) by 2.00 GiB", "(ulimit -v) by 1.00 GiB"])
         {
             assert!(line.starts_with("warning: ") && line.contains(expected), "{line}");
         }
