@@ -57,8 +57,8 @@ fn out_of_memory(bytes: usize) -> ! {
     // The message fits: thread names have at most 15 bytes.
     let _ = writeln!(
         rest,
-        "error: out of memory: a memory allocation of {bytes} bytes ({category}) failed on thread {thread}, which holds \
-         {live_bytes} bytes{planned}; `ulysses plan` predicts the memory of a run, `ulimit -v` and `ulimit -d` show the \
+        "error: out of memory: a memory allocation of {bytes} bytes ({category}) failed on thread {thread}; allocated by \
+         this thread: {live_bytes} bytes{planned}; `ulysses plan` predicts the memory of a run, `ulimit -v` and `ulimit -d` show the \
          limits of this process",
         thread = ThreadName::current(),
     );

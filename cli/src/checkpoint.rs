@@ -13,6 +13,7 @@ use ulysses::checkpoint::{
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};
+use ulysses::monitor::format_bytes;
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -144,7 +145,10 @@ fn description(checkpoint: &Checkpoint) -> String {
         ),
         ("precision", progress.precision.clone().unwrap_or_else(|| "f32".into())),
         ("state", format!("{} × {} partition(s)", manifest.kinds.join(", "), manifest.num_partitions)),
-        ("size", format!("{} bytes in {} files", manifest.total_bytes(), manifest.files.len())),
+        (
+            "size",
+            format!("{} in {} files", format_bytes(manifest.total_bytes() as f64), manifest.files.len()),
+        ),
     ];
     let mut text = String::new();
     for (name, value) in facts {
@@ -260,5 +264,6 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     };
     let exported = export(&checkpoint, &args.output, options, &LocalStorage);
     let ExportedModel { files, bytes } = exported.context("the export failed").or_run()?;
-    print(format_args!("{}: {} weight file(s), {bytes} bytes\n", args.output.display(), files.len()))
+    let size = format_bytes(bytes as f64);
+    print(format_args!("{}: {} weight file(s), {size}\n", args.output.display(), files.len()))
 }

@@ -26,8 +26,8 @@ pub(super) struct ConfigFlags {
     /// ZeRO stage (0 to 3): `zero_optimization.stage`.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
-    /// Mesh axes over which ZeRO partitions: `ulysses.zero_partition_axes`. `dp,sp` stores what the stage partitions once,
-    /// `dp` once per sp rank.
+    /// Mesh axes over which ZeRO partitions: `ulysses.zero_partition_axes`. `dp`: every sp rank has a full
+    /// set of partitions; `dp,sp`: the partitions are spread over all ranks, so state is stored once.
     #[arg(long, value_parser = partition_axes, value_name = "dp|dp,sp")]
     zero_partition_axes: Option<PartitionAxes>,
 }

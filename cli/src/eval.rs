@@ -120,10 +120,8 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
 /// Describes the bytes that [`text_bytes`] counts.
 fn counted_bytes(data: &Dataset) -> &'static str {
     match data.sources().iter().all(|sequences| sequences.packing() == Packing::Concat) {
-        true => "decoded text, without special tokens and the first token, which nothing predicts",
-        false => {
-            "decoded text, without special tokens and each document's first token, which nothing predicts"
-        }
+        true => "decoded text, without special tokens and the first token",
+        false => "decoded text, without special tokens and each document's first token",
     }
 }
 
@@ -144,12 +142,12 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
 
 fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
     let bits = match (bits_per_byte(evaluation, bytes), bytes) {
-        (Some(bits), Some(bytes)) => format!("{bits:.4} over {bytes} bytes: {}", counted_bytes(data)),
-        _ => "unknown: the bytes of the tokens are unknown".to_owned(),
+        (Some(bits), Some(bytes)) => format!("{bits:.4} over {bytes} bytes of {}", counted_bytes(data)),
+        _ => "not available: some tokens have no labels, or no text".to_owned(),
     };
     format!(
         "loss           {:.6} nats per token over {} tokens\nperplexity     {:.4}\nbits per byte  {bits}\nsequences      \
-         {} of {} tokens\n",
+         {}, of {} tokens each\n",
         evaluation.loss(),
         evaluation.sum.valid_tokens,
         evaluation.perplexity(),

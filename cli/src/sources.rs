@@ -106,7 +106,7 @@ impl Sources {
             dataset.sources().iter().map(|sequences| sequences.documents().num_tokens()).sum();
         if num_tokens < seq_len {
             tracing::warn!(
-                "the data has only {num_tokens} tokens: its single sequence of {seq_len} is mostly padding"
+                "the data has only {num_tokens} tokens, so its only sequence, of {seq_len} tokens, is mostly padding"
             );
         }
         log_line(format_args!(

@@ -38,14 +38,14 @@ pub enum BatchError {
         dp: usize,
     },
     /// The train batch size is not divisible.
-    #[error("`train_batch_size` {train} is not a multiple of {factors} = {divisor}: the nearest valid sizes are {}",
+    #[error("`train_batch_size` {train} is not a multiple of {factors}: the nearest valid sizes are {}",
         nearest_multiples(*train, *divisor))]
     Indivisible {
         /// `train_batch_size`.
         train: usize,
         /// The required divisor.
         divisor: usize,
-        /// The divisor as a product of keys.
+        /// The divisor as a product of keys, with its value if there are several.
         factors: String,
     },
     /// A product overflows.
@@ -115,7 +115,13 @@ fn exact_quotient(train: usize, factors: [Factor; 2]) -> Result<usize, BatchErro
     let divisor = product(factors)?;
     match train.is_multiple_of(divisor) {
         true => Ok(train / divisor),
-        false => Err(BatchError::Indivisible { train, divisor, factors: spelled_out(factors) }),
+        false => {
+            let mut factors = spelled_out(factors);
+            if factors.contains('×') {
+                factors += &format!(" = {divisor}");
+            }
+            Err(BatchError::Indivisible { train, divisor, factors })
+        }
     }
 }
 
@@ -168,7 +174,7 @@ mod tests {
             };
         assert_eq!(
             message(Some(30), None, None, 4),
-            "`train_batch_size` 30 is not a multiple of dp 4 = 4: the nearest valid sizes are 28 and 32"
+            "`train_batch_size` 30 is not a multiple of dp 4: the nearest valid sizes are 28 and 32"
         );
         assert_eq!(
             message(Some(30), Some(4), None, 2),

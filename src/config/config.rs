@@ -249,10 +249,9 @@ impl Config {
         }
         let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
         let remedy = match self.mesh.sp_size {
-            1 => "a shard size > 1 (`zero_optimization.mics_shard_size`) partitions it".to_owned(),
+            1 => "set a shard size > 1 (`zero_optimization.mics_shard_size`)".to_owned(),
             sp => format!(
-                "`\"ulysses\": {{\"zero_partition_axes\": [\"dp\", \"sp\"]}}` or --zero-partition-axes dp,sp partitions it \
-                 over the {sp} sp ranks too"
+                "set --zero-partition-axes dp,sp (`ulysses.zero_partition_axes`) to partition it over the {sp} sp ranks"
             ),
         };
         Some(format!(
@@ -274,9 +273,10 @@ impl Config {
             .collect();
         (!keys.is_empty()).then(|| {
             format!(
-                "{} with device \"cpu\" saves no memory on CPU ranks, whose state is in host memory; device \"nvme\" offloads \
+                "{} with device \"cpu\" {} no memory on CPU ranks, whose state is in host memory; device \"nvme\" offloads \
                  it to files",
-                keys.join(" and ")
+                keys.join(" and "),
+                if keys.len() == 1 { "saves" } else { "save" }
             )
         })
     }
@@ -348,7 +348,7 @@ mod tests {
     fn only_a_stage_with_one_partition_is_noted() {
         assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp is 1"));
         assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
-        assert!(note(1, 2, 2, 1).unwrap().ends_with("over the 2 sp ranks too"));
+        assert!(note(1, 2, 2, 1).unwrap().ends_with("to partition it over the 2 sp ranks"));
         assert!(note(2, 2, 1, 1).unwrap().contains("`zero_optimization.mics_shard_size`"));
         for (stage, dp, sp, shard_size) in [(0, 1, 4, -1), (2, 2, 4, -1), (3, 1, 1, -1), (3, 4, 1, 2)] {
             assert_eq!(note(stage, dp, sp, shard_size), None, "stage {stage} on {dp} × {sp}");

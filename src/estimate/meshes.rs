@@ -254,7 +254,7 @@ fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
     if let Some(best) = best {
         best.reason = Some(match num_timed {
             _ if num_fitting == 1 && num_choices > 1 => "the only one that fits".to_owned(),
-            0 => format!("sends least {of_them}"),
+            0 => format!("sends the fewest bytes {of_them}"),
             timed if timed < num_fitting => format!("fastest of the {timed} that fit and can be timed"),
             _ => format!("fastest {of_them}"),
         });

@@ -10,15 +10,21 @@
 //!   twice more to save memory, which is not counted.)
 //! - **Ring** attention (arXiv 2310.01889): K and V circulate forward, and again with their gradients backward:
 //!   `6·N·Hkv·D·(P−1)/P`.
+//! - **Ulysses × ring**: both, in the groups of `"ring_size": "auto"` on nodes of 8 ranks, by the formulas of
+//!   [`ExchangePlan`] and [`RingVolume`]. Only the ring's bytes leave a node.
 
 use crate::engine::EngineError;
+use crate::mesh::{SeqSharding, UlyssesLimits};
 use crate::model::{Architecture, LlamaConfig, shape};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, RingVolume};
 use serde::Serialize;
 use ulysses_kernels::rope::Scaling;
 
 /// Numbers of ranks in the study.
 pub const RANKS: [usize; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
+
+/// Ranks of a node.
+const RANKS_PER_NODE: usize = 8;
 
 /// Bytes of an element: 16 bits.
 const ELEMENT_BYTES: f64 = 2.0;
@@ -55,6 +61,10 @@ pub struct Point {
     pub megatron_bytes: f64,
     /// Bytes of K and V in a ring.
     pub ring_bytes: f64,
+    /// Ranks of the ring in Ulysses × ring.
+    pub combined_ring_size: usize,
+    /// Bytes of Ulysses × ring; gradients of K and V travel in f32.
+    pub combined_bytes: f64,
 }
 
 /// Runs the study for a synthetic model with one head per rank, and for real models.
@@ -115,6 +125,12 @@ fn point(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<Point, Eng
     let (tokens, hidden) = (seq_len as f64, model.hidden_size as f64);
     let kv = (model.num_kv_heads * model.head_dim) as f64;
     let to_others = (ranks - 1) as f64 / ranks as f64;
+    let limits = UlyssesLimits {
+        num_heads: model.num_heads,
+        num_kv_heads: model.num_kv_heads,
+        ranks_per_node: RANKS_PER_NODE,
+    };
+    let sharding = SeqSharding::auto(ranks, limits);
     let exchange = (model.num_heads >= ranks).then(|| exchanged(model, ranks, seq_len)).transpose()?;
     Ok(Point {
         ranks,
@@ -124,7 +140,23 @@ fn point(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<Point, Eng
         claimed_bytes: ELEMENT_BYTES * 8.0 * tokens * hidden / ranks as f64,
         megatron_bytes: ELEMENT_BYTES * 8.0 * tokens * hidden * to_others,
         ring_bytes: ELEMENT_BYTES * 6.0 * tokens * kv * to_others,
+        combined_ring_size: sharding.ring_size,
+        combined_bytes: combined_bytes(model, sharding, seq_len)?,
     })
+}
+
+/// Returns the bytes that the rank with the most traffic sends in Ulysses × ring.
+fn combined_bytes(model: &LlamaConfig, sharding: SeqSharding, seq_len: usize) -> Result<f64, EngineError> {
+    let shared = sharding.ring_tokens(seq_len, 0).len();
+    let (exchanged, _) = exchanged(model, sharding.ulysses_size, shared)?;
+    // The Ulysses rank with the most KV heads: at least one, since ranks share one if there are too few.
+    let num_kv_heads = model.num_kv_heads.div_ceil(sharding.ulysses_size);
+    let LlamaConfig { num_heads, head_dim, .. } = *model;
+    let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
+    let RingVolume { block_elems, gradient_elems } = RingVolume::causal(sharding, 0, shape);
+    // Forward and backward.
+    let blocks = ELEMENT_BYTES * 2.0 * block_elems as f64;
+    Ok(ELEMENT_BYTES * exchanged + blocks + size_of::<f32>() as f64 * gradient_elems as f64)
 }
 
 /// Returns the elements that the rank with the most traffic exchanges, and those of K, V and their gradients.
@@ -177,5 +209,24 @@ mod tests {
         assert!((kv(16) / kv(8) - 2.0 * (15.0 / 16.0) / (7.0 / 8.0)).abs() < 1e-9);
         assert!((kv(128) / kv(8) - 16.0 * (127.0 / 128.0) / (7.0 / 8.0)).abs() < 1e-9);
         assert!(llama.points.iter().all(|point| point.ulysses_bytes.is_some() == (point.ranks <= 128)));
+    }
+
+    #[test]
+    fn ulysses_and_ring_serve_any_number_of_ranks_and_are_ulysses_within_a_node() {
+        for ModelScaling { num_kv_heads, points, model, .. } in study(1024).unwrap() {
+            for point in points {
+                assert_eq!(point.combined_ring_size, point.ranks / 8, "{model}");
+                let within_a_node = points_of(&model)[0].ulysses_bytes.unwrap();
+                // Every other ring rank's blocks of two passes, and their gradients in f32, twice as long as an element.
+                let head_dim = if num_kv_heads == 1024 { 8 } else { 128 };
+                let block = 2 * (8 * 1024) * (num_kv_heads / 8).max(1) * head_dim;
+                let ring = ELEMENT_BYTES * (4 * block * (point.combined_ring_size - 1)) as f64;
+                assert!((point.combined_bytes - within_a_node - ring).abs() < 1.0, "{model}: {point:?}");
+            }
+        }
+        fn points_of(name: &str) -> Vec<Point> {
+            let models = study(1024).unwrap();
+            models.into_iter().find(|model| model.model == name).unwrap().points
+        }
     }
 }

@@ -70,10 +70,10 @@ impl TimeParts {
             ("attention", self.attention_seconds),
             ("elementwise", self.elementwise_seconds),
             ("exchange", self.exchange_seconds),
-            ("ZeRO and sums", self.zero_seconds),
-            ("update", self.update_seconds),
-            ("files", self.file_seconds),
-            ("copies to the host", self.host_copy_seconds),
+            ("ZeRO collectives and all-reduces", self.zero_seconds),
+            ("optimizer step", self.update_seconds),
+            ("file I/O", self.file_seconds),
+            ("GPU–host copies", self.host_copy_seconds),
         ]
     }
 }

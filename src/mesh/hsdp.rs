@@ -69,8 +69,8 @@ impl DeviceMesh {
     fn not_for_training(&self) -> MeshError {
         let names = self.axis_names().join(", ");
         let reason = format!(
-            "the axes are dp and sp, got {names}; {DP_REPLICATE_AXIS},{DP_SHARD_AXIS} may replace dp, and \
-             {RING_AXIS},{ULYSSES_AXIS} sp"
+            "the axes are dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}) and sp (or {RING_AXIS} and {ULYSSES_AXIS}); got \
+             {names}"
         );
         MeshError::Notation { text: self.to_string(), reason }
     }
@@ -137,7 +137,7 @@ mod tests {
             .chain(["ring=2", "ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
         {
             let message = shape(refused).unwrap_err().to_string();
-            assert!(message.contains("the axes are dp and sp, got"), "{message}");
+            assert!(message.contains("and sp (or ring and ulysses); got "), "{message}");
         }
     }
 

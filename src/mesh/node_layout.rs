@@ -46,7 +46,8 @@ impl fmt::Display for AxisPlacement {
         write!(f, "{axis}: {groups} group{} of {size}, ", if *groups == 1 { "" } else { "s" })?;
         match nodes {
             0 | 1 => f.write_str("within a node"),
-            nodes => write!(f, "across {nodes} nodes"),
+            nodes if *groups == 1 => write!(f, "across {nodes} nodes"),
+            nodes => write!(f, "each across up to {nodes} nodes"),
         }
     }
 }
@@ -95,7 +96,7 @@ node  ranks
    0  [0 1 2 3]
    1  [4 5 6 7]
 
-dp: 4 groups of 2, across 2 nodes
+dp: 4 groups of 2, each across up to 2 nodes
 sp: 2 groups of 4, within a node
 "
         );

@@ -361,7 +361,7 @@ mod tests {
             ("intra:sp=4/outer:dp=2", "`outer` is not `intra` or `inter`"),
             ("intra:sp=4/ici:dp=2", "`ici` is given twice"),
             ("intra:sp=4,sp=2/inter:dp=2", "duplicate axis `sp`"),
-            ("intra:tp=4/inter:dp=2", "the axes are dp and sp, got tp, dp"),
+            ("intra:tp=4/inter:dp=2", "and sp (or ring and ulysses); got tp, dp"),
             ("intra:sp=2/inter:dp=2", "within a node: mesh dp=1,sp=2 needs 2 ranks"),
             ("intra:sp=0/inter:dp=2", "within a node: axis `sp` has size 0"),
             ("dp=2,sp=2@0,1,2", "needs 4 ranks"),

@@ -169,7 +169,7 @@ mod tests {
         }
         assert_eq!(drawing.matches("<title>node ").count(), 4, "two nodes in each panel");
         let (dp, sp) = drawing.split_once("sp: 2 groups of 4, within a node").unwrap();
-        assert!(dp.contains("dp: 4 groups of 2, across 2 nodes"));
+        assert!(dp.contains("dp: 4 groups of 2, each across up to 2 nodes"));
         let color = |panel: &str, rank: usize| {
             let (_, square) = panel.split_once(&format!("<title>rank {rank}, ")).unwrap();
             square.split_once("fill=\"").unwrap().1[..7].to_owned()

@@ -25,7 +25,9 @@ impl<W: Write> AppendFile<W> {
     /// Adds a record, which [`flush`](Self::flush) writes.
     pub(super) fn push(&mut self, record: &[u8]) -> io::Result<()> {
         if self.waiting.len() + record.len() > MAX_WAITING_BYTES {
-            return Err(io::Error::other(format!("{MAX_WAITING_BYTES} bytes are waiting for disk space")));
+            return Err(io::Error::other(format!(
+                "the disk is full, and so is the buffer of {MAX_WAITING_BYTES} bytes for unwritten records"
+            )));
         }
         self.waiting.extend_from_slice(record);
         Ok(())

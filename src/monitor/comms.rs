@@ -125,7 +125,8 @@ fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) 
 /// Bytes sent by all ranks, measured and planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
-    /// `Ulysses exchange`, `ZeRO and data parallelism`, or `sums over sp`; of all these, `within nodes` and `between nodes`.
+    /// `Ulysses exchange`, `ring attention`, `ZeRO and data parallelism`, or `all-reduce over sp`; of all these, `within
+    /// nodes` and `between nodes`.
     pub what: String,
     /// Planned bytes by purpose.
     pub planned: Vec<(String, u64)>,
@@ -138,13 +139,18 @@ pub struct Volume {
 /// Returns the measured and planned bytes, by kind.
 pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
+    let planned = || ranks.iter().flat_map(|rank| &rank.planned).filter(|volume| is_exchange(volume.op));
+    let is_planned =
+        |on_ring| planned().any(|volume| volume.sent_bytes > 0 && (volume.axis == "ring") == on_ring);
+    // A ring of all sp ranks has their group, whose bytes are counted for sp.
+    let is_ring_over_sp = is_planned(true) && !is_planned(false);
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
-        (true, _) => 0,
-        (false, "sp") => 2,
+        (true, axis) => usize::from(axis == "ring" || is_ring_over_sp),
+        (false, "sp") => 3,
         // dp, and the axes of ZeRO's shards.
-        (false, _) => 1,
+        (false, _) => 2,
     };
-    let names = ["Ulysses exchange", "ZeRO and data parallelism", "sums over sp"];
+    let names = ["Ulysses exchange", "ring attention", "ZeRO and data parallelism", "all-reduce over sp"];
     let of_kind = |index: usize, what: &&str| {
         let mut planned: BTreeMap<String, u64> = BTreeMap::new();
         for volume in ranks.iter().flat_map(|rank| &rank.planned) {
@@ -190,8 +196,9 @@ impl Display for CommsTable<'_> {
         let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
         rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nstragglers: time that a rank waited for the last one to arrive, mean over ranks")?;
-        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "of its calls"];
+        writeln!(f, "\nstragglers: time that a rank waited for the slowest one, mean over ranks")?;
+        let header =
+            ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "share of calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let stragglers = straggler_stats(self.ranks, self.groups);
         rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
@@ -305,5 +312,28 @@ mod tests {
             [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism", 10, 12), ("between nodes", 4, 5)];
         assert_eq!(found, expected);
         assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
+    }
+
+    #[test]
+    fn a_ring_has_a_row_of_its_own_also_if_it_is_all_of_sp() {
+        let op = CollectiveOp::AllToAllStrided;
+        let volumes_of = |planned: &[(&str, u64)], sent: &[(&str, u64)]| -> Vec<(String, u64, u64)> {
+            let planned = planned.iter().map(|&(axis, sent_bytes)| PlannedVolume {
+                axis: axis.into(),
+                op,
+                purpose: "exchange forward".into(),
+                sent_bytes,
+            });
+            let sent = sent.iter().map(|&(axis, bytes)| (axis.to_owned(), op, bytes)).collect();
+            let rank = RankComms { planned: planned.collect(), sent, ..RankComms::default() };
+            volumes(&[rank])
+                .into_iter()
+                .map(|volume| (volume.what, volume.planned_bytes, volume.sent_bytes))
+                .collect()
+        };
+        let ring = ("ring attention".to_owned(), 5, 6);
+        assert_eq!(volumes_of(&[("ring", 5), ("ulysses", 0)], &[("sp", 6)]), std::slice::from_ref(&ring));
+        let both = volumes_of(&[("ring", 5), ("ulysses", 7)], &[("ring", 6), ("ulysses", 8)]);
+        assert_eq!(both, [("Ulysses exchange".to_owned(), 7, 8), ring]);
     }
 }

@@ -79,7 +79,7 @@ fn first_that_fits(lines: impl Iterator<Item = String>, columns: usize) -> Strin
 fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
     let Metrics { loss, lr, grad_norm, .. } = metrics;
     let width = |width: usize| if are_aligned { width } else { 0 };
-    let (loss, lr, grad_norm) = (fixed(*loss, 4), format!("{lr:.2e}"), fixed(*grad_norm, 3));
+    let (loss, lr, grad_norm) = (fixed(*loss, 4), learning_rate(*lr), fixed(*grad_norm, 3));
     let learned = [
         format!("loss {loss:<0$}", width(7)),
         format!("lr {lr:<0$}", width(7)),
@@ -110,6 +110,10 @@ fn skip_reason(metrics: &Metrics) -> String {
         true => format!("the gradient overflowed, with a loss scale of {scale}"),
         false => "no token of the batch has a label".to_owned(),
     }
+}
+
+fn learning_rate(lr: f64) -> String {
+    if lr == 0.0 { "0".to_owned() } else { format!("{lr:.2e}") }
 }
 
 /// Formats a number with `decimals` decimals, or in scientific notation if it is too large for a column.

@@ -12,7 +12,7 @@ pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
-         so the largest valid sp is {num_heads}; a ring needs no heads: `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
+         so the largest valid sp is {num_heads}; to use more ranks, add a ring: `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
         SeqSharding::for_heads(*sp_size, *num_heads).ring_size,
         SeqSharding::for_heads(*sp_size, *num_heads).ulysses_size,
     )]

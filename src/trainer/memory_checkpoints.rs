@@ -27,8 +27,8 @@ impl MemoryCheckpoints {
         let Some(interval) = interval else { return Ok(None) };
         let Some(copies) = engine.memory_copies(group.clone(), directory)? else {
             log(
-                "checkpoint.memory_interval: no copies are made in memory, as nothing would restart this run from them: \
-                 `ulysses launch --max-restarts K` does, on machines that all have a launcher",
+                "warning: checkpoint.memory_interval has no effect: copies in memory need `ulysses launch --max-restarts K` on \
+                 every node",
             );
             return Ok(None);
         };
@@ -74,7 +74,7 @@ impl MemoryCheckpoints {
         on_disk: Option<&Checkpoint>,
     ) -> Result<Option<Checkpoint>, TrainerError> {
         let NewestCopy { checkpoint, refused } = self.copies.newest()?;
-        refused.iter().for_each(|reason| (self.log)(&format!("ignored in memory: {reason}")));
+        refused.iter().for_each(|reason| (self.log)(&format!("ignored a copy in memory: {reason}")));
         let Some(found) = checkpoint.filter(|found| self.is_wanted(found, on_disk)) else { return Ok(None) };
         let step = found.manifest().progress.step;
         match engine.gather_from_memory(&self.copies, found).map_err(TrainerError::from) {
@@ -89,7 +89,7 @@ impl MemoryCheckpoints {
                 Ok(Some(checkpoint))
             }
             Err(TrainerError::Checkpoint(CheckpointError::Refused { rank, reason })) => {
-                (self.log)(&format!("ignored in memory: the copy of step {step}: rank {rank}: {reason}"));
+                (self.log)(&format!("ignored the copy of step {step} in memory: rank {rank}: {reason}"));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -102,7 +102,7 @@ impl MemoryCheckpoints {
         if copy.run_id != disk.run_id {
             let (own, other) = (&disk.run_id, &copy.run_id);
             (self.log)(&format!(
-                "ignored in memory: the copy of step {step} is of run {other}, not of {own}"
+                "ignored the copy of step {step} in memory: it belongs to run {other}, this run is {own}"
             ));
             return false;
         }

@@ -98,7 +98,7 @@ impl Resumption<'_> {
             // A restarted run has its own checkpoints with the new data.
             Err(CheckpointError::Mismatch { what, saved, wanted, .. }) if self.reset_data => {
                 (self.log)(&format!(
-                    "--reset-data: {what} was {saved} and is {wanted}: training starts at the beginning of the data"
+                    "--reset-data: {what} changed from {saved} to {wanted}; the data restarts at its first sequence, training continues"
                 ));
                 is_reset = true;
                 0

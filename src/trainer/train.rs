@@ -140,7 +140,7 @@ impl<'a> Trainer<'a> {
             (self.options.log)(&self.checkpoints.as_ref().map_or_else(none, Checkpoints::describe));
             if let Some(imbalance) = self.data.imbalance()? {
                 (self.options.log)(&format!(
-                    "flexible sp: in the next step the longest rank computes {imbalance:.2} times the mean of all ranks (planned)"
+                    "flexible sp: planned imbalance of the next step: {imbalance:.2} (maximum / mean compute per rank)"
                 ));
             }
         }

@@ -75,6 +75,9 @@ fn bytes_within_and_between_nodes_are_those_of_the_plan() {
         (json!({ "intra": { "dp": 2 }, "inter": { "sp": 3 } }), 2),
         (json!({ "intra": { "dp": 2 }, "inter": { "dp": 2, "sp": 2 } }), 2),
         (json!("dp=2,sp=2@3,0,2,1"), 2),
+        // A ring between nodes, and shards and replicas of hybrid sharding.
+        (json!("dp=1,ring=2,ulysses=2"), 2),
+        (json!("dp_replicate=2,dp_shard=2,sp=2"), 4),
     ] {
         for (stage, zero_axes) in [(1, &["dp"][..]), (3, &["dp"]), (3, &["dp", "sp"])] {
             let config = config(&mesh, stage, zero_axes);

@@ -22,7 +22,7 @@ pub(super) struct Args {
     /// Number of query heads.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     num_heads: u16,
-    /// Number of KV heads, which divides the query heads [default: as many].
+    /// Number of KV heads; must divide --num-heads [default: --num-heads].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     num_kv_heads: Option<u16>,
     /// Head dimension.

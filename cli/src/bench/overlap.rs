@@ -87,9 +87,10 @@ pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Fail
     });
     let exposed = if args.ring { "the last gradients' transfer" } else { "one chunk's transfers" };
     let method = format!(
-        "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; with and \
-         without overlap in turns; exposed: what is left of a transfer when a rank begins to wait for it; hidden share: \
-         of all but {exposed}, which nothing can hide; FLOPs of attention; slowest rank, median"
+        "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; \
+         alternating with and without overlap; exposed: transfer time that is left when a rank starts to wait; hidden \
+         share: share of the transfer time that overlap hides, without {exposed}, which cannot be hidden; FLOPs are those \
+         of attention; slowest rank, median"
     );
     let report = Report::new("overlap", settings, &method, Unit::Flops).on(ranks, &options, on.placement());
     args.measuring.print(&Report { figures: vec![apart, overlapped], ..report })

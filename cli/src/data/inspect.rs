@@ -21,7 +21,7 @@ pub(crate) struct InspectArgs {
     /// Token file (nanoGPT or llm.c .bin, Megatron .idx or .bin, output of `data prepare`); with --tokenizer also text
     /// and .jsonl.
     pub(super) file: PathBuf,
-    /// tokenizer.json; its directory may hold a chat template.
+    /// tokenizer.json; a chat template is read from the same directory, if present.
     #[arg(long)]
     pub(super) tokenizer: Option<PathBuf>,
     /// JSONL field or Parquet column of the text.
@@ -132,7 +132,7 @@ fn summary(documents: &Documents, lens: &Lens, sequences: &PackedSequences) -> S
         ("documents", num_documents.to_string()),
         ("tokens", num_tokens.to_string()),
         ("labels", format!("{num_labels} tokens ({:.1} %)", 100.0 * num_labels as f64 / num_tokens as f64)),
-        ("no labels", format!("{} documents", count(&lens.labels, &|len| len == 0))),
+        ("unlabeled", format!("{} documents have no labels", count(&lens.labels, &|len| len == 0))),
         (
             "sequences",
             format!(
@@ -142,8 +142,8 @@ fn summary(documents: &Documents, lens: &Lens, sequences: &PackedSequences) -> S
             ),
         ),
         (
-            "longer",
-            format!("{} documents of more than {seq_len} tokens", count(&lens.tokens, &|len| len > seq_len)),
+            "too long",
+            format!("{} documents exceed {seq_len} tokens", count(&lens.tokens, &|len| len > seq_len)),
         ),
     ];
     let mut text = "\n".to_owned();

@@ -29,7 +29,7 @@ pub(super) fn cpu() -> Vec<Finding> {
     // Without these the kernels use their slow baseline versions.
     let is_slow = cfg!(target_arch = "x86_64") && (missing.contains(&"avx2") || missing.contains(&"fma"));
     let state = if is_slow { State::Warning } else { State::Ok };
-    let mut text = if names.is_empty() { "none of those used".to_owned() } else { names.join(" ") };
+    let mut text = if names.is_empty() { "none that the kernels use".to_owned() } else { names.join(" ") };
     if !missing.is_empty() {
         text += &format!(" (missing: {})", missing.join(" "));
     }

@@ -18,21 +18,21 @@ pub(crate) struct LaunchArgs {
     #[arg(long, value_name = "N|auto", value_parser = num_processes, aliases = ["nproc-per-node", "nproc_per_node"])]
     #[arg(required_unless_present_any = ["hosts", "hostfile", "rdzv_endpoint"], conflicts_with_all = ["hosts", "hostfile"])]
     nproc: Option<usize>,
-    /// Number of machines. Start `launch` on each, with the same arguments and its own --node-rank.
+    /// Number of nodes. Start `launch` on each, with the same arguments and its own --node-rank.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "rdzv_endpoint")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub(super) nnodes: u16,
-    /// Number of this machine, from 0 [default: SLURM_NODEID].
+    /// Rank of this node, from 0 [default: SLURM_NODEID].
     #[arg(long, value_name = "R", alias = "node_rank", requires = "rdzv_endpoint")]
     node_rank: Option<u16>,
-    /// Address at which the machines meet: a port of machine 0. ULYSSES_JOB_SECRET or ULYSSES_JOB_SECRET_FILE keeps
-    /// others out.
+    /// Rendezvous address: a port of node 0. Set ULYSSES_JOB_SECRET or ULYSSES_JOB_SECRET_FILE so that only processes of
+    /// this job can join.
     #[arg(long, value_name = "HOST[:PORT]", alias = "rdzv_endpoint", conflicts_with_all = ["hosts", "hostfile"])]
     rdzv_endpoint: Option<String>,
-    /// Seconds to wait for all machines.
+    /// Seconds to wait for all nodes.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "rdzv_endpoint")]
     join_timeout: u64,
-    /// Seconds without a heartbeat after which a machine is lost.
+    /// Seconds without a heartbeat after which a node counts as lost.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "rdzv_endpoint")]
     #[arg(value_parser = clap::value_parser!(u64).range(3..))]
     node_timeout: u64,
@@ -45,12 +45,12 @@ pub(crate) struct LaunchArgs {
     /// Maximum number of restarts after a failure. `train` resumes from the newest valid checkpoint.
     #[arg(long, value_name = "K", default_value_t = 0, alias = "max_restarts")]
     pub(super) max_restarts: u32,
-    /// Number of machines with which a restart may continue when others are lost, on the next smaller mesh that the batch
-    /// allows [default: all].
+    /// Minimum number of nodes for a restart after nodes are lost; the job then continues on the next smaller mesh that
+    /// the batch allows [default: all nodes].
     #[arg(long, value_name = "N", requires = "max_restarts", value_parser = clap::value_parser!(u16).range(1..))]
     min_nodes: Option<u16>,
-    /// Directory in host memory for the copies of `checkpoint.memory_interval`. The job makes its own directory in it, and
-    /// removes it at its end.
+    /// Directory in host memory (tmpfs) for the copies of `checkpoint.memory_interval`. Each job creates a subdirectory and
+    /// removes it when it ends.
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     pub(super) memory_dir: PathBuf,
     /// Seconds between SIGTERM and SIGKILL when stopping processes.

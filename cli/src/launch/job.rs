@@ -7,6 +7,7 @@ use super::running::{Running, drain_outputs};
 use super::signals::Signals;
 use super::watchdog::Watchdog;
 use crate::log_line;
+use anyhow::anyhow;
 use rustix::process::Signal;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -16,6 +17,10 @@ use ulysses::comm::store::JobStore;
 
 /// Interval of polling the processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Time between SIGKILL and giving up on a process that waits in the kernel, for a file system or a GPU driver that does
+/// not answer.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One start of the processes of this machine.
 pub(super) struct Start {
@@ -72,7 +77,7 @@ impl Start {
             command.process_group(job.watchdog.group());
             job.processes.push(Running::start(source, &mut command, logs.as_ref())?);
         }
-        Ok(job.supervise(signals, nodes))
+        job.supervise(signals, nodes)
     }
 }
 
@@ -87,9 +92,10 @@ struct Job {
 }
 
 impl Job {
-    fn supervise(&mut self, signals: &Signals, nodes: &mut dyn OtherNodes) -> Outcome {
+    fn supervise(&mut self, signals: &Signals, nodes: &mut dyn OtherNodes) -> anyhow::Result<Outcome> {
         let mut failed: Option<RankFailure> = None;
-        let (mut is_interrupted, mut is_killed) = (false, false);
+        let mut is_interrupted = false;
+        let mut killed_at: Option<Instant> = None;
         let mut deadline: Option<Instant> = None;
         let mut ranks = MpirunRanks::default();
         loop {
@@ -116,31 +122,52 @@ impl Job {
             if self.processes.iter().all(|process| process.status.is_some()) {
                 break;
             }
-            if deadline.is_some_and(|deadline| Instant::now() > deadline)
-                && !std::mem::replace(&mut is_killed, true)
-            {
+            if killed_at.is_none() && deadline.is_some_and(|deadline| Instant::now() > deadline) {
                 self.kill();
+                killed_at = Some(Instant::now());
             }
-            if !is_killed && ranks.have_ended(&self.processes, self.grace) {
+            if let Some(unkillable) = killed_at.and_then(|at| self.unkillable(at)) {
+                // A restart would need the memory and the GPU that such a process still has.
+                let cause = failed.map_or(String::new(), |failure| format!("{failure}; "));
+                return Err(anyhow!("{cause}{unkillable}"));
+            }
+            if killed_at.is_none() && ranks.have_ended(&self.processes, self.grace) {
                 let seconds = self.grace.as_secs();
                 log_line(format_args!(
                     "launch: killing mpirun, which still runs {seconds} s after its ranks ended"
                 ));
                 self.kill();
-                is_killed = true;
+                killed_at = Some(Instant::now());
             }
             std::thread::sleep(POLL_INTERVAL);
         }
         drain_outputs(&self.processes);
         let has_saved = self.processes.iter().any(Running::has_stopped);
-        match (failed, self.requested) {
+        Ok(match (failed, self.requested) {
             (None, None) if is_interrupted => Outcome::Interrupted,
             (_, Some(_)) | (None, _) if has_saved => Outcome::Stopped { exit_code: 75 },
             (Some(_), Some(signal)) => Outcome::Stopped { exit_code: 128 + signal.as_raw() as u8 },
             (None, _) if is_interrupted => Outcome::Interrupted,
             (None, _) => Outcome::Done,
             (Some(failure), None) => Outcome::Failed(failure),
-        }
+        })
+    }
+
+    /// Names the processes that still run long after SIGKILL.
+    fn unkillable(&self, killed_at: Instant) -> Option<String> {
+        let left: Vec<u32> = self
+            .processes
+            .iter()
+            .filter(|process| process.status.is_none())
+            .map(|process| process.child.id())
+            .collect();
+        (killed_at.elapsed() > KILL_TIMEOUT && !left.is_empty()).then(|| {
+            format!(
+                "processes {left:?} have not ended {} s after SIGKILL: the kernel keeps them, for a file system or a GPU \
+                 driver that does not answer; the job is not restarted",
+                KILL_TIMEOUT.as_secs()
+            )
+        })
     }
 
     /// Returns the failure of the first process that has just ended unsuccessfully, unless the job is stopping.

@@ -13,6 +13,8 @@ use std::thread::JoinHandle;
 const MAX_LINE_BYTES: usize = 500;
 /// Maximum bytes of a forwarded line: a process that prints no newline must not exhaust the memory of `launch`.
 const MAX_FORWARDED_BYTES: usize = 64 << 10;
+/// Lines of `mpirun` that are kept at least: the last ones, which say why it ended.
+const MIN_MPIRUN_LINES: usize = 1000;
 /// Mark at the end of a line that was cut there; the rest follows as further lines.
 const CUT: &str = " [line cut by launch]";
 
@@ -70,7 +72,7 @@ impl RankLogs {
 pub(super) struct StderrTail {
     /// The last non-empty line of each rank.
     pub(super) last_lines: Vec<(usize, String)>,
-    /// All lines of `mpirun` itself.
+    /// The last lines of `mpirun` itself.
     pub(super) mpirun: Vec<String>,
 }
 
@@ -90,7 +92,12 @@ impl StderrTail {
         }
         let line = line[..end].to_owned();
         match rank {
-            None => self.mpirun.push(line),
+            None => {
+                if self.mpirun.len() == 2 * MIN_MPIRUN_LINES {
+                    self.mpirun.drain(..MIN_MPIRUN_LINES);
+                }
+                self.mpirun.push(line);
+            }
             Some(rank) => match self.last_lines.iter_mut().find(|(of, _)| *of == rank) {
                 Some((_, last)) => *last = line,
                 None => self.last_lines.push((rank, line)),
@@ -191,6 +198,14 @@ mod tests {
         assert_eq!(attribute("[12] error: [1] x"), (Some(12), "error: [1] x"));
         assert_eq!(attribute("[proxy:0:0@n1] x"), (None, "[proxy:0:0@n1] x"));
         assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
+    }
+
+    #[test]
+    fn only_the_last_lines_of_mpirun_are_kept() {
+        let mut tail = StderrTail::default();
+        (0..10 * MIN_MPIRUN_LINES).for_each(|index| tail.record(None, &format!("line {index}")));
+        assert!((MIN_MPIRUN_LINES..=2 * MIN_MPIRUN_LINES).contains(&tail.mpirun.len()));
+        assert_eq!(tail.mpirun.last().unwrap(), "line 9999");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Interval of polling the readers of output.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Maximum wait for the remaining output of an ended process.
+/// Maximum wait for the remaining output of an ended process, and for the end of a killed one.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Exit code of a rank that saved and stopped on a signal.
 const STOPPED: i32 = 75;
@@ -103,9 +103,15 @@ pub(super) fn drain_outputs(processes: &[Running]) {
 }
 
 impl Drop for Running {
+    /// Kills it, and waits for its end, but not forever: the kernel can keep a process.
     fn drop(&mut self) {
-        if self.status.is_none() {
-            let _ = self.child.kill().and_then(|()| self.child.wait());
+        if self.status.is_some() {
+            return;
+        }
+        let _ = self.child.kill();
+        let deadline = Instant::now() + DRAIN_TIMEOUT;
+        while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }

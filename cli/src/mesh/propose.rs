@@ -137,7 +137,7 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
         };
         let _ = writeln!(
             text,
-            "  {}: ZeRO stage {}, sp groups {place}, peak {} of {} per rank{host}: {verdict}",
+            "  {}: ZeRO stage {}, sp groups {place}, peak {} per rank, {} available{host}: {verdict}",
             notation(trial),
             zero_partition_axes.with_stage(*zero_stage),
             bytes(*peak_bytes as f64),
@@ -165,7 +165,7 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
         ),
         (_, nodes) => {
             format!(
-                "a sequence does not fit on one node; sp {sp} is the smallest number of whole nodes, {nodes}"
+                "a sequence does not fit on one node; sp {sp}, {nodes} whole nodes, is the smallest size that fits"
             )
         }
     };

@@ -32,7 +32,7 @@ pub(super) fn alternatives(report: &Report) -> Choices {
     Choices {
         head: columns.head(
             ["change", "peak per rank", "model state per rank"],
-            &["sent per rank", "FLOPs per rank"],
+            &["sent per rank and step", "FLOPs per rank and step"],
             &[LONGEST],
         ),
         rows: rows.collect(),
@@ -63,7 +63,7 @@ pub(super) fn meshes(report: &Report) -> Choices {
     let mut footnotes = lacking_rates(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref()));
     if columns.has_budget {
         footnotes.push(format!(
-            "micro batch: the largest that fits, else 1. {LONGEST}: that fits with this micro batch"
+            "micro batch: sequences, the largest that fits, else 1. {LONGEST}: the longest that fits with that micro batch"
         ));
     }
     Choices {
@@ -107,7 +107,7 @@ impl Columns {
         always: &[&'static str],
         with_budget: &[&'static str],
     ) -> Vec<&'static str> {
-        let host: &[&str] = if self.has_host { &["host per node"] } else { &[] };
+        let host: &[&str] = if self.has_host { &["host memory per node"] } else { &[] };
         let with_times: &[&str] = if self.has_times { &["step time (s)", "tokens/s"] } else { &[] };
         let with_budget = if self.has_budget { with_budget } else { &[] };
         [&memory, host, always, with_times, with_budget].concat()

@@ -134,9 +134,9 @@ impl FitReport {
             "offloaded",
             "peak per rank",
             "offloaded per rank",
-            "host per node",
-            "recomputed per rank",
-            "sent per rank",
+            "host memory per node",
+            "recomputed per rank and step",
+            "sent per rank and step",
         ];
         if self.has_times {
             head.extend(["step time (s)", "tokens/s"]);
@@ -159,7 +159,7 @@ impl FitReport {
         match self.available.budget.host_bytes_per_node {
             Some(host) => writeln!(f, "  host memory: at most {} per node", bytes(host as f64)),
             None if self.fit.choices.iter().any(needs_host) => {
-                writeln!(f, "  host memory is not compared: --host-memory-gib")
+                writeln!(f, "  host memory: not checked; set --host-memory-gib")
             }
             None => Ok(()),
         }
@@ -184,7 +184,7 @@ impl FitReport {
                 parts.iter().map(|(category, part)| format!("{} {}", category.name(), size(*part))).collect();
             writeln!(
                 f,
-                "limit   memory of rank {}: {}, {} too much, during {}: {}",
+                "limit   rank {}: peak {} exceeds the available memory by {}, during {}: {}",
                 plan.rank,
                 size(plan.peak_bytes),
                 size(plan.peak_bytes - rank_bytes),
@@ -197,7 +197,7 @@ impl FitReport {
             let lacking = size(host - limit);
             writeln!(
                 f,
-                "limit   host memory of a node: {}, {lacking} more than {}",
+                "limit   host memory of a node: {} exceeds the available {} by {lacking}",
                 size(host),
                 size(limit)
             )?;

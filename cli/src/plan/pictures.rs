@@ -55,10 +55,11 @@ fn points(bytes: impl Iterator<Item = u64>) -> Vec<(f64, f64)> {
 /// A curve: label, index of its color, value at a point.
 type Curve = (&'static str, usize, fn(&Point) -> Option<f64>);
 
-const CURVES: [Curve; 4] = [
+const CURVES: [Curve; 5] = [
     ("Ulysses", 0, |point| point.ulysses_bytes),
     ("Megatron SP", 1, |point| Some(point.megatron_bytes)),
     ("ring", 2, |point| Some(point.ring_bytes)),
+    ("Ulysses × ring", 3, |point| Some(point.combined_bytes)),
     ("paper 8·N·h/P", 4, |point| Some(point.claimed_bytes)),
 ];
 

@@ -39,8 +39,16 @@ impl Display for Study<'_> {
                 f,
                 "\n{name}: hidden size {hidden_size}, {num_heads} query heads, {num_kv_heads} KV heads"
             )?;
-            let mut rows =
-                vec![row(["ranks", "tokens", "Ulysses", "K and V only", "paper", "Megatron", "ring"])];
+            let mut rows = vec![row([
+                "ranks",
+                "tokens",
+                "Ulysses",
+                "K and V only",
+                "paper",
+                "Megatron",
+                "ring",
+                "Ulysses × ring",
+            ])];
             rows.extend(model.points.iter().map(cells));
             write_table(f, &rows)?;
         }
@@ -58,5 +66,6 @@ fn cells(point: &Point) -> Vec<String> {
         bytes(point.claimed_bytes),
         bytes(point.megatron_bytes),
         bytes(point.ring_bytes),
+        format!("{} (ring of {})", bytes(point.combined_bytes), point.combined_ring_size),
     ]
 }

@@ -213,7 +213,7 @@ impl Text<'_> {
         if *fits {
             let host = match host {
                 Some(host) => format!(" and {} of host memory per node", size(*host)),
-                None if needed_host > 0 => " (host memory is not compared: --host-memory-gib)".to_owned(),
+                None if needed_host > 0 => " (host memory not checked; set --host-memory-gib)".to_owned(),
                 None => String::new(),
             };
             let budget = per_rank(budget, *reserve_bytes);

@@ -151,7 +151,7 @@ mod tests {
             seconds: 0.5,
         };
         let volume = Volume {
-            what: "sums over sp".into(),
+            what: "all-reduce over sp".into(),
             planned: vec![],
             planned_bytes: 10 * calls,
             sent_bytes: 11 * calls,

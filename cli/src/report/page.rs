@@ -47,10 +47,13 @@ fn facts(run: &RunFiles) -> Facts {
         facts.push(("evaluation loss", format!("{loss:.4}")));
     }
     facts.extend([
-        ("tokens/s", number(run.rate("tokens"))),
-        ("label tokens/s", number(run.rate("label_tokens"))),
-        ("MFU", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
-        ("peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
+        ("mean tokens/s", number(run.rate("tokens"))),
+        ("mean label tokens/s", number(run.rate("label_tokens"))),
+        (
+            "MFU of the last step",
+            run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent)),
+        ),
+        ("largest peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
         ("mesh", mesh),
         ("ZeRO stage", stage.unwrap_or_else(|| "–".to_owned())),
         ("training time", duration(run.sum("step_seconds"))),

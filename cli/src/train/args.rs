@@ -72,15 +72,15 @@ pub(crate) struct TrainArgs {
     /// Resume from the newest valid checkpoint in the output directory, or from DIR (an output directory or a checkpoint).
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub(super) resume: Option<Option<PathBuf>>,
-    /// Resume with other data than the checkpoint's, from its beginning.
+    /// Resume with different data, from its first sequence.
     ///
-    /// Step, schedule, parameters and optimizer state continue. Unchanged data continues at its position.
+    /// Step, schedule, parameters and optimizer state continue. Unchanged data continues where the checkpoint stopped.
     #[arg(long, requires = "resume")]
     pub(super) reset_data: bool,
     /// Random seed of initial weights and data order.
     #[arg(long)]
     pub(super) seed: Option<u64>,
-    /// Print tables at the end: bytes sent, stored and at the peak per rank, and time spent waiting for data.
+    /// Print tables at the end: per rank, bytes sent, stored state and peak memory; and the time spent waiting for data.
     #[arg(long)]
     pub(super) verbose: bool,
     /// Write a timeline of all ranks in the first steps, for ui.perfetto.dev or chrome://tracing.

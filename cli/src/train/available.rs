@@ -38,7 +38,7 @@ impl fmt::Display for Limit {
         f.write_str(match self {
             Self::Machine => "MemAvailable",
             Self::ControlGroup => "cgroup limit",
-            Self::AddressSpace => "RLIMIT_AS of this process",
+            Self::AddressSpace => "ulimit -v",
             Self::Gpu => "total less 4 GiB for the CUDA context and libraries",
         })
     }

@@ -26,7 +26,9 @@ pub(super) fn report(
         let reason = stopped_early
             .as_ref()
             .map_or_else(String::new, |reason| format!("; the run stopped early: {reason}"));
-        return print(format_args!("nothing to do: step {step} of {last_step} is complete{reason}\n"));
+        return print(format_args!(
+            "nothing to do: {step} steps are complete, {last_step} are requested{reason}\n"
+        ));
     };
     if is_first {
         record::finish(&run.prepared, &mut record, &ranks);

@@ -107,7 +107,7 @@ impl PlannedMemory {
         let needs = self.needs(ranks, limits);
         let compared = needs.iter().map(|(ranks, needed, Available { bytes: available, limit })| {
             let [needed, available] = [needed, available].map(|amount| bytes(*amount as f64));
-            format!("; {}: {needed} for {ranks} rank(s), {available} available ({limit})", limit.memory())
+            format!("; {}: {ranks} rank(s) need {needed} of {available} available ({limit})", limit.memory())
         });
         let exceeded = needs.iter().filter_map(|(_, needed, Available { bytes: available, limit })| {
             let lacking = needed.checked_sub(*available).filter(|lacking| *lacking > 0)?;
@@ -190,7 +190,7 @@ fn first_step(work: f64, peak: f64) -> Option<String> {
     let seconds = work / (TYPICAL_SHARE * peak);
     (seconds > LONG_SECONDS).then(|| {
         format!(
-            "estimated time of the first step: {} ({} at half the GEMM rate of all ranks, {}/s)",
+            "estimated time of the first step: {} ({} at half of the measured GEMM rate of all ranks, which is {}/s)",
             duration(seconds),
             flops(work),
             flops(peak)
@@ -243,12 +243,12 @@ mod tests {
         let fits = lines(DeviceKind::Cpu, 12, None);
         assert_eq!(fits.len(), 1, "{fits:?}");
         assert!(fits[0].starts_with("planned peak memory: 3.00 GiB per rank ("), "{fits:?}");
-        let both = "; host memory: 12.00 GiB for 4 rank(s), 12.00 GiB available (cgroup limit)";
+        let both = "; host memory: 4 rank(s) need 12.00 GiB of 12.00 GiB available (cgroup limit)";
         assert!(fits[0].ends_with(both), "{fits:?}");
         let exceeds = lines(DeviceKind::Cpu, 10, Some(5));
         assert_eq!(exceeds.len(), 3, "{exceeds:?}");
         for (line, expected) in
-            exceeds[1..].iter().zip(["(cgroup limit) by 2.00 GiB", "process) by 1.00 GiB"])
+            exceeds[1..].iter().zip(["(cgroup limit) by 2.00 GiB", "(ulimit -v) by 1.00 GiB"])
         {
             assert!(line.starts_with("warning: ") && line.contains(expected), "{line}");
         }
@@ -275,7 +275,7 @@ mod tests {
         };
         assert!(
             lines(6)[0]
-                .contains("; GPU memory: 6.00 GiB for 2 rank(s), 6.00 GiB available (total less 4 GiB")
+                .contains("; GPU memory: 2 rank(s) need 6.00 GiB of 6.00 GiB available (total less 4 GiB")
         );
         assert_eq!((lines(6).len(), lines(5).len()), (1, 2));
         assert!(lines(5)[1].contains("exceeds the available GPU memory ("), "{:?}", lines(5));
@@ -284,13 +284,13 @@ mod tests {
     #[test]
     fn on_a_gpu_only_offloaded_tensors_take_host_memory() {
         let lines = lines(DeviceKind::Cuda, 3, None);
-        assert!(lines[0].contains("; host memory: 4.00 GiB for 4 rank(s)") && lines.len() == 2, "{lines:?}");
+        assert!(lines[0].contains("; host memory: 4 rank(s) need 4.00 GiB") && lines.len() == 2, "{lines:?}");
     }
 
     #[test]
     fn a_long_first_step_is_announced() {
         assert_eq!(first_step(4e9, 1e9), None);
-        let expected = "estimated time of the first step: 20 s (10.00 GFLOP at half the GEMM rate of all ranks, 1.00 GFLOP/s)";
+        let expected = "estimated time of the first step: 20 s (10.00 GFLOP at half of the measured GEMM rate of all ranks, which is 1.00 GFLOP/s)";
         assert_eq!(first_step(10e9, 1e9).as_deref(), Some(expected));
         assert_eq!([119.0, 7200.0, 1e6].map(duration), ["119 s", "2 hours", "12 days"]);
     }

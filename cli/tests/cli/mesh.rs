@@ -38,7 +38,10 @@ fn a_drawing_shows_ranks_groups_and_their_purpose() {
 fn nodes_are_drawn_with_groups_across_nodes() {
     let text = drawing(&["2x4", "--nodes", "2"]);
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
-    assert!(text.contains("dp: 4 groups of 2, across 2 nodes\nsp: 2 groups of 4, within a node\n"), "{text}");
+    assert!(
+        text.contains("dp: 4 groups of 2, each across up to 2 nodes\nsp: 2 groups of 4, within a node\n"),
+        "{text}"
+    );
     let hybrid = drawing(&["2x4", "--inter", "1x2"]);
     for row in ["0 │  0  1  2  3  8  9 10 11", "1 │  4  5  6  7 12 13 14 15"] {
         assert!(hybrid.contains(row), "{hybrid}");
@@ -49,7 +52,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
     // As in training, ranks are row-major across nodes.
     let across = drawing(&["2x4", "--nodes", "4"]);
     assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
-    assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
+    assert!(across.contains("sp: 2 groups of 4, each across up to 2 nodes\n"), "{across}");
     refused(&["2x2", "--nodes", "3"], &["4 ranks cannot be divided into 3 nodes"]);
     refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["needs 4 ranks, but the world size is 6"]);
     refused(&["2x2", "--inter", "dp=2"], &["expected the same axes"]);
@@ -60,7 +63,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
 fn presets_draw_their_mesh() {
     let text = drawing(&["ulysses_hsdp", "--nodes", "2", "--devices-per-node", "8"]);
     assert!(text.starts_with("mesh dp_replicate=2,dp_shard=2,sp=4: 16 ranks\n"), "{text}");
-    assert!(text.contains("dp_replicate: 8 groups of 2, across 2 nodes"), "{text}");
+    assert!(text.contains("dp_replicate: 8 groups of 2, each across up to 2 nodes"), "{text}");
     assert!(drawing(&["hsdp=2x4"]).starts_with("mesh dp_replicate=2,dp_shard=4: 8 ranks\n"));
     assert!(drawing(&["fsdp", "--world-size", "6"]).starts_with("mesh dp=6,sp=1: 6 ranks\n"));
 }
@@ -72,7 +75,7 @@ fn a_preset_with_sizes_uses_the_nodes_of_the_flags() {
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
     assert!(text.contains("dp_shard: 1 group of 8, across 2 nodes\n"), "{text}");
     let text = drawing(&["ulysses=2x4", "--devices-per-node", "2"]);
-    assert!(text.contains("sp: 2 groups of 4, across 2 nodes\n"), "{text}");
+    assert!(text.contains("sp: 2 groups of 4, each across up to 2 nodes\n"), "{text}");
     assert!(drawing(&["ulysses=2x4"]).contains("sp: 2 groups of 4, within a node\n"));
     assert!(drawing(&["2x4", "--devices-per-node", "4"]).contains("sp: 2 groups of 4, within a node\n"));
     let two_of_4 = drawing(&["hsdp", "--devices-per-node", "4", "--world-size", "8"]);
@@ -133,7 +136,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
     );
     // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");
-    assert!(text.assert_done().stdout.contains("71.72 GiB of 76.00 GiB per rank: fits"), "{text:?}");
+    assert!(text.assert_done().stdout.contains("71.72 GiB per rank, 76.00 GiB available: fits"), "{text:?}");
     // The proposal names every flag that the config lacks.
     let place = Workplace::new();
     place.write("stage_0.json", r#"{ "train_micro_batch_size_per_gpu": 1 }"#);
@@ -240,14 +243,14 @@ fn hybrid_meshes_and_rank_maps_are_drawn_as_training_uses_them() {
     let text = drawing(&["intra:sp=2/inter:dp=2,sp=2"]);
     assert!(text.starts_with("mesh dp=2,sp=4: 8 ranks\n"), "{text}");
     assert!(
-        text.contains("sp: 2 groups of 4, across 2 nodes\n")
-            && text.contains("dp: 4 groups of 2, across 2 nodes\n"),
+        text.contains("sp: 2 groups of 4, each across up to 2 nodes\n")
+            && text.contains("dp: 4 groups of 2, each across up to 2 nodes\n"),
         "{text}"
     );
     let inferred = drawing(&["ici:sp=-1/dcn:dp=-1", "--nodes", "2", "--devices-per-node", "4"]);
     assert!(inferred.contains("sp: 2 groups of 4, within a node\n"), "{inferred}");
     let map = drawing(&["dp=2,sp=2@0,2,1,3", "--devices-per-node", "2"]);
-    assert!(map.contains("sp: 2 groups of 2, across 2 nodes\n"), "{map}");
+    assert!(map.contains("sp: 2 groups of 2, each across up to 2 nodes\n"), "{map}");
     let split = drawing(&["split:1x8", "--nodes", "2", "--devices-per-node", "4"]);
     assert!(split.contains("sp: 1 group of 8, across 2 nodes\n"), "{split}");
 }

@@ -107,7 +107,7 @@ fn explanation(entry: &Entry) -> String {
     if let Some(auto) = auto_text(entry) {
         line("auto", &auto);
     }
-    line("here", &effect_text(entry.key));
+    line("support", &effect_text(entry.key));
     text.push('\n');
     text
 }

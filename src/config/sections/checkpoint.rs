@@ -12,7 +12,7 @@ keys! {
         pub interval: Option<u64> = count(),
         /// Steps between copies of the checkpoint in the host memory of the nodes, each file on its own node and on the next;
         /// only the newest is kept. A restart by `ulysses launch` continues from it if it is newer than the newest
-        /// checkpoint on disk and if, of every node and the next, at least one is left. Absent: no copies.
+        /// checkpoint on disk, and unless a node and the next are both lost. If absent, no copies are made.
         pub memory_interval: Option<u64> = count(),
         /// Number of checkpoints to keep: older ones are removed after a new one has been saved and verified. 0 keeps all.
         pub keep_last: usize = index().integer(10),

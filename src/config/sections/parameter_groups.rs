@@ -55,7 +55,7 @@ impl ParameterGroup {
         for group in groups.iter().take(MAX_GROUPS) {
             if group.boolean("frozen").unwrap_or(false) {
                 for key in ["lr", "lr_scale", "weight_decay"] {
-                    group.contradiction(key, "no such key next to `frozen`: true");
+                    group.contradiction(key, "no value, because `frozen` is true");
                 }
             } else if group.names("lr_scale") {
                 group.contradiction("lr", "either `lr` or `lr_scale`");

@@ -96,7 +96,7 @@ impl Precision {
         let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
         let [is_fp16, is_bf16] = [&fp16, &bf16].map(|section| section.boolean("enabled").unwrap_or(false));
         if is_fp16 && is_bf16 {
-            bf16.contradiction("enabled", "false (`fp16.enabled` is true, and a run has one dtype)");
+            bf16.contradiction("enabled", "false (`fp16.enabled` is true too: enable only one)");
         }
         // The reciprocal unscales gradients, in f32.
         let is_extreme = |scale: f64| scale > 0.0 && !(1e-30..=1e30).contains(&scale);

@@ -48,14 +48,14 @@ keys! {
         pub zero_partition_axes: PartitionAxes = key(Value::Names(&AXES)).derived(
             "`[\"dp\"]`; `[\"dp\", \"sp\"]`, as in DeepSpeed, in a file with `sequence_parallel_size` but no other mesh or shard size",
         ),
-        /// Ranks of a ring within sp, which must divide sp. Each ring rank is a group of sp / `ring_size` ranks that share its
-        /// tokens and divide the heads; keys and values travel around the ring. For more sequence-parallel ranks than heads,
-        /// and between nodes. `auto`: the largest such groups that divide the model's heads evenly and fit a node.
+        /// Number of Ulysses groups that form a ring; must divide sp. In attention, tokens are sharded over the ring, and heads
+        /// over the sp / `ring_size` ranks of each group; keys and values travel around the ring. For more sequence-parallel
+        /// ranks than heads, and between nodes. `auto`: the largest such groups that divide the model's heads evenly and fit a node.
         pub ring_size: usize = count().integer(1),
         /// Flexible sequence parallelism: each document of a step is computed by as few sp ranks as its tokens and FLOPs need, short
-        /// ones on one rank without an exchange, so that all ranks of the mesh compute equally much. A step consumes the same
-        /// sequences and has the same loss. The number of micro steps follows from the documents; a rank has at most as many
-        /// tokens per micro step as without. Evaluation is not changed.
+        /// ones on one rank without an exchange, to balance compute over all ranks. A step consumes the same
+        /// sequences and has the same loss. The number of micro steps follows from the documents; the limit of tokens
+        /// per rank and micro step is unchanged. Evaluation is not changed.
         pub flexible_sp: bool = flag(),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
@@ -77,7 +77,7 @@ keys! {
         /// Recomputes one layer in this many; the others keep their activations.
         pub activation_checkpointing_interval: usize = count().integer(1),
         /// Saves the attention output of recomputed layers, so that attention and the exchange of its output are not computed
-        /// again. Takes about as much memory as the inputs of these layers; changes no bit.
+        /// again. Uses about as much memory as the inputs of these layers; results are bit-identical.
         pub save_attention_output: Option<bool> = key(Value::Boolean).derived(
             "true, except with `activation_checkpointing.cpu_checkpointing`, and where `ulysses train` (host memory) or \
              `ulysses plan --memory-gib` finds that it does not fit",
@@ -92,7 +92,8 @@ keys! {
             "`fused` where it is supported, if its kernels agree with the tiled ones on this GPU; else `tiled`",
         ),
         /// With several head chunks and sequence-parallel ranks, the exchange of the next and of the previous chunk overlaps
-        /// with the attention of one. Needs memory for up to three chunks instead of one; changes no bit.
+        /// with the attention of one. Needs memory for up to three chunks instead of one; results are
+        /// bit-identical.
         pub overlap_exchange: bool = flag(),
         /// The directory of offload files.
         pub offload_path: Option<String> = text().derived("the system's temporary directory"),

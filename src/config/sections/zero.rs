@@ -17,7 +17,8 @@ keys! {
         /// parameters.
         pub stage: ZeroStage = integer(0, 3).integer(0),
         /// Shard size of hybrid sharding (MiCS; PyTorch's HSDP) along dp: consecutive dp ranks that partition the state; the other
-        /// groups of this size hold replicas. Takes more memory, communicates over shorter distances. -1: all of dp.
+        /// groups of this size hold replicas. Uses more memory per rank; gathers and reduce-scatters involve fewer, nearby
+        /// ranks. -1: one shard group of all dp ranks.
         pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
         /// Offloads parameters between uses; stage 3 only.
         pub offload_param: Offload = section().or_null(),

@@ -217,7 +217,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#,
-            "c.json:1:49: `bf16.enabled`: expected false (`fp16.enabled` is true, and a run has one dtype), found true",
+            "c.json:1:49: `bf16.enabled`: expected false (`fp16.enabled` is true too: enable only one), found true",
         ),
     ];
     for (text, expected) in cases {
@@ -309,7 +309,7 @@ fn contradictions_between_keys_are_reported_at_their_position() {
         ),
         (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,
-            "`bf16.enabled`: expected false (`fp16.enabled` is true, and a run has one dtype), found true",
+            "`bf16.enabled`: expected false (`fp16.enabled` is true too: enable only one), found true",
         ),
     ];
     for (text, expected) in cases {
@@ -337,12 +337,12 @@ fn contradicting_settings_of_a_group_are_refused() {
         (
             r#""frozen": true, "lr_scale": 2"#,
             1e-3,
-            "[0].lr_scale`: expected no such key next to `frozen`: true, found 2",
+            "[0].lr_scale`: expected no value, because `frozen` is true, found 2",
         ),
         (
             r#""frozen": true, "lr": 2, "weight_decay": 0"#,
             1e-3,
-            "[0].weight_decay`: expected no such key next to `frozen`: true, found 0",
+            "[0].weight_decay`: expected no value, because `frozen` is true, found 0",
         ),
         (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with `lr` above 0"),
     ] {

@@ -312,7 +312,7 @@ fn the_batch_counts_data_parallel_ranks_but_not_sequence_parallel_ones() {
     assert_eq!(config.train_batch_size, 6);
     assert_eq!(
         message(r#"{"train_batch_size": 30, "mesh_param": [4, 2]}"#),
-        "c.json:1:22: `train_batch_size` 30 is not a multiple of dp 4 = 4: the nearest valid sizes are 28 and 32"
+        "c.json:1:22: `train_batch_size` 30 is not a multiple of dp 4: the nearest valid sizes are 28 and 32"
     );
     assert!(message("{}").starts_with("c.json: the batch size is not set"));
 }

@@ -293,7 +293,7 @@ fn explanations_say_what_a_key_does() {
         explain("gradient_clipping").unwrap(),
         "gradient_clipping\n  what     Maximum norm of the global gradient; 0 disables clipping. (DeepSpeed \
          0.19's default is 1.)\n  value    a number ≥ 0 that f32 can represent\n  default  0.0\n  auto     1.0\n  \
-         here     supported\n"
+         support  supported\n"
     );
     let stage = explain("zero_optimization.stage").unwrap();
     assert!(stage.contains("an integer from 0 to 3") && stage.contains("supported"), "{stage}");

@@ -34,8 +34,8 @@ impl Conversation<'_> {
             let end = answers.last().map_or(0, |answer| answer.end);
             let found = found.filter(|answer| answer.start >= end).ok_or_else(|| {
                 failed(format!(
-                    "the text up to message {index} is not how the whole text begins, so the template does not \
-                     tell what its answer is; `{{% generation %}}` around answers in the template would"
+                    "cannot locate the answer of message {index}: the chat template renders it differently as later \
+                     messages are added; mark answers with `{{% generation %}}` in the template"
                 ))
             })?;
             answers.push(found);

@@ -41,7 +41,7 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
     let claimed = u64::try_from(last_length).ok().and_then(|length| (length * width).checked_add(last_start));
     if claimed != Some(tokens.len()) {
         let valid = format!(
-            "such that with its {last_length} tokens it ends at {}, where the .bin does",
+            "one with which its {last_length} tokens end at byte {}, the end of the .bin; .idx and .bin do not match",
             tokens.len()
         );
         return Err(index.field(pointers.offset(last), "the last sequence's pointer", last_start, valid));

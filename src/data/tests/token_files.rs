@@ -268,7 +268,7 @@ fn broken_token_files_are_refused_with_file_and_place() {
     assert!(message.contains("byte 66: a document index is 9; valid is 0 to 2"), "{message}");
     folder.write("d.idx", &ok);
     folder.write("d.bin", u16s(&[1, 2, 3, 4]));
-    assert!(file_error(folder.load("d.idx")).to_string().contains("ends at 8, where the .bin does"));
+    assert!(file_error(folder.load("d.idx")).to_string().contains("end at byte 8, the end of the .bin"));
 }
 
 #[test]

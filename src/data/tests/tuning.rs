@@ -142,7 +142,7 @@ fn a_template_whose_answers_cannot_be_located_is_refused() {
     let counting = "{{ messages | map(attribute='content') | join | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
     let message = refused(counting, &chat());
     assert!(message.contains("x.jsonl, line 1: the chat template fails"), "{message}");
-    assert!(message.contains("`{% generation %}` around answers"), "{message}");
+    assert!(message.contains("mark answers with `{% generation %}`"), "{message}");
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });

@@ -34,8 +34,8 @@ impl MemorySample {
             json!({ "ph": "C", "pid": 0, "tid": self.rank, "ts": ts, "name": name, "args": args })
         };
         [
-            counter("bytes held", json!({ "total": self.bytes })),
-            counter("bytes held by category", by_category.into()),
+            counter("allocated bytes", json!({ "total": self.bytes })),
+            counter("allocated bytes by category", by_category.into()),
         ]
     }
 }

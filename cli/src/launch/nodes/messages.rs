@@ -79,13 +79,13 @@ impl NodeInfo {
     /// Returns how a node contradicts node 0, if it does.
     pub(super) fn contradiction(&self, node: usize, first: &Self) -> Option<String> {
         let different = [
-            ("another version of ulysses", &self.version, &first.version, true),
-            ("other arguments", &self.arguments, &first.arguments, false),
-            ("another config file", &self.config, &first.config, false),
+            ("versions of ulysses", &self.version, &first.version, true),
+            ("arguments", &self.arguments, &first.arguments, false),
+            ("config files", &self.config, &first.config, false),
         ];
         let (what, own, others, is_shown) = different.into_iter().find(|(_, own, first, _)| own != first)?;
-        let values = if is_shown { format!(": {own} instead of {others}") } else { String::new() };
-        Some(format!("node {node} ({}) has {what} than node 0 ({}){values}", self.host, first.host))
+        let values = if is_shown { format!(": {own} and {others}") } else { String::new() };
+        Some(format!("node {node} ({}) and node 0 ({}) have different {what}{values}", self.host, first.host))
     }
 }
 
@@ -164,14 +164,14 @@ mod tests {
             "nodes may have different numbers of processes"
         );
         let newer = NodeInfo { version: text("1.3.0"), ..other("n1") };
-        let expected = "node 1 (n1) has another version of ulysses than node 0 (n0): 1.3.0 instead of 1.2.0";
+        let expected = "node 1 (n1) and node 0 (n0) have different versions of ulysses: 1.3.0 and 1.2.0";
         assert_eq!(newer.contradiction(1, &first).unwrap(), expected);
         let config = NodeInfo { config: text("d"), ..other("n2") };
         assert_eq!(
             config.contradiction(2, &first).unwrap(),
-            "node 2 (n2) has another config file than node 0 (n0)"
+            "node 2 (n2) and node 0 (n0) have different config files"
         );
         let arguments = NodeInfo { arguments: text("b"), ..other("n2") };
-        assert!(arguments.contradiction(2, &first).unwrap().contains("has other arguments than"));
+        assert!(arguments.contradiction(2, &first).unwrap().contains("have different arguments"));
     }
 }

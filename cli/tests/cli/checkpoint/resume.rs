@@ -164,7 +164,10 @@ fn runs_are_not_mixed() {
     train(&arguments).assert_refused(2, &["--resume needs an output directory"]);
     write_config(&place, "c.json", json!({}));
     let outcome = train(&["--resume", "--steps", "7"]);
-    assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is complete"), "{outcome:?}");
+    assert!(
+        outcome.assert_done().stdout.contains("nothing to do: 7 steps are complete, 7 are requested"),
+        "{outcome:?}"
+    );
 }
 
 #[test]
@@ -207,7 +210,7 @@ fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     on_other(&["--reset-data"]).assert_refused(2, &["--resume"]);
     on_other(&["--resume"]).assert_refused(2, &["--reset-data"]);
     let outcome = on_other(&["--resume", "--reset-data"]);
-    let expected = "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: training starts at the beginning of the data";
+    let expected = "--reset-data: `ulysses.seq_len` (--seq-len) changed from 64 to 32; the data restarts at its first sequence, training continues";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     // Step, schedule and optimizer continue: metrics and learning rate are those of one run.
     let metrics = place.metrics("out/metrics.jsonl");

@@ -93,9 +93,9 @@ fn inspect_marks_labels_in_conversations_and_a_run_prints_their_share() {
         "documents   9",
         "tokens      45",
         "labels      27 tokens (60.0 %)",
-        "no labels   0 documents",
+        "unlabeled   0 documents have no labels",
         "sequences   3 of 16 tokens, 6.25 % padding",
-        "longer      0 documents of more than 16 tokens",
+        "too long    0 documents exceed 16 tokens",
     ];
     for expected in expected {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");

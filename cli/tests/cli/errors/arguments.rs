@@ -24,7 +24,7 @@ fn invalid_meshes_are_refused() {
         ("0x2", "size 0; valid sizes are 1 or more"),
         ("2x2x2", "3 sizes"),
         ("2", "1 sizes"),
-        ("tp=2", "the axes are dp and sp, got tp"),
+        ("tp=2", "and sp (or ring and ulysses); got tp"),
         ("dp=2,dp=2", "duplicate axis `dp`"),
         ("100000x100000", "more than 1048576 ranks"),
         ("99999999999999999999x1", "is not a size"),

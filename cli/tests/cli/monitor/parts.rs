@@ -55,7 +55,7 @@ fn a_run_with_nothing_to_do_does_not_change_its_files() {
     assert!(before.keys().any(|name| name.contains("events.out")), "{:?}", before.keys());
     for steps in [4, 3] {
         let outcome = train(&place, steps, &["--resume"]);
-        let expected = format!("nothing to do: step 4 of {steps} is complete");
+        let expected = format!("nothing to do: 4 steps are complete, {steps} are requested");
         assert!(outcome.assert_done().stdout.contains(&expected), "{outcome:?}");
         assert!(files(&place.path("out")) == before, "the files have changed");
     }

@@ -43,9 +43,9 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
-    // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring and
+    // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring, Ulysses × ring and
     // the paper.
-    assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 4) * 2);
+    assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 5) * 2);
     // Step time by activity (rings among them) and by phase, planned and measured memory.
     assert_eq!(of_runs.matches("<polygon").count(), (6 + 4 + 6 + 6) * 2);
     assert_eq!(
@@ -136,8 +136,8 @@ fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
     place.run(&["report", "run"]).assert_done();
     let page = place.read("run/report.html");
     assert_well_formed(&page);
-    assert!(page.contains("<span>tokens/s</span><b>–</b>"), "{page}");
-    assert!(page.contains("<span>label tokens/s</span><b>45</b>"), "{page}");
+    assert!(page.contains("<span>mean tokens/s</span><b>–</b>"), "{page}");
+    assert!(page.contains("<span>mean label tokens/s</span><b>45</b>"), "{page}");
     assert!(page.contains("Label tokens per second") && !page.contains("<figcaption>Tokens per second"));
 }
 
@@ -208,7 +208,7 @@ fn a_plan_is_written_as_a_page() {
     let page = place.read("plan.html");
     assert_well_formed(&page);
     assert_eq!(page.matches("<polygon").count(), 6, "an area for each category");
-    assert_eq!(page.matches("<polyline").count(), 4, "traffic");
+    assert_eq!(page.matches("<polyline").count(), 5, "traffic");
     for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"] {
         assert!(page.contains(part), "no {part:?}");
     }

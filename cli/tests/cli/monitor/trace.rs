@@ -121,8 +121,8 @@ fn memory_counters_reach_the_peak_of_each_rank() {
     let record = place.read_json("out/run.json");
     let num_layers = number(&record["model"]["config"]["num_hidden_layers"]) as usize;
     for rank in 0..2_u64 {
-        let totals: Vec<_> = of(format!("rank {rank} bytes held")).collect();
-        let by_category: Vec<_> = of(format!("rank {rank} bytes held by category")).collect();
+        let totals: Vec<_> = of(format!("rank {rank} allocated bytes")).collect();
+        let by_category: Vec<_> = of(format!("rank {rank} allocated bytes by category")).collect();
         // Parts of a step: embedding, layers forward and backward, head, embedding backward, update, remainder.
         assert_eq!((totals.len(), by_category.len()), (3 * (2 * num_layers + 5), 3 * (2 * num_layers + 5)));
         let mut last = 0;

@@ -79,11 +79,11 @@ fn host_memory_is_shown_per_node_and_compared_if_it_is_given() {
         let text = place.run(&[&["plan"], &arguments[..], &reserve, memory].concat());
         text.assert_done().stdout.clone()
     };
-    let note = "  host memory is not compared: --host-memory-gib\n";
+    let note = "  host memory: not checked; set --host-memory-gib\n";
     // Little memory, for which something must be offloaded.
     let offloading = search(&["0.08"]);
     assert!(
-        offloading.contains("offloaded per rank  host per node") && offloading.contains(note),
+        offloading.contains("offloaded per rank  host memory per node") && offloading.contains(note),
         "{offloading}"
     );
     assert!(!search(&["8"]).contains(note), "nothing is offloaded");
@@ -101,9 +101,9 @@ fn where_nothing_fits_the_nearest_settings_and_their_limit_are_shown() {
     let with = |memory: &[&str]| place.run(&[&search[..], memory].concat());
     let small = with(&["--memory-gib", "0.001"]);
     let stdout = &small.assert_done().stdout;
-    let limit = stdout.lines().find(|line| line.starts_with("limit   memory of rank 0: "));
+    let limit = stdout.lines().find(|line| line.starts_with("limit   rank 0: peak "));
     let limit = limit.unwrap_or_else(|| panic!("{stdout}"));
-    assert!(limit.contains("too much, during ") && limit.contains("activations "), "{limit}");
+    assert!(limit.contains("exceeds the available memory by ") && limit.contains("activations "), "{limit}");
     assert!(stdout.contains("NOTHING FITS into 1.02 MiB per rank; nearest: dp × sp "), "{stdout}");
     assert!(stdout.contains("longest sequence that fits with these settings: "), "{stdout}");
     let written = with(&["--memory-gib", "0.001", "--output", "best.json"]);

@@ -29,7 +29,9 @@ fn a_plan_shows_memory_traffic_and_flops_that_add_up() {
     let place = workplace(json!({}));
     let text = place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4"]);
     text.assert_done();
-    for part in ["memory per rank: ", "exchange forward", "effect of single changes", "◄ sends least"] {
+    for part in
+        ["memory per rank: ", "exchange forward", "effect of single changes", "◄ sends the fewest bytes"]
+    {
         assert!(text.stdout.contains(part), "{part}: {}", text.stdout);
     }
     assert!(text.stdout.contains("use --memory-gib N to check whether this fits"), "{}", text.stdout);
@@ -434,7 +436,7 @@ fn host_memory_of_a_node_limits_what_gpus_offload() {
     let at_longest = with(&["--host-memory-gib", "300", "--seq-len", &longest(&limited).to_string()]);
     assert!(at_longest["budget"]["fits"] == true, "{}", at_longest["budget"]);
     let text = |host: &[&str]| place.run(&[&["plan"], &on_gpus[..], host].concat());
-    assert!(text(&[]).assert_done().stdout.contains("(host memory is not compared: --host-memory-gib)"));
+    assert!(text(&[]).assert_done().stdout.contains("(host memory not checked; set --host-memory-gib)"));
     let text = text(&["--host-memory-gib", "300"]);
     assert!(text.assert_done().stdout.contains("GiB of host memory,"), "{text:?}");
     assert!(text.stdout.contains("more than 300 GiB per node"), "{text:?}");

@@ -135,5 +135,5 @@ fn with_a_machine_every_change_and_mesh_has_a_time() {
     let text = place.run(&[&["plan"], &arguments[..], &["--html", "plan.html"]].concat());
     assert!(!text.assert_done().stdout.contains("tokens/s"), "{text:?}");
     let page = place.read("plan.html");
-    assert!(page.contains("sends least of all") && !page.contains("tokens/s"), "{page}");
+    assert!(page.contains("sends the fewest bytes of all") && !page.contains("tokens/s"), "{page}");
 }

@@ -93,7 +93,7 @@ fn a_resumed_run_stops_early_at_the_same_step() {
     let outcome = train(&place, &["--steps", "20", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     let outcome = train(&place, &["--steps", "20", "--resume"]);
-    let expected = "nothing to do: step 6 of 20 is complete; the run stopped early: the last 2 evaluation(s)";
+    let expected = "nothing to do: 6 steps are complete, 20 are requested; the run stopped early: the last 2 evaluation(s)";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     write_config(&place, [1, 1], json!({ "early_stopping_patience": 3 }), json!({}));
     train(&place, &["--steps", "7", "--resume"]).assert_done();

@@ -46,7 +46,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     // Over dp and sp nothing is all-reduced either, and the losses are summed in two small groups.
     assert_eq!(reasons(&choices), [(2, 3, format!("fastest of all {}", choices.len()))]);
     let untimed = four_sequences.meshes(Criteria::default()).unwrap();
-    assert_eq!(reasons(&untimed), [(4, 0, format!("sends least of all {}", untimed.len()))]);
+    assert_eq!(reasons(&untimed), [(4, 0, format!("sends the fewest bytes of all {}", untimed.len()))]);
     assert!(untimed.iter().all(|choice| choice.throughput.is_none()));
 
     // Where collectives count it is data parallelism at stage 0; within less memory it is the fastest of the others.
