@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 const MAX_LINE_BYTES: usize = 500;
 /// Maximum bytes of a forwarded line: a process that prints no newline must not exhaust the memory of `launch`.
 const MAX_FORWARDED_BYTES: usize = 64 << 10;
-/// Lines of `mpirun` that are kept at least: the last ones, which say why it ended.
+/// Minimum number of the last lines of `mpirun` to store: they say why it ended.
 const MIN_MPIRUN_LINES: usize = 1000;
 /// Mark at the end of a line that was cut there; the rest follows as further lines.
 const CUT: &str = " [line cut by launch]";
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_lines_of_mpirun_are_kept() {
+    fn only_the_last_lines_of_mpirun_are_stored() {
         let mut tail = StderrTail::default();
         (0..10 * MIN_MPIRUN_LINES).for_each(|index| tail.record(None, &format!("line {index}")));
         assert!((MIN_MPIRUN_LINES..=2 * MIN_MPIRUN_LINES).contains(&tail.mpirun.len()));
