@@ -13,7 +13,7 @@ use ulysses::checkpoint::{
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};
-use ulysses::monitor::format_bytes;
+use ulysses::monitor::{counted, format_bytes};
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -131,8 +131,10 @@ fn description(checkpoint: &Checkpoint) -> String {
         (
             "saved on",
             format!(
-                "mesh dp {} × sp {}, ZeRO stage {zero_stage}, {num_partitions} partition(s)",
-                mesh.dp, mesh.sp
+                "mesh dp {} × sp {}, ZeRO stage {zero_stage}; model state in {}",
+                mesh.dp,
+                mesh.sp,
+                counted(*num_partitions, "partition")
             ),
         ),
         ("step", format!("{} ({} optimizer updates)", progress.step, progress.optimizer_step)),
@@ -144,10 +146,14 @@ fn description(checkpoint: &Checkpoint) -> String {
             ),
         ),
         ("precision", progress.precision.clone().unwrap_or_else(|| "f32".into())),
-        ("state", format!("{} × {} partition(s)", manifest.kinds.join(", "), manifest.num_partitions)),
+        ("state", manifest.kinds.join(", ")),
         (
             "size",
-            format!("{} in {} files", format_bytes(manifest.total_bytes() as f64), manifest.files.len()),
+            format!(
+                "{} in {}",
+                format_bytes(manifest.total_bytes() as f64),
+                counted(manifest.files.len(), "file")
+            ),
         ),
     ];
     let mut text = String::new();
@@ -179,7 +185,7 @@ fn compare(first: &Checkpoint, second: &Checkpoint, tolerance: Option<f64>) -> R
                 is_equal &= tolerance.is_some_and(|tolerance| *largest <= tolerance);
                 // `f64::max` would ignore NaN.
                 maximum = if maximum.is_nan() || *largest <= maximum { maximum } else { *largest };
-                format!("{elements} elements differ, by at most {largest:.3e}")
+                format!("{elements} elements differ, by at most {largest:.3e} (absolute)")
             }
             Comparison::Shapes(first, second) => format!("shapes {first:?} and {second:?}"),
             Comparison::OnlyFirst => "only in the first".to_owned(),
@@ -265,5 +271,5 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let exported = export(&checkpoint, &args.output, options, &LocalStorage);
     let ExportedModel { files, bytes } = exported.context("the export failed").or_run()?;
     let size = format_bytes(bytes as f64);
-    print(format_args!("{}: {} weight file(s), {size}\n", args.output.display(), files.len()))
+    print(format_args!("{}: {}, {size}\n", args.output.display(), counted(files.len(), "weight file")))
 }

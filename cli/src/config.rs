@@ -9,6 +9,7 @@ use ulysses::config::{
 };
 use ulysses::device::DeviceKind;
 use ulysses::kernels::linear::bf16_gemm_deprecation;
+use ulysses::monitor::counted;
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -84,10 +85,9 @@ pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
     print_partition_note(config);
     config.offload_note(device).iter().for_each(log_warning);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
-    let plural = |count: usize| if count == 1 { "" } else { "s" };
     let counts = [
-        (others.len(), format!("{} note{}", others.len(), plural(others.len()))),
-        (autos, format!("{autos} value{} set by \"auto\"", plural(autos))),
+        (others.len(), counted(others.len(), "note")),
+        (autos, format!("{} set by \"auto\"", counted(autos, "value"))),
     ];
     let more: Vec<String> =
         counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();

@@ -20,6 +20,8 @@ pub(super) struct ModelSource {
     pub(super) weights: Box<dyn WeightSource>,
     /// Files of a model directory that an export copies.
     pub(super) hf_source: Option<HfSource>,
+    /// `max_position_embeddings` of a model directory, if it has one.
+    max_positions: Option<usize>,
 }
 
 /// Opens a model. Presets get random weights from `seed` and the tokenizer's vocabulary size; a directory has its own.
@@ -28,6 +30,11 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         let config =
             LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
+        if Path::new(model).is_dir() {
+            log_line(format_args!(
+                "note: the model is the preset `{model}`; for the directory give ./{model}"
+            ));
+        }
         return Ok(ModelSource::random(config, seed));
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
@@ -38,10 +45,11 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         ),
         false => error.into(),
     });
-    let HfModel { config, weights, notes, source } =
-        HfModel::with_weights(description.or_usage()?, dir).or_usage()?;
+    let description = description.or_usage()?;
+    let max_positions = max_positions_in(&description);
+    let HfModel { config, weights, notes, source } = HfModel::with_weights(description, dir).or_usage()?;
     print_notes(&notes);
-    Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source) })
+    Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source), max_positions })
 }
 
 /// Returns the shape of a preset or a published model; `None` for a directory.
@@ -73,8 +81,11 @@ pub(super) fn max_positions_of(path: &Path) -> Option<usize> {
         true => HfDescription::from_file(path),
         false => HfDescription::from_dir(path),
     };
-    let positions = description.ok()?.json["max_position_embeddings"].as_u64()?;
-    usize::try_from(positions).ok()
+    max_positions_in(&description.ok()?)
+}
+
+fn max_positions_in(description: &HfDescription) -> Option<usize> {
+    usize::try_from(description.json["max_position_embeddings"].as_u64()?).ok()
 }
 
 fn print_notes(notes: &[String]) {
@@ -115,7 +126,17 @@ fn directory(model: &str) -> Option<&Path> {
 impl ModelSource {
     /// Creates a model with random weights.
     pub(super) fn random(config: LlamaConfig, seed: u64) -> Self {
-        Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None }
+        Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None, max_positions: None }
+    }
+
+    /// Warns of sequences of `seq_len` tokens if the model was made for shorter ones.
+    pub(super) fn warn_of_length(&self, seq_len: usize) {
+        if let Some(max_positions) = self.max_positions.filter(|max_positions| seq_len > *max_positions) {
+            log_line(format_args!(
+                "warning: sequences of {seq_len} tokens exceed the model's `max_position_embeddings`, {max_positions}: set \
+                 `rope_scaling` in its config.json, or it must learn the positions beyond"
+            ));
+        }
     }
 
     /// As [`check_config`].

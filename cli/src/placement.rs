@@ -7,6 +7,7 @@ use std::fmt::Display;
 use ulysses::comm::nccl::may_share_gpus;
 use ulysses::config::Backend;
 use ulysses::device::{DeviceError, DeviceKind, gpu_count};
+use ulysses::monitor::counted;
 
 /// The device, backend and number of ranks of a command.
 #[derive(Clone, Copy)]
@@ -183,7 +184,11 @@ fn place_threads(
     let uses_threads = backend == Some(Backend::Thread) || (backend.is_none() && (ranks == 1 || gpus == 1));
     if uses_threads {
         let reason = if ranks > 1 { ", which the ranks of the backend thread share" } else { "" };
-        return Ok(on_gpus(Backend::Thread, 1, format!("{ranks} rank(s) on GPU 0 of {gpus}{reason}")));
+        return Ok(on_gpus(
+            Backend::Thread,
+            1,
+            format!("{} on GPU 0 of {gpus}{reason}", counted(ranks, "rank")),
+        ));
     }
     if !machine.has_nccl {
         return Err(format!(
@@ -197,12 +202,17 @@ fn place_threads(
             _ => "set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU, or use --device cpu",
         };
         return Err(format!(
-            "{ranks} ranks, but {gpus} GPU(s): NCCL needs one GPU per rank; choose a mesh of at most {gpus} rank(s), or \
-             {alternative}"
+            "{ranks} ranks, but {}: NCCL needs one GPU per rank; choose a mesh of at most {}, or {alternative}",
+            counted(gpus, "GPU"),
+            counted(gpus, "rank")
         ));
     }
     let used = ranks.min(gpus);
-    Ok(on_gpus(Backend::Nccl, used, format!("{ranks} rank(s) on {used} of {gpus} GPU(s), backend nccl")))
+    Ok(on_gpus(
+        Backend::Nccl,
+        used,
+        format!("{} on {used} of {}, backend nccl", counted(ranks, "rank"), counted(gpus, "GPU")),
+    ))
 }
 
 #[cfg(test)]
@@ -269,20 +279,17 @@ mod tests {
         for device in [Auto, Cuda] {
             let on = |backend, ranks, gpus| placed(device, backend, Some(ranks), &machine(Ok(gpus), true));
             let line = |line: &str| format!("cuda ({line})");
-            let of_one = ("cuda", Thread, line("1 rank(s) on GPU 0 of 8"));
+            let of_one = ("cuda", Thread, line("1 rank on GPU 0 of 8"));
             assert_eq!(on(None, 1, 8), Ok(of_one));
             let shared = |gpus| {
-                line(&format!("4 rank(s) on GPU 0 of {gpus}, which the ranks of the backend thread share"))
+                line(&format!("4 ranks on GPU 0 of {gpus}, which the ranks of the backend thread share"))
             };
             assert_eq!(on(None, 4, 1), Ok(("cuda", Thread, shared(1))));
             assert_eq!(on(Some(Thread), 4, 8), Ok(("cuda", Thread, shared(8))));
-            let nccl = line("4 rank(s) on 4 of 8 GPU(s), backend nccl");
+            let nccl = line("4 ranks on 4 of 8 GPUs, backend nccl");
             assert_eq!(on(None, 4, 8), Ok(("cuda", Nccl, nccl.clone())));
             assert_eq!(on(Some(Nccl), 4, 8), Ok(("cuda", Nccl, nccl)));
-            assert_eq!(
-                on(Some(Nccl), 1, 1),
-                Ok(("cuda", Nccl, line("1 rank(s) on 1 of 1 GPU(s), backend nccl")))
-            );
+            assert_eq!(on(Some(Nccl), 1, 1), Ok(("cuda", Nccl, line("1 rank on 1 of 1 GPU, backend nccl"))));
             let process = placed(device, Some(Nccl), None, &machine(Ok(0), true));
             assert_eq!(process, Ok(("cuda", Nccl, line("one GPU per process, backend nccl"))));
         }
@@ -293,7 +300,7 @@ mod tests {
         let mut two = machine(Ok(2), true);
         for backend in [None, Some(Nccl)] {
             let refused = placed(Auto, backend, Some(4), &two).unwrap_err();
-            assert!(refused.starts_with("4 ranks, but 2 GPU(s): NCCL needs one GPU per rank"), "{refused}");
+            assert!(refused.starts_with("4 ranks, but 2 GPUs: NCCL needs one GPU per rank"), "{refused}");
             assert!(
                 refused
                     .ends_with("set CUDA_VISIBLE_DEVICES=0 to put all ranks on one GPU, or use --device cpu"),
@@ -307,7 +314,7 @@ mod tests {
         );
         two.shares_gpus = true;
         let shared = placed(Auto, None, Some(4), &two);
-        assert_eq!(shared, Ok(("cuda", Nccl, "cuda (4 rank(s) on 2 of 2 GPU(s), backend nccl)".to_owned())));
+        assert_eq!(shared, Ok(("cuda", Nccl, "cuda (4 ranks on 2 of 2 GPUs, backend nccl)".to_owned())));
     }
 
     #[test]

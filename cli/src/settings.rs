@@ -4,11 +4,16 @@ use super::Failure;
 use super::progress::above_progress;
 use anyhow::anyhow;
 use serde::Serialize;
+use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
 use tracing::level_filters::LevelFilter;
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 use ulysses::comm::thread::LaunchOptions;
@@ -49,8 +54,7 @@ pub(crate) fn start_logging(tracer: Option<&Tracer>) {
     let lines = tracing_subscriber::fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(|| LogLine)
-        .with_target(false)
-        .without_time()
+        .event_format(LineFormat)
         .with_filter(filter);
     let registry = tracing_subscriber::registry().with(lines);
     match tracer {
@@ -60,6 +64,39 @@ pub(crate) fn start_logging(tracer: Option<&Tracer>) {
             let spans = Targets::new().with_target("ulysses", LevelFilter::TRACE);
             registry.with(tracer.clone().with_filter(spans)).init();
         }
+    }
+}
+
+/// Formats an event as the program's other lines, such as `warning: the spans: the message`.
+struct LineFormat;
+
+impl<S, N> FormatEvent<S, N> for LineFormat
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut line: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let level = match *event.metadata().level() {
+            Level::WARN => "warning".to_owned(),
+            other => other.to_string().to_lowercase(),
+        };
+        write!(line, "{level}: ")?;
+        for span in context.event_scope().into_iter().flat_map(|scope| scope.from_root()) {
+            write!(line, "{}", span.name())?;
+            if let Some(fields) =
+                span.extensions().get::<FormattedFields<N>>().filter(|fields| !fields.is_empty())
+            {
+                write!(line, "{{{fields}}}")?;
+            }
+            write!(line, ": ")?;
+        }
+        context.format_fields(line.by_ref(), event)?;
+        writeln!(line)
     }
 }
 

@@ -5,6 +5,7 @@
 //! `"auto"`, which leaves its default.
 
 use super::config::{Config, ResolvedAuto};
+use super::raw::RawConfig;
 use super::reader::Auto as Given;
 use super::vocabulary::{Auto, Default, Effect, Key};
 use crate::mesh::{SeqSharding, UlyssesLimits};
@@ -12,6 +13,8 @@ use serde_json::Value;
 
 /// The key whose `"auto"` depends on the model.
 const RING_SIZE: &str = "ulysses.ring_size";
+
+const TRAINER: &str = "the default of Hugging Face's Trainer";
 
 impl Config {
     /// Sets a ring size of `"auto"` to that of [`SeqSharding::auto`], once the model is known; until then there is no ring.
@@ -31,8 +34,8 @@ impl Config {
     }
 }
 
-/// Looks the keys up in the resolved config.
-pub(crate) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAuto> {
+/// Looks the keys of `raw` that are `"auto"` up in the resolved config.
+pub(super) fn resolve_autos(raw: &RawConfig, config: &Config) -> Vec<ResolvedAuto> {
     // Serialization fails only for sizes that JSON cannot hold.
     let written = serde_json::to_value(config).unwrap_or_default();
     let resolve = |Given { path, key }: &Given| match path.as_str() {
@@ -41,9 +44,32 @@ pub(crate) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAut
             value: None,
             source: "from the model's heads and the ranks of a node".to_owned(),
         },
-        _ => ResolvedAuto { key: path.clone(), value: value_of(key, path, &written), source: source_of(key) },
+        _ => ResolvedAuto {
+            key: path.clone(),
+            value: value_of(key, path, &written),
+            source: source_of_batch(path, raw, config).unwrap_or_else(|| source_of(key)),
+        },
     };
-    autos.iter().map(resolve).collect()
+    raw.remarks.autos.iter().map(resolve).collect()
+}
+
+/// Returns how a batch size follows from those that the file gives; `None` for other keys.
+fn source_of_batch(path: &str, raw: &RawConfig, config: &Config) -> Option<String> {
+    let (train, micro) = (config.train_batch_size, config.micro_batch_size);
+    let (accumulation, dp) = (config.gradient_accumulation_steps, config.mesh.dp_size);
+    let gives = (raw.train_batch_size.is_some(), raw.micro_batch_size.is_some());
+    match path {
+        "train_batch_size" => Some(format!("micro batch {micro} × accumulation {accumulation} × dp {dp}")),
+        "train_micro_batch_size_per_gpu" if gives.1 => Some(TRAINER.to_owned()),
+        "train_micro_batch_size_per_gpu" => {
+            Some(format!("train batch {train} / (accumulation {accumulation} × dp {dp})"))
+        }
+        "gradient_accumulation_steps" if gives == (true, true) => {
+            Some(format!("train batch {train} / (micro batch {micro} × dp {dp})"))
+        }
+        "gradient_accumulation_steps" => Some("the default".to_owned()),
+        _ => None,
+    }
 }
 
 fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
@@ -63,7 +89,7 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
 fn source_of(key: &Key) -> String {
     match (key.effect, key.auto, key.default) {
         (Effect::Ignored(why), ..) => format!("no effect: {why}"),
-        (_, Auto::Is(_), _) => "the default of Hugging Face's Trainer".to_owned(),
+        (_, Auto::Is(_), _) => TRAINER.to_owned(),
         (_, Auto::Derived(from), _) | (_, Auto::AsDefault, Default::Derived(from)) => format!("from {from}"),
         (_, Auto::AsDefault, _) => "the default".to_owned(),
     }

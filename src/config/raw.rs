@@ -25,7 +25,7 @@ pub struct RawConfig {
     pub(super) train_batch_size: Option<usize>,
     pub(super) micro_batch_size: Option<usize>,
     pub(super) gradient_accumulation_steps: Option<usize>,
-    /// The position of the first of the three.
+    /// The position of the flag that sets one of the three, or of the first one in the file.
     pub(super) batch_place: Option<(Position, Excerpt)>,
     pub(super) dp_sizes: Vec<StatedSize>,
     pub(super) sp_sizes: Vec<StatedSize>,
@@ -154,7 +154,9 @@ impl RawConfig {
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
         let (dp_sizes, sp_sizes) = stated_sizes(root);
         let batch = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
-        let batch_range = batch.iter().filter_map(|key| root.range(key)).min_by_key(|range| range.start);
+        let stated = batch.iter().filter(|key| !root.is_auto(key)).filter_map(|key| root.range(key));
+        // A flag is more likely to be wrong than the file that it changes.
+        let batch_range = stated.min_by_key(|range| (!report.is_of_flag(range.start), range.start));
         let ulysses = root.section("ulysses");
         Self {
             file: file.to_owned(),

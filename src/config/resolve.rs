@@ -67,7 +67,7 @@ impl RawConfig {
         config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
-        config.autos = resolve_autos(&self.remarks.autos, &config);
+        config.autos = resolve_autos(self, &config);
         if ring_size.is_some() {
             config.state_ring();
         }
@@ -106,7 +106,7 @@ impl RawConfig {
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.file.clone(),
             key: "scheduler.params.total_num_steps",
-            source_of_value: "the number of steps, `ulysses.steps` or --steps",
+            source_of_value: "the number of steps, `ulysses.steps` (--steps of `train`)",
         })?;
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }

@@ -52,6 +52,7 @@ impl DeviceMesh {
                 let ring_size = self.axis_size(RING_AXIS)?;
                 (Some(ring_size), ring_size * self.axis_size(ULYSSES_AXIS)?)
             }
+            [alone @ (RING_AXIS | ULYSSES_AXIS)] => return Err(self.half_of_sp(alone)),
             _ => return Err(self.not_for_training()),
         };
         let (dp, shard_size) = match others[..] {
@@ -64,6 +65,12 @@ impl DeviceMesh {
             _ => return Err(self.not_for_training()),
         };
         Ok(TrainingShape { dp, sp, ring_size, shard_size })
+    }
+
+    fn half_of_sp(&self, axis: &str) -> MeshError {
+        let reason =
+            format!("`{axis}` alone is not valid: give both, such as {RING_AXIS}=2,{ULYSSES_AXIS}=1, or sp");
+        MeshError::Notation { text: self.to_string(), reason }
     }
 
     fn not_for_training(&self) -> MeshError {
@@ -134,11 +141,16 @@ mod tests {
         assert_eq!(shape("dp=2,ring=4,ulysses=8"), Ok(ring));
         for refused in ["dp=2,tp=2", "dp_shard=2,dp_replicate=2", "dp=2,dp_shard=2", "dp_replicate=2"]
             .into_iter()
-            .chain(["ring=2", "ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
+            .chain(["ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
         {
             let message = shape(refused).unwrap_err().to_string();
             assert!(message.contains("and sp (or ring and ulysses); got "), "{message}");
         }
+        let message = shape("dp=2,ring=2").unwrap_err().to_string();
+        assert!(
+            message.contains("`ring` alone is not valid: give both, such as ring=2,ulysses=1"),
+            "{message}"
+        );
     }
 
     #[test]

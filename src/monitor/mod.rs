@@ -25,5 +25,5 @@ pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::Progress;
 pub use step_line::{MAX_COLUMNS, live_lines};
 pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};
-pub use table::{bytes as grouped_bytes, format_bytes, format_flops};
+pub use table::{bytes as grouped_bytes, counted, format_bytes, format_flops};
 pub use trace::{MemorySample, Slice, TraceData, Tracer, write_trace};

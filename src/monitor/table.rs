@@ -34,6 +34,16 @@ pub fn format_flops(flops: f64) -> String {
     scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
 }
 
+/// Formats a count with its noun, whose plural is regular: `1 rank`, `4 ranks`, `2 batches`.
+pub fn counted(count: usize, noun: &str) -> String {
+    let plural = match noun {
+        _ if count == 1 => "",
+        noun if noun.ends_with('s') || noun.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{count} {noun}{plural}")
+}
+
 fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
     let mut unit = 0;
     while number >= step && unit + 1 < units.len() {

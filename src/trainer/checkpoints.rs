@@ -6,6 +6,7 @@ use crate::comm::ProcessGroup;
 use crate::config::{CheckpointConfig, OnSaveError, ZeroConfig};
 use crate::engine::{Engine, EngineError, RunRecord};
 use crate::kernels::device::DeviceKind;
+use crate::monitor::format_bytes;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -131,12 +132,14 @@ impl SaveOutcome {
     pub(super) fn lines(&self, step: u64) -> Vec<String> {
         match self {
             Self::Writing => vec![format!("checkpoint: writing step {step} in the background")],
-            Self::Failed { error, .. } => vec![format!("{error}; training continues")],
+            Self::Failed { error, .. } => vec![format!("warning: {error}; training continues")],
             Self::Saved(saved) => {
-                let (path, megabytes) = (saved.path.display(), saved.bytes as f64 / 1e6);
-                let line = format!("checkpoint: {path}, {megabytes:.1} MB in {:.2} s", saved.seconds);
-                let remarks =
-                    saved.warnings.iter().map(|remark| format!("the checkpoint is valid, but {remark}"));
+                let (path, size) = (saved.path.display(), format_bytes(saved.bytes as f64));
+                let line = format!("checkpoint: {path}, {size} in {:.2} s", saved.seconds);
+                let remarks = saved
+                    .warnings
+                    .iter()
+                    .map(|remark| format!("warning: the checkpoint is valid, but {remark}"));
                 std::iter::once(line).chain(remarks).collect()
             }
         }

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{EvaluationResult, EvaluationSummary};
 use crate::config::Config;
+use crate::monitor::counted;
 
 /// Tracks the losses of evaluations. Equal on all ranks, because all have the same losses.
 pub(super) struct EvaluationTracker {
@@ -86,9 +87,10 @@ impl EvaluationTracker {
             format!(": the lowest is {loss:.4}, at step {step}")
         });
         format!(
-            "the last {} evaluation(s) did not improve the loss by more than {}{best} \
+            "the last {} did not improve the loss by more than {}{best} \
              (`ulysses.validation.early_stopping_patience`)",
-            self.state.without_improvement, self.threshold
+            counted(self.state.without_improvement as usize, "evaluation"),
+            self.threshold
         )
     }
 }

@@ -4,6 +4,7 @@ use super::error::TrainerError;
 use crate::checkpoint::{Checkpoint, CheckpointError, MemoryCheckpoint, MemoryCopies, NewestCopy};
 use crate::comm::ProcessGroup;
 use crate::engine::{Engine, RunRecord};
+use crate::monitor::{counted, format_bytes};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -45,21 +46,26 @@ impl MemoryCheckpoints {
         let nodes = self.copies.num_nodes();
         match engine.copy_to_memory(&mut self.copies, record).map_err(TrainerError::from) {
             Ok(saved) => {
-                let (step, megabytes, seconds) = (saved.step, saved.bytes as f64 / 1e6, saved.seconds);
-                tracing::debug!(step, megabytes, seconds, "copy in memory");
+                let (step, bytes, seconds) = (saved.step, saved.bytes, saved.seconds);
+                tracing::debug!(step, bytes, seconds, "copy in memory");
                 if !std::mem::replace(&mut self.has_logged, true) {
                     (self.log)(&format!(
-                        "copy in memory: step {step}, {megabytes:.1} MB in {seconds:.2} s, on {nodes} node(s); then every \
+                        "copy in memory: step {step}, {} in {seconds:.2} s, on {}; then every \
                          {} steps",
+                        format_bytes(bytes as f64),
+                        counted(nodes, "node"),
                         self.interval
                     ));
                 }
-                saved.warnings.iter().for_each(|warning| (self.log)(&format!("copy in memory: {warning}")));
+                saved
+                    .warnings
+                    .iter()
+                    .for_each(|warning| (self.log)(&format!("warning: copy in memory: {warning}")));
                 Ok(())
             }
             Err(TrainerError::Checkpoint(CheckpointError::NotSaved { step, rank, reason })) => {
                 (self.log)(&format!(
-                    "copy in memory: step {step} was not copied: rank {rank}: {reason}; training continues"
+                    "warning: copy in memory: step {step} was not copied: rank {rank}: {reason}; training continues"
                 ));
                 Ok(())
             }
@@ -74,7 +80,7 @@ impl MemoryCheckpoints {
         on_disk: Option<&Checkpoint>,
     ) -> Result<Option<Checkpoint>, TrainerError> {
         let NewestCopy { checkpoint, refused } = self.copies.newest()?;
-        refused.iter().for_each(|reason| (self.log)(&format!("ignored a copy in memory: {reason}")));
+        refused.iter().for_each(|reason| (self.log)(&format!("warning: ignored a copy in memory: {reason}")));
         let Some(found) = checkpoint.filter(|found| self.is_wanted(found, on_disk)) else { return Ok(None) };
         let step = found.manifest().progress.step;
         match engine.gather_from_memory(&self.copies, found).map_err(TrainerError::from) {
@@ -89,7 +95,9 @@ impl MemoryCheckpoints {
                 Ok(Some(checkpoint))
             }
             Err(TrainerError::Checkpoint(CheckpointError::Refused { rank, reason })) => {
-                (self.log)(&format!("ignored the copy of step {step} in memory: rank {rank}: {reason}"));
+                (self.log)(&format!(
+                    "warning: ignored the copy of step {step} in memory: rank {rank}: {reason}"
+                ));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -102,7 +110,7 @@ impl MemoryCheckpoints {
         if copy.run_id != disk.run_id {
             let (own, other) = (&disk.run_id, &copy.run_id);
             (self.log)(&format!(
-                "ignored the copy of step {step} in memory: it belongs to run {other}, this run is {own}"
+                "warning: ignored the copy of step {step} in memory: it belongs to run {other}, this run is {own}"
             ));
             return false;
         }

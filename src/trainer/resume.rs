@@ -10,6 +10,7 @@ use crate::checkpoint::{
 };
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::engine::{Engine, EngineError};
+use crate::monitor::counted;
 use std::path::{Path, PathBuf};
 
 /// The checkpoint to resume from.
@@ -117,11 +118,20 @@ impl Resumption<'_> {
         }
         let Manifest { mesh, zero_stage, num_partitions, .. } = manifest;
         (self.log)(&format!(
-            "resumed from {}: step {step}, saved on mesh dp {} × sp {} at ZeRO stage {zero_stage} with {num_partitions} partition(s)",
+            "resumed from {}: step {step}, saved on mesh dp {} × sp {} at ZeRO stage {zero_stage} with {}",
             checkpoint.dir().display(),
             mesh.dp,
-            mesh.sp
+            mesh.sp,
+            counted(*num_partitions, "partition")
         ));
+        let saved_batch = manifest.config["train_batch_size"].as_u64();
+        let batch = self.engine.config().train_batch_size;
+        if let Some(saved) = saved_batch.filter(|saved| *saved != batch as u64) {
+            (self.log)(&format!(
+                "warning: the batch changed from {saved} to {batch} sequences per step over all ranks (`train_batch_size`): the \
+                 learning-rate schedule and the data per step are no longer those of the saved run"
+            ));
+        }
         if step_dir_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
             (self.log)(&format!("the checkpoint's directory was renamed: its manifest says step {step}"));
         }
@@ -135,7 +145,7 @@ impl Resumption<'_> {
         };
         let found = newest(directory, self.group)?;
         for fault in found.refused {
-            (self.log)(&format!("skipped a damaged checkpoint: {fault}"));
+            (self.log)(&format!("warning: skipped a damaged checkpoint: {fault}"));
         }
         // Checkpoints elsewhere are of a run before this job.
         let is_own = !self.output.is_some_and(|output| resume.is_from_elsewhere(output));

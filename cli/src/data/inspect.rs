@@ -18,10 +18,10 @@ const BAR_WIDTH: usize = 40;
 
 #[derive(clap::Args)]
 pub(crate) struct InspectArgs {
-    /// Token file (nanoGPT or llm.c .bin, Megatron .idx or .bin, output of `data prepare`); with --tokenizer also text
-    /// and .jsonl.
+    /// Text, .jsonl, or a token file (nanoGPT or llm.c .bin, Megatron .idx or .bin, output of `data prepare`).
     pub(super) file: PathBuf,
-    /// tokenizer.json; a chat template is read from the same directory, if present.
+    /// tokenizer.json of the text [default: each byte is a token]; a chat template is read from the same directory, if
+    /// present.
     #[arg(long)]
     pub(super) tokenizer: Option<PathBuf>,
     /// JSONL field or Parquet column of the text.
@@ -38,8 +38,11 @@ pub(crate) struct InspectArgs {
     packing: Packing,
 }
 
-pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), Failure> {
-    let tokenizer = Tokenizer::from_file(tokenizer).or_usage()?;
+pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
+    let tokenizer = match &args.tokenizer {
+        Some(path) => Tokenizer::from_file(path).or_usage()?,
+        None => Tokenizer::bytes(),
+    };
     let options = SourceOptions {
         tokenizer: &tokenizer,
         text_field: &args.text_field,

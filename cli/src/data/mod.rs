@@ -4,7 +4,6 @@ mod inspect;
 
 use super::sources::failure;
 use super::{Failure, OrFail, log_line, print};
-use anyhow::anyhow;
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use inspect::{InspectArgs, inspect_text};
@@ -12,8 +11,8 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use ulysses::data::{
-    Corpus, DataError, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile, TokenFileOptions,
-    Tokenizer, prepare,
+    Corpus, DataError, FileFormat, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile,
+    TokenFileOptions, Tokenizer, prepare,
 };
 
 /// Number of tokens to read at once.
@@ -28,7 +27,7 @@ pub(super) enum DataCommand {
     ///
     /// Runs open the file without reading it through. An interrupted call continues when repeated.
     Prepare(PrepareArgs),
-    /// Print statistics of a token file or, with --tokenizer, of text and conversations.
+    /// Print statistics of a token file, or of text and conversations.
     Inspect(InspectArgs),
 }
 
@@ -51,10 +50,14 @@ pub(super) struct PrepareArgs {
 pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
     match command {
         DataCommand::Prepare(args) => run_prepare(&args),
-        DataCommand::Inspect(args) => match &args.tokenizer {
-            Some(tokenizer) => inspect_text(&args, tokenizer),
-            None => inspect(&args.file),
-        },
+        DataCommand::Inspect(args) => {
+            let is_text = args.tokenizer.is_some() || args.file.is_dir();
+            let format = if is_text { None } else { TokenFile::detect(&args.file).map_err(failure)? };
+            match format {
+                Some(format) => inspect(&args.file, format),
+                None => inspect_text(&args),
+            }
+        }
     }
 }
 
@@ -120,15 +123,7 @@ impl Display {
 }
 
 /// Prints statistics of a token file. Reads every token and document boundary, so that it also validates the file.
-fn inspect(path: &Path) -> Result<(), Failure> {
-    let format = TokenFile::detect(path).map_err(failure)?;
-    let text = || {
-        anyhow!(
-            "{}: not a token file; give --tokenizer to inspect text, or tokenize it with `data prepare`",
-            path.display()
-        )
-    };
-    let format = format.ok_or_else(text).or_usage()?;
+fn inspect(path: &Path, format: FileFormat) -> Result<(), Failure> {
     let file = TokenFile::open(path, format, TokenFileOptions::default()).map_err(failure)?;
     let (token_bytes, has_labels, made_by) = (file.token_bytes(), file.has_labels(), file.made_by());
     let corpus = Corpus::from_token_file(file).or_run()?;

@@ -1,6 +1,7 @@
 //! `ulysses mesh --propose`.
 
 use super::Drawn;
+use crate::arguments::at_least_1;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
 use crate::placement::likely_device;
@@ -16,6 +17,7 @@ use ulysses::config::{Config, Overrides, PartitionAxes, RawConfig};
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::{MemoryBudget, Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
+use ulysses::monitor::counted;
 
 #[derive(clap::Args)]
 pub(super) struct ProposeArgs {
@@ -26,7 +28,7 @@ pub(super) struct ProposeArgs {
     #[arg(long, requires = "propose")]
     model: Option<String>,
     /// Tokens per sequence, over all sp ranks [default: the config's, else the model's `max_position_embeddings`].
-    #[arg(long, requires = "propose")]
+    #[arg(long, requires = "propose", value_parser = at_least_1::<usize>)]
     seq_len: Option<usize>,
     /// Memory per rank in GiB.
     #[arg(long, requires = "propose")]
@@ -91,8 +93,10 @@ pub(super) fn run(
     };
     let length = if is_of_model { " (the model's `max_position_embeddings`)" } else { "" };
     print(format_args!(
-        "{name}, sequences of {seq_len} tokens{length}, {nodes} node(s) of {ranks_per_node} ranks, {}\n\
+        "{name}, sequences of {seq_len} tokens{length}, {} of {}, {}\n\
          {source}: {}; the batch is one micro batch per dp rank\n\n{}\n",
+        counted(nodes, "node"),
+        counted(ranks_per_node, "rank"),
         per_rank(budget.rank_bytes, reserve_bytes),
         settings(&workload.config, device),
         explain(&proposal, &workload.config, cluster, budget)

@@ -3,6 +3,7 @@
 use serde_json::json;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
+use ulysses::monitor::counted;
 
 /// The batch of an assumed config.
 #[derive(Clone, Copy)]
@@ -54,8 +55,8 @@ pub(crate) fn settings(config: &Config, device: DeviceKind) -> String {
         false => "no activation checkpointing",
     };
     format!(
-        "micro batches of {} sequence(s), ZeRO stage {}, {checkpointing}, {}",
-        config.micro_batch_size,
+        "micro batches of {}, ZeRO stage {}, {checkpointing}, {}",
+        counted(config.micro_batch_size, "sequence"),
         config.zero_axes().with_stage(config.zero.stage),
         basics(config, device)
     )

@@ -12,6 +12,7 @@ use ulysses::config::{Backend, Config, PartitionAxes};
 use ulysses::device::DeviceKind;
 use ulysses::estimate::{Criteria, FIT_CRITERION, Fit, FitChoice, MemoryBudget};
 use ulysses::memory::Category;
+use ulysses::monitor::counted;
 
 /// The result of a search, with its inputs.
 struct FitReport {
@@ -33,8 +34,9 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let longest = config.require_seq_len().or_usage()?;
     let assumption = if args.config.is_none() { "assumed " } else { "" };
     let head = format!(
-        "{name}, {ranks} rank(s), {} per node, sequences of {longest} tokens\n\
+        "{name}, {}, {} per node, sequences of {longest} tokens\n\
          {assumption}train_batch_size {}, {}",
+        counted(ranks, "rank"),
         workload.ranks_per_node,
         config.train_batch_size,
         assumed::basics(config, workload.device)
@@ -43,7 +45,8 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let fit = workload.fit(criteria, available.budget).or_usage()?;
     if fit.tried == 0 {
         return Err(Failure::Usage(anyhow!(
-            "no mesh of {ranks} rank(s) divides train_batch_size {} and the {} tokens of a sequence: give another --batch-size or --seq-len",
+            "no mesh of {} divides train_batch_size {} and the {} tokens of a sequence: give another --batch-size or --seq-len",
+            counted(ranks, "rank"),
             config.train_batch_size,
             config.require_seq_len().or_usage()?
         )));

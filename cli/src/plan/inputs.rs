@@ -6,7 +6,7 @@ use crate::model::{check_config, check_exchange, describe, max_positions_of};
 use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
-use ulysses::config::{Config, Overrides, RawConfig};
+use ulysses::config::{Config, ConfigError, Overrides, RawConfig};
 use ulysses::data::Tokenizer;
 use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
 
@@ -32,6 +32,10 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
     };
     let raw = raw.or_usage()?;
     let config = raw.resolve(&overrides).or_else(|error| match args.ranks {
+        // A plan does not depend on the steps of the schedule.
+        _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {
+            raw.resolve(&Overrides { steps: Some(1), ..overrides })
+        }
         // The search chooses the mesh: the batch need not be divisible by all ranks.
         Some(ranks) => {
             let alone = Overrides { mesh: Some((1, ranks)), world_size: None, ..overrides };

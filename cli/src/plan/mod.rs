@@ -37,7 +37,7 @@ const RANKS_PER_NODE: usize = 8;
 #[derive(clap::Args)]
 pub(super) struct PlanArgs {
     /// DeepSpeed-style JSON config [default with --model: bf16, AdamW, ZeRO stage 3, activation checkpointing, one
-    /// sequence per rank].
+    /// sequence per dp rank, with --fit one per rank].
     #[arg(conflicts_with = "scaling")]
     config: Option<PathBuf>,
     /// Preset (nano, tiny, small, base), published model (llama3-8b, Llama-3.1-70B, Qwen3-8B, Mistral-7B-v0.3, …), or
@@ -53,7 +53,7 @@ pub(super) struct PlanArgs {
     #[arg(long, requires = "memory_gib", conflicts_with_all = ["scaling", "html", "svg"])]
     fit: bool,
     /// Number of ranks for --fit [default: those of the mesh].
-    #[arg(long, requires = "fit", conflicts_with = "mesh", value_parser = at_least_1::<usize>)]
+    #[arg(long, conflicts_with = "mesh", value_parser = at_least_1::<usize>)]
     ranks: Option<usize>,
     /// Write the cheapest config of --fit to a file instead of printing it.
     #[arg(long, requires = "fit", value_name = "FILE")]
@@ -68,15 +68,16 @@ pub(super) struct PlanArgs {
     #[arg(long, requires = "memory_gib")]
     host_memory_gib: Option<f64>,
     /// Tokens per sequence, over all sp ranks [default: the config's longest, else the longest that fits].
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     seq_len: Option<usize>,
     /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must agree with the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
-    /// Device of the ranks. `auto`: cuda if the backend is nccl, else as in `ulysses train` on this machine.
+    /// Device of the ranks: `cpu`, `cuda` or `auto`, which is cuda if the backend is nccl, else as in `ulysses train` on
+    /// this machine.
     ///
     /// Decides where offloaded tensors go: host memory on GPUs, files on CPUs.
-    #[arg(long, default_value = "auto", conflicts_with = "scaling")]
+    #[arg(long, default_value = "auto", hide_possible_values = true, conflicts_with = "scaling")]
     device: DeviceArg,
     /// Consecutive ranks per node [default: the value of --machine, else 8].
     #[arg(long, value_parser = at_least_1::<usize>)]

@@ -30,7 +30,9 @@ impl Display for Study<'_> {
         writeln!(
             f,
             "bytes sent per rank and layer, forward and backward, 16-bit elements, {} tokens per rank\n\
-             paper: 8·N·h/P elements, constant when N and P grow together (arXiv 2309.14509)",
+             Ulysses: all-to-alls of Q, K, V and the output; K and V only: the part of K and V in it\n\
+             paper: 8·N·h/P elements, constant when N and P grow together (arXiv 2309.14509)\n\
+             Ulysses × ring: Ulysses in groups of 8 ranks, a ring over the groups",
             self.tokens_per_rank
         )?;
         for model in self.models {

@@ -8,6 +8,7 @@ use std::fmt::{self, Display, Formatter};
 use ulysses::engine::Moment;
 use ulysses::estimate::{MomentMemory, SentBytes};
 use ulysses::memory::Category;
+use ulysses::monitor::counted;
 
 /// Formats a plan as text.
 pub(super) struct Text<'a>(pub(super) &'a Report);
@@ -57,9 +58,11 @@ impl Text<'_> {
         )?;
         writeln!(
             f,
-            "batch   {micro_batch_size} sequence(s) of {seq_len} tokens × {gradient_accumulation_steps} micro batch(es) \
-             × dp {}: {} tokens per step",
-            mesh.dp, self.0.tokens_per_step
+            "batch   {} of {seq_len} tokens × {} × dp {}: {} tokens per step",
+            counted(*micro_batch_size, "sequence"),
+            counted(*gradient_accumulation_steps, "micro batch"),
+            mesh.dp,
+            self.0.tokens_per_step
         )?;
         self.0.zero_note.as_ref().map_or(Ok(()), |note| writeln!(f, "note    {note}"))
     }

@@ -46,7 +46,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "TEXT")]
     pub(super) mesh_selector: Option<String>,
     /// Tokens per sequence, over all sp ranks.
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     pub(super) seq_len: Option<usize>,
     /// Number of optimizer steps.
     #[arg(long)]

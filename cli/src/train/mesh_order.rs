@@ -6,7 +6,7 @@ use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;
 use ulysses::mesh::{DeviceMesh, MeshSpec, PlacedMesh, RankHosts, SpGroups};
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::format_bytes;
+use ulysses::monitor::{counted, format_bytes};
 
 /// Logs how ranks are ordered, if not row-major, and what sp groups that span more nodes than they must cost.
 pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts>, placed: &PlacedMesh) {
@@ -15,7 +15,8 @@ pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts
     }
     match (placed.sp_groups, hosts) {
         (SpGroups::Reordered { before, after }, _) => log_line(format_args!(
-            "placement: ranks are ordered by node, so that an sp group spans {after} node(s) instead of {before}"
+            "placement: ranks are ordered by node, so that an sp group spans {} instead of {before}",
+            counted(after, "node")
         )),
         (SpGroups::Scattered { nodes, needed }, Some(hosts)) => {
             let spans = format!("an sp group spans {nodes} nodes; {needed} would be enough");

@@ -38,7 +38,11 @@ fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> any
             first_free(|n| PathBuf::from("runs").join(format!("{name}-{n}")), |path| !path.exists())
         }
     };
-    ensure!(!output.is_file(), "--output {}: expected a directory, found a file", output.display());
+    ensure!(
+        !output.exists() || output.is_dir(),
+        "--output {}: expected a directory, found a file",
+        output.display()
+    );
     let made = created.create(&output);
     made.with_context(|| format!("cannot create the output directory {}", output.display()))?;
     Ok(output)

@@ -11,6 +11,7 @@ use ulysses::estimate::{RankPlan, RankStep, Workload};
 use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
+use ulysses::monitor::counted;
 
 /// Minimum duration of a first step that is announced.
 const LONG_SECONDS: f64 = 10.0;
@@ -107,7 +108,11 @@ impl PlannedMemory {
         let needs = self.needs(ranks, limits);
         let compared = needs.iter().map(|(ranks, needed, Available { bytes: available, limit })| {
             let [needed, available] = [needed, available].map(|amount| bytes(*amount as f64));
-            format!("; {}: {ranks} rank(s) need {needed} of {available} available ({limit})", limit.memory())
+            format!(
+                "; {} of {}: {needed} of {available} available ({limit})",
+                limit.memory(),
+                counted(*ranks, "rank")
+            )
         });
         let exceeded = needs.iter().filter_map(|(_, needed, Available { bytes: available, limit })| {
             let lacking = needed.checked_sub(*available).filter(|lacking| *lacking > 0)?;
@@ -243,7 +248,7 @@ mod tests {
         let fits = lines(DeviceKind::Cpu, 12, None);
         assert_eq!(fits.len(), 1, "{fits:?}");
         assert!(fits[0].starts_with("planned peak memory: 3.00 GiB per rank ("), "{fits:?}");
-        let both = "; host memory: 4 rank(s) need 12.00 GiB of 12.00 GiB available (cgroup limit)";
+        let both = "; host memory of 4 ranks: 12.00 GiB of 12.00 GiB available (cgroup limit)";
         assert!(fits[0].ends_with(both), "{fits:?}");
         let exceeds = lines(DeviceKind::Cpu, 10, Some(5));
         assert_eq!(exceeds.len(), 3, "{exceeds:?}");
@@ -274,8 +279,7 @@ mod tests {
             planned(DeviceKind::Cuda).lines([4, 2, 2], [None, None, Some(gpu)])
         };
         assert!(
-            lines(6)[0]
-                .contains("; GPU memory: 2 rank(s) need 6.00 GiB of 6.00 GiB available (total less 4 GiB")
+            lines(6)[0].contains("; GPU memory of 2 ranks: 6.00 GiB of 6.00 GiB available (total less 4 GiB")
         );
         assert_eq!((lines(6).len(), lines(5).len()), (1, 2));
         assert!(lines(5)[1].contains("exceeds the available GPU memory ("), "{:?}", lines(5));
@@ -284,7 +288,7 @@ mod tests {
     #[test]
     fn on_a_gpu_only_offloaded_tensors_take_host_memory() {
         let lines = lines(DeviceKind::Cuda, 3, None);
-        assert!(lines[0].contains("; host memory: 4 rank(s) need 4.00 GiB") && lines.len() == 2, "{lines:?}");
+        assert!(lines[0].contains("; host memory of 4 ranks: 4.00 GiB") && lines.len() == 2, "{lines:?}");
     }
 
     #[test]

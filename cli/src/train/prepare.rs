@@ -105,6 +105,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let cluster = host.rank_hosts().and_then(|hosts| hosts.cluster().ok());
     let ranks_per_node = cluster.map_or_else(|| config.world_size(), |cluster| cluster.ranks_per_node);
     model::resolve_ring(&model.config, &mut config, ranks_per_node);
+    model.warn_of_length(seq_lens.iter().map(|(_, seq_len)| *seq_len).max().unwrap_or_default());
     for (_, seq_len) in &seq_lens {
         model.check_exchange(config.micro_batch_size, *seq_len, &config)?;
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;

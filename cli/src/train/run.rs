@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::mesh::SeqSharding;
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::Tracer;
+use ulysses::monitor::{Tracer, counted};
 
 /// The state that all ranks share.
 pub(super) struct Run {
@@ -25,7 +25,7 @@ impl Display for Run {
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
-            format!(" ({} replicas of {partitions} partition(s))", dp_size / size)
+            format!(" ({} of {})", counted(dp_size / size, "replica"), counted(partitions, "partition"))
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let frozen = match llama.num_parameters_where(is_frozen) {
@@ -40,13 +40,13 @@ impl Display for Run {
         };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}{ring}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
-             tokens, {} thread(s) per rank",
+            "mesh dp {dp_size} × sp {sp_size}{ring}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
+             {} per rank",
             config.zero_axes().with_stage(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
-            data.num_sequences(),
+            counted(data.num_sequences(), "sequence"),
             data.seq_len(),
-            launch.threads_per_rank,
+            counted(launch.threads_per_rank, "thread"),
         )
     }
 }

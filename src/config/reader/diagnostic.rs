@@ -125,6 +125,8 @@ pub enum Problem {
     UnknownKey {
         /// The path of the most similar known key.
         suggestion: Option<String>,
+        /// The optimizer or scheduler type, if the section has its parameters.
+        variant: Option<&'static str>,
         /// The keys of the section.
         known: Vec<&'static str>,
     },
@@ -167,10 +169,12 @@ impl fmt::Display for Diagnostic {
         match &self.problem {
             Problem::Syntax { message } => write!(f, "not valid JSON: {message}"),
             Problem::TooDeep { limit } => write!(f, "nested too deeply: at most {limit} levels are allowed"),
-            Problem::UnknownKey { suggestion, known } => {
+            Problem::UnknownKey { suggestion, variant, known } => {
                 write!(f, "unknown key `{key}`")?;
-                if let Some(suggestion) = suggestion {
-                    write!(f, ", did you mean `{suggestion}`?")?;
+                match (suggestion, variant) {
+                    (Some(suggestion), _) => write!(f, ", did you mean `{suggestion}`?")?,
+                    (None, Some(variant)) => write!(f, ": the type \"{variant}\" has no such parameter")?,
+                    (None, None) => {}
                 }
                 const MAX_LISTED: usize = 16;
                 match known.as_slice() {

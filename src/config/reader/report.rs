@@ -56,6 +56,16 @@ impl<'t> Report<'t> {
         self.flags.iter().rev().find(|(start, _)| *start <= offset).map(|(_, flag)| flag.as_str())
     }
 
+    /// Returns whether a flag gives the value at `offset`.
+    pub(crate) fn is_of_flag(&self, offset: usize) -> bool {
+        self.flag_at(offset).is_some()
+    }
+
+    /// Returns whether the key at `path` has an error.
+    pub(super) fn has_error_at(&self, path: &str) -> bool {
+        self.state.borrow().diagnostics.iter().any(|diagnostic| diagnostic.key == path)
+    }
+
     /// Returns the notes, or the errors in the order of the file.
     pub(crate) fn finish(self, file: &str) -> Result<Remarks, ConfigError> {
         let State { mut diagnostics, omitted, remarks } = self.state.into_inner();
@@ -96,13 +106,18 @@ impl<'t> Report<'t> {
     /// Adds an unknown key of a section whose keys are `keys`.
     pub(crate) fn add_unknown_key(&self, range: Range, section: &str, name: &str, keys: &'static [Key]) {
         let path = join(section, &abbreviated(name));
-        self.add(range, path, || {
+        self.add(range, path.clone(), || {
             // `steps` at the top level means `ulysses.steps`, not `steps_per_print`.
             let known = || keys.iter().map(|key| key.name);
             let suggestion = called_here(name, self.root)
                 .or_else(|| home_of(name, self.root))
+                .filter(|suggestion| *suggestion != path)
                 .or_else(|| nearest(name, known()).map(|known| join(section, known)));
-            Problem::UnknownKey { suggestion, known: known().collect() }
+            Problem::UnknownKey {
+                suggestion,
+                variant: variant_with(keys, self.root),
+                known: known().collect(),
+            }
         });
     }
 
@@ -129,6 +144,12 @@ impl<'t> Report<'t> {
     pub(crate) fn add_auto(&self, auto: Auto) {
         self.state.borrow_mut().remarks.autos.push(auto);
     }
+}
+
+/// Returns the optimizer or scheduler type whose parameters are `keys`.
+fn variant_with(keys: &'static [Key], root: &'static [Key]) -> Option<&'static str> {
+    let first = keys.first()?;
+    entries_of(root).into_iter().find(|entry| std::ptr::eq(entry.key, first))?.variant
 }
 
 /// Returns the key that other programs call `name`.

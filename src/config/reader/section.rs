@@ -150,6 +150,11 @@ impl<'a> Section<'a> {
         self.property(name).is_some()
     }
 
+    /// Returns whether the value of the key has an error, so that it reads as absent.
+    pub(crate) fn is_invalid(&self, name: &str) -> bool {
+        self.report.has_error_at(&join(&self.path, name))
+    }
+
     /// Returns whether the value of the key is `"auto"`.
     pub(crate) fn is_auto(&self, name: &str) -> bool {
         let Some(key) = find(self.keys, name) else { return false };

@@ -72,7 +72,7 @@ fn check_offload(
         zero.note(format!("`zero_optimization.{flag}` is deprecated: use `zero_optimization.{by}` \"cpu\""));
         (*offload, by) = (Offload::Cpu, flag.to_owned());
     }
-    if *offload == Offload::None || is_enough {
+    if *offload == Offload::None || is_enough || zero.is_invalid("stage") {
         return;
     }
     zero.contradiction("stage", &format!("{stages} (required by `{by}`)"));

@@ -73,6 +73,23 @@ fn auto_batch_sizes_follow_from_those_that_are_given() {
     assert_eq!(batch(&format!("\"train_batch_size\": 12, {micro}, {accumulation}")), (12, 6, 1));
     assert_eq!(batch(&format!("{micro}, \"gradient_accumulation_steps\": 5")), (80, 8, 5));
     assert!(message(&format!("{{{train}}}")).contains("the batch size is not set"));
+    let sources = |members: &str| {
+        let config =
+            Config::from_json_str(&format!("{{{members}, \"mesh_param\": [2, 2]}}"), "c.json").unwrap();
+        config.autos.into_iter().map(|auto| auto.source).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        sources(&format!("{train}, {micro}, {accumulation}")),
+        ["micro batch 8 × accumulation 1 × dp 2", TRAINER, "the default"]
+    );
+    assert_eq!(
+        sources(&format!("\"train_batch_size\": 12, {micro}, \"gradient_accumulation_steps\": 3")),
+        ["train batch 12 / (accumulation 3 × dp 2)"]
+    );
+    assert_eq!(
+        sources(&format!("\"train_batch_size\": 12, \"train_micro_batch_size_per_gpu\": 2, {accumulation}")),
+        ["train batch 12 / (micro batch 2 × dp 2)"]
+    );
 }
 
 #[test]

@@ -91,6 +91,12 @@ fn keys_are_valid_only_for_their_type() {
         message("{\"scheduler\": {\"type\": \"WarmupLR\", \"params\": {\"cycle_min_lr\": 0.9}}}")
             .contains("unknown key `scheduler.params.cycle_min_lr`")
     );
+    let sgd = Settings { set: vec![Setting::new("optimizer.type", "SGD")], ..Settings::default() };
+    let file = r#"{"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}"#;
+    let refused = RawConfig::from_json_str_with(file, "c.json", &sgd).unwrap_err().to_string();
+    let expected = "unknown key `optimizer.params.betas`: the type \"SGD\" has no such parameter (valid here: lr, momentum, \
+                    nesterov, weight_decay)";
+    assert!(refused.contains(expected), "{refused}");
 }
 
 #[test]
@@ -323,6 +329,14 @@ fn contradictions_between_keys_are_reported_at_their_position() {
             "    2 | \"gradient_accumulation_steps\": 2,\n      |                                ^"
         ))
     );
+}
+
+#[test]
+fn an_invalid_stage_is_one_error() {
+    let text = r#"{"zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}}}"#;
+    let message = full_message(text);
+    assert!(message.contains("`zero_optimization.stage`: expected"), "{message}");
+    assert_eq!(message.matches("c.json:").count(), 1, "{message}");
 }
 
 #[test]

@@ -62,7 +62,12 @@ fn errors_of_settings_name_the_flag_and_those_of_the_file_their_line() {
         "--set train_batch_size=many: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found the string \"many\""
     );
     assert!(fault("scheduler.params.warmup_num_steps=1").contains("missing key `scheduler.type`"));
-    assert!(fault("train_micro_batch_size_per_gpu=3").contains("8 is not a multiple of"));
+    let micro = fault("train_micro_batch_size_per_gpu=3");
+    assert!(
+        micro
+            .starts_with("--set train_micro_batch_size_per_gpu=3: `train_batch_size` 8 is not a multiple of"),
+        "{micro}"
+    );
     let twice = refusal(FILE, &set(&["mesh_param=[2,1]", "sequence_parallel_size=2"]));
     assert!(twice.contains("sp is 1 by `mesh_param` (on the command line)"), "{twice}");
     let nested = format!("ulysses.model={}1{}", "[".repeat(70), "]".repeat(70));

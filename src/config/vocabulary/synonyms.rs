@@ -74,6 +74,12 @@ const SYNONYMS: &[Synonym] = &[
     synonym("exit_iteration", "ulysses.steps"),
     synonym("train_iters", "ulysses.steps"),
     synonym("zero_stage", "zero_optimization.stage"),
+    synonym("sp", "sequence_parallel_size"),
+    synonym("sp_size", "sequence_parallel_size"),
+    synonym("dp", "data_parallel_size"),
+    synonym("dp_size", "data_parallel_size"),
+    Synonym { remark: "true for \"bfloat16\"", ..synonym("dtype", "bf16.enabled") },
+    Synonym { remark: "true for \"bfloat16\"", ..synonym("torch_dtype", "bf16.enabled") },
     synonym("data_seed", "seed"),
     synonym("ddp_timeout", "ulysses.comm.timeout_seconds"),
 ];

@@ -90,8 +90,8 @@ impl Encoder<'_> {
     fn chat(&self, messages: &[Json], tools: Option<&Json>, place: Place<'_>) -> Result<Document, DataError> {
         let template = self.tokenizer.chat().ok_or_else(|| {
             place.error(
-                "`messages` need a chat template, which the tokenizer does not have: put its \
-                 tokenizer_config.json or chat_template.jinja next to its tokenizer.json",
+                "`messages` need a chat template: give the model's tokenizer.json, with tokenizer_config.json or \
+                 chat_template.jinja in the same directory; without a template use `prompt` and `completion`",
             )
         })?;
         let rendered = self.render(template, messages, tools, place)?;

@@ -49,11 +49,17 @@ impl Skipped {
 
 impl fmt::Display for Skipped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hidden, outputs, not_text, empty, special } = self;
-        write!(
-            f,
-            "skipped: {hidden} hidden, {outputs} outputs, {not_text} not UTF-8, {empty} empty, {special} special files"
-        )
+        let Self { hidden, outputs, not_text, empty, special } = *self;
+        let kinds = [
+            (hidden, "hidden"),
+            (outputs, "written by runs or other programs"),
+            (not_text, "not UTF-8"),
+            (empty, "empty"),
+            (special, "not regular files"),
+        ];
+        let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
+        let kinds: Vec<String> = kinds.map(|(count, kind)| format!("{count} {kind}")).collect();
+        write!(f, "skipped: {}", if kinds.is_empty() { "nothing".to_owned() } else { kinds.join(", ") })
     }
 }
 

@@ -125,7 +125,7 @@ fn unusable_paths_are_errors_that_name_them() {
     let empty = load("empty");
     let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
     assert!(matches!(&empty, DataError::Empty { skipped, .. } if *skipped == expected), "{empty:?}");
-    assert!(empty.to_string().contains("1 hidden, 0 outputs, 0 not UTF-8, 1 empty"), "{empty}");
+    assert!(empty.to_string().contains("skipped: 1 hidden, 1 empty"), "{empty}");
     let unreadable = load("nul\0byte");
     assert!(matches!(unreadable, DataError::Read { .. }), "{unreadable:?}");
     let through_a_file = load("binary/below");

@@ -67,7 +67,7 @@ fn planned_and_available_memory_are_printed_before_the_first_step() {
     place.write_config("c.json", json!({ "mesh_param": [2, 2], "ulysses": { "steps": 1 } }));
     let stderr = place.run(&["train", "c.json"]).assert_done().stderr.clone();
     let line = stderr.lines().find(|line| line.starts_with("planned peak memory: ")).unwrap();
-    assert!(line.contains(" per rank (") && line.contains("4 rank(s) need "), "{line}");
+    assert!(line.contains(" per rank (") && line.contains("memory of 4 ranks: "), "{line}");
     assert!(line.contains(" available (") && !stderr.contains("warning: the planned"), "{stderr}");
     assert!(!stderr.contains("time of the first step"), "it is short: {stderr}");
 }
