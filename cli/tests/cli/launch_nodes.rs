@@ -160,7 +160,10 @@ fn a_missing_node_and_a_node_that_comes_twice_or_late_are_named() {
         let second = scope.spawn(|| nodes.launch(1, &[], SECRET, script));
         nodes.wait_for(&["ready-0", "ready-3"]);
         let twice = nodes.launch(1, &[], SECRET, script);
-        twice.assert_refused(1, &["the job has already started, and node 1 had joined it"]);
+        twice.assert_refused(
+            1,
+            &["the job has already started: node 1 has joined it before, or comes too late"],
+        );
         nodes.place.write("enough", "");
         first.join().unwrap().assert_done();
         second.join().unwrap().assert_done();
