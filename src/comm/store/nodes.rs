@@ -94,7 +94,8 @@ impl NodeStore {
             (Store::meet_host(&point, at.node, timeout)?, None)
         };
         let watched = if at.node == HOST { 1..at.num_nodes } else { HOST..HOST + 1 };
-        let missing: BTreeSet<usize> = late_acceptor.iter().flat_map(|(_, acceptor)| acceptor.missing.clone()).collect();
+        let missing: BTreeSet<usize> =
+            late_acceptor.iter().flat_map(|(_, acceptor)| acceptor.missing.clone()).collect();
         let now = Instant::now();
         Ok(Self {
             node: at.node,
