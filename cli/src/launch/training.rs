@@ -221,13 +221,17 @@ pub(super) fn names_mpi(words: &[String]) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::restarts::Cause;
     use super::*;
     use serde_json::json;
 
     /// A `train` command with this config and these flags, and its config on six ranks.
-    fn training(place: &tempfile::TempDir, changes: serde_json::Value, flags: &[&str]) -> (Training, Config) {
+    pub(in crate::launch) fn training(
+        place: &tempfile::TempDir,
+        changes: serde_json::Value,
+        flags: &[&str],
+    ) -> (Training, Config) {
         let path = place.path().join("c.json");
         let mut config =
             json!({ "train_batch_size": 6, "ulysses": { "model": "nano", "data": "d", "seq_len": 64 } });

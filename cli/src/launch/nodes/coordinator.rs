@@ -209,7 +209,7 @@ impl Coordinator {
         let Failures { lost, first_rank, .. } = &self.failures;
         let host = |(node, _): &(usize, NodeLoss)| Some(self.infos.get(node)?.host.clone());
         let failed_rank = match lost.is_empty() {
-            true => self.first_report().and_then(|failure| failure.rank).or(*first_rank),
+            true => first_rank.or(self.first_report().and_then(|failure| failure.rank)),
             false => None,
         };
         Cause { text, failed_rank, lost_hosts: lost.iter().filter_map(host).collect() }
@@ -277,7 +277,10 @@ fn first_ranks(offered: &BTreeMap<usize, usize>, mesh: SmallerMesh) -> BTreeMap<
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::training::tests::training;
     use super::*;
+    use serde_json::json;
+    use std::time::Duration;
 
     fn failure(node: usize, rank: usize) -> NodeFailure {
         NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), is_usage: false }
@@ -302,12 +305,44 @@ mod tests {
         assert_eq!(coordinator.failure().unwrap(), lost);
     }
 
-    #[test]
-    fn the_loss_of_a_node_without_ranks_is_no_failure() {
+    /// Returns the endpoint of a job that has only node 0, and its store.
+    fn alone() -> (NodeEndpoint, NodeStore) {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let alone = NodeEndpoint { host: "127.0.0.1".into(), port: free.port(), node: 0, num_nodes: 1 };
-        let timeout = std::time::Duration::from_secs(10);
-        let mut nodes = NodeStore::meet(&alone, 1, |_| None, timeout, timeout).unwrap();
+        let timeout = Duration::from_secs(10);
+        let nodes = NodeStore::meet(&alone, 1, |_| None, timeout, timeout).unwrap();
+        (alone, nodes)
+    }
+
+    #[test]
+    fn a_start_without_a_node_has_the_next_smaller_mesh() {
+        let ((alone, mut nodes), place) = (alone(), tempfile::tempdir().unwrap());
+        let batch = json!({ "train_micro_batch_size_per_gpu": 1 });
+        let training = Some(training(&place, batch, &["--mesh", "3x2"]));
+        let job = JobSpec {
+            program: "ulysses".into(),
+            arguments: Vec::new(),
+            training,
+            max_restarts: 0,
+            min_nodes: 2,
+            grace: Duration::ZERO,
+            logs: None,
+            memory: None,
+        };
+        let endpoint = NodeEndpoint { num_nodes: 3, ..alone };
+        let mut coordinator = Coordinator::new(&endpoint, &BTreeSet::from([1]));
+        nodes.set("node/0", &text(&NodeInfo::new(&job, 2)));
+        assert!(coordinator.first_plan(&job, &nodes).is_none(), "node 2 has joined, but not yet reported");
+        nodes.set("node/2", &text(&NodeInfo::new(&job, 2)));
+        let plan = coordinator.first_plan(&job, &nodes).unwrap().unwrap();
+        assert_eq!(plan.ranks, BTreeMap::from([(0, 2), (2, 2)]));
+        assert_eq!(plan.variation.smaller.unwrap().to_string(), "2x2");
+        assert_eq!(plan.variation.restart, None, "nothing has been started before");
+    }
+
+    #[test]
+    fn the_loss_of_a_node_without_ranks_is_no_failure() {
+        let (alone, mut nodes) = alone();
         let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone }, &BTreeSet::new());
         let ranks = BTreeMap::from([(0, 2), (1, 2)]);
         coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
