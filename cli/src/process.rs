@@ -61,7 +61,20 @@ pub(super) fn check_build(info: &ProcessInfo) -> Result<(), Failure> {
     let ProcessInfo { launcher, world_size, .. } = info;
     Err(Failure::Usage(anyhow!(
         "{launcher} started {world_size} processes, but this build lacks the feature `{feature}` that connects them: \
-         build with --features {feature}, or run independent processes with --backend thread"
+         build with --features {feature}, or run one process, whose ranks are threads"
+    )))
+}
+
+/// Checks that no launcher started several processes, each of which would run all ranks as threads. `stated` is the flag or
+/// key of the backend.
+pub(super) fn check_threads(info: &ProcessInfo, stated: &str) -> Result<(), Failure> {
+    let ProcessInfo { launcher, world_size, rank, .. } = info;
+    let Some(backend) = launched_backend(info) else { return Ok(()) };
+    mute(*rank > 0);
+    let name = if backend == Backend::Mpi { "mpi" } else { "nccl" };
+    Err(Failure::Usage(anyhow!(
+        "{stated}: {launcher} started {world_size} processes, and each would run all ranks by itself: use the backend \
+         {name}, the default here, or run `ulysses` without this launcher and its variables"
     )))
 }
 

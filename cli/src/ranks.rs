@@ -91,6 +91,10 @@ impl BackendArgs {
     pub(super) fn join<'a>(&self, process: &'a mut Option<Process>) -> Result<Joined<'a>, Failure> {
         let by_flag = self.backend.map(Backend::from);
         if by_flag == Some(Backend::Thread) {
+            // Variables that contradict each other do not matter to threads.
+            if let Ok(info) = process::discover(ProcessArgs::default()) {
+                process::check_threads(&info, "--backend thread")?;
+            }
             return Ok(Joined { process: None, backend: by_flag });
         }
         let info = process::discover(ProcessArgs::default())?;

@@ -122,10 +122,12 @@ class Jobs(unittest.TestCase):
         for node in range(2):
             self.assertEqual(launchers[node].returncode, 0, said)
             self.assertIn("restart 1 of 1 on 2 node(s) with mesh 2x2", said[node])
-        whole, continued = (
+        whole, both = (
             [json.loads(line) for line in (self.path / name / "metrics.jsonl").read_text().splitlines()]
             for name in ("whole", "out")
         )
+        restarts, continued = ([line for line in both if ("restart" in line) == is_restart] for is_restart in (True, False))
+        self.assertEqual([(line["restart"], line["dp_size_before"], line["dp_size"]) for line in restarts], [(1, 3, 2)])
         self.assertEqual([(step["dp_size"], step["sp_size"]) for step in (continued[0], continued[-1])], [(3, 2), (2, 2)])
         for step, wanted in zip(continued, whole, strict=True):
             self.assertAlmostEqual(step["loss"], wanted["loss"], delta=2e-4)

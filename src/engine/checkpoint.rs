@@ -99,6 +99,11 @@ impl Engine {
         Ok(MemoryCopies::new(group, directory, self.groups.written_partition())?)
     }
 
+    /// Returns the bytes of each partition in a checkpoint, without the headers of files.
+    pub(crate) fn saved_bytes(&self) -> Vec<u64> {
+        self.zero.saved_bytes()
+    }
+
     /// Saves a copy of the state in host memory, after comparing the replicas. Collective.
     ///
     /// # Errors

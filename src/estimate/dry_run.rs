@@ -90,6 +90,18 @@ impl Workload {
         })
     }
 
+    /// Returns the bytes of each of ZeRO's partitions in a checkpoint, without the headers of files.
+    pub(super) fn saved_bytes(&self, mesh: &DeviceMesh) -> Result<Vec<u64>, EngineError> {
+        self.dry((mesh, mesh.ranks()[0]), MAX_MICRO_BATCHES, |rank, _| Ok(rank.engine.saved_bytes()))
+    }
+
+    /// Returns the partition that each rank writes to checkpoints, if any.
+    pub(super) fn written_partitions(&self, mesh: &DeviceMesh) -> Result<Vec<Option<usize>>, EngineError> {
+        let recorder = Arc::new(Mutex::new(Recorder::new(self.device, self.config.zero.stage)));
+        let of_rank = |rank| Ok(fake_groups(&self.config, mesh, rank, &recorder)?.written_partition());
+        (0..mesh.world_size()).map(of_rank).collect()
+    }
+
     fn dry<R>(
         &self,
         (mesh, rank): (&DeviceMesh, usize),

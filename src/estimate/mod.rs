@@ -6,6 +6,7 @@
 //! per distinct number of tokens and heads is run, so thousands of ranks cost as much as one.
 //!
 //! - [`Workload::plan`]: the plan of one configuration
+//! - [`Workload::copied_bytes`]: the host memory of `checkpoint.memory_interval`
 //! - [`Workload::max_seq_len`]: the longest sequence that fits
 //! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
 //! - [`Workload::fit`]: the cheapest settings that fit
@@ -19,6 +20,7 @@ mod criteria;
 mod dry_run;
 pub mod event;
 mod fit;
+mod memory_copies;
 mod meshes;
 mod nodes;
 mod proposal;
@@ -31,6 +33,7 @@ mod time;
 pub use alternatives::Alternative;
 pub use criteria::{Criteria, MemoryBudget, Throughput};
 pub use fit::{FIT_CRITERION, Fit, FitChoice};
+pub use memory_copies::CopiedBytes;
 pub use meshes::{MeshChoice, ulysses_limits};
 pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one JSON object per step and per evaluation. `docs/monitoring.md` lists the keys.
+//! `metrics.jsonl`: one JSON object per step, evaluation and restart. `docs/monitoring.md` lists the keys.
 
 use super::append_file::{AppendFile, read_if_there};
 use serde::Serialize;
@@ -130,6 +130,41 @@ pub struct EvalMetrics {
     pub eval_seconds: f64,
 }
 
+/// A restart of the job by its launcher. The key `restart` distinguishes it from a step in the same file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RestartMetrics {
+    /// Steps of the checkpoint that the run was resumed from; 0 without one.
+    pub step: u64,
+    /// Number of the restart, from 1.
+    pub restart: u32,
+    /// What failed, the number of the restart and, on fewer nodes, their number and mesh.
+    pub reason: String,
+    /// The rank that failed first; `None` if a whole node was lost, or if it is not known.
+    pub failed_rank: Option<usize>,
+    /// Hosts that were lost.
+    pub lost_hosts: Vec<String>,
+    /// Where the checkpoint was; `None` without one: the run started at step 1.
+    pub resumed_from: Option<CheckpointSource>,
+    /// Number of data-parallel ranks before the restart.
+    pub dp_size_before: Option<usize>,
+    /// Number of sequence-parallel ranks before the restart.
+    pub sp_size_before: Option<usize>,
+    /// Number of data-parallel ranks.
+    pub dp_size: usize,
+    /// Number of sequence-parallel ranks.
+    pub sp_size: usize,
+}
+
+/// Where a checkpoint was stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CheckpointSource {
+    /// A directory of checkpoints.
+    Disk,
+    /// A copy in the host memory of the nodes.
+    Memory,
+}
+
 /// Appends metrics to a file.
 #[derive(Debug)]
 pub struct MetricsWriter {
@@ -145,7 +180,7 @@ impl MetricsWriter {
         Ok(Self { file: AppendFile::new(File::create(path)?) })
     }
 
-    /// Resumes a file after `step`: lines of later steps and incomplete lines are dropped. A file that does not exist is
+    /// Resumes a file after `step`: lines of later steps, except restarts, and incomplete lines are dropped. A file that does not exist is
     /// created.
     ///
     /// # Errors
@@ -154,12 +189,15 @@ impl MetricsWriter {
         let text = read_if_there(path)?;
         let is_kept = |line: &&str| {
             let line: Option<Value> = serde_json::from_str(line).ok();
-            line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|of_line| of_line <= step)
+            line.is_some_and(|line| {
+                let of_line = line.get("step").and_then(Value::as_u64);
+                line.get("restart").is_some() || of_line.is_some_and(|of_line| of_line <= step)
+            })
         };
         Ok(Self { file: AppendFile::replacing(path, text.lines().filter(is_kept))? })
     }
 
-    /// Writes one line of [`Metrics`] or [`EvalMetrics`], which readers see immediately. If the disk is full, it is written
+    /// Writes one line of [`Metrics`], [`EvalMetrics`] or [`RestartMetrics`], which readers see immediately. If the disk is full, it is written
     /// before the next one.
     ///
     /// # Errors
@@ -195,5 +233,7 @@ mod tests {
         std::fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"st").unwrap();
         assert_eq!(resume(2), "{\"step\":1}\n{\"step\":2}\n");
         assert_eq!(resume(0), "");
+        std::fs::write(&path, "{\"step\":1}\n{\"step\":2,\"restart\":1}\n{\"step\":2}\n").unwrap();
+        assert_eq!(resume(1), "{\"step\":1}\n{\"step\":2,\"restart\":1}\n", "restarts have happened");
     }
 }

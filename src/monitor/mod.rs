@@ -21,7 +21,7 @@ pub use comms::{
 pub use csv::CsvFiles;
 pub use escape::{escaped, write_line};
 pub use event_files::EventFile;
-pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
+pub use metrics::{CheckpointSource, EvalMetrics, Metrics, MetricsWriter, RestartMetrics, TimeShares};
 pub use progress::Progress;
 pub use step_line::{MAX_COLUMNS, live_lines};
 pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};

@@ -5,7 +5,7 @@ use super::event_files::{EventFiles, cannot};
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::config::{Config, OnSaveError};
 use crate::engine::Engine;
-use crate::monitor::{EvalMetrics, MetricsWriter, is_out_of_space};
+use crate::monitor::{EvalMetrics, MetricsWriter, RestartMetrics, is_out_of_space};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -44,6 +44,14 @@ impl MetricsFiles {
         let continues = checkpoint.is_some_and(|checkpoint| checkpoint.on_error == OnSaveError::Continue);
         let events = EventFiles::new(config, output)?;
         Ok(Self { path, writer, events, continues, waiting: None, log })
+    }
+
+    /// Records that the run goes on after a restart.
+    ///
+    /// # Errors
+    /// When the line cannot be written.
+    pub fn record_restart(&mut self, restart: &RestartMetrics) -> Result<(), TrainerError> {
+        self.write(restart, Ok(()))
     }
 
     fn write(

@@ -10,7 +10,7 @@ use crate::checkpoint::{
 };
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::engine::{Engine, EngineError};
-use crate::monitor::counted;
+use crate::monitor::{CheckpointSource, counted};
 use std::path::{Path, PathBuf};
 
 /// The checkpoint to resume from.
@@ -66,6 +66,15 @@ impl Resume {
     }
 }
 
+/// The checkpoint that a run was resumed from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resumed {
+    /// The id of its run, which the resumed run keeps.
+    pub run_id: String,
+    /// Where it was stored.
+    pub source: CheckpointSource,
+}
+
 /// Returns whether two paths are the same directory.
 pub fn is_same_dir(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
@@ -87,9 +96,9 @@ pub(super) struct Resumption<'a> {
 }
 
 impl Resumption<'_> {
-    /// Restores the checkpoint of `resume`, and returns the id of its run; `None` if there is no checkpoint. Collective.
-    pub(super) fn restore(self, resume: &Resume) -> Result<Option<String>, TrainerError> {
-        let Some(checkpoint) = self.find(resume)? else { return Ok(None) };
+    /// Restores the checkpoint of `resume`; `None` if there is none. Collective.
+    pub(super) fn restore(self, resume: &Resume) -> Result<Option<Resumed>, TrainerError> {
+        let Some((checkpoint, source)) = self.find(resume)? else { return Ok(None) };
         let manifest = checkpoint.manifest();
         let (step, seed) = (manifest.progress.step, self.engine.config().seed);
         // The candidate that was checked before the ranks started may have been skipped.
@@ -116,7 +125,14 @@ impl Resumption<'_> {
         if is_reset {
             self.evaluations.restart_patience();
         }
-        let Manifest { mesh, zero_stage, num_partitions, .. } = manifest;
+        self.log_resumed(&checkpoint);
+        Ok(Some(Resumed { run_id: manifest.run_id.clone(), source }))
+    }
+
+    /// Logs the checkpoint, and what differs from it.
+    fn log_resumed(&self, checkpoint: &Checkpoint) {
+        let Manifest { mesh, zero_stage, num_partitions, progress, config, .. } = checkpoint.manifest();
+        let step = progress.step;
         (self.log)(&format!(
             "resumed from {}: step {step}, saved on mesh dp {} × sp {} at ZeRO stage {zero_stage} with {}",
             checkpoint.dir().display(),
@@ -124,7 +140,7 @@ impl Resumption<'_> {
             mesh.sp,
             counted(*num_partitions, "partition")
         ));
-        let saved_batch = manifest.config["train_batch_size"].as_u64();
+        let saved_batch = config["train_batch_size"].as_u64();
         let batch = self.engine.config().train_batch_size;
         if let Some(saved) = saved_batch.filter(|saved| *saved != batch as u64) {
             (self.log)(&format!(
@@ -135,12 +151,12 @@ impl Resumption<'_> {
         if step_dir_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
             (self.log)(&format!("the checkpoint's directory was renamed: its manifest says step {step}"));
         }
-        Ok(Some(manifest.run_id.clone()))
     }
 
-    fn find(&self, resume: &Resume) -> Result<Option<Checkpoint>, TrainerError> {
+    fn find(&self, resume: &Resume) -> Result<Option<(Checkpoint, CheckpointSource)>, TrainerError> {
+        let on_disk = |checkpoint| (checkpoint, CheckpointSource::Disk);
         let directory = match resume {
-            Resume::From(dir) => return Ok(Some(open_verified(dir, self.group)?)),
+            Resume::From(dir) => return Ok(Some(on_disk(open_verified(dir, self.group)?))),
             Resume::Newest(dir) => dir.as_deref().or(self.output).ok_or(TrainerError::NoOutput)?,
         };
         let found = newest(directory, self.group)?;
@@ -152,13 +168,13 @@ impl Resumption<'_> {
         if let Some(memory) = self.memory.filter(|_| is_own)
             && let Some(copy) = memory.newest(self.engine, found.checkpoint.as_ref())?
         {
-            return Ok(Some(copy));
+            return Ok(Some((copy, CheckpointSource::Memory)));
         }
         if found.checkpoint.is_none() {
             let directory = directory.display();
             (self.log)(&format!("warning: {directory} has no checkpoint to resume: starting at step 1"));
         }
-        Ok(found.checkpoint)
+        Ok(found.checkpoint.map(on_disk))
     }
 
     /// Returns whether the best checkpoint of the resumed run is in the output directory. Collective.

@@ -9,7 +9,7 @@ use super::evaluation_tracker::EvaluationTracker;
 use super::memory_checkpoints::MemoryCheckpoints;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
-use super::resume::{Resume, Resumption, is_same_dir};
+use super::resume::{Resume, Resumed, Resumption, is_same_dir};
 use super::stragglers::Stragglers;
 use crate::checkpoint::{EvaluationResult, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
@@ -34,6 +34,7 @@ pub struct Trainer<'a> {
     group: Arc<dyn ProcessGroup>,
     options: TrainerOptions,
     run_id: String,
+    resumed: Option<Resumed>,
     /// Steps completed at the start, and at the end of the run.
     steps: Range<u64>,
 }
@@ -69,7 +70,8 @@ impl<'a> Trainer<'a> {
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
         let memory = MemoryCheckpoints::new(&engine, &group, options.memory_dir.as_deref(), options.log)?;
-        let mut run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
+        let new_run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
+        let mut resumed = None;
         if let Some(resume) = &options.resume {
             let resumption = Resumption {
                 engine: &mut engine,
@@ -81,13 +83,26 @@ impl<'a> Trainer<'a> {
                 reset_data: options.reset_data,
                 log: options.log,
             };
-            run_id = resumption.restore(resume)?.unwrap_or(run_id);
+            resumed = resumption.restore(resume)?;
         }
+        let run_id = resumed.as_ref().map_or(new_run_id, |resumed| resumed.run_id.clone());
         let first_step = engine.attempted_steps();
         let steps = first_step..data.last_step(first_step);
         check_agreement(&mut engine, data.data(), &options.model, steps.end)?;
         let observers: Vec<Box<dyn Observer + 'a>> = vec![Box::new(Stragglers::new(groups)?)];
-        Ok(Self { engine, data, checkpoints, memory, evaluations, observers, group, options, run_id, steps })
+        Ok(Self {
+            engine,
+            data,
+            checkpoints,
+            memory,
+            evaluations,
+            observers,
+            group,
+            options,
+            run_id,
+            resumed,
+            steps,
+        })
     }
 
     /// Adds an observer, after the previous ones. It may be a `&mut` reference that the caller uses afterwards.
@@ -118,6 +133,11 @@ impl<'a> Trainer<'a> {
     /// Returns the id of the run, which stays the same when it is resumed.
     pub fn run_id(&self) -> &str {
         &self.run_id
+    }
+
+    /// Returns the checkpoint that the run was resumed from, if it was.
+    pub fn resumed(&self) -> Option<&Resumed> {
+        self.resumed.as_ref()
     }
 
     /// Returns the steps completed at the start, and at the end of the run.

@@ -1,6 +1,6 @@
 //! Copies in the memory of several nodes, which are directories here, and the restart after nodes are lost.
 
-use crate::training::{Setup, Trainee, on_mesh, setup};
+use crate::training::{ADAGRAD, SGD, Setup, Trainee, config, model, on_mesh, setup};
 use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,9 @@ use tempfile::TempDir;
 use ulysses::checkpoint::{
     Checkpoint, CheckpointError, Comparison, MANIFEST, MemoryCopies, NewestCopy, diff, saved_steps, step_name,
 };
+use ulysses::device::DeviceKind;
 use ulysses::engine::{EngineError, StepReport};
+use ulysses::estimate::{CopiedBytes, Workload};
 
 const RANKS_PER_NODE: usize = 2;
 const NODES: usize = 3;
@@ -82,6 +84,60 @@ fn every_node_has_the_files_of_its_ranks_and_of_their_partners_of_the_newest_cop
         assert_eq!(partitions(&place, index, 3), expected, "node {index}");
         assert_eq!(fs::read_dir(node(&place, index)).unwrap().count(), 1, "nothing else");
     }
+}
+
+/// Returns the bytes of the elements in a node's files.
+fn element_bytes(place: &TempDir, index: usize) -> u64 {
+    let dir = node(place, index).join(step_name(3));
+    let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let states = paths.filter(|path| path.extension().is_some_and(|name| name == "safetensors"));
+    // A file begins with the length of its header.
+    let header = |bytes: &[u8]| 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    states.map(|path| fs::read(path).unwrap()).map(|bytes| bytes.len() as u64 - header(&bytes)).sum()
+}
+
+#[test]
+fn the_plan_of_the_copies_is_what_the_nodes_have() {
+    let copies = r#"{ "checkpoint": { "memory_interval": 1 }, "ulysses": { "seq_len": 8 } }"#;
+    for case in [
+        SIX,
+        setup(3, 2, 2),
+        setup(2, 3, 0),
+        Setup { optimizer: SGD, ..SIX },
+        Setup { optimizer: ADAGRAD, ..setup(3, 2, 1) },
+    ] {
+        let case = Setup { extra: copies, ..case };
+        let (place, disk) = (nodes(), tempfile::tempdir().unwrap());
+        trained(&place, disk.path(), case);
+        let workload = |ranks_per_node| Workload {
+            config: config(case),
+            model: model(),
+            document_len: None,
+            ranks_per_node,
+            device: DeviceKind::Cpu,
+        };
+        let planned = workload(RANKS_PER_NODE).copied_bytes().unwrap().unwrap();
+        let stored = (0..NODES).map(|index| element_bytes(&place, index)).max().unwrap();
+        assert_eq!((planned.per_node, planned.peak_per_node), (stored, 2 * stored), "{case:?}");
+        // All ranks on one node have no copies elsewhere.
+        let alone = workload(6).copied_bytes().unwrap().unwrap();
+        let whole: u64 = (0..NODES).map(|index| element_bytes(&place, index)).sum::<u64>() / 2;
+        let expected = CopiedBytes {
+            per_rank: planned.per_rank,
+            per_node: whole,
+            of_node_before: 0,
+            peak_per_node: 2 * whole,
+        };
+        assert_eq!(alone, expected, "{case:?}");
+    }
+    let none = Workload {
+        config: config(SIX),
+        model: model(),
+        document_len: None,
+        ranks_per_node: 2,
+        device: DeviceKind::Cpu,
+    };
+    assert_eq!(none.copied_bytes().unwrap(), None);
 }
 
 #[test]

@@ -106,8 +106,8 @@ impl Trainee {
     }
 }
 
-/// Runs `work` on every rank, and returns the results in rank order.
-pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Result<T> + Sync) -> Vec<T> {
+/// Returns the config of a setup.
+pub(crate) fn config(setup: Setup) -> Config {
     let Setup { dp, sp, stage, accumulation, optimizer, extra } = setup;
     let mut config = json!({
         "train_batch_size": ROWS_PER_STEP,
@@ -120,7 +120,12 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
     });
     let extra: serde_json::Map<String, serde_json::Value> = serde_json::from_str(extra).unwrap();
     config.as_object_mut().unwrap().extend(extra);
-    let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
+    Config::from_json_str(&config.to_string(), "test.json").unwrap()
+}
+
+/// Runs `work` on every rank, and returns the results in rank order.
+pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Result<T> + Sync) -> Vec<T> {
+    let (Setup { dp, sp, accumulation, .. }, config) = (setup, config(setup));
     let tokens = (0..8 * 70_u32).map(|i| i * i % 29);
     let corpus = Corpus::from_documents([tokens.collect()]).unwrap();
     let rows = Arc::new(PackedSequences::new(corpus, 8).unwrap());

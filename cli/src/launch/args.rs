@@ -29,7 +29,7 @@ pub(crate) struct LaunchArgs {
     /// this job can join.
     #[arg(long, value_name = "HOST[:PORT]", alias = "rdzv_endpoint", conflicts_with_all = ["hosts", "hostfile"])]
     rdzv_endpoint: Option<String>,
-    /// Seconds to wait for all nodes.
+    /// Seconds to wait for all nodes. Then --min-nodes are enough.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "rdzv_endpoint")]
     join_timeout: u64,
     /// Seconds without a heartbeat after which a node counts as lost.
@@ -45,8 +45,8 @@ pub(crate) struct LaunchArgs {
     /// Maximum number of restarts after a failure. `train` resumes from the newest valid checkpoint.
     #[arg(long, value_name = "K", default_value_t = 0, alias = "max_restarts")]
     pub(super) max_restarts: u32,
-    /// Minimum number of nodes for a restart after nodes are lost; the job then continues on the next smaller mesh that
-    /// the batch allows [default: all nodes].
+    /// Minimum number of nodes: for a restart after nodes are lost, and with --nnodes for a start without nodes that did not
+    /// come within --join-timeout. The job then runs on the next smaller mesh that the batch allows [default: all nodes].
     #[arg(long, value_name = "N", requires = "max_restarts", value_parser = clap::value_parser!(u16).range(1..))]
     min_nodes: Option<u16>,
     /// Directory in host memory (tmpfs) for the copies of `checkpoint.memory_interval`. Each job creates a subdirectory and

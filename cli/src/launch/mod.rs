@@ -26,7 +26,7 @@ pub(super) use memory_dir::MEMORY_DIR_VARIABLE;
 use memory_dir::MemoryDir;
 use output::RankLogs;
 use restarts::JobSpec;
-pub(super) use restarts::RESTART_VARIABLE;
+pub(super) use restarts::Restart;
 use std::sync::Arc;
 use std::time::Duration;
 use training::{Training, names_mpi};

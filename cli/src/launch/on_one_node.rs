@@ -32,8 +32,7 @@ pub(super) fn run(job: &JobSpec, num_processes: usize) -> Result<(), Failure> {
             Outcome::Done | Outcome::Interrupted => return Ok(()),
             Outcome::Stopped { exit_code } => return Err(Failure::Ended { exit_code }),
             Outcome::Failed(failure) => {
-                let reason = job.allow_restart(&failure, &mut restarts)?;
-                job.resume(&mut variation, reason);
+                job.restart_after(&failure, &mut restarts, &mut variation)?;
             }
         }
     }

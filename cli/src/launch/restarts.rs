@@ -7,6 +7,8 @@ use super::rank_failure::RankFailure;
 use super::training::{SmallerMesh, Training, Variation};
 use crate::{Failure, log_line};
 use anyhow::anyhow;
+use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -14,8 +16,59 @@ use std::time::Duration;
 use ulysses::comm::store::JobStore;
 use ulysses::config::Config;
 
-/// Environment variable of the ranks with the reason of a restart.
-pub(crate) const RESTART_VARIABLE: &str = "ULYSSES_RESTART";
+/// Environment variable of the ranks with a [`Restart`], as JSON.
+const RESTART_VARIABLE: &str = "ULYSSES_RESTART";
+
+/// A restart of a job, as the restarted ranks record it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Restart {
+    /// From 1.
+    pub(crate) number: u32,
+    /// The cause, the number of the restart, and the nodes that are left with their mesh.
+    pub(crate) reason: String,
+    pub(crate) cause: Cause,
+    /// Sizes of dp and sp before, if the job trains.
+    pub(crate) mesh_before: Option<(usize, usize)>,
+}
+
+impl Restart {
+    /// Reads the restart of which this process is a rank, if it is one.
+    pub(crate) fn of_this_rank() -> Option<Self> {
+        serde_json::from_str(&std::env::var(RESTART_VARIABLE).ok()?).ok()
+    }
+}
+
+/// What ended a start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Cause {
+    pub(crate) text: String,
+    /// The rank that failed first, if it is known.
+    pub(crate) failed_rank: Option<usize>,
+    /// Hosts that were lost.
+    pub(crate) lost_hosts: Vec<String>,
+}
+
+impl From<&RankFailure> for Cause {
+    fn from(failure: &RankFailure) -> Self {
+        Self { text: failure.to_string(), failed_rank: failure.rank, lost_hosts: Vec::new() }
+    }
+}
+
+/// The nodes of a job without those that are missing, and their mesh if the job trains.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FewerNodes {
+    num_nodes: usize,
+    /// What the nodes are called.
+    kind: &'static str,
+    pub(super) mesh: Option<SmallerMesh>,
+}
+
+impl fmt::Display for FewerNodes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, " on {} {}(s)", self.num_nodes, self.kind)?;
+        self.mesh.map_or(Ok(()), |mesh| write!(f, " with mesh {mesh}"))
+    }
+}
 
 /// A job, however it is started.
 pub(super) struct JobSpec {
@@ -52,45 +105,75 @@ impl JobSpec {
             if let Some(memory) = &self.memory {
                 command.env(MEMORY_DIR_VARIABLE, memory.path());
             }
-            if let Some(reason) = &variation.restart {
-                command.env(RESTART_VARIABLE, reason);
+            // Strings and numbers only, which cannot fail.
+            if let Some(Ok(restart)) = variation.restart.as_ref().map(serde_json::to_string) {
+                command.env(RESTART_VARIABLE, restart);
             }
         }
         Start { commands, store, grace: self.grace, logs: self.logs.clone() }
     }
 
-    /// Lets the next start resume from the newest step. `reason` is that of the restart.
-    pub(super) fn resume(&self, variation: &mut Variation, reason: String) {
-        variation.restart = Some(reason);
-        variation.has_saved |= self.training.as_ref().is_some_and(|(training, _)| training.has_saved());
-    }
-
-    /// Decides whether the job is started once more after a failure. Logs and returns the reason and number of the restart.
+    /// Plans a restart after the failure of a rank.
     ///
     /// # Errors
     /// The failure, if a restart would fail again or none is left.
-    pub(super) fn allow_restart(&self, failure: &RankFailure, restarts: &mut u32) -> Result<String, Failure> {
+    pub(super) fn restart_after(
+        &self,
+        failure: &RankFailure,
+        restarts: &mut u32,
+        variation: &mut Variation,
+    ) -> Result<(), Failure> {
         if failure.is_usage() {
             return Err(Failure::Usage(anyhow!("{failure}")));
         }
-        self.allow(failure, restarts, "").map_err(|message| Failure::Run(anyhow!(message)))
+        let restarted = self.restart(failure.into(), None, restarts, variation);
+        restarted.map_err(|message| Failure::Run(anyhow!(message)))
     }
 
-    /// As [`allow_restart`](Self::allow_restart), for a failure that a restart may repair. `with` is added to the reason.
-    pub(super) fn allow(
+    /// Plans a restart that resumes from the newest step, on `fewer` nodes if some are lost, and logs its reason.
+    ///
+    /// # Errors
+    /// The cause, if no restart is left.
+    pub(super) fn restart(
         &self,
-        failure: &impl std::fmt::Display,
+        cause: Cause,
+        fewer: Option<FewerNodes>,
         restarts: &mut u32,
-        with: &str,
-    ) -> Result<String, String> {
+        variation: &mut Variation,
+    ) -> Result<(), String> {
+        let text = &cause.text;
         if *restarts == self.max_restarts {
             let after = if *restarts > 0 { format!(", after {restarts} restart(s)") } else { String::new() };
-            return Err(format!("{failure}{after}"));
+            return Err(format!("{text}{after}"));
         }
         *restarts += 1;
-        let reason = format!("{failure}; restart {restarts} of {}{with}", self.max_restarts);
+        let with = fewer.map_or_else(String::new, |fewer| fewer.to_string());
+        let reason = format!("{text}; restart {restarts} of {}{with}", self.max_restarts);
         log_line(format_args!("launch: {reason}"));
-        Ok(reason)
+        let mesh_before = self.training.as_ref().map(|(_, config)| match variation.smaller {
+            Some(mesh) => (mesh.dp, mesh.sp),
+            None => (config.mesh.dp_size, config.mesh.sp_size),
+        });
+        variation.restart = Some(Restart { number: *restarts, reason, cause, mesh_before });
+        variation.has_saved |= self.training.as_ref().is_some_and(|(training, _)| training.has_saved());
+        variation.smaller = fewer.and_then(|fewer| fewer.mesh).or(variation.smaller);
+        Ok(())
+    }
+
+    /// Returns the nodes that are left, given the number of ranks that each may run.
+    ///
+    /// # Errors
+    /// A message: fewer than `--min-nodes` are left, or no mesh keeps the batch size.
+    pub(super) fn on_fewer(
+        &self,
+        kind: &'static str,
+        ranks: impl ExactSizeIterator<Item = usize>,
+    ) -> Result<FewerNodes, String> {
+        let num_nodes = ranks.len();
+        if num_nodes < self.min_nodes {
+            return Err(format!("{num_nodes} {kind}(s) are left, --min-nodes is {}", self.min_nodes));
+        }
+        Ok(FewerNodes { num_nodes, kind, mesh: self.smaller_mesh(ranks.sum())? })
     }
 
     /// Returns the smaller mesh for at most `num_ranks` ranks, if the job trains; otherwise `Ok(None)`.

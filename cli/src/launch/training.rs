@@ -1,5 +1,6 @@
 //! The `train` command that `launch` starts: its backend, its restarts and its meshes.
 
+use super::restarts::Restart;
 use crate::train::TrainArgs;
 use crate::{Command, Failure, arguments};
 use anyhow::anyhow;
@@ -20,8 +21,8 @@ pub(super) struct Training {
 /// The part of a `train` command that differs between the starts of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Variation {
-    /// Reason and number of the restart, if it is one: it resumes.
-    pub(super) restart: Option<String>,
+    /// The restart, if it is one: it resumes.
+    pub(super) restart: Option<Restart>,
     /// The job has saved a step: it resumes from its own output and no longer from the user's `--resume DIR`.
     pub(super) has_saved: bool,
     /// A smaller mesh than at the first start.
@@ -220,12 +221,17 @@ pub(super) fn names_mpi(words: &[String]) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use super::super::restarts::Cause;
     use super::*;
     use serde_json::json;
 
     /// A `train` command with this config and these flags, and its config on six ranks.
-    fn training(place: &tempfile::TempDir, changes: serde_json::Value, flags: &[&str]) -> (Training, Config) {
+    pub(in crate::launch) fn training(
+        place: &tempfile::TempDir,
+        changes: serde_json::Value,
+        flags: &[&str],
+    ) -> (Training, Config) {
         let path = place.path().join("c.json");
         let mut config =
             json!({ "train_batch_size": 6, "ulysses": { "model": "nano", "data": "d", "seq_len": 64 } });
@@ -281,8 +287,11 @@ mod tests {
         assert_eq!(text.as_deref(), Some("dp_replicate=1,dp_shard=2,sp=1"));
     }
 
-    fn restart() -> Option<String> {
-        Some("rank 1 was killed; restart 1 of 1".to_owned())
+    fn restart() -> Option<Restart> {
+        let text = "rank 1 was killed".to_owned();
+        let reason = format!("{text}; restart 1 of 1");
+        let cause = Cause { text, failed_rank: Some(1), lost_hosts: Vec::new() };
+        Some(Restart { number: 1, reason, cause, mesh_before: None })
     }
 
     #[test]

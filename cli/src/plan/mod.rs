@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use ulysses::config::{Config, MachineProfile, ParameterGroup, PartitionAxes, ZeroStage};
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
-use ulysses::estimate::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::estimate::{Alternative, CopiedBytes, Criteria, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::LlamaConfig;
 
 /// Default number of ranks per node, as on common GPU nodes.
@@ -135,6 +135,9 @@ struct Report {
     rank: RankPlan,
     /// Host memory of a node that its ranks on GPUs offload to.
     host_bytes_per_node: u64,
+    /// Host memory of copies of checkpoints, if the config wants them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copies_in_memory: Option<CopiedBytes>,
     #[serde(skip_serializing_if = "Option::is_none")]
     step_time: Option<StepTime>,
     budget: Option<Budget>,
@@ -295,6 +298,7 @@ impl Report {
         let rank = decided.plan().or_usage()?;
         let step_time = criteria.machine.map(|machine| decided.step_time(machine)).transpose().or_usage()?;
         let host_bytes_per_node = workload.host_bytes_per_node(&rank);
+        let copies_in_memory = workload.copied_bytes().or_usage()?;
         let budget = available.map(|Available { budget, reserve_bytes }| Budget {
             bytes: budget.rank_bytes,
             reserve_bytes,
@@ -330,6 +334,7 @@ impl Report {
             tokens_per_step: config.train_batch_size * seq_len,
             rank,
             host_bytes_per_node,
+            copies_in_memory,
             step_time,
             budget,
             alternatives,

@@ -6,7 +6,7 @@ use super::table::{bytes, flops, parameters, row, seconds, write_table};
 use super::{Budget, Features, MeshReport, Report, choices};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::Moment;
-use ulysses::estimate::{MomentMemory, SentBytes};
+use ulysses::estimate::{CopiedBytes, MomentMemory, SentBytes};
 use ulysses::memory::Category;
 use ulysses::monitor::counted;
 
@@ -125,6 +125,16 @@ impl Text<'_> {
             let per_node = plan.offloaded_bytes as f64 * ranks_per_node.min(dp * sp) as f64;
             let per_rank = bytes(plan.offloaded_bytes as f64);
             writeln!(f, "{place}: {per_rank} per rank, {} per node", bytes(per_node))?;
+        }
+        if let Some(copies) = self.0.copies_in_memory {
+            let CopiedBytes { per_node, of_node_before, peak_per_node, .. } = copies;
+            let [per_node, before, peak] =
+                [per_node, of_node_before, peak_per_node].map(|amount| bytes(amount as f64));
+            writeln!(
+                f,
+                "host memory of copies (checkpoint.memory_interval): {per_node} per node, {before} of it for the node before; \
+                 {peak} while a copy is made"
+            )?;
         }
         let mut rows = vec![row(["part of the step"])];
         rows[0].extend(Category::ALL.map(|category| category.name().to_owned()));

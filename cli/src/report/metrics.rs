@@ -35,11 +35,12 @@ const LARGEST: f64 = 1e100;
 /// Maximum step, so that consecutive steps differ in f64.
 const LAST_STEP: u64 = 1_000_000_000_000_000;
 
-/// The lines of steps, and of evaluations.
+/// The lines of steps, of evaluations and of restarts.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     pub(super) steps: Vec<Value>,
     pub(super) evaluations: Vec<Value>,
+    pub(super) restarts: Vec<Value>,
 }
 
 impl Lines {
@@ -71,8 +72,13 @@ impl Lines {
     fn add(&mut self, line: Value) -> Result<()> {
         let Value::Object(mut fields) = line else { bail!("expected an object, found {}", short(&line)) };
         let is_evaluation = fields.contains_key("eval_loss");
-        // Evaluations may come before the first step.
-        let step = step(&fields, if is_evaluation { 0 } else { 1 })?;
+        let is_restart = fields.contains_key("restart");
+        // Evaluations and restarts may come before the first step.
+        let step = step(&fields, if is_evaluation || is_restart { 0 } else { 1 })?;
+        if is_restart {
+            self.restarts.push(fields.into());
+            return Ok(());
+        }
         if is_evaluation {
             check_number(&fields, "eval_loss", -LARGEST)?;
             self.evaluations.push(fields.into());
@@ -181,6 +187,15 @@ mod tests {
         assert_eq!((&steps[0]["tokens"], &steps[0]["label_tokens"]), (&Value::Null, &90.into()));
         assert_eq!(steps[0]["label_tokens_per_second"], 45);
         assert_eq!((&steps[1]["tokens"], &steps[1]["label_tokens"]), (&100.into(), &90.into()));
+    }
+
+    #[test]
+    fn restarts_may_repeat_steps() {
+        let lines = read(
+            b"{\"step\":0,\"restart\":1}\n{\"step\":1,\"loss\":2}\n{\"step\":9,\"restart\":2}\n{\"step\":2,\"loss\":2}\n",
+        );
+        let lines = lines.unwrap();
+        assert_eq!((lines.steps.len(), lines.restarts.len()), (2, 2));
     }
 
     #[test]

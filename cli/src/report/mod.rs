@@ -6,6 +6,7 @@ mod page;
 mod parts;
 mod plan;
 mod ranks;
+mod restarts;
 mod run;
 mod sections;
 mod settings;

@@ -1,7 +1,7 @@
 //! The section of a run: time, memory, mesh, communication, config, environment.
 
 use super::run::RunFiles;
-use super::{communication, parts, plan, ranks, settings};
+use super::{communication, parts, plan, ranks, restarts, settings};
 use crate::html::chart::{Chart, Scale, Series, Unit, text};
 use crate::html::{escape, plain};
 use serde_json::Value;
@@ -23,6 +23,7 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
     );
     let parts = [
         ("Parts of the run", parts::of_run(run)),
+        ("Restarts", restarts::table_of(&run.lines.restarts)),
         ("Communication", communication::tables(run)),
         ("Ranks", ranks::tables(run)),
         ("Configuration", settings::table(run)),

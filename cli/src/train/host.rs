@@ -36,9 +36,14 @@ impl<'a> Host<'a> {
         read: impl FnOnce() -> Result<RawConfig, ConfigError>,
         overrides: impl FnOnce(&RawConfig, Option<Cluster>, Option<Backend>) -> Result<Overrides, Failure>,
     ) -> Result<(Config, Placement), Failure> {
-        // With threads each process trains by itself.
-        let is_alone = by_flag == Some(Backend::Thread);
-        let info = if is_alone { None } else { Some(process::discover(args)?) };
+        // Variables that contradict each other do not matter to threads.
+        let info = match by_flag {
+            Some(Backend::Thread) => process::discover(args).ok(),
+            _ => Some(process::discover(args)?),
+        };
+        if let (Some(Backend::Thread), Some(info)) = (by_flag, &info) {
+            process::check_threads(info, "--backend thread")?;
+        }
         let discovered = info.as_ref().and_then(process::launched_backend);
         // Errors in the file are reported once, after all have joined. Until then only its timeout is used.
         let raw = read();
@@ -49,8 +54,12 @@ impl<'a> Host<'a> {
         }
         let raw = raw.or_usage()?;
         let stated = by_flag.or(raw.backend());
-        if let (None, Some(info)) = (stated, &info) {
-            process::check_build(info)?;
+        match (stated, &info) {
+            (None, Some(info)) => process::check_build(info)?,
+            (Some(Backend::Thread), Some(info)) => {
+                process::check_threads(info, "`ulysses.backend` is \"thread\"")?
+            }
+            _ => {}
         }
         let backend = stated.or(discovered);
         check_backend(backend.unwrap_or_default(), by_flag.is_some())?;

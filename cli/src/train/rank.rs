@@ -6,8 +6,8 @@ use super::prepare::Prepared;
 use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
-use super::{gemm_peak, node_bytes, output};
-use crate::launch::MEMORY_DIR_VARIABLE;
+use super::{gemm_peak, node_bytes, output, record};
+use crate::launch::{MEMORY_DIR_VARIABLE, Restart};
 use crate::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
@@ -41,7 +41,10 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     if rank.rank == 0 && !trainer.is_done() {
         let steps = trainer.steps();
         record = Some(output::begin(run, trainer.run_id(), steps.start)?);
-        let files = MetricsFiles::open(config, &run.output, steps.start, log)?;
+        let mut files = MetricsFiles::open(config, &run.output, steps.start, log)?;
+        if let Some(restart) = Restart::of_this_rank() {
+            files.record_restart(&record::restart_metrics(restart, &trainer, config))?;
+        }
         // The peak of a GPU's data sheet says too little about its steps.
         if groups.device().is_cpu() {
             log_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);

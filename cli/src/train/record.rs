@@ -3,16 +3,17 @@
 use super::prepare::Prepared;
 use super::rank_outcome::RankOutcome;
 use super::run::Run;
-use crate::launch::RESTART_VARIABLE;
+use crate::launch::Restart;
 use crate::{log_line, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
+use ulysses::config::{Config, MeshConfig};
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
-use ulysses::monitor::{Groups, RankComms, straggler_stats, volumes};
-use ulysses::trainer::StepMemory;
+use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
+use ulysses::trainer::{StepMemory, Trainer};
 
 const FILE: &str = "run.json";
 
@@ -100,13 +101,31 @@ pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: Earl
     let mut record = run.record.clone();
     record["run_id"] = run_id.into();
     record["first_step"] = (first_step + 1).into();
-    if let Ok(reason) = std::env::var(RESTART_VARIABLE) {
-        record["restart"] = reason.into();
+    if let Some(restart) = Restart::of_this_rank() {
+        record["restart"] = restart.reason.into();
     }
     if let EarlierRecord::Parts(parts) = earlier {
         record["earlier"] = parts.into();
     }
     record
+}
+
+/// Returns what the metrics say of a restart.
+pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &Config) -> RestartMetrics {
+    let Restart { number, reason, cause, mesh_before } = restart;
+    let MeshConfig { dp_size, sp_size } = config.mesh;
+    RestartMetrics {
+        step: trainer.steps().start,
+        restart: number,
+        reason,
+        failed_rank: cause.failed_rank,
+        lost_hosts: cause.lost_hosts,
+        resumed_from: trainer.resumed().map(|resumed| resumed.source),
+        dp_size_before: mesh_before.map(|(dp_size, _)| dp_size),
+        sp_size_before: mesh_before.map(|(_, sp_size)| sp_size),
+        dp_size,
+        sp_size,
+    }
 }
 
 /// Adds the results of all ranks to the record.

@@ -160,7 +160,10 @@ fn a_missing_node_and_a_node_that_comes_twice_or_late_are_named() {
         let second = scope.spawn(|| nodes.launch(1, &[], SECRET, script));
         nodes.wait_for(&["ready-0", "ready-3"]);
         let twice = nodes.launch(1, &[], SECRET, script);
-        twice.assert_refused(1, &["the job has already started, and node 1 had joined it"]);
+        twice.assert_refused(
+            1,
+            &["the job has already started: node 1 has joined it before, or comes too late"],
+        );
         nodes.place.write("enough", "");
         first.join().unwrap().assert_done();
         second.join().unwrap().assert_done();
@@ -204,6 +207,30 @@ fn with_min_nodes_the_job_continues_on_the_nodes_that_are_left() {
         assert!(outcomes[node].assert_done().stderr.contains(restarted), "{:?}", outcomes[node]);
     }
     nodes.wait_for(&["rank-0-of-4", "rank-1-of-4", "rank-2-of-4", "rank-3-of-4", "launcher-1-of-2"]);
+}
+
+#[test]
+fn with_min_nodes_a_job_starts_without_a_node_that_does_not_come() {
+    let nodes = Nodes::new(3);
+    let flags = |seconds| ["--max-restarts", "0", "--min-nodes", "2", "--join-timeout", seconds];
+    let script = "echo $RANK of $WORLD_SIZE, node $GROUP_RANK of $GROUP_WORLD_SIZE; echo ready > ready-$RANK; \
+                  until [ -e enough ]; do sleep 0.05; done";
+    let launch = |node| nodes.launch(node, &flags("8"), SECRET, script);
+    std::thread::scope(|scope| {
+        let [first, third] = [0, 2].map(|node| scope.spawn(move || launch(node)));
+        nodes.wait_for(&["ready-0", "ready-1", "ready-2", "ready-3"]);
+        launch(1).assert_refused(
+            1,
+            &["the job has already started: node 1 has joined it before, or comes too late"],
+        );
+        nodes.place.write("enough", "");
+        let [first, third] = [first, third].map(|launcher| launcher.join().unwrap());
+        let told = "launch: nodes [1] did not join in time; the job starts on 2 node(s)";
+        assert!(first.assert_done().stderr.contains(told), "{first:?}");
+        assert!(third.assert_done().stdout.contains("[3] 3 of 4, node 1 of 2"), "{third:?}");
+    });
+    let alone = Nodes::new(3).launch(0, &flags("1"), SECRET, "true");
+    alone.assert_refused(1, &["nodes {1, 2} did not join the store"]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use crate::training::trained_metrics;
 use crate::trial;
 use libtest_mimic::Trial;
 use serde_json::json;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,18 @@ pub(crate) fn trials() -> Vec<Trial> {
     ];
     // Otherwise they are listed as ignored, with the reason in the name of the kind.
     let kind = if is_possible { "" } else { "needs network namespaces" };
-    trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()
+    let trials = trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible));
+    let has_slow_links = is_possible && has_slow_links();
+    let kind = if has_slow_links { "" } else { "needs network namespaces and the kernel's sch_tbf" };
+    let slow = trial("training_over_a_slow_link_matches_threads", training_over_a_slow_link_matches_threads);
+    trials.chain([slow.with_kind(kind).with_ignored_flag(!has_slow_links)]).collect()
+}
+
+/// Returns whether this kernel can limit the rate of a link.
+fn has_slow_links() -> bool {
+    let limit = "ip link add va type veth peer name vb && tc qdisc add dev va root tbf rate 2mbit burst 16kb latency 400ms";
+    let limited = Command::new("unshare").args(["--net", "sh", "-c", limit]).output();
+    limited.is_ok_and(|output| output.status.success())
 }
 
 fn hosts(place: &Workplace, arguments: &[&str]) -> Job {
@@ -42,6 +54,20 @@ fn training_on_two_hosts_matches_threads() {
     // Two hosts with two ranks each: the preset uses dp between hosts and sp within a host.
     let outcome = hosts(&place, &["--mesh", "ulysses"]).run();
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 2"), "{outcome:?}");
+    assert_eq!(
+        trained_metrics(&place, "out/metrics.jsonl"),
+        trained_metrics(&place, "threads/metrics.jsonl")
+    );
+}
+
+/// A step sends about 150 KB from each host, which takes this link most of a second.
+fn training_over_a_slow_link_matches_threads() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "zero_optimization": { "stage": 3 } }));
+    place.run(&["train", "config.json", "--mesh", "2x2", "--output", "threads"]).assert_done();
+    let started = Instant::now();
+    hosts(&place, &["--mesh", "2x2"]).with("LINK_RATE", Path::new("2mbit")).run().assert_done();
+    assert!(started.elapsed() > Duration::from_secs(2), "the link is not slow");
     assert_eq!(
         trained_metrics(&place, "out/metrics.jsonl"),
         trained_metrics(&place, "threads/metrics.jsonl")

@@ -63,6 +63,18 @@ fn a_launched_run_resumes_after_a_rank_was_killed() {
     assert!(reason.contains(restart) && reason.ends_with("restart 1 of 1"), "{reason}");
     let first = &record["earlier"][0];
     assert!(first["first_step"] == 1 && first.get("restart").is_none(), "{first}");
+    let restarts = place.restarts("out/metrics.jsonl");
+    assert_eq!(restarts.len(), 1, "{restarts:?}");
+    let saved = restarts[0]["step"].as_u64().unwrap();
+    assert!(saved >= 20 && saved.is_multiple_of(20), "a step that was saved: {restarts:?}");
+    let expected = json!({
+        "step": saved, "restart": 1, "reason": reason, "failed_rank": 1, "lost_hosts": [], "resumed_from": "disk",
+        "dp_size_before": 1, "sp_size_before": 2, "dp_size": 1, "sp_size": 2,
+    });
+    assert_eq!(restarts[0], expected);
+    let report = place.run(&["report", "out"]);
+    report.assert_done();
+    assert!(place.read("out/report.html").contains("restart 1 of 1"));
 }
 
 /// Nothing is on disk before the last step.
@@ -94,6 +106,8 @@ fn a_killed_rank_costs_only_the_steps_since_the_copy_in_memory() {
     assert_eq!(resumed.len(), STEPS);
     assert_eq!(resumed, whole, "the same as without the kill");
     assert_eq!(std::fs::read_dir(&memory).unwrap().count(), 0, "the directory is removed");
+    let restart = &place.restarts("out/metrics.jsonl")[0];
+    assert_eq!((&restart["resumed_from"], restart["step"].to_string().as_str()), (&json!("memory"), step));
 }
 
 fn a_launched_run_saves_and_ends_on_a_signal() {

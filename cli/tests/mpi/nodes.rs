@@ -3,7 +3,7 @@
 
 use crate::job::{Job, Running};
 use crate::support::cli::Workplace;
-use crate::training::wait_for_steps;
+use crate::training::{trained_metrics, wait_for_steps};
 use crate::trial;
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
@@ -22,6 +22,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         }),
         trial("hosts_of_mpirun_train_and_continue_without_a_lost_one", || {
             hosts_of_mpirun_train_and_continue_without_a_lost_one();
+        }),
+        trial("a_host_whose_processes_are_all_killed_is_lost", a_host_whose_processes_are_all_killed_is_lost),
+        trial("training_continues_on_a_host_whose_processes_were_all_killed", || {
+            training_continues_on_a_host_whose_processes_were_all_killed();
         }),
         trial("a_short_interruption_loses_no_host", a_short_interruption_loses_no_host),
         trial("a_host_that_loses_node_0_ends_its_ranks", a_host_that_loses_node_0_ends_its_ranks),
@@ -85,6 +89,22 @@ impl Network {
     /// Disconnects a host.
     fn cut(&self, host: usize) {
         ip(&["-n", &self.switch(), "link", "set", &format!("port{host}"), "down"]);
+    }
+
+    /// Returns the processes of a host.
+    fn processes(&self, host: usize) -> Vec<String> {
+        let pids = Command::new("ip").args(["netns", "pids", &self.host(host)]).output().unwrap();
+        String::from_utf8(pids.stdout).unwrap().split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// Kills all processes of a host at once.
+    #[track_caller]
+    fn kill(&self, host: usize) {
+        let processes = self.processes(host);
+        assert!(!processes.is_empty());
+        // Some may have ended with others.
+        let _ = Command::new("kill").arg("-9").args(processes).output().unwrap();
+        wait_until("a process of the host is left", || self.processes(host).is_empty());
     }
 
     fn connect(&self, host: usize) {
@@ -188,6 +208,23 @@ fn a_host_that_is_cut_off_is_lost_and_ends_its_ranks() {
     assert!((0..6).all(|rank| !network.runs(rank)), "a rank of the first start is left");
 }
 
+/// Launcher, watchdog and ranks: nobody on the host can say anything.
+fn a_host_whose_processes_are_all_killed_is_lost() {
+    let network = Network::new(3);
+    let running = network.launch_all(&["--max-restarts", "1", "--min-nodes", "2"]);
+    network.wait_for_ranks(6);
+    network.kill(1);
+    let killed = Instant::now();
+    let outcomes: Vec<_> = running.into_iter().map(Running::wait).collect();
+    assert!(killed.elapsed() < Duration::from_secs(60), "took {:?}", killed.elapsed());
+    let named = "node 1 (n1, ranks 2 to 3) left the job: its launcher ended; restart 1 of 1 on 2 node(s)";
+    for node in [0, 2] {
+        assert!(outcomes[node].assert_done().stderr.contains(named), "{outcomes:?}");
+    }
+    network.wait_for_ranks(4);
+    wait_until("a process is left", || (0..3).all(|host| network.processes(host).is_empty()));
+}
+
 fn a_host_that_loses_node_0_ends_its_ranks() {
     let network = Network::new(3);
     let running = network.launch_all(&["--max-restarts", "1", "--min-nodes", "1"]);
@@ -218,39 +255,55 @@ fn a_short_interruption_loses_no_host() {
     }
 }
 
+/// Training with the mesh 3x2 on three hosts, by `launch --hosts`.
+struct HostsJob {
+    network: Network,
+    place: Workplace,
+    running: Running,
+}
+
+const STEPS: usize = 30;
+
+impl HostsJob {
+    /// Starts it and waits until it has trained some steps. The directory `whole` has the same training without MPI.
+    fn start() -> Self {
+        let (network, place) = (Network::new(3), Workplace::new());
+        let config = json!({
+            "train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "checkpoint": { "interval": 4 },
+            "ulysses": { "steps": STEPS, "seq_len": 16, "comm": { "timeout_seconds": 5 } },
+        });
+        place.write_config("config.json", config);
+        place.run(&["train", "config.json", "--mesh", "3x2", "--output", "whole"]).assert_done();
+        let first = network.host(0);
+        let hosts: Vec<String> =
+            (0..3).map(|host| format!("{}:{RANKS_PER_HOST}", network.host(host))).collect();
+        let hosts = hosts.join(",");
+        let launch =
+            ["launch", "--hosts", &hosts, "--max-restarts", "1", "--min-nodes", "2", "--grace", "2", "--"];
+        let train = ["train", "config.json", "--mesh", "3x2", "--backend", "mpi"];
+        let words = [&within(&first, &first)[..], &[env!("CARGO_BIN_EXE_ulysses")], &launch, &train].concat();
+        let agent = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mpi/hosts/agent"));
+        let subnet = format!("{}/24", network.address(0));
+        let mut job = Job::by("ip", &words).within(&place.path(".")).with("OMPI_MCA_plm_rsh_agent", agent);
+        for (parameter, value) in [
+            ("plm_rsh_no_tree_spawn", "1"),
+            ("orte_keep_fqdn_hostnames", "1"),
+            ("btl", "tcp,self"),
+            ("pml", "ob1"),
+            ("btl_tcp_if_include", &subnet),
+            ("oob_tcp_if_include", &subnet),
+        ] {
+            job = job.with(&format!("OMPI_MCA_{parameter}"), Path::new(value));
+        }
+        let running = job.start();
+        wait_for_steps(&running, &place.path("out/metrics.jsonl"), 6);
+        Self { network, place, running }
+    }
+}
+
 /// The third host is cut off: the job continues on two, with the mesh 2x2 instead of 3x2 and the same data.
 fn hosts_of_mpirun_train_and_continue_without_a_lost_one() {
-    const STEPS: usize = 30;
-    let network = Network::new(3);
-    let place = Workplace::new();
-    let config = json!({
-        "train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "checkpoint": { "interval": 4 },
-        "ulysses": { "steps": STEPS, "seq_len": 16, "comm": { "timeout_seconds": 5 } },
-    });
-    place.write_config("config.json", config);
-    place.run(&["train", "config.json", "--mesh", "3x2", "--output", "whole"]).assert_done();
-    let first = network.host(0);
-    let hosts =
-        (0..3).map(|host| format!("{}:{RANKS_PER_HOST}", network.host(host))).collect::<Vec<_>>().join(",");
-    let launch =
-        ["launch", "--hosts", &hosts, "--max-restarts", "1", "--min-nodes", "2", "--grace", "2", "--"];
-    let train = ["train", "config.json", "--mesh", "3x2", "--backend", "mpi"];
-    let words = [&within(&first, &first)[..], &[env!("CARGO_BIN_EXE_ulysses")], &launch, &train].concat();
-    let agent = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mpi/hosts/agent"));
-    let subnet = format!("{}/24", network.address(0));
-    let mut job = Job::by("ip", &words).within(&place.path(".")).with("OMPI_MCA_plm_rsh_agent", agent);
-    for (parameter, value) in [
-        ("plm_rsh_no_tree_spawn", "1"),
-        ("orte_keep_fqdn_hostnames", "1"),
-        ("btl", "tcp,self"),
-        ("pml", "ob1"),
-        ("btl_tcp_if_include", &subnet),
-        ("oob_tcp_if_include", &subnet),
-    ] {
-        job = job.with(&format!("OMPI_MCA_{parameter}"), Path::new(value));
-    }
-    let running = job.start();
-    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 6);
+    let HostsJob { network, place, running } = HostsJob::start();
     network.cut(2);
     let outcome = running.wait();
     let named = format!("cannot reach host {}; ", network.host(2));
@@ -258,6 +311,11 @@ fn hosts_of_mpirun_train_and_continue_without_a_lost_one() {
         |line: &str| line.contains(&named) && line.ends_with("restart 1 of 1 on 2 host(s) with mesh 2x2");
     assert!(outcome.assert_done().stderr.lines().any(restarted), "{outcome:?}");
     assert!(outcome.stderr.contains("[0] resumed from "), "{outcome:?}");
+    let (restarts, lost) = (place.restarts("out/metrics.jsonl"), json!([network.host(2)]));
+    assert_eq!(restarts.len(), 1, "{restarts:?}");
+    let [before, after] = [["dp_size_before", "sp_size_before"], ["dp_size", "sp_size"]]
+        .map(|keys| keys.map(|key| restarts[0][key].as_u64().unwrap()));
+    assert_eq!((before, after, &restarts[0]["lost_hosts"]), ([3, 2], [2, 2], &lost), "{restarts:?}");
     let (whole, continued) = (place.metrics("whole/metrics.jsonl"), place.metrics("out/metrics.jsonl"));
     assert_eq!(continued.len(), STEPS);
     let sizes = |step: &Value| (step["dp_size"].as_u64().unwrap(), step["sp_size"].as_u64().unwrap());
@@ -268,4 +326,20 @@ fn hosts_of_mpirun_train_and_continue_without_a_lost_one() {
         // Another mesh adds in another order.
         assert!((one - other).abs() < 1e-3 * one.abs(), "{one} {other}");
     }
+}
+
+/// The host still answers, so the job restarts on all three.
+fn training_continues_on_a_host_whose_processes_were_all_killed() {
+    let HostsJob { network, place, running } = HostsJob::start();
+    network.kill(2);
+    let killed = Instant::now();
+    let outcome = running.wait();
+    outcome.assert_done();
+    assert!(killed.elapsed() < Duration::from_secs(120), "took {:?}", killed.elapsed());
+    let restarted = |line: &str| line.starts_with("launch: ") && line.ends_with("restart 1 of 1");
+    assert!(outcome.stderr.lines().any(restarted), "{outcome:?}");
+    let [whole, continued] =
+        ["whole", "out"].map(|output| trained_metrics(&place, &format!("{output}/metrics.jsonl")));
+    assert_eq!(continued, whole, "the same as without the kill");
+    wait_until("a process is left", || (0..3).all(|host| network.processes(host).is_empty()));
 }

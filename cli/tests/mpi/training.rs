@@ -28,6 +28,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
         mpirun_is_discovered_and_its_processes_fill_the_mesh();
     }));
+    trials.push(trial("the_backend_thread_is_refused_once_under_mpirun", || {
+        the_backend_thread_is_refused_once_under_mpirun();
+    }));
     trials.push(trial("a_config_error_is_reported_once", a_config_error_is_reported_once));
     trials.push(trial("contradicting_values_are_both_shown", || {
         contradicting_values_are_both_shown();
@@ -156,12 +159,24 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "no mesh, no backend: {outcome:?}");
     let resolved = place.read_json("out/config.json");
     assert_eq!(resolved["ulysses"]["backend"], "mpi");
-    // The backend in the config takes precedence, so each process trains alone.
-    place.write_config("threads.json", json!({ "ulysses": { "backend": "thread" } }));
-    let script = "exec \"$0\" train threads.json --output out-$OMPI_COMM_WORLD_RANK";
-    let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses")];
-    let outcome = Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run();
-    assert_eq!(outcome.assert_done().stdout.matches("tokens/s").count(), 2, "{outcome:?}");
+}
+
+/// Each process would train by itself, and all would write the same files.
+fn the_backend_thread_is_refused_once_under_mpirun() {
+    let place = Workplace::new();
+    place.write_config("flag.json", json!({}));
+    place.write_config("key.json", json!({ "ulysses": { "backend": "thread" } }));
+    let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
+    for (stated, arguments) in [
+        ("--backend thread", &["train", "flag.json", "--backend", "thread"][..]),
+        ("`ulysses.backend` is \"thread\"", &["train", "key.json"]),
+    ] {
+        let outcome = Job::new(2, binary, arguments).within(&place.path(".")).run();
+        outcome.assert_refused(2, &[stated, "Open MPI started 2 processes", "use the backend mpi"]);
+        assert!(!place.path("out").exists(), "nothing was written");
+    }
+    let alone = Job::new(1, binary, &["train", "flag.json", "--backend", "thread", "--mesh", "1x2"]);
+    alone.within(&place.path(".")).run().assert_done();
 }
 
 fn a_config_error_is_reported_once() {

@@ -107,9 +107,20 @@ impl Workplace {
         command
     }
 
-    /// Returns the lines of a metrics file.
+    /// Returns the lines of steps and evaluations in a metrics file.
     pub fn metrics(&self, name: &str) -> Vec<Value> {
-        self.read(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        self.metrics_lines(name, false)
+    }
+
+    /// Returns the lines of restarts in a metrics file.
+    pub fn restarts(&self, name: &str) -> Vec<Value> {
+        self.metrics_lines(name, true)
+    }
+
+    fn metrics_lines(&self, name: &str, are_restarts: bool) -> Vec<Value> {
+        let text = self.read(name);
+        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+        lines.filter(|line: &Value| line.get("restart").is_some() == are_restarts).collect()
     }
 
     /// Returns the losses of a metrics file.

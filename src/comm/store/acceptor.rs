@@ -32,11 +32,16 @@ pub(super) fn accept_all(
     point: &StoreEndpoint,
     timeout: Duration,
 ) -> Result<BTreeMap<usize, Connection>, String> {
-    gather(point, timeout).map(|(_, acceptor)| acceptor.ranks)
+    gather(point, point.world_size, timeout).map(|(_, acceptor)| acceptor.ranks)
 }
 
-/// As [`accept_all`], and returns the listener and the acceptor, which can refuse later processes.
-pub(super) fn gather(point: &StoreEndpoint, timeout: Duration) -> Result<(TcpListener, Acceptor), String> {
+/// As [`accept_all`], but at the end of the timeout `least` members are enough, the host included. Also returns the
+/// listener and the acceptor, which can refuse later processes.
+pub(super) fn gather(
+    point: &StoreEndpoint,
+    least: usize,
+    timeout: Duration,
+) -> Result<(TcpListener, Acceptor), String> {
     let started = Instant::now();
     let listener = address::listen(point).and_then(|listener| {
         listener.set_nonblocking(true)?;
@@ -56,6 +61,9 @@ pub(super) fn gather(point: &StoreEndpoint, timeout: Duration) -> Result<(TcpLis
     let mut acceptor = Acceptor::new(point.clone());
     while !acceptor.missing.is_empty() {
         if started.elapsed() >= timeout {
+            if acceptor.missing.len() + least <= point.world_size {
+                break;
+            }
             return Err(acceptor.timeout_message(timeout));
         }
         acceptor.accept(&listener);
@@ -99,7 +107,7 @@ pub(super) struct Acceptor {
     pub(super) ranks: BTreeMap<usize, Connection>,
     pub(super) missing: BTreeSet<usize>,
     refused: BTreeSet<String>,
-    /// All members had joined; nobody else can.
+    /// The job has started; nobody else can join.
     pub(super) is_closed: bool,
 }
 

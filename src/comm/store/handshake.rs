@@ -59,7 +59,7 @@ pub(super) enum Verdict {
     OtherWorldSize,
     /// Another process has this rank.
     Taken,
-    /// All members have joined before.
+    /// The job has started before.
     Started,
 }
 
@@ -83,7 +83,11 @@ impl Verdict {
                 format!("{member} {rank} has world size {claimed}, but {host} has {size}")
             }
             Self::Taken => format!("{member} {rank} is taken: two processes have the same {member}"),
-            Self::Started => format!("the job has already started, and {member} {rank} had joined it"),
+            Self::Started => {
+                format!(
+                    "the job has already started: {member} {rank} has joined it before, or comes too late"
+                )
+            }
         }
     }
 }

@@ -105,7 +105,8 @@ impl Store {
         let (host, world_size) = (point.host_rank(), point.world_size);
         let connection = join(point, rank, timeout)?;
         let mut store = Self::new(rank, host, world_size, BTreeMap::from([(host, connection)]));
-        match store.wait(OPEN, timeout) {
+        // The host decides at the end of its own timeout, which may have begun as late as this connection.
+        match store.wait(OPEN, timeout + TIMEOUT) {
             Ok(_) => Ok(store),
             Err(reason) => Err(format!("not all {}s joined the store at {point}: {reason}", point.members)),
         }

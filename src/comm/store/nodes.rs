@@ -8,7 +8,7 @@ use super::endpoint::{Member, StoreEndpoint, bind_address};
 use super::secret::JobSecret;
 use super::{Departure, FOR_HOST, Store};
 use crate::comm::Launcher;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -44,10 +44,12 @@ pub enum NodeLoss {
 pub struct NodeStore {
     node: usize,
     store: Store,
-    /// On node 0: listener and acceptor that refuse processes that come after all nodes have joined.
+    /// On node 0: listener and acceptor that refuse processes that come after the start.
     late_acceptor: Option<(TcpListener, Acceptor)>,
     secret: JobSecret,
     bind: Option<IpAddr>,
+    /// On node 0: the nodes that did not come.
+    missing: BTreeSet<usize>,
     /// When the nodes that this one watches were last heard: node 0 watches all others, which watch node 0.
     last_heard: BTreeMap<usize, Instant>,
     last_beat: Instant,
@@ -56,14 +58,15 @@ pub struct NodeStore {
 }
 
 impl NodeStore {
-    /// Joins the launchers of all other nodes, or on node 0 waits for them. `lookup` returns environment variables: the
-    /// job's secret, and the address to listen on.
+    /// Joins the launchers of all other nodes, or on node 0 waits for them: until all have joined, or at the end of the
+    /// timeout at least `min_nodes`. `lookup` returns environment variables: the job's secret, and the address to listen on.
     ///
     /// # Errors
-    /// A message with the reason: not all nodes joined in time, node 0 refused this one, or there is no secret although
+    /// A message with the reason: too few nodes joined in time, node 0 refused this one, or there is no secret although
     /// other machines reach the port.
     pub fn meet(
         at: &NodeEndpoint,
+        min_nodes: usize,
         lookup: impl Fn(&str) -> Option<String>,
         timeout: Duration,
         max_silence: Duration,
@@ -80,7 +83,7 @@ impl NodeStore {
             secret: secret.clone(),
         };
         let (store, late_acceptor) = if at.node == HOST {
-            let (listener, mut acceptor) = gather(&point, timeout)?;
+            let (listener, mut acceptor) = gather(&point, min_nodes, timeout)?;
             acceptor.is_closed = true;
             let ranks = std::mem::take(&mut acceptor.ranks);
             (Store::open(HOST, at.num_nodes, ranks), Some((listener, acceptor)))
@@ -91,6 +94,8 @@ impl NodeStore {
             (Store::meet_host(&point, at.node, timeout)?, None)
         };
         let watched = if at.node == HOST { 1..at.num_nodes } else { HOST..HOST + 1 };
+        let missing: BTreeSet<usize> =
+            late_acceptor.iter().flat_map(|(_, acceptor)| acceptor.missing.clone()).collect();
         let now = Instant::now();
         Ok(Self {
             node: at.node,
@@ -98,7 +103,8 @@ impl NodeStore {
             late_acceptor,
             secret,
             bind: point.bind,
-            last_heard: watched.map(|node| (node, now)).collect(),
+            last_heard: watched.filter(|node| !missing.contains(node)).map(|node| (node, now)).collect(),
+            missing,
             last_beat: now,
             max_silence,
         })
@@ -147,6 +153,11 @@ impl NodeStore {
             lost.extend(self.last_heard.remove(&HOST).map(|_| (HOST, NodeLoss::Ended)));
         }
         lost
+    }
+
+    /// On node 0: returns the nodes that had not joined at the end of the timeout.
+    pub fn missing(&self) -> &BTreeSet<usize> {
+        &self.missing
     }
 
     /// Returns the secret of the ranks for a start of the job. All nodes compute the same one, so it is not sent.

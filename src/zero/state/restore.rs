@@ -19,6 +19,19 @@ impl ZeroOptimizer {
         [&["parameters"], optimizer_step::state_kinds(&self.config)].concat()
     }
 
+    /// Returns the bytes of each partition in a checkpoint, over all units and kinds, without padding.
+    pub fn saved_bytes(&self) -> Vec<u64> {
+        let num_kinds = self.state_kinds().len();
+        let of_unit = |unit: &Unit, partition| {
+            let kinds = (0..num_kinds).filter(|kind| unit.state_tensor(*kind).is_some()).count();
+            (kinds * unit.layout.unpadded(unit.layout.partition(partition)).len() * size_of::<f32>()) as u64
+        };
+        let partitions = self.units.first().map_or(0, |unit| unit.layout.num_partitions());
+        (0..partitions)
+            .map(|partition| self.units.iter().map(|unit| of_unit(unit, partition)).sum())
+            .collect()
+    }
+
     /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy if it is
     /// offloaded or not f32. `None` if the partition is all padding. At every stage, the partitions of all dp
     /// ranks make up the whole.

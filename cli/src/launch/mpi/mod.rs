@@ -7,7 +7,7 @@ mod probe;
 use crate::launch::job::{NoOtherNodes, Outcome};
 use crate::launch::output::Source;
 use crate::launch::rank_failure::RankFailure;
-use crate::launch::restarts::JobSpec;
+use crate::launch::restarts::{Cause, JobSpec};
 use crate::launch::signals::Signals;
 use crate::launch::training::Variation;
 use crate::{Failure, OrFail, print};
@@ -53,42 +53,19 @@ pub(in crate::launch) fn run(
         let answers = hosts.as_deref().zip(probe.as_ref()).map(|(hosts, probe)| probe.split(hosts));
         let (left, mut lost) = answers.unwrap_or_default();
         lost.retain(|host| used.iter().flatten().any(|used| used.name == host.name));
-        let reason = if lost.is_empty() {
-            job.allow_restart(&failure, &mut restarts)?
+        if lost.is_empty() {
+            job.restart_after(&failure, &mut restarts, &mut variation)?;
         } else {
-            let reason = continue_on(&left, &lost, &failure, job, &mut restarts, &mut variation).or_run()?;
+            let lost_hosts: Vec<String> = lost.into_iter().map(|host| host.name).collect();
+            let text = format!("cannot reach host {}; {failure}", lost_hosts.join(", "));
+            let cause = Cause { text, failed_rank: failure.rank, lost_hosts };
+            let fewer = job.on_fewer("host", left.iter().map(|host| host.slots));
+            let fewer = fewer.map_err(|why| anyhow!("{}; {why}", cause.text)).or_run()?;
+            let restarted = job.restart(cause, Some(fewer), &mut restarts, &mut variation);
+            restarted.map_err(anyhow::Error::msg).or_run()?;
             hosts = Some(left);
-            reason
-        };
-        job.resume(&mut variation, reason);
+        }
     }
-}
-
-/// Plans a restart on the hosts that are left, and returns its reason.
-///
-/// # Errors
-/// Why the job cannot continue.
-fn continue_on(
-    left: &[Host],
-    lost: &[Host],
-    failure: &RankFailure,
-    job: &JobSpec,
-    restarts: &mut u32,
-    variation: &mut Variation,
-) -> anyhow::Result<String> {
-    let lost: Vec<&str> = lost.iter().map(|host| host.name.as_str()).collect();
-    let reason = format!("cannot reach host {}; {failure}", lost.join(", "));
-    if left.len() < job.min_nodes {
-        return Err(anyhow!("{reason}; {} host(s) are left, --min-nodes is {}", left.len(), job.min_nodes));
-    }
-    let num_ranks = left.iter().map(|host| host.slots).sum();
-    let smaller = job.smaller_mesh(num_ranks).map_err(|why| anyhow!("{reason}; {why}"))?;
-    let mut with = format!(" on {} host(s)", left.len());
-    if let Some(mesh) = smaller {
-        with = format!("{with} with mesh {mesh}");
-        variation.smaller = smaller;
-    }
-    job.allow(&reason, restarts, &with).map_err(anyhow::Error::msg)
 }
 
 /// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.

@@ -1,7 +1,7 @@
 //! Node 0's decisions: who runs which ranks, who failed first, and whether the job starts once more.
 
 use super::super::ranks::free_port;
-use super::super::restarts::JobSpec;
+use super::super::restarts::{Cause, FewerNodes, JobSpec};
 use super::super::training::{SmallerMesh, Variation};
 use super::messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};
@@ -14,6 +14,8 @@ use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore};
 pub(super) struct Coordinator {
     /// This machine, as the other nodes know it.
     host: String,
+    /// Number of nodes of the whole job.
+    num_nodes: usize,
     /// The nodes that are left.
     nodes: BTreeSet<usize>,
     /// The nodes' messages about themselves; empty until all nodes have reported.
@@ -38,10 +40,12 @@ struct Failures {
 }
 
 impl Coordinator {
-    pub(super) fn new(endpoint: &NodeEndpoint) -> Self {
+    /// `missing` are the nodes that did not join.
+    pub(super) fn new(endpoint: &NodeEndpoint, missing: &BTreeSet<usize>) -> Self {
         Self {
             host: endpoint.host.clone(),
-            nodes: (0..endpoint.num_nodes).collect(),
+            num_nodes: endpoint.num_nodes,
+            nodes: (0..endpoint.num_nodes).filter(|node| !missing.contains(node)).collect(),
             infos: BTreeMap::new(),
             plan: None,
             restarts: 0,
@@ -127,15 +131,21 @@ impl Coordinator {
         if let Some(refused) = refused {
             return Some(Err(JobResult::refused(refused)));
         }
-        let ranks: BTreeMap<usize, usize> =
-            self.infos.iter().map(|(node, info)| (*node, info.num_processes)).collect();
-        if job.min_nodes < self.nodes.len() {
+        let ranks = self.offered();
+        if job.min_nodes < self.num_nodes {
             let fewest = ranks.values().take(job.min_nodes).sum();
             if let Err(message) = job.smaller_mesh(fewest) {
                 return Some(Err(JobResult::refused(format!("--min-nodes {}: {message}", job.min_nodes))));
             }
         }
-        Some(Ok(StartPlan::new(ranks, Variation::default())))
+        if self.nodes.len() == self.num_nodes {
+            return Some(Ok(StartPlan::new(ranks, Variation::default())));
+        }
+        Some(self.on_fewer(job).map_err(JobResult::failed).map(|(ranks, fewer)| {
+            let missing: Vec<usize> = (0..self.num_nodes).filter(|node| !self.nodes.contains(node)).collect();
+            log_line(format_args!("launch: nodes {missing:?} did not join in time; the job starts{fewer}"));
+            StartPlan::new(ranks, Variation { smaller: fewer.mesh, ..Variation::default() })
+        }))
     }
 
     /// Returns the next plan after a start, or the end of the job; `None` before all nodes that are left have ended it.
@@ -169,26 +179,40 @@ impl Coordinator {
     /// Why the job cannot continue.
     fn restart(&mut self, last: &StartPlan, reason: String, job: &JobSpec) -> Result<StartPlan, String> {
         let (mut variation, mut ranks) = (last.variation.clone(), last.ranks.clone());
-        let mut with = String::new();
+        let mut fewer = None;
         if !self.failures.lost.is_empty() {
-            if self.nodes.len() < job.min_nodes {
-                let (left, min_nodes) = (self.nodes.len(), job.min_nodes);
-                return Err(format!("{reason}; {left} node(s) are left, --min-nodes is {min_nodes}"));
-            }
-            ranks = self.nodes.iter().map(|node| (*node, self.infos[node].num_processes)).collect();
-            let num_ranks = ranks.values().sum();
-            if let Some(smaller) = job.smaller_mesh(num_ranks).map_err(|why| format!("{reason}; {why}"))? {
-                with = format!(" on {} node(s) with mesh {smaller}", self.nodes.len());
-                ranks = first_ranks(&ranks, smaller);
-                variation.smaller = Some(smaller);
-            } else {
-                with = format!(" on {} node(s)", self.nodes.len());
-            }
+            let (left, nodes) = self.on_fewer(job).map_err(|why| format!("{reason}; {why}"))?;
+            (ranks, fewer) = (left, Some(nodes));
         }
-        let reason = job.allow(&reason, &mut self.restarts, &with)?;
-        job.resume(&mut variation, reason);
+        job.restart(self.cause(reason), fewer, &mut self.restarts, &mut variation)?;
         self.failures = Failures::default();
         Ok(StartPlan::new(ranks, variation))
+    }
+
+    /// Returns the ranks of the nodes that are left, with their mesh.
+    ///
+    /// # Errors
+    /// Why the job cannot run on them.
+    fn on_fewer(&self, job: &JobSpec) -> Result<(BTreeMap<usize, usize>, FewerNodes), String> {
+        let offered = self.offered();
+        let fewer = job.on_fewer("node", offered.values().copied())?;
+        let ranks = fewer.mesh.map_or_else(|| offered.clone(), |mesh| first_ranks(&offered, mesh));
+        Ok((ranks, fewer))
+    }
+
+    /// Returns the number of processes of each node that is left.
+    fn offered(&self) -> BTreeMap<usize, usize> {
+        self.nodes.iter().map(|node| (*node, self.infos[node].num_processes)).collect()
+    }
+
+    fn cause(&self, text: String) -> Cause {
+        let Failures { lost, first_rank, .. } = &self.failures;
+        let host = |(node, _): &(usize, NodeLoss)| Some(self.infos.get(node)?.host.clone());
+        let failed_rank = match lost.is_empty() {
+            true => first_rank.or(self.first_report().and_then(|failure| failure.rank)),
+            false => None,
+        };
+        Cause { text, failed_rank, lost_hosts: lost.iter().filter_map(host).collect() }
     }
 
     /// Opens the store of the planned ranks.
@@ -206,18 +230,24 @@ impl Coordinator {
     /// Describes the root cause. The loss of a node explains failures of ranks elsewhere; among those, ranks tell each
     /// other which was first, and otherwise the first report counts.
     fn failure(&self) -> Option<String> {
-        let Failures { lost, reported, first_rank, by_ranks } = &self.failures;
+        let Failures { lost, by_ranks, .. } = &self.failures;
         if let Some((node, loss)) = lost.first() {
             return Some(self.describe_loss(*node, *loss));
         }
-        let first = reported.iter().find(|failure| failure.rank.is_some() && failure.rank == *first_rank);
-        let text = &first.or_else(|| reported.first())?.text;
+        let text = &self.first_report()?.text;
         Some(match by_ranks {
             Some(by_ranks) if !text.contains(by_ranks.as_str()) => {
                 format!("{text}; reported failure: {by_ranks}")
             }
             _ => text.clone(),
         })
+    }
+
+    /// Returns the report of the rank that the ranks name as the first, or the first report.
+    fn first_report(&self) -> Option<&NodeFailure> {
+        let Failures { reported, first_rank, .. } = &self.failures;
+        let named = reported.iter().find(|failure| failure.rank.is_some() && failure.rank == *first_rank);
+        named.or_else(|| reported.first())
     }
 
     fn describe_loss(&self, node: usize, loss: NodeLoss) -> String {
@@ -247,7 +277,10 @@ fn first_ranks(offered: &BTreeMap<usize, usize>, mesh: SmallerMesh) -> BTreeMap<
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::training::tests::training;
     use super::*;
+    use serde_json::json;
+    use std::time::Duration;
 
     fn failure(node: usize, rank: usize) -> NodeFailure {
         NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), is_usage: false }
@@ -256,7 +289,7 @@ mod tests {
     #[test]
     fn the_root_cause_is_a_lost_node_or_the_rank_that_others_blame_or_the_first_report() {
         let endpoint = NodeEndpoint { host: "n0".into(), port: 1, node: 0, num_nodes: 3 };
-        let mut coordinator = Coordinator::new(&endpoint);
+        let mut coordinator = Coordinator::new(&endpoint, &BTreeSet::new());
         assert_eq!(coordinator.failure(), None);
         coordinator.failures.reported = vec![failure(0, 1), failure(1, 2)];
         assert_eq!(coordinator.failure().unwrap(), "rank 1 ended");
@@ -272,13 +305,45 @@ mod tests {
         assert_eq!(coordinator.failure().unwrap(), lost);
     }
 
-    #[test]
-    fn the_loss_of_a_node_without_ranks_is_no_failure() {
+    /// Returns the endpoint of a job that has only node 0, and its store.
+    fn alone() -> (NodeEndpoint, NodeStore) {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let alone = NodeEndpoint { host: "127.0.0.1".into(), port: free.port(), node: 0, num_nodes: 1 };
-        let timeout = std::time::Duration::from_secs(10);
-        let mut nodes = NodeStore::meet(&alone, |_| None, timeout, timeout).unwrap();
-        let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone });
+        let timeout = Duration::from_secs(10);
+        let nodes = NodeStore::meet(&alone, 1, |_| None, timeout, timeout).unwrap();
+        (alone, nodes)
+    }
+
+    #[test]
+    fn a_start_without_a_node_has_the_next_smaller_mesh() {
+        let ((alone, mut nodes), place) = (alone(), tempfile::tempdir().unwrap());
+        let batch = json!({ "train_micro_batch_size_per_gpu": 1 });
+        let training = Some(training(&place, batch, &["--mesh", "3x2"]));
+        let job = JobSpec {
+            program: "ulysses".into(),
+            arguments: Vec::new(),
+            training,
+            max_restarts: 0,
+            min_nodes: 2,
+            grace: Duration::ZERO,
+            logs: None,
+            memory: None,
+        };
+        let endpoint = NodeEndpoint { num_nodes: 3, ..alone };
+        let mut coordinator = Coordinator::new(&endpoint, &BTreeSet::from([1]));
+        nodes.set("node/0", &text(&NodeInfo::new(&job, 2)));
+        assert!(coordinator.first_plan(&job, &nodes).is_none(), "node 2 has joined, but not yet reported");
+        nodes.set("node/2", &text(&NodeInfo::new(&job, 2)));
+        let plan = coordinator.first_plan(&job, &nodes).unwrap().unwrap();
+        assert_eq!(plan.ranks, BTreeMap::from([(0, 2), (2, 2)]));
+        assert_eq!(plan.variation.smaller.unwrap().to_string(), "2x2");
+        assert_eq!(plan.variation.restart, None, "nothing has been started before");
+    }
+
+    #[test]
+    fn the_loss_of_a_node_without_ranks_is_no_failure() {
+        let (alone, mut nodes) = alone();
+        let mut coordinator = Coordinator::new(&NodeEndpoint { num_nodes: 3, ..alone }, &BTreeSet::new());
         let ranks = BTreeMap::from([(0, 2), (1, 2)]);
         coordinator.plan = Some(StartPlan::new(ranks, Variation::default()));
         coordinator.watch(&[(2, NodeLoss::Ended)], &mut nodes, None);

@@ -66,10 +66,11 @@ impl<'a> Node<'a> {
     fn join(job: &'a JobSpec, meeting: &Meeting, num_processes: usize) -> Result<Self, Failure> {
         let endpoint = meeting.endpoint.clone();
         let lookup = |name: &str| std::env::var(name).ok();
-        let store = NodeStore::meet(&endpoint, lookup, meeting.join_timeout, meeting.max_silence);
+        let store =
+            NodeStore::meet(&endpoint, job.min_nodes, lookup, meeting.join_timeout, meeting.max_silence);
         let mut store = store.map_err(|why| anyhow!("cannot join the job: {why}")).or_run()?;
         let info = NodeInfo::new(job, num_processes);
-        let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint));
+        let coordinator = (endpoint.node == 0).then(|| Coordinator::new(&endpoint, store.missing()));
         store.set(&format!("node/{}", endpoint.node), &text(&info));
         let host_name = info.host;
         Ok(Self { job, store, endpoint, host_name, start: 0, coordinator, is_alone: None })
@@ -135,10 +136,10 @@ impl<'a> Node<'a> {
     /// Runs this node's ranks of a start to their end.
     fn run_ranks(&mut self, plan: &StartPlan, signals: &Signals) -> Result<Outcome, Failure> {
         let node = self.endpoint.node;
-        if let Some(reason) = &plan.variation.restart
+        if let Some(restart) = &plan.variation.restart
             && node != 0
         {
-            log_line(format_args!("launch: {reason}"));
+            log_line(format_args!("launch: {}", restart.reason));
         }
         let Some(count) = plan.ranks.get(&node) else { return Ok(Outcome::Done) };
         let before = plan.ranks.range(..node);

@@ -155,8 +155,8 @@ fn missing_files_and_features_are_refused() {
     }
     #[cfg(not(any(feature = "mpi", feature = "nccl")))]
     for (name, variables) in [
-        ("Open MPI", [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")]),
-        ("torchrun", [("RANK", "1"), ("WORLD_SIZE", "2")]),
+        ("Open MPI", [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]),
+        ("torchrun", [("RANK", "0"), ("WORLD_SIZE", "2")]),
     ] {
         let place = Workplace::new();
         place.write_config("c.json", json!({}));
@@ -165,9 +165,18 @@ fn missing_files_and_features_are_refused() {
         assert_eq!(outcome.status.code(), Some(2), "{message}");
         let refused = format!("{name} started 2 processes, but this build lacks the feature");
         assert!(message.contains(&refused), "{message}");
-        let alone =
-            place.command(&["train", "c.json", "--backend", "thread"]).envs(variables).output().unwrap();
-        assert!(alone.status.success(), "each for itself: {alone:?}");
+        for threads in [
+            &["train", "c.json", "--backend", "thread"][..],
+            &["bench", "collectives", "--backend", "thread"],
+        ] {
+            let outcome = place.command(threads).envs(variables).output().unwrap();
+            let message = String::from_utf8(outcome.stderr).unwrap();
+            assert_eq!(outcome.status.code(), Some(2), "{message}");
+            let refused =
+                format!("--backend thread: {name} started 2 processes, and each would run all ranks");
+            assert!(message.contains(&refused), "{message}");
+        }
+        assert!(!place.path("runs").exists() && !place.path("out").exists(), "nothing was written");
     }
     train(&["--speed", "11"]).assert_refused(2, &["--speed"]);
     Workplace::new().run(&["fly"]).assert_refused(2, &["fly", "subcommand"]);

@@ -20,7 +20,7 @@ fn secret(name: &str) -> Option<String> {
 }
 
 fn meet(at: &NodeEndpoint, max_silence: Duration) -> Result<NodeStore, String> {
-    NodeStore::meet(at, secret, TIMEOUT, max_silence)
+    NodeStore::meet(at, at.num_nodes, secret, TIMEOUT, max_silence)
 }
 
 /// The connected stores of two nodes.
@@ -89,7 +89,10 @@ fn a_node_that_comes_too_late_is_refused_by_name() {
     }
     let refused = late.join().unwrap();
     assert!(refused.contains("node 0 at 127.0.0.1"), "{refused}");
-    assert!(refused.contains("the job has already started, and node 1 had joined it"), "{refused}");
+    assert!(
+        refused.contains("the job has already started: node 1 has joined it before, or comes too late"),
+        "{refused}"
+    );
     drop(other);
 }
 
@@ -97,7 +100,7 @@ fn a_node_that_comes_too_late_is_refused_by_name() {
 fn another_number_of_nodes_and_a_missing_node_are_named() {
     let port = free_port();
     let host = std::thread::spawn(move || {
-        NodeStore::meet(&endpoint(0, 3, port), secret, Duration::from_secs(1), TIMEOUT).unwrap_err()
+        NodeStore::meet(&endpoint(0, 3, port), 3, secret, Duration::from_secs(1), TIMEOUT).unwrap_err()
     });
     let refused = meet(&endpoint(1, 2, port), TIMEOUT).unwrap_err();
     assert!(refused.contains("node 1 has --nnodes 2, but node 0 has 3"), "{refused}");
@@ -106,10 +109,29 @@ fn another_number_of_nodes_and_a_missing_node_are_named() {
 }
 
 #[test]
+fn enough_nodes_open_the_store_at_the_end_of_the_timeout() {
+    let port = free_port();
+    let second = Duration::from_secs(1);
+    let host = std::thread::spawn(move || {
+        NodeStore::meet(&endpoint(0, 3, port), 2, secret, second, TIMEOUT).unwrap()
+    });
+    // The timeout of this node ends first or at about the same time.
+    let mut other = NodeStore::meet(&endpoint(2, 3, port), 2, secret, second, TIMEOUT).unwrap();
+    let mut host = host.join().unwrap();
+    assert_eq!(host.missing(), &BTreeSet::from([1]));
+    let late = std::thread::spawn(move || meet(&endpoint(1, 3, port), TIMEOUT).unwrap_err());
+    while !late.is_finished() {
+        assert!(host.poll().is_empty() && other.poll().is_empty(), "a node that did not come is not lost");
+    }
+    let refused = late.join().unwrap();
+    assert!(refused.contains("the job has already started: node 1 has joined it before, or comes too late"));
+}
+
+#[test]
 fn another_version_of_the_protocol_is_named_on_both_sides() {
     let port = free_port();
     let host = std::thread::spawn(move || {
-        NodeStore::meet(&endpoint(0, 2, port), secret, Duration::from_secs(2), TIMEOUT).unwrap_err()
+        NodeStore::meet(&endpoint(0, 2, port), 2, secret, Duration::from_secs(2), TIMEOUT).unwrap_err()
     });
     let mut client = loop {
         if let Ok(client) = TcpStream::connect(("127.0.0.1", port)) {
@@ -141,7 +163,7 @@ fn another_version_of_the_protocol_is_named_on_both_sides() {
 fn launchers_of_several_machines_need_a_secret() {
     let exposed = |name: &str| (name == "ULYSSES_MASTER_BIND").then(|| "0.0.0.0".to_owned());
     let meet = |at: &NodeEndpoint, lookup: &dyn Fn(&str) -> Option<String>| {
-        NodeStore::meet(at, lookup, Duration::from_millis(50), TIMEOUT).map(|_| ())
+        NodeStore::meet(at, at.num_nodes, lookup, Duration::from_millis(50), TIMEOUT).map(|_| ())
     };
     let host = endpoint(0, 2, free_port());
     let refused = meet(&host, &exposed).unwrap_err();
