@@ -23,6 +23,8 @@ main() {
     cargo test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
         --test memory | python3 gpu/binaries.py >target/fake/binaries
     cargo build --features cuda,nccl
+    # shellcheck disable=SC2046 # One argument per path.
+    [[ $(uname -m) != x86_64 ]] || need_no_library "$ULYSSES" $(awk '{ print $2 }' target/fake/binaries)
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
     for part in "${parts[@]}"; do
         local started=$SECONDS
@@ -101,6 +103,18 @@ check_seeded() {
     done
     seed host_too_early test_comm exchange_volume::a_step
     seed swapped_operands test_kernels linear::tests
+}
+
+# kernels/src/device/cuda/libraries loads CUDA's libraries, so that the binaries $@ start without them.
+need_no_library() {
+    local binary
+    for binary in "$@"; do
+        if readelf -d "$binary" | grep -E 'NEEDED.*\[lib(cuda|cudart|cublas|cublasLt|curand|nvrtc|nccl)\.'; then
+            echo "fake-driver-check.sh: $binary needs these to start. The functions that libraries/functions.rs lacks:" >&2
+            nm -D -u "$binary" | grep -E ' (cu|nvrtc|nccl|__cuda)' >&2
+            return 1
+        fi
+    done
 }
 
 tests() { # with $1 GPUs, in order $2, of binary $3 with the filters $4…

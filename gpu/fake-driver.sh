@@ -53,6 +53,8 @@ run() {
     # shellcheck disable=SC2064 # Expand the name now.
     trap "rm -rf '$FAKE_NCCL_FOLDER'" EXIT
     export LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    # The emulation's thread-local variables (`initial-exec`) must fit although the program loads the library late.
+    export GLIBC_TUNABLES=glibc.rtld.optional_static_tls=65536
     export PATH=$repository/gpu/fake_driver/bin:$PATH XDG_CACHE_HOME=$folder/cache
     "$@" || code=$?
     if [[ -s $FAKE_DRIVER_REPORTS ]]; then

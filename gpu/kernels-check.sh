@@ -5,6 +5,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-export PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1 PYTHONUTF8=1
 python3 -m unittest --quiet kernels_check.test_kernels_check
 python3 -m kernels_check "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fetches the CUDA 13.0 compilers and a disassembler as pinned PyPI wheels, unpacks them into one folder with the layout of NVIDIA's
-# installer (`bin/nvcc`, `include/`, `lib/`, `nvvm/`), and prints its path.
+# installer (`bin/nvcc`, `include/`, `lib/`, `nvvm/`), and prints its path. NVRTC of CUDA 12.4 is in `nvrtc-12.4/`.
 #
 #     CUDA_HOME=$(gpu/toolchain.sh)
 #
@@ -23,7 +23,7 @@ is_current() { cmp --silent "$requirements" "$cuda_home/requirements.txt"; }
 
 download_wheels() { # into folder $1
     python3 -m pip --version >/dev/null 2>&1 || fail "python3 with pip is needed to download the CUDA wheels"
-    say "downloading the CUDA compilers (195 MB) from PyPI"
+    say "downloading the CUDA compilers (220 MB) from PyPI"
     python3 -m pip download --quiet --no-deps --only-binary :all: --require-hashes \
         --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
         --platform manylinux2010_x86_64 --platform manylinux_2_12_x86_64 \
@@ -37,6 +37,7 @@ unpack_wheels() { # from folder $1 into folder $2
         python3 -m zipfile -e "$wheel" "$2"
     done
     rm -f "$2"/nvidia/cu13/lib/lib*.alt.so*
+    mv "$2"/nvidia/cuda_nvrtc/lib "$2"/nvidia/cu13/nvrtc-12.4
     chmod +x "$2"/nvidia/cu13/bin/* "$2"/nvidia/cu13/nvvm/bin/*
 }
 

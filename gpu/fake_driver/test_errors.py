@@ -20,6 +20,9 @@ CONFIG = {
 }
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 UNKNOWN = r"DriverError\(CUDA_ERROR_UNKNOWN"
+CUDA_13 = ["libcuda.so.1", "libcublas.so.13", "libnvrtc.so.13", "libcudart.so.13", "libcurand.so.10", "libnccl.so.2"]
+CUDA_12 = [name.replace(".so.13", ".so.12") for name in CUDA_13]
+LIBRARIES = Path(__file__).resolve().parents[2] / "target/fake-driver/lib"
 # FAKE_DRIVER_FAIL, and what the program then says.
 ONE_GPU = {
     "cuDevicePrimaryCtxRetain:1": f"rank 0 failed: cannot open GPU 0: {UNKNOWN}",
@@ -184,6 +187,43 @@ class Errors(unittest.TestCase):
         code, output = self.train("--device", "cuda", FAKE_DRIVER_FAIL="cuInit:1+")
         self.assertEqual(code, 2, output)
         self.assertRegex(output, rf"--device cuda: no usable NVIDIA GPU: {UNKNOWN}.*; use --device cpu")
+
+    def libraries(self, *names):
+        """Returns an environment with these libraries only: the fake ones, whatever their version."""
+        folder = Path(tempfile.mkdtemp(dir=self.path))
+        for name in names:
+            [library] = LIBRARIES.glob(name.split(".so")[0] + ".so.*")
+            (folder / name).symlink_to(library)
+        return {"LD_LIBRARY_PATH": str(folder)}
+
+    def test_without_a_driver_the_program_starts_and_trains_on_the_cpu(self):
+        missing = r"no usable NVIDIA GPU: libcuda.so.1: cannot open shared object file"
+        none = self.libraries()
+        code, output = self.train(**none)
+        self.assertEqual(code, 0, output)
+        self.assertRegex(output, rf"device: cpu \({missing}")
+        code, output = self.train("--device", "cuda", **none)
+        self.assertEqual(code, 2, output)
+        self.assertRegex(output, rf"--device cuda: {missing}.*; use --device cpu")
+        doctor = subprocess.run([ULYSSES, "doctor"], env=os.environ | none, capture_output=True, text=True, timeout=LIMIT_S)
+        self.assertEqual(doctor.returncode, 0, doctor.stdout + doctor.stderr)
+        self.assertRegex(doctor.stdout, missing)
+
+    def test_a_library_that_is_missing_next_to_a_driver_is_named(self):
+        code, output = self.train(**self.libraries("libcuda.so.1"))
+        self.assertEqual(code, 1, output)
+        self.assertRegex(output, "cannot open GPU 0: libcublas.so.13: cannot open shared object file")
+        without_nccl = [name for name in CUDA_13 if "nccl" not in name]
+        code, output = self.train(mesh="1x2", FAKE_DRIVER_GPUS="2", **self.libraries(*without_nccl))
+        self.assertEqual(code, 1, output)
+        self.assertRegex(output, "cannot start NCCL on rank .: libnccl.so.2 is not loaded")
+
+    def test_a_driver_of_cuda_12_gets_the_libraries_of_cuda_12(self):
+        code, output = self.train("--device", "cuda", FAKE_DRIVER_VERSION="12040", **self.libraries(*CUDA_12))
+        self.assertEqual(code, 0, output)
+        code, output = self.train("--device", "cuda", FAKE_DRIVER_VERSION="12040", **self.libraries(*CUDA_13))
+        self.assertEqual(code, 1, output)
+        self.assertRegex(output, "cannot open GPU 0: libcublas.so.12: cannot open shared object file")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compiles every CUDA kernel without a GPU and checks its resources: `just kernels-check [--write]`.
 
-Each `kernels/cuda/*.cu` must compile for its architectures with nvcc and with NVRTC without a warning. No
+Each `kernels/cuda/*.cu` must compile for its architectures with nvcc and with NVRTC (13.0 and 12.4) without a warning. No
 kernel may keep anything in local memory: a stack frame, spilled registers, or any access of it in the machine
 code; and none may have generic accesses there. The table in `docs/gpu.md` must be the one that comes out of this run; `--write` puts it there.
 """
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kernels_check import fused, ptxas, sass, table
-from kernels_check.compilers import CompileError, Nvrtc, nvcc_outputs
+from kernels_check.compilers import CompileError, nvcc_outputs, nvrtcs
 from kernels_check.ptxas import Usage
 from kernels_check.sass import Code
 
@@ -40,10 +40,11 @@ def toolchain() -> Path:
 
 def compile_all(cuda_home: Path, sources: list[Path]) -> tuple[dict[str, list[Usage]], dict[str, list[Code]]]:
     """Returns the resources and the machine code of every kernel, by file name."""
-    nvrtc = Nvrtc(cuda_home)
+    compilers = nvrtcs(cuda_home)
 
     def compile_one(source: Path) -> tuple[list[Usage], list[Code]]:
-        nvrtc.compile(source)
+        for nvrtc in compilers:
+            nvrtc.compile(source)
         report, code = nvcc_outputs(cuda_home, source)
         return ptxas.parse(report), sass.parse(code)
 

@@ -1,4 +1,4 @@
-"""The two compilers of the kernels, from the pinned wheels: nvcc and NVRTC."""
+"""The compilers of the kernels, from the pinned wheels: nvcc, and NVRTC of the newest and the oldest release in use."""
 
 import ctypes
 import subprocess
@@ -8,6 +8,9 @@ from pathlib import Path
 from kernels_check import ptxas, sass
 
 ARCHITECTURES = ("80", "90", "100")
+# The oldest NVRTC that compiles kernels at run time (`docs/gpu.md`) knows no GPUs after Hopper.
+OLDEST_NVRTC = "12.4"
+OLDEST_KNOWS = ("80", "90", "90a")
 # Files that compile for one architecture only: `only_for` in `kernels/src/device/kernel.rs`.
 ONLY_FOR = {"attention_fused_forward_wgmma.cu": "90a"}
 # The same options as in `kernels/src/device/cuda/module.rs`.
@@ -50,19 +53,28 @@ def inlined(source: Path) -> str:
     return text
 
 
+def nvrtcs(cuda_home: Path) -> list["Nvrtc"]:
+    """Returns the run-time compilers of the pinned wheels."""
+    oldest = cuda_home / f"nvrtc-{OLDEST_NVRTC}"
+    return [Nvrtc(cuda_home / "lib", "13.0"), Nvrtc(oldest, OLDEST_NVRTC, OLDEST_KNOWS)]
+
+
 class Nvrtc:
     """The run-time compiler. It needs no driver to compile SASS for a given architecture."""
 
-    def __init__(self, cuda_home: Path):
+    def __init__(self, folder: Path, version: str, knows: tuple[str, ...] | None = None):
         # NVRTC opens its builtins by file name, so the library must be loaded already.
-        ctypes.CDLL(str(cuda_home / "lib/libnvrtc-builtins.so.13.0"), mode=ctypes.RTLD_GLOBAL)
-        self._library = ctypes.CDLL(str(cuda_home / "lib/libnvrtc.so.13"))
+        ctypes.CDLL(str(folder / f"libnvrtc-builtins.so.{version}"), mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(str(folder / f"libnvrtc.so.{version.split('.')[0]}"))
+        self._version, self._knows = version, knows
 
     def compile(self, source: Path) -> None:
         for arch in architectures(source):
+            if self._knows and arch not in self._knows:
+                continue
             code, log = self._compile(inlined(source), source.name, arch)
             if code != 0 or "warning" in log:
-                raise CompileError(f"NVRTC refuses {source.name} for sm_{arch} (result {code}):\n{log}")
+                raise CompileError(f"NVRTC {self._version} refuses {source.name} for sm_{arch} (result {code}):\n{log}")
 
     def _compile(self, text: str, name: str, arch: str) -> tuple[int, str]:
         program = ctypes.c_void_p()

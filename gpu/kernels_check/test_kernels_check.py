@@ -268,7 +268,11 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
         self.assertRegex(self.check(unused)[0], r"made_up\.cu(.|\n)*unused")
 
     def test_a_kernel_that_includes_a_cuda_header_fails_as_it_would_at_run_time(self):
-        self.assertIn("NVRTC refuses made_up.cu", self.check("#include <cuda_bf16.h>\n" + COPIES)[0])
+        self.assertIn("NVRTC 13.0 refuses made_up.cu", self.check("#include <cuda_bf16.h>\n" + COPIES)[0])
+
+    def test_a_kernel_that_the_oldest_run_time_compiler_refuses_fails(self):
+        newer = "#if __CUDACC_VER_MAJOR__ < 13\n#error too old\n#endif\n" + COPIES
+        self.assertIn("NVRTC 12.4 refuses made_up.cu", self.check(newer)[0])
 
     def test_a_folder_without_kernels_fails(self):
         errors = check(self.cuda_home, self.kernels, self.document)

@@ -8,6 +8,8 @@
 
 mod cache;
 mod copies;
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), path = "libraries/linked.rs")]
+mod libraries;
 mod matmul;
 mod module;
 mod pointer;
@@ -91,6 +93,7 @@ fn no_page_locked(bytes: usize) -> impl Fn(DriverError) -> DeviceError {
 /// kernels.
 pub(super) fn open(ordinal: usize) -> Result<Device, DeviceError> {
     let failed = |message: String| DeviceError::Open { gpu: ordinal, message };
+    libraries::need_all().map_err(failed)?;
     let device = CudaDevice::new_with_stream(ordinal).map_err(|error| failed(error.to_string()))?;
     let stream = device.cuda_stream();
     keep_freed_memory(stream.context()).map_err(|error| failed(error.to_string()))?;

@@ -1,12 +1,13 @@
 //! Queries of the driver: GPUs, their memory, its version.
 
-use super::no_gpu;
+use super::{libraries, no_gpu};
 use crate::device::{DeviceError, Gpu, GpuMemory};
 use candle_core::CudaDevice;
 use candle_core::cuda::cudarc::driver::{CudaContext, DriverError, result, sys};
 
 /// Number of visible GPUs, at least one.
 pub(in crate::device) fn count() -> Result<usize, DeviceError> {
+    libraries::need_driver().map_err(|message| DeviceError::NoGpu { message })?;
     match CudaContext::device_count().map_err(no_gpu)? {
         gpus if gpus > 0 => Ok(gpus as usize),
         _ => Err(DeviceError::NoGpu { message: "the driver finds none".to_owned() }),
