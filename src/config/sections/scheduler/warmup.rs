@@ -50,7 +50,7 @@ keys! {
         pub warmup_min_lr: f64 = MIN_LR,
         /// Learning rate after the warm-up.
         pub warmup_max_lr: Option<f64> = number().derived(FROM_OPTIMIZER),
-        /// Warm-up steps; values below 2 count as 2.
+        /// Warm-up steps; values below 2 count as 2. The first two steps have the initial rate, as in DeepSpeed.
         pub warmup_num_steps: u64 = NUM_STEPS,
         /// Shape of the warm-up.
         pub warmup_type: WarmupType = choice().text("log"),
@@ -77,7 +77,7 @@ keys! {
         pub warmup_min_lr: f64 = MIN_LR,
         /// Learning rate after the warm-up.
         pub warmup_max_lr: f64 = number().number(1e-3).auto_derived(FROM_OPTIMIZER),
-        /// Warm-up steps; values below 2 count as 2.
+        /// Warm-up steps; values below 2 count as 2. The first two steps have the initial rate, as in DeepSpeed.
         pub warmup_num_steps: u64 = NUM_STEPS,
         /// Shape of the warm-up.
         pub warmup_type: WarmupType = choice().text("log"),
@@ -106,7 +106,7 @@ keys! {
         pub total_num_steps: u64 = TOTAL_NUM_STEPS,
         /// Initial ratio to the optimizer's `lr`.
         pub warmup_min_ratio: f64 = fraction().number(0.0),
-        /// Warm-up steps; values below 2 count as 2.
+        /// Warm-up steps; values below 2 count as 2. The first two steps have the initial rate, as in DeepSpeed.
         pub warmup_num_steps: u64 = NUM_STEPS,
         /// Final ratio to the optimizer's `lr`.
         pub cos_min_ratio: f64 = fraction().number(1e-4),
