@@ -3,12 +3,14 @@
 #
 #     gpu/coverage.sh [PART…]      default: all parts of gpu/fake-driver-check.sh
 #
-# Needs the component llvm-tools of the toolchain (`rustup component add llvm-tools`).
+# Needs the component llvm-tools of the toolchain (`rustup component add llvm-tools`), or LLVM of the toolchain's major
+# version in $LLVM_TOOLS.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$PWD/target/fake/coverage
-tools=$(echo "$(rustc --print sysroot)"/lib/rustlib/*/bin)
+tools=${LLVM_TOOLS:-$(echo "$(rustc --print sysroot)"/lib/rustlib/*/bin)}
+"$tools/llvm-profdata" --version >/dev/null # before the tests, which take long
 rm -rf "$folder" && mkdir -p "$folder"
 # Only the crates of this workspace are instrumented. Cargo stores them next to the others.
 printf '#!/bin/sh\nexec "$@" -C instrument-coverage\n' >"$folder/instrument" && chmod +x "$folder/instrument"

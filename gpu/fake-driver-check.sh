@@ -56,6 +56,8 @@ check_golden() {
 
 check_nccl() {
     local ranks
+    # What decides before NCCL is called: these need no GPU.
+    tests 1 late test_ulysses comm::nccl
     for ranks in 1 2 8; do
         ULYSSES_TEST_NCCL_RANKS=$ranks tests "$ranks" late test_comm conformance::nccl --test-threads 1
     done

@@ -10,6 +10,7 @@ use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
+use ulysses_kernels::cast::cast;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::memory::{self, Category, with_category};
 use ulysses_kernels::tensor::TensorOptions;
@@ -159,11 +160,10 @@ impl ZeroOptimizer {
 
     /// Copies initial parameters to the device, into `parameters.persistent()` and the master copy.
     fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
-        let TensorOptions { device, dtype } = &self.storage.options;
         let stored = unit.parameters.persistent();
-        let exact = Tensor::from_vec(elements, stored.numel(), device)?;
+        let exact = Tensor::from_vec(elements, stored.numel(), &self.storage.options.device)?;
         let parameters = stored.blank()?;
-        parameters.slice_set(&exact.to_dtype(*dtype)?, 0, 0)?;
+        cast(&exact, &parameters)?;
         self.storage.settle()?;
         stored.put(parameters)?;
         if let Some(stored) = &unit.master {
@@ -175,7 +175,7 @@ impl ZeroOptimizer {
                 _ => exact,
             };
             let master = stored.blank()?;
-            master.slice_set(&updated, 0, 0)?;
+            cast(&updated, &master)?;
             stored.put(master)?;
         }
         Ok(())

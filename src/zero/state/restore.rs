@@ -6,7 +6,7 @@ use crate::zero::update::optimizer_step;
 use crate::zero::{ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::strided_copy;
+use ulysses_kernels::cast::cast;
 
 /// Writes elements `range` of the flat buffer of `(unit, kind)` to a slice of the same length.
 pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
@@ -107,6 +107,6 @@ impl Unit {
 
 fn overwrite(tensor: &Tensor, start: usize, elements: Vec<f32>) -> Result<(), ZeroError> {
     let numel = elements.len();
-    let source = Tensor::from_vec(elements, numel, tensor.device())?.to_dtype(tensor.dtype())?;
-    Ok(strided_copy::copy(&source, &tensor.narrow(0, start, numel)?)?)
+    let source = Tensor::from_vec(elements, numel, tensor.device())?;
+    Ok(cast(&source, &tensor.narrow(0, start, numel)?)?)
 }
