@@ -93,7 +93,10 @@ where
             {
                 write!(line, "{{{fields}}}")?;
             }
-            write!(line, ": ")?;
+            write!(line, ":")?;
+        }
+        if context.lookup_current().is_some() {
+            write!(line, " ")?;
         }
         context.format_fields(line.by_ref(), event)?;
         writeln!(line)

@@ -12,6 +12,10 @@ use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
 
 /// Resolves the config file, or the assumed config.
 pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
+    if args.ranks.is_some() && !args.fit {
+        let message = "--ranks needs --fit; without --fit give the mesh, such as --mesh 1x8";
+        return Err(Failure::Usage(anyhow!(message)));
+    }
     let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
     let (dp, sp) =
         stated.as_ref().map_or((args.ranks.unwrap_or(1), 1), |mesh| (mesh.shape.dp, mesh.shape.sp));

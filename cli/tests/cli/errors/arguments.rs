@@ -59,12 +59,13 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
 
 #[test]
 fn invalid_numbers_are_refused_with_the_expected_kind() {
-    for (flag, value) in [("--steps", "many"), ("--steps", "-1"), ("--seed", "1.5"), ("--seq-len", "4k")] {
+    for (flag, value) in [("--steps", "many"), ("--steps", "-1"), ("--seed", "1.5")] {
         let expected = format!("invalid value '{value}' for '{flag} ");
         let outcome = train(&[flag, value]);
         outcome.assert_refused(2, &[&expected, "expected a whole number of at least 0"]);
         assert!(outcome.stderr.ends_with("at least 0\n"), "{outcome:?}");
     }
+    train(&["--seq-len", "4k"]).assert_refused(2, &["'4k' for '--seq-len ", "a whole number of at least 1"]);
     train(&["--steps", "99999999999999999999"]).assert_refused(2, &["'--steps ", "a smaller number"]);
     let plan = |gib: &str| Workplace::new().run(&["plan", "c.json", "--memory-gib", gib]);
     plan("80GB").assert_refused(2, &["'80GB' for '--memory-gib ", "a number, such as 80 or 0.5"]);
@@ -74,9 +75,10 @@ fn invalid_numbers_are_refused_with_the_expected_kind() {
 
 #[test]
 fn counts_of_zero_and_below_are_refused() {
-    for flag in ["--steps", "--threads-per-rank", "--seq-len"] {
+    for flag in ["--steps", "--threads-per-rank"] {
         train(&[flag, "0"]).assert_refused(2, &[flag, "at least 1", "found 0"]);
     }
+    train(&["--seq-len", "0"]).assert_refused(2, &["'0' for '--seq-len ", "at least 1"]);
     for flag in ["--steps", "--threads-per-rank", "--seq-len", "--seed"] {
         train(&[flag, "-1"]).assert_refused(2, &[flag, "invalid value '-1'"]);
         train(&[flag, "many"]).assert_refused(2, &[flag, "invalid value 'many'"]);

@@ -123,7 +123,7 @@ fn searches_that_cannot_be_are_refused() {
     refused(&["--fit", "--memory-gib", "1", "--ranks", "2"], &["--seq-len"]);
     let short =
         ["--fit", "--memory-gib", "1", "--ranks", "8", "--seq-len", "4", "--set", "train_batch_size=1"];
-    refused(&short, &["no mesh of 8 rank(s) divides train_batch_size 1 and the 4 tokens of a sequence"]);
+    refused(&short, &["no mesh of 8 ranks divides train_batch_size 1 and the 4 tokens of a sequence"]);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_plan_without_a_config_states_what_it_assumes() {
     let place = workplace(json!({}));
     let arguments = ["plan", "--model", "llama3-8b", "--mesh", "1x8", "--seq-len", "65536"];
     let text = place.run(&arguments);
-    let assumed = "assumed micro batches of 1 sequence(s), ZeRO stage 3 over dp × sp, activation checkpointing, bf16, \
+    let assumed = "assumed micro batches of 1 sequence, ZeRO stage 3 over dp × sp, activation checkpointing, bf16, \
                    AdamW, ranks on CPUs (--device cuda for GPUs); --set KEY=VALUE or a config changes them\n";
     assert!(text.assert_done().stdout.starts_with(assumed), "{}", text.stdout);
     let config = json!({

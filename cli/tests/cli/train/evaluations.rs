@@ -85,7 +85,7 @@ fn a_resumed_run_stops_early_at_the_same_step() {
     let place = workplace([2, 1], validation.clone(), json!({}));
     let outcome = train(&place, &["--steps", "20", "--output", "whole"]);
     let expected =
-        "stopped early after step 6: the last 2 evaluation(s) did not improve the loss by more than 100";
+        "stopped early after step 6: the last 2 evaluations did not improve the loss by more than 100";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     assert_eq!(saved_steps(&place.path("whole")).unwrap(), [6], "the last step is saved");
     train(&place, &["--steps", "4"]).assert_done();
@@ -93,7 +93,7 @@ fn a_resumed_run_stops_early_at_the_same_step() {
     let outcome = train(&place, &["--steps", "20", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     let outcome = train(&place, &["--steps", "20", "--resume"]);
-    let expected = "nothing to do: 6 steps are complete, 20 are requested; the run stopped early: the last 2 evaluation(s)";
+    let expected = "nothing to do: 6 steps are complete, 20 are requested; the run stopped early: the last 2 evaluations";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     write_config(&place, [1, 1], json!({ "early_stopping_patience": 3 }), json!({}));
     train(&place, &["--steps", "7", "--resume"]).assert_done();

@@ -49,7 +49,7 @@ fn the_order_of_the_ranks_follows_their_hosts_and_avoidable_traffic_is_reported(
     let train =
         |mesh: &str, hosts: &str| place.run_with(&["train", "c.json", "--mesh", mesh], &[(HOSTS, hosts)]);
     let repaired = train("2x2", "a,b,a,b");
-    let line = "placement: ranks are ordered by node, so that an sp group spans 1 node(s) instead of 2";
+    let line = "placement: ranks are ordered by node, so that an sp group spans 1 node instead of 2";
     assert!(repaired.assert_done().stderr.contains(line), "{repaired:?}");
     assert!(!train("2x2", "a,a,b,b").assert_done().stderr.contains("placement"));
     let scattered = train("intra:dp=2/inter:sp=2", "a,a,b,b");
