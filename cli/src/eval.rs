@@ -54,6 +54,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
     let ranks_per_node = config.world_size();
     model::resolve_ring(&source.config, &mut config, ranks_per_node);
+    source.warn_of_length(args.seq_len);
     source.check_exchange(config.micro_batch_size, args.seq_len, &config)?;
     settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;

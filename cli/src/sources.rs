@@ -84,7 +84,7 @@ impl Sources {
         }
         let share = 100.0 * num_labeled / num_tokens as f64;
         log_line(format_args!(
-            "data: {num_documents} conversations; {share:.1} % of their {num_tokens} tokens have labels"
+            "data: {num_documents} documents; {share:.1} % of their {num_tokens} tokens have labels"
         ));
         Ok(())
     }

@@ -24,8 +24,7 @@ pub enum BatchError {
     /// All three are set and do not agree.
     #[error(
         "`train_batch_size` is {train}, but `train_micro_batch_size_per_gpu` {micro} × \
-         `gradient_accumulation_steps` {accumulation} × dp {dp} = {}: remove one of the three, or make \
-         them agree (sp does not count)", micro * accumulation * dp
+         `gradient_accumulation_steps` {accumulation} × dp {dp} = {}: {}", micro * accumulation * dp, remedy(mesh)
     )]
     Contradiction {
         /// `train_batch_size`.
@@ -36,6 +35,8 @@ pub enum BatchError {
         accumulation: usize,
         /// Data-parallel ranks.
         dp: usize,
+        /// The mesh that the sizes need, if neither the file nor a flag sets dp.
+        mesh: Option<String>,
     },
     /// The train batch size is not divisible.
     #[error("`train_batch_size` {train} is not a multiple of {factors}: the nearest valid sizes are {}",
@@ -54,6 +55,21 @@ pub enum BatchError {
         /// The product.
         factors: String,
     },
+}
+
+impl BatchError {
+    /// Adds the mesh whose dp the sizes need, on a mesh whose dp nothing sets.
+    pub(super) fn with_unset_dp(self, sp: usize) -> Self {
+        match self {
+            Self::Contradiction { train, micro, accumulation, dp, .. }
+                if train.is_multiple_of(micro * accumulation) =>
+            {
+                let mesh = Some(format!("{}x{sp}", train / (micro * accumulation)));
+                Self::Contradiction { train, micro, accumulation, dp, mesh }
+            }
+            other => other,
+        }
+    }
 }
 
 impl BatchSizes {
@@ -88,10 +104,19 @@ impl BatchSizes {
                 };
                 match product([micro_factor(micro), accumulation_factor(accumulation), dp_factor])? {
                     total if total == train => Ok(Self { train, micro, accumulation }),
-                    _ => Err(BatchError::Contradiction { train, micro, accumulation, dp }),
+                    _ => Err(BatchError::Contradiction { train, micro, accumulation, dp, mesh: None }),
                 }
             }
         }
+    }
+}
+
+fn remedy(mesh: &Option<String>) -> String {
+    match mesh {
+        Some(mesh) => format!(
+            "dp is 1 because neither the file nor --mesh sets it; pass --mesh {mesh}, or change one of the three sizes"
+        ),
+        None => "remove one of the three, or make them agree (sp does not count)".to_owned(),
     }
 }
 

@@ -328,7 +328,7 @@ impl Config {
     /// # Errors
     /// When neither the file nor a flag sets it.
     pub fn require_steps(&self) -> Result<u64, ConfigError> {
-        self.ulysses.steps.ok_or(ConfigError::Unset { key: "steps", flag: "steps" })
+        self.ulysses.steps.ok_or(ConfigError::Unset { key: "steps", flag: "steps or --epochs" })
     }
 }
 

@@ -44,7 +44,11 @@ impl RawConfig {
         config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
         config.zero.mics_shard_size =
             self.stated_shard_size(mesh.dp, stated.as_ref(), is_of_rule, overrides)?;
-        let batch = self.resolve_batch(mesh.dp)?;
+        let is_dp_set = stated.is_some()
+            || overrides.mesh.is_some()
+            || overrides.world_size.is_some()
+            || !self.dp_sizes.is_empty();
+        let batch = self.resolve_batch(mesh, is_dp_set)?;
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
         config.gradient_accumulation_steps = batch.accumulation;
@@ -87,13 +91,17 @@ impl RawConfig {
             && !self.names_partition_axes
     }
 
-    fn resolve_batch(&self, dp: usize) -> Result<BatchSizes, ConfigError> {
+    fn resolve_batch(
+        &self,
+        MeshShape { dp, sp, .. }: MeshShape,
+        is_dp_set: bool,
+    ) -> Result<BatchSizes, ConfigError> {
         let (train, micro) = (self.train_batch_size, self.micro_batch_size);
         BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, dp).map_err(|reason| {
             ConfigError::Batch {
                 file: self.file.clone(),
                 place: self.batch_place.clone().map(Box::new),
-                reason: Box::new(reason),
+                reason: Box::new(if is_dp_set { reason } else { reason.with_unset_dp(sp) }),
             }
         })
     }
@@ -106,7 +114,7 @@ impl RawConfig {
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.file.clone(),
             key: "scheduler.params.total_num_steps",
-            source_of_value: "the number of steps, `ulysses.steps` (--steps of `train`)",
+            source_of_value: "the number of steps, `ulysses.steps` (--steps of `train`, else --set ulysses.steps=N)",
         })?;
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }

@@ -168,8 +168,12 @@ impl Search {
 
     /// Makes each setting of a point as cheap as fits, in the order of their costs; `None` if the point does not fit.
     fn cheapest(&mut self, mut point: Point<'_>) -> Result<Option<FitChoice>, EngineError> {
-        if !self.fits(&point)? {
-            return Ok(None);
+        // Fewer head chunks need less host memory where layer inputs are offloaded: a recomputed layer with chunks has two.
+        while !self.fits(&point)? {
+            match point.level(Setting::HeadChunks).checked_sub(1) {
+                Some(fewer) => point = point.with(Setting::HeadChunks, fewer),
+                None => return Ok(None),
+            }
         }
         for setting in Setting::ALL {
             let mut cheapest = 0;

@@ -155,6 +155,15 @@ fn partial_resolution_lists_what_open_values_need() {
     assert_eq!(written["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&written["train_batch_size"], &written["optimizer"]["type"]), (&json!(2), &json!("Adam")));
 
+    let of_launcher = RawConfig::from_json_str(
+        r#"{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#,
+        "c.json",
+    );
+    let refused = of_launcher.unwrap().resolve(&Overrides::default()).unwrap_err().to_string();
+    let expected =
+        "dp 1 = 4: dp is 1 because neither the file nor --mesh sets it; pass --mesh 2x1, or change";
+    assert!(refused.contains(expected), "{refused}");
+
     let (written, open, needs) = partly(
         r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
             "sequence_parallel_size": 2}"#,

@@ -82,6 +82,25 @@ fn host_memory_limits_what_is_offloaded() {
 }
 
 #[test]
+fn fewer_head_chunks_are_tried_where_host_memory_lacks() {
+    let workload = workload(4, DeviceKind::Cuda);
+    // The most saving settings but with one head chunk, whose layers have one offloaded checkpoint in place of two.
+    let mut fewest = fit(&workload, 1).nearest.unwrap().workload;
+    fewest.config.activation_checkpointing.cpu_checkpointing = true;
+    let limits = |chunks: usize| {
+        let mut workload = fewest.clone();
+        workload.config.ulysses.head_chunks = chunks;
+        let plan = workload.plan().unwrap();
+        (plan.peak_bytes, workload.host_bytes_per_node(&plan))
+    };
+    let ((rank_bytes, host), (_, host_of_two)) = (limits(1), limits(2));
+    assert!(host < host_of_two, "{host} {host_of_two}");
+    let budget = MemoryBudget { rank_bytes, host_bytes_per_node: Some(host) };
+    let found = workload.fit(Criteria::default(), budget).unwrap();
+    assert!(!found.choices.is_empty(), "{:?}", found.nearest);
+}
+
+#[test]
 fn where_nothing_fits_the_nearest_is_the_one_that_exceeds_least() {
     let found = fit(&workload(2, DeviceKind::Cpu), 1000);
     let nearest = found.nearest.unwrap();

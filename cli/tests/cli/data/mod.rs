@@ -107,7 +107,7 @@ fn inspect_marks_labels_in_conversations_and_a_run_prints_their_share() {
     place.run(&[&inspect[..], &["--seq-len", "0"]].concat()).assert_refused(2, &["0"]);
     place.write_config("c.json", json!({ "ulysses": { "seq_len": 16, "data": "chat.jsonl" } }));
     let outcome = place.run(&["train", "c.json", "--tokenizer", "tok/tokenizer.json"]);
-    let line = "data: 9 conversations; 60.0 % of their 45 tokens have labels";
+    let line = "data: 9 documents; 60.0 % of their 45 tokens have labels";
     outcome.assert_done();
     assert!(outcome.stderr.contains(line), "{outcome:?}");
     place.write("tok/chat_template.jinja", "{{ '%1000000000000d' | format(1) }}");
