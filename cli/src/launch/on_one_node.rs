@@ -1,8 +1,8 @@
 //! Jobs on this machine whose ranks `launch` starts itself.
 
 use super::job::{NoOtherNodes, Outcome};
+use super::job_spec::JobSpec;
 use super::ranks::{NodeRanks, free_port};
-use super::restarts::JobSpec;
 use super::signals::Signals;
 use super::training::Variation;
 use crate::{Failure, OrFail};

@@ -1,6 +1,6 @@
 //! The `train` command that `launch` starts: its backend, its restarts and its meshes.
 
-use super::restarts::Restart;
+use super::restart::Restart;
 use crate::train::TrainArgs;
 use crate::{Command, Failure, arguments};
 use anyhow::anyhow;
@@ -222,7 +222,7 @@ pub(super) fn names_mpi(words: &[String]) -> bool {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::restarts::Cause;
+    use super::super::restart::Cause;
     use super::*;
     use serde_json::json;
 

@@ -5,9 +5,10 @@ pub(in crate::launch) mod mpirun;
 mod probe;
 
 use crate::launch::job::{NoOtherNodes, Outcome};
+use crate::launch::job_spec::JobSpec;
 use crate::launch::output::Source;
 use crate::launch::rank_failure::RankFailure;
-use crate::launch::restarts::{Cause, JobSpec};
+use crate::launch::restart::Cause;
 use crate::launch::signals::Signals;
 use crate::launch::training::Variation;
 use crate::{Failure, OrFail, print};

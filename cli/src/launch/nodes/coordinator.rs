@@ -1,7 +1,8 @@
 //! Node 0's decisions: who runs which ranks, who failed first, and whether the job starts once more.
 
+use super::super::job_spec::{FewerNodes, JobSpec};
 use super::super::ranks::free_port;
-use super::super::restarts::{Cause, FewerNodes, JobSpec};
+use super::super::restart::Cause;
 use super::super::training::{SmallerMesh, Variation};
 use super::messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};

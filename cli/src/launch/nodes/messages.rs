@@ -1,8 +1,8 @@
 //! The messages between the launchers of a job.
 
 use super::super::job::Outcome;
+use super::super::job_spec::JobSpec;
 use super::super::rank_failure::RankFailure;
-use super::super::restarts::JobSpec;
 use super::super::training::Variation;
 use crate::Failure;
 use anyhow::anyhow;

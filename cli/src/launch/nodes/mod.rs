@@ -12,9 +12,9 @@ mod coordinator;
 mod messages;
 
 use super::job::{OtherNodes, Outcome};
+use super::job_spec::JobSpec;
 use super::rank_failure::RankFailure;
 use super::ranks::NodeRanks;
-use super::restarts::JobSpec;
 use super::signals::Signals;
 use crate::{Failure, OrFail, log_line};
 use anyhow::{Context, anyhow};

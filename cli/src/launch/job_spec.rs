@@ -4,10 +4,10 @@ use super::job::Start;
 use super::memory_dir::{MEMORY_DIR_VARIABLE, MemoryDir};
 use super::output::{RankLogs, Source};
 use super::rank_failure::RankFailure;
+use super::restart::{Cause, RESTART_VARIABLE, Restart};
 use super::training::{SmallerMesh, Training, Variation};
 use crate::{Failure, log_line};
 use anyhow::anyhow;
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,44 +15,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use ulysses::comm::store::JobStore;
 use ulysses::config::Config;
-
-/// Environment variable of the ranks with a [`Restart`], as JSON.
-const RESTART_VARIABLE: &str = "ULYSSES_RESTART";
-
-/// A restart of a job, as the restarted ranks record it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Restart {
-    /// From 1.
-    pub(crate) number: u32,
-    /// The cause, the number of the restart, and the nodes that are left with their mesh.
-    pub(crate) reason: String,
-    pub(crate) cause: Cause,
-    /// Sizes of dp and sp before, if the job trains.
-    pub(crate) mesh_before: Option<(usize, usize)>,
-}
-
-impl Restart {
-    /// Reads the restart of which this process is a rank, if it is one.
-    pub(crate) fn of_this_rank() -> Option<Self> {
-        serde_json::from_str(&std::env::var(RESTART_VARIABLE).ok()?).ok()
-    }
-}
-
-/// What ended a start.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Cause {
-    pub(crate) text: String,
-    /// The rank that failed first, if it is known.
-    pub(crate) failed_rank: Option<usize>,
-    /// Hosts that were lost.
-    pub(crate) lost_hosts: Vec<String>,
-}
-
-impl From<&RankFailure> for Cause {
-    fn from(failure: &RankFailure) -> Self {
-        Self { text: failure.to_string(), failed_rank: failure.rank, lost_hosts: Vec::new() }
-    }
-}
 
 /// The nodes of a job without those that are missing, and their mesh if the job trains.
 #[derive(Debug, Clone, Copy)]
