@@ -117,7 +117,7 @@ impl Checkpoint {
         }
         if self.manifest.kinds != kinds {
             let saved = self.manifest.kinds.join(", ");
-            return mismatch("the optimizer state", saved, kinds.join(", "));
+            return mismatch("the optimizer state (`optimizer.type`)", saved, kinds.join(", "));
         }
         Ok(())
     }

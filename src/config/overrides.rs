@@ -100,9 +100,9 @@ impl Overrides {
         at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
         at_least_1("steps", self.steps)?;
         at_least_1("epochs", self.epochs)?;
-        if let (Some(_), Some(epochs)) = (self.steps, self.epochs) {
-            let expected = "either --steps or --epochs, not both".into();
-            return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: epochs.to_string() });
+        if self.steps.is_some() && self.epochs.is_some() {
+            let expected = "either --steps or --epochs".into();
+            return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: "both".into() });
         }
         at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;
         let strings = [("model", &self.model), ("tokenizer", &self.tokenizer), ("output", &self.output)];

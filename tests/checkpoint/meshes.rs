@@ -209,8 +209,9 @@ fn a_checkpoint_of_another_optimizer_is_an_error_and_changes_nothing() {
         assert!(matches!(error, EngineError::Checkpoint(_)));
         let message = error.to_string();
         assert!(
-            message.contains("the optimizer state is parameters, exp_avg, exp_avg_sq in the checkpoint")
-                && message.contains("but parameters, momentum in this run"),
+            message.contains(
+                "the optimizer state (`optimizer.type`) is parameters, exp_avg, exp_avg_sq in the checkpoint"
+            ) && message.contains("but parameters, momentum in this run"),
             "{message}"
         );
         rank.train(2)

@@ -67,7 +67,8 @@ pub(super) struct PlanArgs {
     /// Available host memory per node in GiB, for what ranks on GPUs offload [default: not limited].
     #[arg(long, requires = "memory_gib")]
     host_memory_gib: Option<f64>,
-    /// Tokens per sequence, over all sp ranks [default: the config's longest, else the longest that fits].
+    /// Tokens per sequence, over all sp ranks [default: the config's longest, else the longest that fits
+    /// --memory-gib].
     #[arg(long, value_parser = at_least_1::<usize>)]
     seq_len: Option<usize>,
     /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must agree with the config.

@@ -107,7 +107,13 @@ fn explanation(entry: &Entry) -> String {
     if let Some(auto) = auto_text(entry) {
         line("auto", &auto);
     }
-    line("support", &effect_text(entry.key));
+    match (entry.key.value, entry.key.effect) {
+        // Its keys are supported or not, each for itself.
+        (Value::Section(keys) | Value::SwitchOrSection(keys), Effect::Supported) => {
+            line("keys", &keys.iter().map(|key| key.name).collect::<Vec<_>>().join(", "));
+        }
+        _ => line("support", &effect_text(entry.key)),
+    }
     text.push('\n');
     text
 }

@@ -297,6 +297,9 @@ fn explanations_say_what_a_key_does() {
     );
     let stage = explain("zero_optimization.stage").unwrap();
     assert!(stage.contains("an integer from 0 to 3") && stage.contains("supported"), "{stage}");
+    // A section is not supported as a whole.
+    let section = explain("wandb").unwrap();
+    assert!(section.contains("\n  keys     enabled, ") && !section.contains("supported"), "{section}");
     let by_last_name = explain("overlap_comm").unwrap();
     assert!(by_last_name.starts_with("zero_optimization.overlap_comm\n"), "{by_last_name}");
     assert!(explain("offload_param.device").is_err());

@@ -151,12 +151,14 @@ fn runs_are_not_mixed() {
         .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
-    let expected =
-        ["the optimizer state is parameters, exp_avg, exp_avg_sq in the checkpoint", "but parameters in"];
+    let expected = [
+        "the optimizer state (`optimizer.type`) is parameters, exp_avg, exp_avg_sq in the checkpoint",
+        "but parameters in",
+    ];
     let outcome = train(&["--resume"]);
     outcome.assert_refused(2, &expected);
     assert!(
-        outcome.stderr.contains("error: out/step_00000007: the optimizer state is"),
+        outcome.stderr.contains("error: out/step_00000007: the optimizer state (`optimizer.type`) is"),
         "the cause comes first: {outcome:?}"
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
