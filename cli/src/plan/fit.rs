@@ -214,7 +214,7 @@ impl Display for FitReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Fit { choices, nearest, tried, combinations } = &self.fit;
         writeln!(f, "{}", self.head)?;
-        writeln!(f, "tried {tried} of {combinations} combinations; the others cost more or save less")?;
+        writeln!(f, "planned {tried} of {combinations} combinations of settings; these rule out the others")?;
         match nearest {
             Some(nearest) => self.nearest(f, nearest),
             None if choices.is_empty() => {
