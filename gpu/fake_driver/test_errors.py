@@ -62,7 +62,7 @@ TWO_GPUS = {
     "cuMemAllocAsync:250": r"rank \d failed: .*out of GPU memory",
     "cuLaunchKernel:200+": rf"rank \d failed: .*kernel `\w+`: {UNKNOWN}",
     # One rank fails, and the other is told the cause. The first 72 matmuls load kernels.
-    "cublasGemmStridedBatchedEx:90": r"ERROR rank \d failed: .*matmul of",
+    "cublasGemmStridedBatchedEx:90": r"error: rank \d failed: .*matmul of",
     "*:3000+=700": r"rank \d failed: .*CUDA_ERROR_ILLEGAL_ADDRESS",
 }
 # What it survives: a compiled kernel in the cache that does not load, and the end of the program.
