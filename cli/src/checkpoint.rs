@@ -110,7 +110,10 @@ fn open(dir: &Path) -> Result<Checkpoint, Failure> {
         return Checkpoint::open(dir).or_run();
     }
     let newest = step_directories(dir).or_run()?.into_iter().next();
-    let none = || anyhow!("{}: neither a checkpoint nor a directory that contains one", dir.display());
+    let found = if dir.exists() { "neither" } else { "nothing" };
+    let none = || {
+        anyhow!("{}: expected a checkpoint, or a directory with checkpoints, found {found}", dir.display())
+    };
     Checkpoint::open(&dir.join(newest.ok_or_else(none).or_usage()?.name)).or_run()
 }
 

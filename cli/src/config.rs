@@ -82,7 +82,6 @@ pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
         config.notes.iter().partition(|note| note.severity == Severity::Warning);
     warnings.iter().for_each(log_line);
     bf16_gemm_deprecation().iter().for_each(log_warning);
-    print_partition_note(config);
     config.offload_note(device).iter().for_each(log_warning);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
     let counts = [
@@ -97,7 +96,8 @@ pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
     }
 }
 
-fn print_partition_note(config: &Config) {
+/// Prints a warning if ZeRO partitions nothing.
+pub(super) fn print_partition_note(config: &Config) {
     config.zero_partition_note().iter().for_each(log_warning);
 }
 

@@ -27,7 +27,7 @@ const BUFFERS: f64 = 1.1;
 pub struct Fit {
     /// Configurations that fit, the cheapest first: the fastest on the machine, else by [`FIT_CRITERION`].
     pub choices: Vec<FitChoice>,
-    /// The configuration that exceeds the budget by the smallest factor, if none fits.
+    /// Of those planned, the configuration that exceeds the budget by the smallest factor, if none fits.
     pub nearest: Option<FitChoice>,
     /// Number of configurations that were planned.
     pub tried: usize,

@@ -42,7 +42,7 @@ pub enum TrainerError {
         source: std::io::Error,
     },
     /// `--resume` names a directory without checkpoints.
-    #[error("{}: neither a checkpoint nor an output directory with checkpoints", path.display())]
+    #[error("{}: expected a checkpoint, or an output directory with checkpoints, found {}", path.display(), if path.exists() { "neither" } else { "nothing" })]
     NothingToResume {
         /// The directory.
         path: PathBuf,

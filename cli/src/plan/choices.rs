@@ -11,6 +11,8 @@ pub(super) struct Choices {
     pub(super) rows: Vec<Vec<String>>,
     /// Text next to each row.
     pub(super) row_notes: Vec<Option<String>>,
+    /// Head of these texts.
+    pub(super) row_notes_head: &'static str,
     /// Notes on columns, and on rows without a time.
     pub(super) footnotes: Vec<String>,
 }
@@ -37,6 +39,7 @@ pub(super) fn alternatives(report: &Report) -> Choices {
         ),
         rows: rows.collect(),
         row_notes: report.alternatives.iter().map(keys).collect(),
+        row_notes_head: "config keys",
         footnotes: lacking_rates(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
     }
 }
@@ -70,6 +73,7 @@ pub(super) fn meshes(report: &Report) -> Choices {
         head: columns.head(first, &["sent within node", "sent between nodes"], &[LONGEST, "fits"]),
         rows: rows.collect(),
         row_notes: meshes.iter().map(|mesh| marks(mesh)).collect(),
+        row_notes_head: "",
         footnotes,
     }
 }

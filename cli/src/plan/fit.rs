@@ -175,7 +175,7 @@ impl FitReport {
             settings(choice).try_into().unwrap_or_default();
         writeln!(
             f,
-            "\nNOTHING FITS into {}; nearest: dp × sp {mesh}, micro batch × accumulation {micro_batch}, ZeRO stage {stage}, recomputed \
+            "\nNOTHING FITS into {}; nearest of those planned: dp × sp {mesh}, micro batch × accumulation {micro_batch}, ZeRO stage {stage}, recomputed \
              layers: {layers}, saved attention output: {attention}, tile tokens: {tiles}, head chunks: {chunks}, offloaded: {offloaded}",
             per_rank(rank_bytes, self.available.reserve_bytes)
         )?;

@@ -54,9 +54,9 @@ pub(super) fn page_of(report: &Report) -> String {
 
 /// Formats a table of choices; notes on rows become a last column.
 fn card(title: &str, choices: Choices) -> String {
-    let Choices { mut head, mut rows, row_notes, footnotes } = choices;
+    let Choices { mut head, mut rows, row_notes, row_notes_head, footnotes } = choices;
     if row_notes.iter().any(Option::is_some) {
-        head.push("");
+        head.push(row_notes_head);
         rows.iter_mut().zip(row_notes).for_each(|(row, note)| row.push(note.unwrap_or_default()));
     }
     let footnotes: String =

@@ -12,6 +12,7 @@ pub(crate) mod table;
 mod text;
 
 use super::arguments::at_least_1;
+use super::config::print_warnings;
 use super::config_flags::ConfigFlags;
 use super::model::{check_config, resolve_ring};
 use super::placement::likely_device;
@@ -262,6 +263,9 @@ impl Inputs {
         let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
         let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
         check_offload_device(&config, device).or_usage()?;
+        if let Some(path) = &args.config {
+            print_warnings(&config, path, device);
+        }
         let workload = Workload { config, model, document_len, ranks_per_node, device };
         Ok(Self { name, workload, machine, available, seq_len })
     }

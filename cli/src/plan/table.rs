@@ -3,11 +3,18 @@
 use std::fmt::{self, Formatter};
 pub(crate) use ulysses::monitor::{format_bytes as bytes, format_flops as flops};
 
-/// Writes a table whose first column is left-aligned and whose other columns are right-aligned. Cells beyond the head are
-/// notes, left-aligned.
+/// Writes a table whose first column is left-aligned and whose other columns are right-aligned.
 pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
+    write_table_with_notes(f, rows, usize::MAX)
+}
+
+/// As [`write_table`], with the columns from `first_note` on left-aligned.
+pub(super) fn write_table_with_notes(
+    f: &mut Formatter<'_>,
+    rows: &[Vec<String>],
+    first_note: usize,
+) -> fmt::Result {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let num_headed = rows.first().map_or(0, Vec::len);
     let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
     let widths: Vec<usize> = (0..columns)
         .map(|column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0))
@@ -15,8 +22,8 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     for row in rows {
         for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
             match column {
+                note if note >= first_note => write!(f, "  {cell}")?,
                 0 => write!(f, "  {cell:<width$}")?,
-                note if note >= num_headed => write!(f, "  {cell}")?,
                 _ => write!(f, "  {cell:>width$}")?,
             }
         }

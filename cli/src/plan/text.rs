@@ -2,7 +2,7 @@
 
 use super::budget::per_rank;
 use super::choices::Choices;
-use super::table::{bytes, flops, parameters, row, seconds, write_table};
+use super::table::{bytes, flops, parameters, row, seconds, write_table, write_table_with_notes};
 use super::{Budget, Features, MeshReport, Report, choices};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::Moment;
@@ -266,12 +266,14 @@ impl Text<'_> {
 }
 
 fn write_choices(f: &mut Formatter<'_>, choices: Choices) -> fmt::Result {
-    let Choices { head, rows, row_notes, footnotes } = choices;
-    let head = head.into_iter().map(str::to_owned).collect();
+    let Choices { head, rows, row_notes, row_notes_head, footnotes } = choices;
+    let num_columns = head.len();
+    let head_of_notes = (!row_notes_head.is_empty()).then_some(row_notes_head);
+    let head = head.into_iter().chain(head_of_notes).map(str::to_owned).collect();
     let rows = rows.into_iter().zip(row_notes).map(|(mut row, note)| {
         row.extend(note);
         row
     });
-    write_table(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>())?;
+    write_table_with_notes(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>(), num_columns)?;
     footnotes.iter().try_for_each(|note| writeln!(f, "  {note}"))
 }

@@ -62,7 +62,7 @@ fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(Strin
 
 fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<String>) -> Origin {
     let name = key.rsplit('.').next().unwrap_or(key);
-    if flags.contains(name) {
+    if flags.contains(name) || flags.contains(key) {
         return Origin::Flag;
     }
     match given.iter().find(|(path, _)| path == key) {
@@ -78,14 +78,23 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
     }
 }
 
-/// Returns the last parts of the keys that the command's flags set.
+/// Returns the keys that the command's flags set: whole ones, or their last parts.
 fn flags(command: &Value) -> BTreeSet<String> {
-    let words = command.as_array().into_iter().flatten().filter_map(Value::as_str);
-    let flags = words.filter_map(|word| word.strip_prefix("--"));
-    let mut names: BTreeSet<String> =
-        flags.map(|flag| flag.split('=').next().unwrap_or(flag).replace('-', "_")).collect();
-    if names.remove("mesh") {
-        names.extend(["data_parallel_size", "sequence_parallel_size"].map(str::to_owned));
+    let words: Vec<&str> = command.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let mut names = BTreeSet::new();
+    for (index, word) in words.iter().enumerate() {
+        let Some(flag) = word.strip_prefix("--") else { continue };
+        let (flag, value) = match flag.split_once('=') {
+            Some((flag, value)) => (flag, Some(value)),
+            None => (flag, words.get(index + 1).copied()),
+        };
+        match flag {
+            "mesh" => names.extend(["data_parallel_size", "sequence_parallel_size"].map(str::to_owned)),
+            "zero-stage" => _ = names.insert("zero_optimization.stage".to_owned()),
+            "batch-size" => _ = names.insert("train_batch_size".to_owned()),
+            "set" => names.extend(value.and_then(|value| value.split('=').next()).map(str::to_owned)),
+            _ => _ = names.insert(flag.replace('-', "_")),
+        }
     }
     names
 }
@@ -127,13 +136,23 @@ mod tests {
             "optimizer": { "type": "AdamW", "params": { "lr": "auto" } },
             "ulysses": { "steps": 10 },
         }));
-        let flags = flags(&json!(["ulysses", "train", "c.json", "--steps", "20", "--seq-len=64"]));
+        let command = "ulysses train c.json --steps 20 --seq-len=64 --zero-stage 3 --set bf16.enabled=true --set=seed=7";
+        let flags = flags(&json!(command.split(' ').collect::<Vec<_>>()));
         let of = |key: &str, value: Value| origin(key, &value, &given, &flags);
         assert_eq!(of("optimizer.type", json!("AdamW")), Origin::File);
         assert_eq!(of("optimizer.params.lr", json!(1e-3)), Origin::Auto);
         assert_eq!(of("ulysses.steps", json!(20)), Origin::Flag);
         assert_eq!(of("ulysses.seq_len", json!(64)), Origin::Flag);
         assert_eq!(of("sequence_parallel_size", json!(2)), Origin::File);
-        assert_eq!(of("seed", json!(1234)), Origin::Default);
+        for (key, value) in
+            [("zero_optimization.stage", json!(3)), ("bf16.enabled", json!(true)), ("seed", json!(7))]
+        {
+            assert_eq!(of(key, value), Origin::Flag, "{key}");
+        }
+        assert_eq!(
+            of("fp16.enabled", json!(false)),
+            Origin::Default,
+            "another section's key of the same name"
+        );
     }
 }

@@ -7,7 +7,7 @@ use super::overrides::overrides;
 use super::planned_memory::PlannedMemory;
 use super::resume::{check_candidate, check_output, open_resume};
 use super::signals;
-use crate::config::print_warnings;
+use crate::config::{print_partition_note, print_warnings};
 use crate::model::{self, ModelSource};
 use crate::placement::{Placement, likely_device};
 use crate::sources::{Sources, open_tokenizer};
@@ -90,6 +90,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let device = placement.device;
     let resume = resume.map(open_resume).transpose()?;
     print_warnings(&config, &path, device);
+    print_partition_note(&config);
     check_config(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;

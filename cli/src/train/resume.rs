@@ -73,5 +73,10 @@ pub(super) fn check_candidate(
     const HINT: &str = "a run resumes with the same `ulysses.data`, `ulysses.seq_len`, `ulysses.packing`, `ulysses.validation` and \
                         seed. For longer sequences use `ulysses.seq_len_schedule`; for other data use --reset-data; to start a new \
                         run from its parameters, export the checkpoint and pass it as --model";
-    data.check_resumes(&checkpoint, config.seed).map_err(|cause| anyhow!("{cause}: {HINT}")).or_usage()
+    let is_dir = |path: &&String| Path::new(path).is_dir();
+    let directory = config.ulysses.data.iter().map(|source| &source.path).find(is_dir);
+    let added = directory.map_or(String::new(), |dir| {
+        format!(". {dir} is a directory: all text files in it are data, also a log file that was added")
+    });
+    data.check_resumes(&checkpoint, config.seed).map_err(|cause| anyhow!("{cause}: {HINT}{added}")).or_usage()
 }

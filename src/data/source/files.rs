@@ -59,7 +59,11 @@ impl fmt::Display for Skipped {
         ];
         let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
         let kinds: Vec<String> = kinds.map(|(count, kind)| format!("{count} {kind}")).collect();
-        write!(f, "skipped: {}", if kinds.is_empty() { "nothing".to_owned() } else { kinds.join(", ") })
+        if kinds.is_empty() {
+            f.write_str("no files skipped")
+        } else {
+            write!(f, "skipped: {}", kinds.join(", "))
+        }
     }
 }
 

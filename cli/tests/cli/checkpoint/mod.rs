@@ -55,7 +55,11 @@ fn verify_inspect_and_diff_describe_checkpoints() {
         let outcome = place.run(&["eval", dir, "--data", "text.txt"]);
         outcome.assert_refused(2, &[&format!("`ulysses checkpoint export {dir} --output DIR`")]);
     }
-    place.run(&["checkpoint", "verify", "tok"]).assert_refused(2, &["tok: neither a checkpoint nor"]);
+    for (path, found) in [("tok", "neither"), ("nowhere", "nothing")] {
+        let message =
+            format!("{path}: expected a checkpoint, or a directory with checkpoints, found {found}");
+        place.run(&["checkpoint", "verify", path]).assert_refused(2, &[&message]);
+    }
 }
 
 #[test]

@@ -147,8 +147,10 @@ fn runs_are_not_mixed() {
     let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) is 64";
     assert!(outcome.stderr.lines().any(|line| line.starts_with(cause)), "the cause comes first: {outcome:?}");
     assert!(!place.path("out/config.1.json").exists(), "a refused run writes nothing");
-    train(&["--resume=nowhere"])
-        .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
+    train(&["--resume=nowhere"]).assert_refused(
+        2,
+        &["--resume nowhere: expected a checkpoint, or an output directory with checkpoints, found nothing"],
+    );
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
     let expected = [
@@ -169,6 +171,20 @@ fn runs_are_not_mixed() {
     assert!(
         outcome.assert_done().stdout.contains("nothing to do: 7 steps are complete, 7 are requested"),
         "{outcome:?}"
+    );
+}
+
+#[test]
+fn a_file_that_was_added_to_the_directory_of_data_is_hinted_at() {
+    let place = workplace();
+    fs::create_dir(place.path("data")).unwrap();
+    fs::rename(place.path("text.txt"), place.path("data/text.txt")).unwrap();
+    let of_directory = |arguments: &[&str]| train(&place, &[&["--data", "data"], arguments].concat());
+    of_directory(&["--steps", "5"]).assert_done();
+    place.write("data/train.log", "step 1 of 5");
+    of_directory(&["--steps", "6", "--resume"]).assert_refused(
+        2,
+        &["data is a directory: all text files in it are data, also a log file that was added"],
     );
 }
 

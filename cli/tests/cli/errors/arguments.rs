@@ -137,8 +137,10 @@ fn verify_refuses_invalid_tolerances_stages_and_outputs() {
 
 #[test]
 fn missing_files_and_features_are_refused() {
-    train(&["--resume=nowhere"])
-        .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
+    train(&["--resume=nowhere"]).assert_refused(
+        2,
+        &["--resume nowhere: expected a checkpoint, or an output directory with checkpoints, found nothing"],
+    );
     train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);
     #[cfg(not(feature = "nccl"))]
     train(&["--backend", "nccl"])

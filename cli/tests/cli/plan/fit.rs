@@ -104,7 +104,10 @@ fn where_nothing_fits_the_nearest_settings_and_their_limit_are_shown() {
     let limit = stdout.lines().find(|line| line.starts_with("limit   rank 0: peak "));
     let limit = limit.unwrap_or_else(|| panic!("{stdout}"));
     assert!(limit.contains("exceeds the available memory by ") && limit.contains("activations "), "{limit}");
-    assert!(stdout.contains("NOTHING FITS into 1.02 MiB per rank; nearest: dp × sp "), "{stdout}");
+    assert!(
+        stdout.contains("NOTHING FITS into 1.02 MiB per rank; nearest of those planned: dp × sp "),
+        "{stdout}"
+    );
     assert!(stdout.contains("longest sequence that fits with these settings: "), "{stdout}");
     let written = with(&["--memory-gib", "0.001", "--output", "best.json"]);
     written.assert_refused(1, &["--output", "nothing fits"]);
