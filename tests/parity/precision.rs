@@ -3,6 +3,7 @@
 
 use crate::support::compare::{assert_scalar_close, values};
 use crate::support::device::with_ranks_on_cpu;
+use crate::support::golden::Fixture;
 use crate::support::llama_block::autograd_decoder_layer;
 use crate::support::mesh_run::{
     Layout, Problem, Rule, bits, by_name, global_batch, layout, llama, micro_batches, on_mesh,
@@ -74,11 +75,20 @@ fn rms_errors(actual: &Tensors, expected: &Tensors) -> BTreeMap<String, f64> {
     expected.iter().map(error).collect()
 }
 
-/// Compares the gradients of a problem, which `problem` returns, in several layouts.
+/// Compares the gradients of a problem, which `problem` returns, with those of the reference in several layouts.
 fn check_gradients(format: &str, problem: impl Fn() -> Problem, layouts: impl Iterator<Item = Layout>) {
+    let expected = &problem().reference().unwrap().steps[0];
+    check_against(format, problem, (&expected.grads, expected.loss), layouts);
+}
+
+/// As above, with the expected gradients and loss.
+fn check_against(
+    format: &str,
+    problem: impl Fn() -> Problem,
+    (gradients, loss): (&Tensors, f64),
+    layouts: impl Iterator<Item = Layout>,
+) {
     let fused = problem();
-    let expected = fused.reference().unwrap();
-    let gradients = &expected.steps[0].grads;
     let plain = Problem { model: naive, ..problem() };
     let naive = with_ranks_on_cpu(|| plain.run(layout(1, 1, 0))).unwrap();
     let naive_errors = rms_errors(&by_name(&naive.gradients), gradients);
@@ -89,12 +99,7 @@ fn check_gradients(format: &str, problem: impl Fn() -> Problem, layouts: impl It
             let allowed = 2.0 * naive_errors[&name];
             assert!(error <= allowed, "{format} {layout:?} {name}: error {error:.2e} > {allowed:.2e}");
         }
-        assert_scalar_close(
-            &format!("{format} {layout:?}: loss"),
-            outcome.loss,
-            expected.steps[0].loss,
-            2e-3,
-        );
+        assert_scalar_close(&format!("{format} {layout:?}: loss"), outcome.loss, loss, 2e-3);
     }
 }
 
@@ -109,18 +114,20 @@ fn fp16_gradients_have_at_most_twice_the_error_of_a_naive_fp16_model() {
     check_gradients("fp16", || in_format("fp16", Rule::Sgd { lr: 0.1 }), layouts());
 }
 
-/// On GPUs, fused kernels compute the attention of these heads.
+/// On GPUs, fused kernels compute the attention of these heads, of 64 elements.
 #[test]
-fn so_have_heads_of_64_elements() {
+fn bf16_gradients_of_wide_heads_are_pytorch_s() {
+    let fixture = Fixture::load("wide_heads").unwrap();
     let wide = || {
-        let config = ReferenceConfig { head_dim: 64, num_heads: 6, num_kv_heads: 3, num_layers: 1, ..CONFIG };
-        let extra = section("bf16");
-        Problem { extra, rule: Rule::Sgd { lr: 0.1 }, ..problem(config, packed_batch()) }
+        let Fixture { config, weights, batch, .. } = &fixture;
+        let (extra, rule) = (section("bf16"), Rule::Sgd { lr: 0.1 });
+        Problem { extra, rule, ..Problem::new(config.clone(), weights.clone(), batch.clone()) }
     };
     let meshes = [(1, 1, 0), (1, 3, 3), (2, 2, 2)];
     let ring = Layout { ring: 2, ..layout(1, 4, 0) };
     let layouts = meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage)).chain([ring]);
-    check_gradients("bf16", wide, layouts);
+    let loss = values(&fixture.outputs["loss"])[0];
+    check_against("bf16", wide, (&fixture.grads, loss), layouts);
 }
 
 #[test]

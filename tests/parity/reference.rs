@@ -54,7 +54,7 @@ fn loss_logits_and_gradients_equal_pytorch_in_f64() -> Result<()> {
 
 #[test]
 fn loss_logits_and_gradients_are_close_to_pytorch_in_f32() -> Result<()> {
-    for name in ["tiny_strong", "packed_strong"] {
+    for name in ["tiny_strong", "packed_strong", "wide_heads"] {
         let fixture = Fixture::load(name)?;
         let output = forward(&fixture.config, &fixture.weights, &fixture.batch)?;
         let (loss, grads) = loss_and_grads(&fixture.config, &fixture.weights, &fixture.batch)?;

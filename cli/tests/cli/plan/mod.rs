@@ -104,7 +104,7 @@ fn a_plan_counts_parameters_and_notes_a_single_partition() {
 #[test]
 fn a_plan_warns_and_counts_the_values_of_auto() {
     let place = workplace(json!({}));
-    let auto = json!({ "gradient_clipping": "auto", "communication_data_type": "fp16", "ulysses": { "seq_len": 64 } });
+    let auto = json!({ "gradient_clipping": "auto", "communication_data_type": "bf16", "ulysses": { "seq_len": 64 } });
     place.write_config("auto.json", auto);
     let stderr = place.run(&["plan", "auto.json", "--mesh", "1x2"]).assert_done().stderr.clone();
     for expected in [
