@@ -7,6 +7,7 @@ use crate::OpError;
 use crate::cast::Float;
 use crate::device::dry::DryCpu;
 use candle_core::DType;
+use gemm_common::cache::CACHE_INFO;
 
 /// Computes `c = a·b`, or `c += a·b` with `add`, with f32 sums. `b` is given transposed.
 ///
@@ -45,8 +46,6 @@ fn matrix_of(operand: MatmulOperand<'_, f32>) -> Result<MatrixRef<'_>, OpError> 
     MatrixRef::strided(data, rows, k, row_stride, k_stride)
 }
 
-/// Bytes of packed operands that the gemm crate retains per thread: the size of a core's second-level cache.
-const PANELS_PER_THREAD_BYTES: usize = 2 << 20;
 /// Part of k that the gemm crate sums at a time, and so the length of its packed pieces.
 const PANEL_K: usize = 512;
 
@@ -67,7 +66,8 @@ pub(crate) fn alloc_token_sum_scratch(cpu: DryCpu, types: [DType; 3], [m, n, k]:
 fn alloc_scratch(cpu: DryCpu, [a, b, c]: [DType; 3], [m, n, k]: [usize; 3], packed_rows: usize) {
     let threads = cpu.threads;
     if [a, b, c] == [DType::F32; 3] {
-        cpu.alloc_persistent("gemm panels", threads * PANELS_PER_THREAD_BYTES);
+        // The gemm crate retains packed operands of the size of the second-level cache per thread.
+        cpu.alloc_persistent("gemm panels", threads * CACHE_INFO[1].cache_bytes);
         cpu.alloc_temporary(k.min(PANEL_K) * packed_rows * size_of::<f32>());
     } else if [a, b] == [DType::BF16; 2] && kernel_for([m, n, k]).is_some() {
         cpu.alloc_persistent("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));

@@ -17,7 +17,7 @@ fn fit(place: &Workplace, arguments: &[&str], mib: f64) -> Value {
 #[test]
 fn the_cheapest_config_is_planned_again_and_trained_with_the_predicted_peak() {
     let place = Workplace::new();
-    place.write_config("c.json", json!({ "train_batch_size": 4, "ulysses": { "seq_len": 256, "steps": 2 } }));
+    place.write_config("c.json", json!({ "train_batch_size": 4, "ulysses": { "seq_len": 512, "steps": 2 } }));
     let arguments = ["c.json", "--ranks", "2"];
     let plain = fit(&place, &arguments, 1024.0);
     // A budget that some setting must save for.
