@@ -1,11 +1,8 @@
 //! Backward: two launches per chunk of heads, one for keys and one for queries, without scratch.
 
-use super::{Block, HEAD_DIMS_OF_WGMMA, Problem, THREADS, THREADS_OF_WGMMA, grid, head_chunks, sizes};
+use super::{Block, Problem, THREADS, backward_wgmma, grid, head_chunks, sizes};
 use crate::attention::{AttentionKernels, Gradients, Upstream};
-use crate::device::{
-    DeviceError, Kernel, Launcher,
-    sources::{ATTENTION_FUSED_BACKWARD, ATTENTION_FUSED_BACKWARD_WGMMA},
-};
+use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_BACKWARD};
 use candle_core::Tensor;
 
 /// Keys or packed rows of a block, and of a stage: `kRows` of `cuda/attention_fused_backward.cu`.
@@ -20,21 +17,6 @@ const BLOCK: Block = Block {
     terms: 2 * ROWS,
 };
 
-/// Keys or packed rows of a block, those of a tile, and stages: `kOwn`, `kTile` and `kStages` of
-/// `cuda/attention_fused_backward_wgmma.cu`.
-const OWN: usize = 128;
-const TILE: usize = 64;
-const STAGES: usize = 3;
-
-/// The blocks of the kernels of compute capability 9.0: own rows and tiles of two tensors each.
-const BLOCK_OF_WGMMA: Block = Block {
-    source: &ATTENTION_FUSED_BACKWARD_WGMMA,
-    threads: THREADS_OF_WGMMA,
-    rows: OWN,
-    shared_rows: 2 * (OWN + STAGES * TILE),
-    terms: OWN + STAGES * TILE,
-};
-
 /// Writes the gradients.
 pub(in crate::attention) fn backward(
     launcher: &Launcher,
@@ -47,8 +29,7 @@ pub(in crate::attention) fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let has_wgmma = kernels == AttentionKernels::Wgmma && HEAD_DIMS_OF_WGMMA.contains(&dims.head_dim);
-    let block = if has_wgmma { BLOCK_OF_WGMMA } else { BLOCK };
+    let block = BLOCK.or_wgmma(backward_wgmma::BLOCK, kernels, dims.head_dim);
     let kernel = |of: &str| {
         let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
         Kernel::named(block.source, name)

@@ -1,19 +1,15 @@
 //! Forward: one launch per chunk of heads, without scratch.
 
-use super::{Block, HEAD_DIMS_OF_WGMMA, Problem, THREADS, THREADS_OF_WGMMA, grid, head_chunks, sizes};
+use super::{Block, Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
 use crate::attention::AttentionKernels;
-use crate::device::{
-    DeviceError, Kernel, Launcher,
-    sources::{ATTENTION_FUSED_FORWARD, ATTENTION_FUSED_FORWARD_WGMMA},
-};
+use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
-/// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`, `kOwn` with products of warpgroups.
+/// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
 const ROWS: usize = 128;
 
-/// Keys of a tile: `kKeys` of `cuda/attention_fused_forward.cu` and of `cuda/attention_fused_forward_wgmma.cu`.
+/// Keys of a tile: `kKeys`.
 const KEYS: usize = 64;
-const KEYS_OF_WGMMA: usize = 128;
 
 /// The block of the kernel of every GPU: queries, keys and values.
 const BLOCK: Block = Block {
@@ -21,15 +17,6 @@ const BLOCK: Block = Block {
     threads: THREADS,
     rows: ROWS,
     shared_rows: ROWS + 2 * KEYS,
-    terms: 0,
-};
-
-/// The block of the kernel of compute capability 9.0: queries, and two stages of keys and values.
-const BLOCK_OF_WGMMA: Block = Block {
-    source: &ATTENTION_FUSED_FORWARD_WGMMA,
-    threads: THREADS_OF_WGMMA,
-    rows: ROWS,
-    shared_rows: ROWS + 4 * KEYS_OF_WGMMA,
     terms: 0,
 };
 
@@ -42,8 +29,7 @@ pub(in crate::attention) fn forward(
 ) -> Result<(), DeviceError> {
     let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let has_wgmma = kernels == AttentionKernels::Wgmma && HEAD_DIMS_OF_WGMMA.contains(&dims.head_dim);
-    let block = if has_wgmma { BLOCK_OF_WGMMA } else { BLOCK };
+    let block = BLOCK.or_wgmma(forward_wgmma::BLOCK, kernels, dims.head_dim);
     let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
     let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {

@@ -3,7 +3,9 @@
 //! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
 
 mod backward;
+mod backward_wgmma;
 mod forward;
+mod forward_wgmma;
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
@@ -42,6 +44,15 @@ struct Block {
     shared_rows: usize,
     /// Packed rows whose terms are in shared memory, too.
     terms: usize,
+}
+
+impl Block {
+    /// The block with products of warpgroups, if the call is to use them and they support its head dimension; else this
+    /// one.
+    fn or_wgmma(self, of_wgmma: Self, kernels: AttentionKernels, head_dim: usize) -> Self {
+        let is_chosen = kernels == AttentionKernels::Wgmma && HEAD_DIMS_OF_WGMMA.contains(&head_dim);
+        if is_chosen { of_wgmma } else { self }
+    }
 }
 
 /// Checks that a device has fused kernels for an element type. All GPUs that can be opened have their instructions:
