@@ -80,7 +80,7 @@ check_errors() {
 check_suites() {
     local -x ULYSSES_TEST_DEVICE=nccl
     tests 8 late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal --test-threads 1
-    # The forward kernel of GPUs without wgmma; doctor's self-check above runs the one with wgmma.
+    # The fused kernels of GPUs without wgmma; doctor's self-check above runs those with wgmma.
     FAKE_DRIVER_CAPABILITY=8.0 tests 8 late test_parity precision::bf16_gradients_of_wide_heads --test-threads 1
     tests 8 random:6 test_parity ring::few_heads ring::recomputation --test-threads 1
     tests 8 random:4 test_zero stages::the_same_run_twice partitions::without_accumulation --test-threads 1

@@ -59,7 +59,7 @@ mod emulation {
             }
             for [name, _, from, to] in ATTENTION_FAULTS.iter().filter(|[_, of, ..]| *of == file) {
                 text += &format!(
-                    "#undef INSTANTIATE\nnamespace {name} {{\n{}\n}}\n",
+                    "#undef INSTANTIATE\n#undef PARAMETERS\n#undef OPERANDS\nnamespace {name} {{\n{}\n}}\n",
                     faulty(name, file, from, to)
                 );
             }
@@ -74,7 +74,12 @@ mod emulation {
         let read =
             |name: &str| std::fs::read_to_string(Path::new("cuda").join(name)).expect("a file of `cuda`");
         let mut text = read(&format!("{file}.cu"));
-        for header in ["attention_fused.cuh", "attention_softmax.cuh"] {
+        for header in [
+            "attention_fused.cuh",
+            "attention_fused_wgmma.cuh",
+            "attention_fused_backward.cuh",
+            "attention_softmax.cuh",
+        ] {
             let guard = format!("ULYSSES_{}", header.to_uppercase().replace('.', "_"));
             let include = format!("#include \"{header}\"");
             text = text.replace(&include, &format!("#undef {guard}\n{}", read(header)));

@@ -27,7 +27,12 @@ MMA_LOOPS = {
     for kernel in ("forward", "backward_keys", "backward_queries")
     for dtype in ("bf16", "f16")
     for head_dim in (64, 96, 128)
-} | {f"attention_fused_forward_wgmma_{dtype}_{head_dim}" for dtype in ("bf16", "f16") for head_dim in (64, 128)}
+} | {
+    f"attention_fused_{kernel}_{dtype}_{head_dim}"
+    for kernel in ("forward_wgmma", "backward_wgmma_keys", "backward_wgmma_queries")
+    for dtype in ("bf16", "f16")
+    for head_dim in (64, 128)
+}
 
 
 def toolchain() -> Path:

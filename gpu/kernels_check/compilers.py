@@ -12,11 +12,19 @@ ARCHITECTURES = ("80", "90", "100")
 OLDEST_NVRTC = "12.4"
 OLDEST_KNOWS = ("80", "90", "90a")
 # Files that compile for one architecture only: `only_for` in `kernels/src/device/kernel.rs`.
-ONLY_FOR = {"attention_fused_forward_wgmma.cu": "90a"}
+ONLY_FOR = {"attention_fused_forward_wgmma.cu": "90a", "attention_fused_backward_wgmma.cu": "90a"}
 # The same options as in `kernels/src/device/cuda/module.rs`.
 LANGUAGE = "--std=c++17"
 # What kernels may include, as in `module.rs`.
-HEADERS = ("common.cuh", "mma.cuh", "wgmma.cuh", "attention_fused.cuh", "attention_softmax.cuh")
+HEADERS = (
+    "common.cuh",
+    "mma.cuh",
+    "wgmma.cuh",
+    "attention_fused.cuh",
+    "attention_fused_wgmma.cuh",
+    "attention_fused_backward.cuh",
+    "attention_softmax.cuh",
+)
 
 
 class CompileError(Exception):

@@ -8,10 +8,17 @@ from kernels_check.sass import MMA, Code
 
 NAME = re.compile(r"attention_fused_(?P<kernel>\w+)_bf16_(?P<head_dim>\d+)")
 
-# Threads of a block and its rows of dynamic shared memory, of `head_dim` 16-bit elements, with further bytes: the
+# Rows of dynamic shared memory of a block, of `head_dim` 16-bit elements, with further bytes, and its threads: the
 # launches in `kernels/src/attention/fused`.
-THREADS = {"forward": 128, "forward_wgmma": 256, "backward_keys": 128, "backward_queries": 128}
-SHARED = {"forward": (256, 0), "forward_wgmma": (640, 0), "backward_keys": (256, 2048), "backward_queries": (256, 2048)}
+SHARED = {
+    "forward": (256, 0),
+    "forward_wgmma": (640, 0),
+    "backward_keys": (256, 2048),
+    "backward_queries": (256, 2048),
+    "backward_wgmma_keys": (640, 5120),
+    "backward_wgmma_queries": (640, 5120),
+}
+THREADS = {kernel: 256 if "wgmma" in kernel else 128 for kernel in SHARED}
 
 # Limits of a multiprocessor ("Compute Capabilities" in the CUDA programming guide).
 SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "90a": 228 << 10, "100": 228 << 10}

@@ -1,6 +1,7 @@
 """Tests of the kernels check on reports and kernels that violate its rules."""
 
 import io
+import itertools
 import shutil
 import tempfile
 import unittest
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from kernels_check import fused, ptxas, sass, table
 from kernels_check.__main__ import REPOSITORY, check, local_memory_errors, toolchain
-from kernels_check.compilers import ONLY_FOR, nvcc_outputs
+from kernels_check.compilers import nvcc_outputs
 from kernels_check.ptxas import Usage
 
 REPORT = """\
@@ -230,18 +231,26 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
         widths = {bytes: codes[f"test_cp_async_{bytes}"].widest("LDGSTS") for bytes in (4, 8, 16)}
         self.assertEqual(widths, {4: 4, 8: 8, 16: 16})
 
-    def test_products_of_warpgroups_compile_for_their_architecture_and_run_during_the_softmax(self):
-        for path in [*(REPOSITORY / "kernels/cuda").glob("*.cuh"), REPOSITORY / "kernels/cuda" / next(iter(ONLY_FOR))]:
+    def copy_wgmma(self, name: str) -> Path:
+        for path in [*(REPOSITORY / "kernels/cuda").glob("*.cuh"), REPOSITORY / "kernels/cuda" / name]:
             shutil.copy(path, self.kernels)
+        return self.kernels / name
+
+    def loops(self, name: str) -> dict[str, list[str]]:
+        """Returns the instructions in the loop over tiles, by kernel."""
+        source = self.copy_wgmma(name)
+        kernels = {line.split("_##")[0][11:] for line in source.read_text().splitlines() if "KERNEL(" in line}
         with redirect_stdout(io.StringIO()):
             self.assertEqual(check(self.cuda_home, self.kernels, self.document, True), [])
-        row = next(line for line in self.document.read_text().splitlines() if "forward_wgmma_bf16_128`" in line)
-        self.assertRegex(row, r"`attention_fused_forward_wgmma_bf16_128` \| – \| \d+ / 0 \| – \|")
-        _, text = nvcc_outputs(self.cuda_home, self.kernels / next(iter(ONLY_FOR)))
-        for code in sass.parse(text):
-            self.assertEqual(code.arch, "sm_90a")
-            loop = [each.opcode for each in code.loop_with("HGMMA")]
-            dtype = ".BF16" if "bf16" in code.kernel else ""
+        for kernel in kernels:
+            self.assertRegex(self.document.read_text(), rf"`{kernel}_bf16_128` \| – \| \d+ / 0 \| – \|")
+        codes = sass.parse(nvcc_outputs(self.cuda_home, source)[1])
+        self.assertEqual({code.arch for code in codes}, {"sm_90a"})
+        return {code.kernel: [each.opcode for each in code.loop_with("HGMMA")] for code in codes}
+
+    def test_products_of_warpgroups_compile_for_their_architecture_and_run_during_the_softmax(self):
+        for kernel, loop in self.loops("attention_fused_forward_wgmma.cu").items():
+            dtype = ".BF16" if "bf16" in kernel else ""
             self.assertIn(f"HGMMA.64x128x16.F32{dtype}", loop)
             # After the last product, the loop waits for the scores only: exponentials are computed meanwhile.
             last = max(index for index, opcode in enumerate(loop) if opcode.startswith("HGMMA"))
@@ -250,18 +259,30 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
             self.assertEqual([wait > last for wait in waits], [False, True])
             self.assertGreater(min(exponentials), waits[1])
 
+    def test_products_of_backward_run_during_the_exponentials(self):
+        loops = self.loops("attention_fused_backward_wgmma.cu")
+        self.assertEqual(len(loops), 8)
+        for kernel, loop in loops.items():
+            of = {"H": "HGMMA", "W": "WARPGROUP.DEPBAR", "E": "MUFU.EX2"}
+            kinds = [kind for opcode in loop for kind, prefix in of.items() if opcode.startswith(prefix)]
+            order = "".join(kind for kind, _ in itertools.groupby(kinds))
+            # Both waits before the exponentials leave a product in flight.
+            self.assertEqual(order, "HWHWEHWH" if "keys" in kernel else "HWHWEWH", kernel)
+
     def test_products_of_warpgroups_that_ptxas_serializes_fail(self):
-        name = next(iter(ONLY_FOR))
-        for path in [*(REPOSITORY / "kernels/cuda").glob("*.cuh"), REPOSITORY / "kernels/cuda" / name]:
-            shutil.copy(path, self.kernels)
-        text = (self.kernels / name).read_text()
-        # The scores are used before their products are waited for.
-        wait = "wgmma_wait<1>(scores[0]);\n            become_p(key);"
-        self.assertIn(wait, text)
-        (self.kernels / name).write_text(text.replace(wait, "become_p(key);"))
-        with redirect_stdout(io.StringIO()):
-            errors = check(self.cuda_home, self.kernels, self.document, True)
-        self.assertRegex(errors[0], rf"ptxas serializes wgmma in {name}:\n.*serialized due to")
+        # Products are used before they are waited for.
+        for name, wait, use in (
+            ("attention_fused_forward_wgmma.cu", "wgmma_wait<1>(scores[0]);\n            ", "become_p(key);"),
+            ("attention_fused_backward_wgmma.cu", "wgmma_wait<0>(dp[0]);\n            ", "differentiate(dp, s, terms"),
+        ):
+            source = self.copy_wgmma(name)
+            text = source.read_text()
+            self.assertIn(wait + use, text)
+            source.write_text(text.replace(wait + use, use))
+            with redirect_stdout(io.StringIO()):
+                errors = check(self.cuda_home, self.kernels, self.document, True)
+            self.assertRegex(errors[0], rf"ptxas serializes wgmma in {name}:\n.*serialized due to")
+            source.unlink()
 
     def test_a_warning_fails(self):
         unused = COPIES.replace("{ out", "{ int unused; out")

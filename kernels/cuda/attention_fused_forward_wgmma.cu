@@ -10,50 +10,22 @@
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "attention_fused.cuh"
+#include "attention_fused_wgmma.cuh"
 #include "attention_softmax.cuh"
 
 namespace {
 
-constexpr u32 kThreads = 256, kRows = 128, kKeys = 128;
-static_assert(kRows == kThreads / kWarp * 16, "a warp has 16 rows");
+constexpr u32 kKeys = 128;
 
 // The block's shared memory: queries, and two stages.
 template <typename T, u32 D> struct Tiles {
-    Panels<T, D, kRows> queries;
+    Panels<T, D, kOwn> queries;
 
     __device__ __forceinline__ Panels<T, D, kKeys> keys(u32 stage) const {
-        return {queries.first + (kRows + 2 * stage * kKeys) * D};
+        return {queries.first + (kOwn + 2 * stage * kKeys) * D};
     }
     __device__ __forceinline__ Panels<T, D, kKeys> values(u32 stage) const { return {keys(stage).first + kKeys * D}; }
 };
-
-// `wait_for_copies`, after which products may read what was copied.
-__device__ __forceinline__ void wait_for_operands() {
-    cp_async_wait<0>();
-    fence_for_wgmma();
-    __syncthreads();
-}
-
-// Starts scores = q · kᵀ for the rows of this warpgroup.
-template <typename T, u32 D>
-__device__ __forceinline__ void multiply_queries(float (&scores)[1][kKeys / 8][4], const Panels<T, D, kRows> &queries,
-                                                 const Panels<T, D, kKeys> &keys) {
-    const Panels<T, D, kRows> own = queries.from(threadIdx.x / 128 * 64);
-#pragma unroll
-    for (u32 step = 0; step < D / 16; ++step) {
-        wgmma<T, kKeys>(scores[0], own.of_columns(step), keys.of_columns(step), step > 0);
-    }
-    wgmma_commit();
-}
-
-// Starts output += p · v.
-template <typename T, u32 D>
-__device__ __forceinline__ void multiply_values(float (&output)[1][D / 8][4], const u32 (&p)[1][kKeys / 16][4],
-                                                const Panels<T, D, kKeys> &values) {
-#pragma unroll
-    for (u32 step = 0; step < kKeys / 16; ++step) wgmma<T, D>(output[0], p[0][step], values.of_rows(step));
-    wgmma_commit();
-}
 
 // Parameters as in `attention_fused_forward.cu`.
 template <typename T, u32 D>
@@ -62,11 +34,11 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
     DYNAMIC_SHARED(T, shared);
     const Tiles<T, D> tiles = {{shared}};
     // The last rows first: they see the most keys.
-    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kRows, warp_row = threadIdx.x / kWarp * 16;
+    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kOwn, warp_row = threadIdx.x / kWarp * 16;
     const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
     const KeyRows<const T, D> keys = key_rows<D>(k, sizes), values = key_rows<D>(v, sizes);
     ranges += 2 * static_cast<u64>(blockIdx.z) * sizes.tokens;
-    const BlockVisible visible = visible_to_rows(ranges, first_row, kRows, sizes);
+    const BlockVisible visible = visible_to_rows(ranges, first_row, kOwn, sizes);
 
     float output[1][D / 8][4] = {}, scores[1][kKeys / 8][4] = {}, factor[1][2];
     u32 p[1][kKeys / 16][4] = {};
@@ -83,19 +55,19 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
     };
     // The keys from `key` on, if a row sees one of them, and the values of the tile before.
     const auto copy_stage = [&](u32 stage, u32 key) {
-        if (key < visible.any.end) copy_rows<kKeys, kThreads>(tiles.keys(stage), keys, key);
-        copy_rows<kKeys, kThreads>(tiles.values(stage), values, key - kKeys);
+        if (key < visible.any.end) copy_rows<kKeys, kWgmmaThreads>(tiles.keys(stage), keys, key);
+        copy_rows<kKeys, kWgmmaThreads>(tiles.values(stage), values, key - kKeys);
         cp_async_commit();
     };
     u32 key = visible.any.begin / kKeys * kKeys, stage = 1;
     if (key < visible.any.end) {
-        copy_rows<kRows, kThreads>(tiles.queries, queries, first_row);
-        copy_rows<kKeys, kThreads>(tiles.keys(0), keys, key);
+        copy_rows<kOwn, kWgmmaThreads>(tiles.queries, queries, first_row);
+        copy_rows<kKeys, kWgmmaThreads>(tiles.keys(0), keys, key);
         cp_async_commit();
         wait_for_operands();
         copy_stage(1, key + kKeys);
         wgmma_fence(scores[0]);
-        multiply_queries(scores, tiles.queries, tiles.keys(0));
+        start_multiply_transposed(scores, tiles.queries, tiles.keys(0));
         wgmma_wait<0>(scores[0]);
         become_p(key);
 #pragma unroll 1
@@ -103,10 +75,10 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
             finish_values();
             round_to_a<T>(p, scores);
             wgmma_fence(scores[0]);
-            multiply_queries(scores, tiles.queries, tiles.keys(stage));
+            start_multiply_transposed(scores, tiles.queries, tiles.keys(stage));
             scale_rows(output, factor);
             wgmma_fence(output[0], p[0]);
-            multiply_values(output, p, tiles.values(stage));
+            start_multiply(output, p, tiles.values(stage));
             copy_stage(stage ^ 1, key + kKeys);
             wgmma_wait<1>(scores[0]);
             become_p(key);
@@ -115,7 +87,7 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
         round_to_a<T>(p, scores);
         scale_rows(output, factor);
         wgmma_fence(output[0], p[0]);
-        multiply_values(output, p, tiles.values(stage));
+        start_multiply(output, p, tiles.values(stage));
         wgmma_wait<0>(output[0], p[0]);
     }
     const PackedRows<T, D> outputs = packed_rows<D>(o, heads, sizes);

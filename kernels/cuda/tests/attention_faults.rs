@@ -1,5 +1,5 @@
 /// Faults of the fused attention kernels that tests must find: a name, the file, and a text in it (or in
-/// `attention_fused.cuh` or `attention_softmax.cuh`) with what replaces it. The build script compiles the faulty kernels
+/// its headers `attention_*.cuh`) with what replaces it. The build script compiles the faulty kernels
 /// for bf16 and a head dimension of 64.
 const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
@@ -53,8 +53,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "wgmma_wrong_fragment",
         "attention_fused_forward_wgmma",
-        "p[0][step], values.of_rows(step)",
-        "p[0][step ^ 1], values.of_rows(step)",
+        "a[0][step], b.of_rows(step)",
+        "a[0][step ^ 1], b.of_rows(step)",
     ],
     [
         "wgmma_mask_at_the_edge_of_a_tile",
@@ -71,8 +71,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "wgmma_third_tile",
         "attention_fused_forward_wgmma",
-        "multiply_values(output, p, tiles.values(stage));\n            copy",
-        "if (key != 3 * kKeys) multiply_values(output, p, tiles.values(stage));\n            copy",
+        "start_multiply(output, p, tiles.values(stage));\n            copy",
+        "if (key != 3 * kKeys) start_multiply(output, p, tiles.values(stage));\n            copy",
     ],
     [
         "backward_forgotten_wait",
@@ -83,8 +83,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "backward_wrong_fragment",
         "attention_fused_backward",
-        "threadIdx.x % 4 * 2 + i % 2];",
-        "threadIdx.x % 4 * 2 + i / 2];",
+        "first_row + 8 * n + threadIdx.x % 4 * 2 + i % 2",
+        "first_row + 8 * n + threadIdx.x % 4 * 2 + i / 2",
     ],
     [
         "backward_mask_at_the_edge_of_a_tile",
@@ -95,7 +95,61 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "backward_missing_scale",
         "attention_fused_backward",
-        "row.lse * kLog2E",
-        "row.lse",
+        "rows.lse[row] * kLog2E",
+        "rows.lse[row]",
+    ],
+    [
+        "backward_wgmma_forgotten_wait",
+        "attention_fused_backward_wgmma",
+        "wgmma_wait<1>(dp[0]);",
+        "",
+    ],
+    [
+        "backward_wgmma_forgotten_wait_for_sums",
+        "attention_fused_backward_wgmma",
+        "wgmma_wait<0>(of_q[0], ds[0]);",
+        "",
+    ],
+    [
+        "backward_wgmma_forgotten_barrier",
+        "attention_fused_backward_wgmma",
+        "wait_for_operands();\n            const u32 next",
+        "cp_async_wait<0>();\n            const u32 next",
+    ],
+    [
+        "backward_wgmma_two_stages",
+        "attention_fused_backward_wgmma",
+        "kTile = 64, kStages = 3",
+        "kTile = 64, kStages = 2",
+    ],
+    [
+        "backward_wgmma_wrong_fragment",
+        "attention_fused_backward_wgmma",
+        "a[0][step], b.of_rows(step)",
+        "a[0][step ^ 1], b.of_rows(step)",
+    ],
+    [
+        "backward_wgmma_wrong_term",
+        "attention_fused_backward_wgmma",
+        "rows.delta[at.row(n, i)]",
+        "rows.delta[at.row(n, i) ^ 1]",
+    ],
+    [
+        "backward_wgmma_mask_at_the_edge_of_a_tile",
+        "attention_fused_backward_wgmma",
+        "begin <= key && key < end;",
+        "begin <= key && key < end + (key % 64 == 63);",
+    ],
+    [
+        "backward_wgmma_fourth_tile",
+        "attention_fused_backward_wgmma",
+        "start_multiply(of_k, ds, queries.left);",
+        "if (index != 3) start_multiply(of_k, ds, queries.left);",
+    ],
+    [
+        "backward_wgmma_rows_of_the_other_warpgroup",
+        "attention_fused_backward_wgmma",
+        "a.from(threadIdx.x / 128 * 64)",
+        "a.from(64 - threadIdx.x / 128 * 64)",
     ],
 ];

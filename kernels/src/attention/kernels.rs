@@ -144,7 +144,7 @@ pub fn backward(
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             if fused::is_chosen(call.op, kernels, &problem, &[dout, dq, dk, dv])? {
-                call.kernels(fused::backward(&launcher, &problem, upstream, gradients))?;
+                call.kernels(fused::backward(&launcher, kernels, &problem, upstream, gradients))?;
             } else {
                 call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
             }

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 pub enum AttentionKernels {
     /// The fused kernels for the calls that they support, the tiled ones for the others.
     Auto,
-    /// As `Auto`, with the forward kernels of compute capability 9.0 for the calls that they support.
+    /// As `Auto`, with the kernels of compute capability 9.0 for the calls that they support.
     Wgmma,
     /// The fused kernels of every GPU; a call that they do not support is an error.
     Fused,

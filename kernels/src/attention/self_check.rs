@@ -92,7 +92,7 @@ fn files(kernels: AttentionKernels) -> Vec<&'static Source> {
     let mut files =
         vec![&sources::ATTENTION_FUSED_FORWARD, &sources::ATTENTION_FUSED_BACKWARD, &sources::ATTENTION];
     if kernels == AttentionKernels::Wgmma {
-        files.push(&sources::ATTENTION_FUSED_FORWARD_WGMMA);
+        files.extend([&sources::ATTENTION_FUSED_FORWARD_WGMMA, &sources::ATTENTION_FUSED_BACKWARD_WGMMA]);
     }
     files
 }
@@ -152,7 +152,7 @@ impl Problem {
             from_ref(&(60..124)),
             from_ref(&(0..200)),
             vec![vec![0, 90, 200], vec![0, 200]],
-            [0, 1, 1, 1],
+            [0, 1, 1, 1, 1, 1],
             Some(70),
         )?;
         Ok([Self::new(long, head_dim, dtype, device)?, Self::new(short, head_dim, dtype, device)?])
@@ -317,6 +317,7 @@ mod tests {
             let run = || match file {
                 "attention_fused_forward" => outputs(problem.forward(AttentionKernels::Fused)?),
                 "attention_fused_forward_wgmma" => outputs(problem.forward(AttentionKernels::Wgmma)?),
+                "attention_fused_backward_wgmma" => problem.run(AttentionKernels::Wgmma),
                 _ => problem.run(AttentionKernels::Fused),
             };
             match with_fault(fault, run) {

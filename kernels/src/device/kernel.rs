@@ -20,6 +20,7 @@ impl Source {
     pub(super) fn is_optional(&self) -> bool {
         let optional = [
             &sources::ATTENTION_FUSED_BACKWARD,
+            &sources::ATTENTION_FUSED_BACKWARD_WGMMA,
             &sources::ATTENTION_FUSED_FORWARD,
             &sources::ATTENTION_FUSED_FORWARD_WGMMA,
         ];
@@ -50,6 +51,7 @@ pub(crate) mod sources {
     sources! {
         ATTENTION => "attention",
         ATTENTION_FUSED_BACKWARD => "attention_fused_backward",
+        ATTENTION_FUSED_BACKWARD_WGMMA => "attention_fused_backward_wgmma" for "sm_90a",
         ATTENTION_FUSED_FORWARD => "attention_fused_forward",
         ATTENTION_FUSED_FORWARD_WGMMA => "attention_fused_forward_wgmma" for "sm_90a",
         CAST => "cast",

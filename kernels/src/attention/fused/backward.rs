@@ -1,19 +1,26 @@
 //! Backward: two launches per chunk of heads, one for keys and one for queries, without scratch.
 
-use super::{Problem, grid, head_chunks, sizes};
-use crate::attention::{Gradients, Upstream};
-use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION_FUSED_BACKWARD};
+use super::{Block, Problem, THREADS, backward_wgmma, grid, head_chunks, sizes};
+use crate::attention::{AttentionKernels, Gradients, Upstream};
+use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_BACKWARD};
 use candle_core::Tensor;
 
-/// Keys or packed rows of a block: `kRows` of `cuda/attention_fused_backward.cu`.
+/// Keys or packed rows of a block, and of a stage: `kRows` of `cuda/attention_fused_backward.cu`.
 const ROWS: usize = 64;
 
-/// Bytes of a packed row besides its elements: `RowTerms`.
-const TERMS: usize = 16;
+/// The blocks of the kernels of every GPU: two stages of two tensors each.
+const BLOCK: Block = Block {
+    source: &ATTENTION_FUSED_BACKWARD,
+    threads: THREADS,
+    rows: ROWS,
+    shared_rows: 4 * ROWS,
+    terms: 2 * ROWS,
+};
 
 /// Writes the gradients.
 pub(in crate::attention) fn backward(
     launcher: &Launcher,
+    kernels: AttentionKernels,
     problem: &Problem<'_>,
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
@@ -22,9 +29,10 @@ pub(in crate::attention) fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
+    let block = BLOCK.or_wgmma(backward_wgmma::BLOCK, kernels, dims.head_dim);
     let kernel = |of: &str| {
-        let name = format!("attention_fused_backward_{of}_{}_{}", dtype.as_str(), dims.head_dim);
-        Kernel::named(&ATTENTION_FUSED_BACKWARD, name)
+        let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
+        Kernel::named(block.source, name)
     };
     let (of_keys, of_queries) = (kernel("keys"), kernel("queries"));
     let inputs: [&Tensor; 8] = [q, k, v, dout, lse, delta, &heads, &ranges];
@@ -34,12 +42,8 @@ pub(in crate::attention) fn backward(
                 [q, k, v, dout, lse, delta, heads.offset(chunk.first_head), ranges].map(Into::into);
             let sizes = sizes(problem, &chunk);
             let parameters = [&operands[..], &[scale.into()], &sizes].concat();
-            // Two stages of two tensors each.
-            let grid = |parts| {
-                let grid = grid(problem, &chunk, parts, 4 * ROWS);
-                Grid { shared_bytes: grid.shared_bytes + 2 * ROWS * TERMS, ..grid }
-            };
-            let grids = [dims.num_keys, dims.num_queries * chunk.group].map(|rows| grid(rows.div_ceil(ROWS)));
+            let grids = [dims.num_keys, dims.num_queries * chunk.group]
+                .map(|rows| grid(problem, &chunk, &block, rows));
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe {
                 launcher.launch(&of_keys, grids[0], &[&[dk.into(), dv.into()], &parameters[..]].concat())?;

@@ -2,7 +2,7 @@
 
 use super::{Block, Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
 use crate::attention::AttentionKernels;
-use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
+use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
 /// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
@@ -12,8 +12,13 @@ const ROWS: usize = 128;
 const KEYS: usize = 64;
 
 /// The block of the kernel of every GPU: queries, keys and values.
-const BLOCK: Block =
-    Block { source: &ATTENTION_FUSED_FORWARD, threads: THREADS, rows: ROWS, shared_rows: ROWS + 2 * KEYS };
+const BLOCK: Block = Block {
+    source: &ATTENTION_FUSED_FORWARD,
+    threads: THREADS,
+    rows: ROWS,
+    shared_rows: ROWS + 2 * KEYS,
+    terms: 0,
+};
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
 pub(in crate::attention) fn forward(
@@ -24,17 +29,14 @@ pub(in crate::attention) fn forward(
 ) -> Result<(), DeviceError> {
     let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let of_warpgroups =
-        if kernels == AttentionKernels::Wgmma { forward_wgmma::block(dims.head_dim) } else { None };
-    let block = of_warpgroups.unwrap_or(BLOCK);
+    let block = BLOCK.or_wgmma(forward_wgmma::BLOCK, kernels, dims.head_dim);
     let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
     let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
         for chunk in head_chunks(problem) {
-            let parts = (dims.num_queries * chunk.group).div_ceil(block.rows);
             let addresses = [o, lse, q, k, v, heads.offset(chunk.first_head), ranges].map(Into::into);
             let args = [&addresses[..], &[scale.into()], &sizes(problem, &chunk)].concat();
-            let grid = Grid { threads: block.threads, ..grid(problem, &chunk, parts, block.shared_rows) };
+            let grid = grid(problem, &chunk, &block, dims.num_queries * chunk.group);
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe { launcher.launch(&kernel, grid, &args)? };
         }

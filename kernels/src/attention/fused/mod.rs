@@ -3,6 +3,7 @@
 //! The kernels are in `cuda/attention_fused_*.cu`. The [tiled path](super::cuda) computes everything else.
 
 mod backward;
+mod backward_wgmma;
 mod forward;
 mod forward_wgmma;
 
@@ -17,21 +18,41 @@ use candle_core::{DType, Device, Tensor};
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
 const THREADS: u32 = 128;
 
+/// The same for products of warpgroups: `kWgmmaThreads` of `cuda/attention_fused_wgmma.cuh`.
+const THREADS_OF_WGMMA: u32 = 256;
+
 /// The head dimensions that have kernels.
 pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
+
+/// Those that have kernels with products of warpgroups; others use the kernels of every GPU.
+const HEAD_DIMS_OF_WGMMA: [usize; 2] = [64, 128];
 
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;
 
+/// Bytes of a packed row in `RowTerms` of `cuda/attention_fused_backward.cuh`.
+const TERM: usize = 16;
+
 /// The blocks of a kernel.
-pub(super) struct Block {
+struct Block {
     /// The kernel's file, which begins the names of its entry points.
-    pub(super) source: &'static Source,
-    pub(super) threads: u32,
-    /// Packed rows.
-    pub(super) rows: usize,
+    source: &'static Source,
+    threads: u32,
+    /// Packed rows or keys.
+    rows: usize,
     /// Rows of `head_dim` elements in shared memory.
-    pub(super) shared_rows: usize,
+    shared_rows: usize,
+    /// Packed rows whose terms are in shared memory, too.
+    terms: usize,
+}
+
+impl Block {
+    /// The block with products of warpgroups, if the call is to use them and they support its head dimension; else this
+    /// one.
+    fn or_wgmma(self, of_wgmma: Self, kernels: AttentionKernels, head_dim: usize) -> Self {
+        let is_chosen = kernels == AttentionKernels::Wgmma && HEAD_DIMS_OF_WGMMA.contains(&head_dim);
+        if is_chosen { of_wgmma } else { self }
+    }
 }
 
 /// Checks that a device has fused kernels for an element type. All GPUs that can be opened have their instructions:
@@ -110,10 +131,13 @@ fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 6] {
     [tokens, keys, heads, kv_heads, (chunk.first_kv_head as u32).into(), (chunk.group as u32).into()]
 }
 
-/// `parts` blocks for every KV head of a chunk and every sequence, each with `rows` rows of `head_dim` elements in
-/// shared memory.
-fn grid(problem: &Problem<'_>, chunk: &HeadChunk, parts: usize, rows: usize) -> Grid {
+/// Blocks for `rows` packed rows or keys of every KV head of a chunk and every sequence.
+fn grid(problem: &Problem<'_>, chunk: &HeadChunk, block: &Block, rows: usize) -> Grid {
     let Problem { dims, dtype, .. } = problem;
-    let shared_bytes = rows * dims.head_dim * dtype.size_in_bytes();
-    Grid { blocks: [parts, chunk.num_kv_heads, dims.batch], threads: THREADS, shared_bytes }
+    let shared_bytes = block.shared_rows * dims.head_dim * dtype.size_in_bytes() + block.terms * TERM;
+    Grid {
+        blocks: [rows.div_ceil(block.rows), chunk.num_kv_heads, dims.batch],
+        threads: block.threads,
+        shared_bytes,
+    }
 }

@@ -10,9 +10,17 @@ impl Case {
         emulate(|| self.run())
     }
 
+    /// Checks the kernels of every GPU, and those with products of warpgroups where there are some.
     fn check_fused(self, dtype: DType, name: &str) -> Result<()> {
         let case = self.fused(dtype)?;
-        case.check_precision(&case.run_fused()?, &format!("{name}, {dtype:?}, d {}", case.head_dim))
+        for kernels in [AttentionKernels::Fused, AttentionKernels::Wgmma] {
+            if kernels == AttentionKernels::Fused || case.head_dim != 96 {
+                let case = Self { kernels, ..case.clone() };
+                let name = format!("{name}, {dtype:?}, d {}, {kernels:?}", case.head_dim);
+                case.check_precision(&case.run_fused()?, &name)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -63,6 +71,8 @@ fn so_do_gradients_of_every_length_and_grouping_of_heads() -> Result<()> {
         Case::new(layout?, 1, 64)
     };
     let cases = [
+        ("the rows of five tiles", causal(1, 130, &[0, 0], 1, 64)?, DType::BF16),
+        ("the rows of nine tiles and one", causal(1, 577, &[0], 1, 128)?, DType::F16),
         // A tile of which the first row does not see the last key, or the last row the first key.
         ("all but the last key", of_rows(62..70, None)?, DType::F16),
         ("all but the first key", of_rows(186..194, Some(193))?, DType::F16),
@@ -96,13 +106,22 @@ fn so_do_gradients_of_every_length_and_grouping_of_heads() -> Result<()> {
 
 #[test]
 fn the_order_of_blocks_and_threads_does_not_change_a_bit() -> Result<()> {
-    for head_dim in [64, 96] {
-        let layout = packed(&[&[0, 37, 100]], &[0, 0, 1], None)?;
-        let case = Case::new(layout, 2, head_dim)?.fused(DType::BF16)?;
+    for (kernels, head_dim) in [
+        (AttentionKernels::Fused, 64),
+        (AttentionKernels::Fused, 96),
+        (AttentionKernels::Wgmma, 64),
+        (AttentionKernels::Wgmma, 128),
+    ] {
+        let layout = packed(&[&[0, 37, 150]], &[0, 0, 1], None)?;
+        let case = Case { kernels, ..Case::new(layout, 2, head_dim)?.fused(DType::BF16)? };
         let expected = bits(&case.run_fused()?);
         for seed in 0..3 {
             set_seed(seed);
-            assert_eq!(bits(&case.run_fused()?), expected, "head dimension {head_dim}, seed {seed}");
+            assert_eq!(
+                bits(&case.run_fused()?),
+                expected,
+                "{kernels:?}, head dimension {head_dim}, seed {seed}"
+            );
         }
         set_seed(0);
     }

@@ -196,6 +196,8 @@ fn whole_text(source: &Source) -> String {
         ("mma", include_str!("../../../cuda/mma.cuh")),
         ("wgmma", include_str!("../../../cuda/wgmma.cuh")),
         ("attention_fused", include_str!("../../../cuda/attention_fused.cuh")),
+        ("attention_fused_wgmma", include_str!("../../../cuda/attention_fused_wgmma.cuh")),
+        ("attention_fused_backward", include_str!("../../../cuda/attention_fused_backward.cuh")),
         ("attention_softmax", include_str!("../../../cuda/attention_softmax.cuh")),
     ];
     headers.iter().fold(source.text.to_owned(), |text, (name, header)| {
