@@ -313,7 +313,7 @@ fn a_run_that_keeps_overflowing_ends_with_the_name_of_the_first_layer() {
     for (extra, tie_word_embeddings) in
         [(json!({}), false), (json!({}), true), (json!({ "parameter_groups": groups }), false)]
     {
-        let config = crate::support::reference::ReferenceConfig { tie_word_embeddings, ..CONFIG };
+        let config = ReferenceConfig { tie_word_embeddings, ..CONFIG };
         let problem = Problem {
             extra: json!({ "bf16": { "enabled": true }, "ulysses": extra }),
             ..problem(config, packed_batch())
