@@ -80,7 +80,8 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
 #pragma unroll 1
     for (u32 stage = 0; row < past_row; row += kRows, stage ^= 1) {
         wait_for_copies();
-        if (row + kRows < past_row) copy_queries<kFusedThreads>(Rows<T, D>(shared, stage ^ 1), of, row + kRows, past_row);
+        const u32 next = row + kRows;
+        if (next < past_row) copy_queries<kFusedThreads>(Rows<T, D>(shared, stage ^ 1), of, next, past_row);
         cp_async_commit();
         const Rows<T, D> queries(shared, stage);
         const bool no_mask = all_see(*queries.terms, past_row - row, first_key, past_key);

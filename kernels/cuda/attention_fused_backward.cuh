@@ -1,5 +1,5 @@
-// Parts of the fused backward kernels: their operands, rows of them in shared memory with the terms of packed rows, and the
-// derivative of the softmax. A kernel includes this file after `attention_fused.cuh`.
+// Parts of the fused backward kernels: their operands, rows of them in shared memory with the terms of packed rows, and
+// the derivative of the softmax. A kernel includes this file after `attention_fused.cuh`.
 
 #ifndef ULYSSES_ATTENTION_FUSED_BACKWARD_CUH
 #define ULYSSES_ATTENTION_FUSED_BACKWARD_CUH

@@ -42,10 +42,12 @@ pub enum TrainerError {
         source: std::io::Error,
     },
     /// `--resume` names a directory without checkpoints.
-    #[error("{}: expected a checkpoint, or an output directory with checkpoints, found {}", path.display(), if path.exists() { "neither" } else { "nothing" })]
+    #[error("{}: expected a checkpoint, or an output directory with checkpoints, found {found}", path.display())]
     NothingToResume {
         /// The directory.
         path: PathBuf,
+        /// `neither`, or `nothing` if there is no such directory.
+        found: &'static str,
     },
     /// Checkpoints need an output directory.
     #[error("the run saves or resumes checkpoints, but has no output directory: set `ulysses.output`")]

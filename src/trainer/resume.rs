@@ -35,7 +35,8 @@ impl Resume {
             return Ok(Self::From(path));
         }
         if saved_steps(&path)?.is_empty() {
-            return Err(TrainerError::NothingToResume { path });
+            let found = if path.exists() { "neither" } else { "nothing" };
+            return Err(TrainerError::NothingToResume { path, found });
         }
         Ok(Self::Newest(Some(path)))
     }

@@ -138,7 +138,7 @@ fn attention(ordinal: usize) -> Finding {
             let chosen = match kernels {
                 AttentionKernels::Tiled => "tiled kernels",
                 AttentionKernels::Wgmma => {
-                    "fused kernels in 16 bits, with wgmma, they agree with the tiled ones"
+                    "fused kernels in 16 bits, with wgmma; they agree with the tiled ones"
                 }
                 _ => "fused kernels in 16 bits, they agree with the tiled ones",
             };

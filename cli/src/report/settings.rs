@@ -14,6 +14,9 @@ enum Origin {
     Default,
 }
 
+/// What `--mesh` and `mesh_param` set.
+const SIZES: [&str; 2] = ["data_parallel_size", "sequence_parallel_size"];
+
 /// Renders every key of the resolved config, if there is one.
 pub(super) fn table(run: &RunFiles) -> String {
     if run.config.is_null() {
@@ -62,7 +65,10 @@ fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(Strin
 
 fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<String>) -> Origin {
     let name = key.rsplit('.').next().unwrap_or(key);
-    if flags.contains(name) || flags.contains(key) {
+    // `--set` names a key, or a section that contains it.
+    let is_set =
+        |flag: &String| key.strip_prefix(flag).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    if flags.contains(name) || flags.iter().any(is_set) {
         return Origin::Flag;
     }
     match given.iter().find(|(path, _)| path == key) {
@@ -89,10 +95,13 @@ fn flags(command: &Value) -> BTreeSet<String> {
             None => (flag, words.get(index + 1).copied()),
         };
         match flag {
-            "mesh" => names.extend(["data_parallel_size", "sequence_parallel_size"].map(str::to_owned)),
+            "mesh" => names.extend(SIZES.map(str::to_owned)),
             "zero-stage" => _ = names.insert("zero_optimization.stage".to_owned()),
             "batch-size" => _ = names.insert("train_batch_size".to_owned()),
-            "set" => names.extend(value.and_then(|value| value.split('=').next()).map(str::to_owned)),
+            "set" => match value.and_then(|value| value.split('=').next()) {
+                Some("mesh_param") => names.extend(SIZES.map(str::to_owned)),
+                key => names.extend(key.map(str::to_owned)),
+            },
             _ => _ = names.insert(flag.replace('-', "_")),
         }
     }
@@ -154,5 +163,11 @@ mod tests {
             Origin::Default,
             "another section's key of the same name"
         );
+        let of_set = |set: &str| super::flags(&json!(["ulysses", "train", "c.json", "--set", set]));
+        let section = of_set("bf16={\"enabled\":true}");
+        assert_eq!(origin("bf16.enabled", &json!(true), &[], &section), Origin::Flag);
+        assert_eq!(origin("bf16_more.enabled", &json!(true), &[], &section), Origin::Default);
+        let mesh = of_set("mesh_param=[2,4]");
+        assert_eq!(origin("sequence_parallel_size", &json!(4), &[], &mesh), Origin::Flag);
     }
 }
