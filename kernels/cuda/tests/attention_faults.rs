@@ -77,8 +77,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "backward_forgotten_wait",
         "attention_fused_backward",
-        "wait_for_copies();\n        if (row + kRows < past_row)",
-        "__syncthreads();\n        if (row + kRows < past_row)",
+        "wait_for_copies();\n        const u32 next = row + kRows;",
+        "__syncthreads();\n        const u32 next = row + kRows;",
     ],
     [
         "backward_wrong_fragment",
