@@ -25,6 +25,10 @@ pub(super) enum Reuse {
     Nothing,
 }
 
+/// The verdict while kernels are compared.
+const UNFINISHED: &str = "an earlier comparison with the tiled kernels did not end, because the GPU failed or the \
+                          process was killed; `ulysses doctor` compares again";
+
 /// The largest difference of `lse`, which is f32 and a sum of f32 in both.
 const LSE_TOLERANCE: f32 = 1e-3;
 
@@ -62,7 +66,7 @@ fn determine(
     if let Some(reason) = refusal.map_err(|source| OpError::Device { op: "attention", source })? {
         return Ok(Some(format!("they do not compile or load here: {reason}")));
     }
-    let file = VerdictFile::new(&format!("attention-{}", dtype.as_str()), &files, device);
+    let file = VerdictFile::lock(&format!("attention-{}", dtype.as_str()), &files, device);
     if reuse == Reuse::Cached
         && let Some(verdict) = file.as_ref().and_then(VerdictFile::read)
     {
@@ -72,19 +76,24 @@ fn determine(
         "comparing fused with tiled attention kernels in {}, once on this GPU model",
         dtype.as_str()
     );
-    match compare(kernels, device, dtype) {
-        Ok(verdict) => {
-            if let Some(file) = file {
-                file.write(&verdict);
-            }
-            Ok(verdict)
-        }
-        // The GPU still works, so it refused the launch of a kernel.
-        Err(error) if is_launch(&error) && device.synchronize().is_ok() => {
+    // If the GPU or the process does not survive it, the next run uses other kernels.
+    if let Some(file) = &file {
+        file.write(&Some(UNFINISHED.to_owned()));
+    }
+    let result = compare(kernels, device, dtype);
+    let gpu_works = result.is_ok() || device.synchronize().is_ok();
+    match (&file, &result) {
+        (Some(file), Ok(verdict)) => file.write(verdict),
+        (Some(file), Err(_)) if gpu_works => file.remove(),
+        _ => {}
+    }
+    result.or_else(|error| match error {
+        // The GPU refused the launch of a kernel.
+        error if is_launch(&error) && gpu_works => {
             Ok(Some(format!("they do not start here: {}", full(&error))))
         }
-        Err(error) => Err(AttentionError::SelfCheck { source: Box::new(error) }),
-    }
+        error => Err(AttentionError::SelfCheck { source: Box::new(error) }),
+    })
 }
 
 /// The files of all kernels that are compared.

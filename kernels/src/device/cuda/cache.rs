@@ -1,5 +1,6 @@
 //! The cache of compiled kernels and of verdicts on them, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
 
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
@@ -15,7 +16,19 @@ pub(super) fn path(name: &str, key: impl Hash, extension: &str) -> Option<PathBu
 /// Writes a file atomically, because ranks start at the same time.
 pub(in crate::device) fn store(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
-    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-    std::fs::write(&unfinished, content)?;
-    std::fs::rename(&unfinished, path)
+    create_parent(path)?;
+    fs::write(&unfinished, content)?;
+    fs::rename(&unfinished, path)
+}
+
+/// Waits until no other process has the lock of a file; returns the lock, which ends when it is dropped.
+pub(in crate::device) fn lock(path: &Path) -> std::io::Result<File> {
+    create_parent(path)?;
+    let file = File::create(path.with_extension("lock"))?;
+    file.lock()?;
+    Ok(file)
+}
+
+fn create_parent(path: &Path) -> std::io::Result<()> {
+    fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))
 }

@@ -17,7 +17,7 @@ mod query;
 mod shared;
 mod upload;
 
-pub(super) use cache::store;
+pub(super) use cache::{lock, store};
 pub(crate) use copies::CudaCopies;
 pub(super) use matmul::gemm;
 pub(super) use module::{refusal, verdict_path};
