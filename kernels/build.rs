@@ -54,7 +54,7 @@ mod emulation {
         files.dedup();
         files.into_iter().map(|file| {
             let mut text = String::new();
-            for header in ["emulation/emulation.h", "common.cuh", "mma.cuh", "wgmma.cuh"] {
+            for header in ["emulation/emulation.h", "common.cuh", "mma.cuh", "wgmma.cuh", "tma.cuh"] {
                 text += &format!("#include \"{header}\"\n");
             }
             for [name, _, from, to] in ATTENTION_FAULTS.iter().filter(|[_, of, ..]| *of == file) {
@@ -85,7 +85,10 @@ mod emulation {
             text = text.replace(&include, &format!("#undef {guard}\n{}", read(header)));
         }
         assert_eq!(text.matches(from).count(), 1, "the fault {name} needs this text once: {from}");
-        let text = text.replace(from, to).replace("KERNEL(attention_", &format!("KERNEL({name}_attention_"));
+        let mut text = text.replace(from, to);
+        for kernel in ["KERNEL(", "KERNEL_OF_THREADS("] {
+            text = text.replace(&format!("{kernel}attention_"), &format!("{kernel}{name}_attention_"));
+        }
         let is_other =
             |line: &&str| line.starts_with("INSTANTIATE(") && *line != "INSTANTIATE(bf16, bf16, 64)";
         text.lines().filter(|line| !is_other(line)).flat_map(|line| [line, "\n"]).collect()

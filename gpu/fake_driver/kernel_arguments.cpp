@@ -8,6 +8,8 @@
 #include "memory.h"
 #include "modules.h"
 
+extern "C" std::uint64_t ulysses_emulation_address_of_tensor(const void *map);
+
 namespace fake {
 namespace {
 
@@ -114,6 +116,8 @@ std::vector<Range> accessed_ranges(const Kernel &kernel, void *const *arguments)
             add_copy_table(kernel, bytes, size, ranges);
         } else if (all[i][0] == 's' && starts_with(kernel.name, "rank_reduce")) {
             add_ranks(bytes, ranges);
+        } else if (const std::uint64_t tensor = size == 128 ? ulysses_emulation_address_of_tensor(bytes) : 0) {
+            ranges.push_back(range_from(tensor, false));
         } else if (all[i][0] == 's') {
             check_struct(kernel, bytes, size);
         }

@@ -64,7 +64,7 @@ FAKE_EXPORT int nvrtcCompileProgram(void *handle, int count, const char *const *
         }
     }
     const std::string text = preprocessed(compiled.source);
-    static const std::regex kernel("__global__\\s+void\\s+(\\w+)\\s*\\(");
+    static const std::regex kernel("__global__\\s+void\\s+(?:__launch_bounds__\\([^)]*\\)\\s+)?(\\w+)\\s*\\(");
     compiled.cubin = fake::kCubinHeader;
     std::size_t names = 0;
     for (std::sregex_iterator match(text.begin(), text.end(), kernel), end; match != end; ++match, ++names) {

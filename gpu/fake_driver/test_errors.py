@@ -149,11 +149,18 @@ class Errors(unittest.TestCase):
                 # It is no property of the GPU that a later run should know of.
                 self.assertEqual(list((self.path / f"refused-{index}").glob("ulysses/*.verdict")), [])
 
+    def test_fused_attention_whose_tensors_have_no_maps_is_not_used(self):
+        cache = {"XDG_CACHE_HOME": str(self.path / "maps")}
+        code, output = self.train("--set", "bf16.enabled=true", FAKE_DRIVER_FAIL="cuTensorMapEncodeTiled:1+", **cache)
+        self.assertEqual(code, 0, output)
+        refused = f"capability 9.0 are not used: they do not start here: .*tensor map: a tensor of .*{UNKNOWN}"
+        self.assertRegex(output, refused)
+
     def test_kernels_that_end_the_gpu_in_their_comparison_are_not_used_by_the_next_run(self):
         failed = "the comparison of the fused with the tiled attention kernels failed on this GPU; start the program again"
         unfinished = "capability 9.0 are not used: an earlier comparison with the tiled kernels did not end"
         # The copy of the first output: of a lost GPU, and of one that works on.
-        for failure, is_lost in [("cuMemcpyDtoHAsync_v2:1+=700", True), ("cuMemcpyDtoHAsync_v2:1", False)]:
+        for failure, is_lost in [("cuMemcpyDtoHAsync_v2:1=700,cuStreamSynchronize:1+=700", True), ("cuMemcpyDtoHAsync_v2:1", False)]:
             with self.subTest(failure=failure):
                 folder = self.path / f"lost-{is_lost}"
                 cache = {"XDG_CACHE_HOME": str(folder)}

@@ -20,6 +20,7 @@ HEADERS = (
     "common.cuh",
     "mma.cuh",
     "wgmma.cuh",
+    "tma.cuh",
     "attention_fused.cuh",
     "attention_fused_wgmma.cuh",
     "attention_fused_backward.cuh",

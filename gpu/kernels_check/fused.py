@@ -12,13 +12,13 @@ NAME = re.compile(r"attention_fused_(?P<kernel>\w+)_bf16_(?P<head_dim>\d+)")
 # launches in `kernels/src/attention/fused`.
 SHARED = {
     "forward": (256, 0),
-    "forward_wgmma": (640, 0),
+    "forward_wgmma": (640, 64),
     "backward_keys": (256, 2048),
     "backward_queries": (256, 2048),
     "backward_wgmma_keys": (640, 5120),
     "backward_wgmma_queries": (640, 5120),
 }
-THREADS = {kernel: 256 if "wgmma" in kernel else 128 for kernel in SHARED}
+THREADS = {kernel: 256 if "wgmma" in kernel else 128 for kernel in SHARED} | {"forward_wgmma": 384}
 
 # Limits of a multiprocessor ("Compute Capabilities" in the CUDA programming guide).
 SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "90a": 228 << 10, "100": 228 << 10}

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import shutil
 import tempfile
 import unittest
@@ -239,13 +240,14 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
     def loops(self, name: str) -> dict[str, list[str]]:
         """Returns the instructions in the loop over tiles, by kernel."""
         source = self.copy_wgmma(name)
-        kernels = {line.split("_##")[0][11:] for line in source.read_text().splitlines() if "KERNEL(" in line}
+        kernels = set(re.findall(r"    KERNEL\w*\((\w+?)_##", source.read_text()))
         with redirect_stdout(io.StringIO()):
             self.assertEqual(check(self.cuda_home, self.kernels, self.document, True), [])
         for kernel in kernels:
             self.assertRegex(self.document.read_text(), rf"`{kernel}_bf16_128` \| – \| \d+ / 0 \| – \|")
         codes = sass.parse(nvcc_outputs(self.cuda_home, source)[1])
         self.assertEqual({code.arch for code in codes}, {"sm_90a"})
+        self.assertEqual({code.count("USETMAXREG") for code in codes}, {2 if "forward" in name else 0})
         return {code.kernel: [each.opcode for each in code.loop_with("HGMMA")] for code in codes}
 
     def test_products_of_warpgroups_compile_for_their_architecture_and_run_during_the_softmax(self):
@@ -272,7 +274,7 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
     def test_products_of_warpgroups_that_ptxas_serializes_fail(self):
         # Products are used before they are waited for.
         for name, wait, use in (
-            ("attention_fused_forward_wgmma.cu", "wgmma_wait<1>(scores[0]);\n            ", "become_p(key);"),
+            ("attention_fused_forward_wgmma.cu", "wgmma_wait<1>(scores[0]);\n            ", "shared.keys.release(index);"),
             ("attention_fused_backward_wgmma.cu", "wgmma_wait<0>(dp[0]);\n            ", "differentiate(dp, s, terms"),
         ):
             source = self.copy_wgmma(name)

@@ -1,108 +1,182 @@
 // Fused attention, forward, for sm_90a (`src/attention/fused/forward_wgmma.rs`): `attention_fused_forward.cu` with
-// products of warpgroups.
+// products of warpgroups and copies by TMA.
 //
-// A warpgroup has 64 of the block's packed rows. While tensor cores multiply probabilities of a tile with its values,
-// they also multiply queries with the keys of the next tile, and other lanes compute exponentials: the products of a
-// tile with values are waited for after the softmax of the next one (FlashAttention-3, Shah et al., arXiv 2407.08608).
-// So a stage of shared memory has a tile of keys, and the values of the tile before. Copies run one stage ahead.
+// One thread of a third warpgroup starts all copies of keys and values. Two warpgroups have 64 of the block's packed rows each. While
+// tensor cores multiply probabilities of a tile with its values, they also multiply queries with the keys of the next
+// tile, and other lanes compute exponentials: the products of a tile with values are waited for after the softmax of the
+// next one (FlashAttention-3, Shah et al., arXiv 2407.08608). Nothing in the loop stops both warpgroups, so that one
+// computes exponentials during products of the other.
 
 #include "common.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
+#include "tma.cuh"
 #include "attention_fused.cuh"
 #include "attention_fused_wgmma.cuh"
 #include "attention_softmax.cuh"
 
 namespace {
 
-constexpr u32 kKeys = 128;
+constexpr u32 kKeys = 128, kStages = 2;
 
-// The block's shared memory: queries, and two stages.
-template <typename T, u32 D> struct Tiles {
-    Panels<T, D, kOwn> queries;
+// The thread that starts copies, in a warpgroup of its own.
+constexpr u32 kProducer = kWgmmaThreads, kThreadsWithProducer = kProducer + 128;
 
-    __device__ __forceinline__ Panels<T, D, kKeys> keys(u32 stage) const {
-        return {queries.first + (kOwn + 2 * stage * kKeys) * D};
+// Registers of a thread: at the start, as ptxas allots 64 Ki, and later.
+constexpr u32 kRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(128 * kProducerRegisters + kWgmmaThreads * kConsumerRegisters <= kThreadsWithProducer * kRegisters,
+              "what the producers give is enough for the others");
+
+// Tiles of keys or of values in turns in shared memory. Each has a barrier that its copies complete, and one at which all
+// warps release it.
+template <typename T, u32 D> struct Ring {
+    static constexpr u32 kElements = kKeys * D;
+    T *tiles;
+    u64 *barriers;
+
+    __device__ __forceinline__ Panels<T, D, kKeys> tile(u32 index) const {
+        return {tiles + index % kStages * kElements};
     }
-    __device__ __forceinline__ Panels<T, D, kKeys> values(u32 stage) const { return {keys(stage).first + kKeys * D}; }
+    __device__ __forceinline__ u64 *filled(u32 index) const { return barriers + index % kStages; }
+    __device__ __forceinline__ u64 *used(u32 index) const { return barriers + kStages + index % kStages; }
+
+    __device__ __forceinline__ void init() const {
+        for (u32 index = 0; index < kStages; ++index) {
+            mbarrier_init(filled(index), 1);
+            mbarrier_init(used(index), kWgmmaThreads / kWarp);
+        }
+    }
+
+    // Starts copies of the `index`-th tile, from `key` on, once the tile before it in its place is used.
+    __device__ __forceinline__ void fill(u32 index, const TensorMap &tensor, u32 key, const FusedSizes &sizes) const {
+        if (index >= kStages) mbarrier_wait(used(index), index / kStages - 1);
+        mbarrier_arrive_expect_tx(filled(index), kElements * sizeof(T));
+#pragma unroll
+        for (u32 column = 0; column < D; column += kPanel) {
+            tma_copy(tile(index).first + column * kKeys, tensor, column, sizes.first_kv_head + blockIdx.y, key, blockIdx.z,
+                     filled(index));
+        }
+    }
+
+    // Waits for the `index`-th tile.
+    __device__ __forceinline__ Panels<T, D, kKeys> filled_tile(u32 index) const {
+        mbarrier_wait(filled(index), index / kStages);
+        return tile(index);
+    }
+
+    // This warp is past its reads of the `index`-th tile.
+    __device__ __forceinline__ void release(u32 index) const {
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) mbarrier_arrive(used(index));
+    }
+};
+
+// The block's shared memory.
+template <typename T, u32 D> struct Shared {
+    Panels<T, D, kOwn> queries;
+    Ring<T, D> keys, values;
+
+    __device__ __forceinline__ explicit Shared(T *first)
+        : queries{first},
+          keys{first + kOwn * D, reinterpret_cast<u64 *>(first + (kOwn + 2 * kStages * kKeys) * D)},
+          values{keys.tiles + kStages * kKeys * D, keys.barriers + 2 * kStages} {}
 };
 
 // Parameters as in `attention_fused_forward.cu`.
 template <typename T, u32 D>
-__device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k, const T *v, const u32 *heads,
-                                        const u32 *ranges, float scale, const FusedSizes &sizes) {
-    DYNAMIC_SHARED(T, shared);
-    const Tiles<T, D> tiles = {{shared}};
+__device__ __forceinline__ void forward(T *o, float *lse, const T *q, const TensorMap &k, const TensorMap &v,
+                                        const u32 *heads, const u32 *ranges, float scale, const FusedSizes &sizes) {
+    DYNAMIC_SHARED(T, first);
+    const Shared<T, D> shared(first);
     // The last rows first: they see the most keys.
     const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kOwn, warp_row = threadIdx.x / kWarp * 16;
-    const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
-    const KeyRows<const T, D> keys = key_rows<D>(k, sizes), values = key_rows<D>(v, sizes);
     ranges += 2 * static_cast<u64>(blockIdx.z) * sizes.tokens;
     const BlockVisible visible = visible_to_rows(ranges, first_row, kOwn, sizes);
+    const u32 first_key = visible.any.begin / kKeys * kKeys;
+    const u32 tiles = first_key < visible.any.end ? (visible.any.end - first_key + kKeys - 1) / kKeys : 0;
+
+    // Fills the tiles of these indices. They are used in this order: keys before the values of the tile before.
+    const auto fill = [&](u32 begin, u32 end) {
+#pragma unroll 1
+        for (u32 index = begin; index < end; ++index) {
+            if (index < tiles) shared.keys.fill(index, k, first_key + index * kKeys, sizes);
+            if (index > 0) shared.values.fill(index - 1, v, first_key + (index - 1) * kKeys, sizes);
+        }
+    };
+    if (threadIdx.x == kProducer) {
+        shared.keys.init();
+        shared.values.init();
+        fence_async_proxy();
+        fill(0, tiles > 0 ? kStages : 0);
+    }
+    // Of a warpgroup: ptxas must see that a whole warp takes the same path.
+    const bool is_producer = __shfl_sync(kFullWarp, threadIdx.x / 128, 0) == kProducer / 128;
+    const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
+    if (!is_producer) copy_rows<kOwn, kWgmmaThreads>(shared.queries, queries, first_row);
+    cp_async_commit();
+    wait_for_operands();
+    if (is_producer) {
+        lower_registers<kProducerRegisters>();
+        if (threadIdx.x == kProducer && tiles > 0) fill(kStages, tiles + 1);
+        return;
+    }
+    raise_registers<kConsumerRegisters>();
 
     float output[1][D / 8][4] = {}, scores[1][kKeys / 8][4] = {}, factor[1][2];
     u32 p[1][kKeys / 16][4] = {};
     Softmax<1> softmax;
-    const auto become_p = [&](u32 key) {
+    const auto become_p = [&](u32 index) {
+        const u32 key = first_key + index * kKeys;
         if (!visible.sees_all(key, kKeys)) mask(scores, ranges, first_row + warp_row, key, sizes);
         update(factor, softmax, scores, scale * kLog2E);
     };
-    // Waits for the product with the last values, and for the copies. At the start of an iteration, because ptxas would
-    // move a wait at the end of one to before the softmax. All warpgroups are then past their reads of the other stage.
-    const auto finish_values = [&] {
-        wgmma_wait<0>(output[0], p[0]);
-        wait_for_operands();
-    };
-    // The keys from `key` on, if a row sees one of them, and the values of the tile before.
-    const auto copy_stage = [&](u32 stage, u32 key) {
-        if (key < visible.any.end) copy_rows<kKeys, kWgmmaThreads>(tiles.keys(stage), keys, key);
-        copy_rows<kKeys, kWgmmaThreads>(tiles.values(stage), values, key - kKeys);
-        cp_async_commit();
-    };
-    u32 key = visible.any.begin / kKeys * kKeys, stage = 1;
-    if (key < visible.any.end) {
-        copy_rows<kOwn, kWgmmaThreads>(tiles.queries, queries, first_row);
-        copy_rows<kKeys, kWgmmaThreads>(tiles.keys(0), keys, key);
-        cp_async_commit();
-        wait_for_operands();
-        copy_stage(1, key + kKeys);
+    if (tiles > 0) {
+        const auto first_keys = shared.keys.filled_tile(0);
         wgmma_fence(scores[0]);
-        start_multiply_transposed(scores, tiles.queries, tiles.keys(0));
+        start_multiply_transposed(scores, shared.queries, first_keys);
         wgmma_wait<0>(scores[0]);
-        become_p(key);
+        shared.keys.release(0);
+        become_p(0);
 #pragma unroll 1
-        for (key += kKeys; key < visible.any.end; key += kKeys, stage ^= 1) {
-            finish_values();
+        for (u32 index = 1; index < tiles; ++index) {
+            // At the start of an iteration, because ptxas would move a wait at the end of one to before the softmax.
+            wgmma_wait<0>(output[0], p[0]);
+            if (index > 1) shared.values.release(index - 2);
             round_to_a<T>(p, scores);
+            const auto keys = shared.keys.filled_tile(index);
             wgmma_fence(scores[0]);
-            start_multiply_transposed(scores, tiles.queries, tiles.keys(stage));
+            start_multiply_transposed(scores, shared.queries, keys);
             scale_rows(output, factor);
+            const auto values = shared.values.filled_tile(index - 1);
             wgmma_fence(output[0], p[0]);
-            start_multiply(output, p, tiles.values(stage));
-            copy_stage(stage ^ 1, key + kKeys);
+            start_multiply(output, p, values);
             wgmma_wait<1>(scores[0]);
-            become_p(key);
+            shared.keys.release(index);
+            become_p(index);
         }
-        finish_values();
+        wgmma_wait<0>(output[0], p[0]);
         round_to_a<T>(p, scores);
         scale_rows(output, factor);
+        const auto values = shared.values.filled_tile(tiles - 1);
         wgmma_fence(output[0], p[0]);
-        start_multiply(output, p, tiles.values(stage));
+        start_multiply(output, p, values);
         wgmma_wait<0>(output[0], p[0]);
     }
     const PackedRows<T, D> outputs = packed_rows<D>(o, heads, sizes);
     lse += static_cast<u64>(blockIdx.z) * sizes.num_heads * sizes.tokens;
     finish(factor, lse, softmax, outputs.heads, first_row + warp_row, scale, sizes);
-    // No product reads the queries any more.
-    store_rows(outputs, first_row + warp_row, tiles.queries, warp_row, output, factor);
+    // All warps of the warpgroup have waited for their products with its queries.
+    sync_warpgroup();
+    store_rows(outputs, first_row + warp_row, shared.queries, warp_row, output, factor);
 }
 
 }  // namespace
 
 #define INSTANTIATE(T, suffix, D)                                                                                 \
-    KERNEL(attention_fused_forward_wgmma_##suffix##_##D, T *o, float *lse, const T *q, const T *k, const T *v,    \
-           const u32 *heads, const u32 *ranges, float scale, u32 tokens, u32 keys, u32 num_heads,                 \
-           u32 num_kv_heads, u32 first_kv_head, u32 group) {                                                      \
+    KERNEL_OF_THREADS(attention_fused_forward_wgmma_##suffix##_##D, kThreadsWithProducer, T *o, float *lse,       \
+                      const T *q, BY_VALUE(TensorMap) k, BY_VALUE(TensorMap) v, const u32 *heads,                 \
+                      const u32 *ranges, float scale, u32 tokens, u32 keys, u32 num_heads, u32 num_kv_heads,      \
+                      u32 first_kv_head, u32 group) {                                                             \
         const FusedSizes sizes = {tokens, keys, num_heads, num_kv_heads, first_kv_head, group};                   \
         forward<T, D>(o, lse, q, k, v, heads, ranges, scale, sizes);                                              \
     }

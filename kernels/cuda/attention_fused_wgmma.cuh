@@ -10,7 +10,7 @@ static_assert(kOwn == kWgmmaThreads / kWarp * 16, "a warp has 16 rows");
 // `wait_for_copies`, after which products may read what was copied.
 __device__ __forceinline__ void wait_for_operands() {
     cp_async_wait<0>();
-    fence_for_wgmma();
+    fence_async_proxy();
     __syncthreads();
 }
 

@@ -1,6 +1,6 @@
 // Definitions that all kernels share: element types, vector accesses, reductions within a block.
 //
-// Kernels include only this file, and for tensor cores `mma.cuh`, `wgmma.cuh` and `attention_*.cuh`. They do not need the
+// Kernels include only this file, and for tensor cores `mma.cuh`, `wgmma.cuh`, `tma.cuh` and `attention_*.cuh`. They do not need the
 // CUDA toolkit's headers, so NVRTC compiles a kernel on any machine with a driver. The host compiler reads the same
 // sources with `emulation/emulation.h` before them.
 //
@@ -30,6 +30,8 @@ struct f16 {
 
 #ifndef ULYSSES_EMULATION
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
+// A kernel whose blocks have so many threads, which bounds its registers.
+#define KERNEL_OF_THREADS(name, threads, ...) extern "C" __global__ void __launch_bounds__(threads, 1) name(__VA_ARGS__)
 // A struct that is read in place: without this, a reference may refer to a copy in local memory.
 #define BY_VALUE(T) const __grid_constant__ T
 // The block's dynamic shared memory as an array of T, aligned as `wgmma` needs it.

@@ -44,8 +44,22 @@ template <u32 kPending, typename... R> __device__ __forceinline__ void wgmma_wai
     (pin(registers), ...);
 }
 
-// Makes this thread's completed writes to shared memory visible to products that come after a barrier.
-__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes this thread's completed writes to shared memory visible to products and to TMA that come after a barrier.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Waits for all threads of this warpgroup: orders their accesses of shared memory.
+__device__ __forceinline__ void sync_warpgroup() {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+// Gives registers of this warpgroup's threads to others, or takes some: afterwards a thread has kCount. The kernel is one
+// of KERNEL_OF_THREADS.
+template <u32 kCount> __device__ __forceinline__ void lower_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <u32 kCount> __device__ __forceinline__ void raise_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
 
 // c = a · bᵀ, or added to c: 64 rows of `a` by N rows of `b`, 16 elements of each, both in panels.
 template <typename T, u32 N>
@@ -95,7 +109,10 @@ template <typename... R> void wgmma_fence(R &...registers) {
 }
 inline void wgmma_commit() { ::emulation::commit_products(); }
 template <u32 kPending, typename... R> void wgmma_wait(R &...) { ::emulation::wait_for_products(kPending); }
-inline void fence_for_wgmma() { ::emulation::fence_async_proxy(); }
+inline void fence_async_proxy() { ::emulation::fence_async_proxy(); }
+inline void sync_warpgroup() { ::emulation::sync_warpgroup(); }
+template <u32 kCount> void lower_registers() { ::emulation::set_registers(kCount); }
+template <u32 kCount> void raise_registers() { ::emulation::set_registers(kCount); }
 template <typename T, u32 N> void wgmma(float (&c)[N / 8][4], u64 a, u64 b, bool accumulate) {
     ::emulation::multiply_shared<T>(c[0], N, a, b, accumulate);
 }

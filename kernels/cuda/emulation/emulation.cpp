@@ -1,6 +1,7 @@
 // The scheduler of emulated blocks; see emulation.h.
 
 #include "state.h"
+#include "tma.h"
 
 #include <algorithm>
 #include <cstdarg>
@@ -60,13 +61,6 @@ bool take_turn() {
 // Lets others run until this fiber has its turn again.
 [[gnu::noinline]] void stop(Fiber &fiber) {
     if (__builtin_setjmp(fiber.here) == 0) go_on();
-}
-
-// Waits in the middle of a kernel.
-void wait(State state) {
-    block.states[block.current] = state;
-    stop(*current().fiber);
-    running.is_in_kernel = true;
 }
 
 // Runs the kernel repeatedly, each time for the current thread.
@@ -129,6 +123,7 @@ bool release_warpgroups() {
                 throw std::runtime_error("the threads of a warpgroup are at different instructions or operands");
             }
         }
+        if (call.instruction == kWarpgroupBarrier) block.shared.warpgroup_barrier(begin / kWarpSize);
         release(begin, end);
         is_any = true;
     }
@@ -140,7 +135,7 @@ bool release_block() {
     const unsigned threads = position.block_size.x;
     if (count(0, threads, State::kDone) == threads) return false;
     if (count(0, threads, State::kAtBlock) != threads) {
-        throw std::runtime_error("a barrier, a shuffle or a product is not reached by all threads it needs");
+        throw std::runtime_error("a barrier, a shuffle or a product is not reached by all threads it needs, or a phase of an mbarrier never ends");
     }
     block.shared.block_barrier();
     release(0, threads);
@@ -171,6 +166,7 @@ template <typename F> void in_order(std::uint64_t n, F run) {
 void run_block() {
     const unsigned threads = position.block_size.x;
     block.shared.begin_block();
+    block.mbarriers.clear();
     for (auto &of_warpgroup : block.decoded) {
         for (DecodedOperand &decoded : of_warpgroup) decoded.number = 0;
     }
@@ -182,7 +178,7 @@ void run_block() {
             do run_warp(begin, end);
             while (release_warp(begin, end));
         });
-    } while (release_warpgroups() || release_block());
+    } while (release_warpgroups() || advance_copies() || release_block());
 }
 
 void run_grid(const unsigned grid[3]) {
@@ -217,17 +213,25 @@ void add_entry(const char *name, Entry entry) { entries().emplace(name, std::mov
 
 void begin_kernel() { running.is_in_kernel = true; }
 
-void sync_block() { wait(State::kAtBlock); }
+void wait_at(State state) {
+    block.states[block.current] = state;
+    stop(*current().fiber);
+    running.is_in_kernel = true;
+}
+
+void sync_block() { wait_at(State::kAtBlock); }
 
 void sync_warp(WarpOp op) {
     current().op = op;
-    wait(State::kAtWarp);
+    wait_at(State::kAtWarp);
 }
 
 void meet_warpgroup(const char *instruction, u64 operands) {
     current().call = {instruction, operands};
-    wait(State::kAtWarpgroup);
+    wait_at(State::kAtWarpgroup);
 }
+
+void sync_warpgroup() { meet_warpgroup(kWarpgroupBarrier, 0); }
 
 void *exchange_slot() {
     current().slot ^= 1;
@@ -380,6 +384,7 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
         // The fibers are suspended in the middle of the kernel, so they are replaced by new ones.
         block.fibers.clear();
         block.idle.clear();
+        block.tile_copies.clear();
         return block.failure.c_str();
     }
     return nullptr;

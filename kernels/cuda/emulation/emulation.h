@@ -140,6 +140,7 @@ struct Registration {
     extern "C" void name(__VA_ARGS__);                                     \
     static const ::emulation::Registration register_##name(#name, &name); \
     extern "C" void name(__VA_ARGS__)
+#define KERNEL_OF_THREADS(name, threads, ...) KERNEL(name, __VA_ARGS__)
 
 #define DYNAMIC_SHARED(T, name) T *name = static_cast<T *>(::emulation::dynamic_shared())
 #define SHARED(T, name, extents)           \

@@ -5,7 +5,10 @@
 #include "emulation.h"
 #include "shared_memory.h"
 
+#include <array>
+#include <deque>
 #include <memory>
+#include <stdexcept>
 #include <ucontext.h>
 #include <vector>
 
@@ -13,7 +16,7 @@ namespace emulation {
 
 inline constexpr unsigned kWarpSize = 32, kWarpgroupSize = 128;
 
-enum class State : unsigned char { kReady, kAtWarp, kAtWarpgroup, kAtBlock, kDone };
+enum class State : unsigned char { kReady, kAtWarp, kAtWarpgroup, kAtMbarrier, kAtBlock, kDone };
 
 // Where a switch between stacks continues. The compiler's setjmp saves what a switch needs; that of the C library takes
 // several times as long, and swapcontext makes a system call for the signal mask.
@@ -65,6 +68,32 @@ struct WarpgroupCall {
     u64 operands;
 };
 
+// A barrier in shared memory: the arrivals that a phase has and that the current one still waits for; how many phases are
+// complete; the thread that counts as the writer of its copies; the bytes that the phase waits for; and what the arrivals
+// and copies of the current phase and of the last one made visible.
+struct Mbarrier {
+    const u64 *address;
+    unsigned count, missing, phase, writer;
+    long long bytes;
+    WarpTimes seen_by_arrivals, seen;
+};
+
+// What a tensor map of the emulation contains, in elements; strides in bytes.
+inline constexpr unsigned kTensorRank = 4;
+struct EncodedTensor {
+    u64 mark, address, extents[kTensorRank], strides[kTensorRank - 1];
+    u32 box[kTensorRank], reserved;
+};
+static_assert(sizeof(EncodedTensor) <= 128, "the size of a CUtensorMap");
+
+// A cp.async.bulk.tensor in flight.
+struct TileCopy {
+    void *to;
+    EncodedTensor tensor;
+    std::array<unsigned, kTensorRank> indices;
+    Mbarrier *barrier;
+};
+
 // A stack on which threads run, one after another unless they wait.
 struct Fiber {
     // Not a power of two: else the tops of all stacks would compete for a few sets of the caches.
@@ -92,6 +121,9 @@ struct Thread {
     std::vector<Accumulators> accumulators;
     std::vector<FencedRegisters> fenced;
     WarpgroupCall call = {};
+    // What it waits for.
+    const Mbarrier *mbarrier = nullptr;
+    unsigned phase = 0;
 };
 
 // Memory that a kernel may access, as `Memory` in `src/device/emulation.rs`.
@@ -119,12 +151,19 @@ struct Block {
     SharedMemory shared;
     std::vector<Memory> memory;
     DecodedOperand decoded[1024 / kWarpgroupSize][kMaxDecoded];
+    std::deque<Mbarrier> mbarriers;
+    std::deque<TileCopy> tile_copies;
     std::string failure;
     std::uint64_t seed = 0, random = 0, bank_conflicts = 0;
 };
 
 extern thread_local Block block;
 
+// Stops this fiber until the scheduler wakes it.
+void wait_at(State state);
+
+// The instruction that orders accesses of a warpgroup.
+inline constexpr const char *kWarpgroupBarrier = "bar.sync";
 // Stops this fiber until all threads of its warpgroup have reached the same instruction.
 void meet_warpgroup(const char *instruction, u64 operands);
 

@@ -73,7 +73,9 @@ void check_operands(const Product &product) {
         check_chunk(product.has_a_in_registers ? along_columns(b, chunk / 16 * 8, chunk % 16)
                                                : along_depth(b, chunk / 2, chunk % 2 * 8));
     }
-    if (!product.has_a_in_registers) check_chunk(along_depth(decode(product.a), thread / 2, thread % 2 * 8));
+    // Each warp for another one's rows: which warp reads which rows of A is not documented.
+    const unsigned row = (thread / 2 + 16) % 64;
+    if (!product.has_a_in_registers) check_chunk(along_depth(decode(product.a), row, thread % 2 * 8));
 }
 
 // Whether a fence was for registers, which have not changed since.
@@ -188,6 +190,11 @@ void wait_for_products(unsigned pending) {
     for (; product != products.end() && product->group + pending < current().product_groups; ++product) compute(*product);
     products.erase(products.begin(), product);
     current().fenced.clear();
+}
+
+void set_registers(unsigned count) {
+    meet_warpgroup("setmaxnreg", count);
+    if (count % 8 != 0 || count < 24 || count > 256) fail("setmaxnreg of %u registers", count);
 }
 
 void fence_async_proxy() { block.shared.fence_async_proxy(position.thread.x); }

@@ -25,8 +25,13 @@ struct Registers {
 void fence_registers(std::initializer_list<Registers> registers);
 void commit_products();
 void wait_for_products(unsigned pending);
-// A fence.proxy.async: products may read what this thread has written so far.
+// A fence.proxy.async: products and TMA may access what this thread has written so far.
 void fence_async_proxy();
+
+// A setmaxnreg.
+void set_registers(unsigned count);
+// A bar.sync of a warpgroup.
+void sync_warpgroup();
 
 // Operand A of a product: four registers, or a descriptor.
 struct OperandA {

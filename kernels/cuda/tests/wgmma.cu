@@ -49,7 +49,7 @@ __device__ __forceinline__ void product(float *c, const T *a, const T *b, u32 fa
             of_b[in_panel(i / 16, i % 16)] = b[i];
         }
     }
-    if (fault != kNoProxyFence) fence_for_wgmma();
+    if (fault != kNoProxyFence) fence_async_proxy();
     if (fault != kNoBarrier) __syncthreads();
     float of_c[N / 8][4];
     u32 of_a[1][4];
@@ -98,7 +98,7 @@ template <typename T> __device__ __forceinline__ void chain(float *c, const T *a
     }
     cp_async_commit();
     cp_async_wait<0>();
-    fence_for_wgmma();
+    fence_async_proxy();
     __syncthreads();
     float s[16][4], sums[16][4] = {};
     for (u32 i = 0; i < 64; ++i) s[i / 4][i % 4] = -1.0f;  // overwritten

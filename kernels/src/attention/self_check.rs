@@ -66,30 +66,38 @@ fn determine(
     if let Some(reason) = refusal.map_err(|source| OpError::Device { op: "attention", source })? {
         return Ok(Some(format!("they do not compile or load here: {reason}")));
     }
-    let file = VerdictFile::lock(&format!("attention-{}", dtype.as_str()), &files, device);
-    if reuse == Reuse::Cached
-        && let Some(verdict) = file.as_ref().and_then(VerdictFile::read)
-    {
+    let mut file = VerdictFile::new(&format!("attention-{}", dtype.as_str()), &files, device);
+    let cached = |file: &Option<VerdictFile>| match reuse {
+        Reuse::Cached => file.as_ref().and_then(VerdictFile::read),
+        Reuse::Nothing => None,
+    };
+    match cached(&file) {
+        Some(verdict) if verdict.as_deref() != Some(UNFINISHED) => return Ok(verdict),
+        _ => {}
+    }
+    let is_locked = file.as_mut().is_some_and(VerdictFile::lock);
+    // Another process may have compared them meanwhile.
+    if let Some(verdict) = cached(&file) {
         return Ok(verdict);
     }
     tracing::info!(
         "comparing fused with tiled attention kernels in {}, once on this GPU model",
         dtype.as_str()
     );
+    let earlier = file.as_ref().and_then(VerdictFile::read);
     // If the GPU or the process does not survive it, the next run uses other kernels.
-    if let Some(file) = &file {
+    if is_locked && let Some(file) = &file {
         file.write(&Some(UNFINISHED.to_owned()));
     }
     let result = compare(kernels, device, dtype);
     let gpu_works = result.is_ok() || device.synchronize().is_ok();
     match (&file, &result) {
         (Some(file), Ok(verdict)) => file.write(verdict),
-        (Some(file), Err(_)) if gpu_works => file.remove(),
+        (Some(file), Err(_)) if gpu_works => file.restore(&earlier),
         _ => {}
     }
     result.or_else(|error| match error {
-        // The GPU refused the launch of a kernel.
-        error if is_launch(&error) && gpu_works => {
+        error if is_refusal(&error) && gpu_works => {
             Ok(Some(format!("they do not start here: {}", full(&error))))
         }
         error => Err(AttentionError::SelfCheck { source: Box::new(error) }),
@@ -106,8 +114,10 @@ fn files(kernels: AttentionKernels) -> Vec<&'static Source> {
     files
 }
 
-fn is_launch(error: &AttentionError) -> bool {
-    matches!(error, AttentionError::Op(OpError::Device { source: DeviceError::Launch { .. }, .. }))
+/// Whether the driver refused to start a kernel.
+fn is_refusal(error: &AttentionError) -> bool {
+    let AttentionError::Op(OpError::Device { source, .. }) = error else { return false };
+    matches!(source, DeviceError::Launch { .. } | DeviceError::TensorMap { .. })
 }
 
 /// The message with those of all causes.

@@ -3,6 +3,7 @@
 #[cfg(test)]
 pub(super) mod tests;
 
+use super::tensor_map::{TensorMap, TiledTensor};
 use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
 use crate::memory::FreshCounters;
 use candle_core::DType;
@@ -82,6 +83,47 @@ unsafe extern "C" {
         arguments: *mut *mut c_void,
     ) -> *const c_char;
     fn ulysses_emulation_set_memory(memory: *const Memory, count: usize);
+    fn ulysses_emulation_encode_tensor(
+        map: *mut c_void,
+        dtype: i32,
+        rank: u32,
+        address: u64,
+        extents: *const u64,
+        strides: *const u64,
+        tile: *const u32,
+        element_strides: *const u32,
+        interleave: i32,
+        swizzle: i32,
+        out_of_bounds: i32,
+    ) -> *const c_char;
+}
+
+/// Makes the map of a tensor, as `cuda::encode` does.
+pub(super) fn encode(tensor: &TiledTensor) -> Result<TensorMap, String> {
+    const F16: i32 = 6;
+    const BF16: i32 = 9;
+    const SWIZZLE_128_BYTES: i32 = 3;
+    let TiledTensor { address, extents, strides, tile } = tensor;
+    let dtype = if address.dtype == DType::BF16 { BF16 } else { F16 };
+    let rank = extents.len() as u32;
+    let mut map = TensorMap::empty();
+    // SAFETY: arrays of four, or of three strides; the message is a constant.
+    let failure = unsafe {
+        text(ulysses_emulation_encode_tensor(
+            map.as_mut_ptr(),
+            dtype,
+            rank,
+            address.pointer,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            [1; 4].as_ptr(),
+            0,
+            SWIZZLE_128_BYTES,
+            0,
+        ))
+    };
+    failure.map_or(Ok(map), Err)
 }
 
 /// Runs a kernel to completion.

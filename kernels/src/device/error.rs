@@ -70,6 +70,12 @@ pub enum DeviceError {
         /// The element type.
         dtype: DType,
     },
+    /// A tensor that TMA cannot copy from.
+    #[error("tensor map: {message}")]
+    TensorMap {
+        /// The error of the driver or the emulation.
+        message: String,
+    },
     /// A kernel could not be compiled, loaded or launched.
     #[error("kernel `{kernel}`: {message}")]
     Launch {

@@ -1,6 +1,7 @@
 //! The launcher: the interface of the ops' host code to a device.
 
 use super::address::Opener;
+use super::tensor_map::{TensorMap, TiledTensor};
 use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul};
 use candle_core::Tensor;
 
@@ -110,6 +111,34 @@ impl Launcher {
             // SAFETY: the caller's promise is the callee's.
             Self::Cuda(device) => unsafe { super::cuda::launch(device, kernel, blocks, grid, args) },
         }
+    }
+
+    /// The map of a contiguous tensor `[sequence, row, head, head_dim]` for tiles of `rows` rows of a head, 64 elements of
+    /// each. Nothing can be copied from a tensor without elements.
+    ///
+    /// # Errors
+    /// An address or a size that TMA does not support; an error of the driver.
+    pub(crate) fn tensor_map(
+        &self,
+        address: Address,
+        dims: [usize; 4],
+        rows: usize,
+    ) -> Result<TensorMap, DeviceError> {
+        if dims.contains(&0) {
+            return Ok(TensorMap::empty());
+        }
+        let tensor = TiledTensor::new(address, dims, rows);
+        let encoded: Result<_, String> = match self {
+            Self::Dry => {
+                let _ = tensor;
+                Ok(TensorMap::empty())
+            }
+            #[cfg(feature = "kernel-emulation")]
+            Self::Emulated => super::emulation::encode(&tensor),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(device) => super::cuda::encode(device, &tensor),
+        };
+        encoded.map_err(|message| DeviceError::TensorMap { message })
     }
 
     /// Starts a batch of matmuls. An empty batch or result does nothing.

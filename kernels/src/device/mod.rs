@@ -40,6 +40,7 @@ mod matmul;
 #[cfg(any(feature = "cuda", test))]
 mod staging;
 mod target;
+mod tensor_map;
 mod times;
 mod verdict_file;
 
@@ -63,5 +64,6 @@ pub use kind::DeviceKind;
 pub use launcher::Launcher;
 pub(crate) use matmul::{Matmul, MatrixAt};
 pub use target::Target;
+pub(crate) use tensor_map::TensorMap;
 pub use times::{DeviceTimes, TimeStamp};
 pub(crate) use verdict_file::VerdictFile;

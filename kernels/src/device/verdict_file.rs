@@ -8,23 +8,32 @@ use std::path::PathBuf;
 /// The file of a verdict: an empty one if nothing is wrong with the kernels, else one that says what.
 pub(crate) struct VerdictFile {
     path: PathBuf,
-    /// Until it is dropped, other processes that want the verdict wait.
-    _lock: File,
+    lock: Option<File>,
 }
 
 impl VerdictFile {
     /// The file for these kernels on the device's GPU model with its driver. `None` on the CPU, or without a
-    /// cache folder whose files can be locked.
-    pub(crate) fn lock(name: &str, kernels: &[&Source], device: &Device) -> Option<Self> {
+    /// cache folder.
+    pub(crate) fn new(name: &str, kernels: &[&Source], device: &Device) -> Option<Self> {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = device {
             let path = super::cuda::verdict_path(name, kernels, device).ok().flatten()?;
-            let lock = super::cuda::lock(&path)
-                .inspect_err(|failure| tracing::debug!(path = %path.display(), %failure, "no lock"));
-            return Some(Self { path, _lock: lock.ok()? });
+            return Some(Self { path, lock: None });
         }
         _ = (name, kernels, device);
         None
+    }
+
+    /// Waits until no other process has locked the file, and locks it until this value is dropped. Returns whether it is
+    /// locked: not all file systems can.
+    pub(crate) fn lock(&mut self) -> bool {
+        #[cfg(feature = "cuda")]
+        {
+            self.lock = super::cuda::lock(&self.path)
+                .inspect_err(|failure| tracing::debug!(path = %self.path.display(), %failure, "not locked"))
+                .ok();
+        }
+        self.lock.is_some()
     }
 
     /// The verdict, if there is one: `None` if nothing is wrong.
@@ -44,8 +53,11 @@ impl VerdictFile {
         _ = verdict;
     }
 
-    /// Removes a verdict, so that the next run determines it again.
-    pub(crate) fn remove(&self) {
-        _ = std::fs::remove_file(&self.path);
+    /// Caches what `read` returned before.
+    pub(crate) fn restore(&self, earlier: &Option<Option<String>>) {
+        match earlier {
+            Some(verdict) => self.write(verdict),
+            None => _ = std::fs::remove_file(&self.path),
+        }
     }
 }

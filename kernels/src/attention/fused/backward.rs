@@ -1,6 +1,6 @@
 //! Backward: two launches per chunk of heads, one for keys and one for queries, without scratch.
 
-use super::{Block, Problem, THREADS, backward_wgmma, grid, head_chunks, sizes};
+use super::{Block, Problem, TERM, THREADS, backward_wgmma, grid, head_chunks, sizes};
 use crate::attention::{AttentionKernels, Gradients, Upstream};
 use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_BACKWARD};
 use candle_core::Tensor;
@@ -14,7 +14,7 @@ const BLOCK: Block = Block {
     threads: THREADS,
     rows: ROWS,
     shared_rows: 4 * ROWS,
-    terms: 2 * ROWS,
+    more_bytes: 2 * ROWS * TERM,
 };
 
 /// Writes the gradients.

@@ -2,7 +2,7 @@
 
 use super::{Block, Problem, THREADS, forward_wgmma, grid, head_chunks, sizes};
 use crate::attention::AttentionKernels;
-use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_FORWARD};
+use crate::device::{DeviceError, Kernel, Launcher, TensorMap, sources::ATTENTION_FUSED_FORWARD};
 use candle_core::Tensor;
 
 /// Packed rows of a block: `kRows` of `cuda/attention_fused_forward.cu`.
@@ -17,7 +17,7 @@ const BLOCK: Block = Block {
     threads: THREADS,
     rows: ROWS,
     shared_rows: ROWS + 2 * KEYS,
-    terms: 0,
+    more_bytes: 0,
 };
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -33,9 +33,16 @@ pub(in crate::attention) fn forward(
     let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
     let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
+        let copies_by_tma = std::ptr::eq(block.source, forward_wgmma::BLOCK.source);
+        let maps = copies_by_tma.then(|| forward_wgmma::maps(launcher, &dims, [k, v])).transpose()?;
+        let [k, v] = match &maps {
+            Some(maps) => maps.each_ref().map(TensorMap::arg),
+            None => [k.into(), v.into()],
+        };
         for chunk in head_chunks(problem) {
-            let addresses = [o, lse, q, k, v, heads.offset(chunk.first_head), ranges].map(Into::into);
-            let args = [&addresses[..], &[scale.into()], &sizes(problem, &chunk)].concat();
+            let operands = [o.into(), lse.into(), q.into(), k, v];
+            let tables = [heads.offset(chunk.first_head).into(), ranges.into()];
+            let args = [&operands[..], &tables, &[scale.into()], &sizes(problem, &chunk)].concat();
             let grid = grid(problem, &chunk, &block, dims.num_queries * chunk.group);
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe { launcher.launch(&kernel, grid, &args)? };

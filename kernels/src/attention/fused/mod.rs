@@ -11,15 +11,13 @@ pub(super) use backward::backward;
 pub(super) use forward::forward;
 
 use super::cuda::{HeadChunk, Problem, Tiling};
+use super::dims::Dims;
 use super::{AttentionError, AttentionKernels};
 use crate::device::{Arg, Grid, Source, Target};
 use candle_core::{DType, Device, Tensor};
 
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
 const THREADS: u32 = 128;
-
-/// The same for products of warpgroups: `kWgmmaThreads` of `cuda/attention_fused_wgmma.cuh`.
-const THREADS_OF_WGMMA: u32 = 256;
 
 /// The head dimensions that have kernels.
 pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
@@ -42,8 +40,8 @@ struct Block {
     rows: usize,
     /// Rows of `head_dim` elements in shared memory.
     shared_rows: usize,
-    /// Packed rows whose terms are in shared memory, too.
-    terms: usize,
+    /// Bytes of shared memory besides.
+    more_bytes: usize,
 }
 
 impl Block {
@@ -134,7 +132,7 @@ fn sizes(problem: &Problem<'_>, chunk: &HeadChunk) -> [Arg<'static>; 6] {
 /// Blocks for `rows` packed rows or keys of every KV head of a chunk and every sequence.
 fn grid(problem: &Problem<'_>, chunk: &HeadChunk, block: &Block, rows: usize) -> Grid {
     let Problem { dims, dtype, .. } = problem;
-    let shared_bytes = block.shared_rows * dims.head_dim * dtype.size_in_bytes() + block.terms * TERM;
+    let shared_bytes = block.shared_rows * dims.head_dim * dtype.size_in_bytes() + block.more_bytes;
     Grid {
         blocks: [rows.div_ceil(block.rows), chunk.num_kv_heads, dims.batch],
         threads: block.threads,

@@ -1,6 +1,6 @@
 //! The cache of compiled kernels and of verdicts on them, in `$XDG_CACHE_HOME/ulysses` or `~/.cache/ulysses`.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
@@ -25,8 +25,14 @@ pub(in crate::device) fn store(path: &Path, content: &[u8]) -> std::io::Result<(
 pub(in crate::device) fn lock(path: &Path) -> std::io::Result<File> {
     create_parent(path)?;
     let file = File::create(path.with_extension("lock"))?;
-    file.lock()?;
-    Ok(file)
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            tracing::info!(path = %path.display(), "waiting for another process that tests this GPU's kernels");
+            file.lock().map(|()| file)
+        }
+        Err(TryLockError::Error(failure)) => Err(failure),
+    }
 }
 
 fn create_parent(path: &Path) -> std::io::Result<()> {

@@ -15,6 +15,7 @@ mod module;
 mod pointer;
 mod query;
 mod shared;
+mod tensor_map;
 mod upload;
 
 pub(super) use cache::{lock, store};
@@ -25,6 +26,7 @@ pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
 pub(super) use query::{compute_capability, count, describe, driver_version, memory};
 pub use shared::{allow_peer_access, load_library_kernels};
+pub(super) use tensor_map::encode;
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};

@@ -195,6 +195,7 @@ fn whole_text(source: &Source) -> String {
         ("common", include_str!("../../../cuda/common.cuh")),
         ("mma", include_str!("../../../cuda/mma.cuh")),
         ("wgmma", include_str!("../../../cuda/wgmma.cuh")),
+        ("tma", include_str!("../../../cuda/tma.cuh")),
         ("attention_fused", include_str!("../../../cuda/attention_fused.cuh")),
         ("attention_fused_wgmma", include_str!("../../../cuda/attention_fused_wgmma.cuh")),
         ("attention_fused_backward", include_str!("../../../cuda/attention_fused_backward.cuh")),

@@ -67,7 +67,7 @@ library! {
         cuMemPoolSetAccess cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2
         cuMemcpyPeerAsync cuMemsetD8Async cuModuleEnumerateFunctions cuModuleGetFunction cuModuleGetFunctionCount
         cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2
-        cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent
+        cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeTiled
     ],
     texts: []
 }

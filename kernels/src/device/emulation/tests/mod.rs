@@ -2,6 +2,7 @@
 
 mod sanitizers;
 mod tensor_cores;
+mod tma;
 mod warpgroups;
 
 use crate::device::kernel::Source;

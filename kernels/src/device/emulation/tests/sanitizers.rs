@@ -173,11 +173,11 @@ fn uses_of_cp_async_before_its_completion_are_found() {
         launch("fault_cp_async_early", [1, 32, 128], &words(vec![0; 32]), &[&input], &[fault])
     };
     for (fault, expected) in [
-        (0, "before the wait for the cp.async that writes it"),
+        (0, "before the wait for the copy that writes it"),
         (1, "without a barrier after the write by"),
-        (2, "before the wait for the cp.async that writes it"),
-        (3, "before the wait for the cp.async that writes it"),
-        (4, "before the wait for the cp.async that writes it"),
+        (2, "before the wait for the copy that writes it"),
+        (3, "before the wait for the copy that writes it"),
+        (4, "before the wait for the copy that writes it"),
     ] {
         let message = failure(copy(fault));
         assert!(message.contains(expected), "{fault}: {message}");
