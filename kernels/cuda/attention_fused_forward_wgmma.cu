@@ -1,11 +1,11 @@
 // Fused attention, forward, for sm_90a (`src/attention/fused/forward_wgmma.rs`): `attention_fused_forward.cu` with
 // products of warpgroups and copies by TMA.
 //
-// One thread of a third warpgroup starts all copies of keys and values. Two warpgroups have 64 of the block's packed rows each. While
-// tensor cores multiply probabilities of a tile with its values, they also multiply queries with the keys of the next
-// tile, and other lanes compute exponentials: the products of a tile with values are waited for after the softmax of the
-// next one (FlashAttention-3, Shah et al., arXiv 2407.08608). Nothing in the loop stops both warpgroups, so that one
-// computes exponentials during products of the other.
+// One thread of a third warpgroup starts all copies of keys and values. The other two have 64 of the block's packed rows
+// each. While tensor cores multiply probabilities of a tile with its values, they also multiply queries with the keys of
+// the next tile, and other lanes compute exponentials: the products of a tile with values are waited for after the softmax
+// of the next one (FlashAttention-3, Shah et al., arXiv 2407.08608). Nothing in the loop stops both warpgroups, so that
+// one computes exponentials during products of the other.
 
 #include "common.cuh"
 #include "mma.cuh"

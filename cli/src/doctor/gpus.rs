@@ -140,7 +140,7 @@ fn attention(ordinal: usize) -> Finding {
                 AttentionKernels::Wgmma => {
                     "fused kernels in 16 bits, with wgmma; they agree with the tiled ones"
                 }
-                _ => "fused kernels in 16 bits, they agree with the tiled ones",
+                _ => "fused kernels in 16 bits; they agree with the tiled ones",
             };
             let state = if refused.is_empty() { State::Ok } else { State::Warning };
             Finding::new("GPU", name, state, [&[chosen.to_owned()], &refused[..]].concat().join("; "))
