@@ -2,6 +2,7 @@
 //! steps, on every mesh and ZeRO stage.
 
 use crate::support::compare::{assert_all_close, assert_close, assert_scalar_close, values};
+use crate::support::device::{is_cpu, is_emulated};
 use crate::support::golden::Fixture;
 use crate::support::mesh_run::{Layout, Problem, Rule, by_name, layout};
 use crate::support::reference::{
@@ -18,16 +19,20 @@ const GRADIENT_TOLERANCE: f64 = 1e-5;
 /// size of AdamW's eps, three times the f32 error of PyTorch's own. There the rule below is the stricter
 /// check.
 fn parameter_tolerance() -> f64 {
-    if crate::support::device::is_cpu() { 5e-5 } else { 2e-4 }
+    if is_cpu() { 5e-5 } else { 2e-4 }
 }
 
 /// Tolerance of the update alone: the library's parameters against AdamW's formula with the library's
 /// gradients.
 const RULE_TOLERANCE: f64 = 1e-6;
 
+/// Emulated kernels take minutes for every stage of every mesh: one stage for each mesh is tested on them.
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
-    let ulysses = meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)));
+    let ulysses = meshes.into_iter().enumerate().flat_map(|(index, (dp, sp))| {
+        let stages = (0..=3).filter(move |stage| !is_emulated() || usize::from(*stage) == index % 4);
+        stages.map(move |stage| layout(dp, sp, stage))
+    });
     let rings = [(2, 2), (4, 2), (3, 3), (8, 4)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 3) });
     ulysses.chain(rings)
 }

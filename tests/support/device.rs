@@ -69,6 +69,11 @@ pub fn is_cpu() -> bool {
     choice() == "cpu"
 }
 
+/// Returns whether the device under test is the CPU with the kernels of GPUs.
+pub fn is_emulated() -> bool {
+    choice() == "emulated"
+}
+
 /// Returns the place to offload to from the device under test: a file for the CPU, host memory for kernels.
 pub fn offload_target() -> &'static str {
     if is_cpu() { "nvme" } else { "cpu" }
