@@ -382,12 +382,13 @@ fn cycles_are_found_through_imports_paths_and_reexports() {
 #[test]
 fn stubs_and_long_files_are_reported() {
     let stubs = format!("fn f() {{ {}!() }}\nfn g() {{ {}!(\"later\") }}", "todo", "unimplemented");
+    let prose = format!("/// {0}! is not allowed\nfn {0}() {{}}", "todo");
     let long = "\n".repeat(MAX_LINES + 1);
     let fake = sources(&[
         ("src/data/mod.rs", &stubs),
         ("examples/long.rs", &long),
         ("tests/exact.rs", &long[1..]),
-        ("tests/prose.rs", "/// todo! is not allowed\nfn todo() {}"),
+        ("tests/prose.rs", &prose),
     ]);
     assert_eq!(lines(&check_stubs(&fake)), [("src/data/mod.rs", 1), ("src/data/mod.rs", 2)]);
     assert_eq!(lines(&check_length(&fake)), [("examples/long.rs", MAX_LINES + 1)]);

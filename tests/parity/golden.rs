@@ -26,7 +26,8 @@ fn parameter_tolerance() -> f64 {
 /// gradients.
 const RULE_TOLERANCE: f64 = 1e-6;
 
-/// Emulated kernels take minutes for every stage of every mesh: one stage for each mesh is tested on them.
+/// Emulated kernels take minutes for every stage of every mesh: one stage for each mesh is tested on them. The same kernels
+/// compute logits and gradients at every stage on simulated GPUs (`gpu/fake-driver-check.sh golden`).
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
     let ulysses = meshes.into_iter().enumerate().flat_map(|(index, (dp, sp))| {
