@@ -41,7 +41,10 @@ const NOT_RUN: [(&str, &str); 18] = [
     ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
 ];
 
-/// Prefixes of the commands that need a build with MPI: `cargo test --features mpi --test docs` runs them.
+/// The document of the commands that need a build with MPI, tested by itself so that such a build need not run the others.
+const CLUSTERS: &str = "docs/clusters.md";
+
+/// Prefixes of those commands: `cargo test --features mpi --test docs clusters` runs them.
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
     "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
@@ -134,21 +137,33 @@ pub(super) fn run(block: &[&Documented], place: &Path) -> String {
     String::from_utf8(outcome.stdout).unwrap()
 }
 
-#[test]
-fn the_commands_of_readme_and_book_run_as_they_are_written() {
-    let blocks = all_blocks(root());
+/// Runs the commands of the documents that `is_tested` accepts, and returns their number.
+fn run_documents(is_tested: impl Fn(&str) -> bool) -> usize {
     let mut places: Vec<(String, tempfile::TempDir)> = Vec::new();
     let mut num_run = 0;
-    for block in &blocks {
+    for block in all_blocks(root()) {
         let block: Vec<&Documented> = block.iter().filter(|documented| is_run(documented)).collect();
-        let Some(first) = block.first() else { continue };
+        let Some(first) = block.first().filter(|first| is_tested(&first.file)) else { continue };
         if places.last().is_none_or(|(file, _)| *file != first.file) {
             places.push((first.file.clone(), workplace()));
         }
         run(&block, places.last().unwrap().1.path());
         num_run += block.len();
     }
+    num_run
+}
+
+#[test]
+fn the_commands_of_readme_and_book_run_as_they_are_written() {
+    let num_run = run_documents(|file| file != CLUSTERS);
     assert!(num_run >= 20, "{num_run} commands were run");
+}
+
+#[test]
+fn the_commands_for_clusters_run_as_they_are_written() {
+    let num_run = run_documents(|file| file == CLUSTERS);
+    let num_under_mpi = if cfg!(feature = "mpi") { UNDER_MPI.len() } else { 0 };
+    assert!(num_run > num_under_mpi, "{num_run} commands were run");
 }
 
 #[test]
@@ -161,6 +176,7 @@ fn commands_that_are_not_run_still_exist() {
         );
     }
     for documented in &commands {
+        assert!(!is_under_mpi(documented) || documented.file == CLUSTERS, "{documented:?}");
         let example =
             documented.command.split("--example ").nth(1).map(|rest| rest.split(' ').next().unwrap());
         if let Some(example) = example {
