@@ -16,9 +16,10 @@ SHARED = {
     "backward_keys": (256, 2048),
     "backward_queries": (256, 2048),
     "backward_wgmma_keys": (640, 5120),
-    "backward_wgmma_queries": (640, 5120),
+    "backward_wgmma_queries": (640, 2144),
 }
-THREADS = {kernel: 256 if "wgmma" in kernel else 128 for kernel in SHARED} | {"forward_wgmma": 384}
+WITH_PRODUCER = ("forward_wgmma", "backward_wgmma_queries")
+THREADS = {kernel: 128 for kernel in SHARED} | {"backward_wgmma_keys": 256} | dict.fromkeys(WITH_PRODUCER, 384)
 
 # Limits of a multiprocessor ("Compute Capabilities" in the CUDA programming guide).
 SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "90a": 228 << 10, "100": 228 << 10}

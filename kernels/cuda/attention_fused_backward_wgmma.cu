@@ -1,5 +1,5 @@
 // Fused attention, backward, for sm_90a (`src/attention/fused/backward.rs`): `attention_fused_backward.cu` with
-// products of warpgroups.
+// products of warpgroups, and in `queries` copies by TMA.
 //
 // A block owns kOwn rows of two tensors in shared memory, and a warpgroup 64 of them as operand A of its first two
 // products. Tiles of the two other tensors are operand B of all products. p and ds become operands A in registers.
@@ -12,6 +12,7 @@
 #include "common.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
+#include "tma.cuh"
 #include "attention_fused.cuh"
 #include "attention_fused_wgmma.cuh"
 #include "attention_fused_backward.cuh"
@@ -24,23 +25,38 @@ constexpr u32 kTile = 64, kStages = 3;
 using Products = float[1][kTile / 8][4];
 using Fragments = u32[1][kTile / 16][4];
 
-// The block's shared memory: the rows that it owns, and tiles.
-template <typename T, u32 D> struct Shared {
-    using Own = Stage<Panels<T, D, kOwn>, kOwn>;
+// The rows that a block owns.
+template <typename T, u32 D> using Own = Stage<Panels<T, D, kOwn>, kOwn>;
+
+// Shared memory of a block of `keys`: the rows that it owns, and tiles.
+template <typename T, u32 D> struct SharedOfKeys {
     using Tile = Stage<Panels<T, D, kTile>, kTile>;
-    static_assert(Own::kBytes % 1024 == 0 && Tile::kBytes % 1024 == 0, "panels begin at multiples of 1024 bytes");
+    static_assert(Own<T, D>::kBytes % 1024 == 0 && Tile::kBytes % 1024 == 0, "panels begin at multiples of 1024 bytes");
     u8 *first;
 
-    __device__ __forceinline__ Own own() const { return {first, 0}; }
+    __device__ __forceinline__ Own<T, D> own() const { return {first, 0}; }
     // The `index`-th tile of the loop.
-    __device__ __forceinline__ Tile tile(u32 index) const { return {first + Own::kBytes, index % kStages}; }
+    __device__ __forceinline__ Tile tile(u32 index) const { return {first + Own<T, D>::kBytes, index % kStages}; }
+};
+
+// Shared memory of a block of `queries`.
+template <typename T, u32 D> struct SharedOfQueries {
+    using Tiles = Ring<T, D, kTile, kStages>;
+    Own<T, D> own;
+    Tiles keys, values;
+
+    __device__ __forceinline__ explicit SharedOfQueries(u8 *first)
+        : own(first, 0),
+          keys{reinterpret_cast<T *>(first + Own<T, D>::kBytes),
+               reinterpret_cast<u64 *>(first + Own<T, D>::kBytes + 2 * Tiles::kElements * sizeof(T))},
+          values(keys.next()) {}
 };
 
 // dk and dv of kOwn keys.
 template <typename T, u32 D>
 __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, bytes);
-    const Shared<T, D> shared = {bytes};
+    const SharedOfKeys<T, D> shared = {bytes};
     const auto own = shared.own();
     const u32 first_key = blockIdx.x * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
     auto [row, past_row] = rows_that_see(of, first_key, past_key);
@@ -85,50 +101,76 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     store_rows(key_rows<D>(dv, of.sizes), first_key + warp_row, own.right, warp_row, of_v, {{1.0f, 1.0f}});
 }
 
-// dq of kOwn packed rows.
+// dq of kOwn packed rows. The warpgroups wait for tiles, and not for each other.
 template <typename T, u32 D>
-__device__ __forceinline__ void queries(T *dq, const Operands<T, D> &of, float scale) {
+__device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorMap &v, const Operands<T, D> &of,
+                                        float scale) {
     DYNAMIC_SHARED(u8, bytes);
-    const Shared<T, D> shared = {bytes};
-    const auto own = shared.own();
+    const SharedOfQueries<T, D> shared(bytes);
+    const auto &own = shared.own;
     // The last rows first: they see the most keys.
     const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kOwn, warp_row = threadIdx.x / kWarp * 16;
     const u32 past_row = first_row + kOwn < of.sizes.rows() ? first_row + kOwn : of.sizes.rows();
     const Visible first = of.visible_to_token(first_row / of.sizes.group);
     const Visible last = of.visible_to_token((past_row - 1) / of.sizes.group);
-    u32 key = first.begin / kTile * kTile;
+    const u32 first_key = first.begin / kTile * kTile;
+    const u32 tiles = first_key < last.end ? (last.end - first_key + kTile - 1) / kTile : 0;
+
+    // Fills the tiles of these indices.
+    const auto fill = [&](u32 begin, u32 end) {
+#pragma unroll 1
+        for (u32 index = begin; index < end; ++index) {
+            shared.keys.fill(index, k, first_key + index * kTile, of.sizes);
+            shared.values.fill(index, v, first_key + index * kTile, of.sizes);
+        }
+    };
+    if (threadIdx.x == kProducer) {
+        shared.keys.init();
+        shared.values.init();
+        fence_async_proxy();
+        fill(0, tiles < kStages ? tiles : kStages);
+    }
+    const bool is_producer = is_in_warpgroup_of_producer();
+    if (!is_producer) copy_queries<kWgmmaThreads>(own, of, first_row, past_row);
+    cp_async_commit();
+    wait_for_operands();
+    if (is_producer) {
+        lower_registers<kProducerRegisters>();
+        if (threadIdx.x == kProducer) fill(kStages, tiles);
+        return;
+    }
+    raise_registers<kConsumerRegisters>();
 
     float of_q[1][D / 8][4] = {};
     Products s = {}, dp = {};
     Fragments ds = {};
-    if (key < last.end) {
-        copy_queries<kWgmmaThreads>(own, of, first_row, past_row);
-        copy_keys<kWgmmaThreads>(shared.tile(0), of, key);
-        cp_async_commit();
+    const RowTerms<2> terms = own_terms(*own.terms);
+    if (tiles > 0) {
 #pragma unroll 1
-        for (u32 index = 0; key < last.end; key += kTile, ++index) {
-            const auto keys = shared.tile(index);
+        for (u32 index = 0; index < tiles; ++index) {
+            const u32 key = first_key + index * kTile;
             const OwnRows at = {key};
-            wait_for_operands();
-            if (key + kTile < last.end) copy_keys<kWgmmaThreads>(shared.tile(index + 1), of, key + kTile);
-            cp_async_commit();
+            const auto keys = shared.keys.filled_tile(index);
             wgmma_fence(s[0]);
-            start_multiply_transposed(s, own.left, keys.left);
-            const RowTerms<2> terms = own_terms(*own.terms);
+            start_multiply_transposed(s, own.left, keys);
+            const auto values = shared.values.filled_tile(index);
             wgmma_wait<1>(of_q[0], ds[0]);
+            if (index > 0) shared.keys.release(index - 1);
             wgmma_fence(dp[0]);
-            start_multiply_transposed(dp, own.right, keys.right);
+            start_multiply_transposed(dp, own.right, values);
             wgmma_wait<1>(s[0]);
             exponentiate(s, s, terms, at, scale * kLog2E, last.begin <= key && key + kTile <= first.end);
             wgmma_wait<0>(dp[0]);
+            shared.values.release(index);
             differentiate(dp, s, terms, at);
             round_to_a<T>(ds, dp);
             wgmma_fence(of_q[0], ds[0]);
-            start_multiply(of_q, ds, keys.left);
+            start_multiply(of_q, ds, keys);
         }
         wgmma_wait<0>(of_q[0], ds[0]);
-        __syncthreads();
     }
+    // All warps of the warpgroup have waited for their products with its rows.
+    sync_warpgroup();
     store_rows(packed_rows<D>(dq, of.heads, of.sizes), first_row + warp_row, own.left, warp_row, of_q,
                {{scale, scale}});
 }
@@ -139,8 +181,9 @@ __device__ __forceinline__ void queries(T *dq, const Operands<T, D> &of, float s
     KERNEL(attention_fused_backward_wgmma_keys_##suffix##_##D, T *dk, T *dv, PARAMETERS(T)) {                     \
         keys<T, D>(dk, dv, OPERANDS, scale);                                                                      \
     }                                                                                                             \
-    KERNEL(attention_fused_backward_wgmma_queries_##suffix##_##D, T *dq, PARAMETERS(T)) {                         \
-        queries<T, D>(dq, OPERANDS, scale);                                                                       \
+    KERNEL_OF_THREADS(attention_fused_backward_wgmma_queries_##suffix##_##D, kThreadsWithProducer, T *dq,         \
+                      BY_VALUE(TensorMap) of_k, BY_VALUE(TensorMap) of_v, PARAMETERS(T)) {                        \
+        queries<T, D>(dq, of_k, of_v, OPERANDS, scale);                                                           \
     }
 INSTANTIATE(bf16, bf16, 64)
 INSTANTIATE(bf16, bf16, 128)

@@ -19,67 +19,16 @@ namespace {
 
 constexpr u32 kKeys = 128, kStages = 2;
 
-// The thread that starts copies, in a warpgroup of its own.
-constexpr u32 kProducer = kWgmmaThreads, kThreadsWithProducer = kProducer + 128;
-
-// Registers of a thread: at the start, as ptxas allots 64 Ki, and later.
-constexpr u32 kRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
-static_assert(128 * kProducerRegisters + kWgmmaThreads * kConsumerRegisters <= kThreadsWithProducer * kRegisters,
-              "what the producers give is enough for the others");
-
-// Tiles of keys or of values in turns in shared memory. Each has a barrier that its copies complete, and one at which all
-// warps release it.
-template <typename T, u32 D> struct Ring {
-    static constexpr u32 kElements = kKeys * D;
-    T *tiles;
-    u64 *barriers;
-
-    __device__ __forceinline__ Panels<T, D, kKeys> tile(u32 index) const {
-        return {tiles + index % kStages * kElements};
-    }
-    __device__ __forceinline__ u64 *filled(u32 index) const { return barriers + index % kStages; }
-    __device__ __forceinline__ u64 *used(u32 index) const { return barriers + kStages + index % kStages; }
-
-    __device__ __forceinline__ void init() const {
-        for (u32 index = 0; index < kStages; ++index) {
-            mbarrier_init(filled(index), 1);
-            mbarrier_init(used(index), kWgmmaThreads / kWarp);
-        }
-    }
-
-    // Starts copies of the `index`-th tile, from `key` on, once the tile before it in its place is used.
-    __device__ __forceinline__ void fill(u32 index, const TensorMap &tensor, u32 key, const FusedSizes &sizes) const {
-        if (index >= kStages) mbarrier_wait(used(index), index / kStages - 1);
-        mbarrier_arrive_expect_tx(filled(index), kElements * sizeof(T));
-#pragma unroll
-        for (u32 column = 0; column < D; column += kPanel) {
-            tma_copy(tile(index).first + column * kKeys, tensor, column, sizes.first_kv_head + blockIdx.y, key, blockIdx.z,
-                     filled(index));
-        }
-    }
-
-    // Waits for the `index`-th tile.
-    __device__ __forceinline__ Panels<T, D, kKeys> filled_tile(u32 index) const {
-        mbarrier_wait(filled(index), index / kStages);
-        return tile(index);
-    }
-
-    // This warp is past its reads of the `index`-th tile.
-    __device__ __forceinline__ void release(u32 index) const {
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) mbarrier_arrive(used(index));
-    }
-};
-
 // The block's shared memory.
 template <typename T, u32 D> struct Shared {
+    using Tiles = Ring<T, D, kKeys, kStages>;
     Panels<T, D, kOwn> queries;
-    Ring<T, D> keys, values;
+    Tiles keys, values;
 
     __device__ __forceinline__ explicit Shared(T *first)
         : queries{first},
-          keys{first + kOwn * D, reinterpret_cast<u64 *>(first + (kOwn + 2 * kStages * kKeys) * D)},
-          values{keys.tiles + kStages * kKeys * D, keys.barriers + 2 * kStages} {}
+          keys{first + kOwn * D, reinterpret_cast<u64 *>(first + kOwn * D + 2 * Tiles::kElements)},
+          values(keys.next()) {}
 };
 
 // Parameters as in `attention_fused_forward.cu`.
@@ -109,8 +58,7 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const Tens
         fence_async_proxy();
         fill(0, tiles > 0 ? kStages : 0);
     }
-    // Of a warpgroup: ptxas must see that a whole warp takes the same path.
-    const bool is_producer = __shfl_sync(kFullWarp, threadIdx.x / 128, 0) == kProducer / 128;
+    const bool is_producer = is_in_warpgroup_of_producer();
     const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
     if (!is_producer) copy_rows<kOwn, kWgmmaThreads>(shared.queries, queries, first_row);
     cp_async_commit();

@@ -1,11 +1,71 @@
 // Parts of the fused attention kernels with products of warpgroups. A block has two of them, which own 64 of its kOwn
-// rows each. A kernel includes this file after `wgmma.cuh`.
+// rows each. In some kernels one thread of a third copies tiles by TMA. A kernel includes this file after `wgmma.cuh` and
+// `tma.cuh`.
 
 #ifndef ULYSSES_ATTENTION_FUSED_WGMMA_CUH
 #define ULYSSES_ATTENTION_FUSED_WGMMA_CUH
 
 inline constexpr u32 kWgmmaThreads = 256, kOwn = 128;
 static_assert(kOwn == kWgmmaThreads / kWarp * 16, "a warp has 16 rows");
+
+// The thread that starts copies, in a warpgroup of its own.
+inline constexpr u32 kProducer = kWgmmaThreads, kThreadsWithProducer = kProducer + 128;
+
+// Registers of a thread: at the start, as ptxas allots 64 Ki, and later.
+inline constexpr u32 kRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(128 * kProducerRegisters + kWgmmaThreads * kConsumerRegisters <= kThreadsWithProducer * kRegisters,
+              "what the producers give is enough for the others");
+
+// Whether this thread is of the producer's warpgroup. ptxas must see that a whole warp takes the same path.
+__device__ __forceinline__ bool is_in_warpgroup_of_producer() {
+    return __shfl_sync(kFullWarp, threadIdx.x / 128, 0) == kProducer / 128;
+}
+
+// Tiles of kRows keys or values in turns in shared memory. Each has a barrier that its copies complete, and one at which
+// all warps release it.
+template <typename T, u32 D, u32 kRows, u32 kStages> struct Ring {
+    static constexpr u32 kTile = kRows * D, kElements = kStages * kTile, kBarriers = 2 * kStages;
+    using Rows = Panels<T, D, kRows>;
+    T *tiles;
+    u64 *barriers;
+
+    // The ring behind this one.
+    __device__ __forceinline__ Ring next() const { return {tiles + kElements, barriers + kBarriers}; }
+
+    __device__ __forceinline__ Rows tile(u32 index) const { return {tiles + index % kStages * kTile}; }
+    __device__ __forceinline__ u64 *filled(u32 index) const { return barriers + index % kStages; }
+    __device__ __forceinline__ u64 *used(u32 index) const { return barriers + kStages + index % kStages; }
+
+    __device__ __forceinline__ void init() const {
+        for (u32 index = 0; index < kStages; ++index) {
+            mbarrier_init(filled(index), 1);
+            mbarrier_init(used(index), kWgmmaThreads / kWarp);
+        }
+    }
+
+    // Starts copies of the `index`-th tile, from `key` on, once the tile before it in its place is used.
+    __device__ __forceinline__ void fill(u32 index, const TensorMap &tensor, u32 key, const FusedSizes &sizes) const {
+        if (index >= kStages) mbarrier_wait(used(index), index / kStages - 1);
+        mbarrier_arrive_expect_tx(filled(index), kTile * sizeof(T));
+#pragma unroll
+        for (u32 column = 0; column < D; column += kPanel) {
+            tma_copy(tile(index).first + column * kRows, tensor, column, sizes.first_kv_head + blockIdx.y, key, blockIdx.z,
+                     filled(index));
+        }
+    }
+
+    // Waits for the `index`-th tile.
+    __device__ __forceinline__ Rows filled_tile(u32 index) const {
+        mbarrier_wait(filled(index), index / kStages);
+        return tile(index);
+    }
+
+    // This warp is past its reads of the `index`-th tile.
+    __device__ __forceinline__ void release(u32 index) const {
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) mbarrier_arrive(used(index));
+    }
+};
 
 // `wait_for_copies`, after which products may read what was copied.
 __device__ __forceinline__ void wait_for_operands() {

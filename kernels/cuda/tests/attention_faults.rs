@@ -65,8 +65,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "wgmma_wrong_bytes",
         "attention_fused_forward_wgmma",
-        "kElements * sizeof(T));",
-        "kElements);",
+        "kTile * sizeof(T));",
+        "kTile);",
     ],
     [
         "wgmma_values_released_early",
@@ -163,6 +163,24 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
         "attention_fused_backward_wgmma",
         "kTile = 64, kStages = 3",
         "kTile = 64, kStages = 2",
+    ],
+    [
+        "backward_wgmma_keys_released_early",
+        "attention_fused_backward_wgmma",
+        "wgmma_wait<1>(of_q[0], ds[0]);\n            if (index > 0) shared.keys.release(index - 1);",
+        "if (index > 0) shared.keys.release(index - 1);\n            wgmma_wait<1>(of_q[0], ds[0]);",
+    ],
+    [
+        "backward_wgmma_keys_of_the_next_tile",
+        "attention_fused_backward_wgmma",
+        "shared.keys.fill(index, k, first_key + index * kTile",
+        "shared.keys.fill(index, k, first_key + (index + 1) * kTile",
+    ],
+    [
+        "backward_wgmma_forgotten_barrier_before_the_output",
+        "attention_fused_backward_wgmma",
+        "sync_warpgroup();\n    store_rows",
+        "store_rows",
     ],
     [
         "backward_wgmma_wrong_fragment",

@@ -2,7 +2,7 @@
 
 use super::{Block, Problem, TERM, THREADS, backward_wgmma, grid, head_chunks, sizes};
 use crate::attention::{AttentionKernels, Gradients, Upstream};
-use crate::device::{DeviceError, Kernel, Launcher, sources::ATTENTION_FUSED_BACKWARD};
+use crate::device::{Arg, DeviceError, Kernel, Launcher, TensorMap, sources::ATTENTION_FUSED_BACKWARD};
 use candle_core::Tensor;
 
 /// Keys or packed rows of a block, and of a stage: `kRows` of `cuda/attention_fused_backward.cu`.
@@ -15,6 +15,7 @@ const BLOCK: Block = Block {
     rows: ROWS,
     shared_rows: 4 * ROWS,
     more_bytes: 2 * ROWS * TERM,
+    tma_keys: None,
 };
 
 /// Writes the gradients.
@@ -29,25 +30,30 @@ pub(in crate::attention) fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let block = BLOCK.or_wgmma(backward_wgmma::BLOCK, kernels, dims.head_dim);
-    let kernel = |of: &str| {
+    let [keys, queries] = [backward_wgmma::KEYS, backward_wgmma::QUERIES]
+        .map(|of_wgmma| BLOCK.or_wgmma(of_wgmma, kernels, dims.head_dim));
+    let kernel = |block: &Block, of: &str| {
         let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
         Kernel::named(block.source, name)
     };
-    let (of_keys, of_queries) = (kernel("keys"), kernel("queries"));
+    let (of_keys, of_queries) = (kernel(&keys, "keys"), kernel(&queries, "queries"));
     let inputs: [&Tensor; 8] = [q, k, v, dout, lse, delta, &heads, &ranges];
     launcher.open([dq, dk, dv], inputs, |[dq, dk, dv], [q, k, v, dout, lse, delta, heads, ranges]| {
+        let maps = queries.maps(launcher, &dims, [k, v])?;
+        let maps: Vec<Arg<'_>> = maps.iter().flatten().map(TensorMap::arg).collect();
         for chunk in head_chunks(problem) {
             let operands =
                 [q, k, v, dout, lse, delta, heads.offset(chunk.first_head), ranges].map(Into::into);
             let sizes = sizes(problem, &chunk);
             let parameters = [&operands[..], &[scale.into()], &sizes].concat();
-            let grids = [dims.num_keys, dims.num_queries * chunk.group]
-                .map(|rows| grid(problem, &chunk, &block, rows));
+            let grid_of_keys = grid(problem, &chunk, &keys, dims.num_keys);
+            let grid_of_queries = grid(problem, &chunk, &queries, dims.num_queries * chunk.group);
+            let to_keys = [&[dk.into(), dv.into()], &parameters[..]].concat();
+            let to_queries = [&[dq.into()], &maps[..], &parameters[..]].concat();
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe {
-                launcher.launch(&of_keys, grids[0], &[&[dk.into(), dv.into()], &parameters[..]].concat())?;
-                launcher.launch(&of_queries, grids[1], &[&[dq.into()], &parameters[..]].concat())?;
+                launcher.launch(&of_keys, grid_of_keys, &to_keys)?;
+                launcher.launch(&of_queries, grid_of_queries, &to_queries)?;
             }
         }
         Ok(())

@@ -18,6 +18,7 @@ const BLOCK: Block = Block {
     rows: ROWS,
     shared_rows: ROWS + 2 * KEYS,
     more_bytes: 0,
+    tma_keys: None,
 };
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -33,8 +34,7 @@ pub(in crate::attention) fn forward(
     let name = format!("{}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
     let kernel = Kernel::named(block.source, name);
     launcher.open([o, lse], [q, k, v, &ranges, &heads], |[o, lse], [q, k, v, ranges, heads]| {
-        let copies_by_tma = std::ptr::eq(block.source, forward_wgmma::BLOCK.source);
-        let maps = copies_by_tma.then(|| forward_wgmma::maps(launcher, &dims, [k, v])).transpose()?;
+        let maps = block.maps(launcher, &dims, [k, v])?;
         let [k, v] = match &maps {
             Some(maps) => maps.each_ref().map(TensorMap::arg),
             None => [k.into(), v.into()],

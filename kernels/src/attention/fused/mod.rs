@@ -13,11 +13,19 @@ pub(super) use forward::forward;
 use super::cuda::{HeadChunk, Problem, Tiling};
 use super::dims::Dims;
 use super::{AttentionError, AttentionKernels};
-use crate::device::{Arg, Grid, Source, Target};
+use crate::device::{Address, Arg, DeviceError, Grid, Launcher, Source, Target, TensorMap};
 use candle_core::{DType, Device, Tensor};
 
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
 const THREADS: u32 = 128;
+
+/// The same with products of warpgroups, and with another warpgroup that copies by TMA: `kWgmmaThreads` and
+/// `kThreadsWithProducer` of `cuda/attention_fused_wgmma.cuh`.
+const WGMMA_THREADS: u32 = 256;
+const THREADS_WITH_PRODUCER: u32 = 384;
+
+/// Keys or packed rows of a block with products of warpgroups: `kOwn` of the same file.
+const WGMMA_ROWS: usize = 128;
 
 /// The head dimensions that have kernels.
 pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
@@ -27,6 +35,9 @@ const HEAD_DIMS_OF_WGMMA: [usize; 2] = [64, 128];
 
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;
+
+/// Bytes of the barriers of a stage of keys or of values in `Ring` of `cuda/attention_fused_wgmma.cuh`.
+const BARRIERS: usize = 2 * size_of::<u64>();
 
 /// Bytes of a packed row in `RowTerms` of `cuda/attention_fused_backward.cuh`.
 const TERM: usize = 16;
@@ -42,6 +53,8 @@ struct Block {
     shared_rows: usize,
     /// Bytes of shared memory besides.
     more_bytes: usize,
+    /// Keys of a tile that is copied by TMA, in a kernel that copies keys and values so.
+    tma_keys: Option<usize>,
 }
 
 impl Block {
@@ -50,6 +63,18 @@ impl Block {
     fn or_wgmma(self, of_wgmma: Self, kernels: AttentionKernels, head_dim: usize) -> Self {
         let is_chosen = kernels == AttentionKernels::Wgmma && HEAD_DIMS_OF_WGMMA.contains(&head_dim);
         if is_chosen { of_wgmma } else { self }
+    }
+
+    /// Makes the maps of keys and values from which the kernel copies tiles, if it copies by TMA.
+    fn maps(
+        &self,
+        launcher: &Launcher,
+        dims: &Dims,
+        [k, v]: [Address; 2],
+    ) -> Result<Option<[TensorMap; 2]>, DeviceError> {
+        let Some(keys) = self.tma_keys else { return Ok(None) };
+        let map = |address| launcher.tensor_map(address, dims.kv_shape(), keys);
+        Ok(Some([map(k)?, map(v)?]))
     }
 }
 
