@@ -18,6 +18,8 @@ SHARED = {
     "backward_wgmma_keys": (640, 5120),
     "backward_wgmma_queries": (640, 2144),
 }
+# Those of kernels that have other tiles at a head dimension.
+SHARED_OF_HEAD_DIM = {("backward_wgmma_queries", 64): (1024, 2144)}
 WITH_PRODUCER = ("forward_wgmma", "backward_wgmma_queries")
 THREADS = {kernel: 128 for kernel in SHARED} | {"backward_wgmma_keys": 256} | dict.fromkeys(WITH_PRODUCER, 384)
 
@@ -41,7 +43,7 @@ COLUMNS = {
 
 def shared_bytes(kernel: str, head_dim: int) -> int:
     """Returns the dynamic shared memory of a block."""
-    rows, more = SHARED[kernel]
+    rows, more = SHARED_OF_HEAD_DIM.get((kernel, head_dim), SHARED[kernel])
     return rows * head_dim * 2 + more
 
 

@@ -19,18 +19,20 @@
 
 namespace {
 
-constexpr u32 kTile = 64, kStages = 3;
+// Packed rows of a tile of `keys`, and keys of a tile of `queries`, as many as registers permit.
+constexpr u32 kRows = 64, kStages = 3;
+template <u32 D> constexpr u32 kKeys = D == 64 ? 128 : 64;
 
-// kTile rows of two tensors by the rows that a warpgroup owns: products, and as operand A.
-using Products = float[1][kTile / 8][4];
-using Fragments = u32[1][kTile / 16][4];
+// kTile rows of a tile by those that a warpgroup owns: products, and as operand A.
+template <u32 kTile> using Products = float[1][kTile / 8][4];
+template <u32 kTile> using Fragments = u32[1][kTile / 16][4];
 
 // The rows that a block owns.
 template <typename T, u32 D> using Own = Stage<Panels<T, D, kOwn>, kOwn>;
 
 // Shared memory of a block of `keys`: the rows that it owns, and tiles.
 template <typename T, u32 D> struct SharedOfKeys {
-    using Tile = Stage<Panels<T, D, kTile>, kTile>;
+    using Tile = Stage<Panels<T, D, kRows>, kRows>;
     static_assert(Own<T, D>::kBytes % 1024 == 0 && Tile::kBytes % 1024 == 0, "panels begin at multiples of 1024 bytes");
     u8 *first;
 
@@ -41,7 +43,7 @@ template <typename T, u32 D> struct SharedOfKeys {
 
 // Shared memory of a block of `queries`.
 template <typename T, u32 D> struct SharedOfQueries {
-    using Tiles = Ring<T, D, kTile, kStages>;
+    using Tiles = Ring<T, D, kKeys<D>, kStages>;
     Own<T, D> own;
     Tiles keys, values;
 
@@ -61,19 +63,19 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     const u32 first_key = blockIdx.x * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
     auto [row, past_row] = rows_that_see(of, first_key, past_key);
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
-    Products s = {}, dp = {};
-    Fragments p = {}, ds = {};
+    Products<kRows> s = {}, dp = {};
+    Fragments<kRows> p = {}, ds = {};
     if (row < past_row) {
         copy_keys<kWgmmaThreads>(own, of, first_key);
         copy_queries<kWgmmaThreads>(shared.tile(0), of, row, past_row);
         cp_async_commit();
 #pragma unroll 1
-        for (u32 index = 0; row < past_row; row += kTile, ++index) {
+        for (u32 index = 0; row < past_row; row += kRows, ++index) {
             const auto queries = shared.tile(index);
             const OwnKeys at = {0, first_key + warp_row};
             // All warpgroups have waited for the products of the tile that the copies overwrite.
             wait_for_operands();
-            const u32 next = row + kTile;
+            const u32 next = row + kRows;
             if (next < past_row) copy_queries<kWgmmaThreads>(shared.tile(index + 1), of, next, past_row);
             cp_async_commit();
             wgmma_fence(s[0]);
@@ -105,6 +107,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
 template <typename T, u32 D>
 __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorMap &v, const Operands<T, D> &of,
                                         float scale) {
+    constexpr u32 kTile = kKeys<D>;
     DYNAMIC_SHARED(u8, bytes);
     const SharedOfQueries<T, D> shared(bytes);
     const auto &own = shared.own;
@@ -142,8 +145,8 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
     raise_registers<kConsumerRegisters>();
 
     float of_q[1][D / 8][4] = {};
-    Products s = {}, dp = {};
-    Fragments ds = {};
+    Products<kTile> s = {}, dp = {};
+    Fragments<kTile> ds = {};
     const RowTerms<2> terms = own_terms(*own.terms);
     if (tiles > 0) {
 #pragma unroll 1

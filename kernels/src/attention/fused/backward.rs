@@ -30,7 +30,7 @@ pub(in crate::attention) fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let [keys, queries] = [backward_wgmma::KEYS, backward_wgmma::QUERIES]
+    let [keys, queries] = [backward_wgmma::KEYS, backward_wgmma::queries(dims.head_dim)]
         .map(|of_wgmma| BLOCK.or_wgmma(of_wgmma, kernels, dims.head_dim));
     let kernel = |block: &Block, of: &str| {
         let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);

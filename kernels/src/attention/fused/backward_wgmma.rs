@@ -3,24 +3,29 @@
 use super::{BARRIERS, Block, TERM, THREADS_WITH_PRODUCER, WGMMA_ROWS, WGMMA_THREADS};
 use crate::device::sources::ATTENTION_FUSED_BACKWARD_WGMMA;
 
-/// Rows of a tile, and stages: `kTile` and `kStages` of `cuda/attention_fused_backward_wgmma.cu`.
-const TILE: usize = 64;
+/// Packed rows of a tile, and stages: `kRows` and `kStages` of `cuda/attention_fused_backward_wgmma.cu`.
+const ROWS: usize = 64;
 const STAGES: usize = 3;
 
-/// The block of the kernel for keys: own rows and tiles of two tensors each.
+/// The block of the kernel for keys: own keys and values, and tiles of packed rows of two tensors with their terms.
 pub(super) const KEYS: Block = Block {
     source: &ATTENTION_FUSED_BACKWARD_WGMMA,
     threads: WGMMA_THREADS,
     rows: WGMMA_ROWS,
-    shared_rows: 2 * (WGMMA_ROWS + STAGES * TILE),
-    more_bytes: (WGMMA_ROWS + STAGES * TILE) * TERM,
+    shared_rows: 2 * (WGMMA_ROWS + STAGES * ROWS),
+    more_bytes: (WGMMA_ROWS + STAGES * ROWS) * TERM,
     tma_keys: None,
 };
 
-/// The block of the kernel for queries: the same, with terms of the own rows only, and barriers.
-pub(super) const QUERIES: Block = Block {
-    threads: THREADS_WITH_PRODUCER,
-    more_bytes: WGMMA_ROWS * TERM + 2 * STAGES * BARRIERS,
-    tma_keys: Some(TILE),
-    ..KEYS
-};
+/// The block of the kernel for queries: own rows with their terms, tiles of keys and values, and barriers.
+pub(super) fn queries(head_dim: usize) -> Block {
+    // `kKeys`.
+    let keys = if head_dim == 64 { 128 } else { 64 };
+    Block {
+        threads: THREADS_WITH_PRODUCER,
+        shared_rows: 2 * (WGMMA_ROWS + STAGES * keys),
+        more_bytes: WGMMA_ROWS * TERM + 2 * STAGES * BARRIERS,
+        tma_keys: Some(keys),
+        ..KEYS
+    }
+}
