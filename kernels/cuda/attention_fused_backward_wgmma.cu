@@ -23,10 +23,6 @@ namespace {
 constexpr u32 kRows = 64, kStages = 3;
 template <u32 D> constexpr u32 kKeys = D == 64 ? 128 : 64;
 
-// kTile rows of a tile by those that a warpgroup owns: products, and as operand A.
-template <u32 kTile> using Products = float[1][kTile / 8][4];
-template <u32 kTile> using Fragments = u32[1][kTile / 16][4];
-
 // The rows that a block owns.
 template <typename T, u32 D> using Own = Stage<Panels<T, D, kOwn>, kOwn>;
 
@@ -63,8 +59,8 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     const u32 first_key = blockIdx.x * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
     auto [row, past_row] = rows_that_see(of, first_key, past_key);
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
-    Products<kRows> s = {}, dp = {};
-    Fragments<kRows> p = {}, ds = {};
+    float s[1][kRows / 8][4] = {}, dp[1][kRows / 8][4] = {};
+    u32 p[1][kRows / 16][4] = {}, ds[1][kRows / 16][4] = {};
     if (row < past_row) {
         copy_keys<kWgmmaThreads>(own, of, first_key);
         copy_queries<kWgmmaThreads>(shared.tile(0), of, row, past_row);
@@ -145,8 +141,8 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
     raise_registers<kConsumerRegisters>();
 
     float of_q[1][D / 8][4] = {};
-    Products<kTile> s = {}, dp = {};
-    Fragments<kTile> ds = {};
+    float s[1][kTile / 8][4] = {}, dp[1][kTile / 8][4] = {};
+    u32 ds[1][kTile / 16][4] = {};
     const RowTerms<2> terms = own_terms(*own.terms);
     if (tiles > 0) {
 #pragma unroll 1
