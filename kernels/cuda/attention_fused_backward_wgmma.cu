@@ -4,8 +4,8 @@
 // A block owns kOwn rows of two tensors in shared memory, and a warpgroup 64 of them as operand A of its first two
 // products. Tiles of the two other tensors are operand B of all products. p and ds become operands A in registers.
 //
-// dout·vᵀ runs while lanes compute p, pᵀ·dout while they compute ds, and the last product of a tile while the next one
-// begins. So there are three stages of tiles: one whose products end, one that is computed, one that arrives. Inside of
+// dout·vᵀ runs while lanes compute p, in `keys` pᵀ·dout while they compute ds, and the last product of a tile while the
+// next one begins. So there are three stages of tiles: one whose products end, one that is computed, one that arrives. Inside of
 // the condition that there is a tile, ptxas sees that products of one pass of the loop end in the next, and does not
 // serialize them.
 
@@ -40,14 +40,14 @@ template <typename T, u32 D> struct SharedOfKeys {
 // Shared memory of a block of `queries`.
 template <typename T, u32 D> struct SharedOfQueries {
     using Tiles = Ring<T, D, kKeys<D>, kStages>;
+    static_assert(Own<T, D>::kBytes % 1024 == 0, "panels begin at multiples of 1024 bytes");
     Own<T, D> own;
     Tiles keys, values;
 
     __device__ __forceinline__ explicit SharedOfQueries(u8 *first)
         : own(first, 0),
-          keys{reinterpret_cast<T *>(first + Own<T, D>::kBytes),
-               reinterpret_cast<u64 *>(first + Own<T, D>::kBytes + 2 * Tiles::kElements * sizeof(T))},
-          values(keys.next()) {}
+          keys(Tiles::first_of_two(reinterpret_cast<T *>(first + Own<T, D>::kBytes))),
+          values(keys.second()) {}
 };
 
 // dk and dv of kOwn keys.
@@ -59,6 +59,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     const u32 first_key = blockIdx.x * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
     auto [row, past_row] = rows_that_see(of, first_key, past_key);
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
+    // Without aliases for these arrays: the front end of NVRTC 12.4 crashes on them.
     float s[1][kRows / 8][4] = {}, dp[1][kRows / 8][4] = {};
     u32 p[1][kRows / 16][4] = {}, ds[1][kRows / 16][4] = {};
     if (row < past_row) {
@@ -101,9 +102,9 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
 
 // dq of kOwn packed rows. The warpgroups wait for tiles, and not for each other.
 template <typename T, u32 D>
-__device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorMap &v, const Operands<T, D> &of,
-                                        float scale) {
-    constexpr u32 kTile = kKeys<D>;
+__device__ __forceinline__ void queries(T *dq, const TensorMap &k_map, const TensorMap &v_map,
+                                        const Operands<T, D> &of, float scale) {
+    constexpr u32 kTileKeys = kKeys<D>;
     DYNAMIC_SHARED(u8, bytes);
     const SharedOfQueries<T, D> shared(bytes);
     const auto &own = shared.own;
@@ -112,15 +113,15 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
     const u32 past_row = first_row + kOwn < of.sizes.rows() ? first_row + kOwn : of.sizes.rows();
     const Visible first = of.visible_to_token(first_row / of.sizes.group);
     const Visible last = of.visible_to_token((past_row - 1) / of.sizes.group);
-    const u32 first_key = first.begin / kTile * kTile;
-    const u32 tiles = first_key < last.end ? (last.end - first_key + kTile - 1) / kTile : 0;
+    const u32 first_key = first.begin / kTileKeys * kTileKeys;
+    const u32 tiles = first_key < last.end ? (last.end - first_key + kTileKeys - 1) / kTileKeys : 0;
 
     // Fills the tiles of these indices.
     const auto fill = [&](u32 begin, u32 end) {
 #pragma unroll 1
         for (u32 index = begin; index < end; ++index) {
-            shared.keys.fill(index, k, first_key + index * kTile, of.sizes);
-            shared.values.fill(index, v, first_key + index * kTile, of.sizes);
+            shared.keys.fill(index, k_map, first_key + index * kTileKeys, of.sizes);
+            shared.values.fill(index, v_map, first_key + index * kTileKeys, of.sizes);
         }
     };
     if (threadIdx.x == kProducer) {
@@ -141,13 +142,13 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
     raise_registers<kConsumerRegisters>();
 
     float of_q[1][D / 8][4] = {};
-    float s[1][kTile / 8][4] = {}, dp[1][kTile / 8][4] = {};
-    u32 ds[1][kTile / 16][4] = {};
+    float s[1][kTileKeys / 8][4] = {}, dp[1][kTileKeys / 8][4] = {};
+    u32 ds[1][kTileKeys / 16][4] = {};
     const RowTerms<2> terms = own_terms(*own.terms);
     if (tiles > 0) {
 #pragma unroll 1
         for (u32 index = 0; index < tiles; ++index) {
-            const u32 key = first_key + index * kTile;
+            const u32 key = first_key + index * kTileKeys;
             const OwnRows at = {key};
             const auto keys = shared.keys.filled_tile(index);
             wgmma_fence(s[0]);
@@ -158,7 +159,7 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
             wgmma_fence(dp[0]);
             start_multiply_transposed(dp, own.right, values);
             wgmma_wait<1>(s[0]);
-            exponentiate(s, s, terms, at, scale * kLog2E, last.begin <= key && key + kTile <= first.end);
+            exponentiate(s, s, terms, at, scale * kLog2E, last.begin <= key && key + kTileKeys <= first.end);
             wgmma_wait<0>(dp[0]);
             shared.values.release(index);
             differentiate(dp, s, terms, at);
@@ -176,13 +177,14 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k, const TensorM
 
 }  // namespace
 
+// `queries` does not read k and v, only their maps: both kernels have one list of parameters.
 #define INSTANTIATE(T, suffix, D)                                                                                 \
     KERNEL(attention_fused_backward_wgmma_keys_##suffix##_##D, T *dk, T *dv, PARAMETERS(T)) {                     \
         keys<T, D>(dk, dv, OPERANDS, scale);                                                                      \
     }                                                                                                             \
     KERNEL_OF_THREADS(attention_fused_backward_wgmma_queries_##suffix##_##D, kThreadsWithProducer, T *dq,         \
-                      BY_VALUE(TensorMap) of_k, BY_VALUE(TensorMap) of_v, PARAMETERS(T)) {                        \
-        queries<T, D>(dq, of_k, of_v, OPERANDS, scale);                                                           \
+                      BY_VALUE(TensorMap) k_map, BY_VALUE(TensorMap) v_map, PARAMETERS(T)) {                      \
+        queries<T, D>(dq, k_map, v_map, OPERANDS, scale);                                                         \
     }
 INSTANTIATE(bf16, bf16, 64)
 INSTANTIATE(bf16, bf16, 128)

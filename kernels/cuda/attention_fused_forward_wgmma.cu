@@ -26,9 +26,7 @@ template <typename T, u32 D> struct Shared {
     Tiles keys, values;
 
     __device__ __forceinline__ explicit Shared(T *first)
-        : queries{first},
-          keys{first + kOwn * D, reinterpret_cast<u64 *>(first + kOwn * D + 2 * Tiles::kElements)},
-          values(keys.next()) {}
+        : queries{first}, keys(Tiles::first_of_two(first + kOwn * D)), values(keys.second()) {}
 };
 
 // Parameters as in `attention_fused_forward.cu`.

@@ -1,6 +1,6 @@
 // Parts of the fused attention kernels with products of warpgroups. A block has two of them, which own 64 of its kOwn
-// rows each. In some kernels one thread of a third copies tiles by TMA. A kernel includes this file after `wgmma.cuh` and
-// `tma.cuh`.
+// rows each. In some kernels one thread of a third copies tiles by TMA. A kernel includes this file after `wgmma.cuh`,
+// `tma.cuh` and `attention_fused.cuh`.
 
 #ifndef ULYSSES_ATTENTION_FUSED_WGMMA_CUH
 #define ULYSSES_ATTENTION_FUSED_WGMMA_CUH
@@ -24,15 +24,18 @@ __device__ __forceinline__ bool is_in_warpgroup_of_producer() {
 // Tiles of kRows keys or values in turns in shared memory. Each has a barrier that its copies complete, and one at which
 // all warps release it.
 template <typename T, u32 D, u32 kRows, u32 kStages> struct Ring {
-    static constexpr u32 kTile = kRows * D, kElements = kStages * kTile, kBarriers = 2 * kStages;
+    static constexpr u32 kTileElements = kRows * D, kRingElements = kStages * kTileElements;
     using Rows = Panels<T, D, kRows>;
     T *tiles;
     u64 *barriers;
 
-    // The ring behind this one.
-    __device__ __forceinline__ Ring next() const { return {tiles + kElements, barriers + kBarriers}; }
+    // Two rings. The barriers of both are behind their tiles.
+    static __device__ __forceinline__ Ring first_of_two(T *tiles) {
+        return {tiles, reinterpret_cast<u64 *>(tiles + 2 * kRingElements)};
+    }
+    __device__ __forceinline__ Ring second() const { return {tiles + kRingElements, barriers + 2 * kStages}; }
 
-    __device__ __forceinline__ Rows tile(u32 index) const { return {tiles + index % kStages * kTile}; }
+    __device__ __forceinline__ Rows tile(u32 index) const { return {tiles + index % kStages * kTileElements}; }
     __device__ __forceinline__ u64 *filled(u32 index) const { return barriers + index % kStages; }
     __device__ __forceinline__ u64 *used(u32 index) const { return barriers + kStages + index % kStages; }
 
@@ -46,7 +49,7 @@ template <typename T, u32 D, u32 kRows, u32 kStages> struct Ring {
     // Starts copies of the `index`-th tile, from `key` on, once the tile before it in its place is used.
     __device__ __forceinline__ void fill(u32 index, const TensorMap &tensor, u32 key, const FusedSizes &sizes) const {
         if (index >= kStages) mbarrier_wait(used(index), index / kStages - 1);
-        mbarrier_arrive_expect_tx(filled(index), kTile * sizeof(T));
+        mbarrier_arrive_expect_tx(filled(index), kTileElements * sizeof(T));
 #pragma unroll
         for (u32 column = 0; column < D; column += kPanel) {
             tma_copy(tile(index).first + column * kRows, tensor, column, sizes.first_kv_head + blockIdx.y, key, blockIdx.z,

@@ -65,8 +65,8 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
     [
         "wgmma_wrong_bytes",
         "attention_fused_forward_wgmma",
-        "kTile * sizeof(T));",
-        "kTile);",
+        "kTileElements * sizeof(T));",
+        "kTileElements);",
     ],
     [
         "wgmma_values_released_early",
@@ -171,10 +171,28 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
         "if (index > 0) shared.keys.release(index - 1);\n            wgmma_wait<1>(of_q[0], ds[0]);",
     ],
     [
+        "backward_wgmma_forgotten_wait_in_queries",
+        "attention_fused_backward_wgmma",
+        "wgmma_wait<0>(dp[0]);",
+        "",
+    ],
+    [
+        "backward_wgmma_forgotten_barrier_behind_own_rows",
+        "attention_fused_backward_wgmma",
+        "wait_for_operands();\n    if (is_producer)",
+        "cp_async_wait<0>();\n    if (is_producer)",
+    ],
+    [
+        "backward_wgmma_no_mask_at_the_edge_of_a_tile",
+        "attention_fused_backward_wgmma",
+        "key + kTileKeys <= first.end",
+        "key + kTileKeys <= first.end + 1",
+    ],
+    [
         "backward_wgmma_keys_of_the_next_tile",
         "attention_fused_backward_wgmma",
-        "shared.keys.fill(index, k, first_key + index * kTile",
-        "shared.keys.fill(index, k, first_key + (index + 1) * kTile",
+        "shared.keys.fill(index, k_map, first_key + index",
+        "shared.keys.fill(index, k_map, first_key + (index + 1)",
     ],
     [
         "backward_wgmma_forgotten_barrier_before_the_output",

@@ -30,7 +30,7 @@ pub(in crate::attention) fn backward(
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
-    let [keys, queries] = [backward_wgmma::KEYS, backward_wgmma::queries(dims.head_dim)]
+    let [keys, queries] = [backward_wgmma::BLOCK_OF_KEYS, backward_wgmma::block_of_queries(dims.head_dim)]
         .map(|of_wgmma| BLOCK.or_wgmma(of_wgmma, kernels, dims.head_dim));
     let kernel = |block: &Block, of: &str| {
         let name = format!("{}_{of}_{}_{}", block.source.name, dtype.as_str(), dims.head_dim);
@@ -48,12 +48,12 @@ pub(in crate::attention) fn backward(
             let parameters = [&operands[..], &[scale.into()], &sizes].concat();
             let grid_of_keys = grid(problem, &chunk, &keys, dims.num_keys);
             let grid_of_queries = grid(problem, &chunk, &queries, dims.num_queries * chunk.group);
-            let to_keys = [&[dk.into(), dv.into()], &parameters[..]].concat();
-            let to_queries = [&[dq.into()], &maps[..], &parameters[..]].concat();
+            let args_of_keys = [&[dk.into(), dv.into()], &parameters[..]].concat();
+            let args_of_queries = [&[dq.into()], &maps[..], &parameters[..]].concat();
             // SAFETY: the tensors and tables have the sizes of the problem, and a chunk's heads are among them.
             unsafe {
-                launcher.launch(&of_keys, grid_of_keys, &to_keys)?;
-                launcher.launch(&of_queries, grid_of_queries, &to_queries)?;
+                launcher.launch(&of_keys, grid_of_keys, &args_of_keys)?;
+                launcher.launch(&of_queries, grid_of_queries, &args_of_queries)?;
             }
         }
         Ok(())

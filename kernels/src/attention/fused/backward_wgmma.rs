@@ -8,7 +8,7 @@ const ROWS: usize = 64;
 const STAGES: usize = 3;
 
 /// The block of the kernel for keys: own keys and values, and tiles of packed rows of two tensors with their terms.
-pub(super) const KEYS: Block = Block {
+pub(super) const BLOCK_OF_KEYS: Block = Block {
     source: &ATTENTION_FUSED_BACKWARD_WGMMA,
     threads: WGMMA_THREADS,
     rows: WGMMA_ROWS,
@@ -18,14 +18,14 @@ pub(super) const KEYS: Block = Block {
 };
 
 /// The block of the kernel for queries: own rows with their terms, tiles of keys and values, and barriers.
-pub(super) fn queries(head_dim: usize) -> Block {
-    // `kKeys`.
+pub(super) fn block_of_queries(head_dim: usize) -> Block {
+    // `kKeys` of the same file.
     let keys = if head_dim == 64 { 128 } else { 64 };
     Block {
         threads: THREADS_WITH_PRODUCER,
         shared_rows: 2 * (WGMMA_ROWS + STAGES * keys),
         more_bytes: WGMMA_ROWS * TERM + 2 * STAGES * BARRIERS,
         tma_keys: Some(keys),
-        ..KEYS
+        ..BLOCK_OF_KEYS
     }
 }

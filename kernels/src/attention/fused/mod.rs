@@ -53,7 +53,7 @@ struct Block {
     shared_rows: usize,
     /// Bytes of shared memory besides.
     more_bytes: usize,
-    /// Keys of a tile that is copied by TMA, in a kernel that copies keys and values so.
+    /// Keys per tile, if the kernel copies keys and values by TMA.
     tma_keys: Option<usize>,
 }
 

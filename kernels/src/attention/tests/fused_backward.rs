@@ -65,17 +65,18 @@ fn gradients_of_every_mask_err_at_most_twice_as_much_as_the_naive_way() -> Resul
 
 #[test]
 fn so_do_gradients_of_every_length_and_grouping_of_heads() -> Result<()> {
-    let of_rows = |q: std::ops::Range<u32>, window| {
+    let of_rows = |q: std::ops::Range<u32>, window, head_dim| {
         let (queries, keys): (Vec<u32>, Vec<u32>) = (q.collect(), (0..130).collect());
         let layout = AttentionLayout::new(queries, keys, vec![vec![0, 260]], [0; 8].as_slice(), window);
-        Case::new(layout?, 1, 64)
+        Case::new(layout?, 1, head_dim)
     };
     let cases = [
         ("the rows of five tiles", causal(1, 130, &[0, 0], 1, 64)?, DType::BF16),
         ("the rows of nine tiles and one", causal(1, 577, &[0], 1, 128)?, DType::F16),
         // A tile of which the first row does not see the last key, or the last row the first key.
-        ("all but the last key", of_rows(62..70, None)?, DType::F16),
-        ("all but the first key", of_rows(186..194, Some(193))?, DType::F16),
+        ("all but the last key", of_rows(126..134, None, 64)?, DType::F16),
+        ("all but the last key", of_rows(126..134, None, 128)?, DType::BF16),
+        ("all but the first key", of_rows(186..194, Some(193), 64)?, DType::F16),
         // Rows of another document in a tile of which all other rows see the whole tile of keys.
         ("the end of a document", Case::new(packed(&[&[0, 100, 128]], &[0], None)?, 1, 64)?, DType::F16),
         ("one token", causal(3, 1, &[0, 0, 1], 2, 64)?, DType::BF16),
