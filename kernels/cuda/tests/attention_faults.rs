@@ -183,12 +183,6 @@ const ATTENTION_FAULTS: &[[&str; 4]] = &[
         "cp_async_wait<0>();\n    if (is_producer)",
     ],
     [
-        "backward_wgmma_no_mask_at_the_edge_of_a_tile",
-        "attention_fused_backward_wgmma",
-        "key + kTileKeys <= first.end",
-        "key + kTileKeys <= first.end + 1",
-    ],
-    [
         "backward_wgmma_keys_of_the_next_tile",
         "attention_fused_backward_wgmma",
         "shared.keys.fill(index, k_map, first_key + index",
