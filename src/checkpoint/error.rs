@@ -113,6 +113,17 @@ pub enum CheckpointError {
         /// Its reason.
         reason: String,
     },
+    /// The newest checkpoint cannot be read, but nothing shows that it is damaged.
+    #[error(
+        "rank {rank}: {reason}; it may be intact, so it is not skipped: mend this, or resume from an older checkpoint by its directory \
+         with another output"
+    )]
+    Unreadable {
+        /// The first rank that failed, within the group that loads.
+        rank: usize,
+        /// Its reason.
+        reason: String,
+    },
     /// No checkpoint in the directory is valid.
     #[error("{}: no valid checkpoint; error of the newest: {newest}", directory.display())]
     NoneVerifies {
@@ -135,6 +146,20 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// Returns whether the checkpoint is damaged or incomplete. Otherwise it may be intact, and only this program or this user
+    /// cannot read it.
+    pub(super) fn is_damage(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
+            Self::Manifest { .. }
+            | Self::FileSize { .. }
+            | Self::FileHash { .. }
+            | Self::Header { .. }
+            | Self::Tensor { .. } => true,
+            _ => false,
+        }
+    }
+
     /// Returns a converter for `map_err` of an operation on a path.
     pub(super) fn io(
         operation: &'static str,

@@ -234,7 +234,7 @@ impl Reader<'_> {
 pub struct NewestCheckpoint {
     /// The newest valid checkpoint, or `None` if the directory has no checkpoints.
     pub checkpoint: Option<Checkpoint>,
-    /// The errors of newer, invalid checkpoints.
+    /// The errors of newer, damaged checkpoints.
     pub refused: Vec<String>,
 }
 
@@ -245,21 +245,27 @@ pub struct NewestCheckpoint {
 /// # Errors
 /// Returns [`CheckpointError::Refused`] with the first rank that failed. Also fails if communication fails.
 pub fn open_verified(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint, CheckpointError> {
-    let opened = Checkpoint::open(dir).and_then(|checkpoint| {
-        checkpoint.verify_share(group.rank(), group.world_size())?;
-        Ok(checkpoint)
-    });
+    let opened = open_share(dir, group);
     let local = opened.as_ref().map(|_| ()).map_err(ToString::to_string);
     all_or_refused(gather_results(group, &local)?)?;
     opened
 }
 
+/// Opens a checkpoint and verifies this rank's share of its files.
+fn open_share(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint, CheckpointError> {
+    let checkpoint = Checkpoint::open(dir)?;
+    checkpoint.verify_share(group.rank(), group.world_size())?;
+    Ok(checkpoint)
+}
+
 /// Finds the newest valid checkpoint of a directory. Collective over `group`.
 ///
-/// It verifies the checkpoints themselves and does not read `latest`.
+/// It verifies the checkpoints themselves and does not read `latest`. Damaged ones are skipped. One that is newer than this
+/// program or that cannot be read is not: the run would later save over it.
 ///
 /// # Errors
-/// Returns [`CheckpointError::NoneVerifies`] if all checkpoints are damaged. Also fails if communication fails.
+/// Returns [`CheckpointError::NoneVerifies`] if all checkpoints are damaged, and [`CheckpointError::Unreadable`] if the newest
+/// one that is not damaged cannot be read. Also fails if communication fails.
 pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<NewestCheckpoint, CheckpointError> {
     // The first rank's list for all, because the directory may change meanwhile.
     let listed = if group.rank() == 0 { step_directories(directory) } else { Ok(Vec::new()) };
@@ -267,10 +273,19 @@ pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<NewestCheckp
         all_or_refused(gather_results(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
     let mut errors = Vec::new();
     for found in listed {
-        match open_verified(&directory.join(found.name), group) {
-            Ok(checkpoint) => return Ok(NewestCheckpoint { checkpoint: Some(checkpoint), refused: errors }),
-            Err(CheckpointError::Refused { reason, .. }) => errors.push(reason),
-            Err(other) => return Err(other),
+        let opened = open_share(&directory.join(found.name), group);
+        let damage = match &opened {
+            Ok(_) => Ok(None),
+            Err(error) if error.is_damage() => Ok(Some(error.to_string())),
+            Err(error) => Err(error.to_string()),
+        };
+        let damage = all_or_refused(gather_results(group, &damage)?).map_err(|error| match error {
+            CheckpointError::Refused { rank, reason } => CheckpointError::Unreadable { rank, reason },
+            other => other,
+        })?;
+        match damage.into_iter().flatten().next() {
+            Some(reason) => errors.push(reason),
+            None => return Ok(NewestCheckpoint { checkpoint: Some(opened?), refused: errors }),
         }
     }
     match errors.first() {

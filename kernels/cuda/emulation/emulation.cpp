@@ -20,8 +20,9 @@ namespace {
 
 constexpr std::size_t kMaxFailureBytes = 512;
 
+// Never destroyed: when a process ends, its other threads may still launch kernels.
 std::unordered_map<std::string, Entry> &entries() {
-    static std::unordered_map<std::string, Entry> all;
+    static auto &all = *new std::unordered_map<std::string, Entry>;
     return all;
 }
 

@@ -126,6 +126,25 @@ fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     }
 }
 
+/// Otherwise the run would save over it.
+#[test]
+fn a_checkpoint_of_a_newer_version_is_not_skipped() {
+    let place = workplace();
+    place.run(&["train", "c.json", "--steps", "10"]).assert_done();
+    let manifest = place.path("out/step_00000010/manifest.json");
+    let newer =
+        fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 2");
+    fs::write(&manifest, &newer).unwrap();
+    place.run(&["train", "c.json", "--steps", "12", "--resume"]).assert_refused(
+        1,
+        &[
+            "out/step_00000010/manifest.json: format version 2 is too new",
+            "it may be intact, so it is not skipped",
+        ],
+    );
+    assert_eq!(fs::read_to_string(&manifest).unwrap(), newer);
+}
+
 #[test]
 fn runs_are_not_mixed() {
     let place = workplace();
