@@ -1,6 +1,7 @@
 //! Errors of saving, verifying and loading checkpoints.
 
 use crate::comm::CommError;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 /// A failure to save, verify, load or export a checkpoint.
@@ -150,7 +151,14 @@ impl CheckpointError {
     /// cannot read it.
     pub(super) fn is_damage(&self) -> bool {
         match self {
-            Self::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
+            // Without a number of the operating system: the file is of another kind, or ends too early.
+            Self::Io { source, .. } => {
+                source.raw_os_error().is_none()
+                    || matches!(
+                        source.kind(),
+                        ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::IsADirectory
+                    )
+            }
             Self::Manifest { .. }
             | Self::FileSize { .. }
             | Self::FileHash { .. }

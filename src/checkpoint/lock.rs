@@ -45,8 +45,12 @@ impl OutputLock {
                 let mut holder = String::new();
                 // The directory is in use even if the holder cannot be read.
                 let _ = file.take(MAX_HOLDER_BYTES).read_to_string(&mut holder);
-                let directory = directory.to_owned();
-                return Err(CheckpointError::InUse { directory, holder: holder.trim().to_owned() });
+                let holder = match holder.trim() {
+                    "" => "a job that has just started",
+                    holder => holder,
+                };
+                let (directory, holder) = (directory.to_owned(), holder.to_owned());
+                return Err(CheckpointError::InUse { directory, holder });
             }
         }
         file.set_len(0).map_err(io("write"))?;

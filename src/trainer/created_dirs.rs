@@ -20,6 +20,16 @@ impl CreatedDirs {
         std::fs::create_dir_all(directory)
     }
 
+    /// Creates a directory that must not exist, in one that does.
+    ///
+    /// # Errors
+    /// An error of the operating system: `AlreadyExists` if the path is taken.
+    pub fn create_new(&mut self, directory: &Path) -> io::Result<()> {
+        std::fs::create_dir(directory)?;
+        self.0.push(directory.to_owned());
+        Ok(())
+    }
+
     /// Keeps the directories.
     pub fn keep(mut self) {
         self.0.clear();

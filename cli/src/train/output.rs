@@ -6,6 +6,7 @@ use super::{profile, trace};
 use crate::{Failure, OrFail, log_line};
 use anyhow::{Context, ensure};
 use serde_json::Value;
+use std::io;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
@@ -31,12 +32,9 @@ pub(super) fn acquire(
 
 /// Creates the output directory without touching files in it: the ranks decide whether anything is left to do.
 fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> anyhow::Result<PathBuf> {
-    let output = match &config.ulysses.output {
-        Some(output) => PathBuf::from(output),
-        None => {
-            let name = config_path.file_stem().unwrap_or_default().to_string_lossy();
-            first_free(|n| PathBuf::from("runs").join(format!("{name}-{n}")), |path| !path.exists())
-        }
+    let Some(output) = config.ulysses.output.as_ref().map(PathBuf::from) else {
+        let name = config_path.file_stem().unwrap_or_default().to_string_lossy();
+        return create_numbered(&name, created).context("cannot create an output directory in runs");
     };
     ensure!(
         !output.exists() || output.is_dir(),
@@ -46,6 +44,20 @@ fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> any
     let made = created.create(&output);
     made.with_context(|| format!("cannot create the output directory {}", output.display()))?;
     Ok(output)
+}
+
+/// Creates `runs/NAME-N` with the first number that is free. Runs that start at the same time get different ones.
+fn create_numbered(name: &str, created: &mut CreatedDirs) -> io::Result<PathBuf> {
+    let runs = Path::new("runs");
+    created.create(runs)?;
+    let mut number = 1;
+    loop {
+        let output = runs.join(format!("{name}-{number}"));
+        match created.create_new(&output) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            made => return made.map(|()| output),
+        }
+    }
 }
 
 /// Prepares the files in the output directory for the run `run_id`, which resumes after `first_step` steps: renames the
@@ -59,14 +71,16 @@ pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<
     } else {
         EarlierRecord::OtherRun
     };
+    let path = output.join("config.json");
+    let json = serde_json::to_string_pretty(&run.prepared.config)?;
+    let is_same = std::fs::read_to_string(&path).is_ok_and(|earlier| earlier == json);
     let archived: &[(&str, &str)] = match earlier {
+        EarlierRecord::Parts(_) if is_same => &[],
         EarlierRecord::Parts(_) => &[("config", "json")],
         EarlierRecord::Damaged => &[("config", "json"), ("run", "json")],
         EarlierRecord::OtherRun => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
     };
     archive(output, archived)?;
-    let path = output.join("config.json");
-    let json = serde_json::to_string_pretty(&run.prepared.config)?;
     std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
     let record = record::begin_part(run, run_id, first_step, earlier);
     record::write(output, &record)?;
@@ -87,7 +101,8 @@ fn archive(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
             .map(|name| output.join(name.replace('N', &n.to_string())))
             .into()
     };
-    let number = first_free(|n| n, |n| names(*n).iter().all(|path| !path.exists()));
+    let is_free = |number: &u32| names(*number).iter().all(|path| !path.exists());
+    let Some(number) = (1..).find(is_free) else { return Ok(()) };
     for (stem, extension) in files {
         let path = output.join(format!("{stem}.{extension}"));
         if path.exists() {
@@ -97,16 +112,4 @@ fn archive(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Returns the first numbered name that is free.
-fn first_free<T>(name: impl Fn(u32) -> T, is_free: impl Fn(&T) -> bool) -> T {
-    let mut number = 1;
-    loop {
-        let candidate = name(number);
-        if is_free(&candidate) {
-            return candidate;
-        }
-        number += 1;
-    }
 }

@@ -2,11 +2,19 @@
 
 use crate::data::DataError;
 use crate::data::storage::{FileFormat, TokenFile};
+use serde::de::IgnoredAny;
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fmt;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+
+/// U+FEFF in UTF-8, with which some editors begin a file.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// So much of a `.json` file is read to tell whether it has one object per line.
+const MAX_FIRST_LINE_BYTES: u64 = 64 << 20;
 
 /// Files that mark the output directory of a run: its lock, and the metrics of versions without lock. A run that reads
 /// the directory that it writes to has already renamed earlier metrics.
@@ -134,6 +142,7 @@ fn named(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataErro
     }
     let kind = match by_extension(path) {
         Some(kind) => kind,
+        None if has_json_lines(path)? => SourceKind::JsonLines,
         None => TokenFile::detect(path)?.map_or(SourceKind::Text, SourceKind::Tokens),
     };
     Ok(vec![SourceFile { path: path.to_owned(), kind, is_named: true }])
@@ -146,6 +155,21 @@ fn by_extension(path: &Path) -> Option<SourceKind> {
         "parquet" => Some(SourceKind::Parquet),
         _ => None,
     }
+}
+
+/// Returns whether a file is JSONL with the extension `.json`, as of many published datasets: whether its first line is a
+/// whole object. A file that begins an array is, too, so that reading it says what to do.
+fn has_json_lines(path: &Path) -> Result<bool, DataError> {
+    if path.extension() != Some(OsStr::new("json")) {
+        return Ok(false);
+    }
+    let mut line = Vec::new();
+    let file = File::open(path).map_err(|source| read_error(path, source))?;
+    let mut file = BufReader::new(file).take(MAX_FIRST_LINE_BYTES);
+    file.read_until(b'\n', &mut line).map_err(|source| read_error(path, source))?;
+    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line);
+    let is_object = serde_json::from_slice::<HashMap<String, IgnoredAny>>(line).is_ok();
+    Ok(is_object || line.trim_ascii_start().starts_with(b"["))
 }
 
 /// Returns the files below `root`. Links to files are followed, links to directories are not: they may form cycles.

@@ -41,6 +41,12 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         let offset = error.valid_up_to();
         FileError::LineNotUtf8 { path: path.to_owned(), line, offset }
     })?;
+    // Of the file: a byte order mark.
+    let text = text.strip_prefix('\u{feff}').filter(|_| line == 1).unwrap_or(text);
+    if text.trim_start().starts_with('[') {
+        let problem = "a JSON array; write one object per line, for example with `jq -c '.[]'`".to_owned();
+        return Err(FileError::Line { path: path.to_owned(), line, problem }.into());
+    }
     let fields: BTreeMap<String, &RawValue> = serde_json::from_str(text).map_err(|error| {
         let (path, column) = (path.to_owned(), error.column());
         FileError::LineNotJson { path, line, column, reason: without_place(&error) }
@@ -61,9 +67,10 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         Some(text) => Ok(Line::Text(fields.read(text_field, text)?)),
         None => {
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
+            let found = found.join(", ");
             Err(fields.error(format!(
-                "no field `{text_field}`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: {}",
-                found.join(", ")
+                "no field `{text_field}`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: {found}{}",
+                fields.conversion()
             )))
         }
     }
@@ -127,6 +134,18 @@ impl Fields<'_> {
                 .error(format!("`labels`[{at}] is {}; valid are {ids:?} and {IGNORED_LABEL}", labels[at])));
         }
         Ok(Line::Tokens { tokens, labels })
+    }
+
+    /// Says how to convert layouts that other programs read.
+    fn conversion(&self) -> &'static str {
+        let has = |name| self.fields.contains_key(name);
+        if has("conversations") {
+            "; convert ShareGPT's `conversations` to `messages` with `role` and `content`"
+        } else if has("instruction") && has("output") {
+            "; convert Alpaca's `instruction`, `input` and `output` to `prompt` and `completion`"
+        } else {
+            ""
+        }
     }
 
     fn error(&self, problem: String) -> DataError {

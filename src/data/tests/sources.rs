@@ -27,6 +27,25 @@ fn a_line_of_jsonl_is_a_document_and_blank_lines_are_none() {
 }
 
 #[test]
+fn a_json_file_that_is_named_may_have_lines() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    write(root, "lines.json", "\u{feff}{\"text\":\"one\"}\n{\"text\":\"two\"}");
+    assert_eq!(as_texts(&load(root, "lines.json").unwrap()), ["one", "two"]);
+    write(root, "object.json", "{\n\"text\": 1\n}");
+    assert_eq!(as_texts(&load(root, "object.json").unwrap()), ["{\n\"text\": 1\n}"]);
+    for (name, text, expected) in [
+        ("array.json", "[\n{\"text\":\"one\"}]", "line 1: a JSON array; write one object per line"),
+        ("shares.json", r#"{"conversations":[]}"#, "convert ShareGPT's `conversations` to `messages`"),
+        ("alpaca.json", r#"{"instruction":"","output":""}"#, "to `prompt` and `completion`"),
+    ] {
+        write(root, name, text);
+        let error = load(root, name).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn patterns_and_lists_are_read_in_order() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();

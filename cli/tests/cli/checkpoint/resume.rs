@@ -126,6 +126,16 @@ fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     }
 }
 
+#[test]
+fn a_resume_with_the_same_config_keeps_no_copy_of_it() {
+    let place = workplace();
+    place.run(&["train", "c.json", "--steps", "10"]).assert_done();
+    fs::remove_dir_all(place.path("out/step_00000010")).unwrap();
+    let outcome = place.run(&["train", "c.json", "--steps", "10", "--resume"]);
+    assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
+    assert!(!place.path("out/config.1.json").exists());
+}
+
 /// Otherwise the run would save over it.
 #[test]
 fn a_checkpoint_of_a_newer_version_is_not_skipped() {
