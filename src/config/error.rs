@@ -103,7 +103,9 @@ pub enum ConfigError {
         reason: Box<BatchError>,
     },
     /// A key is `"auto"`, and the value that it resolves to is not set.
-    #[error("{file}: `{key}` is \"auto\", which resolves to {source_of_value}: set one of the two")]
+    #[error(
+        "{file}: `{key}` is \"auto\", which resolves to {source_of_value}: set that, or a number for the key"
+    )]
     AutoWithoutSource {
         /// The file.
         file: String,

@@ -23,6 +23,8 @@ use ulysses_kernels::device::dry::MatmulOp;
 pub struct StepTime {
     /// The machine.
     pub machine: String,
+    /// Where the rates of its profile are from: whether they are measured.
+    pub origin: String,
     /// Global rank.
     pub rank: usize,
     /// The parts of the time.
@@ -111,6 +113,7 @@ impl Workload {
         let peak = config.world_size() as f64 * rates.peak_flops_per_second;
         Ok(StepTime {
             machine: machine.name.clone(),
+            origin: machine.origin.clone(),
             rank,
             parts: simulation.parts,
             total_seconds: simulation.now,

@@ -48,10 +48,11 @@ impl Text<'_> {
         };
         writeln!(
             f,
-            "mesh    dp {} × sp {}{ring}, {} ranks per node, ZeRO stage {}, {}{}",
+            "mesh    dp {} × sp {}{ring}, {} ranks per node on {}, ZeRO stage {}, {}{}",
             mesh.dp,
             mesh.sp,
             mesh.ranks_per_node,
+            if self.0.device == "cuda" { "GPUs" } else { "CPUs" },
             self.0.zero_partition_axes.with_stage(self.0.zero_stage),
             self.0.dtype,
             self.features()
@@ -202,9 +203,10 @@ impl Text<'_> {
         write_table(f, &rows)?;
         writeln!(
             f,
-            "  recomputation, included: {}; communication overlapped with compute, not included: {}",
+            "  recomputation, included: {}; communication overlapped with compute, not included: {}\n  rates of the machine: {}",
             seconds(time.recompute_seconds),
-            seconds(time.hidden_seconds)
+            seconds(time.hidden_seconds),
+            time.origin
         )
     }
 
