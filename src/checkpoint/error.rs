@@ -116,7 +116,7 @@ pub enum CheckpointError {
     },
     /// The newest checkpoint cannot be read, but nothing shows that it is damaged.
     #[error(
-        "rank {rank}: {reason}; it may be intact, so it is not skipped: mend this, or resume from an older checkpoint by its directory \
+        "rank {rank}: {reason}; it may be intact, so it is not skipped: fix the cause, or resume from an older checkpoint by its directory \
          with another output"
     )]
     Unreadable {
