@@ -62,7 +62,7 @@ impl Resume {
         let Some(dir) = dir else { return Ok(None) };
         let mut checkpoints =
             step_directories(dir)?.into_iter().map(|found| Checkpoint::open(&dir.join(found.name)));
-        // Damaged checkpoints will be skipped and reported.
+        // `newest` reports the others: those that are damaged, and those that only this run cannot read.
         Ok(checkpoints.find_map(Result::ok))
     }
 }

@@ -187,5 +187,9 @@ fn a_second_job_gets_an_error_with_the_lock_holder() {
     let second = OutputLock::acquire(dir.path(), "job 18").unwrap();
     let error = OutputLock::acquire(dir.path(), "job 19").unwrap_err().to_string();
     assert!(error.ends_with("is in use by job 18"), "{error}");
+    // The holder locks the file before it writes to it.
+    fs::write(dir.path().join(".lock"), "").unwrap();
+    let error = OutputLock::acquire(dir.path(), "job 19").unwrap_err().to_string();
+    assert!(error.ends_with("is in use by a job that has just started"), "{error}");
     drop(second);
 }

@@ -274,6 +274,13 @@ fn without_an_output_every_run_gets_a_new_directory() {
         place.run(&["train", "my.json"]).assert_done();
         assert_eq!(place.metrics(&format!("{directory}/metrics.jsonl")).len(), 1);
     }
+    // Also runs that start at the same time.
+    std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| place.run(&["train", "my.json"]).assert_done().code);
+        }
+    });
+    assert_eq!(place.metrics("runs/my-8/metrics.jsonl").len(), 1);
 }
 
 #[test]
