@@ -1,7 +1,7 @@
 //! TMA and mbarriers, against the places of elements in the PTX ISA, and faults in their use.
 
 use super::super::launcher;
-use crate::device::cuda::fake_driver::{failure, in_order};
+use crate::device::cuda::fake_driver::{failure, in_order, with_failure};
 use crate::device::{DeviceError, Grid, Kernel, sources};
 use crate::tensor::to_vec;
 use crate::testing::{device, on_a_gpu};
@@ -102,10 +102,14 @@ fn maps_of_other_tensors_are_found_on_the_fake_driver() {
         assert!(message.contains("reads 16 bytes outside of the tensors"), "{message}");
         let opened = launcher().open([], [&x], |[], [address]| {
             let map = |elements, dims| launcher().tensor_map(address.offset(elements), dims, ROWS);
-            let message = map(1, DIMS).unwrap_err().to_string();
-            assert_eq!(message, "tensor map: the tensor's address is not a multiple of 16");
-            let message = map(0, [1, 4, 1, 65]).unwrap_err().to_string();
-            assert_eq!(message, "tensor map: a stride is not a multiple of 16 below 2^40");
+            for (elements, dims, expected) in [
+                (1, DIMS, "the tensor's address is not a multiple of 16"),
+                (0, [1, 4, 1, 65], "a stride is not a multiple of 16 below 2^40"),
+            ] {
+                let (refused, message) = with_failure(|| map(elements, dims));
+                assert!(matches!(refused, Err(DeviceError::TensorMap { .. })), "{refused:?}");
+                assert_eq!(message.as_deref(), Some(expected));
+            }
             // Nothing to copy from.
             map(0, [1, 0, 2, 64]).map(|_| ())
         });
