@@ -96,6 +96,12 @@ FAKE_EXPORT void ulysses_fake_set_memory(const fake::KernelMemory *memory, std::
     controls.memory.assign(memory, memory + count);
 }
 
+// The parameters of a kernel in the notation of emulation.h, or null if there is no kernel of this name.
+FAKE_EXPORT const char *ulysses_fake_signature(const char *kernel) {
+    const fake::Kernel *found = fake::kernel_of_project(kernel);
+    return found == nullptr ? nullptr : found->signature.c_str();
+}
+
 // Bank conflicts of tensor-core instructions in the launches that have run since the last call.
 FAKE_EXPORT std::uint64_t ulysses_fake_bank_conflicts() {
     const std::lock_guard<std::mutex> guard(controls.results->lock);

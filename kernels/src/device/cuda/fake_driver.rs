@@ -2,7 +2,7 @@
 //!
 //! A real driver has none of these functions. A test that needs them is named `on_the_fake_driver`, and fails on a GPU.
 
-use crate::device::{Address, DeviceError};
+use crate::device::{Address, Arg, DeviceError, Kernel};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 
@@ -63,15 +63,48 @@ pub(in crate::device) fn with_memory<R>(
     result
 }
 
-/// Tells a fake driver which memory the next launch may access.
-pub(super) fn open_memory() {
-    if is_fake() {
-        // SAFETY: the function's type; it copies as many elements as the list has.
-        unsafe {
-            let set = function::<unsafe extern "C" fn(*const Memory, usize)>(c"ulysses_fake_set_memory");
-            MEMORY.with_borrow(|open| set(open.as_ptr(), open.len()));
-        }
+/// Tells a fake driver which memory the next launch may access, and checks its parameters, whose types a driver does not
+/// know.
+pub(super) fn before_launch(kernel: &Kernel, args: &[Arg<'_>]) -> Result<(), String> {
+    if !is_fake() {
+        return Ok(());
     }
+    let name = CString::new(kernel.name()).expect("a name");
+    // SAFETY: the types of the functions. The first copies as many elements as the list has, and the second returns a
+    // text or null.
+    let signature = unsafe {
+        let set = function::<unsafe extern "C" fn(*const Memory, usize)>(c"ulysses_fake_set_memory");
+        MEMORY.with_borrow(|open| set(open.as_ptr(), open.len()));
+        let signature =
+            function::<unsafe extern "C" fn(*const c_char) -> *const c_char>(c"ulysses_fake_signature");
+        let text = signature(name.as_ptr());
+        assert!(!text.is_null(), "there is no kernel {name:?}");
+        CStr::from_ptr(text).to_string_lossy().into_owned()
+    };
+    let given: Vec<_> = args.iter().map(describe).collect();
+    let agrees = signature.split(' ').count() == given.len()
+        && signature.split(' ').zip(&given).all(|(expected, given)| is_same_parameter(expected, given));
+    let given = given.join(" ");
+    if agrees { Ok(()) } else { Err(format!("expected the parameters {signature}, got {given}")) }
+}
+
+/// The parameter in the notation of `emulation.h`.
+fn describe(arg: &Arg<'_>) -> String {
+    match arg {
+        Arg::Address(address) => {
+            let access = if address.is_writable { 'W' } else { 'R' };
+            format!("{access}{}", address.dtype.size_in_bytes())
+        }
+        Arg::U32(_) => "u4".to_owned(),
+        Arg::U64(_) => "U8".to_owned(),
+        Arg::F32(_) => "f4".to_owned(),
+        Arg::Struct(bytes) => format!("s{}", bytes.len()),
+    }
+}
+
+/// Memory that is open for writing may also be read.
+fn is_same_parameter(expected: &str, given: &str) -> bool {
+    expected == given || (expected.starts_with('R') && given.starts_with('W') && expected[1..] == given[1..])
 }
 
 /// Calls `run`, whose launches run blocks and threads in another order for each seed; 0 is ascending. On a GPU the order

@@ -63,7 +63,7 @@ pub(super) unsafe fn launch(
             .map_err(|failure| error(format!("{} bytes of shared memory: {failure}", grid.shared_bytes)))?;
     }
     #[cfg(test)]
-    fake_driver::open_memory();
+    fake_driver::before_launch(kernel, args).map_err(error)?;
     let mut parameters: Vec<_> = args.iter().map(Arg::pointer).collect();
     // SAFETY: the parameters live until the call returns, which has copied them; the caller guarantees that
     // they match the kernel.

@@ -31,6 +31,16 @@ fn misaligned_vector_accesses_are_found() {
 }
 
 #[test]
+fn other_parameters_than_a_kernel_declares_are_refused() {
+    on_a_gpu(|| {
+        for scalars in [&[][..], &[1, 2]] {
+            let refused = run("fault_reads_at", scalars).unwrap_err().to_string();
+            assert!(refused.contains("expected the parameters W4 R4 u4, got W4 R4"), "{refused}");
+        }
+    });
+}
+
+#[test]
 fn accesses_outside_of_the_tensors_are_found() {
     on_a_gpu(|| {
         run("fault_reads_at", &[63]).unwrap();

@@ -25,6 +25,11 @@ pub(super) fn matrix(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Ve
     (tensor.to_device(&device()).unwrap(), values)
 }
 
+/// Numbers that both element types store exactly, and of whose products all sums here are exact: a GPU truncates others.
+pub(super) fn exact(seed: u64, len: usize) -> Vec<f32> {
+    random(seed, len).into_iter().map(|x| (x * 64.0).round() / 64.0).collect()
+}
+
 /// c + a · b in f64.
 pub(super) fn product(c: &[f32], a: &[f32], b: &[f32], [rows, depth, columns]: [usize; 3]) -> Vec<f32> {
     let element = |row: usize, column: usize| {
@@ -32,13 +37,6 @@ pub(super) fn product(c: &[f32], a: &[f32], b: &[f32], [rows, depth, columns]: [
         (f64::from(c[row * columns + column]) + terms.sum::<f64>()) as f32
     };
     (0..rows * columns).map(|i| element(i / columns, i % columns)).collect()
-}
-
-#[track_caller]
-fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
-    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!((got - expected).abs() <= 1e-5 * (1.0 + expected.abs()), "{what}[{i}]: {got} for {expected}");
-    }
 }
 
 const HALVES: [(DType, [&str; 3]); 2] = [
@@ -70,9 +68,9 @@ fn mma_with_one_nonzero_element_of_each_operand_shows_every_position() {
 fn mma_adds_the_product_in_any_order_of_lanes() {
     on_a_gpu(|| {
         for (dtype, [mma, ..]) in HALVES {
-            let (a, of_a) = matrix(dtype, &random(1, 256), &[16, 16]);
-            let (b, of_b) = matrix(dtype, &random(2, 128), &[16, 8]);
-            let of_c = random(3, 128);
+            let (a, of_a) = matrix(dtype, &exact(1, 256), &[16, 16]);
+            let (b, of_b) = matrix(dtype, &exact(2, 128), &[16, 8]);
+            let of_c = exact(3, 128);
             for seed in 0..3 {
                 let c = Tensor::from_slice(&of_c, (16, 8), &device()).unwrap();
                 in_order(seed, || launch(mma, [1, 32, 0], &c, &[&a, &b], &[])).unwrap();
@@ -152,14 +150,14 @@ fn check_matmuls(after: impl Fn(&'static str, bool)) {
     let stages = 2 * (16 + 64) * 64 * 2;
     for (dtype, [_, swizzled, plain]) in HALVES {
         for (depth, columns) in [(64, 64), (192, 64), (200, 40), (8, 8)] {
-            let (a, of_a) = matrix(dtype, &random(4, 16 * depth), &[16, depth]);
-            let (b, of_b) = matrix(dtype, &random(5, depth * columns), &[depth, columns]);
+            let (a, of_a) = matrix(dtype, &exact(4, 16 * depth), &[16, depth]);
+            let (b, of_b) = matrix(dtype, &exact(5, depth * columns), &[depth, columns]);
             let expected = product(&vec![0.0; 16 * columns], &of_a, &of_b, [16, depth, columns]);
             for (name, seed) in [(swizzled, 0), (swizzled, 1), (plain, 0)] {
                 let c = matrix(DType::F32, &vec![f32::NAN; 16 * columns], &[16, columns]).0;
                 let scalars = [depth as u32, columns as u32];
                 in_order(seed, || launch(name, [1, 64, stages], &c, &[&a, &b], &scalars)).unwrap();
-                assert_close(name, &to_vec(&c).unwrap(), &expected);
+                assert_eq!(to_vec::<f32>(&c).unwrap(), expected, "{name}");
                 after(name, name == swizzled);
             }
         }

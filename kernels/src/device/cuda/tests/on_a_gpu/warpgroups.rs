@@ -1,7 +1,7 @@
 //! `wgmma`, against the tables of the PTX ISA and naive products, and faults in its use.
 
 use super::super::launch;
-use super::tensor_cores::{matrix, product};
+use super::tensor_cores::{exact, matrix, product};
 use crate::device::cuda::fake_driver::{failure, in_order};
 use crate::device::{DeviceError, sources};
 use crate::tensor::to_vec;
@@ -50,11 +50,6 @@ impl Form {
 
 fn elements(tensor: &Tensor) -> Vec<f32> {
     to_vec(tensor).unwrap()
-}
-
-/// Numbers that both element types store exactly.
-fn exact(seed: u64, len: usize) -> Vec<f32> {
-    random(seed, len).into_iter().map(|x| (x * 64.0).round() / 64.0).collect()
 }
 
 #[test]
