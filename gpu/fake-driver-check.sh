@@ -40,9 +40,12 @@ check_libraries() {
 
 # Without the tests that compare the CPU's instruction sets and numbers of threads.
 check_kernels() {
-    tests 1 late test_kernels device:: cast:: attention::tests::parity attention::tests::properties lm_head_loss:: \
-        rms_norm:: optimizer:: rank_reduce:: embedding:: swiglu:: strided_copy:: linear:: rope:: elementwise:: \
-        --skip every_instruction_set --skip number_of_threads
+    local not_here=(--skip every_instruction_set --skip number_of_threads)
+    tests 1 late test_kernels "${not_here[@]}"
+    # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
+    ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target attention::tests rank_reduce:: \
+        strided_copy:: --skip fused --skip on_the_fake_driver "${not_here[@]}"
+    tests 1 late test_ulysses on_a_gpu
 }
 
 check_threads() {

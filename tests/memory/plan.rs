@@ -36,7 +36,7 @@ fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfi
     LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
 }
 
-/// On emulated kernels, only small cases that differ in a GPU's memory.
+/// On GPUs, only small cases that differ in a GPU's memory.
 fn cases() -> Vec<Case> {
     if is_cpu() { cases_of_cpus() } else { cases_of_gpus() }
 }
