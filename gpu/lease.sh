@@ -49,9 +49,12 @@ attention() { # name, limit, head_dim, tokens, kernels
         --seq-len "$4" --kernels "$5" --repeats 5 --json
 }
 
+steps_of() { # name, limit, model, tokens, flags…
+    step "$1" "$2" bin/ulysses bench train --device cuda --dtype bf16 --model "$3" --seq-len "$4" --repeats 5 --json "${@:5}"
+}
+
 layer() { # tokens
-    step "layer_$1" 60 bin/ulysses bench train --device cuda --dtype bf16 --model llama3-8b --num-layers 1 \
-        --vocab-size 256 --seq-len "$1" --repeats 5 --json
+    steps_of "layer_$1" 60 llama3-8b "$1" --num-layers 1 --vocab-size 256
 }
 
 train() { # name, limit, config, flags…
@@ -74,12 +77,15 @@ attention attention_tiled_128_16384 40 128 16384 tiled
 attention attention_fused_64_16384 30 64 16384 fused
 step nccl_1 40 env ULYSSES_TEST_DEVICE=cuda ULYSSES_TEST_NCCL_RANKS=1 bin/test_comm conformance::nccl
 tests precision 60 parity precision::bf16_gradients_of_wide_heads
-tests kernels 120 kernels
+tests kernels 150 kernels --skip on_the_fake_driver
 attention attention_wgmma_128_32768 40 128 32768 wgmma
 attention attention_wgmma_128_131072 60 128 131072 wgmma
 layer 4096
 layer 32768
 step pytorch_64 60 python3 pytorch_peer.py "${LLAMA[@]}" --head-dim 64 --seq-len 16384
+steps_of model_1b_32768 60 llama-3.2-1b 32768 --set ulysses.activation_checkpointing=true
+steps_of model_1b_131072 90 llama-3.2-1b 131072 --set ulysses.activation_checkpointing=true
+step profile 60 bin/ulysses bench profile --device cuda --ranks 1 --model llama3-8b --tokens 16384 --mib 1024 --repeats 5
 step bandwidth 40 bin/bench_kernels --device cuda --dtype bf16 --mib 1024 --json
 step memcheck 90 compute-sanitizer --kernel-regex kns=attention_fused bin/ulysses bench attention --device cuda --dtype bf16 \
     --no-f32 --seq-len 300 --repeats 1
