@@ -12,6 +12,8 @@ FLAGS=(-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-missing-f
 # The fibers of the emulation jump between stacks, which a fortified longjmp refuses.
 # Its kernels read thread-local variables all the time, which `initial-exec` makes twice as fast in a library.
 EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -fvisibility=hidden -ftls-model=initial-exec -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
+# Else a call of libgcc converts each f16.
+! grep --quiet --word-regexp f16c /proc/cpuinfo || EMULATION_FLAGS+=(-mf16c)
 # The calls that these insert are the functions of kernels/cuda/emulation/sanitizer.cpp. Products and sums are contracted to
 # one rounding, as CUDA's compilers do, if this CPU can.
 KERNEL_FLAGS=(-fsanitize=thread -fno-sanitize-recover=all
