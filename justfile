@@ -6,15 +6,19 @@ default:
 check:
     .ci/run
 
+# Format, lints and the tests of what changed since a commit: about a minute.
+check-fast commit="HEAD":
+    .ci/check-fast {{commit}}
+
 # Runs the tests whose names contain a filter, or all of them.
 test *args:
-    cargo test --release {{args}}
+    cargo test {{args}}
 
 # Formats the code.
 fmt:
     cargo fmt --all
 
-# Compiles the CUDA kernels and checks their registers; `--write` puts the table into docs/gpu.md.
+# Compiles the CUDA kernels and checks their registers; `--write` puts the tables into gpu/kernels.md.
 kernels-check *args:
     gpu/kernels-check.sh {{args}}
 

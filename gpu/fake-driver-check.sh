@@ -10,9 +10,10 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export NVCC=$PWD/gpu/nvcc-for-check CUDA_COMPUTE_CAP=80 CUDA_HOME=$PWD/target/fake-driver CARGO_TARGET_DIR=target/fake
-# The crates are not optimized, because they leave the arithmetic to the libraries.
-export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 PYTHONDONTWRITEBYTECODE=1
+# shellcheck source=gpu/fake-driver-settings.sh
+source gpu/fake-driver-settings.sh
+# CI builds once, with all features.
+FEATURES=${FEATURES:-cuda,nccl}
 ULYSSES=target/fake/debug/ulysses
 
 main() {
@@ -20,9 +21,9 @@ main() {
     ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors suites training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
-    cargo test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
+    cargo test --no-run --features "$FEATURES" --message-format json --lib --test comm --test parity --test zero \
         --test memory | python3 gpu/binaries.py >target/fake/binaries
-    cargo build --features cuda,nccl
+    cargo build --features "$FEATURES"
     # shellcheck disable=SC2046 # One argument per path.
     [[ $(uname -m) != x86_64 ]] || need_no_library "$ULYSSES" $(awk '{ print $2 }' target/fake/binaries)
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
