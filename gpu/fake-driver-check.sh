@@ -75,7 +75,9 @@ check_jobs() {
 
 check_errors() {
     ULYSSES=$ULYSSES gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
-    gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor
+    gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor >target/fake/doctor.log
+    cat target/fake/doctor.log
+    (($(grep -c "with wgmma; they agree" target/fake/doctor.log) == 2))
 }
 
 # Of these suites what covers most in the least time: every stage on meshes with dp and sp, uneven shards of packed
