@@ -11,7 +11,9 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export NVCC=$PWD/gpu/nvcc-for-check CUDA_COMPUTE_CAP=80 CUDA_HOME=$PWD/target/fake-driver CARGO_TARGET_DIR=target/fake
-# The crates are not optimized, because they leave the arithmetic to the libraries.
+# The crates are not optimized, because they leave the arithmetic to the libraries; only the references in the kernels'
+# tests have some.
+OPTIMIZED=(--config 'profile.dev.package.ulysses-kernels.opt-level=1')
 export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 PYTHONDONTWRITEBYTECODE=1
 ULYSSES=target/fake/debug/ulysses
 
@@ -20,9 +22,9 @@ main() {
     ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors suites training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
-    cargo test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
+    cargo test "${OPTIMIZED[@]}" --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
         --test memory | python3 gpu/binaries.py >target/fake/binaries
-    cargo build --features cuda,nccl
+    cargo build "${OPTIMIZED[@]}" --features cuda,nccl
     # shellcheck disable=SC2046 # One argument per path.
     [[ $(uname -m) != x86_64 ]] || need_no_library "$ULYSSES" $(awk '{ print $2 }' target/fake/binaries)
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
@@ -38,9 +40,10 @@ check_libraries() {
     python3 gpu/fake_driver/test_nccl.py
 }
 
-# Without the tests that compare the CPU's instruction sets and numbers of threads.
+# Without the tests of the CPU that take long.
 check_kernels() {
-    local not_here=(--skip every_instruction_set --skip number_of_threads)
+    local not_here=(--skip every_instruction_set --skip number_of_threads --skip gemm:: --skip attention::cpu
+        --skip attention::tests::precision)
     tests 1 late test_kernels "${not_here[@]}"
     # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
     ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target attention::tests rank_reduce:: \
