@@ -46,7 +46,7 @@ check_kernels() {
         --skip attention::tests::precision)
     tests 1 late test_kernels "${not_here[@]}"
     # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
-    ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target attention::tests rank_reduce:: \
+    ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target rank_reduce:: \
         strided_copy:: --skip fused --skip on_the_fake_driver "${not_here[@]}"
     tests 1 late test_ulysses on_a_gpu
 }
