@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a self-contained folder to test on a GPU machine without cargo and this repository: binaries, fixtures,
-# configs, kernels and check.sh. The build needs no GPU; see docs/gpu.md.
+# configs, kernels and check.py. The build needs no GPU; see docs/gpu.md.
 #
 #     gpu/build.sh [FOLDER]         FOLDER: default target/gpu-folder
 #
@@ -48,7 +48,7 @@ prepare_toolchain() {
     export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG=false
 }
 
-# Builds the program, the test binaries and all benches, with the names that check.sh uses.
+# Builds the program, the test binaries and all benches, with the names that check.py uses.
 collect_binaries() { # in folder $1
     local wanted=(--lib --benches) test
     for test in "${TESTS[@]}"; do
@@ -91,8 +91,7 @@ add_files() {
     cp -r src "$folder/text" # what the main job trains on
     cp "$CUDA_HOME"/lib64/libcudart.so.1[23] "$folder/lib/"
     cc -shared -fPIC -Wall -Werror -Wl,-soname,libcurand.so.10 -o "$folder/lib/libcurand.so.10" gpu/curand_standin.c
-    cc -shared -fPIC -Wall -Werror -o "$folder/lib/libwitness.so" gpu/witness.c -ldl
-    cp gpu/check.sh gpu/libraries.sh gpu/pytorch_peer.py docs/gpu.md "$folder/"
+    cp gpu/check.py gpu/libraries.sh gpu/pytorch_peer.py docs/gpu.md "$folder/"
     describe_build >"$folder/BUILD"
 }
 

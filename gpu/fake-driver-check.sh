@@ -39,12 +39,13 @@ check_libraries() {
     python3 gpu/fake_driver/test_nccl.py
 }
 
-# Without the tests that compare the CPU's instruction sets and numbers of threads.
+# Without the tests of the CPU that take long.
 check_kernels() {
-    local not_here=(--skip every_instruction_set --skip number_of_threads)
+    local not_here=(--skip every_instruction_set --skip number_of_threads --skip gemm:: --skip attention::cpu
+        --skip attention::tests::precision)
     tests 1 late test_kernels "${not_here[@]}"
     # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
-    ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target attention::tests rank_reduce:: \
+    ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target rank_reduce:: \
         strided_copy:: --skip fused --skip on_the_fake_driver "${not_here[@]}"
     tests 1 late test_ulysses on_a_gpu
 }

@@ -36,7 +36,7 @@ class Check(unittest.TestCase):
 
     def run_check(self, *options: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "PATH": f"{self.machine}:{os.environ['PATH']}"}
-        return subprocess.run([self.folder / "check.py", *options], env=environment, capture_output=True, text=True)
+        return subprocess.run([sys.executable, self.folder / "check.py", *options], env=environment, capture_output=True, text=True)
 
     def run_with_gpu(self, *options: str) -> tuple[int, dict[str, dict]]:
         self.script(self.machine / "nvidia-smi", LISTS_A_GPU)
@@ -125,8 +125,7 @@ class Check(unittest.TestCase):
         self.binary("ulysses", body)
         of_torch = [f'{{"seq_len": {tokens}, "layer_step": {{"ms": 60.0}}}}' for tokens in (4096, 16384)]
         lines = "; ".join(f"echo '{line}'" for line in of_torch)
-        self.script(self.machine / "python3", f'test "$1" = pytorch_peer.py || exec {sys.executable} "$@"; {lines}')
-        (self.folder / "torch.py").write_text("class cuda:\n    is_available = lambda: True\n")
+        self.script(self.machine / "python3", f'test "$1" = pytorch_peer.py || exit 0; {lines}')
         code, checks = self.run_with_gpu()
         self.assertEqual((code, checks["layer_4096"]["status"]), (0, "passed"), checks["layer_4096"])
         document = self.folder / "gpu.md"
