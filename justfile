@@ -10,6 +10,10 @@ check:
 check-fast commit="HEAD":
     .ci/check-fast {{commit}}
 
+# The same with whole test matrices instead of samples, and 40 times as many random inputs: hours.
+nightly:
+    ULYSSES_TEST_SEED=all PROPTEST_CASES=10000 .ci/run
+
 # Runs the tests whose names contain a filter, or all of them.
 test *args:
     cargo test {{args}}

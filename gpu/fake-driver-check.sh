@@ -102,6 +102,8 @@ check_training() {
     train 8 late nccl --seq-len 128 --steps 2 --set 'mesh_param=[2,4]' --zero-stage 3
     train 1 late offload --seq-len 64 --steps 2 --zero-stage 3 --set bf16.enabled=true \
         --set zero_optimization.offload_optimizer.device=cpu --set zero_optimization.offload_param.device=cpu
+    train 1 late one-rank --seq-len 300 --steps 2 --set 'mesh_param=[1,1]' --set bf16.enabled=true \
+        --set ulysses.activation_checkpointing=true --set ulysses.tile_tokens=100
 }
 
 # The same tests pass without a seeded fault.
@@ -133,9 +135,12 @@ tests() { # with $1 GPUs, in order $2, of binary $3 with the filters $4…
 }
 
 train() { # with $1 GPUs, in order $2, the main job with output $3 and the flags $4…
+    local log=target/fake/$3.log
     rm -rf "target/fake/$3"
     gpu/fake-driver.sh --gpus "$1" --order "$2" "$ULYSSES" train configs/long_sequence.json --data src \
-        --output "target/fake/$3" "${@:4}"
+        --output "target/fake/$3" "${@:4}" >"$log" 2>&1 || { cat "$log" && return 1; }
+    cat "$log"
+    python3 gpu/fake_driver/planned_memory.py "$log"
 }
 
 # A seeded fault $1 must fail the tests of binary $2 with the filter $3.

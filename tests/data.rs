@@ -1,14 +1,17 @@
 //! The readers of data files on hostile input: every input gives data or an error, in bounded memory.
 //!
-//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test
-//! data_properties` tries a million of each.
+//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --test data` tries a million of each.
 
 #![allow(clippy::unwrap_used)]
+
+#[path = "support/sample.rs"]
+mod sample;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
-use proptest::test_runner::Config as Settings;
+use proptest::test_runner::{Config as Settings, RngSeed};
+use sample::seed;
 use std::fs;
 use std::path::{Path, PathBuf};
 use ulysses::data::{Corpus, DataError, PrepareOptions, SourceOptions, TokenFileOptions, Tokenizer, prepare};
@@ -22,7 +25,8 @@ const MAX_BYTES: i64 = 1 << 22;
 
 fn settings() -> Settings {
     // Failures are printed, not stored in the source tree.
-    Settings { failure_persistence: None, max_shrink_iters: 2000, ..Settings::default() }
+    let rng_seed = seed().map_or(RngSeed::Random, RngSeed::Fixed);
+    Settings { failure_persistence: None, max_shrink_iters: 2000, rng_seed, ..Settings::default() }
 }
 
 /// Creates a directory for files, in memory if possible, to spare the disk.

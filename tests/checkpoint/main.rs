@@ -9,5 +9,7 @@ mod frozen;
 mod memory;
 mod meshes;
 mod offload;
+#[path = "../support/sample.rs"]
+mod sample;
 mod skips;
 mod training;

@@ -1,5 +1,6 @@
 //! Checkpoints saved on one mesh and loaded on another.
 
+use crate::sample::{axes, sampled};
 use crate::training::{ADAGRAD, ADAM, LAMB, LION, MOMENTUM, SGD, Setup, on_mesh, setup};
 use std::path::Path;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
@@ -28,30 +29,34 @@ fn open(dir: &Path, step: u64) -> Checkpoint {
 
 #[test]
 fn loaded_state_is_bit_equal_on_every_mesh() {
-    for (optimizer, kinds) in [(ADAM, 3), (MOMENTUM, 2), (SGD, 1), (LION, 2), (ADAGRAD, 2), (LAMB, 3)] {
-        let dir = tempfile::tempdir().unwrap();
-        on_mesh(Setup { optimizer, ..setup(2, 2, 3) }, |rank| {
-            rank.train(3)?;
-            rank.save(dir.path())
-        });
-        let saved = open(dir.path(), 3);
-        assert_eq!(saved.manifest().kinds.len(), kinds);
-        let meshes = [(1, 1), (4, 1), (1, 4), (2, 1), (3, 2), (5, 1)];
-        for ((dp, sp), stage) in meshes.into_iter().flat_map(|mesh| [0, 1, 2, 3].map(|stage| (mesh, stage))) {
-            let again = tempfile::tempdir().unwrap();
-            on_mesh(Setup { optimizer, ..setup(dp, sp, stage) }, |rank| {
-                rank.resume(dir.path())?;
-                rank.save(again.path())
+    let saved =
+        [(ADAM, 3), (MOMENTUM, 2), (SGD, 1), (LION, 2), (ADAGRAD, 2), (LAMB, 3)].map(|(optimizer, kinds)| {
+            let dir = tempfile::tempdir().unwrap();
+            on_mesh(Setup { optimizer, ..setup(2, 2, 3) }, |rank| {
+                rank.train(3)?;
+                rank.save(dir.path())
             });
-            let loaded = open(again.path(), 3);
-            let label = format!("{optimizer} on {dp}x{sp} stage {stage}");
-            assert_eq!(loaded.manifest().num_partitions, dp, "{label}");
-            assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{label}");
-            let comparisons = diff(&saved, &loaded).unwrap();
-            assert_eq!(comparisons.len(), kinds * 21, "{label}");
-            for (tensor, comparison) in comparisons {
-                assert_eq!(comparison, Comparison::Equal, "{label}: {tensor:?}");
-            }
+            let saved = open(dir.path(), 3);
+            assert_eq!(saved.manifest().kinds.len(), kinds);
+            (optimizer, kinds, dir, saved)
+        });
+    let meshes = [(1, 1), (4, 1), (1, 4), (2, 1), (3, 2), (5, 1)];
+    let setups = meshes.into_iter().flat_map(|(dp, sp)| [0, 1, 2, 3].map(|stage| setup(dp, sp, stage)));
+    let cases = setups
+        .flat_map(|setup| saved.iter().map(move |saved| (Setup { optimizer: saved.0, ..setup }, saved)));
+    for (setup, (_, kinds, dir, saved)) in sampled(cases, |(setup, _)| setup.axes()) {
+        let again = tempfile::tempdir().unwrap();
+        on_mesh(setup, |rank| {
+            rank.resume(dir.path())?;
+            rank.save(again.path())
+        });
+        let loaded = open(again.path(), 3);
+        assert_eq!(loaded.manifest().num_partitions, setup.dp, "{setup:?}");
+        assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{setup:?}");
+        let comparisons = diff(saved, &loaded).unwrap();
+        assert_eq!(comparisons.len(), kinds * 21, "{setup:?}");
+        for (tensor, comparison) in comparisons {
+            assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
         }
     }
 }
@@ -63,24 +68,25 @@ fn a_resumed_run_on_the_same_mesh_is_bit_equal_to_an_uninterrupted_one() {
     let in_bf16 = Setup { extra: BF16_OVER_SP, ..setup(1, 2, 3) };
     let over_sp =
         [Setup { accumulation: 2, ..over_sp(1, 3, 3) }, over_sp(2, 2, 1), over_sp(1, 4, 2), in_bf16];
-    for setup in over_dp.into_iter().chain(over_sp) {
-        for optimizer in [ADAM, MOMENTUM, ADAGRAD, LAMB] {
-            let setup = Setup { optimizer, ..setup };
-            let dir = tempfile::tempdir().unwrap();
-            let uninterrupted = on_mesh(setup, |rank| {
-                rank.train(3)?;
-                rank.save(dir.path())?;
-                rank.train(4)
-            });
-            let resumed = on_mesh(setup, |rank| {
-                rank.resume(dir.path())?;
-                rank.train(4)
-            });
-            let all_bits = |reports: &[StepReport]| reports.iter().map(bits).collect::<Vec<_>>();
-            assert_eq!(uninterrupted[0].iter().map(|report| report.step).collect::<Vec<_>>(), [4, 5, 6, 7]);
-            for (resumed, uninterrupted) in resumed.iter().zip(&uninterrupted) {
-                assert_eq!(all_bits(resumed), all_bits(uninterrupted), "{setup:?}");
-            }
+    let cases = over_dp
+        .into_iter()
+        .chain(over_sp)
+        .flat_map(|setup| [ADAM, MOMENTUM, ADAGRAD, LAMB].map(|optimizer| Setup { optimizer, ..setup }));
+    for setup in sampled(cases, Setup::axes) {
+        let dir = tempfile::tempdir().unwrap();
+        let uninterrupted = on_mesh(setup, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())?;
+            rank.train(4)
+        });
+        let resumed = on_mesh(setup, |rank| {
+            rank.resume(dir.path())?;
+            rank.train(4)
+        });
+        let all_bits = |reports: &[StepReport]| reports.iter().map(bits).collect::<Vec<_>>();
+        assert_eq!(uninterrupted[0].iter().map(|report| report.step).collect::<Vec<_>>(), [4, 5, 6, 7]);
+        for (resumed, uninterrupted) in resumed.iter().zip(&uninterrupted) {
+            assert_eq!(all_bits(resumed), all_bits(uninterrupted), "{setup:?}");
         }
     }
 }
@@ -111,6 +117,7 @@ fn hsdp_partitions_are_written_once_and_load_on_every_mesh() {
 
 #[test]
 fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
+    let (mut dirs, mut cases) = (Vec::new(), Vec::new());
     for ((dp_only, both), stage) in [("{}", OVER_SP), (BF16, BF16_OVER_SP)]
         .into_iter()
         .flat_map(|axes| [1, 2, 3].map(|stage| (axes, stage)))
@@ -138,16 +145,22 @@ fn partitions_over_sp_are_written_by_their_ranks_and_load_in_both_settings() {
                 over_dp(1, 1, 0),
                 over_sp(1, 4, 4 - stage),
             ];
-            for setup in loading {
-                let again = tempfile::tempdir().unwrap();
-                on_mesh(setup, |rank| {
-                    rank.resume(dir.path())?;
-                    rank.save(again.path())
-                });
-                for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
-                    assert_eq!(comparison, Comparison::Equal, "{saving:?}, {setup:?}: {tensor:?}");
-                }
-            }
+            cases.extend(loading.map(|loading| (dirs.len(), saving, loading)));
+            dirs.push(dir);
+        }
+    }
+    for (dir, saving, loading) in sampled(cases, |(_, saving, loading)| {
+        let (from, from_stage) = (saving.extra, saving.stage);
+        [axes![from, from_stage], loading.axes()].concat()
+    }) {
+        let dir = &dirs[dir];
+        let again = tempfile::tempdir().unwrap();
+        on_mesh(loading, |rank| {
+            rank.resume(dir.path())?;
+            rank.save(again.path())
+        });
+        for (tensor, comparison) in diff(&open(dir.path(), 3), &open(again.path(), 3)).unwrap() {
+            assert_eq!(comparison, Comparison::Equal, "{saving:?}, {loading:?}: {tensor:?}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Training of a small model on any mesh, shared by the other files.
 
+use crate::sample::axes;
 use anyhow::Result;
 use serde_json::json;
 use std::path::Path;
@@ -29,6 +30,14 @@ pub(crate) struct Setup {
     pub(crate) optimizer: &'static str,
     /// Additional config keys, as a JSON object.
     pub(crate) extra: &'static str,
+}
+
+impl Setup {
+    /// Its values on the axes of a test matrix.
+    pub(crate) fn axes(&self) -> Vec<String> {
+        let Self { dp, sp, stage, accumulation, optimizer, extra } = self;
+        axes![dp, sp, stage, accumulation, optimizer, extra]
+    }
 }
 
 pub(crate) const ADAM: &str = r#"{ "type": "AdamW", "params": { "lr": 1e-2 } }"#;

@@ -1,6 +1,7 @@
 //! Test cases: a child process fails, and the next one resumes.
 
 use crate::child::{Run, STEPS};
+use crate::sample::{axes, sampled};
 use crate::storage::Fault;
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -26,7 +27,7 @@ struct Outcome {
     steps: BTreeMap<u64, String>,
     saved: Vec<u64>,
     not_saved: usize,
-    operations: usize,
+    operations: Vec<String>,
     output: Output,
 }
 
@@ -37,7 +38,7 @@ fn run(dir: &Path, run: Run) -> Outcome {
 
 fn outcome(output: Output) -> Outcome {
     let text = String::from_utf8(output.stdout.clone()).unwrap();
-    let (resumed, steps, saved, operations) = (u64::MAX, BTreeMap::new(), Vec::new(), 0);
+    let (resumed, steps, saved, operations) = (u64::MAX, BTreeMap::new(), Vec::new(), Vec::new());
     let mut outcome = Outcome { resumed, steps, saved, not_saved: 0, operations, output };
     for line in text.lines() {
         match line.split(' ').collect::<Vec<_>>()[..] {
@@ -47,7 +48,9 @@ fn outcome(output: Output) -> Outcome {
             }
             ["saved", step] => outcome.saved.push(step.parse().unwrap()),
             ["not", "saved"] => outcome.not_saved += 1,
-            ["operations", number] => outcome.operations = number.parse().unwrap(),
+            ["operations", ref names @ ..] => {
+                outcome.operations = names.iter().map(|&name| name.into()).collect()
+            }
             _ => panic!("a child said {line:?}"),
         }
     }
@@ -97,13 +100,17 @@ fn assert_no_leftovers(dir: &Path, label: &str) {
     assert!(hidden.is_empty(), "{label}: {hidden:?}");
 }
 
-/// Injects a fault at every operation in turn, and resumes with another child.
+/// Injects a fault at a sample of all operations, with all operations by name in both saves, and resumes with another
+/// child. Ranks write at the same time, so a name may be that of the operation beside it.
 fn fail_everywhere(fault: Fault, background: bool) {
     const SIGKILL: i32 = 9;
     let reference = reference();
-    let operations = reference.1.operations;
+    let operations = reference.1.operations.len();
     assert!(operations > 50, "two saves of four files are more than {operations} operations");
-    for at in 0..operations {
+    for at in sampled(0..operations, |at| {
+        let (operation, is_second_save) = (&reference.1.operations[*at], *at >= operations / 2);
+        axes![operation, is_second_save]
+    }) {
         let dir = tempfile::tempdir().unwrap();
         let label = format!("{fault:?} at operation {at} of {operations}");
         let failed = run(dir.path(), Run { fault, at, background, goes_on: false });
@@ -127,7 +134,8 @@ fn background_killed_anywhere() {
 fn rank_dies() {
     let reference = reference();
     // Both saves have the same number of operations; these are those of the second.
-    for at in (reference.1.operations / 2..reference.1.operations).step_by(7) {
+    let operations = reference.1.operations.len();
+    for at in (operations / 2..operations).step_by(7) {
         let dir = tempfile::tempdir().unwrap();
         let label = format!("panic at operation {at}");
         let failed = run(dir.path(), Run { fault: Fault::Panic, at, ..Run::without_fault() });
@@ -143,7 +151,7 @@ fn rank_dies() {
 
 fn full_and_stops() {
     let reference = reference();
-    let first_save = reference.1.operations / 2;
+    let first_save = reference.1.operations.len() / 2;
     for at in [first_save + 2, first_save + 9, first_save + 20] {
         let dir = tempfile::tempdir().unwrap();
         let label = format!("full at operation {at}");

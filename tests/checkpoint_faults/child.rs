@@ -46,7 +46,7 @@ impl Run {
 }
 
 /// Trains from the newest checkpoint of `dir` to the last step. Rank 0 prints `resumed N`,
-/// `step N LOSS NORM` (as bits), `saved N`, `not saved`, and the number of operations.
+/// `step N LOSS NORM` (as bits), `saved N`, `not saved`, and the names of the operations.
 pub(crate) fn train(dir: &Path, run: Run) -> Result<()> {
     let json = r#"{
         "train_batch_size": 2, "mesh_param": [2, 2], "zero_optimization": { "stage": 2 },
@@ -61,7 +61,7 @@ pub(crate) fn train(dir: &Path, run: Run) -> Result<()> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         train_rank(dir, run, &storage, &config, &groups, rows.clone())
     });
-    println!("operations {}", storage.operations());
+    println!("operations {}", storage.operations().join(" "));
     failure?;
     Ok(())
 }

@@ -7,6 +7,8 @@
 
 mod cases;
 mod child;
+#[path = "../support/sample.rs"]
+mod sample;
 mod storage;
 
 use libtest_mimic::{Arguments, Trial};

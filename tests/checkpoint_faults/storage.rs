@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use ulysses::checkpoint::{LocalStorage, Storage, StorageFile};
 
@@ -40,7 +39,8 @@ pub(crate) struct FaultyStorage(Arc<State>);
 struct State {
     fault: Fault,
     at: usize,
-    operations: AtomicUsize,
+    /// Names of the operations so far.
+    operations: Mutex<Vec<&'static str>>,
     volatile: Mutex<Volatile>,
 }
 
@@ -57,21 +57,24 @@ struct Volatile {
 
 impl FaultyStorage {
     pub(crate) fn new(fault: Fault, at: usize) -> Self {
-        let operations = AtomicUsize::new(0);
-        Self(Arc::new(State { fault, at, operations, volatile: Mutex::default() }))
+        Self(Arc::new(State { fault, at, operations: Mutex::default(), volatile: Mutex::default() }))
     }
 
-    /// Number of operations so far.
-    pub(crate) fn operations(&self) -> usize {
-        self.0.operations.load(Ordering::SeqCst)
+    /// Names of the operations so far.
+    pub(crate) fn operations(&self) -> Vec<&'static str> {
+        self.0.operations.lock().unwrap().clone()
     }
 }
 
 impl State {
     /// Counts an operation, and injects the fault if it is the chosen one. `half` performs the first half of the
     /// operation.
-    fn reach(&self, takes_space: bool, half: impl FnOnce()) -> io::Result<()> {
-        let number = self.operations.fetch_add(1, Ordering::SeqCst);
+    fn reach(&self, name: &'static str, takes_space: bool, half: impl FnOnce()) -> io::Result<()> {
+        let number = {
+            let mut operations = self.operations.lock().unwrap();
+            operations.push(name);
+            operations.len() - 1
+        };
         let is_full = self.fault == Fault::Full && number >= self.at && takes_space;
         if number != self.at && !is_full {
             return Ok(());
@@ -138,14 +141,14 @@ fn kill() -> ! {
 
 impl Storage for FaultyStorage {
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.reach(true, || ())?;
+        self.0.reach("create_dir", true, || ())?;
         LocalStorage.create_dir(path)?;
         self.0.lock().names.push(path.to_owned());
         Ok(())
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn StorageFile>> {
-        self.0.reach(true, || ())?;
+        self.0.reach("create", true, || ())?;
         let inner = LocalStorage.create(path)?;
         self.0.lock().names.push(path.to_owned());
         self.0.lock().content.insert(path.to_owned());
@@ -153,7 +156,7 @@ impl Storage for FaultyStorage {
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.reach(false, || ())?;
+        self.0.reach("rename", false, || ())?;
         let replaces = to.exists();
         LocalStorage.rename(from, to)?;
         self.0.follow(from, to);
@@ -165,7 +168,7 @@ impl Storage for FaultyStorage {
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.reach(false, || ())?;
+        self.0.reach("sync_dir", false, || ())?;
         let mut volatile = self.0.lock();
         volatile.names.retain(|name| name.parent() != Some(path));
         volatile.renames.retain(|(_, to)| to.parent() != Some(path));
@@ -173,7 +176,7 @@ impl Storage for FaultyStorage {
     }
 
     fn remove_dir_all(&self, path: &Path) -> io::Result<()> {
-        self.0.reach(false, || ())?;
+        self.0.reach("remove_dir_all", false, || ())?;
         LocalStorage.remove_dir_all(path)?;
         let mut volatile = self.0.lock();
         volatile.names.retain(|name| !name.starts_with(path));
@@ -192,7 +195,7 @@ struct FaultyFile {
 impl Write for FaultyFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let inner = &mut self.inner;
-        self.state.reach(true, || inner.write_all(&bytes[..bytes.len() / 2]).unwrap())?;
+        self.state.reach("write", true, || inner.write_all(&bytes[..bytes.len() / 2]).unwrap())?;
         self.inner.write_all(bytes)?;
         self.state.lock().content.insert(self.path.clone());
         Ok(bytes.len())
@@ -205,7 +208,7 @@ impl Write for FaultyFile {
 
 impl StorageFile for FaultyFile {
     fn sync(&mut self) -> io::Result<()> {
-        self.state.reach(false, || ())?;
+        self.state.reach("sync", false, || ())?;
         self.inner.sync()?;
         self.state.lock().content.remove(&self.path);
         Ok(())

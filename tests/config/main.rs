@@ -7,6 +7,8 @@ mod files;
 mod properties;
 mod recipes;
 mod reference;
+#[path = "../support/sample.rs"]
+mod sample;
 
 use std::alloc::System;
 use ulysses::memory::CountingAllocator;

@@ -1,12 +1,13 @@
 //! The config reader on hostile input: every input gives a config or an error, in bounded memory.
 //!
-//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test
-//! config_properties` tries a million of each.
+//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --test config properties` tries a million
+//! of each.
 
+use crate::sample::seed;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
-use proptest::test_runner::Config as Settings;
+use proptest::test_runner::{Config as Settings, RngSeed};
 use serde_json::Value;
 use std::path::PathBuf;
 use ulysses::config::{Config, ConfigError, json_schema};
@@ -25,7 +26,8 @@ const MAX_PATTERN_BYTES: u64 = 32 << 20;
 
 fn settings() -> Settings {
     // Failures are printed, not stored in the source tree.
-    Settings { failure_persistence: None, max_shrink_iters: 2000, ..Settings::default() }
+    let rng_seed = seed().map_or(RngSeed::Random, RngSeed::Fixed);
+    Settings { failure_persistence: None, max_shrink_iters: 2000, rng_seed, ..Settings::default() }
 }
 
 /// Reads `text`, and checks the result and the memory that it takes.

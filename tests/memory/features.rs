@@ -5,6 +5,7 @@ use crate::support::device::offload_target;
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, layout};
 use crate::support::problems::{ADAGRAD, ADAMW, CONFIG, LAMB, LION, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig, Training, as_tensors};
+use crate::support::sample::{axes, sampled};
 use serde_json::{Value, json};
 use ulysses::engine::BatchOutcome;
 
@@ -43,27 +44,41 @@ fn problems() -> Vec<Problem> {
     ]
 }
 
-fn assert_same_bits(features: &Value, without: &Value) {
-    for (number, problem) in problems().iter().enumerate() {
-        for layout in layouts() {
-            let outcomes = [without, features].map(|extra| run(problem, extra.clone(), layout));
-            let [expected, got] = outcomes.map(|outcome| bits(&outcome).unwrap());
-            assert!(expected == got, "problem {number}, {layout:?}: {features} changes bits");
-        }
+/// Compares features with configs without them, on a sample of problems and layouts.
+#[track_caller]
+fn assert_same_bits(features: &[(Value, Value)]) {
+    let problems = problems();
+    let cases = (0..problems.len()).flat_map(|number| layouts().map(move |layout| (number, layout)));
+    let cases = cases.flat_map(|case| (0..features.len()).map(move |feature| (case, feature)));
+    for ((number, layout), feature) in
+        sampled(cases, |((number, layout), feature)| [axes![number, feature], layout.axes()].concat())
+    {
+        let (features, without) = &features[feature];
+        let outcomes = [without, features].map(|extra| run(&problems[number], extra.clone(), layout));
+        let [expected, got] = outcomes.map(|outcome| bits(&outcome).unwrap());
+        assert!(expected == got, "problem {number}, {layout:?}: {features} changes bits");
     }
 }
 
-/// Features may reorder sums: compares the error against f64 with that of runs without them on any layout.
-fn assert_as_exact_as_plain(features: &Value, layouts: impl Iterator<Item = Layout>) {
-    let layouts: Vec<_> = layouts.collect();
+/// Features may reorder sums: compares the error against f64 with that of runs without them on any layout with at most
+/// the same sp. The features run on a sample of the layouts.
+#[track_caller]
+fn assert_as_exact_as_plain(features: &[(Value, usize)]) {
     for (number, problem) in problems().into_iter().enumerate() {
         // One step: later ones would compare how updates amplify the difference.
         let problem = &Problem { steps: 1, ..problem };
         let truth = problem.reference().unwrap();
         let error = |extra: &Value, layout| worst_error(&run(problem, extra.clone(), layout), &truth);
-        let plain = layouts.iter().map(|&layout| error(&json!({}), layout).0).fold(0.0, f64::max);
+        let plain: Vec<_> = layouts().map(|layout| (layout.sp, error(&json!({}), layout).0)).collect();
         let factor = if problem.config.qk_norm { REORDERED_WITH_NORMS_OF_HEADS } else { REORDERED };
-        for &layout in &layouts {
+        let cases = features.iter().flat_map(|(features, max_sp)| {
+            layouts().filter(|layout| layout.sp <= *max_sp).map(move |layout| (features, *max_sp, layout))
+        });
+        for (features, max_sp, layout) in
+            sampled(cases, |(features, _, layout)| [axes![features], layout.axes()].concat())
+        {
+            let plain = plain.iter().filter(|(sp, _)| *sp <= max_sp).map(|(_, error)| *error);
+            let plain = plain.fold(0.0, f64::max);
             let (got, what) = error(features, layout);
             assert!(
                 got <= factor * plain,
@@ -94,22 +109,22 @@ fn worst_error(outcome: &BatchOutcome, truth: &Training) -> (f64, String) {
 
 #[test]
 fn recomputing_all_or_every_other_layer_does_not_change_a_bit() {
-    for interval in [1, 2, 3] {
+    assert_same_bits(&[1, 2, 3].map(|interval| {
         let recomputing = json!({ "ulysses": {
             "activation_checkpointing": true, "activation_checkpointing_interval": interval,
         } });
-        assert_same_bits(&recomputing, &json!({}));
-    }
+        (recomputing, json!({}))
+    }));
 }
 
 #[test]
 fn offloaded_checkpoints_come_back_bit_for_bit() {
-    for chunks in [1, 2] {
+    assert_same_bits(&[1, 2].map(|chunks| {
         let ulysses = json!({ "activation_checkpointing": true, "head_chunks": chunks, "tile_tokens": 9 });
         let offloading =
             json!({ "ulysses": ulysses, "activation_checkpointing": { "cpu_checkpointing": true } });
-        assert_same_bits(&offloading, &json!({ "ulysses": ulysses }));
-    }
+        (offloading, json!({ "ulysses": ulysses }))
+    }));
 }
 
 /// With and without intervals, tiles, head chunks and offload, in f32 and with an f32 lse next to bf16.
@@ -118,13 +133,14 @@ fn a_saved_attention_output_does_not_change_a_bit() {
     let plain = json!({});
     let chunks = json!({ "head_chunks": 2, "tile_tokens": 7 });
     let every_other = json!({ "activation_checkpointing_interval": 2 });
-    for (is_bf16, offloads, more) in [
+    let features = [
         (false, false, &plain),
         (false, true, &chunks),
         (false, false, &every_other),
         (true, false, &chunks),
         (true, true, &plain),
-    ] {
+    ];
+    assert_same_bits(&features.map(|(is_bf16, offloads, more)| {
         let with = |saves: bool| {
             let mut ulysses = json!({ "activation_checkpointing": true, "save_attention_output": saves });
             ulysses.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -133,8 +149,8 @@ fn a_saved_attention_output_does_not_change_a_bit() {
                 "activation_checkpointing": { "cpu_checkpointing": offloads },
             })
         };
-        assert_same_bits(&with(true), &with(false));
-    }
+        (with(true), with(false))
+    }));
 }
 
 /// Stages that partition the offloaded tensors, with uneven partitions, replicas, accumulation and a group of
@@ -162,15 +178,19 @@ fn optimizers() -> Vec<Problem> {
     rules.map(with).into()
 }
 
-/// Compares every list of offloaded sections of `zero_optimization`, at the stage of the layout, with one run
-/// without offload.
+/// Compares lists of offloaded sections of `zero_optimization`, at the stage of the layout, with runs without offload: a
+/// sample of optimizers, lists and layouts.
+#[track_caller]
 fn assert_offload_keeps_bits(extra: &Value, features: &[&[&str]], layouts: impl Iterator<Item = Layout>) {
-    for layout in layouts {
-        for problem in optimizers() {
-            for sections in features {
-                assert_same_when_offloaded(&problem, extra, sections, [layout]);
-            }
-        }
+    let cases = layouts.flat_map(|layout| optimizers().into_iter().map(move |problem| (problem, layout)));
+    let cases = cases.flat_map(|(problem, layout)| {
+        features.iter().map(move |sections| (problem.clone(), *sections, layout))
+    });
+    for (problem, sections, layout) in sampled(cases, |(problem, sections, layout)| {
+        let rule = problem.rule;
+        [axes![rule, sections], layout.axes()].concat()
+    }) {
+        assert_same_when_offloaded(&problem, extra, sections, [layout]);
     }
 }
 
@@ -240,28 +260,28 @@ fn offloaded_parameters_come_back_bit_for_bit() {
 
 #[test]
 fn tiles_that_do_not_divide_the_tokens_change_only_the_order_of_sums() {
-    for (tile, checkpointing) in [(1, false), (5, false), (5, true), (1000, false)] {
-        let features =
-            json!({ "ulysses": { "tile_tokens": tile, "activation_checkpointing": checkpointing } });
-        assert_as_exact_as_plain(&features, layouts());
-    }
+    assert_as_exact_as_plain(&[(1, false), (5, false), (5, true), (1000, false)].map(
+        |(tile, checkpointing)| {
+            let ulysses = json!({ "tile_tokens": tile, "activation_checkpointing": checkpointing });
+            (json!({ "ulysses": ulysses }), 4)
+        },
+    ));
 }
 
 #[test]
 fn one_tile_of_all_tokens_does_not_change_a_bit() {
-    let tiled = json!({ "ulysses": { "tile_tokens": 1000 } });
-    assert_same_bits(&tiled, &json!({}));
+    assert_same_bits(&[(json!({ "ulysses": { "tile_tokens": 1000 } }), json!({}))]);
 }
 
 #[test]
 fn head_chunks_change_only_the_order_of_sums() {
-    for (chunks, max_sp) in [(2, 4), (3, 2), (4, 2)] {
-        for checkpointing in [false, true] {
-            let features =
-                json!({ "ulysses": { "head_chunks": chunks, "activation_checkpointing": checkpointing } });
-            assert_as_exact_as_plain(&features, layouts().filter(|layout| layout.sp <= max_sp));
-        }
-    }
+    let features = [(2, 4), (3, 2), (4, 2)].into_iter().flat_map(|(chunks, max_sp)| {
+        [false, true].map(|checkpointing| {
+            let ulysses = json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
+            (json!({ "ulysses": ulysses }), max_sp)
+        })
+    });
+    assert_as_exact_as_plain(&features.collect::<Vec<_>>());
 }
 
 #[test]
@@ -271,7 +291,7 @@ fn recomputing_head_chunks_in_tiles_does_not_change_a_bit() {
             "head_chunks": 2, "tile_tokens": 7, "activation_checkpointing": checkpointing,
         } })
     };
-    assert_same_bits(&chunked(true), &chunked(false));
+    assert_same_bits(&[(chunked(true), chunked(false))]);
 }
 
 /// Two, three and all KV heads per chunk; chunks whose heads two, three and four ranks cannot share evenly; each way to
@@ -285,25 +305,25 @@ fn overlapping_the_exchange_does_not_change_a_bit() {
         json!({ "activation_checkpointing": true, "save_attention_output": false }),
         json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2, "tile_tokens": 7 }),
     ];
-    for (config, chunks, sp) in [
-        (CONFIG, 2, 3),
-        (CONFIG, 2, 4),
-        (CONFIG, 3, 2),
-        (CONFIG, 4, 2),
-        (few_kv_heads.clone(), 2, 4),
-        (few_kv_heads, 3, 3),
-    ] {
-        let problem = Problem { steps: 1, ..problem(config, packed_batch()) };
-        for saving in &saving {
-            let with = |overlap: bool| {
-                let mut ulysses = json!({ "head_chunks": chunks, "overlap_exchange": overlap });
-                ulysses.as_object_mut().unwrap().extend(saving.as_object().unwrap().clone());
-                bits(&run(&problem, json!({ "ulysses": ulysses }), layout(1, sp, 0))).unwrap()
-            };
-            assert!(
-                with(true) == with(false),
-                "{chunks} chunks, sp {sp}, {saving}: the overlap changes bits"
-            );
-        }
+    let heads = [
+        (&CONFIG, 2, 3),
+        (&CONFIG, 2, 4),
+        (&CONFIG, 3, 2),
+        (&CONFIG, 4, 2),
+        (&few_kv_heads, 2, 4),
+        (&few_kv_heads, 3, 3),
+    ];
+    let cases = heads.into_iter().flat_map(|heads| saving.iter().map(move |saving| (heads, saving)));
+    for ((config, chunks, sp), saving) in sampled(cases, |((config, chunks, sp), saving)| {
+        let num_heads = config.num_heads;
+        axes![num_heads, chunks, sp, saving]
+    }) {
+        let problem = Problem { steps: 1, ..problem(config.clone(), packed_batch()) };
+        let with = |overlap: bool| {
+            let mut ulysses = json!({ "head_chunks": chunks, "overlap_exchange": overlap });
+            ulysses.as_object_mut().unwrap().extend(saving.as_object().unwrap().clone());
+            bits(&run(&problem, json!({ "ulysses": ulysses }), layout(1, sp, 0))).unwrap()
+        };
+        assert!(with(true) == with(false), "{chunks} chunks, sp {sp}, {saving}: the overlap changes bits");
     }
 }

@@ -1,9 +1,11 @@
 //! The plan's memory against the allocator's count, over configurations that differ in everything that
 //! affects memory.
 
+use crate::dry_run::axes;
 use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::reference::{Batch, IGNORED};
+use crate::support::sample::sampled;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
@@ -382,7 +384,7 @@ impl Case {
 #[test]
 fn the_planned_peak_is_the_measured_one_in_total_and_by_category() {
     let mut off = Vec::new();
-    for case in cases() {
+    for case in sampled(cases(), |case| axes(case.mesh, &case.config)) {
         for (rank, (measured, by_category)) in case.measured().into_iter().enumerate() {
             let planned = case.planned(rank);
             let total: u64 = planned.iter().sum();

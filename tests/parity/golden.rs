@@ -8,6 +8,7 @@ use crate::support::mesh_run::{Layout, Problem, Rule, by_name, layout};
 use crate::support::reference::{
     AdamW, Optimizer, Tensors, Weights, as_tensors, clip_by_global_norm, weights_from,
 };
+use crate::support::sample::sampled;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use ulysses::model::LlamaConfig;
@@ -44,10 +45,11 @@ fn problem(fixture: &Fixture, clip: Option<f64>, steps: usize) -> Problem {
 }
 
 /// Logits, loss and gradients of one fixture.
+#[track_caller]
 fn check_forward_and_backward(name: &str) {
     let fixture = Fixture::load(name).unwrap();
     let problem = problem(&fixture, None, 0);
-    for layout in layouts() {
+    for layout in sampled(layouts(), Layout::axes) {
         let label = format!("{name} {layout:?}");
         let outcome = problem.run(layout).unwrap();
         let expected = &fixture.outputs["logits"];
@@ -101,10 +103,11 @@ impl OwnTrajectory {
 }
 
 /// Losses, norms and parameters after every step of one trajectory.
+#[track_caller]
 fn check_trajectory(name: &str) {
     let fixture = Fixture::load("tiny_strong").unwrap();
     let trajectory = fixture.trajectory(name).unwrap();
-    for layout in layouts() {
+    for layout in sampled(layouts(), Layout::axes) {
         let mut own = OwnTrajectory::new(&fixture);
         let mut weights = fixture.weights.clone();
         for (index, expected) in trajectory.steps.iter().enumerate() {

@@ -16,6 +16,7 @@ mod parameter_groups;
 mod precision;
 mod reference;
 mod ring;
+mod sample;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -3,6 +3,7 @@
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig, RopeScaling};
+use crate::support::sample::{axes, sampled};
 
 /// dp × sp × stage × accumulation: 1, 2, 4 × 1, 2, 3, 4 × 0..=3 × 1, 2.
 fn full_grid() -> impl Iterator<Item = Layout> {
@@ -19,11 +20,24 @@ fn small_grid() -> impl Iterator<Item = Layout> {
     meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
 }
 
+/// Checks a sample of the layouts.
+#[track_caller]
 fn check(problem: &Problem, layouts: impl Iterator<Item = Layout>, tolerance: f64) {
     let expected = problem.reference().unwrap();
-    for layout in layouts {
+    for layout in sampled(layouts, Layout::axes) {
         let outcome = problem.run(layout).unwrap();
         assert_matches(&outcome, &expected, tolerance, &format!("{layout:?}"));
+    }
+}
+
+/// Checks a sample of all problems on the small grid.
+#[track_caller]
+fn check_each(problems: &[Problem]) {
+    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
+    let cases = (0..problems.len()).flat_map(|number| small_grid().map(move |layout| (number, layout)));
+    for (number, layout) in sampled(cases, |(number, layout)| [axes![number], layout.axes()].concat()) {
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], 2e-5, &format!("problem {number}, {layout:?}"));
     }
 }
 
@@ -61,10 +75,10 @@ fn loss_tiles_need_not_divide_the_tokens() {
 
 #[test]
 fn any_number_of_kv_heads_works() {
-    for (num_heads, num_kv_heads) in [(8, 1), (8, 2), (6, 3), (8, 8), (5, 5), (4, 1)] {
-        let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
-        check(&problem(config, packed_batch()), small_grid(), 2e-5);
-    }
+    let heads = [(8, 1), (8, 2), (6, 3), (8, 8), (5, 5), (4, 1)];
+    check_each(&heads.map(|(num_heads, num_kv_heads)| {
+        problem(ReferenceConfig { num_heads, num_kv_heads, ..CONFIG }, packed_batch())
+    }));
 }
 
 #[test]
@@ -78,9 +92,7 @@ fn a_tied_head_is_one_unit_that_is_reduced_once() {
 #[test]
 fn a_shard_whose_labels_are_all_masked_contributes_zero() {
     // With sp 3 the shards are 0..8, 8..15 and 15..22; with sp 2, 0..11 and 11..22.
-    for masked in [0..8, 8..15, 11..22] {
-        check(&problem(CONFIG, packed_batch().mask_tokens(masked)), small_grid(), 2e-5);
-    }
+    check_each(&[0..8, 8..15, 11..22].map(|masked| problem(CONFIG, packed_batch().mask_tokens(masked))));
 }
 
 #[test]
@@ -90,16 +102,13 @@ fn masked_prompts_are_the_same_on_every_mesh() {
     let config = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
     let mut tiled_and_tied = problem(config, packed_batch().mask_tokens(2..16));
     tiled_and_tied.extra = serde_json::json!({ "ulysses": { "loss_tile_tokens": 3 } });
-    check(&problem(CONFIG, packed_batch().mask_tokens(0..17)), small_grid(), 2e-5);
-    check(&problem(CONFIG, every_other), small_grid(), 2e-5);
-    check(&tiled_and_tied, small_grid(), 2e-5);
+    let prompt = problem(CONFIG, packed_batch().mask_tokens(0..17));
+    check_each(&[prompt, problem(CONFIG, every_other), tiled_and_tied]);
 }
 
 #[test]
 fn sequences_that_dp_does_not_divide_are_padded_with_masked_ones() {
-    for rows in [1, 3] {
-        check(&problem(CONFIG, packed_batch().rows(0..rows)), small_grid(), 2e-5);
-    }
+    check_each(&[1, 3].map(|rows| problem(CONFIG, packed_batch().rows(0..rows))));
 }
 
 #[test]
@@ -109,15 +118,14 @@ fn a_dp_rank_with_only_masked_sequences_contributes_zero() {
 
 #[test]
 fn unpacked_sequences_of_every_length_down_to_one_token_per_rank_work() {
-    for seq_len in [4, 5, SEQ_LEN + 3] {
-        check(&problem(CONFIG, Batch::random(CONFIG.vocab_size, 4, seq_len, 3)), small_grid(), 2e-5);
-    }
+    let batch = |seq_len| Batch::random(CONFIG.vocab_size, 4, seq_len, 3);
+    check_each(&[4, 5, SEQ_LEN + 3].map(|seq_len| problem(CONFIG, batch(seq_len))));
 }
 
 #[test]
 fn a_batch_without_any_label_is_skipped_and_changes_nothing() {
     let problem = problem(CONFIG, packed_batch().mask_rows(0..8));
-    for layout in small_grid() {
+    for layout in sampled(small_grid(), Layout::axes) {
         let outcome = problem.run(layout).unwrap();
         assert!(outcome.reports.iter().all(|report| report.skipped && report.loss == 0.0), "{layout:?}");
         let before = crate::support::reference::as_tensors(&problem.weights);
@@ -126,42 +134,42 @@ fn a_batch_without_any_label_is_skipped_and_changes_nothing() {
     }
 }
 
-/// Checks a model family on packed documents, with and without recomputation.
-fn check_family(config: ReferenceConfig) {
-    let mut problem = problem(config, packed_batch());
-    check(&problem, small_grid(), 2e-5);
-    problem.extra = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
-    check(&problem, [layout(2, 3, 3)].into_iter(), 2e-5);
-}
-
-#[test]
-fn biases_on_queries_keys_and_values_are_the_same_on_every_mesh() {
-    check_family(ReferenceConfig { qkv_bias: true, ..CONFIG });
-}
-
-#[test]
-fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
-    check_family(ReferenceConfig { qk_norm: true, ..CONFIG });
-}
-
-#[test]
-fn sliding_windows_are_the_same_on_every_mesh() {
-    for window in [1, 5, SEQ_LEN] {
-        check_family(ReferenceConfig { sliding_window: Some(window), ..CONFIG });
+/// Checks model families on packed documents, with and without recomputation.
+#[track_caller]
+fn check_families(configs: &[ReferenceConfig]) {
+    let mut problems: Vec<_> = configs.iter().map(|config| problem(config.clone(), packed_batch())).collect();
+    check_each(&problems);
+    for problem in &mut problems {
+        problem.extra = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
+        check(problem, [layout(2, 3, 3)].into_iter(), 2e-5);
     }
 }
 
 #[test]
+fn biases_on_queries_keys_and_values_are_the_same_on_every_mesh() {
+    check_families(&[ReferenceConfig { qkv_bias: true, ..CONFIG }]);
+}
+
+#[test]
+fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
+    check_families(&[ReferenceConfig { qk_norm: true, ..CONFIG }]);
+}
+
+#[test]
+fn sliding_windows_are_the_same_on_every_mesh() {
+    check_families(&[1, 5, SEQ_LEN].map(|window| ReferenceConfig { sliding_window: Some(window), ..CONFIG }));
+}
+
+#[test]
 fn scaled_rotary_embeddings_are_the_same_on_every_mesh() {
-    for rope_scaling in [
+    let scalings = [
         RopeScaling::Linear { factor: 4.0 },
         // Documents of up to 6 tokens are not scaled, longer ones by their own length.
         RopeScaling::Dynamic { factor: 2.0, max_position_embeddings: 6 },
         RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 32 },
         RopeScaling::Yarn { factor: 4.0, original: 200 },
-    ] {
-        // Pairs of every kind: kept, interpolated, divided.
-        let config = ReferenceConfig { head_dim: 8, rope_theta: 100.0, rope_scaling, ..CONFIG };
-        check(&problem(config, packed_batch()), small_grid(), 2e-5);
-    }
+    ];
+    // Pairs of every kind: kept, interpolated, divided.
+    let scaled = |rope_scaling| ReferenceConfig { head_dim: 8, rope_theta: 100.0, rope_scaling, ..CONFIG };
+    check_each(&scalings.map(|scaling| problem(scaled(scaling), packed_batch())));
 }

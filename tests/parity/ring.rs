@@ -4,6 +4,7 @@ use crate::support::compare::assert_all_close;
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig};
+use crate::support::sample::{axes, sampled};
 use serde_json::json;
 use std::collections::BTreeSet;
 use ulysses::mesh::SeqSharding;
@@ -15,28 +16,30 @@ const ALL_DEGREES: [Degrees; 6] = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 1), (8, 1
 /// Even and uneven divisions of 22 tokens.
 const SOME_DEGREES: [Degrees; 3] = [(2, 2), (3, 1), (4, 1)];
 
-/// Checks a problem with every degree, on one or two dp ranks, at the given stages.
-fn check(problem: &Problem, degrees: &[Degrees], stages: &[u8], tolerance: f64) {
-    let expected = problem.reference().unwrap();
-    for &(ring, ulysses) in degrees {
-        for &stage in stages {
-            // Large meshes on one dp rank only.
-            let dp = if ring * ulysses > 4 { 1 } else { 1 + usize::from(stage) % 2 };
-            let layout = Layout { ring, ..layout(dp, ring * ulysses, stage) };
-            let outcome = problem.run(layout).unwrap();
-            assert_matches(
-                &outcome,
-                &expected,
-                tolerance,
-                &format!("ring {ring} x ulysses {ulysses}, {layout:?}"),
-            );
-        }
+/// A degree on one or two dp ranks.
+fn on_ring((ring, ulysses): Degrees, stage: u8) -> Layout {
+    // Large meshes on one dp rank only.
+    let dp = if ring * ulysses > 4 { 1 } else { 1 + usize::from(stage) % 2 };
+    Layout { ring, ..layout(dp, ring * ulysses, stage) }
+}
+
+/// Checks a sample of problems, degrees and stages.
+#[track_caller]
+fn check(problems: &[Problem], degrees: &[Degrees], stages: &[u8]) {
+    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
+    let cases = (0..problems.len()).flat_map(|number| {
+        degrees.iter().flat_map(move |&degrees| stages.iter().map(move |&stage| (number, degrees, stage)))
+    });
+    for (number, degrees, stage) in sampled(cases, |(number, degrees, stage)| axes![number, degrees, stage]) {
+        let layout = on_ring(degrees, stage);
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], 2e-5, &format!("problem {number}, {layout:?}"));
     }
 }
 
 #[test]
 fn sgd_is_the_same_on_every_ring_and_stage() {
-    check(&main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25)), &ALL_DEGREES, &[0, 1, 2, 3], 2e-5);
+    check(&[main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25))], &ALL_DEGREES, &[0, 1, 2, 3]);
 }
 
 #[test]
@@ -52,50 +55,45 @@ fn adamw_with_accumulation_and_partitions_over_sp_is_the_same_on_a_ring() {
 
 #[test]
 fn few_heads_train_on_many_ranks() {
-    for (num_heads, num_kv_heads) in [(2, 1), (2, 2), (4, 2), (5, 5)] {
-        let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
-        check(&problem(config, packed_batch()), &[(8, 1), (4, 2), (3, 2)], &[0], 2e-5);
-    }
+    let problems = [(2, 1), (2, 2), (4, 2), (5, 5)].map(|(num_heads, num_kv_heads)| {
+        problem(ReferenceConfig { num_heads, num_kv_heads, ..CONFIG }, packed_batch())
+    });
+    check(&problems, &[(8, 1), (4, 2), (3, 2)], &[0]);
 }
 
 #[test]
 fn sliding_windows_are_the_same_on_every_ring() {
-    for window in [1, 5, SEQ_LEN] {
-        let config = ReferenceConfig { sliding_window: Some(window), ..CONFIG };
-        check(&problem(config, packed_batch()), &SOME_DEGREES, &[0, 3], 2e-5);
-    }
+    let windowed = |window| ReferenceConfig { sliding_window: Some(window), ..CONFIG };
+    let problems = [1, 5, SEQ_LEN].map(|window| problem(windowed(window), packed_batch()));
+    check(&problems, &SOME_DEGREES, &[0, 3]);
 }
 
 #[test]
 fn sequences_of_any_length_are_the_same_on_every_ring() {
     // From one token per rank on; a chunk of the zigzag may be empty.
-    for seq_len in [4, 5, 9, SEQ_LEN + 3] {
-        let batch = Batch::random(CONFIG.vocab_size, 4, seq_len, 3);
-        check(&problem(CONFIG, batch), &SOME_DEGREES, &[0], 2e-5);
-    }
+    let batch = |seq_len| Batch::random(CONFIG.vocab_size, 4, seq_len, 3);
+    let problems = [4, 5, 9, SEQ_LEN + 3].map(|seq_len| problem(CONFIG, batch(seq_len)));
+    check(&problems, &SOME_DEGREES, &[0]);
 }
 
 #[test]
 fn a_ring_rank_whose_labels_are_all_masked_contributes_zero() {
     // With a ring of 2 ranks, rank 0 has the tokens 0..6 and 17..22, rank 1 those in between.
     let masked_ends = packed_batch().mask_tokens(0..6).mask_tokens(17..22);
-    for batch in [packed_batch().mask_tokens(6..17), masked_ends] {
-        check(&problem(CONFIG, batch), &SOME_DEGREES, &[0, 3], 2e-5);
-    }
+    let batches = [packed_batch().mask_tokens(6..17), masked_ends];
+    check(&batches.map(|batch| problem(CONFIG, batch)), &SOME_DEGREES, &[0, 3]);
 }
 
 #[test]
 fn recomputation_head_chunks_and_overlap_change_nothing_on_a_ring() {
-    let batch = packed_batch;
-    for extra in [
+    let problems = [
         json!({ "activation_checkpointing": true, "save_attention_output": true }),
         json!({ "activation_checkpointing": true, "save_attention_output": false }),
         json!({ "head_chunks": 2, "overlap_exchange": true }),
         json!({ "head_chunks": 2, "overlap_exchange": true, "activation_checkpointing": true }),
-    ] {
-        let problem = Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, batch()) };
-        check(&problem, &[(2, 2), (3, 1)], &[0, 3], 2e-5);
-    }
+    ]
+    .map(|extra| Problem { extra: json!({ "ulysses": extra }), ..problem(CONFIG, packed_batch()) });
+    check(&problems, &[(2, 2), (3, 1)], &[0, 3]);
 }
 
 /// One combination of the grid.
@@ -165,7 +163,7 @@ impl Combination {
 #[test]
 fn every_pair_of_degrees_heads_masks_lengths_and_stages_is_the_same() {
     for combination in Combination::all() {
-        check(&combination.problem(), &[combination.degrees], &[combination.stage], 2e-5);
+        check(&[combination.problem()], &[combination.degrees], &[combination.stage]);
     }
     // All pairs: each value with each of another kind.
     let sizes = [ALL_DEGREES.len(), 4, 2, 2, 2, 2, 2];

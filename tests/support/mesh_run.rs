@@ -5,6 +5,7 @@ use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
 };
+use super::sample::axes;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -33,6 +34,14 @@ pub struct Layout {
     pub spans_sp: bool,
     /// Ranks of the ring within sp.
     pub ring: usize,
+}
+
+impl Layout {
+    /// Its values on the axes of a test matrix.
+    pub fn axes(&self) -> Vec<String> {
+        let Self { dp, sp, stage, accumulation, shard_size, spans_sp, ring } = self;
+        axes![dp, sp, stage, accumulation, shard_size, spans_sp, ring]
+    }
 }
 
 /// Returns a dp × sp layout at a ZeRO stage, without accumulation.

@@ -14,3 +14,4 @@ pub mod mesh_run;
 pub mod problems;
 pub mod recorded;
 pub mod reference;
+pub mod sample;

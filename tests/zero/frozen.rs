@@ -5,6 +5,7 @@ use crate::support::compare::{assert_all_close, assert_scalar_close, values};
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, main_problem, packed_batch, problem};
 use crate::support::reference::{LambConfig, Optimizer, ReferenceConfig, Tensors, Weights, as_tensors};
+use crate::support::sample::{axes, sampled};
 use anyhow::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -33,6 +34,11 @@ fn layouts() -> impl Iterator<Item = Layout> {
         .into_iter()
         .flat_map(of_mesh)
         .chain([0, 2].map(|stage| Layout { accumulation: 2, ..layout(2, 2, stage) }))
+}
+
+/// The patterns' indices in `CASES`, each with every layout.
+fn frozen_layouts() -> impl Iterator<Item = (usize, Layout)> {
+    layouts().flat_map(|layout| (0..CASES.len()).map(move |pattern| (pattern, layout)))
 }
 
 fn freeze(problem: &mut Problem, pattern: &str) {
@@ -66,20 +72,20 @@ fn check(label: &str, (frozen, plain): (&BatchOutcome, &BatchOutcome), is_frozen
 
 #[test]
 fn frozen_parameters_keep_their_bits_and_the_others_get_the_gradients_of_a_run_without_any() {
-    for checkpointing in [false, true] {
-        for layout in layouts() {
-            // Clipped: the norm of the update is that of the trained parameters.
-            let mut problem = main_problem(Rule::AdamW(ADAMW), Some(0.5));
-            problem.extra["ulysses"] = json!({ "activation_checkpointing": checkpointing });
-            let plain = problem.run(layout).unwrap();
-            for (pattern, is_frozen) in CASES {
-                freeze(&mut problem, pattern);
-                problem.extra["ulysses"]["activation_checkpointing"] = json!(checkpointing);
-                let frozen = problem.run(layout).unwrap();
-                let label = format!("{pattern} {layout:?}");
-                check(&label, (&frozen, &plain), is_frozen, &as_tensors(&problem.weights));
-            }
-        }
+    let cases = frozen_layouts().flat_map(|case| [false, true].map(|checkpointing| (case, checkpointing)));
+    for ((pattern, layout), checkpointing) in sampled(cases, |((pattern, layout), checkpointing)| {
+        [axes![pattern, checkpointing], layout.axes()].concat()
+    }) {
+        // Clipped: the norm of the update is that of the trained parameters.
+        let mut problem = main_problem(Rule::AdamW(ADAMW), Some(0.5));
+        problem.extra["ulysses"] = json!({ "activation_checkpointing": checkpointing });
+        let plain = problem.run(layout).unwrap();
+        let (pattern, is_frozen) = CASES[pattern];
+        freeze(&mut problem, pattern);
+        problem.extra["ulysses"]["activation_checkpointing"] = json!(checkpointing);
+        let frozen = problem.run(layout).unwrap();
+        let label = format!("{pattern} {layout:?}");
+        check(&label, (&frozen, &plain), is_frozen, &as_tensors(&problem.weights));
     }
 }
 
@@ -132,7 +138,7 @@ fn every_mesh_trains_the_others_as_the_reference_does() {
             let mut optimizer = Partly { rule, is_frozen, optimizers: BTreeMap::new() };
             let expected = problem.reference_with(&mut optimizer).unwrap();
             freeze(&mut problem, pattern);
-            for layout in layouts() {
+            for layout in sampled(layouts(), Layout::axes) {
                 let label = format!("{rule:?} {pattern} {layout:?}");
                 let outcome = problem.run(layout).unwrap();
                 let parameters = by_name(&outcome.parameters);
@@ -147,18 +153,17 @@ fn every_mesh_trains_the_others_as_the_reference_does() {
 
 #[test]
 fn all_four_stages_give_the_same_bits() {
-    for rule in [Rule::AdamW(ADAMW), Rule::Lamb(LAMB)] {
-        for (pattern, _) in CASES {
-            let mut problem = main_problem(rule, Some(0.5));
-            freeze(&mut problem, pattern);
-            for (dp, sp) in MESHES {
-                let run = |stage| bits(&problem.run(layout(dp, sp, stage)).unwrap()).unwrap();
-                let expected = run(0);
-                for stage in 1..=3 {
-                    assert!(run(stage) == expected, "{rule:?} {pattern} {dp}x{sp} stage {stage}");
-                }
-            }
-        }
+    let partitioned = frozen_layouts().filter(|(_, layout)| layout.stage > 0 && layout.accumulation == 1);
+    let rules = [Rule::AdamW(ADAMW), Rule::Lamb(LAMB)];
+    let cases = partitioned.flat_map(|case| rules.map(|rule| (rule, case)));
+    for (rule, (pattern, layout)) in
+        sampled(cases, |(rule, (pattern, layout))| [axes![rule, pattern], layout.axes()].concat())
+    {
+        let (mut problem, (pattern, _)) = (main_problem(rule, Some(0.5)), CASES[pattern]);
+        freeze(&mut problem, pattern);
+        let [zero, other] = [Layout { stage: 0, ..layout }, layout]
+            .map(|layout| bits(&problem.run(layout).unwrap()).unwrap());
+        assert!(other == zero, "{rule:?} {pattern} {layout:?}");
     }
 }
 

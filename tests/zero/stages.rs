@@ -7,6 +7,7 @@ use crate::support::mesh_run::{
 };
 use crate::support::problems::{ADAMW, CONFIG, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, ReferenceConfig};
+use crate::support::sample::{Sample, axes, sampled};
 use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::DataError;
@@ -26,6 +27,17 @@ fn problems() -> impl Iterator<Item = (String, Problem)> {
         let config = ReferenceConfig { tie_word_embeddings: tied, ..CONFIG };
         let label = format!("{rule:?} clip {clip:?} tied {tied}");
         (label, Problem { rule, clip, ..problem(config, packed_batch()) })
+    })
+}
+
+/// A sample of the problems on layouts.
+#[track_caller]
+fn on(layouts: impl IntoIterator<Item = Layout>) -> Sample<(String, Problem, Layout)> {
+    let on_layout = |layout| problems().map(move |(name, problem)| (name, problem, layout));
+    let cases = layouts.into_iter().flat_map(on_layout);
+    sampled(cases, |(_, Problem { rule, clip, config, .. }, layout)| {
+        let tied = config.tie_word_embeddings;
+        [axes![rule, clip, tied], layout.axes()].concat()
     })
 }
 
@@ -60,34 +72,34 @@ fn assert_close(label: &str, actual: &BatchOutcome, expected: &BatchOutcome, tol
 
 #[test]
 fn without_accumulation_all_four_stages_give_the_same_bits() {
-    for (name, problem) in problems() {
-        for (dp, sp) in MESHES {
-            let runs = all_stages(&problem, layout(dp, sp, 0));
-            assert!(runs[0].reports[0].grad_norm > 2.0 * CLIP, "{name}: clipping must bite");
-            for stage in 1..=3 {
-                assert_identical(&format!("{name} {dp}x{sp} stage {stage}"), &runs[stage], &runs[0]);
-            }
+    for (name, problem, layout) in on(MESHES.map(|(dp, sp)| layout(dp, sp, 0))) {
+        let Layout { dp, sp, .. } = layout;
+        let runs = all_stages(&problem, layout);
+        assert!(runs[0].reports[0].grad_norm > 2.0 * CLIP, "{name}: clipping must bite");
+        for stage in 1..=3 {
+            assert_identical(&format!("{name} {dp}x{sp} stage {stage}"), &runs[stage], &runs[0]);
         }
     }
 }
 
 #[test]
 fn with_accumulation_stages_0_and_1_agree_to_the_bit_and_so_do_2_and_3() {
-    for (name, mut problem) in problems() {
+    let accumulations = [2, 4, 2, 4, 2, 2];
+    let meshes = MESHES.into_iter().zip(accumulations);
+    let layouts = meshes.map(|((dp, sp), accumulation)| Layout { accumulation, ..layout(dp, sp, 0) });
+    for (name, mut problem, layout) in on(layouts) {
         // AdamW divides a gradient by |gradient| + eps. With an eps of 1e-8, rounding of a sum (below 1e-6
         // here) can reverse the step of a small gradient. An eps above that error, and far below most
         // gradients (2e-3 rms when clipped), limits its effect on a step.
         if let Rule::AdamW(adamw) = &mut problem.rule {
             adamw.eps = 1e-5;
         }
-        for ((dp, sp), accumulation) in MESHES.into_iter().zip([2, 4, 2, 4, 2, 2]) {
-            let label = format!("{name} {dp}x{sp} accumulation {accumulation}");
-            let [zero, one, two, three] = all_stages(&problem, Layout { accumulation, ..layout(dp, sp, 0) });
-            assert_identical(&format!("{label}: 1 and 0"), &one, &zero);
-            assert_identical(&format!("{label}: 3 and 2"), &three, &two);
-            // First over dp, or first over micro steps: another order of summation.
-            assert_close(&format!("{label}: 2 and 0"), &two, &zero, 1e-6);
-        }
+        let label = format!("{name} {layout:?}");
+        let [zero, one, two, three] = all_stages(&problem, layout);
+        assert_identical(&format!("{label}: 1 and 0"), &one, &zero);
+        assert_identical(&format!("{label}: 3 and 2"), &three, &two);
+        // First over dp, or first over micro steps: another order of summation.
+        assert_close(&format!("{label}: 2 and 0"), &two, &zero, 1e-6);
     }
 }
 
