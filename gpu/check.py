@@ -56,7 +56,9 @@ class Machine:
 
 
 def tests(name: str, limit: int, binary: str, *filters: str, **environment: str) -> Check:
-    return Check(name, limit, [f"bin/test_{binary}", *filters], {"ULYSSES_TEST_DEVICE": "cuda", **environment})
+    """Tests on a GPU, with samples of the large matrices (docs/testing.md)."""
+    always = {"ULYSSES_TEST_DEVICE": "cuda", "ULYSSES_TEST_SEED": "1"}
+    return Check(name, limit, [f"bin/test_{binary}", *filters], always | environment)
 
 
 def bench(name: str, limit: int, *arguments: str) -> Check:
@@ -133,7 +135,7 @@ def all_checks(machine: Machine) -> list[Check]:
         train("main_job", "--steps", "10"),
         layer(16384),
         pytorch(machine, "pytorch_128", 128, 4096, 16384, 32768),
-        tests("kernels", 180, "kernels", "--skip", "on_the_fake_driver"),
+        tests("kernels", 180, "kernels", "--skip", "on_the_fake_driver", ULYSSES_TEST_SEED="all"),
         nccl(machine, 1),
         nccl(machine, 2),
         tests("precision", 90, "parity", "precision::bf16_gradients_of_wide_heads"),
