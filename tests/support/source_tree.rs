@@ -202,15 +202,18 @@ fn names_at(tokens: &[Token]) -> Vec<(String, usize)> {
     names
 }
 
-/// Returns the tokens without `#[cfg(test)]` items, and the names of the modules among these items.
+/// Returns the tokens without `#[cfg(test)]` and `#[cfg(all(test, …))]` items, and the names of the modules among these items.
 pub(crate) fn without_test_code(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
-    const ATTRIBUTE: [&str; 7] = ["#", "[", "cfg", "(", "test", ")", "]"];
+    const ATTRIBUTES: [&[&str]; 2] =
+        [&["#", "[", "cfg", "(", "test", ")", "]"], &["#", "[", "cfg", "(", "all", "(", "test", ","]];
     let (mut kept, mut test_modules) = (Vec::new(), Vec::new());
     let mut rest = &tokens[..];
     while !rest.is_empty() {
-        let begins = rest.len() > ATTRIBUTE.len()
-            && rest.iter().zip(ATTRIBUTE).all(|(token, expected)| token.text == expected);
-        if begins {
+        let begins = |attribute: &[&str]| {
+            rest.len() > attribute.len()
+                && rest.iter().zip(attribute).all(|(token, expected)| token.text == *expected)
+        };
+        if ATTRIBUTES.into_iter().any(begins) {
             let (item, after) = rest.split_at(item_len(rest));
             let declared = item.windows(3).find(|tokens| tokens[0].text == "mod" && tokens[2].text == ";");
             test_modules.extend(declared.map(|tokens| tokens[1].text.clone()));

@@ -258,10 +258,8 @@ fn a_run_that_cannot_start_does_not_change_the_earlier_one() {
     for flags in [["--seq-len", "0"], ["--data", "nothing"], ["--mesh", "1x64"], ["--model", "nothing"]] {
         assert_ne!(place.run(&["train", "c.json", flags[0], flags[1]]).code, Some(0), "{flags:?}");
     }
-    let mut names: Vec<_> = std::fs::read_dir(place.path("out"))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    let mut names: Vec<_> =
+        std::fs::read_dir(place.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, [".lock", "config.json", "metrics.jsonl", "run.json"]);
 }
@@ -274,12 +272,8 @@ fn without_an_output_every_run_gets_a_new_directory() {
         place.run(&["train", "my.json"]).assert_done();
         assert_eq!(place.metrics(&format!("{directory}/metrics.jsonl")).len(), 1);
     }
-    // Also runs that start at the same time.
-    std::thread::scope(|scope| {
-        for _ in 0..6 {
-            scope.spawn(|| place.run(&["train", "my.json"]).assert_done().code);
-        }
-    });
+    let run = || drop(place.run(&["train", "my.json"]).assert_done());
+    std::thread::scope(|at_once| (0..6).for_each(|_| drop(at_once.spawn(run))));
     assert_eq!(place.metrics("runs/my-8/metrics.jsonl").len(), 1);
 }
 
