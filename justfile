@@ -6,19 +6,23 @@ default:
 check:
     .ci/run
 
-# The same with whole test matrices instead of samples, and 40 times as many random inputs: hours.
+# Format, lints and the tests of what changed since a commit: about a minute.
+check-fast commit="HEAD":
+    .ci/check-fast {{commit}}
+
+# What CI runs, with whole test matrices instead of samples, all suites of the fake driver, and 40 times as many random inputs: hours.
 nightly:
     ULYSSES_TEST_SEED=all PROPTEST_CASES=10000 .ci/run
 
 # Runs the tests whose names contain a filter, or all of them.
 test *args:
-    cargo test --release {{args}}
+    cargo test {{args}}
 
 # Formats the code.
 fmt:
     cargo fmt --all
 
-# Compiles the CUDA kernels and checks their registers; `--write` puts the table into docs/gpu.md.
+# Compiles the CUDA kernels and checks their registers; `--write` puts the tables into gpu/kernels.md.
 kernels-check *args:
     gpu/kernels-check.sh {{args}}
 

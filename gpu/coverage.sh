@@ -22,10 +22,13 @@ gpu/fake-driver-check.sh "$@"
 mapfile -t objects < <(awk '{ print "--object=" $2 }' target/fake/binaries)
 for code in kernels/src/device/cuda src/comm/nccl; do
     "$tools/llvm-cov" export --format=lcov --instr-profile="$folder/merged" target/fake/debug/ulysses "${objects[@]}" \
-        --ignore-filename-regex='tests\.rs$' --sources "$PWD/$code" | awk -F '[:,]' -v code="$code" '
+        --ignore-filename-regex='(tests|fake_driver)\.rs$|/tests/' --sources "$PWD/$code" | awk -F '[:,]' -v code="$code" '
         function begin(path) {
             file = path; tests = 1e9
-            for (line = 1; (getline text < file) > 0; ++line) if (text ~ /^#\[cfg\(test\)\]/) tests = line
+            for (line = 1; (getline text < file) > 0; ++line) {
+                if (before ~ /^#\[cfg\(test\)\]/ && text ~ /\{$/) tests = line
+                before = text
+            }
         }
         /^SF/ { begin($2) }
         /^DA/ && $2 < tests { ++lines; if ($3 > 0) ++executed; else missed[file] = missed[file] " " $2 }

@@ -1,8 +1,8 @@
 """PyTorch on the same GPU and the same shapes as `ulysses bench`, for comparison.
 
-    python3 pytorch_peer.py --num-heads 32 --num-kv-heads 8 --head-dim 128 --seq-len 4096 [--device cpu] --json
+    python3 pytorch_peer.py --num-heads 32 --num-kv-heads 8 --head-dim 128 --seq-len 4096 16384 [--device cpu] --json
 
-Prints one JSON object. Bandwidths count every byte that must be read or written once; rates of attention count 4 (forward)
+Prints one JSON object per length. Bandwidths count every byte that must be read or written once; rates of attention count 4 (forward)
 and 10 (backward) floating point operations per visible pair and head element.
 """
 
@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 try:
     from flash_attn import flash_attn_func
@@ -62,21 +63,31 @@ def sdpa(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+def sdpa_of(backend: SDPBackend):
+    """`sdpa` by one of PyTorch's kernels."""
+
+    def run(q, k, v):
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v)
+
+    return run
+
+
 def flash_attention_3(q, k, v):
     """FlashAttention 3, whose older releases return the output with the log-denominators."""
     out = flash_attn_interface.flash_attn_func(q, k, v, causal=True)
     return out[0] if isinstance(out, tuple) else out
 
 
-def attention(run, device: str, args: argparse.Namespace) -> dict:
+def attention(run, device: str, args: argparse.Namespace, seq_len: int) -> dict:
     """TFLOP/s of causal attention on one sequence in bf16."""
 
     def random(heads: int) -> torch.Tensor:
-        shape = (1, args.seq_len, heads, args.head_dim)
+        shape = (1, seq_len, heads, args.head_dim)
         return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     q, k, v = random(args.num_heads), random(args.num_kv_heads), random(args.num_kv_heads)
-    pair_elems = args.num_heads * args.head_dim * args.seq_len * (args.seq_len + 1) / 2
+    pair_elems = args.num_heads * args.head_dim * seq_len * (seq_len + 1) / 2
     with torch.no_grad():
         forward = median_seconds(lambda: run(q, k, v), device)
     out = run(q, k, v)
@@ -118,13 +129,13 @@ class Block(torch.nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-def layer_step(device: str, args: argparse.Namespace) -> dict:
+def layer_step(device: str, args: argparse.Namespace, seq_len: int) -> dict:
     """One training step of a model of one layer on one sequence: forward, backward, clipping, AdamW; bf16 by autocast."""
     head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
     layers = [torch.nn.Embedding(VOCAB, HIDDEN), Block(args), torch.nn.RMSNorm(HIDDEN), head]
     model = torch.nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    tokens = torch.randint(VOCAB, (1, args.seq_len + 1), device=device)
+    tokens = torch.randint(VOCAB, (1, seq_len + 1), device=device)
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16):
@@ -135,7 +146,22 @@ def layer_step(device: str, args: argparse.Namespace) -> dict:
         optimizer.zero_grad()
 
     seconds = median_seconds(step, device)
-    return {"ms": seconds * 1e3, "tokens_per_second": args.seq_len / seconds}
+    return {"ms": seconds * 1e3, "tokens_per_second": seq_len / seconds}
+
+
+def square_gemm(device: str) -> dict:
+    """The rate of a large product of random bf16 matrices, the ceiling of all others."""
+    size = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return {"size": size, "tflop_per_s": 2 * size**3 / median_seconds(lambda: a @ b, device) * 1e-12}
+
+
+def or_error(measure, *args):
+    """The figures, or the error: one kernel that does not support a shape ends nothing."""
+    try:
+        return measure(*args)
+    except RuntimeError as error:
+        return {"error": str(error).splitlines()[0]}
 
 
 def main() -> None:
@@ -144,25 +170,32 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[4096])
     parser.add_argument("--json", action="store_true", help="no effect: the output always is JSON")
     args = parser.parse_args()
     device = args.device
     kernels = {"sdpa": sdpa}
+    if device == "cuda":
+        kernels["sdpa_flash"] = sdpa_of(SDPBackend.FLASH_ATTENTION)
+        kernels["sdpa_cudnn"] = sdpa_of(SDPBackend.CUDNN_ATTENTION)
     if flash_attn_func and device == "cuda":
         kernels["flash_attention"] = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     if flash_attn_interface and device == "cuda":
         kernels["flash_attention_3"] = flash_attention_3
-    report = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "seq_len": args.seq_len,
-        "attention": {name: attention(run, device, args) for name, run in kernels.items()},
-        "layer_step": layer_step(device, args),
-        "gb_per_s": elementwise(device, args.seq_len),
-    }
-    print(json.dumps(report))
+    for seq_len in args.seq_len:
+        report = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+            "seq_len": seq_len,
+            "square_gemm": square_gemm(device),
+            "attention": {
+                name: or_error(attention, run, device, args, seq_len) for name, run in kernels.items()
+            },
+            "layer_step": or_error(layer_step, device, args, seq_len),
+            "gb_per_s": elementwise(device, seq_len),
+        }
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/gpu.md from a report of check.sh: `python3 gpu/tables.py report.json [--write docs/gpu.md]`."""
+"""Makes the tables of docs/gpu.md from a report of check.py: `python3 gpu/tables.py report.json [--write docs/gpu.md]`."""
 
 import argparse
 import json
@@ -25,50 +25,48 @@ def at(value, *keys):
     return value
 
 
-def lengths(figures: dict, prefix: str) -> list[int]:
-    suffixes = [name.removeprefix(prefix) for name in figures if name.startswith(prefix)]
-    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
-
-
 def checks(report: dict) -> str:
     rows = [[check["name"], check["status"], str(check["seconds"]), check["reason"]] for check in report["checks"]]
     return table(["check", "status", "seconds", "reason"], rows)
 
 
+def peers(figures: dict, head_dim: int) -> dict[int, dict]:
+    """PyTorch's figures by length."""
+    return {at_length["seq_len"]: at_length for at_length in figures.get(f"pytorch_{head_dim}", [])}
+
+
 def attention(figures: dict) -> str:
-    """Forward / backward TFLOP/s of causal attention in bf16, 32 query heads, 8 KV heads, head dimension 128: by the
-    kernels that `auto` chooses, then by others."""
-    prefix = "bench_attention_"
+    """Forward / backward TFLOP/s of causal attention in bf16, 32 query heads, 8 KV heads."""
+    found = [name.split("_") for name in figures if name.startswith("attention_")]
     rows = []
-    for seq_len in lengths(figures, prefix):
-        row = [str(seq_len)]
-        row.append(at(figures[f"bench_attention_{seq_len}"], "settings", "kernels") or MISSING)
-        for kernels in ("bench_attention", "bench_fused_attention", "bench_tiled_attention"):
-            ours = at(figures.get(f"{kernels}_{seq_len}"), "figures") or {}
-            rates = [at(ours, f"{step} bf16", "gflop_per_s") for step in ("forward", "backward")]
+    for head_dim, tokens in sorted({(int(name[2]), int(name[3])) for name in found}):
+        row = [str(tokens), str(head_dim)]
+        for kernels in ("wgmma", "fused", "tiled"):
+            [ours] = figures.get(f"attention_{kernels}_{head_dim}_{tokens}", [{}])
+            rates = [at(ours, "figures", f"{step} bf16", "gflop_per_s") for step in ("forward", "backward")]
             row.append(" / ".join(number(rate and rate / 1e3) for rate in rates))
-        for kernel in ("sdpa", "flash_attention", "flash_attention_3"):
-            peer = at(figures.get(f"pytorch_{seq_len}"), "attention", kernel)
+        for kernel in ("sdpa", "sdpa_flash", "sdpa_cudnn"):
+            peer = at(peers(figures, head_dim), tokens, "attention", kernel)
             row.append(" / ".join(number(at(peer, f"{step}_tflop_per_s")) for step in ("forward", "backward")))
         rows.append(row)
-    ours = ["chosen", "ulysses", "ulysses, fused", "ulysses, tiled"]
-    return table(["tokens", *ours, "PyTorch SDPA", "FlashAttention 2", "FlashAttention 3"], rows)
+    kernels = ["wgmma", "fused", "tiled", "PyTorch SDPA", "its FlashAttention-2", "its cuDNN"]
+    return table(["tokens", "head_dim", *kernels], rows)
 
 
 def layer(figures: dict) -> str:
-    """Tokens/s of a training step of one layer of Llama 3 8B in bf16."""
+    """Milliseconds of a training step of one layer of Llama 3 8B in bf16."""
     rows = []
-    for seq_len in lengths(figures, "bench_layer_"):
-        ours = at(figures[f"bench_layer_{seq_len}"], "figures", "train_step", "tokens_per_second")
-        peer = at(figures.get(f"pytorch_{seq_len}"), "layer_step", "tokens_per_second")
-        ratio = ours / peer if ours and peer else None
-        rows.append([str(seq_len), number(ours), number(peer), number(ratio)])
-    return table(["tokens", "ulysses", "PyTorch", "ratio"], rows)
+    for tokens in sorted(int(name.split("_")[1]) for name in figures if name.startswith("layer_")):
+        [ours] = figures[f"layer_{tokens}"]
+        step = at(ours, "figures", "train_step")
+        peer = at(peers(figures, 128), tokens, "layer_step", "ms")
+        rows.append([str(tokens), number(at(step, "ms")), number(at(step, "ms_fastest")), number(peer)])
+    return table(["tokens", "ulysses", "fastest", "PyTorch"], rows)
 
 
 def tables(report: dict) -> str:
     figures = {check["name"]: check["figures"] for check in report["checks"] if check["figures"]}
-    devices = "; ".join(re.sub(r" \(UUID: .*?\)", "", line) for line in report["devices"].strip().splitlines())
+    devices = "; ".join(re.sub(r" \(UUID: .*?\)", "", line) for line in report["devices"])
     parts = [f"{report['date'][:10]}, {devices}, build {report['build'].splitlines()[0]}\n", checks(report)]
     for make in (attention, layer):
         parts += [f"{make.__doc__}\n", make(figures)]

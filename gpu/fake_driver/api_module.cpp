@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "api.h"
+#include "controls.h"
 #include "modules.h"
 
 using namespace fake;
@@ -148,7 +149,7 @@ FAKE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, u
                                     void **parameters, void **extra) {
     MAY_FAIL(CUDA_ERROR_UNKNOWN);
     const Function &function = *function_of(handle);
-    const Kernel &kernel = *function.kernel;
+    const Kernel &kernel = with_fault_of_thread(*function.kernel);
     if (extra != nullptr || threads_y != 1 || threads_z != 1) {
         report("%s: the fake driver launches one-dimensional blocks with an array of parameters", kernel.name.c_str());
         return CUDA_ERROR_INVALID_VALUE;
@@ -163,13 +164,16 @@ FAKE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, u
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     const auto arguments = copy_arguments(kernel, parameters);
     count_call(kernel.name.c_str());
+    const auto ranges = accessed_ranges(kernel, arguments->pointers.data());
+    const auto launch = with_controls_of_thread(ranges, [&kernel, arguments, x, y, z, threads, shared_bytes] {
+        const unsigned grid[3] = {x, y, z};
+        return kernel.run(grid, threads, shared_bytes, arguments->pointers.data());
+    });
     Operation operation;
     operation.name = kernel.name;
-    operation.run = [&kernel, arguments, x, y, z, threads, shared_bytes] {
-        const unsigned grid[3] = {x, y, z};
-        const char *failure = kernel.run(grid, threads, shared_bytes, arguments->pointers.data());
+    operation.run = [&kernel, launch] {
+        const char *failure = launch();
         if (failure != nullptr) report("%s: %s", kernel.name.c_str(), failure);
     };
-    const auto ranges = accessed_ranges(kernel, arguments->pointers.data());
     return submit(lock, stream, std::move(operation), ranges) ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }

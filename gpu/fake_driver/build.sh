@@ -12,27 +12,36 @@ FLAGS=(-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-missing-f
 # The fibers of the emulation jump between stacks, which a fortified longjmp refuses.
 # Its kernels read thread-local variables all the time, which `initial-exec` makes twice as fast in a library.
 EMULATION_FLAGS=(-std=c++17 -O2 -fPIC -fvisibility=hidden -ftls-model=initial-exec -U_FORTIFY_SOURCE -Wno-unknown-pragmas "-I$repository/kernels/cuda")
+# Else a call of libgcc converts each f16.
+! grep --quiet --word-regexp f16c /proc/cpuinfo || EMULATION_FLAGS+=(-mf16c)
+# The calls that these insert are the functions of kernels/cuda/emulation/sanitizer.cpp. Products and sums are contracted to
+# one rounding, as CUDA's compilers do, if this CPU can.
+KERNEL_FLAGS=(-fsanitize=thread -fno-sanitize-recover=all
+    -fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero)
+[[ $(uname -m) == x86_64 ]] || KERNEL_FLAGS+=(-ffp-contract=fast)
+! grep --quiet --word-regexp fma /proc/cpuinfo || KERNEL_FLAGS+=(-mfma -ffp-contract=fast)
 
 main() {
     exec 9>"$folder/lock"
     flock 9
-    local sources emulated=()
-    for kernel in "$repository"/kernels/cuda/*.cu; do
-        printf '#include "%s"\n' "$repository/kernels/cuda/emulation/emulation.h" "$kernel" \
-            >"$folder/objects/$(basename "$kernel" .cu).new"
-        keep_if_equal "$folder/objects/$(basename "$kernel" .cu)".{new,cpp}
-        emulated+=("$folder/objects/$(basename "$kernel" .cu).cpp")
+    local sources kernel name kernels=() emulation=("$repository"/kernels/cuda/emulation/*.cpp)
+    for kernel in "$repository"/kernels/cuda/{,tests/}*.cu; do
+        name=kernels_$(basename "$kernel" .cu)
+        printf '#include "%s"\n' "$repository/kernels/cuda/emulation/emulation.h" "$kernel" >"$folder/objects/$name.new"
+        keep_if_equal "$folder/objects/$name".{new,cpp}
+        kernels+=("$folder/objects/$name.cpp")
     done
-    emulated+=("$repository"/kernels/cuda/emulation/*.cpp)
+    # shellcheck disable=SC2207 # One path per word.
+    kernels+=($(python3 faulty_kernels.py "$folder/objects"))
     # Where cudarc binds the functions that binaries can reference.
     sources=$(cargo metadata --manifest-path "$repository/Cargo.toml" --locked --format-version 1 --features cuda |
         python3 -c '
 import json, os, sys
 [manifest] = [package["manifest_path"] for package in json.load(sys.stdin)["packages"] if package["name"] == "cudarc"]
 print(os.path.join(os.path.dirname(manifest), "src"))')
-    compile_all "${emulated[@]}"
+    compile_all
     link cuda libcuda.so.1 "$sources/driver" report calls failures memory page_locked races queue api_device api_stream api_memory \
-        api_module kernel_arguments project_kernels candle_kernels "${emulated[@]}"
+        api_module controls kernel_arguments project_kernels candle_kernels "${emulation[@]}" "${kernels[@]}"
     link cublas libcublas.so.13 "$sources/cublas" cublas gemm
     link curand libcurand.so.10 "$sources/curand" curand
     link nvrtc libnvrtc.so.13 "$sources/nvrtc" nvrtc
@@ -48,18 +57,19 @@ keep_if_equal() { # new file $1 as $2
 
 object_of() { echo "$folder/objects/$(basename "${1%.cpp}").o"; }
 
-# Compiles the files of this folder and the emulated kernels $@, two at a time.
+# Compiles the files of this folder, the emulation and the kernels, several at a time.
 compile_all() {
-    local source
+    local source flags
     {
         for source in *.cpp; do
             [[ $source == test_* ]] || is_current "$(object_of "$source")" "$source" ./*.h build.sh ||
                 printf '%s\0' g++ "${FLAGS[*]} $(optimization "$source")" "$source" "$(object_of "$source")"
         done
-        for source in "$@"; do
-            is_current "$(object_of "$source")" "$source" build.sh "$repository"/kernels/cuda/*.cu* \
-                "$repository"/kernels/cuda/emulation/*.h ||
-                printf '%s\0' g++ "${EMULATION_FLAGS[*]}" "$source" "$(object_of "$source")"
+        for source in "${kernels[@]}" "${emulation[@]}"; do
+            flags=${EMULATION_FLAGS[*]}
+            [[ $source != "$folder"/* ]] || flags+=" ${KERNEL_FLAGS[*]}"
+            is_current "$(object_of "$source")" "$source" build.sh "$repository"/kernels/cuda/{,tests/}*.cu* \
+                "$repository"/kernels/cuda/emulation/*.h || printf '%s\0' g++ "$flags" "$source" "$(object_of "$source")"
         done
     } | xargs -0 --no-run-if-empty -n 4 -P "$(nproc)" bash -c '$0 $1 -c "$2" -o "$3"'
 }

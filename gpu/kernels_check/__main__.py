@@ -2,10 +2,12 @@
 
 Each `kernels/cuda/*.cu` must compile for its architectures with nvcc and with NVRTC (13.0 and 12.4) without a warning. No
 kernel may keep anything in local memory: a stack frame, spilled registers, or any access of it in the machine
-code; and none may have generic accesses there. The table in `docs/gpu.md` must be the one that comes out of this run; `--write` puts it there.
+code; and none may have generic accesses there. The table in `gpu/kernels.md` must be the one that comes out of this run; `--write` puts it there.
+With the table is a hash of the kernels and of these tools: `--is-current` only says whether it is still the same.
 """
 
 import argparse
+import hashlib
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +81,15 @@ def local_memory_errors(usages: dict[str, list[Usage]], may: dict[tuple[str, str
     return errors
 
 
+def stamp() -> str:
+    """The line of the table with the hash of all that it depends on."""
+    tools = [*(REPOSITORY / "gpu/kernels_check").glob("*.py"), REPOSITORY / "gpu/requirements.txt"]
+    contents = hashlib.sha256()
+    for path in sorted([*(REPOSITORY / "kernels/cuda").glob("*.cu*"), *tools]):
+        contents.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return f"<!-- sources: {contents.hexdigest()[:16]} -->\n"
+
+
 def table_errors(document: Path, current: str, write: bool) -> list[str]:
     """Checks that the document's table is current, or updates it with `write`."""
     text = document.read_text()
@@ -91,7 +102,12 @@ def table_errors(document: Path, current: str, write: bool) -> list[str]:
 
 
 def check(
-    cuda_home: Path, kernels: Path, document: Path, write: bool = False, mma_loops: frozenset[str] | set[str] = frozenset()
+    cuda_home: Path,
+    kernels: Path,
+    document: Path,
+    write: bool = False,
+    mma_loops: frozenset[str] | set[str] = frozenset(),
+    first_line: str = "",
 ) -> list[str]:
     """Runs all checks, prints the table, and returns the errors."""
     sources = sorted(kernels.glob("*.cu"))
@@ -100,7 +116,7 @@ def check(
     try:
         usages, codes = compile_all(cuda_home, sources)
         flat = [[one for of_file in by_file.values() for one in of_file] for by_file in (usages, codes)]
-        current = f"{fused.render(*flat)}\n\n{table.render(usages, codes)}"
+        current = f"{first_line}{fused.render(*flat)}\n\n{table.render(usages, codes)}"
         print(current)
         return [
             *local_memory_errors(usages, MAY_USE_LOCAL_MEMORY),
@@ -113,9 +129,13 @@ def check(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels-check", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the table to docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the table to gpu/kernels.md")
+    parser.add_argument("--is-current", action="store_true", help="say whether it is that of these kernels and tools")
     arguments = parser.parse_args()
-    errors = check(toolchain(), REPOSITORY / "kernels/cuda", REPOSITORY / "docs/gpu.md", arguments.write, MMA_LOOPS)
+    document = REPOSITORY / "gpu/kernels.md"
+    if arguments.is_current:
+        sys.exit(0 if stamp() in document.read_text() else 1)
+    errors = check(toolchain(), REPOSITORY / "kernels/cuda", document, arguments.write, MMA_LOOPS, stamp())
     for error in errors:
         print(f"kernels-check: {error}", file=sys.stderr)
     sys.exit(1 if errors else 0)

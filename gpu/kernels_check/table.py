@@ -1,4 +1,4 @@
-"""The table of registers, shared memory and widths of accesses, and its copy in `docs/gpu.md`."""
+"""The table of registers, shared memory and widths of accesses, and its copy in `gpu/kernels.md`."""
 
 from kernels_check.compilers import ARCHITECTURES
 from kernels_check.ptxas import Usage

@@ -32,19 +32,29 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64 *barrier, u32 byte
                  : "memory");
 }
 
+// Nanoseconds of a clock that all multiprocessors share.
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
 // Waits until phase `phase` is complete, the current one or the one before it. A phase that is never completed would
-// hang the GPU: after seconds it ends the launch with an error.
+// hang the GPU: after two seconds it ends the launch with an error.
 __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 phase) {
-    constexpr u32 kMaxAttempts = 1u << 24;
+    constexpr u64 kLimit = 2'000'000'000;
     const u32 address = shared_address(barrier);
-    u32 is_complete = 0;
-    for (u32 attempts = 0; !is_complete; ++attempts) {
+    for (u64 start = 0;;) {
+        u32 is_complete;
         // It suspends the thread for a while.
         asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                      : "=r"(is_complete)
                      : "r"(address), "r"(phase % 2)
                      : "memory");
-        if (attempts == kMaxAttempts) asm volatile("trap;");
+        if (is_complete) return;
+        const u64 now = nanoseconds();
+        if (start == 0) start = now;
+        if (now - start > kLimit) asm volatile("trap;");
     }
 }
 

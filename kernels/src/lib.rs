@@ -61,6 +61,9 @@ mod parallel;
 pub mod rank_reduce;
 pub mod rms_norm;
 pub mod rope;
+#[cfg(all(test, feature = "cuda"))]
+#[path = "../../tests/support/sample.rs"]
+mod sample;
 mod scratch;
 pub mod simd;
 pub mod strided_copy;

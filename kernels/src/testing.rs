@@ -1,6 +1,8 @@
 //! Helpers shared by the ops' tests.
 
 use crate::device::DeviceKind;
+#[cfg(feature = "cuda")]
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -27,7 +29,6 @@ thread_local! {
 const ODD: (usize, usize) = (3, 2);
 
 /// A multiple of 16 bytes for every element type.
-#[cfg(feature = "kernel-emulation")]
 const ALIGNED: (usize, usize) = (8, 2);
 
 /// A tensor of `data` in the middle of a larger buffer, at an odd offset except in [`at_every_alignment`].
@@ -62,10 +63,14 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
     let on_the_host = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
     let elements: Vec<f32> = crate::tensor::to_vec(&on_the_host).unwrap();
     let (storage, _) = tensor.storage_and_layout();
-    // The surroundings of a tensor on a GPU are not accessible; the emulated kernels are the same.
-    let Storage::Cpu(storage) = &*storage else { return elements };
+    let storage = match &*storage {
+        Storage::Cpu(storage) => storage.clone(),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => storage.to_cpu_storage().unwrap(),
+        _ => panic!("a tensor on the CPU or a GPU"),
+    };
     let whole: Vec<f32> = match storage {
-        CpuStorage::F32(whole) => whole.clone(),
+        CpuStorage::F32(whole) => whole,
         CpuStorage::BF16(whole) => whole.iter().map(|x| x.to_f32()).collect(),
         CpuStorage::F16(whole) => whole.iter().map(|x| x.to_f32()).collect(),
         other => panic!("{other:?}"),
@@ -78,82 +83,78 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
     elements
 }
 
-/// Runs `run` with the tests' tensors on a GPU, with `ULYSSES_TEST_DEVICE=cuda`.
-pub(super) fn on_the_gpu<R>(run: impl FnOnce() -> R) -> Option<R> {
-    std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda").then(|| {
-        DEVICE.set(DeviceKind::Cuda.open().expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
-        let output = run();
-        DEVICE.set(Device::Cpu);
-        output
-    })
+/// Returns whether the tests are for a GPU: with `ULYSSES_TEST_DEVICE=cuda`.
+pub(super) fn is_for_a_gpu() -> bool {
+    std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda")
 }
 
-/// Runs a test with every instruction set of the CPU and, if compiled in, with the emulated kernels; with
-/// `ULYSSES_TEST_DEVICE=cuda`, on a GPU.
+/// Runs `run` with the tests' tensors on a GPU. A test that has no other target is named `on_a_gpu`.
+#[track_caller]
+pub(super) fn on_a_gpu<R>(run: impl FnOnce() -> R) -> R {
+    assert!(
+        is_for_a_gpu(),
+        "a test of GPUs: set ULYSSES_TEST_DEVICE=cuda, or leave it out with `--skip on_a_gpu --skip on_the_fake_driver`"
+    );
+    DEVICE.set(DeviceKind::Cuda.open().expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
+    let output = run();
+    DEVICE.set(Device::Cpu);
+    output
+}
+
+/// Runs a test with every instruction set of the CPU; or on a GPU, with tensors at every alignment.
 pub(super) fn on_every_target(run: impl Fn(&str)) {
-    if on_the_gpu(|| run("cuda")).is_some() {
-        return;
+    if is_for_a_gpu() {
+        on_a_gpu(|| at_every_alignment(|alignment| run(&format!("cuda, {alignment}"))));
+    } else {
+        crate::simd::at_every_level(|level| run(&format!("{level:?}")));
     }
-    crate::simd::at_every_level(|level| run(&format!("{level:?}")));
-    #[cfg(feature = "kernel-emulation")]
-    crate::device::emulate(|| at_every_alignment(|alignment| run(&format!("emulated kernels, {alignment}"))));
 }
 
-/// Runs a test with tensors at odd offsets, and again with tensors aligned to 16 bytes.
-#[cfg(feature = "kernel-emulation")]
+/// Runs a test with tensors aligned to 16 bytes, and again with tensors at odd offsets.
 pub(super) fn at_every_alignment(run: impl Fn(&str)) {
     for (padding, alignment) in [(ALIGNED, "aligned"), (ODD, "not aligned")] {
         PADDING.set(padding);
-        let address = tensor_address(&tensor(&[0.0; 8], &[8]));
-        assert_eq!(address.is_multiple_of(16), padding == ALIGNED, "the allocator aligns to 16 bytes");
         run(alignment);
     }
 }
 
-#[cfg(feature = "kernel-emulation")]
-fn tensor_address(tensor: &Tensor) -> usize {
-    crate::tensor::with_slice(tensor, |elements: &[f32]| elements.as_ptr().addr()).unwrap()
-}
-
-/// Runs a test on the emulated kernels for every element type, with the relative error of one rounding.
-#[cfg(feature = "kernel-emulation")]
+/// Runs a test on a GPU for every element type and alignment, with the relative error of one rounding.
+#[cfg(feature = "cuda")]
 pub(super) fn for_every_dtype(run: impl Fn(DType, f64)) {
-    crate::device::emulate(|| {
+    on_a_gpu(|| {
         for (dtype, bits) in [(DType::F32, 24), (DType::BF16, 8), (DType::F16, 11)] {
             at_every_alignment(|_| run(dtype, f64::from(bits).exp2().recip()));
         }
     });
 }
 
-/// Runs `run` on emulated kernels, on f32 tensors of `data` that begin at a 16-byte boundary and on others.
-/// Both must give the same bits and leave their surroundings unchanged. The surroundings are finite here,
-/// because an in-place update of NaN stays NaN.
-#[cfg(feature = "kernel-emulation")]
+/// Runs `run` on a GPU, on f32 tensors of `data` that begin at a 16-byte boundary and on others. Both must give the same
+/// bits and leave their surroundings unchanged. The surroundings are finite here, because an in-place update of NaN stays
+/// NaN.
+#[cfg(feature = "cuda")]
 #[track_caller]
 pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Tensor])) {
     const AROUND: f32 = 7.0;
     let place = |data: &Vec<f32>, offset: usize| {
-        let flat = Tensor::full(AROUND, data.len() + 12, &Device::Cpu).unwrap();
-        let address = crate::tensor::with_slice(&flat, |flat: &[f32]| flat.as_ptr().addr()).unwrap();
-        let boundary = (address + 16).next_multiple_of(16);
-        let tensor = flat.narrow(0, (boundary - address) / 4 + offset, data.len()).unwrap();
-        crate::tensor::with_slice_mut(&tensor, |elements| elements.copy_from_slice(data)).unwrap();
+        let around = |len| std::iter::repeat_n(AROUND, len);
+        let elements: Vec<f32> = around(offset).chain(data.iter().copied()).chain(around(5)).collect();
+        let flat = Tensor::from_slice(&elements, elements.len(), &device()).unwrap();
+        let tensor = flat.narrow(0, offset, data.len()).unwrap();
         (flat, tensor)
     };
     let bits_at = |offset: usize| -> Vec<Vec<f32>> {
         let (flats, tensors): (Vec<_>, Vec<_>) = data.iter().map(|data| place(data, offset)).unzip();
         run(&tensors);
-        for (flat, tensor) in flats.iter().zip(&tensors) {
-            let start = tensor.layout().start_offset();
+        for (flat, data) in flats.iter().zip(data) {
             let flat = flat.to_vec1::<f32>().unwrap();
-            let around = flat[..start].iter().chain(&flat[start + tensor.elem_count()..]);
+            let around = flat[..offset].iter().chain(&flat[offset + data.len()..]);
             assert!(around.copied().all(|x| x == AROUND), "written outside of the tensor, offset {offset}");
         }
         tensors.iter().map(|tensor| tensor.to_vec1().unwrap()).collect()
     };
-    crate::device::emulate(|| {
-        let aligned = bits_at(0);
-        for offset in 1..4 {
+    on_a_gpu(|| {
+        let aligned = bits_at(4);
+        for offset in 5..8 {
             assert!(bits_at(offset) == aligned, "{offset} elements after a boundary give other bits");
         }
     });

@@ -4,6 +4,7 @@ use super::{Init, ModelError, ParameterSpec};
 use crate::fnv1a;
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// A source of initial parameter values. A rank reads only the elements that it keeps.
@@ -25,15 +26,22 @@ pub struct RandomWeights {
 /// 32-bit words of the generator per element.
 const WORDS_PER_ELEMENT: u128 = 2;
 
+/// Elements that a thread draws at a time.
+const ELEMENTS_PER_TASK: usize = 1 << 14;
+
 impl WeightSource for RandomWeights {
     fn read(&self, spec: &ParameterSpec, range: Range<usize>, out: &mut [f32]) -> Result<(), ModelError> {
         match spec.init {
             Init::Ones => out.fill(1.0),
             Init::Zeros => out.fill(0.0),
             Init::Normal { std } => {
-                let mut generator = self.generator(&spec.name);
-                generator.set_word_pos(range.start as u128 * WORDS_PER_ELEMENT);
-                out.iter_mut().for_each(|element| *element = (std * standard_normal(&mut generator)) as f32);
+                let generator = self.generator(&spec.name);
+                out.par_chunks_mut(ELEMENTS_PER_TASK).enumerate().for_each(|(task, elements)| {
+                    let mut generator = generator.clone();
+                    let first = range.start + task * ELEMENTS_PER_TASK;
+                    generator.set_word_pos(first as u128 * WORDS_PER_ELEMENT);
+                    elements.fill_with(|| (std * standard_normal(&mut generator)) as f32);
+                });
             }
         }
         Ok(())

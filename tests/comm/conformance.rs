@@ -1,7 +1,5 @@
 //! The conformance suite of `ProcessGroup`, run with every backend that this machine supports.
 
-#[cfg(feature = "kernel-emulation")]
-use crate::support::comm::Emulated;
 #[cfg(feature = "nccl")]
 use crate::support::comm::Nccl;
 #[cfg(feature = "cuda")]
@@ -34,10 +32,6 @@ macro_rules! suite {
 suite!(threads, Threads { threads_per_rank: 1 });
 suite!(threads_with_pools, Threads { threads_per_rank: 2 });
 suite!(default_methods, Defaults);
-#[cfg(feature = "kernel-emulation")]
-suite!(threads_on_emulated_kernels, Emulated(Threads { threads_per_rank: 1 }));
-#[cfg(feature = "kernel-emulation")]
-suite!(default_methods_on_emulated_kernels, Emulated(Defaults));
 
 /// Every operation once, in groups of the given sizes.
 macro_rules! whole {

@@ -164,7 +164,7 @@ fn partitioned() -> impl Iterator<Item = Layout> {
 }
 
 /// Every optimizer, clipped, with the fewest sequences that two dp ranks can accumulate. The size of the
-/// state does not depend on them, and they take most of the time on emulated kernels.
+/// state does not depend on them, and they take most of the time on simulated GPUs.
 fn optimizers() -> Vec<Problem> {
     let rules = [
         Rule::Sgd { lr: 0.1 },

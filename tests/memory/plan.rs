@@ -2,7 +2,7 @@
 //! affects memory.
 
 use crate::dry_run::axes;
-use crate::support::device::{is_cpu, test_device};
+use crate::support::device::test_device;
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::reference::{Batch, IGNORED};
 use crate::support::sample::sampled;
@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::{AttentionChoice, Config};
+use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
-use ulysses::kernels::attention::{AttentionKernels, FlashAttention};
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
@@ -38,37 +38,6 @@ fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfi
     LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("tiny").unwrap() }
 }
 
-/// On emulated kernels, only small cases that differ in a GPU's memory.
-fn cases() -> Vec<Case> {
-    if is_cpu() { cases_of_cpus() } else { cases_of_gpus() }
-}
-
-fn cases_of_gpus() -> Vec<Case> {
-    let case = |label, heads: (usize, usize), vocab_size, mesh, seq_len, config| {
-        let model = LlamaConfig { num_layers: 2, ..model(heads.0, heads.1, vocab_size) };
-        Case { label, model, mesh, rows: 1, seq_len, config }
-    };
-    let checkpointing = json!({ "activation_checkpointing": true });
-    let tiles = json!({ "activation_checkpointing": true, "tile_tokens": 100, "loss_tile_tokens": 64 });
-    let tiled = json!({ "activation_checkpointing": true, "tile_tokens": 100, "attention": "tiled" });
-    let bf16 = json!({ "enabled": true });
-    vec![
-        case("one GPU", (8, 8), 256, (1, 1), 200, json!({})),
-        case("checkpointing, GQA", (8, 2), 256, (1, 1), 300, json!({ "ulysses": checkpointing })),
-        case("bf16", (8, 4), 256, (1, 1), 256, json!({ "bf16": bf16 })),
-        case("bf16, tiles", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiles })),
-        case("bf16, tiled", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiled })),
-        case(
-            "dp 2, stage 1, bf16",
-            (8, 8),
-            256,
-            (2, 1),
-            160,
-            json!({ "bf16": bf16, "zero_optimization": { "stage": 1 } }),
-        ),
-    ]
-}
-
 /// A config section with partitions over dp and sp.
 fn over_sp(stage: usize, mut config: Value) -> Value {
     config["zero_optimization"]["stage"] = json!(stage);
@@ -76,7 +45,7 @@ fn over_sp(stage: usize, mut config: Value) -> Value {
     config
 }
 
-fn cases_of_cpus() -> Vec<Case> {
+fn cases() -> Vec<Case> {
     let case = |label, model, mesh, rows, seq_len, config| Case { label, model, mesh, rows, seq_len, config };
     let bf16 = json!({ "enabled": true });
     let stage = |stage: usize| json!({ "stage": stage });
@@ -304,13 +273,6 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
-    fn attention(config: &Config) -> FlashAttention {
-        FlashAttention::new(match config.ulysses.attention {
-            Some(AttentionChoice::Tiled) => AttentionKernels::Tiled,
-            Some(AttentionChoice::Fused) | None => AttentionKernels::Auto,
-        })
-    }
-
     /// The peak of each rank in the second step, above its memory before the engine existed; and the memory
     /// of its thread at that time.
     fn measured(&self) -> Vec<(i64, ByCategory)> {
@@ -324,7 +286,7 @@ impl Case {
         let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
-            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
+            let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
             let weights = RandomWeights { seed: 1 };
             let model = Model::llama(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
@@ -354,7 +316,7 @@ impl Case {
 
     /// The peak that the plan predicts for a rank, by category.
     fn planned(&self, rank: usize) -> [u64; Category::ALL.len()] {
-        let device = if is_cpu() { DeviceKind::Cpu } else { DeviceKind::Cuda };
+        let device = DeviceKind::Cpu;
         let (config, model) = (self.config(), self.model.clone());
         let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
         workload.plan_of(rank).unwrap().peak_by_category

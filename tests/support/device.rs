@@ -1,5 +1,5 @@
-//! The device under test, from `ULYSSES_TEST_DEVICE`: `cpu` (default), `emulated` (GPU kernels on the CPU, feature
-//! `kernel-emulation`), `cuda` (feature `cuda`; the ranks share the first GPU) or `nccl` (feature `nccl`; a GPU per rank).
+//! The device under test, from `ULYSSES_TEST_DEVICE`: `cpu` (default), `cuda` (feature `cuda`; the
+//! ranks share the first GPU) or `nccl` (feature `nccl`; a GPU per rank).
 
 use anyhow::Result;
 use candle_core::Device;
@@ -49,8 +49,6 @@ pub fn with_ranks_on_cpu<R>(run: impl FnOnce() -> R) -> R {
 pub fn on_test_device<R>(run: impl FnOnce() -> R) -> R {
     match choice().as_str() {
         "cpu" => run(),
-        #[cfg(feature = "kernel-emulation")]
-        "emulated" => ulysses::device::emulate(run),
         "cuda" => {
             let device = ulysses::device::DeviceKind::Cuda.open();
             DEVICE.set(device.expect("a GPU, as ULYSSES_TEST_DEVICE asks for"));
@@ -69,9 +67,9 @@ pub fn is_cpu() -> bool {
     choice() == "cpu"
 }
 
-/// Returns whether the device under test is the CPU with the kernels of GPUs.
-pub fn is_emulated() -> bool {
-    choice() == "emulated"
+/// Returns whether the device under test is a GPU that `gpu/fake-driver.sh` simulates.
+pub fn is_simulated() -> bool {
+    !is_cpu() && std::env::var_os("FAKE_DRIVER_GPUS").is_some()
 }
 
 /// Returns the place to offload to from the device under test: a file for the CPU, host memory for kernels.

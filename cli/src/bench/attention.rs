@@ -31,9 +31,12 @@ pub(super) struct Args {
     /// CPU threads [default: all cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Dtype of the tensors; f32 is always measured too.
+    /// Dtype of the tensors; f32 is measured too, without --no-f32.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
+    /// Measure nothing in f32: the baseline is a square GEMM in --dtype.
+    #[arg(long)]
+    no_f32: bool,
     /// Kernels of 16-bit attention on a GPU, as `ulysses.attention`; `wgmma` is an error where `auto` does not use them.
     #[arg(long, default_value = "auto")]
     kernels: KernelsArg,
@@ -83,8 +86,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         "seq_len": args.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": args.head_dim,
         "dtype": args.dtype.name(), "kernels": kernels,
     });
-    let method = "causal; FLOPs of visible pairs only; each pass alternating with a square f32 GEMM on the same \
-                  threads; median. delta: the row sums of o · dout that backward needs.";
+    let method = "causal; FLOPs of visible pairs only; each pass alternating with a square GEMM on the same threads, in \
+                  f32 unless --no-f32; median. delta: the row sums of o · dout that backward needs.";
     let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options, on.placement());
     args.measuring.print(&Report { figures, ..report })
 }
@@ -97,23 +100,22 @@ fn measure(
     args: &Args,
     layout: &AttentionLayout,
 ) -> Result<(Vec<Figure>, &'static str)> {
-    let operation = |dtype: DtypeArg, kernels: KernelsArg| {
+    let operation = |dtype: DtypeArg| {
+        let kernels = if dtype == DtypeArg::F32 { KernelsArg::Tiled } else { args.kernels };
         let options = TensorOptions { device: device.clone(), dtype: dtype.dtype() };
         Operation::new(layout, args.head_dim.into(), &options, kernels.into())
     };
-    let in_f32 = operation(DtypeArg::F32, KernelsArg::Tiled)?;
-    let other = match args.dtype {
-        DtypeArg::F32 => None,
-        dtype => Some(operation(dtype, args.kernels)?),
-    };
-    let kernels = other.as_ref().unwrap_or(&in_f32).kernels;
+    let baseline = if args.no_f32 { args.dtype } else { DtypeArg::F32 };
+    let mut dtypes = vec![baseline];
+    dtypes.extend((args.dtype != baseline).then_some(args.dtype));
+    let operations = dtypes.iter().map(|dtype| operation(*dtype)).collect::<Result<Vec<_>>>()?;
+    let kernels = operations[operations.len() - 1].kernels;
     if args.kernels == KernelsArg::Wgmma && kernels != AttentionKernels::Wgmma {
         bail!("--kernels wgmma: this device does not run them in {}, see the warnings", args.dtype.name());
     }
-    let square = Square::new(DType::F32, device)?;
+    let square = Square::new(baseline.dtype(), device)?;
     let mut cases = vec![square.case()];
-    cases.extend(in_f32.cases());
-    cases.extend(other.iter().flat_map(Operation::cases));
+    cases.extend(operations.iter().flat_map(Operation::cases));
     let mut seconds = take_turns(&*rank.group, device, args.measuring.repeats, cases)?.into_iter();
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
     // Two dot products of head_dim multiply-adds per visible pair forward, five backward.
@@ -127,11 +129,14 @@ fn measure(
         });
         figures.collect()
     };
-    let in_f32 = figures(DtypeArg::F32);
-    let others = if other.is_some() { figures(args.dtype) } else { Vec::new() };
-    let others = others.into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
-    let others: Vec<Figure> = others.collect();
-    Ok(([vec![square], in_f32, others].concat(), name(kernels, device)))
+    let mut all = vec![square.clone()];
+    all.extend(figures(baseline));
+    if let [_, dtype] = dtypes[..] {
+        let others = figures(dtype).into_iter().zip(&all[1..]).map(|(other, in_f32)| other.against(in_f32));
+        let others: Vec<Figure> = others.collect();
+        all.extend(others);
+    }
+    Ok((all, name(kernels, device)))
 }
 
 fn name(kernels: AttentionKernels, device: &Device) -> &'static str {
@@ -167,10 +172,13 @@ impl<'a> Operation<'a> {
         let (dtype, kernels) = (*dtype, kernels.on(device, *dtype)?);
         let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
         let num_kv_heads = layout.q_to_kv().iter().max().map_or(0, |last| last + 1);
-        // Drawn on the CPU, since a GPU may have no cuRAND.
+        // Drawn on the CPU, since a GPU may have no cuRAND. Long sequences repeat what takes long to draw.
         let random = |heads: usize| {
-            let normal = Tensor::randn(0f32, 1.0, (1, seq_len, heads, head_dim), &Device::Cpu)?;
-            normal.to_dtype(dtype)?.to_device(device)
+            let drawn = seq_len.min(2048);
+            let normal =
+                Tensor::randn(0f32, 1.0, (1, drawn, heads, head_dim), &Device::Cpu)?.to_dtype(dtype)?;
+            let repeated = normal.repeat((1, seq_len.div_ceil(drawn), 1, 1))?;
+            repeated.narrow(1, 0, seq_len)?.contiguous()?.to_device(device)
         };
         let qkv = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?];
         let [dq, dk, dv] = &qkv;

@@ -8,14 +8,14 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::kernels::linear;
-use ulysses::model::{LlamaConfig, preset};
+use ulysses::model::{LlamaConfig, shape};
 
 /// Name of the square GEMM in reports.
 pub(super) const SQUARE: &str = "square_gemm";
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Preset that gives the GEMM sizes (nano, tiny, small, base).
+    /// Preset (nano, tiny, small, base) or published model, such as llama3-8b, that gives the GEMM sizes.
     #[arg(long, default_value = "base")]
     model: String,
     /// Tokens per rank.
@@ -45,7 +45,7 @@ pub(crate) struct Square {
 impl Square {
     pub(crate) fn new(dtype: DType, device: &Device) -> Result<Self> {
         let size = if device.is_cpu() { 1024 } else { 8192 };
-        let matrix = || Tensor::ones((size, size), dtype, device);
+        let matrix = || random(size, size, dtype, device);
         Ok(Self { x: matrix()?, weight: matrix()?, y: matrix()?, size })
     }
 
@@ -56,6 +56,14 @@ impl Square {
     pub(crate) fn case(&self) -> Case<'_> {
         Case::new(|| Ok(linear::forward(&self.x, &self.weight, &self.y, false)?))
     }
+}
+
+/// A matrix `[rows, cols]` of random numbers with a variance of 1 / `cols`, so that products keep their size: a GPU multiplies
+/// equal numbers at a higher clock. Its first rows repeat, since drawing takes long.
+fn random(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    let (drawn, std) = (rows.min(256), (cols as f32).sqrt().recip());
+    let normal = Tensor::randn(0f32, std, (drawn, cols), &Device::Cpu)?.to_dtype(dtype)?;
+    Ok(normal.repeat((rows.div_ceil(drawn), 1))?.narrow(0, 0, rows)?.contiguous()?.to_device(device)?)
 }
 
 /// A weight's name, inputs and outputs.
@@ -83,13 +91,13 @@ impl WeightGemms {
     }
 
     fn new(tokens: usize, (name, inputs, outputs): Shape, dtype: DType, device: &Device) -> Result<Self> {
-        let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), dtype, device);
+        let random = |rows: usize, cols: usize| random(rows, cols, dtype, device);
         Ok(Self {
             name,
             flops: 2.0 * tokens as f64 * inputs as f64 * outputs as f64,
-            x: ones(tokens, inputs)?,
-            weight: ones(outputs, inputs)?,
-            y: ones(tokens, outputs)?,
+            x: random(tokens, inputs)?,
+            weight: random(outputs, inputs)?,
+            y: random(tokens, outputs)?,
             dweight: Tensor::ones((outputs, inputs), DType::F32, device)?,
         })
     }
@@ -111,7 +119,7 @@ impl WeightGemms {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let model = preset(&args.model).or_usage()?;
+    let model = shape(&args.model).or_usage()?;
     let placement = Placement::of_one(args.device)?;
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let tokens = args.tokens as usize;

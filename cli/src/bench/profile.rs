@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use ulysses::comm::{LaunchOptions, RankContext};
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::{AttentionKernels, AttentionLayout};
+use ulysses::kernels::attention::{AttentionKernels, AttentionLayout, grouped_heads};
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
-use ulysses::model::{LlamaConfig, preset};
+use ulysses::model::{LlamaConfig, shape};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 use ulysses::tensor::TensorOptions;
 
@@ -28,7 +28,7 @@ pub(super) struct Args {
     /// Number of ranks (threads) that run at once: as many as will share a machine.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
-    /// Preset that gives the GEMM sizes (nano, tiny, small, base).
+    /// Preset (nano, tiny, small, base) or published model, such as llama3-8b, that gives the GEMM sizes.
     #[arg(long, default_value = "base")]
     model: String,
     /// Tokens per rank.
@@ -62,15 +62,15 @@ struct Bench<'a> {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let model = preset(&args.model).or_usage()?;
+    let model = shape(&args.model).or_usage()?;
     let ranks = usize::from(args.ranks);
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     let mut on = Joined::threads().place(args.device, ranks)?;
     let device = on.placement().device;
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
-    let layout =
-        AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
+    let heads = grouped_heads(model.num_heads, model.num_kv_heads);
+    let layout = AttentionLayout::causal(1, args.tokens, heads).or_usage()?;
     let bench = Bench { args, model, layout };
     let mut rates_of =
         |dtype| on.run(ranks, &options, |rank, device| bench.rates(rank, &device, dtype)).map(Some);

@@ -120,6 +120,8 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     {
         assert!(in_fp16["ratios"][ratio].is_f64(), "no {ratio} in {in_fp16:#}");
     }
+    let alone = report(&place, &[&arguments[..], &["--dtype", "fp16", "--no-f32"]].concat());
+    assert_eq!(keys(&alone, "ratios"), ["forward fp16 / square_gemm", "backward fp16 / square_gemm"]);
     let grouped =
         report(&place, &["attention", "--seq-len", "64", "--num-heads", "4", "--num-kv-heads", "2"]);
     assert_eq!(grouped["settings"]["num_kv_heads"], 2);

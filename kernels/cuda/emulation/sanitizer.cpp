@@ -1,6 +1,6 @@
 // Checks of every memory access of emulated kernels, by the calls that the compiler inserts.
 //
-// Kernels are compiled with `-fsanitize=thread,alignment,bounds,…` (kernels/build.rs), but without the libraries
+// Kernels are compiled with `-fsanitize=thread,alignment,bounds,…` (gpu/fake_driver/build.sh), but without the libraries
 // that belong to these options: they know neither blocks and barriers nor which tensors a launch may access. This
 // file defines the functions that the inserted calls expect.
 

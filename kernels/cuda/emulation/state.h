@@ -126,7 +126,7 @@ struct Thread {
     unsigned phase = 0;
 };
 
-// Memory that a kernel may access, as `Memory` in `src/device/emulation.rs`.
+// Memory that a kernel may access, as `Memory` in `src/device/cuda/fake_driver.rs`.
 struct Memory {
     std::uint64_t begin, end;
     std::uint32_t is_writable, reserved;

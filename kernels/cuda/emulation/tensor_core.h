@@ -18,27 +18,14 @@ static_assert(sizeof(Fragments) <= kSlotBytes, "fragments fit a slot");
 inline float mma_element(bf16 x) { return bf16_to_float(x); }
 inline float mma_element(f16 x) { return f16_to_float(x); }
 
-template <typename T> NOT_SANITIZED float element_of(u32 pair, unsigned index) {
-    return mma_element(T{static_cast<u16>(pair >> 16 * index)});
-}
-
-NOT_SANITIZED inline const Fragments &fragments_of(const void *const (&slots)[32], unsigned lane) {
-    return *static_cast<const Fragments *>(slots[lane]);
-}
-
-// A[row][k]: registers 0 and 1 have k < 8, 2 and 3 the rest; odd ones have rows from 8 on.
-template <typename T> NOT_SANITIZED float a_at(const void *const (&slots)[32], unsigned row, unsigned k) {
-    const Fragments &from = fragments_of(slots, row % 8 * 4 + k % 8 / 2);
-    return element_of<T>(from.a[row / 8 + k / 8 * 2], k % 2);
-}
-
-// B[k][column]: register 0 has k < 8, register 1 the rest.
-template <typename T> NOT_SANITIZED float b_at(const void *const (&slots)[32], unsigned k, unsigned column) {
-    return element_of<T>(fragments_of(slots, column * 4 + k % 8 / 2).b[k / 8], k % 2);
-}
-
 inline void need_whole_warps() {
     if (position.block_size.x % 32 != 0) fail("a warp of fewer than 32 threads in a warp-wide instruction");
+}
+
+// The two elements of a register.
+template <typename T> NOT_SANITIZED void read_pair(float *to, u32 pair) {
+    to[0] = mma_element(T{static_cast<u16>(pair)});
+    to[1] = mma_element(T{static_cast<u16>(pair >> 16)});
 }
 
 template <typename T> NOT_SANITIZED void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
@@ -46,16 +33,27 @@ template <typename T> NOT_SANITIZED void mma(float (&c)[4], const u32 (&a)[4], c
     auto *mine = static_cast<Fragments *>(exchange_slot());
     std::memcpy(mine->a, a, sizeof a);
     std::memcpy(mine->b, b, sizeof b);
-    const void *slots[32];
-    for (unsigned lane = 0; lane < 32; ++lane) slots[lane] = exchange_slot_of(lane);
-    sync_warp(WarpOp::kMma);
+    // The lanes that have rows g and g + 8 of A, and columns 2t and 2t + 1 of B.
     const unsigned g = position.thread.x % 32 / 4, t = position.thread.x % 4;
+    const Fragments *of_rows[4], *of_columns[2][4];
     for (unsigned i = 0; i < 4; ++i) {
-        const unsigned row = g + i / 2 * 8, column = 2 * t + i % 2;
-        double sum = c[i];
-        for (unsigned k = 0; k < 16; ++k) {
-            sum += static_cast<double>(a_at<T>(slots, row, k)) * b_at<T>(slots, k, column);
+        of_rows[i] = static_cast<const Fragments *>(exchange_slot_of(g * 4 + i));
+        of_columns[0][i] = static_cast<const Fragments *>(exchange_slot_of(2 * t * 4 + i));
+        of_columns[1][i] = static_cast<const Fragments *>(exchange_slot_of((2 * t + 1) * 4 + i));
+    }
+    sync_warp(WarpOp::kMma);
+    // A[row][k]: registers 0 and 1 have k < 8, 2 and 3 the rest; odd ones have rows from 8 on. B[k][column]: register 0 has
+    // k < 8, register 1 the rest.
+    float rows[2][16], columns[2][16];
+    for (unsigned half = 0; half < 2; ++half) {
+        for (unsigned k = 0; k < 16; k += 2) {
+            read_pair<T>(&rows[half][k], of_rows[k % 8 / 2]->a[half + k / 8 * 2]);
+            read_pair<T>(&columns[half][k], of_columns[half][k % 8 / 2]->b[k / 8]);
         }
+    }
+    for (unsigned i = 0; i < 4; ++i) {
+        double sum = c[i];
+        for (unsigned k = 0; k < 16; ++k) sum += static_cast<double>(rows[i / 2][k]) * columns[i % 2][k];
         c[i] = static_cast<float>(sum);
     }
 }

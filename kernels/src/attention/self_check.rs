@@ -302,8 +302,10 @@ fn tolerance(dtype: DType) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    #[cfg(feature = "kernel-emulation")]
-    use crate::device::with_fault;
+    #[cfg(feature = "cuda")]
+    use crate::device::fake_driver::{with_failure, with_fault};
+    #[cfg(feature = "cuda")]
+    use crate::testing::{device, on_a_gpu};
 
     #[test]
     fn a_difference_beyond_rounding_is_found_in_every_output() {
@@ -326,12 +328,16 @@ mod tests {
         }
     }
 
-    #[cfg(feature = "kernel-emulation")]
-    include!("../../cuda/tests/attention_faults.rs");
+    /// The names of the faults and the files that they are in.
+    #[cfg(feature = "cuda")]
+    fn faults() -> impl Iterator<Item = (&'static str, &'static str)> {
+        let heads = include_str!("../../cuda/tests/attention_faults.txt").lines();
+        heads.filter_map(|line| line.strip_prefix("@ ")?.split_once(' '))
+    }
 
     /// How a fault shows in the outputs of bf16 kernels of head dimension 64, or stops a launch.
-    #[cfg(feature = "kernel-emulation")]
-    fn found(fault: &'static str, file: &str, cases: &[(Problem, Vec<Output>)]) -> Option<String> {
+    #[cfg(feature = "cuda")]
+    fn found(fault: &str, file: &str, cases: &[(Problem, Vec<Output>)]) -> Option<String> {
         cases.iter().find_map(|(problem, tiled)| {
             let run = || match file {
                 "attention_fused_forward" => outputs(problem.forward(AttentionKernels::Fused)?),
@@ -339,23 +345,22 @@ mod tests {
                 "attention_fused_backward_wgmma" => problem.run(AttentionKernels::Wgmma),
                 _ => problem.run(AttentionKernels::Fused),
             };
-            match with_fault(fault, run) {
-                Ok(outputs) => difference(&outputs, tiled, DType::BF16),
-                Err(error) => Some(full(&error)),
-            }
+            let (outputs, failure) = with_failure(|| with_fault(fault, run));
+            failure.or_else(|| difference(&outputs.expect("kernels start"), tiled, DType::BF16))
         })
     }
 
-    #[cfg(feature = "kernel-emulation")]
+    #[cfg(feature = "cuda")]
     #[test]
-    fn every_seeded_fault_is_found() -> Result<(), AttentionError> {
-        crate::device::emulate(|| {
+    fn every_seeded_fault_is_found_on_the_fake_driver() -> Result<(), AttentionError> {
+        on_a_gpu(|| {
             let mut cases = Vec::new();
-            for problem in Problem::all(64, DType::BF16, &Device::Cpu)? {
+            for problem in Problem::all(64, DType::BF16, &device())? {
                 let tiled = problem.run(AttentionKernels::Tiled)?;
                 cases.push((problem, tiled));
             }
-            for [fault, file, ..] in ATTENTION_FAULTS {
+            assert!(faults().count() > 30);
+            for (fault, file) in faults() {
                 let found = found(fault, file, &cases).unwrap_or_else(|| panic!("{fault} is not found"));
                 // A wrong tile among right ones stops no launch: only its numbers show it.
                 assert!(!fault.ends_with("tile") || found.contains(" differs by "), "{fault}: {found}");
@@ -364,14 +369,16 @@ mod tests {
         })
     }
 
-    #[cfg(feature = "kernel-emulation")]
+    #[cfg(feature = "cuda")]
     #[test]
-    fn the_emulated_kernels_agree() -> Result<(), AttentionError> {
-        for (kernels, dtype) in
-            [(AttentionKernels::Fused, DType::F16), (AttentionKernels::Wgmma, DType::BF16)]
-        {
-            assert_eq!(crate::device::emulate(|| compare(kernels, &Device::Cpu, dtype))?, None);
-        }
-        Ok(())
+    fn fused_and_tiled_kernels_agree_on_a_gpu() -> Result<(), AttentionError> {
+        on_a_gpu(|| {
+            for (kernels, dtype) in
+                [(AttentionKernels::Fused, DType::F16), (AttentionKernels::Wgmma, DType::BF16)]
+            {
+                assert_eq!(compare(kernels, &device(), dtype)?, None);
+            }
+            Ok(())
+        })
     }
 }

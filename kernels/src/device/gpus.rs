@@ -63,7 +63,7 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     None
 }
 
-/// Returns whether a device is a GPU of compute capability 9.0, which alone has `wgmma`. Emulated ones do not count.
+/// Returns whether a device is a GPU of compute capability 9.0, which alone has `wgmma`.
 pub(crate) fn has_wgmma(device: &Device) -> bool {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {

@@ -24,7 +24,7 @@ impl Source {
             &sources::ATTENTION_FUSED_FORWARD,
             &sources::ATTENTION_FUSED_FORWARD_WGMMA,
         ];
-        optional.iter().any(|source| source.name == self.name)
+        self.name.starts_with("tests/") || optional.iter().any(|source| source.name == self.name)
     }
 }
 
@@ -43,7 +43,7 @@ pub(crate) mod sources {
             };
             )*
 
-            /// Every file.
+            /// Every one of these files.
             #[cfg(feature = "cuda")]
             pub(in crate::device) static ALL: &[&Source] = &[$(&$constant),*];
         };
@@ -66,15 +66,25 @@ pub(crate) mod sources {
         SWIGLU => "swiglu",
         STRIDED_COPY => "strided_copy",
     }
+
+    /// Those that only tests run.
+    #[cfg(all(test, feature = "cuda"))]
+    pub(in crate::device) mod tests {
+        use super::Source;
+
+        sources! {
+            FAULTS => "tests/faults",
+            MMA => "tests/mma",
+            TMA => "tests/tma" for "sm_90a",
+            WGMMA => "tests/wgmma" for "sm_90a",
+        }
+    }
 }
 
 /// An entry point of a kernel file.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
-    #[cfg_attr(
-        not(feature = "cuda"),
-        expect(dead_code, reason = "the emulation knows entry points by name")
-    )]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nothing launches it"))]
     pub(super) source: &'static Source,
     pub(super) name: String,
 }

@@ -10,9 +10,6 @@ use candle_core::Tensor;
 pub enum Launcher {
     /// Launches nothing, on a [dry](super::dry) thread.
     Dry,
-    /// On the host, for tests.
-    #[cfg(feature = "kernel-emulation")]
-    Emulated,
     /// On a GPU, on the device's stream.
     #[cfg(feature = "cuda")]
     Cuda(candle_core::CudaDevice),
@@ -70,16 +67,15 @@ impl Launcher {
     }
 
     /// Calls `run`, whose kernels may also access these ranges, of as many elements each: further views of the
-    /// storages of opened tensors. Only the emulation checks it.
+    /// storages of opened tensors. Only the fake driver checks it, in tests.
     pub(crate) fn with_ranges<R>(
         &self,
         ranges: impl IntoIterator<Item = (Address, usize)>,
         run: impl FnOnce() -> R,
     ) -> R {
-        #[cfg(feature = "kernel-emulation")]
-        if matches!(self, Self::Emulated) {
-            return super::emulation::with_memory(ranges, run);
-        }
+        #[cfg(all(test, feature = "cuda"))]
+        let run = || super::fake_driver::with_memory(ranges, run);
+        #[cfg(not(all(test, feature = "cuda")))]
         let _ = ranges;
         run()
     }
@@ -104,9 +100,6 @@ impl Launcher {
                 let _ = (blocks, args);
                 Ok(())
             }
-            #[cfg(feature = "kernel-emulation")]
-            // SAFETY: the caller's promise is the callee's.
-            Self::Emulated => unsafe { super::emulation::launch(kernel, blocks, grid, args) },
             #[cfg(feature = "cuda")]
             // SAFETY: the caller's promise is the callee's.
             Self::Cuda(device) => unsafe { super::cuda::launch(device, kernel, blocks, grid, args) },
@@ -133,8 +126,6 @@ impl Launcher {
                 let _ = tensor;
                 Ok(TensorMap::empty())
             }
-            #[cfg(feature = "kernel-emulation")]
-            Self::Emulated => super::emulation::encode(&tensor),
             #[cfg(feature = "cuda")]
             Self::Cuda(device) => super::cuda::encode(device, &tensor),
         };
@@ -160,9 +151,6 @@ impl Launcher {
         }
         match self {
             Self::Dry => Ok(()),
-            #[cfg(feature = "kernel-emulation")]
-            // SAFETY: the caller's promise is the callee's.
-            Self::Emulated => unsafe { super::emulation::gemm(matmul) },
             #[cfg(feature = "cuda")]
             // SAFETY: the caller's promise is the callee's.
             Self::Cuda(device) => unsafe { super::cuda::gemm(device, matmul) },
@@ -180,27 +168,22 @@ impl Launcher {
                 #[cfg(feature = "cuda")]
                 stream: None,
             },
-            #[cfg(feature = "kernel-emulation")]
-            Self::Emulated => Opener {
-                #[cfg(feature = "cuda")]
-                stream: None,
-            },
             #[cfg(feature = "cuda")]
             Self::Cuda(device) => Opener { stream: Some(device.cuda_stream()) },
         }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "cuda"))]
 mod tests {
     use crate::device::{Grid, Kernel, Target, sources};
-    use crate::testing::{device, on_every_target};
+    use crate::testing::{device, on_a_gpu};
     use candle_core::{DType, Tensor};
 
     #[test]
-    fn a_kernel_gets_the_shared_memory_that_a_gpu_has() {
-        on_every_target(|_| {
-            let Ok(Target::Kernels(launcher)) = Target::of(&device()) else { return };
+    fn a_kernel_gets_the_shared_memory_that_there_is_on_a_gpu() {
+        on_a_gpu(|| {
+            let Ok(Target::Kernels(launcher)) = Target::of(&device()) else { panic!("a GPU") };
             let kernel = Kernel::new(&sources::ELEMENTWISE, "elementwise_fill_f32");
             let fill = |value: f32, kib: usize| {
                 let filled = Tensor::zeros(10, DType::F32, &device()).unwrap();

@@ -6,15 +6,14 @@
 //! | launcher | tensors | kernels | matmuls |
 //! |---|---|---|---|
 //! | CUDA (feature `cuda`) | on a GPU | NVRTC, on the device's stream | cuBLAS |
-//! | emulation (feature `kernel-emulation`) | on the CPU, within `emulate` | compiled for the host | the `gemm` crate |
 //! | dry (a thread within [`dry::run`]) | without elements | none | none |
 //!
-//! So everything that a GPU runs, except the driver calls, is tested on machines without one. `Target`
+//! Machines without a GPU test all of it on a fake driver (`gpu/fake_driver`). `Target`
 //! selects an op's implementation for its tensors. `HostCopies` does the same for asynchronous copies to the
 //! host and back: streams of a GPU, or CPU copies that complete as late as allowed. [`DeviceTimes`] measures work:
 //! events of a GPU, or the clock of the host.
 #![cfg_attr(
-    not(any(feature = "cuda", feature = "kernel-emulation")),
+    not(feature = "cuda"),
     allow(
         dead_code,
         unreachable_code,
@@ -26,8 +25,6 @@ mod address;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod dry;
-#[cfg(feature = "kernel-emulation")]
-mod emulation;
 mod error;
 mod fence;
 mod gpu_info;
@@ -45,14 +42,12 @@ mod times;
 mod verdict_file;
 
 pub use address::Address;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use cuda::fake_driver;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
 #[cfg(feature = "cuda")]
 pub use cuda::{allow_peer_access, load_library_kernels};
-#[cfg(feature = "kernel-emulation")]
-pub use emulation::emulate;
-#[cfg(all(test, feature = "kernel-emulation"))]
-pub(crate) use emulation::tests::{bank_conflicts, set_seed, with_fault};
 pub use error::DeviceError;
 pub use fence::Fence;
 pub use gpu_info::{Gpu, GpuMemory};

@@ -10,7 +10,7 @@ pub enum Target {
     Cpu,
     /// The same in a dry run, which only reports it.
     Dry(DryCpu),
-    /// The op's CUDA kernels, on a GPU, emulated or dry.
+    /// The op's CUDA kernels, on a GPU or dry.
     Kernels(Launcher),
 }
 
@@ -23,8 +23,6 @@ impl Target {
         match (device, dry::kind()) {
             (Device::Cpu, Some(DeviceKind::Cpu)) => Ok(Self::Dry(DryCpu::of_thread())),
             (Device::Cpu, Some(DeviceKind::Cuda)) => Ok(Self::Kernels(Launcher::Dry)),
-            #[cfg(feature = "kernel-emulation")]
-            (Device::Cpu, None) if super::emulation::is_active() => Ok(Self::Kernels(Launcher::Emulated)),
             (Device::Cpu, None) => Ok(Self::Cpu),
             #[cfg(feature = "cuda")]
             (Device::Cuda(device), _) => Ok(Self::Kernels(Launcher::Cuda(device.clone()))),

@@ -23,7 +23,7 @@ impl TensorMap {
     }
 
     /// The place that an encoder writes to.
-    #[cfg(any(feature = "cuda", feature = "kernel-emulation"))]
+    #[cfg(feature = "cuda")]
     pub(super) fn as_mut_ptr(&mut self) -> *mut std::ffi::c_void {
         self.0.as_mut_ptr().cast()
     }

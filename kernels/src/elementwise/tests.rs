@@ -115,9 +115,9 @@ fn lengths_and_storage_are_checked() {
     assert!(matches!(error, OpError::DType { argument: "x", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_sum_in_the_same_order_wherever_a_tensor_lies() {
+fn kernels_sum_in_the_same_order_wherever_a_tensor_lies_on_a_gpu() {
     let data = random(1, 20_001);
     let bits = std::cell::RefCell::new(Vec::new());
     for_every_dtype(|dtype, _| {
@@ -133,9 +133,9 @@ fn kernels_sum_in_the_same_order_wherever_a_tensor_lies() {
     assert!(bits.chunks(2).all(|pair| pair[0] == pair[1]), "{bits:?}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_find_one_bad_element() {
+fn kernels_of_every_element_type_find_one_bad_element_on_a_gpu() {
     for_every_dtype(|dtype, _| {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             for place in [0, 4095, 4096, 9000] {
@@ -148,9 +148,9 @@ fn kernels_of_every_element_type_find_one_bad_element() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn buffer_arithmetic_of_every_element_type_rounds_once() {
+fn buffer_arithmetic_of_every_element_type_rounds_once_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         for len in [1, 7, 100, 4096, 9001] {
             let ((a, a64), (b, b64)) =
@@ -172,9 +172,9 @@ fn buffer_arithmetic_of_every_element_type_rounds_once() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn a_sum_of_other_elements_goes_into_f32_only() {
+fn a_sum_of_other_elements_goes_into_f32_only_on_a_gpu() {
     for_every_dtype(|dtype, _| {
         let (narrow, wide) = (rounded(dtype, &[1.0; 3], &[3]).0, tensor(&[1.0; 3], &[3]));
         let is_mixed = |result| matches!(result, Err(OpError::MixedDTypes { argument: "src", .. }));

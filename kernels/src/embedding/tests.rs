@@ -87,9 +87,9 @@ fn no_tokens_leave_the_gradient_alone() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_copy_rows_and_sum_gradients_in_f32() {
+fn kernels_of_every_element_type_copy_rows_and_sum_gradients_in_f32_on_a_gpu() {
     for_every_dtype(|dtype, _| {
         for (n, vocab_size, d) in
             [(1, 1, 1), (5, 3, 7), (40, 11, 64), (300, 2, 40), (9, 5, 1032), (9, 5, 515)]

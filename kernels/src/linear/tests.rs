@@ -144,9 +144,9 @@ fn inputs_may_share_storage_and_no_tokens_give_no_output() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn matmuls_of_every_element_type_round_once_and_weight_gradients_stay_f32() {
+fn matmuls_of_every_element_type_round_once_and_weight_gradients_stay_f32_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         let (n, inputs, outputs) = (9, 100, 33);
         let (x, x64) = rounded(dtype, &random(1, n * inputs), &[n, inputs]);

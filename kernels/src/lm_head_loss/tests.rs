@@ -199,7 +199,7 @@ fn a_gpu_has_the_largest_tile_whose_logits_take_a_gibibyte_at_most() {
     on_every_target(|target| {
         let tiles =
             [32_000, 128_256, 151_936, 1 << 20].map(|vocab| default_tile_tokens(vocab, &device()).unwrap());
-        let is_gpu = target == "cuda" || target.starts_with("emulated");
+        let is_gpu = target.starts_with("cuda");
         let expected = if is_gpu { [8192, 2048, 1024, 1024] } else { [1024; 4] };
         assert_eq!(tiles, expected, "{target}");
     });
@@ -237,9 +237,9 @@ fn logits_of_minus_infinity_have_no_probability() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once() {
+fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         for [n, d, vocab_size] in [[1, 7, 5], [13, 20, 131], [3, 4, 20_011]] {
             let (x, x64) = rounded(dtype, &random(1, n * d), &[n, d]);
@@ -259,7 +259,7 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once()
             // The softmax is rounded once more than the results.
             assert_close("dweight", &read(&dweight), &dweight64, rounding + 5e-6);
             if dtype != candle_core::DType::F16 {
-                assert_close("dx", &read(&dx), &dx64, 2.0 * rounding + 5e-6);
+                assert_close("dx", &read(&dx), &dx64, 2.0 * rounding + 1e-5);
             }
         }
     });

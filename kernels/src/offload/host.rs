@@ -4,7 +4,7 @@
 //! source or use its destination before the copy is done. [`HostCopies::hold`] makes the device, not the
 //! host, wait for that.
 #![cfg_attr(
-    not(any(test, feature = "cuda", feature = "kernel-emulation")),
+    not(any(test, feature = "cuda")),
     allow(dead_code, reason = "compiled always, but without a device there is no host memory next to it")
 )]
 
@@ -23,8 +23,6 @@ pub(super) fn backing(launcher: &Launcher, label: StoreLabel) -> Result<Box<dyn 
             let _ = label;
             Ok(Box::new(super::dry_store::DryStore::host_memory()))
         }
-        #[cfg(feature = "kernel-emulation")]
-        Launcher::Emulated => Ok(Box::new(HostMemory::new(label, crate::device::LateCopies::default()))),
         #[cfg(feature = "cuda")]
         Launcher::Cuda(device) => {
             Ok(Box::new(HostMemory::new(label, crate::device::CudaCopies::new(device)?)))

@@ -116,9 +116,9 @@ fn wrong_shapes_are_named() {
     assert!(matches!(error, OpError::Dimensions { argument: "x", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_round_once() {
+fn kernels_of_every_element_type_round_once_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         for (seed, (n, d)) in
             [(1, 7), (5, 100), (130, 257), (137, 264), (2, 2056), (2, 2051)].into_iter().enumerate()
@@ -140,9 +140,9 @@ fn kernels_of_every_element_type_round_once() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_give_the_same_bits_wherever_a_tensor_lies() {
+fn kernels_give_the_same_bits_wherever_a_tensor_lies_on_a_gpu() {
     let results = std::cell::RefCell::new(Vec::new());
     for_every_dtype(|dtype, _| {
         let (n, d) = (9, 264);

@@ -88,9 +88,9 @@ fn no_tokens_and_no_heads_are_no_error() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_round_once() {
+fn kernels_of_every_element_type_round_once_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         for [n, heads, head_dim] in SIZES {
             let positions = positions(n);

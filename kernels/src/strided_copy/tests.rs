@@ -183,10 +183,10 @@ fn sources_and_targets_may_be_views_of_one_storage_each() {
     });
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn sixteen_bit_sums_round_once_per_block() {
-    crate::device::emulate(|| {
+fn sixteen_bit_sums_round_once_per_block_on_a_gpu() {
+    crate::testing::on_a_gpu(|| {
         // 256 + 1 is a tie in bf16 and goes to 256; 256 + 3 goes to 260.
         for (added, expected) in [(1.0, 256.0), (3.0, 260.0)] {
             let source = tensor(0, 24, |_| half::bf16::from_f32(added));

@@ -72,9 +72,9 @@ fn gradients_inside_one_buffer_are_refused() {
     assert!(matches!(error, OpError::Shape { argument: "up", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_of_every_element_type_round_once_also_where_a_tile_ends() {
+fn kernels_of_every_element_type_round_once_also_where_a_tile_ends_on_a_gpu() {
     for_every_dtype(|dtype, rounding| {
         for (n, f) in [(3, 13), (1, 4095), (1, 4096), (9, 911)] {
             let (gate, gate64) = rounded(dtype, &random(1, n * f), &[n, f]);

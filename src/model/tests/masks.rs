@@ -60,9 +60,13 @@ struct Outputs {
 
 impl Inputs {
     fn new(batch: usize, seq_len: usize, dtype: DType) -> Self {
+        Self::on(&Device::Cpu, batch, seq_len, dtype)
+    }
+
+    fn on(device: &Device, batch: usize, seq_len: usize, dtype: DType) -> Self {
         let [norm, projection, x] = [&[HIDDEN][..], &[VOCAB, HIDDEN], &[batch, seq_len, HIDDEN]]
-            .map(|dims| random(dims, dims.len() as u64).to_dtype(dtype).unwrap());
-        let workspace = Workspace::with_options(TensorOptions { dtype, ..TensorOptions::default() });
+            .map(|dims| random(dims, dims.len() as u64).to_dtype(dtype).unwrap().to_device(device).unwrap());
+        let workspace = Workspace::with_options(TensorOptions { dtype, device: device.clone() });
         let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
         let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
         let tokens = TokenLayout::new(from_ref(&(0..seq_len)), position_ids, cu_seqlens).unwrap();
@@ -76,7 +80,7 @@ impl Inputs {
         let Self { norm, projection, x, ctx } = self;
         let (head, labels) = (head(tile_tokens), LabeledTokens::new(labels, VOCAB).unwrap());
         let [dnorm, dprojection] =
-            [norm, projection].map(|weight| Tensor::zeros(weight.dims(), DType::F32, &Device::Cpu).unwrap());
+            [norm, projection].map(|weight| Tensor::zeros(weight.dims(), DType::F32, x.device()).unwrap());
         let gradients = if is_frozen { (None, None) } else { (Some(&dnorm), Some(&dprojection)) };
         let (losses, saved) = head.forward(norm, projection, x, &labels, ctx).unwrap();
         let dx = head.backward((norm, projection), saved, &labels, SCALE, gradients, ctx).unwrap();
@@ -99,7 +103,8 @@ impl Inputs {
 }
 
 fn to_f64(tensor: &Tensor) -> Vec<f64> {
-    let wide = tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+    let on_the_host = tensor.to_device(&Device::Cpu).unwrap();
+    let wide = on_the_host.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
     to_vec::<f32>(&wide).unwrap().into_iter().map(f64::from).collect()
 }
 
@@ -115,9 +120,9 @@ fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
 }
 
 /// Compares every mask, for one and two sequences, with every relation of tiles, chunks and tokens.
-fn check_all_masks(dtype: DType, tolerance: f64) {
+fn check_all_masks(device: &Device, dtype: DType, tolerance: f64) {
     for (batch, seq_len) in [(1, 1), (1, 2), (1, 13), (2, 7), (2, 10)] {
-        let inputs = Inputs::new(batch, seq_len, dtype);
+        let inputs = Inputs::on(device, batch, seq_len, dtype);
         let num_tokens = batch * seq_len;
         for (name, mask) in masks(num_tokens) {
             let labels = labels(&mask);
@@ -140,22 +145,21 @@ fn check_all_masks(dtype: DType, tolerance: f64) {
 
 #[test]
 fn masked_tokens_change_no_loss_and_no_gradient_of_the_others() {
-    check_all_masks(DType::F32, 5e-6);
+    check_all_masks(&Device::Cpu, DType::F32, 5e-6);
 }
 
 #[test]
 fn masks_work_in_16_bits() {
-    check_all_masks(DType::BF16, 3e-2);
-    check_all_masks(DType::F16, 4e-3);
+    check_all_masks(&Device::Cpu, DType::BF16, 3e-2);
+    check_all_masks(&Device::Cpu, DType::F16, 4e-3);
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn masks_work_with_the_cuda_kernels() {
-    ulysses_kernels::device::emulate(|| {
-        check_all_masks(DType::F32, 5e-6);
-        check_all_masks(DType::BF16, 3e-2);
-    });
+fn masks_work_on_a_gpu() {
+    let device = DeviceKind::Cuda.open().expect("a GPU; without, leave this test out with `--skip on_a_gpu`");
+    check_all_masks(&device, DType::F32, 5e-6);
+    check_all_masks(&device, DType::BF16, 3e-2);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Exchange plans executed by strided copies, on the CPU and by the emulated CUDA kernels.
+//! Exchange plans executed by strided copies, on the CPU and on a GPU.
 
 use crate::comm::StridedPlan;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -22,13 +22,6 @@ fn plans([batch, seq_len, num_heads, num_kv_heads, head_dim, ranks]: [usize; 6])
     (0..ranks).map(|rank| ExchangePlan::new(shape, &q_to_kv, ranks, rank).unwrap()).collect()
 }
 
-/// Runs `test` on the CPU, and on emulated CUDA kernels if the build has them.
-fn on_every_executor(test: impl Fn(&str)) {
-    test("cpu");
-    #[cfg(feature = "kernel-emulation")]
-    ulysses_kernels::device::emulate(|| test("emulated"));
-}
-
 /// Dimensions, first token and first head of a shard.
 type Shard = ((usize, usize, usize, usize), usize, usize);
 
@@ -45,14 +38,14 @@ fn shards(plan: &ExchangePlan, by_head: bool) -> [Shard; 3] {
 }
 
 /// A shard whose values encode tensor, batch, token, head and element; times `factor(head)`.
-fn fill(k: usize, shard: Shard, factor: impl Fn(usize) -> usize) -> Tensor {
+fn fill(device: &Device, k: usize, shard: Shard, factor: impl Fn(usize) -> usize) -> Tensor {
     let ((batch, tokens, heads, dim), token, head) = shard;
     let element = |i| {
         let (b, t, h, e) = (i / (tokens * heads * dim), i / (heads * dim) % tokens, i / dim % heads, i % dim);
         ((((k * 4 + b) * 100 + t + token) * 10 + h + head) * 20 + e) as f32 * factor(h + head) as f32
     };
     let elements: Vec<f32> = (0..batch * tokens * heads * dim).map(element).collect();
-    Tensor::from_slice(&elements, elements.len(), &Device::Cpu).unwrap()
+    Tensor::from_slice(&elements, elements.len(), device).unwrap()
 }
 
 /// Executes the receives of every rank, as a backend does, in one call per rank.
@@ -78,35 +71,44 @@ fn exchange(
 
 #[test]
 fn every_exchange_plan_turns_sequence_shards_into_head_shards_and_back_with_shared_gradients_summed() {
-    on_every_executor(|executor| {
-        for case in EXCHANGES {
-            let plans = plans(case);
-            let tensors = |by_head, factor: &dyn Fn(usize, usize) -> usize| -> Vec<[Tensor; 3]> {
-                let of = |plan: &ExchangePlan| {
-                    let shards = shards(plan, by_head);
-                    std::array::from_fn(|k| fill(k, shards[k], |head| factor(k, head)))
-                };
-                plans.iter().map(of).collect()
-            };
-            let same = |tensors: &[[Tensor; 3]], expected: &[[Tensor; 3]], way: &str| {
-                for (tensor, expected) in tensors.iter().flatten().zip(expected.iter().flatten()) {
-                    let (tensor, expected): (Vec<f32>, Vec<f32>) =
-                        (to_vec(tensor).unwrap(), to_vec(expected).unwrap());
-                    assert!(tensor == expected, "{way} {case:?} {executor}");
-                }
-            };
-            let by_head = tensors(true, &|_, _| 0);
-            exchange(&plans, ExchangePlan::qkv_seq_to_head, &tensors(false, &|_, _| 1), &by_head);
-            same(&by_head, &tensors(true, &|_, _| 1), "to heads");
+    check_every_exchange_plan(&Device::Cpu);
+}
 
-            // Back: every rank with a KV head adds its gradient.
-            let holders = |k: usize, head: usize| match k {
-                0 => 1,
-                _ => plans[0].kv_head_ranges().iter().filter(|heads| heads.contains(&head)).count(),
+#[cfg(feature = "cuda")]
+#[test]
+fn so_does_every_exchange_plan_on_a_gpu() {
+    let device = ulysses_kernels::device::DeviceKind::Cuda.open();
+    check_every_exchange_plan(&device.expect("a GPU; without, leave this test out with `--skip on_a_gpu`"));
+}
+
+fn check_every_exchange_plan(device: &Device) {
+    for case in EXCHANGES {
+        let plans = plans(case);
+        let tensors = |by_head, factor: &dyn Fn(usize, usize) -> usize| -> Vec<[Tensor; 3]> {
+            let of = |plan: &ExchangePlan| {
+                let shards = shards(plan, by_head);
+                std::array::from_fn(|k| fill(device, k, shards[k], |head| factor(k, head)))
             };
-            let by_sequence = tensors(false, &|_, _| 0);
-            exchange(&plans, ExchangePlan::qkv_head_to_seq, &by_head, &by_sequence);
-            same(&by_sequence, &tensors(false, &holders), "to sequence");
-        }
-    });
+            plans.iter().map(of).collect()
+        };
+        let same = |tensors: &[[Tensor; 3]], expected: &[[Tensor; 3]], way: &str| {
+            for (tensor, expected) in tensors.iter().flatten().zip(expected.iter().flatten()) {
+                let (tensor, expected): (Vec<f32>, Vec<f32>) =
+                    (to_vec(tensor).unwrap(), to_vec(expected).unwrap());
+                assert!(tensor == expected, "{way} {case:?}");
+            }
+        };
+        let by_head = tensors(true, &|_, _| 0);
+        exchange(&plans, ExchangePlan::qkv_seq_to_head, &tensors(false, &|_, _| 1), &by_head);
+        same(&by_head, &tensors(true, &|_, _| 1), "to heads");
+
+        // Back: every rank with a KV head adds its gradient.
+        let holders = |k: usize, head: usize| match k {
+            0 => 1,
+            _ => plans[0].kv_head_ranges().iter().filter(|heads| heads.contains(&head)).count(),
+        };
+        let by_sequence = tensors(false, &|_, _| 0);
+        exchange(&plans, ExchangePlan::qkv_head_to_seq, &by_head, &by_sequence);
+        same(&by_sequence, &tensors(false, &holders), "to sequence");
+    }
 }

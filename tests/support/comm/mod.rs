@@ -84,22 +84,6 @@ impl Backend for Threads {
     }
 }
 
-/// A backend whose ranks copy and reduce with the emulated kernels.
-#[cfg(feature = "kernel-emulation")]
-pub(crate) struct Emulated<B>(pub(crate) B);
-
-#[cfg(feature = "kernel-emulation")]
-impl<B: Backend> Backend for Emulated<B> {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
-        self.0.run_for(world_size, timeout, |group| ulysses::device::emulate(|| run(group)))
-    }
-}
-
 thread_local! {
     /// Device of this thread's test tensors.
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };

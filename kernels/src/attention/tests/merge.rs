@@ -7,8 +7,9 @@ use crate::testing::rounded;
 /// `o` and `lse` of the keys of one part of two packed sequences of 700 tokens; every part sees the same queries.
 fn part(case: &Case, keys: &[u32]) -> Result<[Tensor; 2]> {
     let cut = |tensor: &Tensor| -> Result<Tensor> {
-        let index = Tensor::new(keys, &candle_core::Device::Cpu)?.to_device(tensor.device())?;
-        Ok(tensor.contiguous()?.index_select(&index, 1)?.contiguous()?)
+        let on_the_host = tensor.to_device(&Device::Cpu)?.contiguous()?;
+        let selected = on_the_host.index_select(&Tensor::new(keys, &Device::Cpu)?, 1)?;
+        Ok(selected.contiguous()?.to_device(tensor.device())?)
     };
     let layout = shards(case.layout.q_positions().iter().copied(), keys.iter().copied())?;
     let part = Case { layout, k: cut(&case.k)?, v: cut(&case.v)?, ..case.clone() };

@@ -1,17 +1,11 @@
 //! Test cases that the tests share, and comparisons of outputs.
 
-#[cfg(feature = "kernel-emulation")]
-mod fused;
-#[cfg(feature = "kernel-emulation")]
-mod fused_backward;
-#[cfg(feature = "kernel-emulation")]
-mod fused_matrix;
 mod merge;
+#[cfg(feature = "cuda")]
+mod on_a_gpu;
 mod parity;
 mod precision;
 mod properties;
-#[cfg(feature = "kernel-emulation")]
-mod tilings;
 
 use super::{
     Attention, AttentionError, AttentionKernels, AttentionLayout, FlashAttention, Gradients, Operands,
@@ -20,7 +14,7 @@ use super::{
 use crate::OpError;
 use crate::tensor::to_vec;
 use crate::testing::{self, read};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
@@ -40,14 +34,12 @@ fn tensor(data: Vec<f32>, shape: [usize; 4]) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, &shape, &testing::device())?)
 }
 
-/// Runs a test on the CPU kernels and, if they are built in, on the emulated kernels; or on a GPU.
+/// Runs a test on the CPU, or on a GPU with tensors at every alignment.
 fn on_every_target(run: impl Fn(&str) -> Result<()>) -> Result<()> {
-    if let Some(result) = testing::on_the_gpu(|| run("cuda")) {
-        return result;
+    if !testing::is_for_a_gpu() {
+        return run("CPU");
     }
-    run("CPU")?;
-    #[cfg(feature = "kernel-emulation")]
-    crate::device::emulate(|| run("emulated kernels"))?;
+    testing::on_a_gpu(|| testing::at_every_alignment(|alignment| run(alignment).expect("operands fit")));
     Ok(())
 }
 
@@ -59,7 +51,9 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
         dtype if layout.start_offset() > 0 => {
             testing::rounded(dtype, &vec![f32::NAN; like.elem_count()], like.dims()).0
         }
-        dtype => Tensor::full(f32::NAN, layout.shape(), like.device())?.to_dtype(dtype)?,
+        dtype => {
+            Tensor::full(f32::NAN, layout.shape(), &Device::Cpu)?.to_dtype(dtype)?.to_device(like.device())?
+        }
     })
 }
 
@@ -68,7 +62,7 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
 #[derive(Clone)]
 struct Case {
     layout: AttentionLayout,
-    /// On a GPU, or emulated.
+    /// On a GPU.
     kernels: AttentionKernels,
     num_kv_heads: usize,
     head_dim: usize,

@@ -8,6 +8,8 @@
 
 mod cache;
 mod copies;
+#[cfg(test)]
+pub(crate) mod fake_driver;
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), path = "libraries/linked.rs")]
 mod libraries;
 mod matmul;
@@ -16,6 +18,8 @@ mod pointer;
 mod query;
 mod shared;
 mod tensor_map;
+#[cfg(test)]
+mod tests;
 mod upload;
 
 pub(super) use cache::{lock, store};
@@ -58,6 +62,8 @@ pub(super) unsafe fn launch(
         unsafe { result::function::set_function_attribute(function.0, attribute, grid.shared_bytes as i32) }
             .map_err(|failure| error(format!("{} bytes of shared memory: {failure}", grid.shared_bytes)))?;
     }
+    #[cfg(test)]
+    fake_driver::before_launch(kernel, args).map_err(error)?;
     let mut parameters: Vec<_> = args.iter().map(Arg::pointer).collect();
     // SAFETY: the parameters live until the call returns, which has copied them; the caller guarantees that
     // they match the kernel.

@@ -83,7 +83,10 @@ pub(in crate::device) fn refusal(
 fn load_all(context: &Arc<CudaContext>) -> Result<Functions, String> {
     std::thread::scope(|scope| {
         let load = |source: &'static Source| (source, scope.spawn(move || load(context, source)));
-        let files: Vec<_> = sources::ALL.iter().copied().map(load).collect();
+        let files = sources::ALL.iter().copied();
+        #[cfg(test)]
+        let files = files.chain(sources::tests::ALL.iter().copied());
+        let files: Vec<_> = files.map(load).collect();
         let (mut by_name, mut refused) = (HashMap::new(), HashMap::new());
         for (source, file) in files {
             match file.join().map_err(|_| "the loading of a kernel panicked".to_owned())? {
@@ -102,7 +105,7 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     let Some(architecture) = architecture(source, (major, minor)) else { return Ok(Vec::new()) };
     let text = whole_text(source);
     let key = (&text, &architecture, compiler());
-    let cache = cache::path(&format!("{}-{architecture}", source.name), key, "cubin");
+    let cache = cache::path(&format!("{}-{architecture}", source.name.replace('/', "-")), key, "cubin");
     let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
     if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
         return Ok(functions);

@@ -176,9 +176,9 @@ fn wrong_arguments_are_named() {
     );
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
+fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not_on_a_gpu() {
     // The norms are compared through the parameters that they change.
     for cut in 16_600..16_604 {
         let data = [1, 2, 3, 4].map(|seed| random(seed, 17_001).iter().map(|v| v.abs()).collect());

@@ -104,9 +104,9 @@ fn wrong_arguments_are_named() {
     assert!(matches!(error, OpError::SharedStorage { output: "param", other: "grad", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
+fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not_on_a_gpu() {
     for len in 1028..1032 {
         let data = [1, 2, 3, 4].map(|seed| random(seed, len).iter().map(|v| v.abs()).collect());
         assert_same_at_any_alignment(&data, |tensors| {
@@ -116,10 +116,10 @@ fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
     }
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn optimizer_state_of_16_bits_is_refused() {
-    crate::device::emulate(|| {
+fn optimizer_state_of_16_bits_is_refused_on_a_gpu() {
+    crate::testing::on_a_gpu(|| {
         let of = |len: usize| tensor(&vec![0.0; len], &[len]);
         let narrow = of(4).to_dtype(candle_core::DType::BF16).unwrap();
         let error = step(&of(4), &of(4), &narrow, &of(4), &PARAMS).unwrap_err();

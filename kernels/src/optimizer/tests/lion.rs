@@ -71,9 +71,9 @@ fn wrong_arguments_are_named() {
     assert!(matches!(error, OpError::SharedStorage { output: "param", other: "grad", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
+fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not_on_a_gpu() {
     for len in 1028..1032 {
         assert_same_at_any_alignment(&[1, 2, 3].map(|seed| random(seed, len)), |tensors| {
             step(&tensors[0], &tensors[1], &tensors[2], &PARAMS).unwrap();

@@ -72,9 +72,9 @@ fn wrong_arguments_are_named() {
     assert!(matches!(error, OpError::Shape { argument: "grad", .. }), "{error}");
 }
 
-#[cfg(feature = "kernel-emulation")]
+#[cfg(feature = "cuda")]
 #[test]
-fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
+fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not_on_a_gpu() {
     for (len, momentum) in (1028..1032).flat_map(|len| [(len, 0.0), (len, 0.9)]) {
         assert_same_at_any_alignment(&[1, 2, 3].map(|seed| random(seed, len)), |tensors| {
             let params = SgdParams { momentum, nesterov: momentum > 0.0, step: 2, ..PARAMS };

@@ -103,7 +103,7 @@ library! {
 library! {
     runtime: "libcudart", missing: 34,
     functions: [
-        __cudaPopCallConfiguration __cudaPushCallConfiguration __cudaRegisterFatBinary __cudaRegisterFatBinaryEnd
+        __cudaGetKernel __cudaLaunchKernel_ptsz __cudaPopCallConfiguration __cudaPushCallConfiguration __cudaRegisterFatBinary __cudaRegisterFatBinaryEnd
         __cudaRegisterFunction __cudaRegisterVar __cudaUnregisterFatBinary cudaDeviceGetAttribute cudaFree
         cudaFreeAsync_ptsz cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice cudaGetDeviceCount
         cudaGetLastError cudaLaunchKernel_ptsz cudaMalloc cudaMallocAsync_ptsz cudaMemsetAsync_ptsz

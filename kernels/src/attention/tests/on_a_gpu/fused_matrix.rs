@@ -1,9 +1,9 @@
-//! Every kind of mask × grouping of heads × head dimension × element type on both sets of fused kernels, emulated:
+//! Every kind of mask × grouping of heads × head dimension × element type on both sets of fused kernels:
 //! forward and all gradients, at odd lengths.
 
 use super::*;
 use crate::attention::grouped_heads;
-use crate::device::{emulate, set_seed};
+use crate::sample::{Sample, axes, sampled};
 
 /// The KV head of each query head.
 fn groupings() -> [(&'static str, Vec<usize>); 4] {
@@ -31,43 +31,63 @@ fn masks(heads: &[usize]) -> Result<[(&'static str, AttentionLayout); 6]> {
     ])
 }
 
-/// Runs both directions in two orders of blocks and threads, and compares them with f64.
-fn check(case: &Case, seed: u64, name: &str) -> Result<()> {
-    let outputs = emulate(|| case.run())?;
-    case.check_precision(&outputs, name)?;
-    set_seed(seed);
-    let again = emulate(|| case.run());
-    set_seed(0);
-    assert!(bits(&again?) == bits(&outputs), "{name}: order {seed} changes bits");
-    Ok(())
+/// A case of the matrix.
+struct Cell {
+    mask: String,
+    grouping: &'static str,
+    kernels: AttentionKernels,
+    layout: AttentionLayout,
+    num_kv_heads: usize,
+    head_dim: usize,
+    dtype: DType,
+    /// The second order of blocks and threads.
+    seed: u64,
 }
 
-fn check_all(kernels: AttentionKernels, head_dims: &[usize]) -> Result<()> {
-    let mut seed = 0;
+impl Cell {
+    /// Runs both directions in two orders of blocks and threads, and compares them with f64.
+    fn check(&self) -> Result<()> {
+        let case = Case::new(self.layout.clone(), self.num_kv_heads, self.head_dim)?.fused(self.dtype)?;
+        let case = Case { kernels: self.kernels, ..case };
+        let Self { mask, grouping, kernels, head_dim, dtype, seed, .. } = self;
+        let name = format!("{kernels:?}, {mask}, {grouping}, d {head_dim}, {dtype:?}");
+        let outputs = case.run()?;
+        case.check_precision(&outputs, &name)?;
+        let again = in_order(*seed, || case.run())?;
+        assert!(bits(&again) == bits(&outputs), "{name}: order {seed} changes bits");
+        Ok(())
+    }
+}
+
+/// A sample of the cells, or all.
+#[track_caller]
+fn sample(cells: Vec<Cell>) -> Sample<Cell> {
+    sampled(cells, |Cell { mask, grouping, head_dim, dtype, .. }| axes![mask, grouping, head_dim, dtype])
+}
+
+/// Every mask × grouping × head dimension × element type.
+fn cells(kernels: AttentionKernels, head_dims: &[usize]) -> Result<Vec<Cell>> {
+    let mut cells = Vec::new();
     for (grouping, heads) in groupings() {
         let num_kv_heads = heads.iter().max().map_or(0, |last| last + 1);
         for (mask, layout) in masks(&heads)? {
-            for head_dim in head_dims {
-                for dtype in [DType::BF16, DType::F16] {
-                    seed += 1;
-                    let case = Case::new(layout.clone(), num_kv_heads, *head_dim)?.fused(dtype)?;
-                    let name = format!("{kernels:?}, {mask}, {grouping}, d {head_dim}, {dtype:?}");
-                    check(&Case { kernels, ..case }, seed, &name)?;
-                }
+            for (head_dim, dtype) in head_dims.iter().flat_map(|d| [(*d, DType::BF16), (*d, DType::F16)]) {
+                let (mask, seed, layout) = (mask.to_owned(), cells.len() as u64 + 1, layout.clone());
+                cells.push(Cell { mask, grouping, kernels, layout, num_kv_heads, head_dim, dtype, seed });
             }
         }
     }
-    Ok(())
+    Ok(cells)
 }
 
 #[test]
 fn every_mask_and_grouping_of_heads_errs_at_most_twice_as_much_as_the_naive_way_in_any_order() -> Result<()> {
-    check_all(AttentionKernels::Fused, &[64, 96, 128])
+    on_a_gpu(|| sample(cells(AttentionKernels::Fused, &[64, 96, 128])?).try_for_each(|cell| cell.check()))
 }
 
 #[test]
 fn so_does_every_one_with_products_of_warpgroups() -> Result<()> {
-    check_all(AttentionKernels::Wgmma, &[64, 128])
+    on_a_gpu(|| sample(cells(AttentionKernels::Wgmma, &[64, 128])?).try_for_each(|cell| cell.check()))
 }
 
 /// Few queries of many keys: stages of shared memory are used several times, with tiles that all rows of a block see
@@ -92,15 +112,27 @@ fn masks_of_many_tiles(heads: &[usize]) -> Result<Vec<(String, AttentionLayout)>
     Ok(masks)
 }
 
+fn cells_of_many_tiles(kernels: AttentionKernels) -> Result<Vec<Cell>> {
+    let masks = masks_of_many_tiles(&[0, 1, 1])?.into_iter().enumerate();
+    let cell = |(index, (mask, layout)): (usize, (String, AttentionLayout))| Cell {
+        mask,
+        grouping: "3 heads on 2",
+        kernels,
+        layout,
+        num_kv_heads: 2,
+        head_dim: [64, 128][index / 2 % 2],
+        dtype: [DType::BF16, DType::F16][index % 2],
+        seed: index as u64 + 1,
+    };
+    Ok(masks.map(cell).collect())
+}
+
 #[test]
 fn so_does_every_mask_of_many_tiles() -> Result<()> {
-    for kernels in [AttentionKernels::Wgmma, AttentionKernels::Fused] {
-        for (index, (mask, layout)) in masks_of_many_tiles(&[0, 1, 1])?.into_iter().enumerate() {
-            let (head_dim, dtype) = ([64, 128][index / 2 % 2], [DType::BF16, DType::F16][index % 2]);
-            let case = Case::new(layout, 2, head_dim)?.fused(dtype)?;
-            let name = format!("{kernels:?}, {mask}, d {head_dim}, {dtype:?}");
-            check(&Case { kernels, ..case }, index as u64 + 1, &name)?;
-        }
-    }
-    Ok(())
+    on_a_gpu(|| sample(cells_of_many_tiles(AttentionKernels::Fused)?).try_for_each(|cell| cell.check()))
+}
+
+#[test]
+fn so_does_every_mask_of_many_tiles_with_products_of_warpgroups() -> Result<()> {
+    on_a_gpu(|| sample(cells_of_many_tiles(AttentionKernels::Wgmma)?).try_for_each(|cell| cell.check()))
 }
