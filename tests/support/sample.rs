@@ -8,6 +8,7 @@
     unused_imports,
     unused_macros,
     unreachable_pub,
+    clippy::unwrap_used,
     reason = "not every test binary uses all"
 )]
 

@@ -272,7 +272,7 @@ fn without_an_output_every_run_gets_a_new_directory() {
         place.run(&["train", "my.json"]).assert_done();
         assert_eq!(place.metrics(&format!("{directory}/metrics.jsonl")).len(), 1);
     }
-    let run = || drop(place.run(&["train", "my.json"]).assert_done());
+    let run = || place.run(&["train", "my.json"]).assert_done().code;
     std::thread::scope(|at_once| (0..6).for_each(|_| drop(at_once.spawn(run))));
     assert_eq!(place.metrics("runs/my-8/metrics.jsonl").len(), 1);
 }
