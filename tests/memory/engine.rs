@@ -431,7 +431,7 @@ fn every_feature_lowers_the_peak_of_a_step() {
                 "offload": true }),
     ];
     for sp in [1, 2] {
-        let peaks = steps.clone().map(|features| peak_of_step(features, sp, &[512]));
+        let peaks = steps.clone().map(|features| peak_of_step(features, sp, &[1024]));
         assert!(peaks.is_sorted_by(|more, less| less < more), "sp {sp}: {peaks:?}");
         // The memory of a rank's threads and its exchange does not shrink with the tokens' state.
         assert!(3 * peaks[4] < peaks[0], "sp {sp}: {peaks:?}");
@@ -443,7 +443,7 @@ fn packed_documents_need_as_much_memory_as_one_document() {
     let features =
         json!({ "ulysses": { "activation_checkpointing": true, "head_chunks": 2, "tile_tokens": 64 } });
     for sp in [1, 2] {
-        let [dense, packed] = [&[512][..], &[128; 4]].map(|rows| peak_of_step(features.clone(), sp, rows));
+        let [dense, packed] = [&[1024][..], &[256; 4]].map(|rows| peak_of_step(features.clone(), sp, rows));
         let off = (dense - packed).abs() as f64 / dense as f64;
         assert!(off < 0.01, "sp {sp}: {dense} for one document, {packed} for four");
     }

@@ -34,8 +34,8 @@ struct Case {
 }
 
 fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfig {
-    let head_dim = 128 / num_heads;
-    LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("tiny").unwrap() }
+    let head_dim = 256 / num_heads;
+    LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
 }
 
 /// A config section with partitions over dp and sp.
@@ -50,31 +50,31 @@ fn cases() -> Vec<Case> {
     let bf16 = json!({ "enabled": true });
     let stage = |stage: usize| json!({ "stage": stage });
     let checkpointing = json!({ "activation_checkpointing": true });
-    let tied = LlamaConfig { tie_word_embeddings: true, ..model(8, 4, 2000) };
+    let tied = LlamaConfig { tie_word_embeddings: true, ..model(8, 4, 4000) };
     vec![
-        case("one rank", model(8, 8, 256), (1, 1), 1, 300, json!({})),
-        case("checkpointing", model(8, 8, 256), (1, 1), 1, 450, json!({ "ulysses": checkpointing })),
-        case("two rows", model(8, 2, 256), (1, 1), 2, 200, json!({})),
-        case("sp 2", model(8, 8, 256), (1, 2), 1, 500, json!({})),
+        case("one rank", model(8, 8, 256), (1, 1), 1, 600, json!({})),
+        case("checkpointing", model(8, 8, 256), (1, 1), 1, 900, json!({ "ulysses": checkpointing })),
+        case("two rows", model(8, 2, 256), (1, 1), 2, 400, json!({})),
+        case("sp 2", model(8, 8, 256), (1, 2), 1, 1000, json!({})),
         case(
             "sp 2, GQA, checkpointing",
             model(8, 2, 256),
             (1, 2),
             1,
-            2048,
+            4096,
             json!({ "ulysses": checkpointing }),
         ),
-        case("sp 3, uneven", model(8, 4, 256), (1, 3), 1, 501, json!({})),
-        case("sp 3, one KV head", model(8, 1, 256), (1, 3), 1, 501, json!({ "ulysses": checkpointing })),
-        case("sp 4, bf16", model(8, 2, 256), (1, 4), 1, 450, json!({ "bf16": bf16 })),
-        case("ring 2", model(8, 8, 256), (1, 2), 1, 500, json!({ "ulysses": { "ring_size": 2 } })),
-        case("ring 3, uneven", model(8, 4, 256), (1, 3), 1, 501, json!({ "ulysses": { "ring_size": 3 } })),
+        case("sp 3, uneven", model(8, 4, 256), (1, 3), 1, 1001, json!({})),
+        case("sp 3, one KV head", model(8, 1, 256), (1, 3), 1, 1001, json!({ "ulysses": checkpointing })),
+        case("sp 4, bf16", model(8, 2, 256), (1, 4), 1, 900, json!({ "bf16": bf16 })),
+        case("ring 2", model(8, 8, 256), (1, 2), 1, 1000, json!({ "ulysses": { "ring_size": 2 } })),
+        case("ring 3, uneven", model(8, 4, 256), (1, 3), 1, 1001, json!({ "ulysses": { "ring_size": 3 } })),
         case(
             "ring 2 x ulysses 2, bf16, checkpointing",
             model(8, 2, 256),
             (1, 4),
             1,
-            900,
+            1800,
             json!({ "bf16": bf16, "ulysses": { "ring_size": 2, "activation_checkpointing": true } }),
         ),
         case(
@@ -82,43 +82,43 @@ fn cases() -> Vec<Case> {
             model(8, 8, 256),
             (1, 1),
             1,
-            1024,
+            2048,
             json!({ "bf16": bf16, "ulysses": checkpointing }),
         ),
-        case("fp16", model(8, 8, 2000), (1, 1), 1, 750, json!({ "fp16": bf16 })),
+        case("fp16", model(8, 8, 4000), (1, 1), 1, 1500, json!({ "fp16": bf16 })),
         case(
             "bf16, loss in tiles",
-            model(8, 8, 2000),
+            model(8, 8, 4000),
             (1, 1),
             1,
-            1500,
-            json!({ "bf16": bf16, "ulysses": { "activation_checkpointing": true, "loss_tile_tokens": 64 } }),
+            3000,
+            json!({ "bf16": bf16, "ulysses": { "activation_checkpointing": true, "loss_tile_tokens": 128 } }),
         ),
-        case("dp 2, stage 1", model(8, 8, 2000), (2, 1), 1, 150, json!({ "zero_optimization": stage(1) })),
-        case("dp 2, stage 2", model(8, 4, 2000), (2, 1), 1, 150, json!({ "zero_optimization": stage(2) })),
+        case("dp 2, stage 1", model(8, 8, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(1) })),
+        case("dp 2, stage 2", model(8, 4, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(2) })),
         case(
             "dp 2, stage 2, gradients sent in bf16",
-            model(8, 4, 2000),
+            model(8, 4, 4000),
             (2, 1),
             1,
-            150,
+            300,
             json!({ "zero_optimization": stage(2), "communication_data_type": "bf16" }),
         ),
         case(
             "dp 2, stage 0, gradients sent in bf16",
-            model(8, 4, 2000),
+            model(8, 4, 4000),
             (2, 1),
             1,
-            150,
+            300,
             json!({ "communication_data_type": "bf16" }),
         ),
-        case("dp 3, stage 3", model(8, 4, 2000), (3, 1), 1, 600, json!({ "zero_optimization": stage(3) })),
+        case("dp 3, stage 3", model(8, 4, 4000), (3, 1), 1, 600, json!({ "zero_optimization": stage(3) })),
         case(
             "stage 3, tied, accumulation",
             tied,
             (2, 1),
             1,
-            350,
+            700,
             json!({ "zero_optimization": stage(3), "gradient_accumulation_steps": 2 }),
         ),
         case(
@@ -126,7 +126,7 @@ fn cases() -> Vec<Case> {
             model(8, 8, 256),
             (2, 2),
             1,
-            1024,
+            2048,
             json!({ "zero_optimization": stage(2), "gradient_accumulation_steps": 2 }),
         ),
         case(
@@ -136,37 +136,37 @@ fn cases() -> Vec<Case> {
             1,
             // Whether a layer's gradient is still in flight at the peak depends on chance: long enough that
             // it does not matter.
-            2600,
+            5200,
             json!({ "zero_optimization": stage(3), "bf16": bf16 }),
         ),
         // In both settings the peak of a long sequence is in the loss or in a layer; with a large vocabulary and few
         // tokens it is in the state.
-        case("1 x 4 over sp, stage 3", model(8, 4, 2000), (1, 4), 1, 450, over_sp(3, json!({}))),
-        case("1 x 4 over sp, stage 1", model(8, 4, 2000), (1, 4), 1, 450, over_sp(1, json!({}))),
-        case("2 x 2 over sp, stage 3", model(8, 4, 256), (2, 2), 1, 2000, over_sp(3, json!({}))),
+        case("1 x 4 over sp, stage 3", model(8, 4, 4000), (1, 4), 1, 900, over_sp(3, json!({}))),
+        case("1 x 4 over sp, stage 1", model(8, 4, 4000), (1, 4), 1, 900, over_sp(1, json!({}))),
+        case("2 x 2 over sp, stage 3", model(8, 4, 256), (2, 2), 1, 4000, over_sp(3, json!({}))),
         case(
             "2 x 2 over sp, stage 2",
-            model(8, 4, 2000),
+            model(8, 4, 4000),
             (2, 2),
             1,
-            450,
+            900,
             over_sp(2, json!({ "bf16": bf16 })),
         ),
-        case("1 x 4 over sp, bf16", model(8, 4, 256), (1, 4), 1, 4000, over_sp(3, json!({ "bf16": bf16 }))),
+        case("1 x 4 over sp, bf16", model(8, 4, 256), (1, 4), 1, 8000, over_sp(3, json!({ "bf16": bf16 }))),
         case(
             "a large vocabulary",
-            model(8, 8, 4_000),
+            model(8, 8, 8_000),
             (1, 2),
             1,
-            512,
-            json!({ "ulysses": { "loss_tile_tokens": 128 } }),
+            1024,
+            json!({ "ulysses": { "loss_tile_tokens": 256 } }),
         ),
         case(
             "SGD",
             model(8, 8, 256),
             (1, 2),
             1,
-            256,
+            512,
             json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } }),
         ),
     ]
@@ -179,7 +179,7 @@ fn cases() -> Vec<Case> {
 fn memory_cases() -> Vec<Case> {
     let case = |label, mesh, config| {
         let model = LlamaConfig { num_layers: 4, ..model(8, 4, 256) };
-        Case { label, model, mesh, rows: 1, seq_len: 550 * mesh.1, config }
+        Case { label, model, mesh, rows: 1, seq_len: 1100 * mesh.1, config }
     };
     let with = |features: Value| {
         let mut config = json!({ "ulysses": { "activation_checkpointing": true } });
@@ -195,7 +195,7 @@ fn memory_cases() -> Vec<Case> {
     let frozen = |pattern: &str| json!({ "parameter_groups": [{ "match": pattern, "frozen": true }] });
     let recomputed_chunks =
         with(json!({ "head_chunks": 2, "overlap_exchange": true, "save_attention_output": false }));
-    let mut bf16 = with(json!({ "tile_tokens": 64, "head_chunks": 2 }));
+    let mut bf16 = with(json!({ "tile_tokens": 128, "head_chunks": 2 }));
     bf16["bf16"] = json!({ "enabled": true });
     let mut stage_3 = plain(frozen("_proj"));
     stage_3["zero_optimization"] = json!({ "stage": 3 });
@@ -217,7 +217,7 @@ fn memory_cases() -> Vec<Case> {
     // does not matter.
     let long = |label, mesh: (usize, usize), config| {
         let case = case(label, mesh, config);
-        Case { seq_len: 2 * case.seq_len, model: model(8, 4, 256), ..case }
+        Case { seq_len: 2 * case.seq_len, ..case }
     };
     vec![
         case("optimizer in a file", (1, 1), in_file(1, &both[..1], "f32")),
@@ -233,8 +233,8 @@ fn memory_cases() -> Vec<Case> {
         long("optimizer in a file, 2 x 2 over sp, bf16", (2, 2), over_sp(2, in_file(2, &both[..1], "bf16"))),
         case("every other layer", (1, 1), with(json!({ "activation_checkpointing_interval": 2 }))),
         case("every other layer, sp 2", (1, 2), with(json!({ "activation_checkpointing_interval": 2 }))),
-        case("tiles", (1, 1), plain(json!({ "tile_tokens": 64 }))),
-        case("tiles, checkpointing, sp 2", (1, 2), with(json!({ "tile_tokens": 50 }))),
+        case("tiles", (1, 1), plain(json!({ "tile_tokens": 128 }))),
+        case("tiles, checkpointing, sp 2", (1, 2), with(json!({ "tile_tokens": 100 }))),
         case("2 chunks, sp 2", (1, 2), plain(json!({ "head_chunks": 2 }))),
         case("2 chunks, checkpointing, sp 2", (1, 2), with(json!({ "head_chunks": 2 }))),
         case(
@@ -257,7 +257,7 @@ fn memory_cases() -> Vec<Case> {
         case(
             "offload, tiles, chunks, sp 2",
             (1, 2),
-            offloaded(json!({ "tile_tokens": 64, "head_chunks": 2 })),
+            offloaded(json!({ "tile_tokens": 128, "head_chunks": 2 })),
         ),
         case("frozen MLPs", (1, 1), plain(frozen("mlp"))),
         case("frozen matrices, dp 2, stage 3", (2, 1), stage_3),
