@@ -11,9 +11,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Prefixes of the commands that are not run, with reasons.
-const NOT_RUN: [(&str, &str); 18] = [
+const NOT_RUN: [(&str, &str); 20] = [
     ("cargo install --path cli", "minutes; CI builds the same"),
     ("cargo test", "it is what runs this"),
+    ("ULYSSES_TEST_SEED=123 cargo test", "it is what runs this"),
+    ("just nightly", "hours"),
     ("cargo run --release --example train_long_sequence", "a minute; the test below checks that it exists"),
     ("just bench-peer", "installs PyTorch and DeepSpeed, gigabytes, and measures for minutes"),
     ("just gpu-build", "builds for GPUs: minutes, and needs CUDA's compilers"),
