@@ -16,7 +16,7 @@ nightly:
 
 # Runs the tests whose names contain a filter, or all of them.
 test *args:
-    cargo test {{args}}
+    cargo test --release {{args}}
 
 # Formats the code.
 fmt:

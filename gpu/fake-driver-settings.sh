@@ -4,5 +4,9 @@
 # An nvcc that writes empty files, because the kernels run by emulation. A build for a GPU must not find those files, so this
 # one has a target folder of its own.
 export NVCC=$PWD/gpu/nvcc-for-check CUDA_COMPUTE_CAP=80 CUDA_HOME=$PWD/target/fake-driver CARGO_TARGET_DIR=target/fake
-# The crates are not optimized, because they leave the arithmetic to the libraries.
-export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1
+
+# Cargo with the profile of these builds: command $1, arguments $2…
+cargo_fake() {
+    cargo "$1" --config gpu/fake-driver.toml "${@:2}"
+}

@@ -1,6 +1,6 @@
 //! The readers of data files on hostile input: every input gives data or an error, in bounded memory.
 //!
-//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --test data` tries a million of each.
+//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test data` tries a million of each.
 
 #![allow(clippy::unwrap_used)]
 
