@@ -2,7 +2,7 @@
 
 use crate::support::compare::assert_all_close;
 use crate::support::compare::{max_rel_error, values};
-use crate::support::mesh_run::{Layout, Rule, assert_matches, bits, by_name, layout};
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, bits, by_name, layout};
 use crate::support::problems::{ADAGRAD, LAMB, LION, main_problem};
 use crate::support::reference::{LambConfig, as_tensors};
 use crate::support::sample::{Sample, axes, sampled};
@@ -31,20 +31,21 @@ fn partitioned(rules: &[Rule]) -> Sample<(Rule, Layout)> {
 
 #[test]
 fn three_steps_are_those_of_the_formula_on_every_mesh_and_stage() {
-    for rule in RULES {
-        for clip in [None, Some(0.25)] {
-            let problem = main_problem(rule, clip);
-            let expected = problem.reference().unwrap();
-            let before = as_tensors(&problem.weights);
-            for (name, after) in as_tensors(&expected.weights) {
-                let moved = max_rel_error(&values(&after), &before[&name]);
-                assert!(moved > 1e-3, "{rule:?}: three steps must be seen in {name}, {moved}");
-            }
-            for layout in sampled(layouts(), Layout::axes) {
-                let outcome = problem.run(layout).unwrap();
-                assert_matches(&outcome, &expected, 5e-5, &format!("{rule:?} clip {clip:?} {layout:?}"));
-            }
+    let problems = RULES.into_iter().flat_map(|rule| [None, Some(0.25)].map(|clip| main_problem(rule, clip)));
+    let trained = problems.map(|problem| (problem.reference().unwrap(), problem)).collect::<Vec<_>>();
+    for (expected, problem) in &trained {
+        let before = as_tensors(&problem.weights);
+        for (name, after) in as_tensors(&expected.weights) {
+            let moved = max_rel_error(&values(&after), &before[&name]);
+            assert!(moved > 1e-3, "{:?}: three steps must be seen in {name}, {moved}", problem.rule);
         }
+    }
+    let cases = layouts().flat_map(|layout| trained.iter().map(move |trained| (trained, layout)));
+    for ((expected, problem), layout) in sampled(cases, |((_, Problem { rule, clip, .. }), layout)| {
+        [axes![rule, clip], layout.axes()].concat()
+    }) {
+        let label = format!("{:?} clip {:?} {layout:?}", problem.rule, problem.clip);
+        assert_matches(&problem.run(layout).unwrap(), expected, 5e-5, &label);
     }
 }
 
