@@ -18,7 +18,7 @@ def main() -> None:
     text = Path(sys.argv[1]).read_text()
     # Ranks that are threads share a GPU, others have one each.
     planned = mebibytes(r"GPU memory of \d+ ranks:", text) or mebibytes("planned peak memory:", text)
-    measured = mebibytes("peak memory max", text)
+    measured = mebibytes("peak memory(?: max)?", text)
     if planned is None or measured is None or not LEAST <= planned / measured <= MOST:
         sys.exit(f"{sys.argv[1]}: {planned} MiB planned, {measured} MiB measured")
     print(f"{planned} MiB planned, {measured} MiB measured")
