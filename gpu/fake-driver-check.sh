@@ -12,8 +12,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=gpu/fake-driver-settings.sh
 source gpu/fake-driver-settings.sh
-# CI builds once, with all features.
-FEATURES=${FEATURES:-cuda,nccl}
 ULYSSES=target/fake/debug/ulysses
 
 main() {
@@ -21,9 +19,9 @@ main() {
     ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors suites training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
-    cargo_fake test --no-run --features "$FEATURES" --message-format json --lib --test comm --test parity --test zero \
+    cargo_fake test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
         --test memory | python3 gpu/binaries.py >target/fake/binaries
-    cargo_fake build --features "$FEATURES"
+    cargo_fake build --features cuda,nccl
     # shellcheck disable=SC2046 # One argument per path.
     [[ $(uname -m) != x86_64 ]] || need_no_library "$ULYSSES" $(awk '{ print $2 }' target/fake/binaries)
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
