@@ -1,4 +1,4 @@
-//! What tests ask of the fake driver (`gpu/fake_driver/controls.cpp`), for the kernels that their thread launches.
+//! Test controls of the fake driver (`gpu/fake_driver/controls.cpp`). They affect the kernels that the calling thread launches.
 //!
 //! A real driver has none of these functions. A test that needs them is named `on_the_fake_driver`, and fails on a GPU.
 
