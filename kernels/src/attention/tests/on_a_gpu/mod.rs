@@ -8,7 +8,7 @@ mod tilings;
 
 use super::precision::{
     Layout::{self, Aligned, Odd},
-    cases, for_16_bits,
+    check_16_bits, for_16_bits,
 };
 use super::*;
 use crate::device::fake_driver::{bank_conflicts, in_order};

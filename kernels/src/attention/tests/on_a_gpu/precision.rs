@@ -4,15 +4,7 @@ use super::*;
 
 #[test]
 fn elements_of_16_bits_err_at_most_twice_as_much_as_the_naive_way() -> Result<()> {
-    on_a_gpu(|| {
-        for_16_bits(|dtype, layout| {
-            for (index, case) in cases()?.into_iter().enumerate() {
-                let case = case.rounded(dtype, layout)?;
-                case.check_precision(&case.run()?, &format!("case {index} in {dtype:?}, {layout:?}"))?;
-            }
-            Ok(())
-        })
-    })
+    on_a_gpu(check_16_bits)
 }
 
 #[test]
