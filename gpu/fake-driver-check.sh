@@ -53,7 +53,9 @@ check_threads() {
 }
 
 check_golden() {
-    tests 1 late test_parity golden::logits
+    local golden=golden::logits
+    [[ ${ULYSSES_TEST_SEED:-} != all ]] || golden=golden::
+    tests 1 late test_parity "$golden"
     ULYSSES_TEST_DEVICE=nccl tests 8 late test_parity golden::logits mesh_invariance::a_dp_rank --test-threads 1
 }
 
@@ -74,8 +76,7 @@ check_jobs() {
 
 check_errors() {
     ULYSSES=$ULYSSES gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
-    gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor >target/fake/doctor.log
-    cat target/fake/doctor.log
+    gpu/fake-driver.sh --gpus 2 "$ULYSSES" doctor | tee target/fake/doctor.log
     (($(grep -c "with wgmma; they agree" target/fake/doctor.log) == 2))
 }
 
@@ -88,7 +89,7 @@ check_suites() {
     local index seed=${ULYSSES_TEST_SEED:-$(git ls-files -z '*.rs' | xargs -0 cat | cksum | cut -d' ' -f1)}
     local suites=(
         "late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal"
-        "late test_zero engine_protocol:: engine_state:: --skip a_layer_may_keep_its_own --skip recycled_storage_does_not"
+        "late test_zero engine_protocol:: engine_state:: --skip a_layer_may_keep_its_own_output --skip recycled_storage_does_not_grow"
         "random:5 test_memory features::offloaded_gradients features::the_offloaded_gradient features::overlapping_the_exchange"
         "random:6 test_parity ring::few_heads ring::recomputation"
         "random:4 test_zero stages::the_same_run_twice frozen::a_tied"
@@ -99,6 +100,7 @@ check_suites() {
         # shellcheck disable=SC2086 # Words.
         tests 8 ${suites[index]} --test-threads 1
     done
+    tests 2 late test_memory plan::the_planned_peak_is_that_of_the_pool --test-threads 1
     # The fused kernels of GPUs without wgmma; doctor's self-check above runs those with wgmma.
     FAKE_DRIVER_CAPABILITY=8.0 tests 8 late test_parity precision::bf16_gradients_of_wide_heads --test-threads 1
 }
@@ -108,8 +110,6 @@ check_training() {
     train 8 late nccl --seq-len 128 --steps 2 --set 'mesh_param=[2,4]' --zero-stage 3
     train 1 late offload --seq-len 64 --steps 2 --zero-stage 3 --set bf16.enabled=true \
         --set zero_optimization.offload_optimizer.device=cpu --set zero_optimization.offload_param.device=cpu
-    train 1 late one-rank --seq-len 300 --steps 2 --set 'mesh_param=[1,1]' --set bf16.enabled=true \
-        --set ulysses.activation_checkpointing=true --set ulysses.tile_tokens=100
 }
 
 # The same tests pass without a seeded fault.
@@ -141,12 +141,9 @@ tests() { # with $1 GPUs, in order $2, of binary $3 with the filters $4…
 }
 
 train() { # with $1 GPUs, in order $2, the main job with output $3 and the flags $4…
-    local log=target/fake/$3.log
     rm -rf "target/fake/$3"
     gpu/fake-driver.sh --gpus "$1" --order "$2" "$ULYSSES" train configs/long_sequence.json --data src \
-        --output "target/fake/$3" "${@:4}" >"$log" 2>&1 || { cat "$log" && return 1; }
-    cat "$log"
-    python3 gpu/fake_driver/planned_memory.py "$log"
+        --output "target/fake/$3" "${@:4}"
 }
 
 # A seeded fault $1 must fail the tests of binary $2 with the filter $3.

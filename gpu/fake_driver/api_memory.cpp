@@ -243,8 +243,11 @@ FAKE_EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) {
     return cuDeviceGetDefaultMemPool(pool, device);
 }
 
-FAKE_EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool, int, void *) {
+FAKE_EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *) {
     MAY_FAIL(CUDA_ERROR_UNKNOWN);
+    constexpr int kReservedMost = 6, kUsedMost = 8;
+    const Lock lock(lock_of_driver);
+    if (attribute == kReservedMost || attribute == kUsedMost) forget_most_bytes_in_use(static_cast<int>(address(pool)) - 1);
     return CUDA_SUCCESS;
 }
 

@@ -52,21 +52,25 @@ void add_block(std::size_t rows, std::size_t depth, const float *a, std::size_t 
     }
 }
 
-// a · b, column by column.
+// a · b, column by column. Each block along the depth has sums of its own, or a long sum would round once per term.
 std::vector<float> product(std::size_t m, std::size_t n, std::size_t k, const std::vector<float> &a,
                            const std::vector<float> &b) {
-    std::vector<float> sums(m * n, 0.0f);
+    std::vector<float> sums(m * n, 0.0f), of_block;
     for (std::size_t i = 0; i < m; i += kRows) {
         const std::size_t rows = std::min(kRows, m - i);
         for (std::size_t l = 0; l < k; l += kDepth) {
             const std::size_t depth = std::min(kDepth, k - l);
             const float *block = a.data() + l * m + i;
+            of_block.assign(rows * n, 0.0f);
             std::size_t j = 0;
             for (; j + kColumns <= n; j += kColumns) {
-                add_block<kColumns>(rows, depth, block, m, b.data() + j * k + l, k, sums.data() + j * m + i, m);
+                add_block<kColumns>(rows, depth, block, m, b.data() + j * k + l, k, of_block.data() + j * rows, rows);
             }
             for (; j < n; ++j) {
-                add_block<1>(rows, depth, block, m, b.data() + j * k + l, k, sums.data() + j * m + i, m);
+                add_block<1>(rows, depth, block, m, b.data() + j * k + l, k, of_block.data() + j * rows, rows);
+            }
+            for (j = 0; j < n; ++j) {
+                for (std::size_t row = 0; row < rows; ++row) sums[j * m + i + row] += of_block[j * rows + row];
             }
         }
     }

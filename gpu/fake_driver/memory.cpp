@@ -75,6 +75,7 @@ bool has_memory_pools() {
 
 std::size_t bytes_in_use(int device) { return gpus[device].in_use; }
 std::size_t most_bytes_in_use(int device) { return gpus[device].most; }
+void forget_most_bytes_in_use(int device) { gpus[device].most = gpus[device].in_use; }
 void give_back(const Allocation &allocation) { gpus[allocation.device].in_use -= allocation.bytes; }
 
 Allocation *allocate(int device, std::size_t bytes) {

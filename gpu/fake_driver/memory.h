@@ -62,6 +62,8 @@ unsigned char *view_of(std::uintptr_t address);
 // Bytes of a GPU that are not freed, and the most there were. As in a pool, a free counts once it is in a stream.
 std::size_t bytes_in_use(int device);
 std::size_t most_bytes_in_use(int device);
+// The most is what is in use now.
+void forget_most_bytes_in_use(int device);
 void give_back(const Allocation &allocation);
 std::size_t total_bytes();
 bool has_memory_pools();

@@ -2,6 +2,8 @@
 //! affects memory.
 
 use crate::dry_run::axes;
+#[cfg(feature = "nccl")]
+use crate::support::device::is_cpu;
 use crate::support::device::test_device;
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::reference::{Batch, IGNORED};
@@ -10,12 +12,14 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::Config;
+use ulysses::config::{AttentionChoice, Config};
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
+#[cfg(feature = "nccl")]
+use ulysses::device::{gpu_memory, reset_gpu_peak};
 use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
-use ulysses::kernels::attention::FlashAttention;
+use ulysses::kernels::attention::{AttentionKernels, FlashAttention};
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
@@ -36,6 +40,34 @@ struct Case {
 fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfig {
     let head_dim = 256 / num_heads;
     LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
+}
+
+/// Small cases that differ in a GPU's memory.
+#[cfg(feature = "nccl")]
+fn cases_of_gpus() -> Vec<Case> {
+    let case = |label, heads: (usize, usize), vocab_size, mesh, seq_len, config| {
+        let model = LlamaConfig { num_layers: 2, ..model(heads.0, heads.1, vocab_size) };
+        Case { label, model, mesh, rows: 1, seq_len, config }
+    };
+    let checkpointing = json!({ "activation_checkpointing": true });
+    let tiles = json!({ "activation_checkpointing": true, "tile_tokens": 100, "loss_tile_tokens": 64 });
+    let tiled = json!({ "activation_checkpointing": true, "tile_tokens": 100, "attention": "tiled" });
+    let bf16 = json!({ "enabled": true });
+    vec![
+        case("one GPU", (8, 8), 256, (1, 1), 200, json!({})),
+        case("checkpointing, GQA", (8, 2), 256, (1, 1), 300, json!({ "ulysses": checkpointing })),
+        case("bf16", (8, 4), 256, (1, 1), 256, json!({ "bf16": bf16 })),
+        case("bf16, tiles", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiles })),
+        case("bf16, tiled", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiled })),
+        case(
+            "dp 2, stage 1, bf16",
+            (8, 8),
+            256,
+            (2, 1),
+            160,
+            json!({ "bf16": bf16, "zero_optimization": { "stage": 1 } }),
+        ),
+    ]
 }
 
 /// A config section with partitions over dp and sp.
@@ -273,6 +305,13 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
+    fn attention(config: &Config) -> FlashAttention {
+        FlashAttention::new(match config.ulysses.attention {
+            Some(AttentionChoice::Tiled) => AttentionKernels::Tiled,
+            Some(AttentionChoice::Fused) | None => AttentionKernels::Auto,
+        })
+    }
+
     /// The peak of each rank in the second step, above its memory before the engine existed; and the memory
     /// of its thread at that time.
     fn measured(&self) -> Vec<(i64, ByCategory)> {
@@ -286,7 +325,7 @@ impl Case {
         let batch = global_batch(&mask(batch)).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let before = live_bytes();
-            let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
+            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
             let weights = RandomWeights { seed: 1 };
             let model = Model::llama(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
@@ -314,9 +353,32 @@ impl Case {
         ranks.unwrap()
     }
 
+    /// The peak of the pool of each rank's GPU in the second step, above what was in use before the engine existed.
+    #[cfg(feature = "nccl")]
+    fn measured_on_gpus(&self) -> Vec<u64> {
+        let config = self.config();
+        let batch = Batch::random(self.model.vocab_size, config.train_batch_size, self.seq_len, 3);
+        let batch = global_batch(&batch).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
+            let memory = || gpu_memory(&device).expect("a GPU");
+            let before = memory().in_use;
+            let model = Model::llama(&self.model)?;
+            let weights = RandomWeights { seed: 1 };
+            let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
+            for _ in 0..2 {
+                device.synchronize()?;
+                reset_gpu_peak(&device)?;
+                let mut micro_batches = micro_batches(&batch, &engine)?.into_iter();
+                engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap()))?;
+            }
+            Ok(memory().peak - before)
+        });
+        ranks.unwrap()
+    }
+
     /// The peak that the plan predicts for a rank, by category.
-    fn planned(&self, rank: usize) -> [u64; Category::ALL.len()] {
-        let device = DeviceKind::Cpu;
+    fn planned(&self, rank: usize, device: DeviceKind) -> [u64; Category::ALL.len()] {
         let (config, model) = (self.config(), self.model.clone());
         let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
         workload.plan_of(rank).unwrap().peak_by_category
@@ -348,7 +410,7 @@ fn the_planned_peak_is_the_measured_one_in_total_and_by_category() {
     let mut off = Vec::new();
     for case in sampled(cases(), |case| axes(case.mesh, &case.config)) {
         for (rank, (measured, by_category)) in case.measured().into_iter().enumerate() {
-            let planned = case.planned(rank);
+            let planned = case.planned(rank, DeviceKind::Cpu);
             let total: u64 = planned.iter().sum();
             let error = total as f64 / measured as f64 - 1.0;
             let line = format!(
@@ -364,6 +426,25 @@ fn the_planned_peak_is_the_measured_one_in_total_and_by_category() {
         }
     }
     assert!(off.is_empty(), "off by more than {TOLERANCE}:\n{}", off.join("\n"));
+}
+
+/// With a GPU per rank, whose pool has nothing else.
+#[cfg(feature = "nccl")]
+#[test]
+fn the_planned_peak_is_that_of_the_pool_on_a_gpu() {
+    assert!(
+        !is_cpu(),
+        "a test of GPUs: set ULYSSES_TEST_DEVICE=nccl, or leave it out with `--skip on_a_gpu`"
+    );
+    for case in cases_of_gpus() {
+        for (rank, measured) in case.measured_on_gpus().into_iter().enumerate() {
+            let planned: u64 = case.planned(rank, DeviceKind::Cuda).iter().sum();
+            let error = planned as f64 / measured as f64 - 1.0;
+            let label = format!("{}, rank {rank}", case.label);
+            println!("{label}: {measured} measured, {planned} planned, {:+.1} %", 100.0 * error);
+            assert!(error.abs() <= TOLERANCE, "{label}: {measured} measured, {planned} planned");
+        }
+    }
 }
 
 #[test]

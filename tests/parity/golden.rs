@@ -2,7 +2,7 @@
 //! steps, on every mesh and ZeRO stage.
 
 use crate::support::compare::{assert_all_close, assert_close, assert_scalar_close, values};
-use crate::support::device::{is_cpu, is_simulated};
+use crate::support::device::is_cpu;
 use crate::support::golden::Fixture;
 use crate::support::mesh_run::{Layout, Problem, Rule, by_name, layout};
 use crate::support::reference::{
@@ -27,13 +27,9 @@ fn parameter_tolerance() -> f64 {
 /// gradients.
 const RULE_TOLERANCE: f64 = 1e-6;
 
-/// Simulated GPUs take minutes for every stage of every mesh: one stage for each mesh is tested on them.
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
-    let ulysses = meshes.into_iter().enumerate().flat_map(|(index, (dp, sp))| {
-        let stages = (0..=3).filter(move |stage| !is_simulated() || usize::from(*stage) == index % 4);
-        stages.map(move |stage| layout(dp, sp, stage))
-    });
+    let ulysses = meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)));
     let rings = [(2, 2), (4, 2), (3, 3), (8, 4)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 3) });
     ulysses.chain(rings)
 }

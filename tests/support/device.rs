@@ -67,11 +67,6 @@ pub fn is_cpu() -> bool {
     choice() == "cpu"
 }
 
-/// Returns whether the device under test is a GPU that `gpu/fake-driver.sh` simulates.
-pub fn is_simulated() -> bool {
-    !is_cpu() && std::env::var_os("FAKE_DRIVER_GPUS").is_some()
-}
-
 /// Returns the place to offload to from the device under test: a file for the CPU, host memory for kernels.
 pub fn offload_target() -> &'static str {
     if is_cpu() { "nvme" } else { "cpu" }

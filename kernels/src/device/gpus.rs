@@ -63,6 +63,20 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     None
 }
 
+/// Starts the peak of a GPU's memory ([`GpuMemory::peak`]) anew, at what is in use, as
+/// `torch.cuda.reset_peak_memory_stats` does. Nothing to do on the CPU.
+///
+/// # Errors
+/// A failed call of the driver.
+pub fn reset_gpu_peak(device: &Device) -> Result<(), DeviceError> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return super::cuda::reset_peak(device);
+    }
+    _ = device;
+    Ok(())
+}
+
 /// Returns whether a device is a GPU of compute capability 9.0, which alone has `wgmma`.
 pub(crate) fn has_wgmma(device: &Device) -> bool {
     #[cfg(feature = "cuda")]

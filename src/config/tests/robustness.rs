@@ -2,6 +2,7 @@
 
 use super::*;
 use std::fs;
+use std::time::{Duration, Instant};
 
 #[test]
 fn deep_nesting_is_refused() {
@@ -49,7 +50,7 @@ fn a_file_of_100_mb_is_refused_after_its_first_16() {
 #[test]
 fn errors_at_the_end_of_a_long_line_are_shown_with_its_end() {
     let faults = "\"k\":0,".repeat(99);
-    let text = format!("{{{}{faults}\"seed\":-1}}", " ".repeat(1 << 20));
+    let text = format!("{{{}{faults}\"seed\":-1}}", " ".repeat(15 << 20));
     let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = RawConfig::from_json_str(&text, "c.json")
     else {
         panic!("accepted")
@@ -72,15 +73,16 @@ fn files_that_cannot_be_read_are_named() {
 }
 
 #[test]
-fn many_errors_are_counted_but_not_listed() {
-    const MANY: usize = 200_000;
-    let unknown: String = (0..MANY).map(|index| format!("\"k{index}\":0,")).collect();
-    let duplicate = "\"seed\":1,".repeat(MANY);
-    for (members, faults) in [(unknown, MANY), (duplicate, MANY)] {
+fn a_million_errors_are_counted_but_not_listed() {
+    let started = Instant::now();
+    let unknown: String = (0..1_000_000).map(|index| format!("\"k{index}\":0,")).collect();
+    let duplicate = "\"seed\":1,".repeat(1_000_000);
+    for (members, faults) in [(unknown, 1_000_000), (duplicate, 1_000_000)] {
         let error = RawConfig::from_json_str(&format!("{{{members}\"seed\":1}}"), "c.json");
         let Err(ConfigError::Invalid { diagnostics, omitted, .. }) = error else { panic!("accepted") };
         assert_eq!((diagnostics.len(), omitted), (100, faults - 100));
     }
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }
 
 #[test]

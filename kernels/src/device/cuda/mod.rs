@@ -28,7 +28,7 @@ pub(super) use matmul::gemm;
 pub(super) use module::{refusal, verdict_path};
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use query::{compute_capability, count, describe, driver_version, memory};
+pub(super) use query::{compute_capability, count, describe, driver_version, memory, reset_peak};
 pub use shared::{allow_peer_access, load_library_kernels};
 pub(super) use tensor_map::encode;
 pub(crate) use upload::upload;
@@ -112,14 +112,21 @@ pub(super) fn open(ordinal: usize) -> Result<Device, DeviceError> {
 /// Keeps freed memory in the GPU's pool. By default it returns to the driver whenever the host synchronizes,
 /// which is once per step, and the next step would allocate everything again.
 fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+    set_pool_attribute(context, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
+}
+
+/// Sets an attribute of the GPU's pool, if it has one.
+fn set_pool_attribute(
+    context: &CudaContext,
+    attribute: sys::CUmemPool_attribute,
+    mut value: u64,
+) -> Result<(), DriverError> {
     if !context.has_async_alloc() {
         return Ok(());
     }
-    let mut all = u64::MAX;
-    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     // SAFETY: the GPU is open, and the attribute's value is 64 bits that outlive the call.
     unsafe {
         let pool = result::device::get_mem_pool(context.cu_device())?;
-        result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut value).cast())
     }
 }

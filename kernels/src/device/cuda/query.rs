@@ -1,6 +1,6 @@
 //! Queries of the driver: GPUs, their memory, its version.
 
-use super::{libraries, no_gpu};
+use super::{libraries, no_gpu, set_pool_attribute};
 use crate::device::{DeviceError, Gpu, GpuMemory};
 use candle_core::CudaDevice;
 use candle_core::cuda::cudarc::driver::{CudaContext, DriverError, result, sys};
@@ -79,4 +79,15 @@ pub(in crate::device) fn memory(device: &CudaDevice) -> Result<GpuMemory, Driver
         peak: read(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
         reserved: read(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
     })
+}
+
+/// Starts the peak of the pool anew, at what is in use.
+pub(in crate::device) fn reset_peak(device: &CudaDevice) -> Result<(), DeviceError> {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let reset = || {
+        context.bind_to_thread()?;
+        set_pool_attribute(context, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
+    };
+    reset().map_err(no_gpu)
 }

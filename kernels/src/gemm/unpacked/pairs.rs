@@ -68,10 +68,12 @@ impl MulAdd<V4> for Instruction {
         use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
         use std::mem::transmute;
         type F32s = pulp::f32x16;
-        // SAFETY: all of these are 512 bits without invalid values.
-        let [lhs, rhs] = [lhs, rhs].map(|pairs| unsafe { transmute::<F32s, __m512bh>(pairs) });
-        // SAFETY: as above, and only `by_instruction` makes an `Instruction`.
-        unsafe { transmute::<__m512, F32s>(_mm512_dpbf16_ps(transmute::<F32s, __m512>(sum), lhs, rhs)) }
+        // Not by `map` of an array: it is a call per product where it is in another codegen unit.
+        // SAFETY: all of these are 512 bits without invalid values, and only `by_instruction` makes an `Instruction`.
+        unsafe {
+            let (lhs, rhs) = (transmute::<F32s, __m512bh>(lhs), transmute::<F32s, __m512bh>(rhs));
+            transmute::<__m512, F32s>(_mm512_dpbf16_ps(transmute::<F32s, __m512>(sum), lhs, rhs))
+        }
     }
 }
 
