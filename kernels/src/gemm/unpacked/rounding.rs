@@ -120,15 +120,20 @@ mod instruction {
             let below =
                 if row + 1 < rows { &values.elements[(row + 1) * values.stride..][..cols] } else { &[] };
             for (first, words) in (0..cols).step_by(LANES).zip(words[..cols].chunks_mut(LANES)) {
-                let [low, high] = [above, below].map(|row| {
-                    let rounded =
-                        _mm512_cvtneps_pbh(load(row.get(first..first + words.len()).unwrap_or(&[])));
-                    // SAFETY: both are 256 bits without invalid values.
-                    _mm512_cvtepu16_epi32(unsafe { std::mem::transmute::<__m256bh, __m256i>(rounded) })
-                });
+                let part = |row: &[f32]| load(row.get(first..first + words.len()).unwrap_or(&[]));
+                let (low, high) = (rounded(part(above)), rounded(part(below)));
                 store(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high)), words);
             }
         }
+    }
+
+    /// Rounds to bf16, each in the low half of a word.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    fn rounded(values: __m512) -> __m512i {
+        // SAFETY: both are 256 bits without invalid values.
+        let rounded = unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) };
+        _mm512_cvtepu16_epi32(rounded)
     }
 
     #[inline]
