@@ -45,7 +45,8 @@ check_kernels() {
     # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
     ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target rank_reduce:: \
         strided_copy:: --skip fused --skip on_the_fake_driver "${not_here[@]}"
-    tests 1 late test_ulysses on_a_gpu
+    # The host's build has the feature parquet.
+    tests 1 late test_ulysses on_a_gpu without_the_feature_parquet
 }
 
 check_threads() {

@@ -3,12 +3,13 @@
 //! A synopsis (`DIR`, `[--json]`), and a command that is listed here with a reason, is only parsed, by
 //! `cli/src/documented.rs`. Commands that need MPI run in builds with MPI.
 
-use crate::documented::{Documented, all_blocks, documents};
-use crate::{book, root};
+use crate::documented::{self, Documented, all_blocks, documents};
+use crate::{book, quoted, root};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 /// Prefixes of the commands that are not run, with reasons.
 const NOT_RUN: [(&str, &str); 20] = [
@@ -43,10 +44,10 @@ const NOT_RUN: [(&str, &str); 20] = [
     ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
 ];
 
-/// The document of the commands that need a build with MPI, tested by itself so that such a build need not run the others.
+/// The document of the commands that need a build with MPI.
 const CLUSTERS: &str = "docs/clusters.md";
 
-/// Prefixes of those commands: `cargo test --features mpi --test docs clusters` runs them.
+/// Prefixes of those commands.
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
     "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
@@ -74,13 +75,13 @@ fn is_under_mpi(documented: &Documented) -> bool {
     UNDER_MPI.iter().any(|start| documented.command.starts_with(start))
 }
 
-pub(super) fn is_run(documented: &Documented) -> bool {
+fn is_run(documented: &Documented) -> bool {
     let is_listed = NOT_RUN.iter().any(|(start, _)| documented.command.starts_with(start));
     !is_listed && !is_synopsis(documented) && (!is_under_mpi(documented) || cfg!(feature = "mpi"))
 }
 
 /// Creates a directory with the files of a clone that commands name, and with a user's files.
-pub(super) fn workplace() -> tempfile::TempDir {
+fn workplace() -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
     fs::create_dir_all(at("configs")).unwrap();
@@ -119,7 +120,7 @@ pub(super) fn workplace() -> tempfile::TempDir {
 }
 
 /// Runs the commands of a block in a shell that stops at the first failure, and returns their output.
-pub(super) fn run(block: &[&Documented], place: &Path) -> String {
+fn run(block: &[&Documented], place: &Path) -> String {
     let script: Vec<&str> = block.iter().map(|documented| documented.command.as_str()).collect();
     let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
     let path = std::env::join_paths(
@@ -139,31 +140,49 @@ pub(super) fn run(block: &[&Documented], place: &Path) -> String {
     String::from_utf8(outcome.stdout).unwrap()
 }
 
-/// Runs the commands of the documents that `is_tested` accepts, and returns their number.
-fn run_documents(is_tested: impl Fn(&str) -> bool) -> usize {
-    let mut places: Vec<(String, tempfile::TempDir)> = Vec::new();
-    let mut num_run = 0;
-    for block in all_blocks(root()) {
-        let block: Vec<&Documented> = block.iter().filter(|documented| is_run(documented)).collect();
-        let Some(first) = block.first().filter(|first| is_tested(&first.file)) else { continue };
-        if places.last().is_none_or(|(file, _)| *file != first.file) {
-            places.push((first.file.clone(), workplace()));
-        }
-        run(&block, places.last().unwrap().1.path());
-        num_run += block.len();
-    }
-    num_run
+/// What was done.
+#[derive(Default)]
+struct Done {
+    commands: usize,
+    quoted_lines: usize,
 }
 
+/// Runs the commands of a document, and compares the plans that it quotes.
+fn run_document(file: &str) -> Done {
+    let text = fs::read_to_string(root().join(file)).unwrap();
+    let place = workplace();
+    let mut done = Done::default();
+    for block in documented::blocks(file, &text) {
+        let block: Vec<&Documented> = block.iter().filter(|documented| is_run(documented)).collect();
+        let Some(last) = block.last() else { continue };
+        let printed = run(&block, place.path());
+        done.commands += block.len();
+        if last.command.starts_with("ulysses plan ") {
+            done.quoted_lines += quoted::compare(&text, last, &printed);
+        }
+    }
+    done
+}
+
+/// Commands that wait for others leave a core to another document.
 #[test]
-fn the_commands_of_readme_and_book_run_as_they_are_written() {
-    let num_run = run_documents(|file| file != CLUSTERS);
+fn the_commands_of_readme_and_book_run_as_they_are_written_and_print_what_is_quoted() {
+    let left = Mutex::new(documents(root()).into_iter().filter(|file| file != CLUSTERS));
+    let next = || left.lock().unwrap().next();
+    let worker = || std::iter::from_fn(next).map(|file| run_document(&file)).collect::<Vec<Done>>();
+    let done: Vec<Done> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..3).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+    });
+    let num_run: usize = done.iter().map(|done| done.commands).sum();
     assert!(num_run >= 20, "{num_run} commands were run");
+    let compared: usize = done.iter().map(|done| done.quoted_lines).sum();
+    assert!(compared >= 10, "{compared} lines were compared");
 }
 
 #[test]
 fn the_commands_for_clusters_run_as_they_are_written() {
-    let num_run = run_documents(|file| file == CLUSTERS);
+    let num_run = run_document(CLUSTERS).commands;
     let num_under_mpi = if cfg!(feature = "mpi") { UNDER_MPI.len() } else { 0 };
     assert!(num_run > num_under_mpi, "{num_run} commands were run");
 }
