@@ -14,6 +14,16 @@ static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--examples", "--target-dir"]).arg(profile.parent().unwrap());
     cargo.args((profile.file_name().unwrap() == "release").then_some("--release"));
+    // With other features, cargo would build everything again.
+    let features = [
+        ("mpi", cfg!(feature = "mpi")),
+        ("parquet", cfg!(feature = "parquet")),
+        ("cuda", cfg!(feature = "cuda")),
+        ("nccl", cfg!(feature = "nccl")),
+    ];
+    for (feature, _) in features.into_iter().filter(|(_, is_on)| *is_on) {
+        cargo.args(["--features", feature]);
+    }
     assert!(cargo.current_dir(root()).status().unwrap().success(), "the examples build");
     profile.join("examples")
 });
