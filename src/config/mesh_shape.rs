@@ -101,8 +101,8 @@ pub enum MeshShapeError {
     },
     /// Flexible sequence parallelism on a ring.
     #[error(
-        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: use `ulysses.ring_size` 1, or \
-         `ulysses.flexible_sp` false"
+        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: set `ulysses.flexible_sp` to \
+         false, or use no ring and at most as many sp ranks as the model has query heads"
     )]
     FlexibleRing {
         /// Ranks of a ring.
