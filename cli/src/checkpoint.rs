@@ -8,8 +8,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
-    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST, Manifest,
-    diff, export, read_pointer, step_directories,
+    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST,
+    Manifest, diff, export, read_pointer, step_directories,
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};

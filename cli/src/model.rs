@@ -241,10 +241,13 @@ mod tests {
     #[test]
     fn a_sequence_too_short_for_a_ring_is_refused_with_its_own_length() {
         let text = r#"{"train_batch_size": 1, "mesh_param": [1, 8], "ulysses": {"ring_size": 4}}"#;
-        let config = RawConfig::from_json_str(text, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
+        let config =
+            RawConfig::from_json_str(text, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
         let model = preset("nano").unwrap();
         assert!(check_exchange(&model, 1, 8, &config).is_ok());
-        let Err(Failure::Usage(refusal)) = check_exchange(&model, 1, 7, &config) else { panic!("7 tokens on 8 ranks") };
+        let Err(Failure::Usage(refusal)) = check_exchange(&model, 1, 7, &config) else {
+            panic!("7 tokens on 8 ranks")
+        };
         assert!(refusal.to_string().contains("seq_len = 7 cannot be split over sp = 8 ranks"), "{refusal}");
     }
 }

@@ -71,10 +71,16 @@ impl ErrorRule<'_> {
             .iter()
             .map(|(name, gradient)| Ok((name.as_str(), elements(gradient)?)))
             .collect::<anyhow::Result<_>>()?;
-        let least = Self::SMALLEST_SCALE * gradients.values().map(|of_one| largest(of_one)).fold(0.0, f64::max);
+        let least =
+            Self::SMALLEST_SCALE * gradients.values().map(|of_one| largest(of_one)).fold(0.0, f64::max);
         let learning_rates: f64 = outcome.reports.iter().map(|report| report.lr).sum();
         let (outcome, expected) = (named(outcome, batch_size)?, named(expected, batch_size)?);
-        ensure!(outcome.len() == expected.len(), "{} results compared with {}", outcome.len(), expected.len());
+        ensure!(
+            outcome.len() == expected.len(),
+            "{} results compared with {}",
+            outcome.len(),
+            expected.len()
+        );
         let mut errors = Vec::with_capacity(expected.len());
         for ((name, actual), (expected_name, expected)) in outcome.into_iter().zip(expected) {
             let shapes = (actual.dims().to_vec(), expected.dims().to_vec());
@@ -161,7 +167,9 @@ mod tests {
     #[test]
     fn a_value_that_is_not_finite_is_an_infinite_error_even_if_both_sides_have_it() {
         for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            for (actual, expected) in [([wrong, 1.0], [0.0, 1.0]), ([0.0, 1.0], [wrong, 1.0]), ([wrong; 2], [wrong; 2])] {
+            for (actual, expected) in
+                [([wrong, 1.0], [0.0, 1.0]), ([0.0, 1.0], [wrong, 1.0]), ([wrong; 2], [wrong; 2])]
+            {
                 assert_eq!(relative_error(&actual, &expected, 1.0), f64::INFINITY, "{actual:?} {expected:?}");
             }
         }
@@ -170,7 +178,8 @@ mod tests {
     #[test]
     fn only_entries_whose_gradient_is_rounding_may_move_by_the_learning_rate() {
         let config = r#"{"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}"#;
-        let config = RawConfig::from_json_str(config, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
+        let config =
+            RawConfig::from_json_str(config, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
         let rule = ErrorRule { tolerance: 2e-5, config: &config };
         let (expected, mut actual) = ([1.0; 4], [1.0 + 2e-3, 1.0 - 2e-3, 1.0 + 1e-3, f32::NAN]);
         rule.remove_noise(&mut actual, &expected, &[1e-9, 0.0, 0.5, 0.0], 1.0, 1e-3);
