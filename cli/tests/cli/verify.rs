@@ -91,7 +91,7 @@ fn the_default_tolerance_suits_steps_and_dtypes() {
     let place = Workplace::new();
     let bf16 = r#"bf16={"enabled": true}"#;
     let sent = r#"seq_parallel_communication_data_type="bf16""#;
-    let lion = r#"optimizer={"type": "Lion", "params": {"lr": 0.01}}"#;
+    let lion = r#"optimizer={"type": "Lion", "params": {"lr": 0.001}}"#;
     for (settings, steps) in [(&[bf16][..], "3"), (&[sent], "0"), (&[lion], "4"), (&[lion, bf16], "2")] {
         let settings = settings.iter().flat_map(|setting| ["--set", *setting]);
         let flags: Vec<&str> = ["--mesh", "1x3", "--steps", steps].into_iter().chain(settings).collect();

@@ -25,6 +25,34 @@ fn threads_that_cannot_start_are_named() {
     assert!(!place.path("t.tok").exists());
 }
 
+/// The binary alone takes tens of MiB of address space.
+#[test]
+fn little_address_space_is_an_error() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "model": "nano" } }));
+    let mut outcomes = (36_000..70_000).step_by(2000).map(|kib| {
+        let outcome = run_within(&place, &format!("-v {kib}"), &["plan", "c.json"]);
+        let is_sentence = outcome.code == Some(1) && outcome.stderr.contains("error: ");
+        assert!(outcome.code == Some(0) || is_sentence, "{kib} KiB: {outcome:?}");
+        assert!(!outcome.stderr.contains("panicked"), "{kib} KiB: {outcome:?}");
+        outcome.code
+    });
+    assert!(outcomes.any(|code| code == Some(1)));
+}
+
+#[test]
+fn large_numbers_are_refused_or_planned() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "model": "nano" } }));
+    for key in ["ulysses.head_chunks", "ulysses.threads_per_rank", "sequence_parallel_size"] {
+        for number in [1_u64 << 31, 1 << 63, u64::MAX] {
+            let set = format!("{key}={number}");
+            place.run(&["plan", "c.json", "--set", &set]).assert_refused(2, &[&number.to_string()]);
+        }
+    }
+    place.run(&["plan", "c.json", "--mesh", "131073x1"]).assert_refused(2, &["at most 131072 ranks"]);
+}
+
 #[test]
 fn exhausted_memory_is_an_error() {
     let place = Workplace::new();
