@@ -180,14 +180,14 @@ fn check_opened_files(sources: &[Source]) -> Vec<Violation> {
     for source in sources.iter().filter(is_checked) {
         let program = source.text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
         for (line, text) in program.lines().enumerate().filter(|(_, text)| !text.contains("\"/proc/")) {
-            let calls =
+            let mut calls =
                 CALLS.iter().flat_map(|(of, names)| names.iter().map(move |name| format!("{of}::{name}(")));
             let is_call = |call: &String| {
                 let before = text.find(call.as_str()).map(|at| text[..at].chars().next_back());
                 before.is_some_and(|char| char.is_none_or(|char| !char.is_alphanumeric()))
             };
             let rule = |call| format!("{call}…) opens pipes, devices and links: use `regular_file`");
-            let found = calls.filter(is_call).next();
+            let found = calls.find(is_call);
             violations.extend(found.map(|call| Violation::new(source, line + 1, rule(call))));
         }
     }
