@@ -133,6 +133,9 @@ fn a_rank_that_ignores_a_peers_failure_does_not_hide_it() {
         panic!("gone")
     });
     assert!(matches!(launched.unwrap_err(), LaunchError::Panicked { rank: 1, .. }));
+    let cause = std::io::Error::other("the disk is full");
+    let failed = LaunchError::Failed { rank: 2, source: cause.into() };
+    assert_eq!(failed.to_string(), "rank 2 failed: the disk is full");
 }
 
 #[test]
