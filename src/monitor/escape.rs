@@ -46,7 +46,8 @@ pub fn brief(message: &str) -> Cow<'_, str> {
         return Cow::Borrowed(message);
     }
     let (head, tail) = (MAX_MESSAGE_BYTES * 3 / 4, message.len() - MAX_MESSAGE_BYTES / 8);
-    let (head, tail) = (message.floor_char_boundary(head), message.floor_char_boundary(tail));
+    let boundary = |at: usize| (0..=at).rev().find(|at| message.is_char_boundary(*at)).unwrap_or_default();
+    let (head, tail) = (boundary(head), boundary(tail));
     let omitted = tail - head;
     Cow::Owned(format!("{} … ({omitted} bytes omitted) … {}", &message[..head], &message[tail..]))
 }
