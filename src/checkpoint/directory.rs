@@ -286,7 +286,7 @@ mod tests {
         steps.begin(9).unwrap();
         steps.publish(9, "{}").unwrap();
         steps.write_pointer(LATEST, 9).unwrap();
-        assert_eq!(read_pointer(dir.path()), Some(steps.of(9)));
+        assert_eq!(read_pointer(&path(LATEST)), Some(steps.of(9)));
         assert!(path("moved_latest").is_dir() && steps.of(9).is_dir());
         for (name, content) in [
             ("moved_step_00000009", "moved_step_00000009"),
