@@ -7,7 +7,8 @@ mod file_graph;
 #[path = "support/source_tree.rs"]
 mod source_tree;
 
-use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens};
+use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens, without_test_code};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// Allowed imports of each module of `src/`, besides itself and the leaves. `kernels` is the crate `ulysses-kernels`.
@@ -64,6 +65,21 @@ const MAY_BE_UNSAFE: [&str; 6] = [
     "src/comm/mpi/",
     "cli/src/allocator.rs",
     "cli/src/settings.rs",
+];
+
+/// The places besides `src/regular_file.rs` that open a file by its path, and why that is no path of the user's. What is in
+/// `/proc` may be opened anywhere.
+const MAY_OPEN_FILES: [(&str, &str); 10] = [
+    ("cli/src/bench/", "files that the benchmark has made, in a directory that it has made"),
+    ("cli/src/documented.rs", "the documents, in tests"),
+    ("cli/src/launch/processes.rs", "/proc"),
+    ("cli/src/settings.rs", "/proc"),
+    ("cli/src/train/available.rs", "/proc and /sys/fs/cgroup"),
+    ("cli/src/train/record.rs", "/proc and /etc/os-release"),
+    ("src/checkpoint/", "files that are new by `create_new`; copies of regular files into a new directory"),
+    ("src/config/reader/document.rs", "/dev/stdin, with a limit"),
+    ("src/data/prepare/unfinished.rs", "files in its own directory, which it has opened before"),
+    ("src/monitor/event_files.rs", "files that are new by `create_new`"),
 ];
 
 /// Allowed dependency cycles between files, and their reasons.
@@ -145,6 +161,39 @@ fn check_unsafe(sources: &[Source]) -> Vec<Violation> {
         let found = tokens(source).into_iter().filter(|token| token.text == "unsafe");
         let rule = format!("`unsafe` is allowed only in {}", MAY_BE_UNSAFE.join(", "));
         violations.extend(found.map(|token| Violation::new(source, token.line, rule.clone())));
+    }
+    violations
+}
+
+fn check_opened_files(sources: &[Source]) -> Vec<Violation> {
+    const CALLS: [(&str, &[&str]); 3] = [
+        ("File", &["open", "create", "create_new", "options"]),
+        ("fs", &["read", "read_to_string", "write", "copy"]),
+        ("OpenOptions", &["new"]),
+    ];
+    let is_checked = |source: &&Source| {
+        let is_program = source.path.starts_with("src/") || source.path.starts_with("cli/src/");
+        let is_test = source.path.contains("/tests/") || source.path.ends_with("tests.rs");
+        let may = |(place, _): &(&str, &str)| source.path.starts_with(place);
+        is_program && !is_test && source.path != "src/regular_file.rs" && !MAY_OPEN_FILES.iter().any(may)
+    };
+    let mut violations = Vec::new();
+    for source in sources.iter().filter(is_checked) {
+        let program: HashSet<usize> =
+            without_test_code(tokens(source)).0.iter().map(|token| token.line).collect();
+        let is_program =
+            |(line, text): &(usize, &str)| program.contains(&(line + 1)) && !text.contains("\"/proc/");
+        for (line, text) in source.text.lines().enumerate().filter(is_program) {
+            let mut calls =
+                CALLS.iter().flat_map(|(of, names)| names.iter().map(move |name| format!("{of}::{name}(")));
+            let is_call = |call: &String| {
+                let before = text.find(call.as_str()).map(|at| text[..at].chars().next_back());
+                before.is_some_and(|char| char.is_none_or(|char| !char.is_alphanumeric()))
+            };
+            let rule = |call| format!("{call}…) opens pipes, devices and links: use `regular_file`");
+            let found = calls.find(is_call);
+            violations.extend(found.map(|call| Violation::new(source, line + 1, rule(call))));
+        }
     }
     violations
 }
@@ -249,6 +298,15 @@ fn unsafe_code_stays_in_kernels_and_backends() {
     assert_none(&check_unsafe(&sources));
     let kernel = sources.iter().find(|source| source.path == "kernels/src/gemm/mod.rs").unwrap();
     assert!(tokens(kernel).iter().any(|token| token.text == "unsafe"), "the scanner must find it");
+}
+
+#[test]
+fn files_are_opened_by_one_module() {
+    let sources = read_rust_files(root(), &RUST_FOLDERS);
+    assert_none(&check_opened_files(&sources));
+    for (place, _) in MAY_OPEN_FILES {
+        assert!(sources.iter().any(|source| source.path.starts_with(place)), "{place}: outdated");
+    }
 }
 
 #[test]
@@ -377,6 +435,22 @@ fn cycles_are_found_through_imports_paths_and_reexports() {
     assert_eq!(file_graph::circles(&graph.arrows()), [["src/a/inner.rs", "src/b.rs", "src/c.rs"]]);
     let without = sources(&[("src/a.rs", "use crate::b::B;"), ("src/b.rs", "pub struct B;")]);
     assert!(file_graph::circles(&file_graph::Crate::read("src/", &without).arrows()).is_empty());
+}
+
+#[test]
+fn an_opened_file_is_reported() {
+    let fake = sources(&[
+        (
+            "src/data/x.rs",
+            "fn f() {\n    std::fs::read(path)?;\n    DataFile::open(path)?;\n}\n#[cfg(test)]\nmod tests {\n File::open(p) }",
+        ),
+        (
+            "cli/src/x.rs",
+            "let text = fs::read_to_string(\"/proc/self/status\");\nlet file = File::create(path);",
+        ),
+        ("src/regular_file.rs", "OpenOptions::new()"),
+    ]);
+    assert_eq!(lines(&check_opened_files(&fake)), [("src/data/x.rs", 2), ("cli/src/x.rs", 2)]);
 }
 
 #[test]

@@ -8,8 +8,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
-    Checkpoint, Comparison, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST, Manifest,
-    diff, export, read_pointer, step_directories,
+    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST,
+    Manifest, diff, export, read_pointer, step_directories,
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};
@@ -184,17 +184,16 @@ fn compare(first: &Checkpoint, second: &Checkpoint, tolerance: Option<f64>) -> R
     for ((kind, parameter), comparison) in &comparisons {
         let what = match comparison {
             Comparison::Equal => continue,
-            Comparison::Differs { elements, largest } => {
+            Comparison::Differs(Difference { elements, largest, .. }) => {
                 is_equal &= tolerance.is_some_and(|tolerance| *largest <= tolerance);
-                // `f64::max` would ignore NaN.
-                maximum = if maximum.is_nan() || *largest <= maximum { maximum } else { *largest };
+                maximum = maximum.max(*largest);
                 format!("{elements} elements differ, by at most {largest:.3e} (absolute)")
             }
             Comparison::Shapes(first, second) => format!("shapes {first:?} and {second:?}"),
             Comparison::OnlyFirst => "only in the first".to_owned(),
             Comparison::OnlySecond => "only in the second".to_owned(),
         };
-        is_equal &= matches!(comparison, Comparison::Differs { .. });
+        is_equal &= matches!(comparison, Comparison::Differs(_));
         differing += 1;
         let _ = writeln!(text, "{kind:<12} {parameter}: {what}");
     }

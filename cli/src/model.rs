@@ -8,6 +8,7 @@ use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::estimate::ulysses_limits;
 use ulysses::kernels::attention::grouped_heads;
+use ulysses::kernels::rope::Scaling;
 use ulysses::model::{
     HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
     WeightSource, max_positions, preset, shape,
@@ -131,12 +132,23 @@ impl ModelSource {
 
     /// Warns of sequences of `seq_len` tokens if the model was made for shorter ones.
     pub(super) fn warn_of_length(&self, seq_len: usize) {
-        if let Some(max_positions) = self.max_positions.filter(|max_positions| seq_len > *max_positions) {
-            log_line(format_args!(
-                "warning: sequences of {seq_len} tokens exceed the model's `max_position_embeddings`, {max_positions}: set \
-                 `rope_scaling` in its config.json, or it must learn the positions beyond"
-            ));
+        if let Some(warning) = self.length_warning(seq_len) {
+            log_line(format_args!("warning: {warning}"));
         }
+    }
+
+    fn length_warning(&self, seq_len: usize) -> Option<String> {
+        let max_positions = self.max_positions.filter(|max_positions| seq_len > *max_positions)?;
+        let remedy = match self.config.rope_scaling {
+            // Scales whatever is longer.
+            Scaling::Dynamic { .. } => return None,
+            Scaling::None => "set `rope_scaling` in its config.json",
+            _ => "its `rope_scaling` is for that length: raise the factor in its config.json",
+        };
+        Some(format!(
+            "sequences of {seq_len} tokens exceed the model's `max_position_embeddings`, {max_positions}: {remedy}, or it must \
+             learn the positions beyond"
+        ))
     }
 
     /// As [`check_config`].
@@ -182,8 +194,6 @@ pub(super) fn check_exchange(
 ) -> Result<(), Failure> {
     let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
     let sharding = config.seq_sharding();
-    // Of the ring rank with the fewest tokens.
-    let seq_len = seq_len / sharding.ring_size;
     let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(
@@ -193,10 +203,12 @@ pub(super) fn check_exchange(
     }
     for chunk in model.head_chunks(chunks) {
         let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+        // Of the ring rank with the fewest tokens.
+        let of_ring_rank = seq_len / sharding.ring_size;
+        let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
         let plan =
             ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
-                .map_err(|error| error.within(sharding));
+                .map_err(|error| error.within(sharding, seq_len));
         let with_chunks = || format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks})");
         if chunks > 1 {
             plan.with_context(with_chunks).or_usage()?
@@ -205,4 +217,37 @@ pub(super) fn check_exchange(
         };
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ulysses::config::{Overrides, RawConfig};
+
+    #[test]
+    fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
+        let config = preset("nano").unwrap();
+        let with = |rope_scaling| {
+            let config = LlamaConfig { rope_scaling, ..config.clone() };
+            ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
+        };
+        let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));
+        assert_eq!((plain.length_warning(64), scaled.length_warning(64)), (None, None));
+        assert_eq!(with(Scaling::Dynamic { factor: 2.0, original_len: 64 }).length_warning(65), None);
+        assert!(plain.length_warning(65).unwrap().contains("64: set `rope_scaling`"));
+        assert!(scaled.length_warning(65).unwrap().contains("raise the factor"));
+    }
+
+    #[test]
+    fn a_sequence_too_short_for_a_ring_is_refused_with_its_own_length() {
+        let text = r#"{"train_batch_size": 1, "mesh_param": [1, 8], "ulysses": {"ring_size": 4}}"#;
+        let config =
+            RawConfig::from_json_str(text, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
+        let model = preset("nano").unwrap();
+        assert!(check_exchange(&model, 1, 8, &config).is_ok());
+        let Err(Failure::Usage(refusal)) = check_exchange(&model, 1, 7, &config) else {
+            panic!("7 tokens on 8 ranks")
+        };
+        assert!(refusal.to_string().contains("seq_len = 7 cannot be split over sp = 8 ranks"), "{refusal}");
+    }
 }

@@ -89,7 +89,16 @@ pub(super) struct Joined<'a> {
 impl BackendArgs {
     /// Joins the other processes, if ranks are processes.
     pub(super) fn join<'a>(&self, process: &'a mut Option<Process>) -> Result<Joined<'a>, Failure> {
-        let by_flag = self.backend.map(Backend::from);
+        self.join_with(None, process)
+    }
+
+    /// As [`join`](Self::join), with the backend of a config file, which the flag replaces.
+    pub(super) fn join_with<'a>(
+        &self,
+        of_file: Option<Backend>,
+        process: &'a mut Option<Process>,
+    ) -> Result<Joined<'a>, Failure> {
+        let by_flag = self.backend.map(Backend::from).or(of_file);
         if by_flag == Some(Backend::Thread) {
             // Variables that contradict each other do not matter to threads.
             if let Ok(info) = process::discover(ProcessArgs::default()) {

@@ -20,7 +20,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::Tracer;
+use ulysses::monitor::{Tracer, brief};
 
 /// Maximum number of threads of all ranks. More is a typing error that would block the machine for minutes.
 const MAX_THREADS: usize = 4096;
@@ -108,7 +108,11 @@ struct LogLine;
 
 impl Write for LogLine {
     fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
-        above_progress(|| std::io::stderr().write(line))
+        let text = String::from_utf8_lossy(line);
+        let text = brief(&text);
+        let end = if text.ends_with('\n') { "" } else { "\n" };
+        above_progress(|| std::io::stderr().write_all(format!("{text}{end}").as_bytes()))?;
+        Ok(line.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

@@ -10,18 +10,42 @@ pub enum Comparison {
     /// All elements are bit-equal.
     Equal,
     /// Some elements differ.
-    Differs {
-        /// Number of differing elements.
-        elements: usize,
-        /// Largest absolute difference; NaN if either side has NaN.
-        largest: f64,
-    },
+    Differs(Difference),
     /// The shapes differ: shape in the first checkpoint, shape in the second.
     Shapes(Vec<usize>, Vec<usize>),
     /// Only the first checkpoint has it.
     OnlyFirst,
     /// Only the second checkpoint has it.
     OnlySecond,
+}
+
+/// How far two tensors of one shape are apart.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Difference {
+    /// Number of elements whose bits differ.
+    pub elements: usize,
+    /// Largest absolute difference; infinite if one of two elements that differ is not finite.
+    pub largest: f64,
+    /// Number of elements that are not finite in one of the tensors, or in both.
+    pub non_finite: usize,
+}
+
+impl Difference {
+    /// Compares two tensors of one shape.
+    pub fn between(first: &[f32], second: &[f32]) -> Self {
+        let mut all = Self { elements: 0, largest: 0.0, non_finite: 0 };
+        for (a, b) in first.iter().zip(second) {
+            let is_finite = a.is_finite() && b.is_finite();
+            all.non_finite += usize::from(!is_finite);
+            if a.to_bits() != b.to_bits() {
+                let distance = (f64::from(*a) - f64::from(*b)).abs();
+                all.elements += 1;
+                // `f64::max` would ignore NaN.
+                all.largest = all.largest.max(if is_finite { distance } else { f64::INFINITY });
+            }
+        }
+        all
+    }
 }
 
 /// Comparisons by (kind, parameter name), for everything in either checkpoint.
@@ -77,15 +101,10 @@ fn shape(checkpoint: &Checkpoint, ((unit, _), parameter): TensorIndex) -> &[usiz
 }
 
 fn compare(first: &[f32], second: &[f32]) -> Comparison {
-    let differing = || first.iter().zip(second).filter(|(a, b)| a.to_bits() != b.to_bits());
-    let elements = differing().count();
-    if elements == 0 {
-        return Comparison::Equal;
+    match Difference::between(first, second) {
+        Difference { elements: 0, .. } => Comparison::Equal,
+        difference => Comparison::Differs(difference),
     }
-    let distances = differing().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
-    // `f64::max` would ignore NaN.
-    let maximum = |a: f64, b: f64| if a.is_nan() || b <= a { a } else { b };
-    Comparison::Differs { elements, largest: distances.fold(0.0, maximum) }
 }
 
 #[cfg(test)]
@@ -93,13 +112,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_difference_is_nan_if_any_difference_is() {
-        let Comparison::Differs { elements, largest } = compare(&[0.0, f32::NAN, 3.0], &[1.0, 2.0, 5.0])
-        else {
-            panic!("the elements differ");
-        };
-        assert!(elements == 3 && largest.is_nan(), "{largest}");
-        let expected = Comparison::Differs { elements: 2, largest: 2.0 };
+    fn a_value_that_is_not_finite_differs_infinitely_from_any_other() {
+        for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for (first, second) in [(wrong, 2.0), (2.0, wrong), (wrong, -wrong)] {
+                let difference = Difference::between(&[0.0, first, 3.0], &[1.0, second, 5.0]);
+                let expected = Difference { elements: 3, largest: f64::INFINITY, non_finite: 1 };
+                assert_eq!(difference, expected, "{first} and {second}");
+            }
+            let difference = Difference::between(&[wrong, 1.0], &[wrong, 1.0]);
+            assert_eq!(difference, Difference { elements: 0, largest: 0.0, non_finite: 1 });
+        }
+        let expected = Comparison::Differs(Difference { elements: 2, largest: 2.0, non_finite: 0 });
         assert_eq!(compare(&[0.0, 4.0, 3.0], &[1.0, 4.0, 5.0]), expected);
+        assert_eq!(compare(&[f32::NAN], &[f32::NAN]), Comparison::Equal);
     }
 }

@@ -151,6 +151,9 @@ impl StepDirectories {
         {
             self.rename(&to, &self.unused_path(&format!("moved_{}", step_name(other.progress.step))))?;
         }
+        if to.symlink_metadata().is_ok_and(|metadata| !metadata.is_dir()) {
+            self.move_aside(&to)?;
+        }
         // An existing checkpoint of this step did not verify; otherwise the run would have resumed from it.
         let replaced = self.hidden(step, "replaced");
         if to.symlink_metadata().is_ok() {
@@ -175,7 +178,11 @@ impl StepDirectories {
     pub(super) fn write_pointer(&self, name: &str, step: u64) -> Result<(), CheckpointError> {
         let unpublished = self.path.join(format!(".{name}.saving"));
         self.write_file(&unpublished, &format!("{}\n", step_name(step)))?;
-        self.rename(&unpublished, &self.path.join(name))?;
+        let pointer = self.path.join(name);
+        if pointer.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
+            self.move_aside(&pointer)?;
+        }
+        self.rename(&unpublished, &pointer)?;
         self.sync(&self.path)
     }
 
@@ -240,10 +247,53 @@ impl StepDirectories {
         self.storage.sync_dir(path).map_err(CheckpointError::io("fsync", path))
     }
 
+    /// Renames what is not ours and in the way: `moved_NAME`.
+    fn move_aside(&self, path: &Path) -> Result<(), CheckpointError> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let moved = self.unused_path(&format!("moved_{}", name.trim_start_matches('.')));
+        tracing::warn!("{} is in the way of a checkpoint: renamed to {}", path.display(), moved.display());
+        self.rename(path, &moved)
+    }
+
     fn remove_if_there(&self, path: &Path) -> Result<(), CheckpointError> {
+        if path.symlink_metadata().is_ok_and(|metadata| !metadata.is_dir()) {
+            return self.move_aside(path);
+        }
         match self.storage.remove_dir_all(path) {
             Err(error) if error.kind() == NotFound => Ok(()),
             removed => removed.map_err(CheckpointError::io("remove", path)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::LocalStorage;
+
+    #[test]
+    fn what_is_in_the_way_of_a_checkpoint_is_moved_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let steps =
+            StepDirectories { path: dir.path().to_owned(), storage: std::sync::Arc::new(LocalStorage) };
+        for name in
+            [".step_00000009.saving", ".step_00000009.replaced", "step_00000009", "moved_step_00000009"]
+        {
+            std::fs::write(path(name), name).unwrap();
+        }
+        std::fs::create_dir(path(LATEST)).unwrap();
+        steps.begin(9).unwrap();
+        steps.publish(9, "{}").unwrap();
+        steps.write_pointer(LATEST, 9).unwrap();
+        assert_eq!(read_pointer(&path(LATEST)), Some(steps.of(9)));
+        assert!(path("moved_latest").is_dir() && steps.of(9).is_dir());
+        for (name, content) in [
+            ("moved_step_00000009", "moved_step_00000009"),
+            ("moved_step_00000009.1", "step_00000009"),
+            ("moved_step_00000009.saving", ".step_00000009.saving"),
+        ] {
+            assert_eq!(std::fs::read_to_string(path(name)).unwrap(), content);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::CheckpointError;
 use crate::regular_file;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
@@ -29,15 +29,7 @@ impl OutputLock {
     pub fn acquire(directory: &Path, holder: &str) -> Result<Self, CheckpointError> {
         let path = directory.join(LOCK);
         let io = |operation| CheckpointError::io(operation, &path);
-        // The target of a symbolic link must not be truncated, and a pipe cannot be locked.
-        if let Ok(metadata) = path.symlink_metadata() {
-            regular_file::check(&metadata).map_err(io("open"))?;
-        }
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
-        let mut file = options.open(&path).map_err(io("open"))?;
+        let mut file = regular_file::open_to_write(&path).map_err(io("open"))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::Error(error)) => return Err(io("lock")(error)),

@@ -26,7 +26,7 @@ mod save;
 mod state_file;
 mod storage;
 
-pub use diff::{Comparison, Comparisons, diff};
+pub use diff::{Comparison, Comparisons, Difference, diff};
 pub use directory::{BEST, LATEST, StepDirectory, read_pointer, saved_steps, step_directories, step_name};
 pub use error::CheckpointError;
 pub use evaluations::{EvaluationResult, EvaluationSummary};

@@ -72,7 +72,7 @@ pub enum LaunchError {
         threads_per_rank: usize,
     },
     /// The operating system could not start a thread.
-    #[error("cannot start the thread of rank {rank}")]
+    #[error("cannot start the thread of rank {rank}: {source}")]
     Spawn {
         /// The rank.
         rank: usize,
@@ -80,7 +80,7 @@ pub enum LaunchError {
         source: std::io::Error,
     },
     /// The rank's rayon pool could not be created.
-    #[error("cannot start the rayon pool of rank {rank}")]
+    #[error("cannot start the rayon pool of rank {rank}: {source}")]
     ThreadPool {
         /// The rank.
         rank: usize,
@@ -88,7 +88,7 @@ pub enum LaunchError {
         source: rayon::ThreadPoolBuildError,
     },
     /// A rank returned an error.
-    #[error("rank {rank} failed")]
+    #[error("rank {rank} failed: {}", with_causes(&**source))]
     Failed {
         /// The rank.
         rank: usize,

@@ -3,6 +3,9 @@
 use super::reader::Position;
 use std::fmt;
 
+/// The most ranks of a mesh. A plan of more would take hours.
+const MAX_RANKS: usize = 1 << 17;
+
 /// The sizes of the two mesh axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeshShape {
@@ -101,15 +104,15 @@ pub enum MeshShapeError {
     },
     /// Flexible sequence parallelism on a ring.
     #[error(
-        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: use `ulysses.ring_size` 1, or \
-         `ulysses.flexible_sp` false"
+        "`ulysses.flexible_sp` does not support rings, but `ulysses.ring_size` is {ring_size}: set `ulysses.flexible_sp` to \
+         false, or use no ring and at most as many sp ranks as the model has query heads"
     )]
     FlexibleRing {
         /// Ranks of a ring.
         ring_size: usize,
     },
-    /// The mesh size overflows.
-    #[error("the mesh of dp {dp} × sp {sp} ranks is too large")]
+    /// More ranks than [`MAX_RANKS`].
+    #[error("the mesh of dp {dp} × sp {sp} ranks is too large: expected at most {MAX_RANKS} ranks")]
     Overflow {
         /// Data-parallel ranks.
         dp: usize,
@@ -135,7 +138,8 @@ impl MeshShape {
             (None, Some(world_size)) if world_size > 0 && world_size.is_multiple_of(sp) => world_size / sp,
             (None, Some(world_size)) => return Err(MeshShapeError::Indivisible { world_size, sp }),
         };
-        let num_ranks = dp.checked_mul(sp).ok_or(MeshShapeError::Overflow { dp, sp })?;
+        let num_ranks = dp.checked_mul(sp).filter(|ranks| *ranks <= MAX_RANKS);
+        let num_ranks = num_ranks.ok_or(MeshShapeError::Overflow { dp, sp })?;
         match world_size {
             Some(world_size) if world_size != num_ranks => {
                 Err(MeshShapeError::NotTheWorld { dp, sp, world_size })

@@ -123,19 +123,28 @@ impl RawConfig {
         Ok(Self { remarks, ..raw })
     }
 
-    /// Returns the config for one batch of `batch_size` sequences on any mesh: the batch and mesh sizes of the file
-    /// are dropped.
+    /// Returns `seed`.
+    pub fn seed(&self) -> u64 {
+        self.config.seed
+    }
+
+    /// Returns `gradient_accumulation_steps`, if the file sets it.
+    pub fn gradient_accumulation_steps(&self) -> Option<usize> {
+        self.gradient_accumulation_steps
+    }
+
+    /// Returns the config for one batch of `batch_size` sequences, in `accumulation` forward passes on any mesh: the batch
+    /// and mesh sizes of the file are dropped.
     #[must_use]
-    pub fn for_batch(self, batch_size: usize) -> Self {
+    pub fn for_batch(self, batch_size: usize, accumulation: usize) -> Self {
         let raw = self.without_mesh();
         Self {
             train_batch_size: Some(batch_size),
             micro_batch_size: None,
-            gradient_accumulation_steps: None,
+            gradient_accumulation_steps: Some(accumulation),
             batch_place: None,
             dp_sizes: Vec::new(),
             sp_sizes: Vec::new(),
-            shard_sizes: Vec::new(),
             ..raw
         }
     }

@@ -54,6 +54,7 @@ impl RawConfig {
         config.gradient_accumulation_steps = batch.accumulation;
         let stated_ring = stated.as_ref().and_then(|stated| stated.shape.ring_size);
         let ring_size = overrides.ring_size.or(stated_ring);
+        config.notes.extend(self.ring_note(ring_size).map(Note::warning));
         config.ulysses.ring_size = ring_size.unwrap_or(config.ulysses.ring_size);
         self.check_ring(mesh.sp, &config.ulysses)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
@@ -165,6 +166,13 @@ impl RawConfig {
             true => return Ok(()),
         };
         Err(ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    /// Returns a note on `ulysses.ring_size`, if the mesh has another ring.
+    fn ring_note(&self, of_mesh: Option<usize>) -> Option<String> {
+        let of_key = self.config.ulysses.ring_size;
+        let ring_size = of_mesh.filter(|ring_size| of_key != 1 && of_key != *ring_size)?;
+        Some(format!("`ulysses.ring_size` {of_key} has no effect: the mesh has a ring of {ring_size}"))
     }
 
     fn stated_shard_size(

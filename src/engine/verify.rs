@@ -13,6 +13,8 @@ pub struct BatchOutcome {
     pub loss: f64,
     /// Gradients of the first step by parameter name, normalized and unclipped.
     pub gradients: Vec<(String, Tensor)>,
+    /// Loss scale of the first step; 1 unless the precision is fp16.
+    pub loss_scale: f64,
     /// Reports of the optimizer steps.
     pub reports: Vec<StepReport>,
     /// Parameters after the last step, by name.
@@ -39,7 +41,7 @@ impl Engine {
         self.accumulate(&micro_batches)?;
         let loss = self.global_loss()?;
         let gradients = self.gather_gradients()?;
-        let mut reports = Vec::new();
+        let (loss_scale, mut reports) = (self.scaler.scale(), Vec::new());
         for step in 0..steps {
             if step > 0 {
                 self.accumulate(&micro_batches)?;
@@ -48,7 +50,7 @@ impl Engine {
         }
         self.zero_grad();
         let parameters = self.gather_parameters()?;
-        Ok(BatchOutcome { logits, loss, gradients, reports, parameters })
+        Ok(BatchOutcome { logits, loss, gradients, loss_scale, reports, parameters })
     }
 
     fn accumulate(&mut self, micro_batches: &[MicroBatch]) -> Result<(), EngineError> {

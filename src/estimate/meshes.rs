@@ -232,7 +232,8 @@ impl Workload {
 
 /// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk.
 pub fn ulysses_limits(model: &LlamaConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
-    let chunks = model.head_chunks(head_chunks);
+    // More are refused elsewhere, with the key.
+    let chunks = model.head_chunks(head_chunks.min(model.num_kv_heads));
     let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
     UlyssesLimits {
         num_heads: fewest(&|chunk| chunk.q.len()),

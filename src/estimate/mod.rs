@@ -190,7 +190,9 @@ impl Workload {
             let (batch, head_dim) = (config.micro_batch_size, model.head_dim);
             let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
             let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
-            Ok(plan.map_err(|error| error.within(config.seq_sharding()))?)
+            Ok(plan.map_err(|error| {
+                error.within(config.seq_sharding(), config.ulysses.seq_len.unwrap_or(tokens))
+            })?)
         };
         model.head_chunks(chunks).into_iter().map(plan).collect()
     }

@@ -62,7 +62,7 @@ impl AppendFile {
     pub(super) fn replacing(path: &Path, lines: impl IntoIterator<Item: Display>) -> io::Result<Self> {
         let mut unfinished = path.as_os_str().to_owned();
         unfinished.push(".part");
-        let mut file = BufWriter::new(File::create(&unfinished)?);
+        let mut file = BufWriter::new(regular_file::create(Path::new(&unfinished))?);
         for line in lines {
             writeln!(file, "{line}")?;
         }

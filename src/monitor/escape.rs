@@ -34,7 +34,22 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
 /// # Errors
 /// Those of `to`.
 pub fn write_line(to: &mut impl Write, line: &str) -> std::io::Result<()> {
-    to.write_all(format!("{}\n", escaped(line)).as_bytes())
+    to.write_all(format!("{}\n", escaped(&brief(line))).as_bytes())
+}
+
+/// The most bytes of a message: what it quotes, such as a file or the error of a chat template, may have any length.
+const MAX_MESSAGE_BYTES: usize = 8 << 10;
+
+/// Returns a message of a few KiB: a longer one without its middle.
+pub fn brief(message: &str) -> Cow<'_, str> {
+    if message.len() <= MAX_MESSAGE_BYTES {
+        return Cow::Borrowed(message);
+    }
+    let (head, tail) = (MAX_MESSAGE_BYTES * 3 / 4, message.len() - MAX_MESSAGE_BYTES / 8);
+    let boundary = |at: usize| (0..=at).rev().find(|at| message.is_char_boundary(*at)).unwrap_or_default();
+    let (head, tail) = (boundary(head), boundary(tail));
+    let omitted = tail - head;
+    Cow::Owned(format!("{} … ({omitted} bytes omitted) … {}", &message[..head], &message[tail..]))
 }
 
 #[cfg(test)]
@@ -65,6 +80,19 @@ mod tests {
     fn control_characters_except_newlines_and_tabs_are_escaped() {
         let text = "a\tb\n\u{1b}]0;title\u{7}\r\u{7f}\u{9b}31m é";
         assert_eq!(escaped(text), "a\tb\n\\u001b]0;title\\u0007\\u000d\\u007f\\u009b31m é");
+    }
+
+    #[test]
+    fn a_long_message_is_shown_without_its_middle() {
+        let short = "a".repeat(MAX_MESSAGE_BYTES);
+        assert_eq!(brief(&short), short);
+        // Characters of several bytes are not cut.
+        for (filler, count) in [("a", 100_000_000), ("é", 5000), ("\u{1b}", 10_000)] {
+            let message = format!("line 3: {filler}{}: expected less", filler.repeat(count));
+            let shown = brief(&message);
+            assert!(shown.len() <= MAX_MESSAGE_BYTES && shown.starts_with("line 3: "), "{}", shown.len());
+            assert!(shown.contains("bytes omitted) … ") && shown.ends_with(": expected less"));
+        }
     }
 
     #[test]

@@ -3,7 +3,6 @@
 use super::append_file::{AppendFile, read_if_there};
 use serde::Serialize;
 use serde_json::Value;
-use std::fs::File;
 use std::path::Path;
 use ulysses_kernels::memory::ByCategory;
 
@@ -177,7 +176,7 @@ impl MetricsWriter {
     /// # Errors
     /// An error of the operating system.
     pub fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self { file: AppendFile::new(File::create(path)?) })
+        Ok(Self { file: AppendFile::new(crate::regular_file::create(path)?) })
     }
 
     /// Resumes a file after `step`: lines of later steps, except restarts, and incomplete lines are dropped. A file that does not exist is

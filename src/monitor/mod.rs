@@ -19,7 +19,7 @@ pub use comms::{
     Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, StragglerStats, Volume, straggler_stats, volumes,
 };
 pub use csv::CsvFiles;
-pub use escape::{escaped, write_line};
+pub use escape::{brief, escaped, write_line};
 pub use event_files::EventFile;
 pub use metrics::{CheckpointSource, EvalMetrics, Metrics, MetricsWriter, RestartMetrics, TimeShares};
 pub use progress::Progress;

@@ -98,7 +98,7 @@ impl UlyssesAttention {
     ) -> Result<Sharding, SequenceParallelError> {
         let (rank, group_size) = (self.group.rank(), self.group.world_size());
         let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank);
-        let plan = plan.map_err(|error| error.within(self.sharding))?;
+        let plan = plan.map_err(|error| error.within(self.sharding, seq_len(layout)))?;
         let tokens = self.sharding.ring_tokens(seq_len(layout), self.ring_rank);
         check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), Member { rank, group_size })?;
         let heads = plan.q_to_kv_local();

@@ -12,7 +12,8 @@ pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
-         so the largest valid sp is {num_heads}; to use more ranks, add a ring: `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
+         so the largest valid sp is {num_heads}; to use more ranks, add a ring (without \
+         `ulysses.flexible_sp`): `ulysses.ring_size` {0}, or `--mesh ring={0},ulysses={1}`",
         SeqSharding::for_heads(*sp_size, *num_heads).ring_size,
         SeqSharding::for_heads(*sp_size, *num_heads).ulysses_size,
     )]
@@ -133,9 +134,10 @@ pub enum SequenceParallelError {
 }
 
 impl SequenceParallelError {
-    /// The error of an exchange plan, within a ring if the sharding has one.
-    pub fn within(self, sharding: SeqSharding) -> Self {
+    /// The error of an exchange plan for sequences of `seq_len` tokens, within a ring if the sharding has one.
+    pub fn within(self, sharding: SeqSharding, seq_len: usize) -> Self {
         match self {
+            Self::SequenceTooShort { .. } => Self::SequenceTooShort { seq_len, sp_size: sharding.sp_size() },
             Self::TooFewHeads { num_heads, .. } if sharding.ring_size > 1 => {
                 Self::TooFewHeadsInRing { num_heads, sharding }
             }

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 use ulysses::checkpoint::{
-    Checkpoint, Comparison, ExportDtype, ExportOptions, LocalStorage, diff, export, step_name,
+    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, LocalStorage, diff, export, step_name,
 };
 use ulysses::model::{HfWeights, LlamaConfig, Model, WeightSource};
 use ulysses::tensor::to_vec;
@@ -119,6 +119,6 @@ fn diff_reports_kind_and_parameter() {
     let other = diff(&open(1), &open(3)).unwrap();
     let head = ("parameters".to_owned(), "lm_head.weight".to_owned());
     // Two updates change nearly every element, each by at most the learning rate.
-    let Comparison::Differs { elements, largest } = other[&head] else { panic!("{other:?}") };
+    let Comparison::Differs(Difference { elements, largest, .. }) = other[&head] else { panic!("{other:?}") };
     assert!(elements > 29 * 11 / 2 && 0.0 < largest && largest < 0.02, "{elements} {largest}");
 }

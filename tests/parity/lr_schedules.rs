@@ -90,6 +90,18 @@ fn the_range_test_grows_by_its_rate_per_interval() {
     assert_eq!(smooth.momentum_at(3), None);
 }
 
+/// Of DeepSpeed 0.19.8, driven as its engine does.
+#[test]
+fn a_cycle_without_a_falling_half_ends_at_its_minimum() {
+    let params = json!({
+        "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2, "cycle_second_step_size": 0,
+    });
+    let schedule = schedule("OneCycle", &params, 1e-3);
+    for (step, lr) in [(0, 1e-4), (1, 5.5e-4), (2, 1e-4), (3, 1e-4), (4, 1e-4)] {
+        assert_close(schedule.lr_at(step), lr, &format!("step {step}"));
+    }
+}
+
 #[test]
 fn warmup_without_a_maximum_rises_to_the_optimizers_rate() {
     let schedule = schedule("WarmupLR", &json!({ "warmup_num_steps": 4, "warmup_type": "linear" }), 0.08);

@@ -90,7 +90,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     };
     let text = format!("{:#}\n", profile.to_json());
     let Some(path) = &args.output else { return print(text) };
-    std::fs::write(path, text)
+    ulysses::regular_file::write(path, text)
         .with_context(|| format!("--output: cannot write {}", path.display()))
         .or_run()?;
     log_line(format_args!("profile     {}", path.display()));

@@ -60,7 +60,7 @@ impl RankLogs {
             Entry::Occupied(open) => open.into_mut(),
             Entry::Vacant(new) => {
                 let path = self.directory.join(format!("rank_{rank}.log"));
-                new.insert(File::options().create(true).append(true).open(path)?)
+                new.insert(ulysses::regular_file::append(&path)?)
             }
         };
         file.write_all(format!("{line}\n").as_bytes())

@@ -104,7 +104,7 @@ impl Training {
 
     /// Returns the bytes of the config file, to be compared between nodes.
     pub(super) fn config_bytes(&self) -> Vec<u8> {
-        std::fs::read(self.args.config()).unwrap_or_default()
+        ulysses::regular_file::read(Path::new(self.args.config())).unwrap_or_default()
     }
 
     /// Returns the arguments of a start.

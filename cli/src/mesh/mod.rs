@@ -63,7 +63,7 @@ pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
     let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(DEFAULT_RANKS_PER_NODE)).or_usage()?;
-    std::fs::write(path, drawing)
+    ulysses::regular_file::write(path, drawing)
         .with_context(|| format!("--svg: cannot write {}", path.display()))
         .or_run()?;
     log_line(format_args!("written to {}", path.display()));

@@ -197,6 +197,11 @@ struct Budget {
 }
 
 pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
+    // Started by its first use, which panics if it fails.
+    rayon::ThreadPoolBuilder::new()
+        .build_global()
+        .context("cannot start the threads of the plan")
+        .or_run()?;
     if args.scaling {
         return scaling::run(args.tokens_per_rank, args.svg.as_deref(), args.json);
     }
@@ -222,7 +227,7 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
 
 /// Writes the output file of a flag.
 fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
-    std::fs::write(path, content)
+    ulysses::regular_file::write(path, content)
         .with_context(|| format!("{flag}: cannot write {}", path.display()))
         .or_run()?;
     log_line(format_args!("written to {}", path.display()));

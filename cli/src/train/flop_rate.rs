@@ -29,9 +29,14 @@ impl Observer for FlopRate<'_> {
         let rate =
             flops.map(|flops| flops.with_labels(step.metrics.label_share()) / step.metrics.step_seconds);
         step.metrics.model_flops_per_second = rate;
-        step.metrics.gemm_share = rate.map(|rate| rate / self.peak_flops);
+        step.metrics.gemm_share = share_of_peak(rate, self.peak_flops);
         Ok(())
     }
+}
+
+/// The MFU; none above 1, where the measured peak is too low to be one: the machine was busy, or its clock has risen.
+fn share_of_peak(rate: Option<f64>, peak_flops: f64) -> Option<f64> {
+    rate.map(|rate| rate / peak_flops).filter(|share| *share <= 1.0)
 }
 
 /// Cache of the FLOPs of a step on all ranks, for the last sequence length.
@@ -57,6 +62,12 @@ impl StepFlops {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_share_above_1_is_no_mfu() {
+        let shares = [None, Some(5.0), Some(10.0), Some(10.1)].map(|rate| share_of_peak(rate, 10.0));
+        assert_eq!(shares, [None, Some(0.5), Some(1.0), None]);
+    }
 
     #[test]
     fn each_length_is_planned_once_even_if_it_fails() {

@@ -10,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
+use ulysses::regular_file;
 use ulysses::trainer::{CreatedDirs, check_event_files};
 
 /// Checks that all output files can be written, and creates and locks the output directory. A rejected run leaves
@@ -73,7 +74,7 @@ pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<
     };
     let path = output.join("config.json");
     let json = serde_json::to_string_pretty(&run.prepared.config)?;
-    let is_same = std::fs::read_to_string(&path).is_ok_and(|earlier| earlier == json);
+    let is_same = regular_file::read_to_string(&path).is_ok_and(|earlier| earlier == json);
     let archived: &[(&str, &str)] = match earlier {
         EarlierRecord::Parts(_) if is_same => &[],
         EarlierRecord::Parts(_) => &[("config", "json")],
@@ -81,7 +82,7 @@ pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<
         EarlierRecord::OtherRun => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
     };
     archive(output, archived)?;
-    std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
+    regular_file::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
     let record = record::begin_part(run, run_id, first_step, earlier);
     record::write(output, &record)?;
     Ok(record)

@@ -81,7 +81,7 @@ impl Profile<'_> {
             let _ = above_progress(|| std::io::stderr().write_all(escaped(&text).as_bytes()));
             return Ok(());
         };
-        std::fs::write(path, self.to_string()).with_context(|| cannot_write(path))
+        ulysses::regular_file::write(path, self.to_string()).with_context(|| cannot_write(path))
     }
 
     fn flops(&self, ops: &[MatmulOp], pass: Pass) -> f64 {

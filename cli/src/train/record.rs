@@ -78,7 +78,7 @@ pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
     let Prepared { config, mesh, model, .. } = prepared;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     // The user's file, before flags.
-    let given = std::fs::read_to_string(config_path).unwrap_or_default();
+    let given = ulysses::regular_file::read_to_string(config_path).unwrap_or_default();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>(),
@@ -191,7 +191,8 @@ pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {
     let path = output.join(FILE);
     let unfinished = output.join("run.json.part");
     let text = serde_json::to_string_pretty(record)?;
-    let written = std::fs::write(&unfinished, text).and_then(|()| std::fs::rename(&unfinished, &path));
+    let written =
+        ulysses::regular_file::write(&unfinished, text).and_then(|()| std::fs::rename(&unfinished, &path));
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 

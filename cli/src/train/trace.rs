@@ -4,7 +4,6 @@ use super::rank_outcome::RankOutcome;
 use super::writable::check_writable;
 use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use ulysses::mesh::DeviceMesh;
@@ -35,7 +34,7 @@ pub(super) fn write(
     };
     let tracks: Vec<String> = mesh.ranks().iter().map(track).collect();
     let write = || -> std::io::Result<()> {
-        let mut file = BufWriter::new(File::create(path)?);
+        let mut file = BufWriter::new(ulysses::regular_file::create(path)?);
         write_trace(&mut file, &tracks, &traced)?;
         file.flush()
     };

@@ -4,6 +4,10 @@ use anyhow::{Context, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use std::path::Path;
 use ulysses::data::GlobalBatch;
+use ulysses::regular_file;
+
+/// Sixty million tokens with positions and labels.
+const MAX_BYTES: u64 = 4 << 30;
 
 /// Reads a batch. Errors name the file.
 pub(super) fn read(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
@@ -11,7 +15,7 @@ pub(super) fn read(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch
 }
 
 fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
-    let bytes = std::fs::read(path)?;
+    let bytes = regular_file::read_at_most(path, MAX_BYTES)?;
     let file = SafeTensors::deserialize(&bytes).context("not a safetensors file")?;
     let Ok(ids) = file.tensor("input_ids") else {
         bail!("missing tensor input_ids; the file contains {}", listed(file.names()))

@@ -8,10 +8,13 @@ use super::placement::Placement;
 use super::process::Process;
 use super::ranks::{BackendArgs, Ranks};
 use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
+use anyhow::{anyhow, bail, ensure};
+use results::ErrorRule;
 use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::comm::MeshGroups;
+use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, initialize};
@@ -36,7 +39,7 @@ pub(super) struct VerifyArgs {
     /// Number of optimizer steps on the batch.
     #[arg(long, default_value_t = 0)]
     steps: usize,
-    /// DeepSpeed-style JSON config for the optimizer and clipping.
+    /// DeepSpeed-style JSON config: everything that decides how a step is computed.
     #[arg(long)]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -44,12 +47,9 @@ pub(super) struct VerifyArgs {
     /// Write loss, logits, gradients and parameters to this safetensors file instead of comparing them.
     #[arg(long)]
     output: Option<PathBuf>,
-    /// Maximum relative error.
-    ///
-    /// The default suits losses and gradients in f32. 16-bit dtypes need about 1e-2. Parameters after Adam steps need more
-    /// too, because Adam divides gradients by their magnitude.
-    #[arg(long, default_value_t = 2e-5, value_parser = parse_tolerance)]
-    tolerance: f64,
+    /// Maximum relative error [default: 2e-5 in f32, 2e-2 with 16-bit numbers].
+    #[arg(long, value_parser = parse_tolerance)]
+    tolerance: Option<f64>,
     /// Device of the mesh's tensors. The single rank always runs on the CPU.
     #[arg(long, default_value = "auto")]
     device: DeviceArg,
@@ -69,6 +69,8 @@ fn parse_tolerance(text: &str) -> Result<f64, String> {
 struct Check {
     source: model::ModelSource,
     batch: GlobalBatch,
+    /// Micro batches of a dp rank.
+    accumulation: usize,
     steps: usize,
     raw: RawConfig,
 }
@@ -78,10 +80,14 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
     }
-    let mut ranks = args.backend.join(process)?.place(args.device, shape.dp * shape.sp)?;
-    let check = Check::read(&args)?;
+    let raw = read_config(&args)?;
+    let joined = args.backend.join_with(raw.backend(), process)?;
+    let mut ranks = joined.place(args.device, shape.dp * shape.sp)?;
+    let check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
-    let on_mesh = check.run(&mut ranks, shape, args.zero_stage)?;
+    let micro_batches = check.accumulation * shape.dp;
+    let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
+    let on_mesh = check.run(&mut ranks, &mesh_config)?;
     if !ranks.is_first() {
         return Ok(());
     }
@@ -90,50 +96,72 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
     let alone = TrainingShape { dp: 1, sp: 1, ring_size: Some(1), shard_size: None };
-    let single = check.run(&mut Ranks::threads(Placement::cpu()), alone, Some(0))?;
-    let errors = results::compare(&on_mesh, &single, batch_size).or_run()?;
-    let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
-    print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
+    let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
+    let single = check.run(&mut Ranks::threads(Placement::cpu()), &config)?;
+    let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
+    let rule = ErrorRule { tolerance, config: &config };
+    let errors = rule.compare(&on_mesh, &single, batch_size).or_run()?;
+    let worst = errors.first().map_or(f64::INFINITY, |(_, error)| *error);
+    print(if args.json {
+        as_json(&errors, &args, worst, tolerance)
+    } else {
+        as_text(&errors, &args, worst, tolerance)
+    })?;
+    judge(&on_mesh, worst, tolerance).map_err(Failure::Run)
+}
+
+/// Fails unless the results agree and are finite.
+fn judge(on_mesh: &BatchOutcome, worst: f64, tolerance: f64) -> anyhow::Result<()> {
     if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
-        let (step, scale) = (report.step, report.loss_scale);
-        return Err(Failure::Run(anyhow::anyhow!("step {step} overflowed at loss scale {scale}")));
+        bail!("step {} overflowed at loss scale {}", report.step, report.loss_scale);
     }
-    if worst <= args.tolerance {
-        return Ok(());
-    }
+    let scale = match on_mesh.loss_scale {
+        1.0 => String::new(),
+        scale => format!("; the loss scale is {scale}, of `fp16`: training skips such steps and lowers it"),
+    };
+    ensure!(worst.is_finite(), "results are not finite, so they cannot be compared{scale}");
     let message = "the mesh changes the result: maximum relative error";
-    Err(Failure::Run(anyhow::anyhow!("{message} {worst:.2e} > tolerance {:.2e}", args.tolerance)))
+    ensure!(worst <= tolerance, "{message} {worst:.2e} > tolerance {tolerance:.2e}");
+    Ok(())
+}
+
+fn read_config(args: &VerifyArgs) -> Result<RawConfig, Failure> {
+    match &args.config {
+        Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
+        None => RawConfig::from_json_str_with("{}", "no config file", &args.set.settings()),
+    }
+    .or_usage()
 }
 
 impl Check {
-    fn read(args: &VerifyArgs) -> Result<Self, Failure> {
-        let raw = match &args.config {
-            Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
-            None => RawConfig::from_json_str_with("{}", "no config file", &args.set.settings()),
-        };
-        let raw = raw.or_usage()?;
-        let source = model::open(&args.model, 0, 256)?;
+    fn read(args: &VerifyArgs, raw: RawConfig) -> Result<Self, Failure> {
+        let source = model::open(&args.model, raw.seed(), 256)?;
         let batch = batch::read(&args.batch, source.config.vocab_size).or_usage()?;
-        Ok(Self { source, batch, steps: args.steps, raw })
+        let accumulation = raw.gradient_accumulation_steps().unwrap_or(1);
+        if accumulation > batch.batch_size() {
+            return Err(Failure::Usage(anyhow!(
+                "`gradient_accumulation_steps` is {accumulation}, but the batch has {} sequences: expected at most as many \
+                 steps",
+                batch.batch_size()
+            )));
+        }
+        Ok(Self { source, batch, accumulation, steps: args.steps, raw })
     }
 
-    /// Runs the batch, padded to a multiple of dp, on a mesh.
-    fn run(
-        &self,
-        ranks: &mut Ranks<'_>,
-        shape: TrainingShape,
-        stage: Option<u64>,
-    ) -> Result<BatchOutcome, Failure> {
-        let mesh = DeviceMesh::dp_sp(shape.dp, shape.sp).or_usage()?;
+    /// Runs the batch, padded to the batch size of the config.
+    fn run(&self, ranks: &mut Ranks<'_>, config: &Config) -> Result<BatchOutcome, Failure> {
+        let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
         let mut batch = self.batch.clone();
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
-        batch.pad_to_multiple(shape.dp).or_usage()?;
-        let mut config = self.config(shape, stage, batch.batch_size())?;
+        batch.pad_to_multiple(config.train_batch_size).or_usage()?;
+        let mut config = config.clone();
         crate::model::resolve_ring(&self.source.config, &mut config, mesh.world_size());
         self.source.check_config(&config)?;
         self.source.check_exchange(batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
+        let comm = &config.ulysses.comm;
+        let options = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..options };
         ranks.run(world_size, &options, |rank, device| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
             let model = Model::llama(&self.source.config)?;
@@ -144,15 +172,24 @@ impl Check {
         })
     }
 
-    /// Returns a config with the file's optimizer, schedule and clipping, and with this run's batch size and mesh.
+    /// Returns the file's config with this run's batch, in `accumulation` micro batches per dp rank, and mesh.
     fn config(
         &self,
+        raw: RawConfig,
         TrainingShape { dp, sp, ring_size, .. }: TrainingShape,
+        accumulation: usize,
         stage: Option<u64>,
-        batch_size: usize,
     ) -> Result<Config, Failure> {
-        let overrides = Overrides { mesh: Some((dp, sp)), ring_size, ..Overrides::default() };
-        let mut config = self.raw.clone().for_batch(batch_size).resolve(&overrides).or_usage()?;
+        let seq_len = Some(self.batch.seq_len());
+        let overrides = Overrides { mesh: Some((dp, sp)), ring_size, seq_len, ..Overrides::default() };
+        let batch_size = self.batch.batch_size().next_multiple_of(dp * accumulation);
+        let mut config = raw.for_batch(batch_size, accumulation).resolve(&overrides).or_usage()?;
+        if config.ulysses.flexible_sp {
+            return Err(Failure::Usage(anyhow!(
+                "`ulysses.flexible_sp` is not supported by `verify`, which shards each sequence over all sp ranks: set it to \
+                 false (--set ulysses.flexible_sp=false)"
+            )));
+        }
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
             config.zero.set_stage(stage);
         }
@@ -170,17 +207,17 @@ fn written(loss: f64, tensors: usize, path: &Path, as_json: bool) -> String {
     format!("loss {loss:.6}; {tensors} tensors written to {}\n", path.display())
 }
 
-fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
+fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f64) -> String {
     let errors: serde_json::Map<_, _> =
         errors.iter().map(|(name, error)| (name.clone(), json!(error))).collect();
     let all = json!({
-        "mesh": args.mesh, "tolerance": args.tolerance, "largest_relative_error": worst,
-        "passed": worst <= args.tolerance, "relative_errors": errors,
+        "mesh": args.mesh, "tolerance": tolerance, "largest_relative_error": worst,
+        "passed": worst <= tolerance, "relative_errors": errors,
     });
     format!("{all}\n")
 }
 
-fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
+fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f64) -> String {
     const LISTED: usize = 10;
     let mut text = format!(
         "mesh {} compared with a single rank; error relative to each tensor's largest entry\n",
@@ -192,7 +229,7 @@ fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
     if errors.len() > LISTED {
         let _ = writeln!(text, "  … and {} tensors with smaller errors", errors.len() - LISTED);
     }
-    let verdict = if worst <= args.tolerance { "within" } else { "EXCEEDS" };
-    let _ = writeln!(text, "maximum {worst:.2e}, {verdict} tolerance {:.2e}", args.tolerance);
+    let verdict = if worst <= tolerance { "within" } else { "EXCEEDS" };
+    let _ = writeln!(text, "maximum {worst:.2e}, {verdict} tolerance {tolerance:.2e}");
     text
 }

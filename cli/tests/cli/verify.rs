@@ -4,7 +4,7 @@ use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
 use crate::support::compare::{assert_all_close, assert_close, values};
 use crate::support::reference::{Tensors, load_tensors};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -72,6 +72,74 @@ fn a_tolerance_of_zero_fails_for_another_order_of_summation() {
     outcome.assert_refused(1, &["the mesh changes the result", "tolerance 0"]);
     assert!(outcome.stdout.contains("EXCEEDS tolerance"), "{outcome:?}");
     verify(&place, "tiny_strong", &["--mesh", "1x1", "--tolerance", "0"]).assert_done();
+}
+
+/// 2^16, the default, overflows only if the loss is divided by fewer tokens than in training.
+#[test]
+fn the_loss_scale_is_that_of_training_and_gradients_that_overflow_at_it_never_pass() {
+    let place = Workplace::new();
+    let run = |power: u32, tolerance: &[&str]| {
+        let set = format!("fp16={{\"enabled\": true, \"initial_scale_power\": {power}}}");
+        verify(&place, "tiny_strong", &[&["--mesh", "2x2", "--set", &set], tolerance].concat())
+    };
+    assert!(run(16, &[]).assert_done().stdout.contains("within tolerance 2.00e-2"));
+    run(40, &["--tolerance", "1e300"]).assert_refused(1, &["not finite", "loss scale"]);
+}
+
+#[test]
+fn the_default_tolerance_suits_steps_and_dtypes() {
+    let place = Workplace::new();
+    let bf16 = r#"bf16={"enabled": true}"#;
+    let sent = r#"seq_parallel_communication_data_type="bf16""#;
+    let lion = r#"optimizer={"type": "Lion", "params": {"lr": 0.001}}"#;
+    for (settings, steps) in [(&[bf16][..], "3"), (&[sent], "0"), (&[lion], "4"), (&[lion, bf16], "2")] {
+        let settings = settings.iter().flat_map(|setting| ["--set", *setting]);
+        let flags: Vec<&str> = ["--mesh", "1x3", "--steps", steps].into_iter().chain(settings).collect();
+        verify(&place, "tiny_strong", &flags).assert_done();
+    }
+}
+
+/// In exact arithmetic q_proj and k_proj have no gradient if each token is a document.
+#[test]
+fn gradients_that_are_rounding_do_not_alarm() {
+    let place = Workplace::new();
+    let ids = Tensor::arange(1_i64, 33, &candle_core::Device::Cpu).unwrap().reshape((2, 16)).unwrap();
+    let (labels, positions) = ((&ids + 1.0).unwrap(), ids.zeros_like().unwrap());
+    let batch = [("input_ids", ids), ("shift_labels", labels), ("position_ids", positions)];
+    let file = place.path("b.safetensors");
+    candle_core::safetensors::save(&std::collections::HashMap::from(batch), &file).unwrap();
+    for (mesh, steps) in [("1x4", "0"), ("2x2", "3"), ("3x1", "2")] {
+        let flags =
+            ["verify", "--model", "nano", "--batch", "b.safetensors", "--mesh", mesh, "--steps", steps];
+        place.run(&flags).assert_done();
+    }
+}
+
+#[test]
+fn keys_of_the_config_are_honored_or_refused() {
+    let place = Workplace::new();
+    let written = |flags: &[&str]| {
+        let file = place.path("o.safetensors");
+        let batch = golden("tiny_strong", "inputs.safetensors");
+        let all = ["verify", "--model", "nano", "--batch", &batch, "--output", "o.safetensors"];
+        place.run(&[&all, flags].concat()).assert_done();
+        load_tensors(&file).unwrap()
+    };
+    let one = written(&["--mesh", "1x1"]);
+    // The initial weights of a preset.
+    assert!(values(&written(&["--mesh", "1x1", "--set", "seed=7"])["logits"]) != values(&one["logits"]));
+    // Means of micro batches differ from the mean of the batch, and agree with the single rank's.
+    let means = ["--mesh", "2x1", "--set", "loss_normalization=\"micro_batch\""];
+    verify(&place, "packed_strong", &means).assert_done();
+    verify(&place, "tiny_strong", &["--mesh", "1x2", "--set", "gradient_accumulation_steps=2"]).assert_done();
+    for (set, expected) in [
+        ("ulysses.flexible_sp=true", "`ulysses.flexible_sp` is not supported by `verify`"),
+        ("gradient_accumulation_steps=99", "`gradient_accumulation_steps` is 99, but the batch has"),
+        ("zero_optimization.mics_shard_size=3", "shard size"),
+        ("ulysses.ring_size=3", "ring_size"),
+    ] {
+        verify(&place, "tiny_strong", &["--mesh", "2x2", "--set", set]).assert_refused(2, &[expected]);
+    }
 }
 
 #[test]

@@ -49,6 +49,23 @@ fn ellipses_in_quotes_match_any_words_only() {
     assert!(!quotes("mesh dp", "mesh dp 4") && !quotes("mesh dp 4", "mesh dp"));
 }
 
+/// The quoted time is compared with the output of its command, in [`crate::commands`]. The signal is handled
+/// after the step in which it comes.
+#[test]
+fn slurms_signal_leaves_time_for_two_steps_of_the_planned_run_and_a_save() {
+    const SAVE_SECONDS: f64 = 180.0;
+    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
+    let (planning, batch_file) = (read("docs/planning.md"), read("configs/clusters/slurm.sbatch"));
+    let row = planning.lines().find(|line| line.trim_start().starts_with("as configured")).unwrap();
+    let step_seconds = row.split_whitespace().find_map(|word| word.parse::<f64>().ok()).unwrap();
+    let (_, signal) = batch_file.split_once("--signal=USR1@").unwrap();
+    let signal_seconds: f64 = signal.lines().next().unwrap().parse().unwrap();
+    assert!(
+        signal_seconds >= 2.0 * step_seconds + SAVE_SECONDS,
+        "{signal_seconds} s, steps of {step_seconds} s"
+    );
+}
+
 /// The quoted length is compared with the output of its command, in [`crate::commands`].
 #[test]
 fn the_table_of_published_lengths_has_the_planned_length_that_is_quoted() {

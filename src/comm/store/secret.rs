@@ -84,7 +84,7 @@ fn read_file(path: &str) -> Result<String, String> {
             ));
         }
     }
-    std::fs::read_to_string(path).map_err(cannot_read)
+    crate::regular_file::read_to_string(path.as_ref()).map_err(cannot_read)
 }
 
 /// Keeps the key out of logs.

@@ -110,7 +110,7 @@ fn results_are_in_rank_order_and_any_error_type_works() {
         if context.rank == 1 { Err("no data".to_owned()) } else { Ok(()) }
     });
     let error = failed.unwrap_err();
-    assert_eq!(error.to_string(), "rank 1 failed");
+    assert_eq!(error.to_string(), "rank 1 failed: no data");
     assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "no data");
 }
 

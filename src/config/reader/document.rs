@@ -7,6 +7,7 @@
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use crate::config::error::ConfigError;
+use crate::regular_file;
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions};
@@ -39,7 +40,13 @@ pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigErro
     let read_error = |reason| ConfigError::Read { what, path: path.to_owned(), reason };
     let mut text = String::new();
     // One byte more than allowed, to detect a file that is too large.
-    let file = File::open(path).map_err(read_error)?;
+    // `/dev/stdin` and a shell's `<(…)` may be pipes.
+    let file = if path.starts_with("/dev") {
+        File::open(path)
+    } else {
+        regular_file::open(path).map(|(file, _)| file)
+    };
+    let file = file.map_err(read_error)?;
     let mut limited = file.take(MAX_FILE_BYTES as u64 + 1);
     match limited.read_to_string(&mut text) {
         Err(_) if limited.limit() == 0 => Err(too_large(&path.display().to_string())),

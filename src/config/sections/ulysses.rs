@@ -58,7 +58,7 @@ keys! {
         /// per rank and micro step is unchanged. Evaluation is not changed.
         pub flexible_sp: bool = flag(),
         /// CPU threads per rank.
-        pub threads_per_rank: Option<usize> = count().derived("a fair share of the cores"),
+        pub threads_per_rank: Option<usize> = integer(1, 4096).derived("a fair share of the cores"),
         /// The communication backend.
         pub backend: Backend = choice().derived("the launcher's backend if processes were launched, else `nccl` for several ranks on several GPUs, else `thread`"),
         /// The mesh: `{"intra": {…}, "inter": {…}}` gives the sizes of dp and sp within a node and between nodes (`ici` and `dcn`

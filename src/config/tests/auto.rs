@@ -125,6 +125,14 @@ fn an_auto_ring_follows_from_the_model_and_a_stated_one_stays() {
     assert_eq!(ring("4", &Overrides::default()).1.ulysses.ring_size, 4);
     let by_flag = Overrides { ring_size: Some(16), ..Overrides::default() };
     assert_eq!(ring(r#""auto""#, &by_flag).1.ulysses.ring_size, 16);
+    let replaced = |key: &str| {
+        let config = ring(key, &by_flag).1;
+        config
+            .notes
+            .iter()
+            .any(|note| note.contains("`ulysses.ring_size` 4 has no effect: the mesh has a ring of 16"))
+    };
+    assert_eq!(["4", "16", r#""auto""#].map(replaced), [true, false, false]);
 }
 
 #[test]

@@ -419,7 +419,7 @@ fn a_file_with_the_size_of_sp_alone_has_deepspeeds_partition_axes() {
     let selected = Overrides { mesh_selector: Some("host".to_owned()), ..Overrides::default() };
     assert_eq!(axes(&format!("{rules}, {stage}"), &selected), PartitionAxes::Dp);
     let verified = format!(r#"{{"train_batch_size": 8, "sequence_parallel_size": 2, {stage}}}"#);
-    let raw = RawConfig::from_json_str(&verified, "c.json").unwrap().for_batch(4);
+    let raw = RawConfig::from_json_str(&verified, "c.json").unwrap().for_batch(4, 1);
     assert_eq!(raw.resolve(&mesh(2, 2)).unwrap().ulysses.zero_partition_axes, PartitionAxes::Dp);
 }
 

@@ -7,8 +7,9 @@
 use crate::data::source::{Document, Position};
 use crate::data::storage::{HEADER_BYTES, Header, ignored_label};
 use crate::data::{DataError, FileError, Tokenizer};
+use crate::regular_file;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -151,7 +152,7 @@ impl Unfinished {
         let text =
             serde_json::to_string(&self.progress).map_err(|error| failed(&path, "write")(error.into()))?;
         let write = || {
-            let mut file = File::create(&next)?;
+            let mut file = regular_file::create(&next)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
             fs::rename(&next, &path)
@@ -202,8 +203,7 @@ impl Unfinished {
 
 impl Part {
     fn open(path: PathBuf) -> Result<Self, FileError> {
-        let mut options = OpenOptions::new();
-        let file = options.write(true).create(true).truncate(false).open(&path);
+        let file = regular_file::open_to_write(&path);
         let file = BufWriter::with_capacity(1 << 20, file.map_err(failed(&path, "create the file"))?);
         Ok(Self { path, file })
     }
@@ -247,7 +247,7 @@ impl Part {
 
 fn read_progress(directory: &Path) -> Result<Option<Progress>, DataError> {
     let path = directory.join(PROGRESS);
-    match fs::read(&path) {
+    match regular_file::read(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed(&path, "read the file")(error).into()),
         Ok(text) => {

@@ -6,7 +6,7 @@ use serde::de::IgnoredAny;
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -164,7 +164,7 @@ fn has_json_lines(path: &Path) -> Result<bool, DataError> {
         return Ok(false);
     }
     let mut line = Vec::new();
-    let file = File::open(path).map_err(|source| read_error(path, source))?;
+    let (file, _) = crate::regular_file::open(path).map_err(|source| read_error(path, source))?;
     let mut file = BufReader::new(file).take(MAX_FIRST_LINE_BYTES);
     file.read_until(b'\n', &mut line).map_err(|source| read_error(path, source))?;
     let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line);

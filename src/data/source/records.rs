@@ -3,7 +3,7 @@
 use super::files::{SourceFile, SourceKind, read_error};
 use crate::data::{DataError, FileError, Skipped};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -149,7 +149,8 @@ fn open(file: &SourceFile, text_field: &str, position: Position) -> Result<(Arc<
     let open = match file.kind {
         SourceKind::Text => Open::Text { is_named: file.is_named },
         SourceKind::JsonLines => {
-            let mut lines = File::open(path).map_err(|source| read_error(path, source))?;
+            let (mut lines, _) =
+                crate::regular_file::open(path).map_err(|source| read_error(path, source))?;
             lines.seek(SeekFrom::Start(position.offset)).map_err(|source| read_error(path, source))?;
             Open::Lines(BufReader::with_capacity(1 << 20, lines))
         }
@@ -190,6 +191,7 @@ fn next_line(
 
 /// Returns the text of a file, or `None` if it is not valid UTF-8.
 fn read_text(path: &Path) -> Result<Option<String>, DataError> {
-    let bytes = fs::read(path).map_err(|source| read_error(path, source))?;
+    let bytes =
+        crate::regular_file::read_at_most(path, u64::MAX).map_err(|source| read_error(path, source))?;
     Ok(String::from_utf8(bytes).ok())
 }

@@ -19,8 +19,7 @@ pub(super) struct DataFile {
 impl DataFile {
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let failed = |source| FileError::Io { path: path.to_owned(), operation: "open the file", source };
-        let file = File::open(path).map_err(failed)?;
-        let len = file.metadata().map_err(failed)?.len();
+        let (file, len) = crate::regular_file::open(path).map_err(failed)?;
         Ok(Self { file, path: path.to_owned(), len })
     }
 

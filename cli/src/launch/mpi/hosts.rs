@@ -50,7 +50,7 @@ pub(in crate::launch) fn parse_hosts(list: &str) -> Result<Vec<Host>, String> {
 /// # Errors
 /// A message that names the file and the line.
 pub(in crate::launch) fn read_hostfile(path: &Path) -> Result<Vec<Host>, String> {
-    let text = std::fs::read_to_string(path)
+    let text = ulysses::regular_file::read_to_string(path)
         .map_err(|error| format!("--hostfile: cannot read {}: {error}", path.display()))?;
     parse_hostfile(&text).map_err(|(line, why)| match line {
         Some(line) => format!("{}:{line}: {why}", path.display()),

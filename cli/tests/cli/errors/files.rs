@@ -139,6 +139,76 @@ fn invalid_output_directories_are_refused() {
     place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "non-empty"]);
 }
 
+/// Every place that reads or writes a path, and everything there that is no file of ours.
+#[cfg(unix)]
+#[test]
+fn pipes_devices_and_links_are_refused_wherever_a_file_is_expected() {
+    use std::os::unix::fs::symlink;
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "checkpoint": { "interval": 3 } }));
+    place.run(&["train", "c.json"]).assert_done();
+    let batch = crate::golden("tiny_strong", "inputs.safetensors");
+    let read: [&[&str]; 8] = [
+        &["train", "PATH"],
+        &["plan", "PATH"],
+        &["data", "inspect", "PATH"],
+        &["data", "prepare", "PATH", "--output", "o.tokens"],
+        &["data", "prepare", "text.txt", "--output", "o.tokens", "--tokenizer", "PATH"],
+        &["verify", "--model", "nano", "--mesh", "1x1", "--batch", "PATH"],
+        &["plan", "c.json", "--machine", "PATH"],
+        &["launch", "--hostfile", "PATH", "--dry-run", "--program", "true", "--", "x"],
+    ];
+    let written: [&[&str]; 5] = [
+        &["report", "out", "--output", "PATH"],
+        &["plan", "c.json", "--html", "PATH"],
+        &["mesh", "2x2", "--svg", "PATH"],
+        &["verify", "--model", "nano", "--mesh", "1x1", "--batch", &batch, "--output", "PATH"],
+        &["train", "c.json", "--output", "traced", "--trace", "PATH"],
+    ];
+    place.write("victim", "mine");
+    let [pipe, endless, sparse, link, hard] =
+        ["pipe", "endless", "sparse", "link", "hard"].map(|name| place.path(name));
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    symlink("/dev/zero", &endless).unwrap();
+    symlink("victim", &link).unwrap();
+    std::fs::hard_link(place.path("victim"), &hard).unwrap();
+    std::fs::File::create(&sparse).unwrap().set_len(1 << 40).unwrap();
+    let refused = |command: &[&str], path: &str| {
+        let words: Vec<&str> =
+            command.iter().map(|word| if *word == "PATH" { path } else { *word }).collect();
+        let outcome = place.run(&words);
+        assert!(matches!(outcome.code, Some(1 | 2)), "{words:?}: {outcome:?}");
+        assert!(outcome.stderr.contains(path) && outcome.stderr.len() < 4096, "{words:?}: {outcome:?}");
+    };
+    for command in read {
+        ["pipe", "endless"].into_iter().for_each(|path| refused(command, path));
+    }
+    for command in &read[..2] {
+        refused(command, "sparse");
+    }
+    for command in [read[4], read[5], read[6], read[7]] {
+        refused(command, "sparse");
+    }
+    for command in written {
+        ["pipe", "endless", "link", "hard"].into_iter().for_each(|path| refused(command, path));
+    }
+    assert_eq!(place.read("victim"), "mine");
+    // The files of a run that is resumed.
+    for (file, target) in [
+        ("config.json", "pipe"),
+        ("config.json", "link"),
+        ("run.json.part", "link"),
+        ("metrics.jsonl.part", "link"),
+    ] {
+        let _ = std::fs::remove_file(place.path("out").join(file));
+        symlink(place.path(target), place.path("out").join(file)).unwrap();
+        let outcome = place.run(&["train", "c.json", "--resume", "--steps", "9"]);
+        assert!(matches!(outcome.code, Some(0 | 1)), "{file}: {outcome:?}");
+        assert_eq!(place.read("victim"), "mine", "{file}");
+        let _ = std::fs::remove_file(place.path("out").join(file));
+    }
+}
+
 /// Control characters are escaped.
 #[test]
 fn names_are_shown_with_their_control_characters_escaped() {

@@ -25,6 +25,35 @@ fn threads_that_cannot_start_are_named() {
     assert!(!place.path("t.tok").exists());
 }
 
+/// The binary alone takes tens of MiB of address space; below, the system's loader ends it (a signal or code 127).
+#[test]
+fn little_address_space_is_an_error() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "model": "nano" } }));
+    let run = |kib: u32| run_within(&place, &format!("-v {kib}"), &["plan", "c.json"]);
+    let outcomes: Vec<Outcome> = (24_000..72_000).step_by(3000).map(run).collect();
+    let started = outcomes.iter().filter(|outcome| !matches!(outcome.code, None | Some(127 | 139)));
+    let (done, refused): (Vec<_>, Vec<_>) = started.partition(|outcome| outcome.code == Some(0));
+    assert!(!done.is_empty() && !refused.is_empty(), "{outcomes:?}");
+    for outcome in refused {
+        outcome.assert_refused(1, &["error: "]);
+        assert!(!outcome.stderr.contains("panicked"), "{outcome:?}");
+    }
+}
+
+#[test]
+fn large_numbers_are_refused_or_planned() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "ulysses": { "model": "nano" } }));
+    for key in ["ulysses.head_chunks", "ulysses.threads_per_rank", "sequence_parallel_size"] {
+        for number in [1_u64 << 31, 1 << 63, u64::MAX] {
+            let set = format!("{key}={number}");
+            place.run(&["plan", "c.json", "--set", &set]).assert_refused(2, &[&number.to_string()]);
+        }
+    }
+    place.run(&["plan", "c.json", "--mesh", "131073x1"]).assert_refused(2, &["at most 131072 ranks"]);
+}
+
 #[test]
 fn exhausted_memory_is_an_error() {
     let place = Workplace::new();

@@ -75,7 +75,9 @@ impl OneCycle {
 
     fn phase(&self, step: u64) -> Phase {
         match step.checked_sub(self.cycle_steps()) {
-            None | Some(0) => Phase::Cycle { height: self.height_at(step) },
+            None => Phase::Cycle { height: self.height_at(step) },
+            // The cycle ends at its minimum, also if its second half has no steps.
+            Some(0) => Phase::Cycle { height: 0.0 },
             Some(_) if self.decay_step_size == 0 => Phase::Decay { intervals: 0.0 },
             Some(steps) => Phase::Decay { intervals: steps as f64 / self.decay_step_size as f64 },
         }
