@@ -246,8 +246,9 @@ fn a_failed_copy_is_an_error_on_all_ranks_and_leaves_the_one_before() {
         rank.train(1)?;
         rank.all.start_barrier()?.wait()?;
         if rank.all.rank() == 0 {
-            // No directory can have the name of a file.
-            fs::write(node(&place, 1).join(".step_00000002.saving"), "in the way")?;
+            // No directory can be made in a file.
+            fs::rename(node(&place, 1), place.path().join("away"))?;
+            fs::write(node(&place, 1), "in the way")?;
         }
         rank.all.start_barrier()?.wait()?;
         let record = rank.record();
@@ -259,7 +260,8 @@ fn a_failed_copy_is_an_error_on_all_ranks_and_leaves_the_one_before() {
         let EngineError::Checkpoint(error) = error else { panic!("{error}") };
         assert!(matches!(&*error, CheckpointError::NotSaved { step: 2, rank: 2, .. }), "{error}");
     }
-    fs::remove_file(node(&place, 1).join(".step_00000002.saving")).unwrap();
+    fs::remove_file(node(&place, 1)).unwrap();
+    fs::rename(place.path().join("away"), node(&place, 1)).unwrap();
     for index in 0..NODES {
         assert_eq!(saved_steps(&node(&place, index)).unwrap(), [1]);
         assert_eq!(fs::read_dir(node(&place, index)).unwrap().count(), 1, "node {index}");
