@@ -6,10 +6,6 @@ use crate::data::{DataError, FileError};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value as Json, json};
 
-/// The fields of a line with `messages`, or with `prompt` and `completion` as messages. Others have no effect.
-pub(super) const FIELDS: [&str; 7] =
-    ["messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs", "system"];
-
 /// Fields of a message that say whether it is trained on: 1 or true, 0 or false.
 const WEIGHTS: [&str; 5] = ["weight", "train", "loss", "loss_mask", "loss_weight"];
 

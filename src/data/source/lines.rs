@@ -1,6 +1,5 @@
 //! Parses the lines of a JSONL file.
 
-use super::conversation;
 use super::document::Encoder;
 use crate::data::chat::Chat;
 use crate::data::notes::Note;
@@ -13,6 +12,10 @@ use std::path::Path;
 
 /// Fields with a 0 for each token without a label.
 const TOKEN_MASKS: [&str; 3] = ["loss_mask", "completion_mask", "assistant_masks"];
+
+/// The fields of a line with `messages`, or with `prompt` and `completion` as messages. Others have no effect.
+const CONVERSATION_FIELDS: [&str; 7] =
+    ["messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs", "system"];
 
 /// The fields of a line with `input_ids`. Others have no effect.
 const TOKEN_FIELDS: [&str; 6] =
@@ -71,7 +74,7 @@ pub(super) fn parse(
     if let Some(messages) = fields.get("messages")? {
         fields.check_numbers("messages")?;
         fields.check_meaning()?;
-        return Ok((Line::Chat(fields.chat(messages, 0)?), fields.unused(&conversation::FIELDS)));
+        return Ok((Line::Chat(fields.chat(messages, 0)?), fields.unused(&CONVERSATION_FIELDS)));
     }
     if let (Some(prompt), Some(completion)) = (fields.get("prompt")?, fields.get("completion")?) {
         fields.check_meaning()?;
@@ -113,7 +116,7 @@ impl Fields<'_> {
                 self.check_numbers("completion")?;
                 let first_answer = messages.len();
                 messages.extend(completion);
-                Ok((Line::Chat(self.chat(messages, first_answer)?), self.unused(&conversation::FIELDS)))
+                Ok((Line::Chat(self.chat(messages, first_answer)?), self.unused(&CONVERSATION_FIELDS)))
             }
             _ => Err(self.error(
                 "expected `prompt` and `completion` as two strings, or as two lists of messages; or give `messages`"

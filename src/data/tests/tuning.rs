@@ -150,7 +150,7 @@ fn a_template_whose_answers_cannot_be_located_is_refused() {
     let silent = refused("{{ messages[0].content }}", &chat());
     assert!(silent.contains("it leaves out content of messages[1]"), "{silent}");
     let unmarked = refused(
-        "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages[1].content }}",
+        "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages | map(attribute='content') | join }}",
         &chat(),
     );
     assert!(unmarked.contains("the chat template adds no text for the role `assistant`"), "{unmarked}");
