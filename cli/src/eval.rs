@@ -50,7 +50,7 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let mut ranks = Joined::threads().place(args.device, config.world_size())?;
-    let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
+    let tokenizer = open_tokenizer(&mut config.ulysses)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
     let ranks_per_node = config.world_size();
     model::resolve_ring(&source.config, &mut config, ranks_per_node);

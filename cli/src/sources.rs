@@ -4,32 +4,36 @@ use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::config::{Config, DataSource, HeldOut, Packing};
+use ulysses::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
 use ulysses::data::{
-    Corpus, DataError, Dataset, Documents, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Dataset, Documents, Notes, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Documents before packing.
 pub(super) struct Sources {
     packing: Packing,
+    long_conversations: LongConversations,
     /// Training documents and their weights; either all or none have one.
     training: Vec<(Documents, Option<f64>)>,
     held_out: Vec<Documents>,
 }
 
 /// Opens the given tokenizer, else the model's own, else one of bytes. Sets `tokenizer` to the path that it opens.
-pub(super) fn open_tokenizer(
-    model: Option<&str>,
-    tokenizer: &mut Option<String>,
-) -> Result<Tokenizer, Failure> {
+pub(super) fn open_tokenizer(config: &mut UlyssesConfig) -> Result<Tokenizer, Failure> {
+    let UlyssesConfig { model, tokenizer, chat_date, .. } = config;
     if tokenizer.is_none()
-        && let Some(path) = model.and_then(model::own_tokenizer)
+        && let Some(path) = model.as_deref().and_then(model::own_tokenizer)
     {
         log_line(format_args!("tokenizer: {}", path.display()));
         *tokenizer = Some(path.display().to_string());
     }
-    match tokenizer {
-        Some(path) => Tokenizer::from_file(Path::new(path)).or_usage(),
+    tokenizer_file(tokenizer.as_deref().map(Path::new), *chat_date)
+}
+
+/// Opens a tokenizer file, or that of bytes.
+pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result<Tokenizer, Failure> {
+    match path {
+        Some(path) => Tokenizer::from_file(path).and_then(|file| file.with_chat_date(chat_date)).or_usage(),
         None => Ok(Tokenizer::bytes()),
     }
 }
@@ -45,7 +49,8 @@ impl Sources {
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
         let packing = config.ulysses.packing;
         let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
-        let mut sources = Self { packing, training: Vec::new(), held_out: Vec::new() };
+        let long_conversations = config.ulysses.long_conversations;
+        let mut sources = Self { packing, long_conversations, training: Vec::new(), held_out: Vec::new() };
         for DataSource { path, weight } in config.require_data()? {
             let corpus = read_corpus(path, config, tokenizer, vocab_size)?;
             let training = match held_out {
@@ -91,10 +96,22 @@ impl Sources {
 
     /// Packs the training data into sequences of `seq_len` tokens.
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
-        let pack =
-            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
-        let sequences = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
-        let sequences = sequences.collect::<anyhow::Result<Vec<_>>>()?;
+        let (mut sequences, mut num_long) = (Vec::new(), 0);
+        for (documents, weight) in &self.training {
+            let (packed, long) = self.pack(documents, seq_len)?;
+            sequences.push((packed, *weight));
+            num_long += long;
+        }
+        if num_long > 0 {
+            log_line(format_args!(
+                "data: {num_long} conversations are longer than {seq_len} tokens: {} (`ulysses.long_conversations`)",
+                match self.long_conversations {
+                    LongConversations::Truncate => "cut there",
+                    LongConversations::Drop => "left out",
+                    _ => "split, so that the rest does not see its prompt",
+                }
+            ));
+        }
         let weights: Option<Vec<f64>> = sequences.iter().map(|(_, weight)| *weight).collect();
         let sequences = sequences.into_iter().map(|(sequences, _)| sequences);
         let dataset = match weights {
@@ -117,15 +134,27 @@ impl Sources {
         Ok(dataset)
     }
 
+    /// Packs documents, and returns how many conversations are longer than a sequence.
+    fn pack(&self, documents: &Documents, seq_len: usize) -> Result<(PackedSequences, usize), DataError> {
+        let (documents, num_long) = documents.limited(seq_len, self.long_conversations)?;
+        Ok((PackedSequences::with_packing(documents, seq_len, self.packing)?, num_long))
+    }
+
     /// Packs the validation data into sequences of `seq_len` tokens.
     pub(super) fn held_out(&self, seq_len: usize) -> anyhow::Result<Option<Dataset>> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let pack =
-            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
-        let sequences = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
+        let pack = |documents| Ok(self.pack(documents, seq_len)?.0);
+        let sequences = self.held_out.iter().map(pack).collect::<Result<Vec<_>, DataError>>()?;
         Ok(Some(Dataset::concatenated(sequences)?))
+    }
+}
+
+/// Prints what the user should know about lines.
+pub(super) fn log_notes(notes: &Notes) {
+    if !notes.is_empty() {
+        log_line(format_args!("data: {notes}"));
     }
 }
 
@@ -164,6 +193,7 @@ fn read_corpus(
     if corpus.skipped().total() > 0 {
         log_line(format_args!("data: {}", corpus.skipped()));
     }
+    log_notes(corpus.notes());
     let corpus = Arc::new(corpus);
     Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
         let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("(bytes)");

@@ -2,7 +2,7 @@
 
 use super::source::{Encoder, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
-use super::{DataError, FileError, Skipped, Tokenizer};
+use super::{DataError, FileError, Notes, Skipped, Tokenizer};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,6 +31,7 @@ const SCAN_TOKENS: usize = 1 << 16;
 pub struct Corpus {
     parts: Vec<Part>,
     skipped: Skipped,
+    notes: Notes,
 }
 
 /// A token store, with its ranges of tokens and documents in the corpus.
@@ -78,7 +79,7 @@ impl Corpus {
     /// # Errors
     /// When a path does not exist, a file cannot be read or is damaged, the tokenizer fails, or a path has no tokens.
     pub fn open(paths: &[impl AsRef<Path>], options: &SourceOptions<'_>) -> Result<Self, DataError> {
-        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        let mut corpus = Self::empty();
         for path in paths.iter().map(AsRef::as_ref) {
             let mut skipped = Skipped::default();
             let files = expand(path, &mut skipped)?;
@@ -91,15 +92,22 @@ impl Corpus {
                         check_tokenizer(&file, options.tokenizer)?;
                         corpus.push(file)?;
                     }
-                    _ => corpus.push(tokenize(files, options, &mut skipped)?)?,
+                    _ => {
+                        let tokens = tokenize(files, options, &mut skipped, &mut corpus.notes)?;
+                        corpus.push(tokens)?;
+                    }
                 }
             }
             if corpus.num_tokens() == before {
-                return Err(DataError::Empty { path: path.to_owned(), skipped });
+                return Err(DataError::Empty { path: path.to_owned(), skipped, notes: corpus.notes });
             }
             corpus.skipped.add(skipped);
         }
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
+    }
+
+    fn empty() -> Self {
+        Self { parts: Vec::new(), skipped: Skipped::default(), notes: Notes::default() }
     }
 
     /// Creates a corpus of tokenized documents; empty ones are dropped.
@@ -109,7 +117,7 @@ impl Corpus {
     pub fn from_documents(documents: impl IntoIterator<Item = Vec<u32>>) -> Result<Self, DataError> {
         let mut store = MemoryTokens::default();
         documents.into_iter().for_each(|document| store.push(&document, None));
-        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        let mut corpus = Self::empty();
         corpus.push(store)?;
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
@@ -119,7 +127,7 @@ impl Corpus {
     /// # Errors
     /// When its counts overflow.
     pub fn from_token_file(file: TokenFile) -> Result<Self, DataError> {
-        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        let mut corpus = Self::empty();
         corpus.push(file)?;
         Ok(corpus)
     }
@@ -199,6 +207,11 @@ impl Corpus {
         self.parts.iter().any(|part| part.store.has_labels())
     }
 
+    /// Returns whether labels may differ from tokens in the source of a token.
+    pub(super) fn has_labels_at(&self, token: usize) -> bool {
+        self.parts[self.part_at(token)].store.has_labels()
+    }
+
     /// Returns the first token or label outside a vocabulary, as its index and id.
     ///
     /// Only parts that are not [checked on access](TokenFileOptions::vocab_size) are scanned.
@@ -223,6 +236,11 @@ impl Corpus {
             }
         }
         Ok(None)
+    }
+
+    /// Returns what the user should know about the lines that were read.
+    pub fn notes(&self) -> &Notes {
+        &self.notes
     }
 
     /// Returns the number of skipped entries.
@@ -254,6 +272,7 @@ fn tokenize(
     files: &[SourceFile],
     options: &SourceOptions<'_>,
     skipped: &mut Skipped,
+    notes: &mut Notes,
 ) -> Result<MemoryTokens, DataError> {
     let SourceOptions { tokenizer, text_field, .. } = *options;
     let vocab_size = options.token_files.vocab_size.unwrap_or(usize::MAX);
@@ -265,7 +284,8 @@ fn tokenize(
     while let Some(current) = batch {
         let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
         for document in documents? {
-            skipped.empty += usize::from(document.tokens.is_empty());
+            skipped.empty += usize::from(document.is_empty());
+            notes.add(document.notes);
             store.push(&document.tokens, document.labels.as_deref());
         }
         batch = next?;

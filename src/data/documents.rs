@@ -1,7 +1,7 @@
 //! [`Documents`]: all documents of a corpus, or one part of a split.
 
 use super::{Corpus, DataError, IGNORED_LABEL, epoch_order};
-use crate::config::Packing;
+use crate::config::{LongConversations, Packing};
 use crate::fnv1a;
 use std::ops::Range;
 use std::sync::Arc;
@@ -81,6 +81,35 @@ impl Documents {
             }
         }
         Ok(parts.map(|selection| Self { corpus: corpus.clone(), selection: Some(selection) }))
+    }
+
+    /// Applies a rule to documents with labels of more than `max_tokens`, and returns how many there are.
+    ///
+    /// # Errors
+    /// When the rule is [`LongConversations::Error`] and there is such a document, or no document is left.
+    pub fn limited(&self, max_tokens: usize, rule: LongConversations) -> Result<(Self, usize), DataError> {
+        if !self.corpus.has_labels() {
+            return Ok((self.clone(), 0));
+        }
+        let (mut limited, mut num_long) = (Selection::default(), 0);
+        for index in 0..self.num_documents() {
+            let range = match &self.selection {
+                Some(selection) => selection.ranges[index].clone(),
+                None => self.corpus.document(index)?,
+            };
+            let is_long = range.len() > max_tokens && self.corpus.has_labels_at(range.start);
+            num_long += usize::from(is_long);
+            match rule {
+                LongConversations::Truncate if is_long => limited.push(range.start..range.start + max_tokens),
+                LongConversations::Drop if is_long => {}
+                _ => limited.push(range),
+            }
+        }
+        if num_long > 0 && (rule == LongConversations::Error || limited.ends.is_empty()) {
+            return Err(DataError::LongConversations { num_long, max_tokens });
+        }
+        let selection = if num_long > 0 { Some(limited) } else { self.selection.clone() };
+        Ok((Self { corpus: self.corpus.clone(), selection }, num_long))
     }
 
     /// Returns the corpus of the documents.

@@ -1,6 +1,6 @@
 //! Errors of a corpus, a batch or a data loader.
 
-use super::{FileError, Skipped};
+use super::{FileError, Notes, Skipped};
 use crate::mesh::MeshError;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -39,12 +39,14 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A file or directory without any token.
-    #[error("{} contains no text ({skipped})", path.display())]
+    #[error("{} contains no text ({skipped}{})", path.display(), notes.after("; "))]
     Empty {
         /// The path as given.
         path: PathBuf,
         /// The entries that were skipped.
         skipped: Skipped,
+        /// Why lines were skipped.
+        notes: Notes,
     },
     /// An output file that exists.
     #[error("{} exists and is not overwritten; remove it, or choose another output", path.display())]
@@ -113,6 +115,17 @@ pub enum DataError {
         path: PathBuf,
         /// The error of the library.
         source: TokenizerCause,
+    },
+    /// Conversations that do not fit a sequence.
+    #[error(
+        "{num_long} conversations have more than seq_len {max_tokens} tokens; raise seq_len, shorten them, or set \
+         `ulysses.long_conversations` to `truncate`"
+    )]
+    LongConversations {
+        /// Their number.
+        num_long: usize,
+        /// The tokens of a sequence.
+        max_tokens: usize,
     },
     /// An invalid sequence length.
     #[error("seq_len {seq_len} is invalid; valid are 1 to {}", u32::MAX)]

@@ -2,12 +2,11 @@
 
 use super::DataError;
 use super::catch_panic::catch_panic;
-use super::chat::ChatTemplate;
+use super::chat::ChatFiles;
+use crate::config::ChatDate;
 use crate::regular_file;
-use serde_json::Value as Json;
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Converts text to token ids.
 ///
@@ -29,8 +28,9 @@ pub struct Tokenizer {
     vocab_size: usize,
     hash: [u8; 32],
     fingerprint: [u8; 32],
-    chat: Option<Box<ChatTemplate>>,
-    end_of_text: Option<String>,
+    /// Empty for bytes.
+    path: PathBuf,
+    chat: ChatFiles,
 }
 
 #[derive(Debug, Clone)]
@@ -46,11 +46,13 @@ impl Tokenizer {
     /// Returns the byte tokenizer: every byte of the UTF-8 text is a token, with a vocabulary of 256.
     pub fn bytes() -> Self {
         let hash = *blake3::hash(b"bytes").as_bytes();
-        Self { kind: Kind::Bytes, vocab_size: 256, hash, fingerprint: hash, chat: None, end_of_text: None }
+        let (path, chat) = Default::default();
+        Self { kind: Kind::Bytes, vocab_size: 256, hash, fingerprint: hash, path, chat }
     }
 
-    /// Loads a Hugging Face `tokenizer.json`, and from the files next to it the chat template
-    /// (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`) and the `eos_token`.
+    /// Loads a Hugging Face `tokenizer.json`, and from the files next to it the chat templates
+    /// (`chat_template.jinja` and `additional_chat_templates/`, or `chat_template` in `tokenizer_config.json`) and the
+    /// special tokens.
     ///
     /// Truncation and padding of the file are disabled, because packing cuts and pads. Special tokens that it adds to a
     /// text (such as a leading BOS) are kept, once per document.
@@ -63,24 +65,10 @@ impl Tokenizer {
         let (tokenizer, vocab_size) =
             catch_panic(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
-        let settings = read_sibling(path, "tokenizer_config.json")?;
-        let settings: Json = match settings {
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|error| sibling_error(path, "tokenizer_config.json", error))?,
-            None => Json::Null,
-        };
-        let (template, template_file) = match read_sibling(path, "chat_template.jinja")? {
-            Some(template) => (Some(template), "chat_template.jinja"),
-            None => (default_template(&settings), "tokenizer_config.json"),
-        };
-        let special_tokens = special_tokens(&settings);
-        let end_of_text = special_tokens.get("eos_token").cloned();
-        let settings =
-            serde_json::json!([blake3::Hash::from(hash).to_hex().as_str(), template, special_tokens]);
-        let fingerprint = *blake3::hash(settings.to_string().as_bytes()).as_bytes();
-        let chat = template.map(|source| ChatTemplate::new(&source, special_tokens));
-        let chat = chat.transpose().map_err(|error| sibling_error(path, template_file, error))?.map(Box::new);
-        Ok(Self { kind, vocab_size, hash, fingerprint, chat, end_of_text })
+        let chat = ChatFiles::read(path)?;
+        let mut tokenizer = Self { kind, vocab_size, hash, fingerprint: hash, path: path.to_owned(), chat };
+        tokenizer.set_fingerprint();
+        Ok(tokenizer)
     }
 
     /// Returns the largest token id plus 1.
@@ -98,14 +86,32 @@ impl Tokenizer {
         self.fingerprint
     }
 
-    /// Returns the chat template, if the tokenizer has one.
-    pub(super) fn chat(&self) -> Option<&ChatTemplate> {
-        self.chat.as_deref()
+    /// Returns this tokenizer with another date for `strftime_now` of its chat templates.
+    ///
+    /// # Errors
+    /// As [`from_file`](Self::from_file).
+    pub fn with_chat_date(mut self, date: ChatDate) -> Result<Self, DataError> {
+        self.chat.set_date(date, &self.path)?;
+        self.set_fingerprint();
+        Ok(self)
+    }
+
+    fn set_fingerprint(&mut self) {
+        if let Kind::HuggingFace(_) = self.kind {
+            let parts =
+                serde_json::json!([blake3::Hash::from(self.hash).to_hex().as_str(), self.chat.fingerprint()]);
+            self.fingerprint = *blake3::hash(parts.to_string().as_bytes()).as_bytes();
+        }
+    }
+
+    /// Returns the chat templates.
+    pub(super) fn chat(&self) -> &ChatFiles {
+        &self.chat
     }
 
     /// Returns the end-of-text token, if the tokenizer has one.
     pub(super) fn end_of_text(&self) -> Option<&str> {
-        self.end_of_text.as_deref()
+        self.chat.special_token("eos_token")
     }
 
     /// Returns the tokens of one document; errors name `path`.
@@ -171,37 +177,4 @@ fn load(json: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, usize)> {
     // Ids may have gaps, so the vocabulary size is not the number of entries.
     let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
     Ok((tokenizer, vocab_size))
-}
-
-/// Reads a file next to the tokenizer's, if there is one.
-fn read_sibling(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
-    match regular_file::read_to_string(&tokenizer.with_file_name(name)) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(sibling_error(tokenizer, name, error)),
-    }
-}
-
-fn sibling_error(
-    tokenizer: &Path,
-    name: &str,
-    source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
-) -> DataError {
-    DataError::TokenizerSettings { path: tokenizer.with_file_name(name), source: source.into() }
-}
-
-/// Returns the default template of `chat_template`, which is a template or a list of named ones.
-fn default_template(settings: &Json) -> Option<String> {
-    let template = match &settings["chat_template"] {
-        Json::Array(named) => &named.iter().find(|template| template["name"] == "default")?["template"],
-        template => template,
-    };
-    template.as_str().map(str::to_owned)
-}
-
-/// Returns the special tokens (`bos_token` and others), which are strings or objects with `content`.
-fn special_tokens(settings: &Json) -> BTreeMap<String, String> {
-    let entries = settings.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
-    let text = |token: &Json| token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned);
-    entries.filter_map(|(name, token)| Some((name.clone(), text(token)?))).collect()
 }

@@ -1,11 +1,11 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
-use crate::sources::{failure, parse_packing};
+use crate::sources::{failure, log_notes, parse_packing, tokenizer_file};
 use crate::{Failure, OrFail, print};
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use ulysses::config::Packing;
+use ulysses::config::{ChatDate, Packing};
 use ulysses::data::{
     Corpus, DataError, Documents, IGNORED_LABEL, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
@@ -27,6 +27,9 @@ pub(crate) struct InspectArgs {
     /// JSONL field or Parquet column of the text.
     #[arg(long, default_value = "text")]
     text_field: String,
+    /// The date that a chat template prints with `strftime_now`.
+    #[arg(long, value_name = "YYYY-MM-DD", default_value_t)]
+    chat_date: ChatDate,
     /// Number of documents to print.
     #[arg(long, default_value_t = 3)]
     samples: usize,
@@ -39,16 +42,14 @@ pub(crate) struct InspectArgs {
 }
 
 pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
-    let tokenizer = match &args.tokenizer {
-        Some(path) => Tokenizer::from_file(path).or_usage()?,
-        None => Tokenizer::bytes(),
-    };
+    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date)?;
     let options = SourceOptions {
         tokenizer: &tokenizer,
         text_field: &args.text_field,
         token_files: TokenFileOptions::default(),
     };
     let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
+    log_notes(documents.corpus().notes());
     let sequences =
         PackedSequences::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
     let lens = Lens::read(&documents).or_run()?;

@@ -2,7 +2,7 @@
 
 mod inspect;
 
-use super::sources::failure;
+use super::sources::{failure, log_notes, tokenizer_file};
 use super::{Failure, OrFail, log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
@@ -10,6 +10,7 @@ use inspect::{InspectArgs, inspect_text};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use ulysses::config::ChatDate;
 use ulysses::data::{
     Corpus, DataError, FileFormat, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile,
     TokenFileOptions, Tokenizer, prepare,
@@ -45,6 +46,9 @@ pub(super) struct PrepareArgs {
     /// JSONL field or Parquet column of the text.
     #[arg(long, default_value = "text")]
     text_field: String,
+    /// The date that a chat template prints with `strftime_now`.
+    #[arg(long, value_name = "YYYY-MM-DD", default_value_t)]
+    chat_date: ChatDate,
 }
 
 pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
@@ -62,11 +66,8 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
 }
 
 fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
-    let PrepareArgs { inputs, output, tokenizer, text_field } = args;
-    let tokenizer = match tokenizer {
-        Some(path) => Tokenizer::from_file(path).or_usage()?,
-        None => Tokenizer::bytes(),
-    };
+    let PrepareArgs { inputs, output, tokenizer, text_field, chat_date } = args;
+    let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date)?;
     let options = PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field };
     let mut display = Display::new();
     let prepared = prepare(&options, |progress| display.show(progress));
@@ -75,6 +76,7 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     if prepared.skipped.total() > 0 {
         log_line(format_args!("data: {}", prepared.skipped));
     }
+    log_notes(&prepared.notes);
     if prepared.is_resumed {
         log_line("continued an interrupted call");
     }

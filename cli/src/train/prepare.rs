@@ -100,7 +100,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let launch = settings::launch_options(config.ulysses.threads_per_rank, local_ranks)?;
     let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
     let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
-    let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
+    let tokenizer = open_tokenizer(&mut config.ulysses)?;
     let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
     let cluster = host.rank_hosts().and_then(|hosts| hosts.cluster().ok());

@@ -85,6 +85,21 @@ choices! {
     }
 }
 
+choices! {
+    /// What happens to documents with labels (conversations, completions) of more than `seq_len` tokens.
+    pub enum LongConversations {
+        /// They are cut at the end.
+        #[default]
+        Truncate = "truncate",
+        /// They are left out.
+        Drop = "drop",
+        /// They are an error.
+        Error = "error",
+        /// Their rest is a document of its own.
+        Split = "split",
+    }
+}
+
 keys! {
     /// Held-out data, and when it is evaluated.
     #[derive(Clone, Debug, PartialEq)]

@@ -1,6 +1,7 @@
 //! The sections of the file that do something, each a struct whose fields are its keys.
 
 pub(crate) mod activation_checkpointing;
+pub(crate) mod chat_date;
 pub(crate) mod checkpoint;
 pub(crate) mod data;
 pub(crate) mod mesh;

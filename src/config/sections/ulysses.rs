@@ -1,6 +1,7 @@
 //! The `ulysses` section: settings that DeepSpeed leaves to the training script.
 
-use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
+use super::chat_date::ChatDate;
+use super::data::{DataSource, LongConversations, Packing, SeqLenChange, ValidationConfig};
 use super::mesh_rules::MeshRule;
 use super::parameter_groups::ParameterGroup;
 use super::zero::{AXES, PartitionAxes};
@@ -28,6 +29,8 @@ keys! {
         pub end_of_document: Option<u32> = integer(0, u32::MAX as u64 - 1),
         /// The path of a Hugging Face `tokenizer.json`.
         pub tokenizer: Option<String> = text().derived("the one in the model's directory, or bytes"),
+        /// The date that chat templates print with `strftime_now`, as `YYYY-MM-DD`. Data must not depend on the day.
+        pub chat_date: ChatDate = text().text("2024-07-26"),
         /// The output directory: metrics, resolved config and checkpoints.
         pub output: Option<String> = text().derived("`runs/NAME-N`"),
         /// Tokens per sequence, over all sequence-parallel ranks.
@@ -41,6 +44,9 @@ keys! {
         /// Packing of documents into sequences. `greedy`: documents that fit are not cut; `cut`: concatenated and cut every
         /// `seq_len` tokens; `concat`: as `cut`, with attention across documents.
         pub packing: Packing = choice().text("greedy"),
+        /// Conversations and completions of more than `seq_len` tokens. `truncate`: cut at the end; `drop`: left out; `error`: the
+        /// run does not start; `split`: the rest is trained on as a document of its own, which does not see its prompt.
+        pub long_conversations: LongConversations = choice().text("truncate"),
         /// Held-out data, evaluated during training.
         pub validation: Option<ValidationConfig> = section(),
         /// Mesh axes over which ZeRO partitions: `["dp"]`, or `["dp", "sp"]` for all ranks, which stores the model state once

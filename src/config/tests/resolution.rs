@@ -1,6 +1,7 @@
 //! From a file and flags to a config.
 
 use super::*;
+use crate::config::{ChatDate, LongConversations};
 
 /// Everything off, with DeepSpeed's values where it is on.
 fn defaults_of_monitoring() -> MonitoringConfig {
@@ -62,12 +63,14 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             text_field: "text".into(),
             end_of_document: None,
             tokenizer: None,
+            chat_date: ChatDate::default(),
             output: None,
             seq_len: None,
             steps: None,
             epochs: None,
             seq_len_schedule: vec![],
             packing: Packing::Greedy,
+            long_conversations: LongConversations::Truncate,
             validation: None,
             zero_partition_axes: PartitionAxes::Dp,
             ring_size: 1,

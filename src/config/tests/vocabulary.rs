@@ -30,6 +30,7 @@ fn sample(key: &Key) -> Value {
             Max::Unbounded => vec![json!(range.min.max(1e-6) * 3.0)],
             Max::AtMost(max) | Max::Below(max) => vec![json!((range.min + max) / 2.0)],
         },
+        Kind::Text if key.name == "chat_date" => vec![json!("2026-01-31")],
         Kind::Text | Kind::AnyText => vec![json!("x")],
         Kind::Choice(names) => names.iter().map(|name| json!(name)).collect(),
         Kind::TwoCounts(_) => vec![json!([2, 2])],

@@ -24,7 +24,8 @@ impl Arguments {
             }
             None => Vec::new(),
         };
-        if values.iter().any(Value::is_safe) {
+        // `~` joins plain strings, and `+` escapes.
+        if !["~", "+"].contains(&callee) && values.iter().any(Value::is_safe) {
             return Err(failed(format!(
                 "`{callee}` of what `safe` gives: Python would escape what is added to it; remove `safe`"
             )));

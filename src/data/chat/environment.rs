@@ -1,12 +1,15 @@
 //! The environment of a template: Jinja's filters and tests, and the functions that `transformers` adds.
 
 use super::arguments::Arguments;
+use super::date::strftime;
 use super::filters::FILTERS;
 use super::limits::{self, charge, charge_value};
 use super::predicates::{PREDICATES, test};
 use super::python::{
-    Lazy, METHODS, Method, OPERATORS, Py, check_nested, failed, get_item, method, pairs, py, write_str,
+    Lazy, METHODS, Method, OPERATORS, Py, check_nested, failed, get_item, method, pairs, py, to_str,
+    write_str,
 };
+use super::{ChatDate, STRFTIME_NOW};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Rest, ValueOrKwargs, from_args};
 use minijinja::{Environment, Error, State, Value};
@@ -16,9 +19,8 @@ pub(super) fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
 }
 
-/// `strftime_now` is not defined, because data must not depend on the date. Templates that use it have a default
-/// date.
-pub(super) fn environment() -> Environment<'static> {
+/// `strftime_now` gives a fixed date, because data must not depend on the day.
+pub(super) fn environment(date: ChatDate) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(limits::MAX_INSTRUCTIONS));
     environment.set_recursion_limit(limits::MAX_RECURSION);
@@ -41,6 +43,7 @@ pub(super) fn environment() -> Environment<'static> {
     }
     add_operators(&mut environment);
     add_functions(&mut environment);
+    environment.add_function(STRFTIME_NOW, move |format: Value| strftime(date, &to_str(&format)?));
     environment
 }
 

@@ -6,13 +6,18 @@
 
 mod answers;
 mod arguments;
+mod checks;
+mod date;
 mod environment;
+mod files;
 mod filters;
 mod limits;
 mod predicates;
 mod program;
 mod python;
 
+use crate::config::ChatDate;
+use crate::data::notes::Note;
 use answers::{with_marks, without_marks};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
@@ -24,9 +29,25 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 pub(super) use answers::ANSWER_MARKS;
+pub(super) use files::ChatFiles;
 
 /// The field names of a message's reasoning, the standard one first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// The name of the function that gives the date.
+const STRFTIME_NOW: &str = "strftime_now";
+
+/// A conversation, and what a template sees beside its messages.
+#[derive(Debug, Default)]
+pub(super) struct Chat {
+    pub(super) messages: Vec<Json>,
+    /// The messages with `arguments` as JSON strings, where `messages` has them decoded.
+    pub(super) with_strings: Option<Vec<Json>>,
+    /// The indices of the messages to train on.
+    pub(super) answers: Vec<usize>,
+    /// `tools`, `documents` and variables of the conversation.
+    pub(super) variables: Map<String, Json>,
+}
 
 /// A Jinja template in the dialect of Hugging Face's `chat_template`.
 #[derive(Debug, Clone)]
@@ -40,20 +61,26 @@ pub(super) struct ChatTemplate {
 }
 
 /// A rendered conversation.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct RenderedChat {
     pub(super) text: String,
     /// The byte ranges of the text to train on, in order.
     pub(super) answers: Vec<Range<usize>>,
+    pub(super) notes: Vec<Note>,
 }
 
 impl ChatTemplate {
-    pub(super) fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
+    pub(super) fn new(
+        source: &str,
+        special_tokens: BTreeMap<String, String>,
+        date: ChatDate,
+    ) -> Result<Self, Error> {
         // As Jinja does.
         let (source, marks_answers) = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n"))?;
         let syntax = environment::syntax()?;
         Program::new(&source, &syntax)?;
-        Ok(Self { source, syntax, environment: environment::environment(), special_tokens, marks_answers })
+        let environment = environment::environment(date);
+        Ok(Self { source, syntax, environment, special_tokens, marks_answers })
     }
 
     /// Renders a conversation and locates the assistant's answers.
@@ -61,23 +88,71 @@ impl ChatTemplate {
     /// `{% generation %}` in a template marks the answers. Otherwise, an answer is the text that a message adds to the
     /// rendering of the previous messages with the generation prompt: its content and the token that ends the turn.
     /// White space after that has no labels. If the text before an answer changes without the answer, the answer is
-    /// located by replacing the message.
-    pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>) -> Result<RenderedChat, Error> {
+    /// located by marks in one of its strings.
+    pub(super) fn render(&self, chat: &Chat) -> Result<RenderedChat, Error> {
+        let rendered = self.render_messages(chat, &chat.messages);
+        let mut rendered = match (rendered, &chat.with_strings) {
+            // The template adds the string to a text.
+            (Err(error), Some(messages)) => self.render_messages(chat, messages).map_err(|_| error)?,
+            (rendered, None) => rendered?,
+            (rendered, Some(_)) => {
+                let mut rendered = rendered?;
+                rendered.notes.push(Note::DecodedArguments);
+                rendered
+            }
+        };
+        if self.source.contains(STRFTIME_NOW) {
+            rendered.notes.push(Note::Date);
+        }
+        Ok(rendered)
+    }
+
+    fn render_messages(&self, chat: &Chat, messages: &[Json]) -> Result<RenderedChat, Error> {
         let conversation = Conversation {
             template: self,
             program: Program::new(&self.source, &self.syntax)?,
+            given: messages,
             messages: messages.iter().map(message).collect::<Result<_, _>>()?,
-            tools: value(tools.unwrap_or(&Json::Null))?,
+            variables: value(&Json::Object(chat.variables.clone()))?,
             instructions_left: Cell::new(limits::MAX_TOTAL_INSTRUCTIONS),
         };
         let full = conversation.text(&conversation.messages, false)?;
-        if self.marks_answers {
-            return Ok(without_marks(&full));
-        }
-        let is_answer = |index: &usize| messages[*index]["role"] == "assistant";
-        let answers = conversation.answers(&full, (0..messages.len()).filter(is_answer))?;
-        Ok(RenderedChat { text: full, answers })
+        let mut rendered = match self.marks_answers {
+            true => {
+                let mut rendered = without_marks(&full);
+                rendered.answers = marked_answers(rendered.answers, chat, messages)?;
+                rendered
+            }
+            false => {
+                let answers = conversation.answers(&full, chat.answers.iter().copied())?;
+                RenderedChat { text: full.clone(), answers, notes: Vec::new() }
+            }
+        };
+        rendered.notes = conversation.check(&full, &rendered, &chat.answers)?;
+        Ok(rendered)
     }
+}
+
+/// Returns the answers to train on of those that a template marks.
+fn marked_answers(
+    marked: Vec<Range<usize>>,
+    chat: &Chat,
+    messages: &[Json],
+) -> Result<Vec<Range<usize>>, Error> {
+    let assistant = (0..messages.len()).filter(|index| messages[*index]["role"] == "assistant");
+    let assistant: Vec<_> = assistant.collect();
+    if assistant == chat.answers {
+        return Ok(marked);
+    }
+    if assistant.len() != marked.len() {
+        return Err(failed(format!(
+            "the template marks {} answers of {} messages, so it is unknown which ones belong to those without labels",
+            marked.len(),
+            assistant.len()
+        )));
+    }
+    let pairs = assistant.into_iter().zip(marked);
+    Ok(pairs.filter(|(index, _)| chat.answers.contains(index)).map(|(_, range)| range).collect())
 }
 
 #[cfg(test)]
@@ -94,8 +169,10 @@ impl ChatTemplate {
 struct Conversation<'a> {
     template: &'a ChatTemplate,
     program: Program<'a>,
+    given: &'a [Json],
+    /// As templates see them.
     messages: Vec<Value>,
-    tools: Value,
+    variables: Value,
     instructions_left: Cell<u64>,
 }
 
@@ -104,12 +181,12 @@ impl Conversation<'_> {
         let special_tokens = Value::from_pairs(self.template.special_tokens.clone());
         let conversation = context! {
             messages => messages,
-            tools => self.tools.clone(),
-            documents => (),
             add_generation_prompt => prompt,
         };
         limits::start();
-        let root = context! { ..conversation, ..special_tokens };
+        let absent = context! { tools => (), documents => () };
+        // The first one that has a name determines its value.
+        let root = context! { ..conversation, ..self.variables.clone(), ..absent, ..special_tokens };
         let result = self.program.run(&self.template.environment, root);
         // The cost of a failed rendering is unknown.
         let num_instructions = result.as_ref().map_or(limits::MAX_INSTRUCTIONS, |(_, used)| *used);

@@ -4,7 +4,7 @@ mod unfinished;
 
 use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::ignored_label;
-use super::{DataError, FileError, Skipped, Tokenizer};
+use super::{DataError, FileError, Notes, Skipped, Tokenizer};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -40,7 +40,7 @@ pub struct PrepareProgress {
 }
 
 /// The result of a preparation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
     /// The final counts.
@@ -49,6 +49,8 @@ pub struct Prepared {
     pub is_resumed: bool,
     /// The entries that this call skipped.
     pub skipped: Skipped,
+    /// What the user should know about the lines that this call read.
+    pub notes: Notes,
 }
 
 /// Tokenizes text into a file of our own format.
@@ -72,7 +74,7 @@ pub fn prepare(
     if vocab_size > ignored_label(4) as usize {
         return Err(DataError::VocabTooLarge { vocab_size });
     }
-    let mut skipped = Skipped::default();
+    let (mut skipped, mut notes) = (Skipped::default(), Notes::default());
     let inputs = Inputs::find(inputs, &mut skipped)?;
     let (mut unfinished, position) = Unfinished::open(output, tokenizer, &inputs.fingerprint(options))?;
     let is_resumed = position != Position::default();
@@ -88,8 +90,9 @@ pub fn prepare(
     while let Some(current) = batch {
         let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
         for document in documents? {
-            skipped.empty += usize::from(document.tokens.is_empty());
+            skipped.empty += usize::from(document.is_empty());
             unfinished.push(&document)?;
+            notes.add(document.notes);
         }
         unfinished.save(current.next)?;
         progress.text_bytes += current.bytes as u64;
@@ -104,10 +107,10 @@ pub fn prepare(
     if progress.num_tokens == 0 {
         let path = options.inputs.first().cloned().unwrap_or_default();
         unfinished.discard()?;
-        return Err(DataError::Empty { path, skipped });
+        return Err(DataError::Empty { path, skipped, notes });
     }
     unfinished.publish(output)?;
-    Ok(Prepared { progress, is_resumed, skipped })
+    Ok(Prepared { progress, is_resumed, skipped, notes })
 }
 
 /// The input files, identified by size and modification time.

@@ -2,7 +2,8 @@
 
 use super::lines::{Line, parse};
 use super::records::{Content, Record};
-use crate::data::chat::{ANSWER_MARKS, ChatTemplate, RenderedChat};
+use crate::data::chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
+use crate::data::notes::Note;
 use crate::data::{DataError, FileError, IGNORED_LABEL, Tokenizer};
 use rayon::prelude::*;
 use serde_json::Value as Json;
@@ -16,6 +17,15 @@ pub(in crate::data) struct Document {
     pub(in crate::data) tokens: Vec<u32>,
     /// The label of each token, if labels differ from tokens.
     pub(in crate::data) labels: Option<Vec<i64>>,
+    /// What the user should know about the line.
+    pub(in crate::data) notes: Vec<Note>,
+}
+
+impl Document {
+    /// Returns whether the document has no token for a reason that no note says.
+    pub(in crate::data) fn is_empty(&self) -> bool {
+        self.tokens.is_empty() && !self.notes.contains(&Note::NoAnswer)
+    }
 }
 
 /// Tokenizes records.
@@ -65,16 +75,19 @@ impl Encoder<'_> {
             Content::Line { number, bytes } => (*number, bytes),
         };
         let place = Place { path, line: number };
-        match parse(bytes, self, path, number)? {
+        let (line, notes) = parse(bytes, self, path, number)?;
+        let mut document = match line {
             Line::Text(text) => self.text(&text, path),
-            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels }),
+            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels, ..Document::default() }),
             Line::Completion { prompt, completion } => self.completion(&prompt, completion, path),
-            Line::Chat { messages, tools } => self.chat(&messages, tools.as_ref(), place),
-        }
+            Line::Chat(chat) => self.chat(&chat, place),
+        }?;
+        document.notes.extend(notes);
+        Ok(document)
     }
 
     fn text(&self, text: &str, path: &Path) -> Result<Document, DataError> {
-        Ok(Document { tokens: self.tokenizer.encode(text, path)?, labels: None })
+        Ok(Document { tokens: self.tokenizer.encode(text, path)?, ..Document::default() })
     }
 
     /// Tokenizes prompt and completion as one text, as in generation; the end-of-text token is trained on.
@@ -84,47 +97,60 @@ impl Encoder<'_> {
             text.push_str(end);
         }
         let answers = std::iter::once(prompt.len()..text.len()).collect();
-        self.answers(&RenderedChat { text, answers }, true, path)
+        self.answers(RenderedChat { text, answers, notes: Vec::new() }, true, path)
     }
 
-    fn chat(&self, messages: &[Json], tools: Option<&Json>, place: Place<'_>) -> Result<Document, DataError> {
-        let template = self.tokenizer.chat().ok_or_else(|| {
-            place.error(
-                "`messages` need a chat template: give the model's tokenizer.json, with tokenizer_config.json or \
-                 chat_template.jinja in the same directory; without a template use `prompt` and `completion`",
-            )
+    fn chat(&self, chat: &Chat, place: Place<'_>) -> Result<Document, DataError> {
+        let files = self.tokenizer.chat();
+        let template = files.template(chat).ok_or_else(|| {
+            place.error(&match files.names().as_slice() {
+                [] => "`messages` need a chat template: give the model's tokenizer.json, with tokenizer_config.json or \
+                       chat_template.jinja in the same directory; without a template use `prompt` and `completion`"
+                    .to_owned(),
+                names => format!("no chat template has the name `default`; the names are {}", names.join(", ")),
+            })
         })?;
-        let rendered = self.render(template, messages, tools, place)?;
+        if chat.answers.is_empty() {
+            return Ok(Document { notes: vec![Note::NoAnswer], ..Document::default() });
+        }
+        let rendered = self.render(template, chat, place)?;
         if rendered.answers.iter().all(Range::is_empty) {
-            let answers = messages.iter().any(|message| message["role"] == "assistant");
-            return Err(place.error(match answers {
-                true => "no answer to train on: the chat template adds no text for the role `assistant`",
-                false => "no answer to train on: no message has the role `assistant`",
-            }));
+            return Err(
+                place.error("no answer to train on: the chat template adds no text for the role `assistant`")
+            );
         }
         // The template adds the special tokens.
-        self.answers(&rendered, false, place.path)
+        self.answers(rendered, false, place.path)
     }
 
     fn render(
         &self,
         template: &ChatTemplate,
-        messages: &[Json],
-        tools: Option<&Json>,
+        chat: &Chat,
         place: Place<'_>,
     ) -> Result<RenderedChat, DataError> {
-        let written = messages.iter().map(Json::to_string);
-        if written.chain(tools.map(Json::to_string)).any(|text| text.contains(ANSWER_MARKS)) {
+        let written = chat.messages.iter().chain(chat.variables.values()).map(Json::to_string);
+        if written.into_iter().any(|text| text.contains(ANSWER_MARKS)) {
             return Err(place.error("the noncharacters U+FDD0 and U+FDD1 are not allowed in text"));
         }
-        template.render(messages, tools).map_err(|source| {
+        template.render(chat).map_err(|source| {
             FileError::ChatTemplate { path: place.path.to_owned(), line: place.line, source }.into()
         })
     }
 
     /// Tokenizes a text in which only the answers are trained on, including tokens that overlap an answer.
-    fn answers(&self, rendered: &RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
-        let (tokens, places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
+    fn answers(&self, rendered: RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
+        let (mut tokens, mut places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
+        // The text ends with the token that the tokenizer adds too.
+        let added = places.last().is_some_and(Range::is_empty)
+            && rendered.answers.last().is_some_and(|answer| answer.end == rendered.text.len());
+        if added
+            && let [.., end, added] = tokens[..]
+            && end == added
+        {
+            tokens.pop();
+            places.pop();
+        }
         let mut answers = rendered.answers.iter().peekable();
         let mut label = |token: u32, place: &Range<usize>| {
             // Tokens and answers ascend.
@@ -133,7 +159,7 @@ impl Encoder<'_> {
             if is_answer && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
         };
         let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
-        Ok(Document { tokens, labels: Some(labels) })
+        Ok(Document { tokens, labels: Some(labels), notes: rendered.notes })
     }
 }
 

@@ -1,12 +1,25 @@
 //! Parses the lines of a JSONL file.
 
 use super::document::Encoder;
+use crate::data::chat::Chat;
+use crate::data::notes::Note;
 use crate::data::{DataError, FileError, IGNORED_LABEL};
 use serde::Deserialize;
 use serde_json::Value as Json;
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::path::Path;
+
+/// Fields with a 0 for each token without a label.
+const TOKEN_MASKS: [&str; 3] = ["loss_mask", "completion_mask", "assistant_masks"];
+
+/// The fields of a line with `messages`, or with `prompt` and `completion` as messages. Others have no effect.
+const CONVERSATION_FIELDS: [&str; 7] =
+    ["messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs", "system"];
+
+/// The fields of a line with `input_ids`. Others have no effect.
+const TOKEN_FIELDS: [&str; 6] =
+    ["input_ids", "labels", "attention_mask", TOKEN_MASKS[0], TOKEN_MASKS[1], TOKEN_MASKS[2]];
 
 /// A line, by its kind.
 #[derive(Debug)]
@@ -21,21 +34,24 @@ pub(super) enum Line {
         prompt: String,
         completion: String,
     },
-    Chat {
-        messages: Vec<Json>,
-        tools: Option<Json>,
-    },
+    Chat(Chat),
 }
 
 /// The unparsed fields of a line. Only used fields are parsed, so a value takes no more memory than its text.
-struct Fields<'a> {
+pub(super) struct Fields<'a> {
     fields: BTreeMap<String, &'a RawValue>,
-    path: &'a Path,
-    line: u64,
+    pub(super) path: &'a Path,
+    pub(super) line: u64,
 }
 
-/// Reads a line: `input_ids`, `messages`, `prompt` with `completion`, or the field of the text, in this order.
-pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64) -> Result<Line, DataError> {
+/// Reads a line: `input_ids`, `messages`, `prompt` with `completion`, or the field of the text, in this order. Notes the
+/// fields that have no effect.
+pub(super) fn parse(
+    bytes: &[u8],
+    encoder: &Encoder<'_>,
+    path: &Path,
+    line: u64,
+) -> Result<(Line, Vec<Note>), DataError> {
     let Encoder { text_field, vocab_size, .. } = *encoder;
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let offset = error.valid_up_to();
@@ -53,18 +69,19 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
     })?;
     let fields = Fields { fields, path, line };
     if let Some(tokens) = fields.get("input_ids")? {
-        return fields.tokens(tokens, vocab_size);
+        return Ok((fields.tokens(tokens, vocab_size)?, fields.unused(&TOKEN_FIELDS)));
     }
     if let Some(messages) = fields.get("messages")? {
         fields.check_numbers("messages")?;
-        fields.check_numbers("tools")?;
-        return Ok(Line::Chat { messages, tools: fields.get("tools")? });
+        fields.check_meaning()?;
+        return Ok((Line::Chat(fields.chat(messages, 0)?), fields.unused(&CONVERSATION_FIELDS)));
     }
     if let (Some(prompt), Some(completion)) = (fields.get("prompt")?, fields.get("completion")?) {
-        return Ok(Line::Completion { prompt, completion });
+        fields.check_meaning()?;
+        return fields.completion(prompt, completion);
     }
     match fields.fields.get(text_field) {
-        Some(text) => Ok(Line::Text(fields.read(text_field, text)?)),
+        Some(text) => Ok((Line::Text(fields.read(text_field, text)?), fields.unused(&[text_field]))),
         None => {
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
             let found = found.join(", ");
@@ -77,8 +94,39 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
 }
 
 impl Fields<'_> {
+    /// Returns whether a field is present and not null.
+    pub(super) fn is_given(&self, name: &str) -> bool {
+        self.fields.get(name).is_some_and(|raw| raw.get() != "null")
+    }
+
+    /// Notes the fields other than `used`.
+    fn unused(&self, used: &[&str]) -> Vec<Note> {
+        let unused = self.fields.keys().filter(|name| !used.contains(&name.as_str()) && self.is_given(name));
+        unused.cloned().map(Note::UnusedField).collect()
+    }
+
+    /// Reads `prompt` and `completion`, both texts or both messages.
+    fn completion(&self, prompt: Json, completion: Json) -> Result<(Line, Vec<Note>), DataError> {
+        match (prompt, completion) {
+            (Json::String(prompt), Json::String(completion)) => {
+                Ok((Line::Completion { prompt, completion }, self.unused(&["prompt", "completion"])))
+            }
+            (Json::Array(mut messages), Json::Array(completion)) => {
+                self.check_numbers("prompt")?;
+                self.check_numbers("completion")?;
+                let first_answer = messages.len();
+                messages.extend(completion);
+                Ok((Line::Chat(self.chat(messages, first_answer)?), self.unused(&CONVERSATION_FIELDS)))
+            }
+            _ => Err(self.error(
+                "expected `prompt` and `completion` as two strings, or as two lists of messages; or give `messages`"
+                    .to_owned(),
+            )),
+        }
+    }
+
     /// Parses a field, unless it is absent or null.
-    fn get<'b, T: Deserialize<'b>>(&'b self, name: &str) -> Result<Option<T>, DataError> {
+    pub(super) fn get<'b, T: Deserialize<'b>>(&'b self, name: &str) -> Result<Option<T>, DataError> {
         match self.fields.get(name) {
             Some(raw) => self.read(name, raw),
             None => Ok(None),
@@ -93,29 +141,15 @@ impl Fields<'_> {
     }
 
     /// Checks that the integers of a field fit 64 bits. A larger one would become a float and print differently.
-    fn check_numbers(&self, name: &str) -> Result<(), DataError> {
-        let mut rest = self.fields.get(name).map_or("", |raw| raw.get());
-        while let Some(at) = rest.find(['"', '-', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9']) {
-            rest = &rest[at..];
-            if let Some(string) = rest.strip_prefix('"') {
-                rest = behind_string(string);
-                continue;
-            }
-            let is_part = |character: char| matches!(character, '-' | '+' | '.' | '0'..='9' | 'e' | 'E');
-            let (number, behind) =
-                rest.split_at(rest.find(|character| !is_part(character)).unwrap_or(rest.len()));
-            let is_exact = number.contains(['.', 'e', 'E'])
-                || (number != "-0" && (number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok()));
-            if !is_exact {
-                return Err(self.error(format!("`{name}` contains {number}; integers must fit 64 bits")));
-            }
-            rest = behind;
-        }
-        Ok(())
+    pub(super) fn check_numbers(&self, name: &str) -> Result<(), DataError> {
+        let Some(number) = self.fields.get(name).and_then(|raw| inexact_number(raw.get())) else {
+            return Ok(());
+        };
+        Err(self.error(format!("`{name}` contains {number}; integers must fit 64 bits")))
     }
 
     fn tokens(&self, tokens: Vec<u32>, vocab_size: usize) -> Result<Line, DataError> {
-        let labels: Option<Vec<i64>> = self.get("labels")?;
+        let mut labels: Option<Vec<i64>> = self.get("labels")?;
         if let Some(labels) = labels.as_ref().filter(|labels| labels.len() != tokens.len()) {
             let (labels, tokens) = (labels.len(), tokens.len());
             return Err(self
@@ -133,7 +167,29 @@ impl Fields<'_> {
             return Err(self
                 .error(format!("`labels`[{at}] is {}; valid are {ids:?} and {IGNORED_LABEL}", labels[at])));
         }
+        for name in TOKEN_MASKS {
+            let Some(mask) = self.mask(name, tokens.len())? else { continue };
+            let labels = labels.get_or_insert_with(|| tokens.iter().map(|&id| id.into()).collect());
+            for (label, _) in labels.iter_mut().zip(mask).filter(|(_, has_label)| !has_label) {
+                *label = IGNORED_LABEL;
+            }
+        }
+        if self.mask("attention_mask", tokens.len())?.is_some_and(|mask| mask.contains(&false)) {
+            return Err(self.error("`attention_mask` has a 0; remove the padding from the line".to_owned()));
+        }
         Ok(Line::Tokens { tokens, labels })
+    }
+
+    /// Reads a list of one 0 or 1 per token.
+    fn mask(&self, name: &str, num_tokens: usize) -> Result<Option<Vec<bool>>, DataError> {
+        let Some(values) = self.get::<Vec<Json>>(name)? else { return Ok(None) };
+        let value =
+            |value: &Json| value.as_bool().or_else(|| [false, true].get(value.as_u64()? as usize).copied());
+        let mask: Option<Vec<bool>> = values.iter().map(value).collect();
+        let mask = mask.filter(|mask| mask.len() == num_tokens);
+        mask.map(Some).ok_or_else(|| {
+            self.error(format!("`{name}` needs one 0 or 1 for each of the {num_tokens} `input_ids`"))
+        })
     }
 
     /// Says how to convert layouts that other programs read.
@@ -148,9 +204,30 @@ impl Fields<'_> {
         }
     }
 
-    fn error(&self, problem: String) -> DataError {
+    pub(super) fn error(&self, problem: String) -> DataError {
         FileError::Line { path: self.path.to_owned(), line: self.line, problem }.into()
     }
+}
+
+/// Returns the first integer of a JSON text that does not fit 64 bits.
+pub(super) fn inexact_number(mut rest: &str) -> Option<&str> {
+    while let Some(at) = rest.find(['"', '-', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9']) {
+        rest = &rest[at..];
+        if let Some(string) = rest.strip_prefix('"') {
+            rest = behind_string(string);
+            continue;
+        }
+        let is_part = |character: char| matches!(character, '-' | '+' | '.' | '0'..='9' | 'e' | 'E');
+        let (number, behind) =
+            rest.split_at(rest.find(|character| !is_part(character)).unwrap_or(rest.len()));
+        let is_exact = number.contains(['.', 'e', 'E'])
+            || (number != "-0" && (number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok()));
+        if !is_exact {
+            return Some(number);
+        }
+        rest = behind;
+    }
+    None
 }
 
 /// Returns the rest of the source after a string whose opening quote has been read.
@@ -169,5 +246,11 @@ fn behind_string(mut string: &str) -> &str {
 fn without_place(error: &serde_json::Error) -> String {
     let (message, place) =
         (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
-    message.strip_suffix(&place).unwrap_or(&message).to_owned()
+    let message = message.strip_suffix(&place).unwrap_or(&message);
+    match message {
+        "unexpected end of hex escape" | "lone leading surrogate in hex escape" => {
+            format!("an unpaired surrogate such as \\ud83d, which is no text ({message})")
+        }
+        _ => message.to_owned(),
+    }
 }

@@ -1,5 +1,6 @@
 //! Reads documents: resolves paths to files, and reads and tokenizes their contents.
 
+mod conversation;
 mod document;
 mod files;
 mod lines;

@@ -1,6 +1,7 @@
 //! Chat templates against what `transformers` makes of them.
 
-use crate::data::chat::ChatTemplate;
+use crate::config::ChatDate;
+use crate::data::chat::{Chat, ChatTemplate};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
@@ -21,10 +22,18 @@ struct Fixture {
     expressions: Vec<(String, Option<String>)>,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 struct Conversation {
     messages: Vec<Json>,
-    tools: Option<Json>,
+    #[serde(flatten)]
+    variables: Map<String, Json>,
+}
+
+impl From<Conversation> for Chat {
+    fn from(Conversation { messages, variables }: Conversation) -> Self {
+        let answers = (0..messages.len()).filter(|index| messages[*index]["role"] == "assistant").collect();
+        Self { messages, variables, answers, with_strings: None }
+    }
 }
 
 /// Template, conversation, text, and the bytes of each answer.
@@ -43,8 +52,9 @@ fn published_templates_give_the_text_and_the_answers_of_transformers() {
     for Expected(template, chat, text, answers) in expected {
         let label = format!("{template}, {chat}");
         let conversation = &conversations[&chat];
-        let parsed = ChatTemplate::new(&templates[&template], special_tokens.clone()).unwrap();
-        let rendered = parsed.render(&conversation.messages, conversation.tools.as_ref());
+        let date = ChatDate::default();
+        let parsed = ChatTemplate::new(&templates[&template], special_tokens.clone(), date).unwrap();
+        let rendered = parsed.render(&conversation.clone().into());
         match (rendered, text, answers) {
             (Err(_), None, _) | (Err(_), Some(_), None) => {}
             (Ok(found), Some(text), answers) => {
@@ -68,8 +78,8 @@ fn expressions_give_the_text_that_python_gives_or_an_error() {
     let Fixture { values, expressions, .. } = fixture();
     let mut wrong = Vec::new();
     for (source, expected) in expressions {
-        let found =
-            ChatTemplate::new(&source, BTreeMap::new()).and_then(|template| template.evaluate(&values));
+        let found = ChatTemplate::new(&source, BTreeMap::new(), ChatDate::default())
+            .and_then(|template| template.evaluate(&values));
         match (found, expected) {
             (Ok(found), Some(expected)) if found == expected => {}
             (Err(_), None) => {}
@@ -86,7 +96,7 @@ fn expressions_give_the_text_that_python_gives_or_an_error() {
 fn ascii_json_has_no_control_characters_and_names_of_the_engine_are_refused() {
     let values = json!({ "x": "\u{7f}é~" });
     let evaluated = |source: &str| {
-        let template = ChatTemplate::new(source, BTreeMap::new());
+        let template = ChatTemplate::new(source, BTreeMap::new(), ChatDate::default());
         template.and_then(|template| template.evaluate(values.as_object().unwrap()))
     };
     assert_eq!(evaluated("{{ x | tojson(ensure_ascii=True) }}").unwrap(), r#""\u007f\u00e9~""#);
@@ -138,8 +148,8 @@ fn a_template_cannot_exhaust_the_machine() {
         raw,
     ];
     for source in cases {
-        let found =
-            ChatTemplate::new(&source, BTreeMap::new()).and_then(|template| template.evaluate(&Map::new()));
+        let found = ChatTemplate::new(&source, BTreeMap::new(), ChatDate::default())
+            .and_then(|template| template.evaluate(&Map::new()));
         let start: String = source.chars().take(80).collect();
         let error = found.map(|text| text.len()).expect_err(&start);
         assert!(!error.to_string().is_empty());

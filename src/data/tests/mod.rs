@@ -4,6 +4,7 @@ mod balance;
 mod batch;
 mod best_fit;
 mod chat_templates;
+mod conversations;
 mod corpus;
 mod dataset;
 mod documents;

@@ -109,11 +109,16 @@ fn broken_lines_are_refused_with_file_and_line() {
             b"{\"txt\":\"a\",\"id\":1}",
             "line 3: no field `text`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: id, txt",
         ),
+        (b"{\"text\":\"a \\ud83d b\"}", "x.jsonl, line 3, `text`: an unpaired surrogate"),
+        (b"{\"text\":\"a \\ud83d\\u0041\"}", "x.jsonl, line 3, `text`: an unpaired surrogate"),
         (b"{\"input_ids\":[1,-2]}", "x.jsonl, line 3, `input_ids`"),
         (b"{\"input_ids\":[1,4294967295]}", "`input_ids`[1] is 4294967295; the vocabulary is 0..4294967295"),
         (b"{\"input_ids\":[1,2],\"labels\":[1]}", "line 3: 1 `labels` for 2 `input_ids`"),
         (b"{\"input_ids\":[1],\"labels\":[-1]}", "`labels`[0] is -1; valid are 0..4294967295 and -100"),
-        (b"{\"prompt\":\"a\",\"completion\":[]}", "line 3, `completion`"),
+        (
+            b"{\"prompt\":\"a\",\"completion\":[]}",
+            "line 3: expected `prompt` and `completion` as two strings, or",
+        ),
         (b"{\"messages\":[{\"role\":\"user\"}]}", "line 3: `messages` need a chat template"),
     ];
     for (line, expected) in cases {

@@ -6,7 +6,7 @@ use serde_json::{Value as Json, json};
 use std::path::Path;
 
 /// ChatML, as Qwen 2 has it, and what Llama 3 Instruct has (`tokenizer_config.json` of each).
-const CHATML: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+pub(super) const CHATML: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
     {{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}\
     {{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
@@ -17,7 +17,7 @@ const LLAMA_3: &str = "{% set loop_messages = messages %}{% for message in loop_
     {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}";
 
 /// A tokenizer of characters, with special tokens of their own.
-fn tokenizer(root: &Path, template: Option<&str>) -> Tokenizer {
+pub(super) fn tokenizer(root: &Path, template: Option<&str>) -> Tokenizer {
     let special = [
         "<|im_start|>",
         "<|im_end|>",
@@ -52,7 +52,7 @@ fn tokenizer(root: &Path, template: Option<&str>) -> Tokenizer {
 }
 
 /// The text of all tokens, and of those that are trained on, piece by piece.
-fn texts(root: &Path, tokenizer: &Tokenizer, line: &Json) -> (String, Vec<String>) {
+pub(super) fn texts(root: &Path, tokenizer: &Tokenizer, line: &Json) -> (String, Vec<String>) {
     write(root, "x.jsonl", line.to_string());
     let corpus = Corpus::load(&root.join("x.jsonl"), tokenizer).unwrap();
     let (mut tokens, mut labels) = (Vec::new(), Vec::new());
@@ -146,9 +146,14 @@ fn a_template_whose_answers_cannot_be_located_is_refused() {
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });
-    assert!(refused(CHATML, &question).contains("no answer to train on: no message has the role"));
+    assert!(refused(CHATML, &question).contains("1 conversation without an answer skipped"));
     let silent = refused("{{ messages[0].content }}", &chat());
-    assert!(silent.contains("the chat template adds no text for the role `assistant`"), "{silent}");
+    assert!(silent.contains("it leaves out content of messages[1]"), "{silent}");
+    let unmarked = refused(
+        "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages | map(attribute='content') | join }}",
+        &chat(),
+    );
+    assert!(unmarked.contains("the chat template adds no text for the role `assistant`"), "{unmarked}");
     let marked = json!({ "messages": [{ "role": "assistant", "content": "\u{fdd0}" }] });
     assert!(refused(CHATML, &marked).contains("U+FDD0"));
     write(root, "tokenizer_config.json", r#"{"chat_template":"{% if %}"}"#);

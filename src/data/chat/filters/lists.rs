@@ -168,8 +168,17 @@ pub(super) fn joined(arguments: Arguments) -> Result<Value, Error> {
     join(&parts, &between).map(Value::from)
 }
 
+/// Returns the elements for `map` and `select`, to which a false value such as none is empty.
+fn elements_if_true(value: &Value) -> Result<Vec<Value>, Error> {
+    match py(value) {
+        Py::Lazy(_) => elements(value),
+        _ if value.is_true() => elements(value),
+        _ => Ok(Vec::new()),
+    }
+}
+
 pub(super) fn map(state: &mut State<'_, '_>, mut arguments: Arguments) -> Result<Value, Error> {
-    let values = elements(&arguments.take_first())?;
+    let values = elements_if_true(&arguments.take_first())?;
     let (positional, named) = arguments.into_parts();
     let mut mapped = Vec::with_capacity(values.len());
     match positional.split_first() {
@@ -202,7 +211,7 @@ pub(super) fn select(
     by_attribute: bool,
     keep: bool,
 ) -> Result<Value, Error> {
-    let values = elements(&arguments.take_first())?;
+    let values = elements_if_true(&arguments.take_first())?;
     let path = by_attribute.then(|| arguments.take_first());
     let rest = arguments.positional()?;
     let mut selected = Vec::new();

@@ -60,6 +60,12 @@ fn too_large() -> Error {
 
 fn add(left: &Value, right: &Value) -> Result<Value, Error> {
     match (py(left), py(right)) {
+        (Py::Str(left_text), Py::Str(right_text)) if left.is_safe() || right.is_safe() => {
+            charge(6 * (left_text.len() + right_text.len()))?;
+            let part =
+                |value: &Value, text: &str| if value.is_safe() { text.to_owned() } else { escaped(text) };
+            Ok(Value::from_safe_string(part(left, left_text) + &part(right, right_text)))
+        }
         (Py::Str(left), Py::Str(right)) => {
             charge(left.len() + right.len())?;
             Ok(Value::from([left, right].concat()))
@@ -153,6 +159,12 @@ fn power(left: &Value, right: &Value) -> Result<Value, Error> {
         Some(_) => Err(failed("`**` of floats or with a negative exponent is not supported")),
         None => Err(unsupported("**", py(left), py(right))),
     }
+}
+
+/// Returns what Python adds to the result of `safe`.
+fn escaped(text: &str) -> String {
+    let pairs = [("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ("\"", "&#34;")];
+    pairs.into_iter().fold(text.to_owned(), |text, (from, to)| text.replace(from, to))
 }
 
 fn concatenate(left: &Value, right: &Value) -> Result<Value, Error> {
