@@ -67,7 +67,9 @@ pub use raw::RawConfig;
 pub use reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;
 pub use sections::checkpoint::{CheckpointConfig, OnSaveError};
-pub use sections::data::{DataSource, HeldOut, Packing, SeqLenChange, ValidationConfig};
+pub use sections::data::{
+    DataSource, HeldOut, OnBadLine, Packing, SeqLenChange, TokenDtype, ValidationConfig,
+};
 pub use sections::mesh::MeshConfig;
 pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;

@@ -2,16 +2,16 @@
 
 mod inspect;
 
-use super::sources::failure;
+use super::sources::{failure, parse_on_bad_line};
 use super::{Failure, OrFail, log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use inspect::{InspectArgs, inspect_text};
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use ulysses::data::{
-    Corpus, DataError, FileFormat, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile,
+    Corpus, DataError, FileFormat, IGNORED_LABEL, OnBadLine, PrepareOptions, PrepareProgress, TokenFile,
     TokenFileOptions, Tokenizer, prepare,
 };
 
@@ -45,16 +45,23 @@ pub(super) struct PrepareArgs {
     /// JSONL field or Parquet column of the text.
     #[arg(long, default_value = "text")]
     text_field: String,
+    /// Append the tokenizer's eos_token to each document of text that does not end with it.
+    #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
+    append_eod: bool,
+    /// An invalid line: `error` or `skip`.
+    #[arg(long, default_value = "error", value_parser = parse_on_bad_line)]
+    on_bad_line: OnBadLine,
 }
 
 pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
     match command {
         DataCommand::Prepare(args) => run_prepare(&args),
         DataCommand::Inspect(args) => {
-            let is_text = args.tokenizer.is_some() || args.file.is_dir();
+            // What does not exist may be a pattern or the prefix of a pair.
+            let is_text = args.tokenizer.is_some() || !args.file.is_file();
             let format = if is_text { None } else { TokenFile::detect(&args.file).map_err(failure)? };
             match format {
-                Some(format) => inspect(&args.file, format),
+                Some(format) => inspect(&args, format),
                 None => inspect_text(&args),
             }
         }
@@ -62,12 +69,18 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
 }
 
 fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
-    let PrepareArgs { inputs, output, tokenizer, text_field } = args;
+    let PrepareArgs { inputs, output, tokenizer, text_field, append_eod, on_bad_line } = args;
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::from_file(path).or_usage()?,
         None => Tokenizer::bytes(),
     };
-    let options = PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field };
+    let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
+    let options =
+        PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field, append_eod, on_bad_line };
+    if let Some(end) = tokenizer.end_of_text() {
+        let verb = if append_eod { "ends" } else { "does not end" };
+        log_line(format_args!("data: each document of text {verb} with {end} (--append-eod {append_eod})"));
+    }
     let mut display = Display::new();
     let prepared = prepare(&options, |progress| display.show(progress));
     display.bar.finish_and_clear();
@@ -123,8 +136,9 @@ impl Display {
 }
 
 /// Prints statistics of a token file. Reads every token and document boundary, so that it also validates the file.
-fn inspect(path: &Path, format: FileFormat) -> Result<(), Failure> {
-    let file = TokenFile::open(path, format, TokenFileOptions::default()).map_err(failure)?;
+fn inspect(args: &InspectArgs, format: FileFormat) -> Result<(), Failure> {
+    let options = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
+    let file = TokenFile::open(&args.file, format, options).map_err(failure)?;
     let (token_bytes, has_labels, made_by) = (file.token_bytes(), file.has_labels(), file.made_by());
     let corpus = Corpus::from_token_file(file).or_run()?;
     let contents = Contents::read(&corpus).or_run()?;

@@ -3,9 +3,9 @@
 use super::lines::{Line, parse};
 use super::records::{Content, Record};
 use crate::data::chat::{ANSWER_MARKS, ChatTemplate, RenderedChat};
-use crate::data::{DataError, FileError, IGNORED_LABEL, Tokenizer};
+use crate::data::{DataError, FileError, IGNORED_LABEL, OnBadLine, Tokenizer};
 use rayon::prelude::*;
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 use std::error::Error as _;
 use std::ops::Range;
 use std::path::Path;
@@ -16,6 +16,17 @@ pub(in crate::data) struct Document {
     pub(in crate::data) tokens: Vec<u32>,
     /// The label of each token, if labels differ from tokens.
     pub(in crate::data) labels: Option<Vec<i64>>,
+    pub(in crate::data) kind: DocumentKind,
+}
+
+/// What a document was made of.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum DocumentKind {
+    #[default]
+    Text,
+    Tokens,
+    Completion,
+    Chat,
 }
 
 /// Tokenizes records.
@@ -26,6 +37,9 @@ pub(in crate::data) struct Encoder<'a> {
     pub(in crate::data) text_field: &'a str,
     /// The exclusive limit of ids and labels in JSON lines, in addition to `u32::MAX`.
     pub(in crate::data) vocab_size: usize,
+    /// Whether the end-of-text token follows every document of text.
+    pub(in crate::data) append_eod: bool,
+    pub(in crate::data) on_bad_line: OnBadLine,
 }
 
 /// The position of a line, for errors.
@@ -52,29 +66,62 @@ pub(in crate::data) fn start_threads() -> Result<(), DataError> {
 }
 
 impl Encoder<'_> {
-    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order.
-    pub(in crate::data) fn encode_all(&self, records: &[Record]) -> Result<Vec<Document>, DataError> {
-        let documents: Vec<_> = records.par_iter().map(|record| self.encode(record)).collect();
-        documents.into_iter().collect()
+    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order; skipped bad lines are
+    /// added to `bad_lines`.
+    pub(in crate::data) fn encode_all(
+        &self,
+        records: Vec<Record>,
+        bad_lines: &mut Vec<DataError>,
+    ) -> Result<Vec<Document>, DataError> {
+        let documents: Vec<_> = records.into_par_iter().map(|record| self.encode(record)).collect();
+        let is_skipped = |error: &DataError| {
+            self.on_bad_line == OnBadLine::Skip
+                && matches!(error, DataError::File(error) if error.is_of_a_line())
+        };
+        let keep = |document| match document {
+            Err(error) if is_skipped(&error) => {
+                bad_lines.push(error);
+                None
+            }
+            document => Some(document),
+        };
+        documents.into_iter().filter_map(keep).collect()
     }
 
-    fn encode(&self, record: &Record) -> Result<Document, DataError> {
+    fn encode(&self, record: Record) -> Result<Document, DataError> {
         let path = record.path.as_path();
-        let (number, bytes) = match &record.content {
-            Content::Text(text) => return self.text(text, path),
-            Content::Line { number, bytes } => (*number, bytes),
+        let (number, bytes) = match record.content {
+            Content::Text(text) => return self.text(&text, path),
+            Content::Line { number, bytes } => (number, bytes),
+            Content::Broken(error) => return Err(error.into()),
         };
         let place = Place { path, line: number };
-        match parse(bytes, self, path, number)? {
+        match parse(&bytes, self, path, number)? {
             Line::Text(text) => self.text(&text, path),
-            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels }),
+            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels, kind: DocumentKind::Tokens }),
             Line::Completion { prompt, completion } => self.completion(&prompt, completion, path),
             Line::Chat { messages, tools } => self.chat(&messages, tools.as_ref(), place),
         }
     }
 
+    /// Returns the token that ends an answer of the chat template, if it is one for all answers.
+    pub(in crate::data) fn end_of_turn(&self) -> Option<u32> {
+        let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let place = Place { path: Path::new("end of turn"), line: 0 };
+        let last = |answer| {
+            let messages = [message("user", "a"), message("assistant", answer)];
+            let labels = self.chat(&messages, None, place).ok()?.labels?;
+            labels.into_iter().rfind(|&label| label != IGNORED_LABEL)
+        };
+        let end = last("b").filter(|end| last("c") == Some(*end))?;
+        u32::try_from(end).ok()
+    }
+
     fn text(&self, text: &str, path: &Path) -> Result<Document, DataError> {
-        Ok(Document { tokens: self.tokenizer.encode(text, path)?, labels: None })
+        let mut tokens = self.tokenizer.encode(text, path)?;
+        let end = self.tokenizer.end_of_text_id().filter(|_| self.append_eod && !tokens.is_empty());
+        tokens.extend(end.filter(|end| tokens.last() != Some(end)));
+        Ok(Document { tokens, labels: None, kind: DocumentKind::Text })
     }
 
     /// Tokenizes prompt and completion as one text, as in generation; the end-of-text token is trained on.
@@ -84,7 +131,7 @@ impl Encoder<'_> {
             text.push_str(end);
         }
         let answers = std::iter::once(prompt.len()..text.len()).collect();
-        self.answers(&RenderedChat { text, answers }, true, path)
+        self.answers(&RenderedChat { text, answers }, DocumentKind::Completion, path)
     }
 
     fn chat(&self, messages: &[Json], tools: Option<&Json>, place: Place<'_>) -> Result<Document, DataError> {
@@ -102,8 +149,7 @@ impl Encoder<'_> {
                 false => "no answer to train on: no message has the role `assistant`",
             }));
         }
-        // The template adds the special tokens.
-        self.answers(&rendered, false, place.path)
+        self.answers(&rendered, DocumentKind::Chat, place.path)
     }
 
     fn render(
@@ -123,7 +169,14 @@ impl Encoder<'_> {
     }
 
     /// Tokenizes a text in which only the answers are trained on, including tokens that overlap an answer.
-    fn answers(&self, rendered: &RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
+    fn answers(
+        &self,
+        rendered: &RenderedChat,
+        kind: DocumentKind,
+        path: &Path,
+    ) -> Result<Document, DataError> {
+        // A chat template adds the special tokens.
+        let special = kind != DocumentKind::Chat;
         let (tokens, places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
         let mut answers = rendered.answers.iter().peekable();
         let mut label = |token: u32, place: &Range<usize>| {
@@ -133,7 +186,7 @@ impl Encoder<'_> {
             if is_answer && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
         };
         let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
-        Ok(Document { tokens, labels: Some(labels) })
+        Ok(Document { tokens, labels: Some(labels), kind })
     }
 }
 

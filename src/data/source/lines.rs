@@ -1,6 +1,7 @@
 //! Parses the lines of a JSONL file.
 
 use super::document::Encoder;
+use super::layout::{self, Alpaca};
 use crate::data::{DataError, FileError, IGNORED_LABEL};
 use serde::Deserialize;
 use serde_json::Value as Json;
@@ -66,11 +67,14 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
     match fields.fields.get(text_field) {
         Some(text) => Ok(Line::Text(fields.read(text_field, text)?)),
         None => {
+            if let Some(messages) = fields.other_layout()? {
+                return Ok(Line::Chat { messages, tools: fields.get("tools")? });
+            }
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
             let found = found.join(", ");
             Err(fields.error(format!(
-                "no field `{text_field}`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: {found}{}",
-                fields.conversion()
+                "no field `{text_field}`, `input_ids`, `messages`, `prompt` with `completion`, `conversations`, or `instruction` \
+                 with `output`; the fields are: {found}"
             )))
         }
     }
@@ -136,16 +140,28 @@ impl Fields<'_> {
         Ok(Line::Tokens { tokens, labels })
     }
 
-    /// Says how to convert layouts that other programs read.
-    fn conversion(&self) -> &'static str {
-        let has = |name| self.fields.contains_key(name);
-        if has("conversations") {
-            "; convert ShareGPT's `conversations` to `messages` with `role` and `content`"
-        } else if has("instruction") && has("output") {
-            "; convert Alpaca's `instruction`, `input` and `output` to `prompt` and `completion`"
+    /// Reads the layouts of ShareGPT and Alpaca as messages.
+    fn other_layout(&self) -> Result<Option<Vec<Json>>, DataError> {
+        self.check_numbers("conversations")?;
+        self.check_numbers("tools")?;
+        let messages = if let Some(turns) = self.get("conversations")? {
+            layout::from_share_gpt(turns).map_err(|speaker| {
+                self.error(format!(
+                    "`conversations` has a turn of {speaker:?}; known are {}",
+                    layout::speakers()
+                ))
+            })?
+        } else if let (Some(instruction), Some(output)) = (self.get("instruction")?, self.get("output")?) {
+            layout::from_alpaca(Alpaca {
+                instruction,
+                input: self.get("input")?,
+                output,
+                history: self.get("history")?,
+            })
         } else {
-            ""
-        }
+            return Ok(None);
+        };
+        Ok(Some(layout::with_system(messages, self.get("system")?)))
     }
 
     fn error(&self, problem: String) -> DataError {
