@@ -85,6 +85,7 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     let prepared = prepare(&options, |progress| display.show(progress));
     display.bar.finish_and_clear();
     let prepared = prepared.map_err(failure)?;
+    log_line(format_args!("note: this call read {}", prepared.contents));
     if prepared.skipped.total() > 0 {
         log_line(format_args!("data: {}", prepared.skipped));
     }

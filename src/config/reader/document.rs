@@ -103,7 +103,7 @@ pub(crate) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
 /// commas. Offsets stay.
 pub(crate) fn without_comments(text: &str) -> Cow<'_, str> {
     let mut blanked = text.as_bytes().to_vec();
-    let (mut at, mut comma) = (0, None);
+    let (mut at, mut comma, mut previous) = (0, None, b'{');
     while let Some(rest) = text.as_bytes().get(at..).filter(|rest| !rest.is_empty()) {
         let comment_end = match rest {
             [b'#', ..] | [b'/', b'/', ..] => rest.iter().position(|&byte| byte == b'\n').or(Some(rest.len())),
@@ -121,7 +121,10 @@ pub(crate) fn without_comments(text: &str) -> Cow<'_, str> {
         match (rest[0], comma) {
             _ if comment_end.is_some() || rest[0].is_ascii_whitespace() => {}
             (b'}' | b']', Some(comma)) => blanked[comma] = b' ',
-            (byte, _) => comma = (byte == b',').then_some(at),
+            (byte, _) => comma = (byte == b',' && !b"{[,".contains(&previous)).then_some(at),
+        }
+        if comment_end.is_none() && !rest[0].is_ascii_whitespace() {
+            previous = rest[0];
         }
         at += len;
     }

@@ -155,12 +155,12 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
             "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found -8",
         ),
         (
-            r#"{"train_batch_size": 4.0}"#,
-            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 4.0",
+            r#"{"train_batch_size": 4.5}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 4.5",
         ),
         (
-            r#"{"train_batch_size": 1e3}"#,
-            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 1e3",
+            r#"{"train_batch_size": 1e-3}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 1e-3",
         ),
         (
             r#"{"seed": 18446744073709551616}"#,

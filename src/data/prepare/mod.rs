@@ -4,7 +4,7 @@ mod unfinished;
 
 use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::ignored_label;
-use super::{DataError, FileError, OnBadLine, Skipped, Tokenizer};
+use super::{Contents, DataError, FileError, OnBadLine, Skipped, Tokenizer};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -52,13 +52,15 @@ pub struct PrepareProgress {
 }
 
 /// The result of a preparation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
     /// The final counts.
     pub progress: PrepareProgress,
     /// Whether it resumed an interrupted preparation.
     pub is_resumed: bool,
+    /// What this call found in the files.
+    pub contents: Contents,
     /// The entries that this call skipped.
     pub skipped: Skipped,
 }
@@ -94,7 +96,7 @@ pub fn prepare(
     };
 
     let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
-    let mut bad_lines = Vec::new();
+    let (mut bad_lines, mut contents) = (Vec::new(), Contents::default());
     let mut records = Records::new(&inputs.files, text_field, position);
     start_threads()?;
     let mut batch = records.next_batch()?;
@@ -102,7 +104,10 @@ pub fn prepare(
         let (documents, next) =
             rayon::join(|| encoder.encode_all(current.records, &mut bad_lines), || records.next_batch());
         for document in documents? {
-            skipped.empty += usize::from(document.tokens.is_empty());
+            match document.tokens.is_empty() {
+                true => skipped.empty += 1,
+                false => contents.add(document.kind),
+            }
             unfinished.push(&document)?;
         }
         if let Some(first) = bad_lines.first().filter(|_| skipped.bad_lines == 0) {
@@ -126,7 +131,8 @@ pub fn prepare(
         return Err(DataError::Empty { path, skipped });
     }
     unfinished.publish(output)?;
-    Ok(Prepared { progress, is_resumed, skipped })
+    inputs.files.into_iter().for_each(|file| contents.add_file(file.path));
+    Ok(Prepared { progress, is_resumed, contents, skipped })
 }
 
 /// The input files, identified by size and modification time.

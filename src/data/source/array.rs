@@ -36,15 +36,12 @@ impl Elements {
     /// Returns the next object as a line of JSON, with the line where it begins.
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<Content>, DataError> {
         let failed = |source| read_error(path, source);
-        // An array that ends early, or has values that are no objects, fails in the parser.
-        for separator in [b',', b']'] {
-            if let Some(lines) = skip_to(&mut self.file, separator).map_err(failed)? {
-                self.line += lines;
-                if separator == b']' {
-                    return Ok(None);
-                }
-            }
+        // After an element; an array that ends early fails in the parser.
+        self.line += skip_space(&mut self.file).map_err(failed)?;
+        if skip_to(&mut self.file, b']').map_err(failed)?.is_some() {
+            return Ok(None);
         }
+        skip_to(&mut self.file, b',').map_err(failed)?;
         self.line += skip_space(&mut self.file).map_err(failed)?;
         let line = self.line;
         let error = |problem: String| FileError::Line { path: path.to_owned(), line, problem };
