@@ -283,7 +283,7 @@ fn a_mesh_flag_replaces_every_size_of_the_file_with_a_note() {
     };
     let note = "warning: --mesh sets sp 2 instead of 4 by `mesh_param` (line 1, column 43)";
     assert_eq!(resolve(r#""mesh_param": [2, 4]"#), (vec![note.to_owned()], false));
-    let note = "warning: --mesh sets sp 2 instead of 8 by `sequence_parallel_size` (line 1, column 50)";
+    let note = "warning: --mesh sets sp 2 instead of 8 by `sequence_parallel_size` (line 1, column 51)";
     assert_eq!(resolve(r#""sequence_parallel_size": 8"#), (vec![note.to_owned()], false));
     let (notes, _) = resolve(r#""data_parallel_size": 4, "ulysses": {"mesh": "4x1"}"#);
     assert_eq!(notes.len(), 3, "{notes:?}");
