@@ -40,12 +40,7 @@ fn main() -> Result<()> {
         let num_tokens: usize = encodings.iter().map(|encoding| encoding.len()).sum();
         drop(encodings);
         let output = folder.path().join(format!("{round}.tokens"));
-        let options = PrepareOptions {
-            inputs: std::slice::from_ref(&input),
-            output: &output,
-            tokenizer: &ours,
-            text_field: "text",
-        };
+        let options = PrepareOptions::new(std::slice::from_ref(&input), &output, &ours);
         let start = Instant::now();
         let prepared = prepare(&options, |_| {})?;
         let whole = rate(start);

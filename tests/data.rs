@@ -145,11 +145,7 @@ fn own(root: &Path, has_labels: bool) -> Vec<u8> {
     let (inputs, output) = ([root.join("in.jsonl")], root.join(format!("{has_labels}.tokens")));
     fs::write(&inputs[0], lines.repeat(3)).unwrap();
     let tokenizer = Tokenizer::bytes();
-    prepare(
-        &PrepareOptions { inputs: &inputs, output: &output, tokenizer: &tokenizer, text_field: "text" },
-        |_| {},
-    )
-    .unwrap();
+    prepare(&PrepareOptions::new(&inputs, &output, &tokenizer), |_| {}).unwrap();
     fs::read(output).unwrap()
 }
 
@@ -220,7 +216,11 @@ fn any_bytes_as_bin_get_an_answer() {
     check((bytes, mutations(), separator), |root, (bytes, mutations, end_of_document)| {
         let path = root.join("x.bin");
         fs::write(&path, mutate(bytes, &mutations)).unwrap();
-        read(&path, &Tokenizer::bytes(), TokenFileOptions { vocab_size: Some(60_000), end_of_document })
+        read(
+            &path,
+            &Tokenizer::bytes(),
+            TokenFileOptions { vocab_size: Some(60_000), end_of_document, token_dtype: None },
+        )
     });
 }
 

@@ -111,6 +111,25 @@ pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
     directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
 }
 
+/// Returns why the model's own tokenizer is not read, if its directory has one in another format only.
+pub(super) fn unread_tokenizer(model: &str) -> Option<String> {
+    const FILES: [&str; 6] = [
+        "tokenizer.model",
+        "tekken.json",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "tokenizer_config.json",
+    ];
+    let dir = directory(model).filter(|dir| !dir.join("tokenizer.json").exists())?;
+    let found = FILES.iter().find(|name| dir.join(name).exists())?;
+    Some(format!(
+        "{}: {found} is not read, only tokenizer.json; write one with Python's transformers, \
+         `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`, or give one with `ulysses.tokenizer`",
+        dir.display()
+    ))
+}
+
 /// Returns whether `dir` is a checkpoint or contains one.
 fn holds_checkpoints(dir: &Path) -> bool {
     read_pointer(dir).is_some()

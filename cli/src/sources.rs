@@ -4,9 +4,12 @@ use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
+use ulysses::config::{
+    ChatDate, Config, DataSource, HeldOut, LongConversations, OnBadLine, Packing, UlyssesConfig,
+};
 use ulysses::data::{
-    Corpus, DataError, Dataset, Documents, Notes, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Dataset, Documents, FileError, Notes, PackedSequences, SourceOptions,
+    TokenFileOptions, Tokenizer,
 };
 
 /// Documents before packing.
@@ -44,6 +47,12 @@ pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
     found.map(|(_, packing)| *packing).ok_or_else(|| "expected greedy, cut or concat".to_owned())
 }
 
+/// Parses `--on-bad-line`.
+pub(super) fn parse_on_bad_line(name: &str) -> Result<OnBadLine, String> {
+    let found = OnBadLine::CHOICES.iter().find(|(choice, _)| *choice == name);
+    found.map(|(_, choice)| *choice).ok_or_else(|| "expected error or skip".to_owned())
+}
+
 impl Sources {
     /// Reads the config's data and checks its token ids against the model's vocabulary.
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
@@ -51,23 +60,26 @@ impl Sources {
         let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
         let long_conversations = config.ulysses.long_conversations;
         let mut sources = Self { packing, long_conversations, training: Vec::new(), held_out: Vec::new() };
-        for DataSource { path, weight } in config.require_data()? {
-            let corpus = read_corpus(path, config, tokenizer, vocab_size)?;
+        // Paths without weights are one corpus.
+        for group in config.require_data()?.chunk_by(|source, _| source.weight.is_none()) {
+            let paths: Vec<&str> = group.iter().map(|DataSource { path, .. }| path.as_str()).collect();
+            let name = paths.join(", ");
+            let corpus = read_corpus(&paths, config, tokenizer, vocab_size)?;
             let training = match held_out {
                 Some(HeldOut::Fraction(fraction)) => {
                     let [training, held_out] =
-                        Documents::split(corpus, *fraction).with_context(|| path.clone())?;
-                    check(&held_out, packing, &format!("validation split of {path}"))?;
+                        Documents::split(corpus, *fraction).with_context(|| name.clone())?;
+                    check(&held_out, packing, &format!("validation split of {name}"))?;
                     sources.held_out.push(held_out);
                     training
                 }
                 _ => corpus.into(),
             };
-            check(&training, packing, path)?;
-            sources.training.push((training, *weight));
+            check(&training, packing, &name)?;
+            sources.training.push((training, group[0].weight));
         }
         if let Some(HeldOut::Path(path)) = held_out {
-            let documents = read_corpus(path, config, tokenizer, vocab_size)?.into();
+            let documents = read_corpus(&[path], config, tokenizer, vocab_size)?.into();
             check(&documents, packing, path)?;
             sources.held_out.push(documents);
         }
@@ -92,6 +104,11 @@ impl Sources {
             "data: {num_documents} documents; {share:.1} % of their {num_tokens} tokens have labels"
         ));
         Ok(())
+    }
+
+    /// Returns the token that ends an answer of the training data, if it has conversations.
+    pub(super) fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        self.training.iter().find_map(|(documents, _)| documents.corpus().end_of_turn(tokenizer))
     }
 
     /// Packs the training data into sequences of `seq_len` tokens.
@@ -166,8 +183,62 @@ pub(super) fn failure(error: DataError) -> Failure {
             | DataError::Pattern { .. }
             | DataError::OutputExists { .. }
             | DataError::OtherPreparation { .. }
+            | DataError::File(FileError::NotRead { .. })
     );
     if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
+}
+
+/// Prints what was found in the files, and refuses text without a tokenizer that the model's files would need.
+fn describe(
+    corpus: &Corpus,
+    config: &Config,
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+) -> anyhow::Result<()> {
+    let (contents, skipped) = (corpus.contents(), corpus.skipped());
+    log_line(format_args!("data: {contents}; the first begins {}", beginning(corpus, tokenizer)?));
+    if skipped.total() > 0 {
+        log_line(format_args!("data: {skipped}"));
+    }
+    if let Some(first) = corpus.bad_lines().first() {
+        log_line(format_args!("warning: the first bad line is {first}"));
+    }
+    if contents.has_text() && config.ulysses.tokenizer.is_none() {
+        let unread = config.ulysses.model.as_deref().and_then(model::unread_tokenizer);
+        ensure!(unread.is_none(), "{}", unread.unwrap_or_default());
+        if vocab_size > tokenizer.vocab_size() {
+            log_line(format_args!(
+                "warning: the model has {vocab_size} ids, but without a tokenizer each byte of the text is a token: give the \
+                 model's tokenizer.json with `ulysses.tokenizer`"
+            ));
+        }
+    }
+    if contents.texts > 0 {
+        log_line(match (tokenizer.end_of_text(), config.ulysses.append_eod) {
+            (Some(end), true) => {
+                format!("data: each document of text ends with {end} (`ulysses.append_eod`)")
+            }
+            (Some(end), false) => {
+                format!("data: no {end} is added to documents of text (`ulysses.append_eod` is false)")
+            }
+            (None, _) => {
+                "data: documents of text end without a token of their own: the tokenizer has no `eos_token`"
+                    .to_owned()
+            }
+        });
+    }
+    Ok(())
+}
+
+/// Returns the first line of the first document, in quotes.
+fn beginning(corpus: &Corpus, tokenizer: &Tokenizer) -> anyhow::Result<String> {
+    const TOKENS: usize = 64;
+    const CHARS: usize = 80;
+    let (mut tokens, document) = (Vec::new(), corpus.document(0)?);
+    corpus.read_tokens(document.start..document.end.min(document.start + TOKENS), &mut tokens)?;
+    let text = tokenizer.decode(&tokens, Path::new("the first document"))?;
+    let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    Ok(format!("{:?}", line.chars().take(CHARS).collect::<String>()))
 }
 
 /// Checks that some token has a next one to predict.
@@ -181,19 +252,22 @@ fn check(documents: &Documents, packing: Packing, what: &str) -> anyhow::Result<
 
 /// Reads a corpus and checks its token ids against `vocab_size`.
 fn read_corpus(
-    path: &str,
+    paths: &[&str],
     config: &Config,
     tokenizer: &Tokenizer,
     vocab_size: usize,
 ) -> anyhow::Result<Arc<Corpus>> {
-    let token_files =
-        TokenFileOptions { vocab_size: Some(vocab_size), end_of_document: config.ulysses.end_of_document };
-    let options = SourceOptions { tokenizer, text_field: &config.ulysses.text_field, token_files };
-    let corpus = Corpus::open(&[path], &options).context("cannot read the data")?;
-    if corpus.skipped().total() > 0 {
-        log_line(format_args!("data: {}", corpus.skipped()));
-    }
-    log_notes(corpus.notes());
+    let UlyssesConfig { end_of_document, token_dtype, text_field, append_eod, on_bad_line, .. } =
+        &config.ulysses;
+    let token_files = TokenFileOptions {
+        vocab_size: Some(vocab_size),
+        end_of_document: *end_of_document,
+        token_dtype: *token_dtype,
+    };
+    let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
+    let options = SourceOptions { tokenizer, text_field, token_files, append_eod, on_bad_line };
+    let corpus = Corpus::open(paths, &options).context("cannot read the data")?;
+    describe(&corpus, config, tokenizer, vocab_size)?;
     let corpus = Arc::new(corpus);
     Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
         let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("(bytes)");

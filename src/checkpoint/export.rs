@@ -44,17 +44,25 @@ pub struct ExportedModel {
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Files to copy with a `tokenizer.json`, if present.
-const TOKENIZER_COMPANIONS: [&str; 9] = [
+const TOKENIZER_COMPANIONS: [&str; 14] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     GENERATION_CONFIG,
 ];
+
+/// The directory of named chat templates, whose `.jinja` files are copied too.
+const CHAT_TEMPLATES: &str = "additional_chat_templates";
 
 /// A parameter as (unit, index in the unit, bytes in the export).
 type ParameterSize = (usize, usize, u64);
@@ -140,6 +148,7 @@ fn write_all(
                 copy(&source, &dir.join(companion))?;
             }
         }
+        copy_templates(&tokenizer.with_file_name(CHAT_TEMPLATES), &dir.join(CHAT_TEMPLATES), storage)?;
     }
     let source = checkpoint.manifest().source.as_ref();
     if let Some(generation) = source.map(|source| &source.generation_config).filter(|json| !json.is_null()) {
@@ -271,6 +280,19 @@ fn write_text(storage: &dyn Storage, path: &Path, value: &Value) -> Result<(), C
     let mut file = storage.create(path).map_err(CheckpointError::io("create", path))?;
     file.write_all(format!("{value:#}\n").as_bytes()).map_err(CheckpointError::io("write", path))?;
     file.sync().map_err(CheckpointError::io("fsync", path))
+}
+
+/// Copies the `.jinja` files of a directory, if it exists.
+fn copy_templates(from: &Path, to: &Path, storage: &dyn Storage) -> Result<(), CheckpointError> {
+    let Ok(entries) = std::fs::read_dir(from) else { return Ok(()) };
+    storage.create_dir(to).map_err(CheckpointError::io("create", to))?;
+    for entry in entries {
+        let path = entry.map_err(CheckpointError::io("read", from))?.path();
+        if path.is_file() && path.extension().is_some_and(|extension| extension == "jinja") {
+            copy(&path, &to.join(path.file_name().unwrap_or_default()))?;
+        }
+    }
+    Ok(())
 }
 
 fn copy(from: &Path, to: &Path) -> Result<(), CheckpointError> {

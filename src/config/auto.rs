@@ -14,6 +14,9 @@ use serde_json::Value;
 /// The key whose `"auto"` depends on the model.
 const RING_SIZE: &str = "ulysses.ring_size";
 
+/// The key whose `"auto"` depends on the data, with epochs.
+pub(super) const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
+
 const TRAINER: &str = "the default of Hugging Face's Trainer";
 
 impl Config {
@@ -26,6 +29,20 @@ impl Config {
         let ring_size = if self.ulysses.flexible_sp { 1 } else { sharding.ring_size };
         auto.value = Some(ring_size.into());
         self.ulysses.ring_size = ring_size;
+    }
+
+    /// Sets a `total_num_steps` of `"auto"` to the number of steps of the run's epochs, once the data is known.
+    pub fn resolve_steps(&mut self, steps: u64) {
+        let Some(auto) = self.autos.iter_mut().find(|auto| auto.key == TOTAL_NUM_STEPS) else { return };
+        if auto.value.is_none() {
+            auto.value = Some(steps.into());
+            self.scheduler = self.scheduler.take().map(|scheduler| scheduler.ending_at(steps));
+        }
+    }
+
+    /// Returns whether the learning rate depends on a number of steps that [`resolve_steps`](Self::resolve_steps) must set.
+    pub fn lacks_steps(&self) -> bool {
+        self.autos.iter().any(|auto| auto.key == TOTAL_NUM_STEPS && auto.value.is_none())
     }
 
     /// Forgets that the file leaves the ring size to the model, because a mesh with a ring replaces it.
@@ -43,6 +60,11 @@ pub(super) fn resolve_autos(raw: &RawConfig, config: &Config) -> Vec<ResolvedAut
             key: path.clone(),
             value: None,
             source: "from the model's heads and the ranks of a node".to_owned(),
+        },
+        TOTAL_NUM_STEPS if config.ulysses.epochs.is_some() => ResolvedAuto {
+            key: path.clone(),
+            value: None,
+            source: "from the number of steps of the epochs, once the data is read".to_owned(),
         },
         _ => ResolvedAuto {
             key: path.clone(),

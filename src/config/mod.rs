@@ -68,7 +68,9 @@ pub use reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;
 pub use sections::chat_date::ChatDate;
 pub use sections::checkpoint::{CheckpointConfig, OnSaveError};
-pub use sections::data::{DataSource, HeldOut, LongConversations, Packing, SeqLenChange, ValidationConfig};
+pub use sections::data::{
+    DataSource, HeldOut, LongConversations, OnBadLine, Packing, SeqLenChange, TokenDtype, ValidationConfig,
+};
 pub use sections::mesh::MeshConfig;
 pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;

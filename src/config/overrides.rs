@@ -6,8 +6,7 @@ use super::sections::mesh_spec::StatedMesh;
 use super::sections::ulysses::{Backend, UlyssesConfig};
 use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
 
-/// Values of command-line flags. Flags override the file, except for the mesh, where a
-/// contradiction is an error.
+/// Values of command-line flags. Flags override the file; sizes of a mesh that differ are noted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).

@@ -1,5 +1,6 @@
 //! Partial resolution of an incomplete config, for `ulysses config resolve`.
 
+use super::auto::TOTAL_NUM_STEPS;
 use super::batch::BatchError;
 use super::config::Config;
 use super::error::ConfigError;
@@ -28,7 +29,6 @@ pub struct UnresolvedValue {
     pub needs: String,
 }
 
-const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
 const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
@@ -52,7 +52,7 @@ impl RawConfig {
         config.autos.retain(|auto| !is_open(&auto.key));
         // Serialization fails only for sizes that JSON cannot hold.
         let mut written = serde_json::to_value(&config).unwrap_or_default();
-        if is_open(TOTAL_NUM_STEPS) {
+        if is_open(TOTAL_NUM_STEPS) || config.lacks_steps() {
             written["scheduler"]["params"]["total_num_steps"] = json!("auto");
         }
         if let Some(sizes) = written.as_object_mut().filter(|_| is_open(BATCH_KEYS[0])) {
@@ -75,7 +75,7 @@ impl RawConfig {
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
                 self.decays_to_last_step = false;
-                Ok(UnresolvedValue { key, needs: "--steps, or `ulysses.steps`".to_owned() })
+                Ok(UnresolvedValue { key, needs: "--steps, or `ulysses.steps` or `epochs`".to_owned() })
             }
             ConfigError::Batch { reason, .. } => match **reason {
                 BatchError::Unset => {

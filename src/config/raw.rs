@@ -4,7 +4,7 @@ use super::config::{Config, LossNormalization, root};
 use super::define::Keys;
 use super::error::ConfigError;
 use super::mesh_shape::StatedSize;
-use super::reader::{Excerpt, Position, Remarks, Report, Section, check, parse_file, read};
+use super::reader::{Excerpt, Position, Remarks, Report, Section, check, parse_file, read, without_comments};
 use super::rule_keys;
 use super::sections::checkpoint::CheckpointConfig;
 use super::sections::mesh::stated_sizes;
@@ -84,6 +84,7 @@ impl RawConfig {
     /// # Errors
     /// As [`from_json_str`](Self::from_json_str), or when a setting is invalid.
     pub fn from_json_str_with(text: &str, file: &str, settings: &Settings) -> Result<Self, ConfigError> {
+        let text = &without_comments(text);
         let raw = Self::read_text(text, file, settings, None)?;
         let rules = raw.config.ulysses.mesh_rules.iter().enumerate();
         let with_keys = rules.filter(|(_, rule)| !rule.keys.is_null()).map(|(index, _)| {

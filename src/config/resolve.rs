@@ -33,10 +33,15 @@ impl RawConfig {
         applied_rule: Option<AppliedRule>,
         overrides: &Overrides,
     ) -> Result<Config, ConfigError> {
-        let stated = match &applied_rule {
+        let mut stated = match &applied_rule {
             Some(rule) => rule.mesh.clone(),
             None => self.stated_mesh(overrides)?,
         };
+        // `--mesh` replaces sizes of the file; an equal mesh of the file keeps its order of ranks.
+        let replaced = self.sizes_that_flags_replace(stated.as_ref(), overrides);
+        if let Some(flag) = overrides.mesh {
+            stated = stated.filter(|stated| (stated.shape.dp, stated.shape.sp) == flag);
+        }
         let is_of_rule = applied_rule.is_some();
         let mesh = self.resolve_mesh(stated.as_ref(), is_of_rule, overrides)?;
         self.check_preset(stated.as_ref(), is_of_rule, overrides)?;
@@ -59,6 +64,7 @@ impl RawConfig {
         self.check_ring(mesh.sp, &config.ulysses)?;
         config.seed = overrides.seed.unwrap_or(config.seed);
         overrides.apply(&mut config.ulysses);
+        config.notes.extend(replaced.into_iter().map(Note::warning));
         config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
         config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
         if self.has_deepspeeds_axes(applied_rule.as_ref()) {
@@ -69,7 +75,7 @@ impl RawConfig {
             ));
         }
         config.notes.extend(config.communication_note().map(Note::warning));
-        config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
+        config.scheduler = self.resolve_scheduler(&config.ulysses)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
         config.notes.extend(self.note_on_rules(applied_rule.as_ref(), overrides).map(Note::warning));
         config.autos = resolve_autos(self, &config);
@@ -107,17 +113,34 @@ impl RawConfig {
         })
     }
 
-    fn resolve_scheduler(&self, steps: Option<u64>) -> Result<Option<SchedulerConfig>, ConfigError> {
+    fn resolve_scheduler(&self, ulysses: &UlyssesConfig) -> Result<Option<SchedulerConfig>, ConfigError> {
         let scheduler = self.config.scheduler.clone();
         if !self.decays_to_last_step {
             return Ok(scheduler);
         }
+        // The data decides how many steps an epoch has: `Config::resolve_steps`.
+        let steps = ulysses.steps.or(ulysses.epochs.and(Some(u64::MAX)));
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.file.clone(),
             key: "scheduler.params.total_num_steps",
             source_of_value: "the number of steps, `ulysses.steps` (--steps of `train`, else --set ulysses.steps=N)",
         })?;
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
+    }
+
+    /// Returns a note on each size of the file that `--mesh` replaces.
+    fn sizes_that_flags_replace(&self, stated: Option<&StatedMesh>, overrides: &Overrides) -> Vec<String> {
+        let Some((dp, sp)) = overrides.mesh else { return Vec::new() };
+        let stated = stated.map(|stated| (stated.shape.dp, stated.shape.sp));
+        let of_mesh = |size: fn((usize, usize)) -> usize| {
+            stated.map(|sizes| StatedSize { size: size(sizes), origin: self.origin_of_stated(false) })
+        };
+        let dps = self.dp_sizes.iter().copied().chain(of_mesh(|(dp, _)| dp)).map(|stated| ("dp", stated, dp));
+        let sps = self.sp_sizes.iter().copied().chain(of_mesh(|(_, sp)| sp)).map(|stated| ("sp", stated, sp));
+        let differing = dps.chain(sps).filter(|(_, stated, flag)| stated.size != *flag);
+        differing
+            .map(|(axis, stated, flag)| format!("--mesh sets {axis} {flag} instead of {stated}"))
+            .collect()
     }
 
     /// Returns `ulysses.mesh`, resolved for the job.
@@ -145,7 +168,7 @@ impl RawConfig {
         overrides: &Overrides,
     ) -> Result<MeshShape, ConfigError> {
         let of_file = |sizes: &[StatedSize], stated: Option<usize>, flag: Option<usize>| -> Vec<_> {
-            let of_file = if is_of_rule { &[] } else { sizes };
+            let of_file = if is_of_rule || overrides.mesh.is_some() { &[] } else { sizes };
             let origin = self.origin_of_stated(is_of_rule);
             let stated = stated.map(|size| StatedSize { size, origin });
             let flag = flag.map(|size| StatedSize { size, origin: SizeOrigin::Flag });

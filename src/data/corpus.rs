@@ -2,7 +2,7 @@
 
 use super::source::{Encoder, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
-use super::{DataError, FileError, Notes, Skipped, Tokenizer};
+use super::{Contents, DataError, FileError, Notes, OnBadLine, Skipped, Tokenizer};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -27,11 +27,13 @@ const SCAN_TOKENS: usize = 1 << 16;
 /// assert_eq!(tokens, [4, 5]);
 /// # Ok::<(), ulysses::data::DataError>(())
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Corpus {
     parts: Vec<Part>,
+    contents: Contents,
     skipped: Skipped,
     notes: Notes,
+    bad_lines: Vec<Arc<DataError>>,
 }
 
 /// A token store, with its ranges of tokens and documents in the corpus.
@@ -51,16 +53,25 @@ pub struct SourceOptions<'a> {
     pub text_field: &'a str,
     /// Options for tokens in token files and JSON lines.
     pub token_files: TokenFileOptions,
+    /// Appends the tokenizer's `eos_token` to each document of text that does not end with it.
+    pub append_eod: bool,
+    /// What an invalid line does.
+    pub on_bad_line: OnBadLine,
 }
 
 impl<'a> SourceOptions<'a> {
-    /// Returns the defaults: the field `text`, and token files checked against their own vocabulary.
+    /// Returns the defaults: the field `text`, token files checked against their own vocabulary, `append_eod`, and an error for
+    /// an invalid line.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, text_field: "text", token_files: TokenFileOptions::default() }
+        let (token_files, on_bad_line) = (TokenFileOptions::default(), OnBadLine::Error);
+        Self { tokenizer, text_field: "text", token_files, append_eod: true, on_bad_line }
     }
 }
 
 impl Corpus {
+    /// The largest number of skipped lines whose errors are kept.
+    pub const MAX_BAD_LINES: usize = 1000;
+
     /// Reads one path with default options; see [`open`](Self::open).
     ///
     /// # Errors
@@ -71,18 +82,18 @@ impl Corpus {
 
     /// Reads files, directories and patterns (`shards/*.jsonl`), in order.
     ///
-    /// A document is a text file, a line of a `.jsonl` file, or a row of a `.parquet` file. Token files are detected by
-    /// [`TokenFile::detect`], except that a headerless `.bin` must be given by name. Files of a directory are
-    /// ordered by path, so the same directory gives the same corpus everywhere. Other files in it are counted in
-    /// [`skipped`](Self::skipped).
+    /// A document is a text file, a line of JSONL, an object of a JSON array, or a row of a table or Parquet file, each of which may
+    /// be compressed with gzip or Zstandard (but not Parquet). Token files are detected by [`TokenFile::detect`], except
+    /// that a headerless `.bin` must be given by name. Files of a directory are ordered by path, so the same directory gives
+    /// the same corpus everywhere. Other files in it are counted in [`skipped`](Self::skipped).
     ///
     /// # Errors
     /// When a path does not exist, a file cannot be read or is damaged, the tokenizer fails, or a path has no tokens.
     pub fn open(paths: &[impl AsRef<Path>], options: &SourceOptions<'_>) -> Result<Self, DataError> {
-        let mut corpus = Self::empty();
+        let mut corpus = Self::default();
         for path in paths.iter().map(AsRef::as_ref) {
             let mut skipped = Skipped::default();
-            let files = expand(path, &mut skipped)?;
+            let files = expand(path, options.text_field, &mut skipped)?;
             let before = corpus.num_tokens();
             let is_tokens = |file: &SourceFile| matches!(file.kind, SourceKind::Tokens(_));
             for files in files.chunk_by(|file, next| !is_tokens(file) && !is_tokens(next)) {
@@ -90,24 +101,22 @@ impl Corpus {
                     SourceFile { path, kind: SourceKind::Tokens(format), .. } => {
                         let file = TokenFile::open(path, *format, options.token_files)?;
                         check_tokenizer(&file, options.tokenizer)?;
+                        corpus.contents.in_token_files += file.num_documents();
                         corpus.push(file)?;
                     }
                     _ => {
-                        let tokens = tokenize(files, options, &mut skipped, &mut corpus.notes)?;
-                        corpus.push(tokens)?;
+                        let store = corpus.tokenize(files, options, &mut skipped)?;
+                        corpus.push(store)?;
                     }
                 }
             }
+            files.into_iter().for_each(|file| corpus.contents.add_file(file.path));
             if corpus.num_tokens() == before {
                 return Err(DataError::Empty { path: path.to_owned(), skipped, notes: corpus.notes });
             }
             corpus.skipped.add(skipped);
         }
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
-    }
-
-    fn empty() -> Self {
-        Self { parts: Vec::new(), skipped: Skipped::default(), notes: Notes::default() }
     }
 
     /// Creates a corpus of tokenized documents; empty ones are dropped.
@@ -117,7 +126,7 @@ impl Corpus {
     pub fn from_documents(documents: impl IntoIterator<Item = Vec<u32>>) -> Result<Self, DataError> {
         let mut store = MemoryTokens::default();
         documents.into_iter().for_each(|document| store.push(&document, None));
-        let mut corpus = Self::empty();
+        let mut corpus = Self::default();
         corpus.push(store)?;
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
@@ -127,7 +136,7 @@ impl Corpus {
     /// # Errors
     /// When its counts overflow.
     pub fn from_token_file(file: TokenFile) -> Result<Self, DataError> {
-        let mut corpus = Self::empty();
+        let mut corpus = Self::default();
         corpus.push(file)?;
         Ok(corpus)
     }
@@ -243,9 +252,64 @@ impl Corpus {
         &self.notes
     }
 
+    /// Returns the token that ends the tokenizer's answers, if the corpus has conversations (of a token file: labels) and the
+    /// tokenizer a chat template.
+    pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        let has_chats =
+            self.contents.conversations > 0 || (self.contents.in_token_files > 0 && self.has_labels());
+        let (text_field, vocab_size, append_eod, on_bad_line) = ("text", usize::MAX, false, OnBadLine::Error);
+        let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
+        has_chats.then(|| encoder.end_of_turn()).flatten()
+    }
+
+    /// Returns what was found in the files.
+    pub fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    /// Returns the errors of skipped lines, in order, at most [`MAX_BAD_LINES`](Self::MAX_BAD_LINES) of them.
+    pub fn bad_lines(&self) -> &[Arc<DataError>] {
+        &self.bad_lines
+    }
+
     /// Returns the number of skipped entries.
     pub fn skipped(&self) -> Skipped {
         self.skipped
+    }
+
+    /// Reads and tokenizes files; reading overlaps with tokenization.
+    fn tokenize(
+        &mut self,
+        files: &[SourceFile],
+        options: &SourceOptions<'_>,
+        skipped: &mut Skipped,
+    ) -> Result<MemoryTokens, DataError> {
+        let SourceOptions { tokenizer, text_field, append_eod, on_bad_line, .. } = *options;
+        let vocab_size = options.token_files.vocab_size.unwrap_or(usize::MAX);
+        let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
+        let mut records = Records::new(files, text_field, Default::default());
+        let mut store = MemoryTokens::default();
+        start_threads()?;
+        let mut batch = records.next_batch()?;
+        while let Some(current) = batch {
+            let mut bad_lines = Vec::new();
+            let (documents, next) =
+                rayon::join(|| encoder.encode_all(current.records, &mut bad_lines), || records.next_batch());
+            for document in documents? {
+                skipped.empty += usize::from(document.is_empty());
+                if !document.tokens.is_empty() {
+                    self.contents.add(document.kind);
+                }
+                store.push(&document.tokens, document.labels.as_deref());
+                self.notes.add(document.notes);
+            }
+            skipped.bad_lines += bad_lines.len();
+            let room = Self::MAX_BAD_LINES - self.bad_lines.len();
+            self.bad_lines.extend(bad_lines.into_iter().take(room).map(Arc::new));
+            batch = next?;
+        }
+        skipped.add(records.skipped);
+        Ok(store)
     }
 
     /// Calls `read` with each store and its piece of a range.
@@ -265,33 +329,6 @@ impl Corpus {
         }
         Ok(())
     }
-}
-
-/// Reads and tokenizes files; reading overlaps with tokenization.
-fn tokenize(
-    files: &[SourceFile],
-    options: &SourceOptions<'_>,
-    skipped: &mut Skipped,
-    notes: &mut Notes,
-) -> Result<MemoryTokens, DataError> {
-    let SourceOptions { tokenizer, text_field, .. } = *options;
-    let vocab_size = options.token_files.vocab_size.unwrap_or(usize::MAX);
-    let encoder = Encoder { tokenizer, text_field, vocab_size };
-    let mut records = Records::new(files, text_field, Default::default());
-    let mut store = MemoryTokens::default();
-    start_threads()?;
-    let mut batch = records.next_batch()?;
-    while let Some(current) = batch {
-        let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
-        for document in documents? {
-            skipped.empty += usize::from(document.is_empty());
-            notes.add(document.notes);
-            store.push(&document.tokens, document.labels.as_deref());
-        }
-        batch = next?;
-    }
-    skipped.add(records.skipped);
-    Ok(store)
 }
 
 fn check_tokenizer(file: &TokenFile, tokenizer: &Tokenizer) -> Result<(), DataError> {

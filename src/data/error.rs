@@ -33,10 +33,12 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A file given by name that is not text. In a directory, such files are skipped.
-    #[error("{} is not valid UTF-8 text", path.display())]
+    #[error("{} is not valid UTF-8 text: {advice}", path.display())]
     NotText {
         /// The file.
         path: PathBuf,
+        /// What it is, if known, and what to do.
+        advice: &'static str,
     },
     /// A file or directory without any token.
     #[error("{} contains no text ({skipped}{})", path.display(), notes.after("; "))]

@@ -2,6 +2,17 @@
 
 use std::path::PathBuf;
 
+impl FileError {
+    /// Returns whether one line, row or element of a file is not valid.
+    pub(super) fn is_of_a_line(&self) -> bool {
+        use FileError::{ChatTemplate, Line, LineField, LineNotJson, LineNotUtf8};
+        matches!(
+            self,
+            LineNotUtf8 { .. } | LineNotJson { .. } | LineField { .. } | Line { .. } | ChatTemplate { .. }
+        )
+    }
+}
+
 /// A data file with an invalid format or invalid contents.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -187,8 +198,30 @@ pub enum FileError {
         /// The error of the library.
         source: parquet::errors::ParquetError,
     },
+    /// A named file of a format that is never read.
+    #[error("{}: {advice}", path.display())]
+    NotRead {
+        /// The file.
+        path: PathBuf,
+        /// What the file is, and what to do.
+        advice: &'static str,
+    },
+    /// A file without header whose token type is not known.
+    #[error(
+        "{}: a file without a header does not say whether its tokens have 16 or 32 bits, {reason}; set \
+         `ulysses.token_dtype` to \"uint16\" or \"uint32\"", path.display()
+    )]
+    UnknownTokenType {
+        /// The file.
+        path: PathBuf,
+        /// Why it matters.
+        reason: String,
+    },
     /// A file format that this build does not support.
-    #[error("{}: this build lacks the feature `{feature}`", path.display())]
+    #[error(
+        "{}: this build lacks the cargo feature `{feature}`; build with it, or write JSONL, as with \
+         `datasets.Dataset.from_parquet(FILE).to_json(\"train.jsonl\")` in Python", path.display()
+    )]
     NotBuilt {
         /// The file.
         path: PathBuf,

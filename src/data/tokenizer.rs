@@ -110,8 +110,16 @@ impl Tokenizer {
     }
 
     /// Returns the end-of-text token, if the tokenizer has one.
-    pub(super) fn end_of_text(&self) -> Option<&str> {
+    pub fn end_of_text(&self) -> Option<&str> {
         self.chat.special_token("eos_token")
+    }
+
+    /// Returns the id of the end-of-text token, if the tokenizer has one.
+    pub fn end_of_text_id(&self) -> Option<u32> {
+        match &self.kind {
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => tokenizer.token_to_id(self.end_of_text()?),
+        }
     }
 
     /// Returns the tokens of one document; errors name `path`.

@@ -49,8 +49,10 @@ pub enum ModelError {
         reason: String,
     },
     /// A model directory has no weights in a known form.
-    #[error("{}: no weights: neither {single} nor {index} exists", dir.display())]
+    #[error("{}: no weights: neither {single} nor {index} exists{advice}", dir.display())]
     NoWeights {
+        /// What is there instead, and what to do.
+        advice: String,
         /// The directory.
         dir: PathBuf,
         /// Name of a single weight file.
@@ -66,8 +68,16 @@ pub enum ModelError {
         /// The file.
         shard: PathBuf,
     },
+    /// A directory without `config.json`, of another program.
+    #[error("{}: no config.json; {advice}", dir.display())]
+    NotAModel {
+        /// The directory.
+        dir: PathBuf,
+        /// What is there instead, and what to do.
+        advice: String,
+    },
     /// A weight file lacks a parameter.
-    #[error("{}: no tensor named {name} (it has {available} tensors)", path.display())]
+    #[error("{}: no tensor named {name} (it has {available} tensors){}", path.display(), without_head(name))]
     MissingTensor {
         /// The file.
         path: PathBuf,
@@ -160,4 +170,14 @@ pub enum ModelError {
     /// A candle operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+/// Says what a model without a head of its own needs.
+fn without_head(tensor: &str) -> &'static str {
+    match tensor {
+        "lm_head.weight" => {
+            "; if the model shares it with the embedding, set `tie_word_embeddings` to true in config.json"
+        }
+        _ => "",
+    }
 }

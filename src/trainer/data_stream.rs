@@ -99,6 +99,12 @@ impl TrainingData {
         &self.phases
     }
 
+    /// Returns the number of steps of the config's epochs, for [`Config::resolve_steps`]; `None` without epochs.
+    pub fn steps_of_epochs(&self, config: &Config) -> Option<u64> {
+        let samples = config.ulysses.epochs?.saturating_mul(self.phases[0].data.num_sequences() as u64);
+        Some(samples.div_ceil(config.train_batch_size as u64))
+    }
+
     fn check_phases(&self, config: &Config) -> Result<(), TrainerError> {
         let starts =
             std::iter::once(0).chain(config.ulysses.seq_len_schedule.iter().map(|change| change.step));
@@ -195,6 +201,9 @@ impl DataStream {
         cost: Option<DocumentCost>,
     ) -> Result<Self, TrainerError> {
         data.check_phases(config)?;
+        if config.lacks_steps() {
+            return Err(TrainerError::OpenSchedule);
+        }
         let options = LoaderOptions {
             seed: config.seed,
             micro_batch: config.micro_batch_size,

@@ -98,6 +98,12 @@ pub enum TrainerError {
     /// A number of samples that overflows.
     #[error("the number of samples in `ulysses.epochs` epochs overflows")]
     TooManyEpochs,
+    /// A learning rate that ends with epochs whose number of steps is not set.
+    #[error(
+        "`scheduler.params.total_num_steps` is \"auto\" with `ulysses.epochs`: call `Config::resolve_steps` with \
+         `TrainingData::steps_of_epochs` before `initialize`"
+    )]
+    OpenSchedule,
     /// The held-out data has no labels.
     #[error("the first {num_sequences} sequence(s) of the evaluation data have no labels")]
     NoLabels {

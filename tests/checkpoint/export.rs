@@ -38,6 +38,9 @@ fn an_export_round_trips() {
     let output = dir.path().join("exported");
     fs::write(dir.path().join("tok.json"), "a tokenizer").unwrap();
     fs::write(dir.path().join("tokenizer_config.json"), "its config").unwrap();
+    fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    let companions = ["tekken.json", "additional_chat_templates/tool_use.jinja"];
+    companions.iter().for_each(|file| fs::write(dir.path().join(file), file).unwrap());
     export_to(dir.path(), &output, ExportDtype::F32, u64::MAX, Some(&dir.path().join("tok.json")));
     let config = LlamaConfig::from_hf_dir(&output).unwrap();
     assert_eq!(config, model());
@@ -50,6 +53,7 @@ fn an_export_round_trips() {
     }
     assert_eq!(fs::read_to_string(output.join("tokenizer.json")).unwrap(), "a tokenizer");
     assert_eq!(fs::read_to_string(output.join("tokenizer_config.json")).unwrap(), "its config");
+    companions.iter().for_each(|file| assert_eq!(&fs::read_to_string(output.join(file)).unwrap(), file));
     let config: Value = serde_json::from_slice(&fs::read(output.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["torch_dtype"], &config["max_position_embeddings"]), (&"float32".into(), &8.into()));
 }

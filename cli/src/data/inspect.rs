@@ -1,13 +1,15 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
 use crate::sources::{failure, log_notes, parse_packing, tokenizer_file};
-use crate::{Failure, OrFail, print};
+use crate::{Failure, OrFail, log_line, print};
+use anyhow::anyhow;
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses::config::{ChatDate, Packing};
 use ulysses::data::{
-    Corpus, DataError, Documents, IGNORED_LABEL, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Documents, IGNORED_LABEL, OnBadLine, PackedSequences, SourceOptions, TokenDtype,
+    TokenFileOptions, Tokenizer,
 };
 
 /// Brackets around tokens with labels.
@@ -39,17 +41,28 @@ pub(crate) struct InspectArgs {
     /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
     #[arg(long, default_value = "greedy", value_parser = parse_packing)]
     packing: Packing,
+    /// Type of the tokens in a `.bin` without header: `uint16` or `uint32`.
+    #[arg(long, value_parser = parse_token_dtype)]
+    pub(super) token_dtype: Option<TokenDtype>,
 }
 
 pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
     let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date)?;
+    let token_files = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
     let options = SourceOptions {
-        tokenizer: &tokenizer,
         text_field: &args.text_field,
-        token_files: TokenFileOptions::default(),
+        token_files,
+        on_bad_line: OnBadLine::Skip,
+        ..SourceOptions::new(&tokenizer)
     };
-    let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
-    log_notes(documents.corpus().notes());
+    let corpus = Corpus::open(&[&args.file], &options).map_err(failure)?;
+    let bad_lines = list_bad_lines(&corpus);
+    log_line(format_args!("data: {}", corpus.contents()));
+    if corpus.skipped().total() > 0 {
+        log_line(format_args!("data: {}", corpus.skipped()));
+    }
+    log_notes(corpus.notes());
+    let documents = Documents::from(corpus);
     let sequences =
         PackedSequences::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
     let lens = Lens::read(&documents).or_run()?;
@@ -59,7 +72,26 @@ pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
     }
     text += &lens.histogram();
     text += &summary(&documents, &lens, &sequences);
-    print(text)
+    print(text)?;
+    bad_lines
+}
+
+/// Prints every bad line; returns the failure if there is one.
+fn list_bad_lines(corpus: &Corpus) -> Result<(), Failure> {
+    let (listed, count) = (corpus.bad_lines(), corpus.skipped().bad_lines);
+    listed.iter().for_each(|error| log_line(format_args!("bad line: {:#}", anyhow!(error.clone()))));
+    match count {
+        0 => Ok(()),
+        count => Err(Failure::Run(anyhow!(
+            "{count} bad lines, {} of them above; `ulysses.on_bad_line` \"skip\" trains without them",
+            listed.len()
+        ))),
+    }
+}
+
+fn parse_token_dtype(name: &str) -> Result<TokenDtype, String> {
+    let found = TokenDtype::CHOICES.iter().find(|(choice, _)| *choice == name);
+    found.map(|(_, choice)| *choice).ok_or_else(|| "expected uint16 or uint32".to_owned())
 }
 
 /// Number of tokens and labels of each document.

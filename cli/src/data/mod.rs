@@ -2,17 +2,17 @@
 
 mod inspect;
 
-use super::sources::{failure, log_notes, tokenizer_file};
+use super::sources::{failure, log_notes, parse_on_bad_line, tokenizer_file};
 use super::{Failure, OrFail, log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use inspect::{InspectArgs, inspect_text};
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use ulysses::config::ChatDate;
 use ulysses::data::{
-    Corpus, DataError, FileFormat, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile,
+    Corpus, DataError, FileFormat, IGNORED_LABEL, OnBadLine, PrepareOptions, PrepareProgress, TokenFile,
     TokenFileOptions, Tokenizer, prepare,
 };
 
@@ -49,16 +49,23 @@ pub(super) struct PrepareArgs {
     /// The date that a chat template prints with `strftime_now`.
     #[arg(long, value_name = "YYYY-MM-DD", default_value_t)]
     chat_date: ChatDate,
+    /// Append the tokenizer's eos_token to each document of text that does not end with it.
+    #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
+    append_eod: bool,
+    /// An invalid line: `error` or `skip`.
+    #[arg(long, default_value = "error", value_parser = parse_on_bad_line)]
+    on_bad_line: OnBadLine,
 }
 
 pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
     match command {
         DataCommand::Prepare(args) => run_prepare(&args),
         DataCommand::Inspect(args) => {
-            let is_text = args.tokenizer.is_some() || args.file.is_dir();
+            // What does not exist may be a pattern or the prefix of a pair.
+            let is_text = args.tokenizer.is_some() || !args.file.is_file();
             let format = if is_text { None } else { TokenFile::detect(&args.file).map_err(failure)? };
             match format {
-                Some(format) => inspect(&args.file, format),
+                Some(format) => inspect(&args, format),
                 None => inspect_text(&args),
             }
         }
@@ -66,13 +73,20 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
 }
 
 fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
-    let PrepareArgs { inputs, output, tokenizer, text_field, chat_date } = args;
+    let PrepareArgs { inputs, output, tokenizer, text_field, chat_date, append_eod, on_bad_line } = args;
     let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date)?;
-    let options = PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field };
+    let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
+    let options =
+        PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field, append_eod, on_bad_line };
+    if let Some(end) = tokenizer.end_of_text() {
+        let verb = if append_eod { "ends" } else { "does not end" };
+        log_line(format_args!("data: each document of text {verb} with {end} (--append-eod {append_eod})"));
+    }
     let mut display = Display::new();
     let prepared = prepare(&options, |progress| display.show(progress));
     display.bar.finish_and_clear();
     let prepared = prepared.map_err(failure)?;
+    log_line(format_args!("note: this call read {}", prepared.contents));
     if prepared.skipped.total() > 0 {
         log_line(format_args!("data: {}", prepared.skipped));
     }
@@ -125,8 +139,9 @@ impl Display {
 }
 
 /// Prints statistics of a token file. Reads every token and document boundary, so that it also validates the file.
-fn inspect(path: &Path, format: FileFormat) -> Result<(), Failure> {
-    let file = TokenFile::open(path, format, TokenFileOptions::default()).map_err(failure)?;
+fn inspect(args: &InspectArgs, format: FileFormat) -> Result<(), Failure> {
+    let options = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
+    let file = TokenFile::open(&args.file, format, options).map_err(failure)?;
     let (token_bytes, has_labels, made_by) = (file.token_bytes(), file.has_labels(), file.made_by());
     let corpus = Corpus::from_token_file(file).or_run()?;
     let contents = Contents::read(&corpus).or_run()?;

@@ -11,8 +11,9 @@ use crate::config::{print_partition_note, print_warnings};
 use crate::model::{self, ModelSource};
 use crate::placement::{Placement, likely_device};
 use crate::sources::{Sources, open_tokenizer};
-use crate::{Failure, OrFail, settings};
+use crate::{Failure, OrFail, log_line, settings};
 use anyhow::Context;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -101,7 +102,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
     let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
     let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
     let tokenizer = open_tokenizer(&mut config.ulysses)?;
-    let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
+    let mut model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
     let cluster = host.rank_hosts().and_then(|hosts| hosts.cluster().ok());
     let ranks_per_node = cluster.map_or_else(|| config.world_size(), |cluster| cluster.ranks_per_node);
@@ -112,9 +113,20 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host<'_>) -> Result<Prepared, 
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, model.config.vocab_size).or_run()?;
+    if let (Some(end), Some(source)) = (sources.end_of_turn(&tokenizer), &mut model.hf_source)
+        && source.stop_at(end)
+    {
+        let text = tokenizer.decode(&[end], Path::new("end of turn")).or_run()?;
+        log_line(format_args!(
+            "note: generation with an exported model also stops at the end of a turn, {text} ({end}): it is added to `eos_token_id`"
+        ));
+    }
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     let data = TrainingData::by_phase(phases, &config).or_run()?;
+    if let Some(steps) = data.steps_of_epochs(&config) {
+        config.resolve_steps(steps);
+    }
     check_candidate(resume.as_ref().filter(|_| !reset_data), &config, &data)?;
     check_offload(&config, device).or_usage()?;
     let message = match config.checkpoint {

@@ -2,7 +2,7 @@
 
 use crate::config::config::entries;
 use crate::config::vocabulary::{
-    Auto, Default, Effect, Entry, Harmless, Key, Literal, Synonym, Value, nearest, synonym_of,
+    Auto, Default, Effect, Entry, Harmless, Key, Literal, Synonym, Value, absent, nearest, synonym_of,
 };
 use std::fmt::{self, Write};
 
@@ -42,6 +42,11 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
         && let Some(text) = other_name(key, &entries).or_else(|| refused_name(key, &entries))
     {
         return Ok(text);
+    }
+    if found.is_empty()
+        && let Some(answer) = absent(&key.to_lowercase())
+    {
+        return Ok(format!("`{key}` does not exist here: {answer}\n"));
     }
     if found.is_empty() {
         return Err(UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) });

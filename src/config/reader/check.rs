@@ -4,7 +4,7 @@
 //! After the check, every value is valid or has been reported.
 
 use super::diagnostic::Problem;
-use super::document::{abbreviated, describe, mesh_text};
+use super::document::{abbreviated, describe, integer_of, mesh_text};
 use super::note::Note;
 use super::report::{Auto, Report};
 use crate::config::vocabulary::{
@@ -258,9 +258,11 @@ fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
         (Kind::Anything, _) | (Kind::Boolean, Value::BooleanLit(_)) | (Kind::List, Value::Array(_)) => true,
         (Kind::AnyText, Value::StringLit(_)) => true,
         (Kind::Integer { min, max }, Value::NumberLit(number)) => {
-            number.value.parse::<u64>().is_ok_and(|integer| (min..=max).contains(&integer))
+            integer_of(number.value).is_some_and(|integer| (min.into()..=max.into()).contains(&integer))
         }
-        (Kind::Signed, Value::NumberLit(number)) => number.value.parse::<i64>().is_ok(),
+        (Kind::Signed, Value::NumberLit(number)) => {
+            integer_of(number.value).is_some_and(|integer| i64::try_from(integer).is_ok())
+        }
         (Kind::Number(range), Value::NumberLit(number)) => {
             number.value.parse::<f64>().is_ok_and(|number| range.contains(number))
         }
@@ -287,7 +289,9 @@ fn equals(value: &Value<'_>, literal: Literal) -> bool {
     match (value, literal) {
         (Value::NullKeyword(_), Literal::Null) => true,
         (Value::BooleanLit(value), Literal::Boolean(literal)) => value.value == literal,
-        (Value::NumberLit(value), Literal::Integer(literal)) => value.value.parse() == Ok(literal),
+        (Value::NumberLit(value), Literal::Integer(literal)) => {
+            integer_of(value.value) == Some(literal.into())
+        }
         (Value::NumberLit(value), Literal::Number(literal)) => value.value.parse() == Ok(literal),
         (Value::StringLit(value), Literal::Text(literal)) => value.value.eq_ignore_ascii_case(literal),
         _ => false,

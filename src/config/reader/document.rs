@@ -12,6 +12,7 @@ use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions};
 use serde_json::Value as Json;
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -60,11 +61,30 @@ pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, Co
     if text.len() > MAX_FILE_BYTES {
         return Err(too_large(file));
     }
-    parse(text).map_err(|diagnostic| ConfigError::Invalid {
+    let parsed = match is_yaml(text, file) {
+        true => Err(syntax(text, 0, YAML.to_owned())),
+        false => parse(text),
+    };
+    parsed.map_err(|diagnostic| ConfigError::Invalid {
         file: file.to_owned(),
         diagnostics: vec![*diagnostic],
         omitted: 0,
     })
+}
+
+const YAML: &str = "this is YAML; the config is JSON, as DeepSpeed's `ds_config.json`. What a launcher or trainer keeps in \
+                    YAML goes into flags of `ulysses train` and the section `ulysses`";
+
+/// Returns whether a file that is no JSON object has a key of YAML on its first line, or is named so.
+fn is_yaml(text: &str, file: &str) -> bool {
+    let is_key = |line: &str| {
+        line.split_once(':')
+            .is_some_and(|(key, _)| key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'))
+    };
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let first = lines.next().unwrap_or_default();
+    let is_named_so = [".yaml", ".yml"].iter().any(|extension| file.ends_with(extension));
+    !first.starts_with('{') && (is_named_so || first == "---" || is_key(first))
 }
 
 fn too_large(file: &str) -> ConfigError {
@@ -84,6 +104,59 @@ pub(crate) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
         Value::Object(root) => Ok(root),
         other => Err(fault(text, other.start(), expected_object(describe(&other)))),
     }
+}
+
+/// Returns the text with blanks for what DeepSpeed's reader (hjson) adds to JSON: comments (`//`, `#`, `/* */`) and trailing
+/// commas. Offsets stay.
+pub(crate) fn without_comments(text: &str) -> Cow<'_, str> {
+    let mut blanked = text.as_bytes().to_vec();
+    let (mut at, mut comma, mut previous) = (0, None, b'{');
+    while let Some(rest) = text.as_bytes().get(at..).filter(|rest| !rest.is_empty()) {
+        let comment_end = match rest {
+            [b'#', ..] | [b'/', b'/', ..] => rest.iter().position(|&byte| byte == b'\n').or(Some(rest.len())),
+            [b'/', b'*', ..] => text[at..].find("*/").map(|end| end + 2),
+            _ => None,
+        };
+        let len = match (comment_end, rest[0]) {
+            (Some(end), _) => {
+                blanked[at..at + end].iter_mut().filter(|byte| **byte != b'\n').for_each(|byte| *byte = b' ');
+                end
+            }
+            (None, b'"') => string_len(rest),
+            _ => 1,
+        };
+        match (rest[0], comma) {
+            _ if comment_end.is_some() || rest[0].is_ascii_whitespace() => {}
+            (b'}' | b']', Some(comma)) => blanked[comma] = b' ',
+            (byte, _) => comma = (byte == b',' && !b"{[,".contains(&previous)).then_some(at),
+        }
+        if comment_end.is_none() && !rest[0].is_ascii_whitespace() {
+            previous = rest[0];
+        }
+        at += len;
+    }
+    match String::from_utf8(blanked) {
+        Ok(blanked) if blanked != text => Cow::Owned(blanked),
+        _ => Cow::Borrowed(text),
+    }
+}
+
+/// Returns the bytes of the string at the beginning of `text`, with its quotes.
+fn string_len(text: &[u8]) -> usize {
+    let mut is_escaped = false;
+    let end = text[1..].iter().position(|&byte| {
+        let ends = byte == b'"' && !is_escaped;
+        is_escaped = byte == b'\\' && !is_escaped;
+        ends
+    });
+    end.map_or(text.len(), |end| end + 2)
+}
+
+/// Returns an integer, also in the notation of floats (`1e5`, `2.0`) if it is exact.
+pub(super) fn integer_of(number: &str) -> Option<i128> {
+    const EXACT: f64 = (1_u64 << 53) as f64;
+    let float = || number.parse().ok().filter(|float: &f64| float.fract() == 0.0 && float.abs() <= EXACT);
+    number.parse().ok().or_else(|| float().map(|float| float as i128))
 }
 
 /// Returns the line and column of a byte offset.
@@ -115,7 +188,10 @@ pub(super) fn mesh_text(value: &Value<'_>) -> Option<String> {
     let side = |name: &str, axes: &Value<'_>| {
         let Value::Object(axes) = axes else { return None };
         let axis = |property: &ObjectProp<'_>| match &property.value {
-            Value::NumberLit(size) => Some(format!("{}={}", property.name.as_str(), size.value)),
+            Value::NumberLit(number) => {
+                let size = integer_of(number.value).map_or(number.value.to_owned(), |size| size.to_string());
+                Some(format!("{}={size}", property.name.as_str()))
+            }
             _ => None,
         };
         let axes = axes.properties.iter().map(axis).collect::<Option<Vec<_>>>()?;

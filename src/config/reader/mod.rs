@@ -9,7 +9,7 @@ mod section;
 
 pub(crate) use check::check;
 pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
-pub(crate) use document::{abbreviated, parse, parse_file, read};
+pub(crate) use document::{abbreviated, parse, parse_file, read, without_comments};
 pub use note::{Note, Severity};
 pub(crate) use report::{Auto, Remarks, Report};
 pub(crate) use section::Section;

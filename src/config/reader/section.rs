@@ -6,7 +6,7 @@
 
 use super::check::{is_auto, variant_of_siblings};
 use super::diagnostic::{Position, Problem};
-use super::document::{describe, mesh_text, to_json};
+use super::document::{describe, integer_of, mesh_text, to_json};
 use super::note::Note;
 use super::report::Report;
 use crate::config::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, is_comment, join};
@@ -304,7 +304,7 @@ fn default_of<'a>(key: &Key) -> Option<Found<'a>> {
 
 fn integer_in(value: &Value<'_>) -> Option<u64> {
     match value {
-        Value::NumberLit(number) => number.value.parse().ok(),
+        Value::NumberLit(number) => u64::try_from(integer_of(number.value)?).ok(),
         _ => None,
     }
 }

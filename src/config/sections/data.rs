@@ -100,6 +100,28 @@ choices! {
     }
 }
 
+choices! {
+    /// What a line that is not valid does: of JSONL, a row of a table, an element of a JSON array.
+    pub enum OnBadLine {
+        /// It ends the run with its file and line.
+        #[default]
+        Error = "error",
+        /// It is skipped and counted; the first one is printed.
+        Skip = "skip",
+    }
+}
+
+choices! {
+    /// The type of tokens in `.bin` files without header, by NumPy's names.
+    pub enum TokenDtype {
+        /// 16 bits.
+        #[default]
+        Uint16 = "uint16",
+        /// 32 bits.
+        Uint32 = "uint32",
+    }
+}
+
 keys! {
     /// Held-out data, and when it is evaluated.
     #[derive(Clone, Debug, PartialEq)]

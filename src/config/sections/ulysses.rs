@@ -1,7 +1,9 @@
 //! The `ulysses` section: settings that DeepSpeed leaves to the training script.
 
 use super::chat_date::ChatDate;
-use super::data::{DataSource, LongConversations, Packing, SeqLenChange, ValidationConfig};
+use super::data::{
+    DataSource, LongConversations, OnBadLine, Packing, SeqLenChange, TokenDtype, ValidationConfig,
+};
 use super::mesh_rules::MeshRule;
 use super::parameter_groups::ParameterGroup;
 use super::zero::{AXES, PartitionAxes};
@@ -27,6 +29,15 @@ keys! {
         /// The token that separates documents in token files without document bounds (nanoGPT's and llm.c's); if absent,
         /// such a file is one document.
         pub end_of_document: Option<u32> = integer(0, u32::MAX as u64 - 1),
+        /// The type of tokens in `.bin` files without header (nanoGPT's).
+        pub token_dtype: Option<TokenDtype> =
+            choice().derived("`uint16`; required with a vocabulary of more than 65,536 ids"),
+        /// Appends the tokenizer's `eos_token` to each document of text that does not end with it, as Megatron's `--append-eod` and
+        /// TRL do. Conversations, completions and token files have their own ends.
+        pub append_eod: bool = flag().boolean(true),
+        /// What an invalid line of JSONL, row of a table or element of a JSON array does. `error`: ends the run; `skip`: is skipped
+        /// and counted.
+        pub on_bad_line: OnBadLine = choice().text("error"),
         /// The path of a Hugging Face `tokenizer.json`.
         pub tokenizer: Option<String> = text().derived("the one in the model's directory, or bytes"),
         /// The date that chat templates print with `strftime_now`, as `YYYY-MM-DD`. Data must not depend on the day.

@@ -60,6 +60,23 @@ fn a_schedule_left_to_auto_follows_the_flag_and_needs_a_number_of_steps() {
 }
 
 #[test]
+fn a_schedule_left_to_auto_ends_with_the_epochs_once_the_data_is_known() {
+    let mut config = config_with(
+        r#""scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}, "ulysses": {"epochs": 3}"#,
+    );
+    assert!(config.lacks_steps());
+    config.resolve_steps(12);
+    let Some(SchedulerConfig::WarmupCosineLr(rule)) = &config.scheduler else { panic!("{config:?}") };
+    assert_eq!((rule.total_num_steps, config.lacks_steps()), (12, false));
+    let raw = RawConfig::from_json_str(
+        r#"{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, "ulysses": {"epochs": 3}}"#,
+        "c.json",
+    );
+    let partial = raw.unwrap().resolve_partially(&Overrides::default()).unwrap();
+    assert_eq!(partial.written["scheduler"]["params"]["total_num_steps"], "auto");
+}
+
+#[test]
 fn auto_batch_sizes_follow_from_those_that_are_given() {
     let batch = |members: &str| {
         let text = format!("{{{members}, \"mesh_param\": [2, 2]}}");

@@ -5,11 +5,6 @@ use super::*;
 #[test]
 fn invalid_json_is_located() {
     assert_eq!(
-        message("{\n  \"seed\": 1,\n  \"steps_per_print\": 5,\n}"),
-        "c.json:3:23: not valid JSON: Trailing commas are not allowed"
-    );
-    assert_eq!(message("{\n  // why\n}"), "c.json:2:3: not valid JSON: Comments are not allowed");
-    assert_eq!(
         message("{ \"seed\" 1 }"),
         "c.json:1:10: not valid JSON: Expected colon after the string or word in object property"
     );
@@ -19,6 +14,47 @@ fn invalid_json_is_located() {
     assert_eq!(message("{} {}"), "c.json:1:4: not valid JSON: Text cannot contain more than one JSON value");
     assert_eq!(message(""), "c.json:1:1: expected a JSON object, found an empty file");
     assert_eq!(message(" [1, 2]"), "c.json:1:2: expected a JSON object, found an array of 2");
+}
+
+#[test]
+fn comments_and_trailing_commas_are_read_as_deepspeed_reads_them() {
+    let text = "# é\n{ // {\n \"seed\": 7, /* \"\n ] */\n \"train_batch_size\": 2, # \"\n \"ulysses\": {\"data\": [\"a//b#\\\"/*,]\",], }, }";
+    let config = Config::from_json_str(text, "c.json").unwrap();
+    assert_eq!((config.seed, config.ulysses.data), (7, vec!["a//b#\"/*,]".into()]));
+    assert!(message("{ // one\n /* two */ \"sed\": 1,}").starts_with("c.json:2:12: unknown key `sed`"));
+    for broken in ["{\"seed\": 1,,}", "{,}", "{} /* open"] {
+        assert!(message(broken).contains("not valid JSON"), "{broken}");
+    }
+}
+
+#[test]
+fn yaml_is_called_yaml() {
+    for text in [
+        "compute_environment: LOCAL_MACHINE\nnum_processes: 8\n",
+        "---\n- a\n",
+        "# of axolotl\nbase_model: x",
+    ] {
+        assert!(message(text).starts_with("c.json:1:1: not valid JSON: this is YAML"), "{}", message(text));
+    }
+    let named = RawConfig::from_json_str("- a", "zero3.yml").unwrap_err().to_string();
+    assert!(named.contains("this is YAML"), "{named}");
+}
+
+#[test]
+fn integers_may_have_the_notation_of_floats() {
+    let steps = |number: &str| {
+        let text = format!("{{\"train_batch_size\": 2.0, \"steps_per_print\": {number}}}");
+        Config::from_json_str(&text, "c.json").map(|config| config.steps_per_print)
+    };
+    for (number, expected) in
+        [("1e5", 100_000), ("1E12", 1_000_000_000_000), ("20.0", 20), ("9007199254740992e0", 1 << 53)]
+    {
+        assert_eq!(steps(number).unwrap(), expected, "{number}");
+    }
+    for number in ["2.5", "1e-1", "-1e3", "1e16", "1e400"] {
+        assert!(steps(number).unwrap_err().to_string().contains("expected an integer"), "{number}");
+    }
+    assert_eq!(config_with(r#""mesh_param": [1.0, 2e0]"#).mesh.sp_size, 2);
 }
 
 #[test]
@@ -119,12 +155,12 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
             "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found -8",
         ),
         (
-            r#"{"train_batch_size": 4.0}"#,
-            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 4.0",
+            r#"{"train_batch_size": 4.5}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 4.5",
         ),
         (
-            r#"{"train_batch_size": 1e3}"#,
-            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 1e3",
+            r#"{"train_batch_size": 1e-3}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 1e-3",
         ),
         (
             r#"{"seed": 18446744073709551616}"#,

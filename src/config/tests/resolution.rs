@@ -58,6 +58,9 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         activation_checkpointing: ActivationCheckpointingConfig { cpu_checkpointing: false },
         monitoring: defaults_of_monitoring(),
         ulysses: UlyssesConfig {
+            append_eod: true,
+            on_bad_line: OnBadLine::Error,
+            token_dtype: None,
             model: None,
             data: vec![],
             text_field: "text".into(),
@@ -272,16 +275,23 @@ fn flags_out_of_range_are_refused() {
 }
 
 #[test]
-fn a_mesh_flag_that_contradicts_the_file_is_an_error_showing_both() {
-    let raw =
-        RawConfig::from_json_str("{\n  \"train_batch_size\": 8,\n  \"mesh_param\": [2, 4]\n}", "c.json")
-            .unwrap();
-    let error = raw.resolve(&Overrides { mesh: Some((2, 2)), ..Overrides::default() }).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "c.json: the mesh sizes contradict each other: sp is 4 by `mesh_param` (line 3, column 21), but 2 by the flag \
-         --mesh; make them equal or remove one (`--set mesh_param=[DP,SP]` replaces the file's)"
-    );
+fn a_mesh_flag_replaces_every_size_of_the_file_with_a_note() {
+    let resolve = |keys: &str| {
+        let raw =
+            RawConfig::from_json_str(&format!("{{\"train_batch_size\": 8, {keys}}}"), "c.json").unwrap();
+        let config = raw.resolve(&Overrides { mesh: Some((2, 2)), ..Overrides::default() }).unwrap();
+        assert_eq!(config.mesh, MeshConfig { dp_size: 2, sp_size: 2 }, "{keys}");
+        let notes = config.notes.iter().map(ToString::to_string).filter(|note| note.contains("--mesh"));
+        (notes.collect::<Vec<_>>(), config.ulysses.mesh.is_some())
+    };
+    let note = "warning: --mesh sets sp 2 instead of 4 by `mesh_param` (line 1, column 43)";
+    assert_eq!(resolve(r#""mesh_param": [2, 4]"#), (vec![note.to_owned()], false));
+    let note = "warning: --mesh sets sp 2 instead of 8 by `sequence_parallel_size` (line 1, column 51)";
+    assert_eq!(resolve(r#""sequence_parallel_size": 8"#), (vec![note.to_owned()], false));
+    let (notes, _) = resolve(r#""data_parallel_size": 4, "ulysses": {"mesh": "4x1"}"#);
+    assert_eq!(notes.len(), 3, "{notes:?}");
+    let same = resolve(r#""ulysses": {"mesh": "dp=2,sp=2@0,2,1,3"}"#);
+    assert_eq!(same, (vec![], true), "an equal mesh keeps its order of ranks");
 }
 
 #[test]

@@ -303,6 +303,15 @@ fn explanations_say_what_a_key_does() {
     assert!(section.contains("\n  keys     enabled, ") && !section.contains("supported"), "{section}");
     let by_last_name = explain("overlap_comm").unwrap();
     assert!(by_last_name.starts_with("zero_optimization.overlap_comm\n"), "{by_last_name}");
+    for (name, answer) in
+        [("lora", "adapters (LoRA) are not implemented"), ("DPO", "cross-entropy"), ("generate", "export")]
+    {
+        let text = explain(name).unwrap();
+        assert!(
+            text.starts_with(&format!("`{name}` does not exist here: ")) && text.contains(answer),
+            "{text}"
+        );
+    }
     assert!(explain("offload_param.device").is_err());
     let decay = explain("optimizer.params.weight_decay").unwrap();
     for variant in ["(of Adam)", "(of AdamW)", "(of SGD)", "(of Lion)", "(of Adagrad)", "(of Lamb)"] {

@@ -6,10 +6,12 @@
 //! version below. A key that is not supported is an error if ignoring it would change results, memory or output files,
 //! and a note if it would only change speed.
 
+mod absent;
 mod deepspeed;
 mod key;
 mod synonyms;
 
+pub(crate) use absent::absent;
 pub(crate) use deepspeed::{complete, other_names, refused_name, refused_names};
 pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
 #[cfg(test)]

@@ -4,7 +4,7 @@ mod unfinished;
 
 use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::ignored_label;
-use super::{DataError, FileError, Notes, Skipped, Tokenizer};
+use super::{Contents, DataError, FileError, Notes, OnBadLine, Skipped, Tokenizer};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -21,6 +21,18 @@ pub struct PrepareOptions<'a> {
     pub tokenizer: &'a Tokenizer,
     /// The field of a JSON line, or the column of a Parquet file, that contains the text.
     pub text_field: &'a str,
+    /// Appends the tokenizer's `eos_token` to each document of text that does not end with it.
+    pub append_eod: bool,
+    /// What an invalid line does.
+    pub on_bad_line: OnBadLine,
+}
+
+impl<'a> PrepareOptions<'a> {
+    /// Returns the defaults: the field `text`, `append_eod`, and an error for an invalid line.
+    pub fn new(inputs: &'a [PathBuf], output: &'a Path, tokenizer: &'a Tokenizer) -> Self {
+        let (append_eod, on_bad_line) = (true, OnBadLine::Error);
+        Self { inputs, output, tokenizer, text_field: "text", append_eod, on_bad_line }
+    }
 }
 
 /// The progress of a preparation.
@@ -47,6 +59,8 @@ pub struct Prepared {
     pub progress: PrepareProgress,
     /// Whether it resumed an interrupted preparation.
     pub is_resumed: bool,
+    /// What this call found in the files.
+    pub contents: Contents,
     /// The entries that this call skipped.
     pub skipped: Skipped,
     /// What the user should know about the lines that this call read.
@@ -66,7 +80,7 @@ pub fn prepare(
     options: &PrepareOptions<'_>,
     mut report: impl FnMut(&PrepareProgress),
 ) -> Result<Prepared, DataError> {
-    let PrepareOptions { inputs, output, tokenizer, text_field } = *options;
+    let PrepareOptions { inputs, output, tokenizer, text_field, append_eod, on_bad_line } = *options;
     if output.exists() {
         return Err(DataError::OutputExists { path: output.to_owned() });
     }
@@ -75,7 +89,7 @@ pub fn prepare(
         return Err(DataError::VocabTooLarge { vocab_size });
     }
     let (mut skipped, mut notes) = (Skipped::default(), Notes::default());
-    let inputs = Inputs::find(inputs, &mut skipped)?;
+    let inputs = Inputs::find(inputs, text_field, &mut skipped)?;
     let (mut unfinished, position) = Unfinished::open(output, tokenizer, &inputs.fingerprint(options))?;
     let is_resumed = position != Position::default();
     let mut progress = PrepareProgress {
@@ -83,17 +97,27 @@ pub fn prepare(
         ..Default::default()
     };
 
-    let encoder = Encoder { tokenizer, text_field, vocab_size };
+    let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
+    let (mut bad_lines, mut contents) = (Vec::new(), Contents::default());
     let mut records = Records::new(&inputs.files, text_field, position);
     start_threads()?;
     let mut batch = records.next_batch()?;
     while let Some(current) = batch {
-        let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
+        let (documents, next) =
+            rayon::join(|| encoder.encode_all(current.records, &mut bad_lines), || records.next_batch());
         for document in documents? {
             skipped.empty += usize::from(document.is_empty());
+            if !document.tokens.is_empty() {
+                contents.add(document.kind);
+            }
             unfinished.push(&document)?;
             notes.add(document.notes);
         }
+        if let Some(first) = bad_lines.first().filter(|_| skipped.bad_lines == 0) {
+            tracing::warn!("skipped: {first}");
+        }
+        skipped.bad_lines += bad_lines.len();
+        bad_lines.clear();
         unfinished.save(current.next)?;
         progress.text_bytes += current.bytes as u64;
         progress.done_bytes = inputs.bytes_before(current.next);
@@ -110,7 +134,8 @@ pub fn prepare(
         return Err(DataError::Empty { path, skipped, notes });
     }
     unfinished.publish(output)?;
-    Ok(Prepared { progress, is_resumed, skipped, notes })
+    inputs.files.into_iter().for_each(|file| contents.add_file(file.path));
+    Ok(Prepared { progress, is_resumed, contents, skipped, notes })
 }
 
 /// The input files, identified by size and modification time.
@@ -121,10 +146,10 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn find(paths: &[PathBuf], skipped: &mut Skipped) -> Result<Self, DataError> {
+    fn find(paths: &[PathBuf], text_field: &str, skipped: &mut Skipped) -> Result<Self, DataError> {
         let mut files = Vec::new();
         for path in paths {
-            files.extend(expand(path, skipped)?);
+            files.extend(expand(path, text_field, skipped)?);
         }
         if let Some(file) = files.iter().find(|file| matches!(file.kind, SourceKind::Tokens(_))) {
             return Err(FileError::AlreadyTokens { path: file.path.clone() }.into());
@@ -142,6 +167,7 @@ impl Inputs {
             hash.update(bytes);
         };
         add(options.text_field.as_bytes());
+        add(&[u8::from(options.append_eod), options.on_bad_line as u8]);
         for (file, (bytes, changed)) in self.files.iter().zip(&self.states) {
             add(file.path.as_os_str().as_encoded_bytes());
             add(&bytes.to_le_bytes());
@@ -151,7 +177,9 @@ impl Inputs {
     }
 
     fn bytes_before(&self, position: Position) -> u64 {
-        self.states[..position.file].iter().map(|(bytes, _)| bytes).sum::<u64>() + position.offset
+        // The offset in a compressed file counts its contents.
+        let within = self.states.get(position.file).map_or(0, |(bytes, _)| position.offset.min(*bytes));
+        self.states[..position.file].iter().map(|(bytes, _)| bytes).sum::<u64>() + within
     }
 }
 

@@ -4,9 +4,9 @@ use super::lines::{Line, parse};
 use super::records::{Content, Record};
 use crate::data::chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
 use crate::data::notes::Note;
-use crate::data::{DataError, FileError, IGNORED_LABEL, Tokenizer};
+use crate::data::{DataError, FileError, IGNORED_LABEL, OnBadLine, Tokenizer};
 use rayon::prelude::*;
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json, json};
 use std::error::Error as _;
 use std::ops::Range;
 use std::path::Path;
@@ -17,6 +17,8 @@ pub(in crate::data) struct Document {
     pub(in crate::data) tokens: Vec<u32>,
     /// The label of each token, if labels differ from tokens.
     pub(in crate::data) labels: Option<Vec<i64>>,
+    /// What it was made of.
+    pub(in crate::data) kind: DocumentKind,
     /// What the user should know about the line.
     pub(in crate::data) notes: Vec<Note>,
 }
@@ -28,6 +30,16 @@ impl Document {
     }
 }
 
+/// What a document was made of.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum DocumentKind {
+    #[default]
+    Text,
+    Tokens,
+    Completion,
+    Chat,
+}
+
 /// Tokenizes records.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Encoder<'a> {
@@ -36,6 +48,9 @@ pub(in crate::data) struct Encoder<'a> {
     pub(in crate::data) text_field: &'a str,
     /// The exclusive limit of ids and labels in JSON lines, in addition to `u32::MAX`.
     pub(in crate::data) vocab_size: usize,
+    /// Whether the end-of-text token follows every document of text.
+    pub(in crate::data) append_eod: bool,
+    pub(in crate::data) on_bad_line: OnBadLine,
 }
 
 /// The position of a line, for errors.
@@ -62,23 +77,42 @@ pub(in crate::data) fn start_threads() -> Result<(), DataError> {
 }
 
 impl Encoder<'_> {
-    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order.
-    pub(in crate::data) fn encode_all(&self, records: &[Record]) -> Result<Vec<Document>, DataError> {
-        let documents: Vec<_> = records.par_iter().map(|record| self.encode(record)).collect();
-        documents.into_iter().collect()
+    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order; skipped bad lines are
+    /// added to `bad_lines`.
+    pub(in crate::data) fn encode_all(
+        &self,
+        records: Vec<Record>,
+        bad_lines: &mut Vec<DataError>,
+    ) -> Result<Vec<Document>, DataError> {
+        let documents: Vec<_> = records.into_par_iter().map(|record| self.encode(record)).collect();
+        let is_skipped = |error: &DataError| {
+            self.on_bad_line == OnBadLine::Skip
+                && matches!(error, DataError::File(error) if error.is_of_a_line())
+        };
+        let keep = |document| match document {
+            Err(error) if is_skipped(&error) => {
+                bad_lines.push(error);
+                None
+            }
+            document => Some(document),
+        };
+        documents.into_iter().filter_map(keep).collect()
     }
 
-    fn encode(&self, record: &Record) -> Result<Document, DataError> {
+    fn encode(&self, record: Record) -> Result<Document, DataError> {
         let path = record.path.as_path();
-        let (number, bytes) = match &record.content {
-            Content::Text(text) => return self.text(text, path),
-            Content::Line { number, bytes } => (*number, bytes),
+        let (number, bytes) = match record.content {
+            Content::Text(text) => return self.text(&text, path),
+            Content::Line { number, bytes } => (number, bytes),
+            Content::Broken(error) => return Err(error.into()),
         };
         let place = Place { path, line: number };
-        let (line, notes) = parse(bytes, self, path, number)?;
+        let (line, notes) = parse(&bytes, self, path, number)?;
         let mut document = match line {
             Line::Text(text) => self.text(&text, path),
-            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels, ..Document::default() }),
+            Line::Tokens { tokens, labels } => {
+                Ok(Document { tokens, labels, kind: DocumentKind::Tokens, notes: Vec::new() })
+            }
             Line::Completion { prompt, completion } => self.completion(&prompt, completion, path),
             Line::Chat(chat) => self.chat(&chat, place),
         }?;
@@ -86,8 +120,25 @@ impl Encoder<'_> {
         Ok(document)
     }
 
+    /// Returns the token that ends an answer of the chat template, if it is one for all answers.
+    pub(in crate::data) fn end_of_turn(&self) -> Option<u32> {
+        let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let place = Place { path: Path::new("end of turn"), line: 0 };
+        let last = |answer| {
+            let messages = vec![message("user", "a"), message("assistant", answer)];
+            let chat = Chat { messages, with_strings: None, answers: vec![1], variables: Map::new() };
+            let labels = self.chat(&chat, place).ok()?.labels?;
+            labels.into_iter().rfind(|&label| label != IGNORED_LABEL)
+        };
+        let end = last("b").filter(|end| last("c") == Some(*end))?;
+        u32::try_from(end).ok()
+    }
+
     fn text(&self, text: &str, path: &Path) -> Result<Document, DataError> {
-        Ok(Document { tokens: self.tokenizer.encode(text, path)?, ..Document::default() })
+        let mut tokens = self.tokenizer.encode(text, path)?;
+        let end = self.tokenizer.end_of_text_id().filter(|_| self.append_eod && !tokens.is_empty());
+        tokens.extend(end.filter(|end| tokens.last() != Some(end)));
+        Ok(Document { tokens, ..Document::default() })
     }
 
     /// Tokenizes prompt and completion as one text, as in generation; the end-of-text token is trained on.
@@ -97,7 +148,7 @@ impl Encoder<'_> {
             text.push_str(end);
         }
         let answers = std::iter::once(prompt.len()..text.len()).collect();
-        self.answers(RenderedChat { text, answers, notes: Vec::new() }, true, path)
+        self.answers(RenderedChat { text, answers, notes: Vec::new() }, DocumentKind::Completion, path)
     }
 
     fn chat(&self, chat: &Chat, place: Place<'_>) -> Result<Document, DataError> {
@@ -119,8 +170,7 @@ impl Encoder<'_> {
                 place.error("no answer to train on: the chat template adds no text for the role `assistant`")
             );
         }
-        // The template adds the special tokens.
-        self.answers(rendered, false, place.path)
+        self.answers(rendered, DocumentKind::Chat, place.path)
     }
 
     fn render(
@@ -139,7 +189,14 @@ impl Encoder<'_> {
     }
 
     /// Tokenizes a text in which only the answers are trained on, including tokens that overlap an answer.
-    fn answers(&self, rendered: RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
+    fn answers(
+        &self,
+        rendered: RenderedChat,
+        kind: DocumentKind,
+        path: &Path,
+    ) -> Result<Document, DataError> {
+        // A chat template adds the special tokens.
+        let special = kind != DocumentKind::Chat;
         let (mut tokens, mut places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
         // The text ends with the token that the tokenizer adds too.
         let added = places.last().is_some_and(Range::is_empty)
@@ -159,7 +216,7 @@ impl Encoder<'_> {
             if is_answer && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
         };
         let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
-        Ok(Document { tokens, labels: Some(labels), notes: rendered.notes })
+        Ok(Document { tokens, labels: Some(labels), kind, notes: rendered.notes })
     }
 }
 

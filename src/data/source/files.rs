@@ -1,20 +1,13 @@
 //! Resolves paths, directories and patterns to files.
 
-use crate::data::DataError;
-use crate::data::storage::{FileFormat, TokenFile};
-use serde::de::IgnoredAny;
-use std::collections::HashMap;
-use std::ffi::OsStr;
+use super::kind::{SourceKind, extension, found_kind, named_kind};
+use crate::data::storage::FileFormat;
+use crate::data::{DataError, FileError};
+use std::collections::HashSet;
 use std::fmt;
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io;
 use std::path::{Path, PathBuf};
-
-/// U+FEFF in UTF-8, with which some editors begin a file.
-const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
-
-/// So much of a `.json` file is read to tell whether it has one object per line.
-const MAX_FIRST_LINE_BYTES: u64 = 64 << 20;
 
 /// Files that mark the output directory of a run: its lock, and the metrics of versions without lock. A run that reads
 /// the directory that it writes to has already renamed earlier metrics.
@@ -38,12 +31,20 @@ pub struct Skipped {
     pub empty: usize,
     /// Pipes, sockets, and links to anything but a file.
     pub special: usize,
+    /// Files of formats that hold no documents: settings, metadata, tables and JSON without samples, archives.
+    pub other_formats: usize,
+    /// Text other than `.txt` in a directory with files of samples, or above one: cards, licenses, scripts.
+    pub beside_samples: usize,
+    /// Lines, rows and elements that are not valid, with [`OnBadLine::Skip`](crate::config::OnBadLine::Skip).
+    pub bad_lines: usize,
 }
 
 impl Skipped {
     /// Returns the number of skipped entries; a directory counts as one.
     pub fn total(&self) -> usize {
-        self.hidden + self.outputs + self.not_text + self.empty + self.special
+        let Self { hidden, outputs, not_text, empty, special, .. } = *self;
+        let Self { other_formats, beside_samples, bad_lines, .. } = *self;
+        hidden + outputs + not_text + empty + special + other_formats + beside_samples + bad_lines
     }
 
     pub(in crate::data) fn add(&mut self, other: Self) {
@@ -52,18 +53,25 @@ impl Skipped {
         self.not_text += other.not_text;
         self.empty += other.empty;
         self.special += other.special;
+        self.other_formats += other.other_formats;
+        self.beside_samples += other.beside_samples;
+        self.bad_lines += other.bad_lines;
     }
 }
 
 impl fmt::Display for Skipped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hidden, outputs, not_text, empty, special } = *self;
+        let Self { hidden, outputs, not_text, empty, special, other_formats, beside_samples, bad_lines } =
+            *self;
         let kinds = [
             (hidden, "hidden"),
             (outputs, "written by runs or other programs"),
             (not_text, "not UTF-8"),
             (empty, "empty"),
             (special, "not regular files"),
+            (other_formats, "of formats without documents"),
+            (beside_samples, "beside files of samples"),
+            (bad_lines, "bad lines"),
         ];
         let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
         let kinds: Vec<String> = kinds.map(|(count, kind)| format!("{count} {kind}")).collect();
@@ -73,19 +81,6 @@ impl fmt::Display for Skipped {
             write!(f, "skipped: {}", kinds.join(", "))
         }
     }
-}
-
-/// The kind of a source file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::data) enum SourceKind {
-    /// One document of UTF-8 text.
-    Text,
-    /// One document per line.
-    JsonLines,
-    /// One document per row.
-    Parquet,
-    /// A token file.
-    Tokens(FileFormat),
 }
 
 /// A source file.
@@ -98,9 +93,13 @@ pub(in crate::data) struct SourceFile {
 }
 
 /// Returns the files of a path: itself, the files of a directory, or those that match a pattern, ordered by path.
-pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+pub(in crate::data) fn expand(
+    path: &Path,
+    text_field: &str,
+    skipped: &mut Skipped,
+) -> Result<Vec<SourceFile>, DataError> {
     match fs::metadata(path) {
-        Ok(_) => named(path, skipped),
+        Ok(_) => named(path, text_field, skipped),
         Err(error) if error.kind() == io::ErrorKind::NotFound && is_pattern(path) => {
             let pattern = path.to_string_lossy();
             let failed =
@@ -112,7 +111,7 @@ pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<
                     let path = error.path().to_owned();
                     read_error(&path, error.into())
                 })?;
-                files.extend(named(&found, skipped)?);
+                files.extend(named(&found, text_field, skipped)?);
             }
             // A Megatron pair is one source, even if both names match.
             files.dedup_by(|next, file| {
@@ -123,8 +122,18 @@ pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<
             });
             if files.is_empty() { Err(failed("nothing matches")) } else { Ok(files) }
         }
+        Err(error) if error.kind() == io::ErrorKind::NotFound && index_of(path).exists() => {
+            named(&index_of(path), text_field, skipped)
+        }
         Err(error) => Err(read_error(path, error)),
     }
+}
+
+/// Returns the index of a Megatron pair from its prefix, as in `--data-path`.
+fn index_of(prefix: &Path) -> PathBuf {
+    let mut name = prefix.as_os_str().to_owned();
+    name.push(".idx");
+    name.into()
 }
 
 fn is_pattern(path: &Path) -> bool {
@@ -132,48 +141,20 @@ fn is_pattern(path: &Path) -> bool {
 }
 
 /// Returns the files of an existing path.
-fn named(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+fn named(path: &Path, text_field: &str, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
     let metadata = fs::metadata(path).map_err(|source| read_error(path, source))?;
     if metadata.is_dir() {
-        return directory(path, skipped);
+        return directory(path, text_field, skipped);
     }
     if !metadata.is_file() {
         return Err(DataError::NotAFile { path: path.to_owned() });
     }
-    let kind = match by_extension(path) {
-        Some(kind) => kind,
-        None if has_json_lines(path)? => SourceKind::JsonLines,
-        None => TokenFile::detect(path)?.map_or(SourceKind::Text, SourceKind::Tokens),
-    };
+    let kind = named_kind(path)?.map_err(|advice| FileError::NotRead { path: path.to_owned(), advice })?;
     Ok(vec![SourceFile { path: path.to_owned(), kind, is_named: true }])
 }
 
-/// Returns the kind of a file, if its extension determines it.
-fn by_extension(path: &Path) -> Option<SourceKind> {
-    match path.extension().and_then(OsStr::to_str)? {
-        "jsonl" | "ndjson" => Some(SourceKind::JsonLines),
-        "parquet" => Some(SourceKind::Parquet),
-        _ => None,
-    }
-}
-
-/// Returns whether a file is JSONL with the extension `.json`, as of many published datasets: whether its first line is a
-/// whole object. A file that begins an array is, too, so that reading it says what to do.
-fn has_json_lines(path: &Path) -> Result<bool, DataError> {
-    if path.extension() != Some(OsStr::new("json")) {
-        return Ok(false);
-    }
-    let mut line = Vec::new();
-    let (file, _) = crate::regular_file::open(path).map_err(|source| read_error(path, source))?;
-    let mut file = BufReader::new(file).take(MAX_FIRST_LINE_BYTES);
-    file.read_until(b'\n', &mut line).map_err(|source| read_error(path, source))?;
-    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line);
-    let is_object = serde_json::from_slice::<HashMap<String, IgnoredAny>>(line).is_ok();
-    Ok(is_object || line.trim_ascii_start().starts_with(b"["))
-}
-
 /// Returns the files below `root`. Links to files are followed, links to directories are not: they may form cycles.
-fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+fn directory(root: &Path, text_field: &str, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
     let mut files = Vec::new();
     let mut directories = vec![root.to_owned()];
     while let Some(directory) = directories.pop() {
@@ -202,23 +183,28 @@ fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, Data
         }
     }
     files.sort_unstable();
-    let files = files.into_iter().map(|path| Ok((found_kind(&path)?, path)));
-    let files = files.collect::<Result<Vec<_>, DataError>>()?;
-    let source = |(kind, path): (Option<_>, _)| Some(SourceFile { path, kind: kind?, is_named: false });
-    Ok(files.into_iter().filter_map(source).collect())
-}
-
-/// Returns the kind of a file in a directory. A `.bin` file may be anything, so it is a token file only if its header or
-/// an index next to it says so. An index is read with its `.bin`.
-fn found_kind(path: &Path) -> Result<Option<SourceKind>, DataError> {
-    if let Some(kind) = by_extension(path) {
-        return Ok(Some(kind));
+    let mut sources = Vec::new();
+    for path in files {
+        match found_kind(&path, text_field)? {
+            Some(kind) => sources.push(SourceFile { path, kind, is_named: false }),
+            // The index of a pair is read with its `.bin`.
+            None if path.extension().is_some_and(|extension| extension == "idx") => {}
+            None => skipped.other_formats += 1,
+        }
     }
-    Ok(match TokenFile::detect(path)? {
-        Some(FileFormat::Megatron) if path.extension() == Some(OsStr::new("idx")) => None,
-        Some(FileFormat::NanoGpt) | None => Some(SourceKind::Text),
-        Some(format) => Some(SourceKind::Tokens(format)),
-    })
+    let before = sources.len();
+    let with_samples: HashSet<PathBuf> = sources
+        .iter()
+        .filter(|file| file.kind.has_samples())
+        .flat_map(|file| file.path.ancestors().skip(1))
+        .map(Path::to_owned)
+        .collect();
+    sources.retain(|SourceFile { path, kind, .. }| {
+        let describes_samples = path.parent().is_some_and(|parent| with_samples.contains(parent));
+        kind.has_samples() || !describes_samples || extension(path) == "txt"
+    });
+    skipped.beside_samples += before - sources.len();
+    Ok(sources)
 }
 
 /// Returns whether a run writes a file of this name: `metrics.jsonl`, `config.json`, `run.json` and their predecessors

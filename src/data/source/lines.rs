@@ -1,6 +1,7 @@
 //! Parses the lines of a JSONL file.
 
 use super::document::Encoder;
+use super::layout::{self, Alpaca};
 use crate::data::chat::Chat;
 use crate::data::notes::Note;
 use crate::data::{DataError, FileError, IGNORED_LABEL};
@@ -83,11 +84,16 @@ pub(super) fn parse(
     match fields.fields.get(text_field) {
         Some(text) => Ok((Line::Text(fields.read(text_field, text)?), fields.unused(&[text_field]))),
         None => {
+            if let Some((messages, layout)) = fields.other_layout()? {
+                fields.check_meaning()?;
+                let used = [&CONVERSATION_FIELDS[..], layout].concat();
+                return Ok((Line::Chat(fields.chat(messages, 0)?), fields.unused(&used)));
+            }
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
             let found = found.join(", ");
             Err(fields.error(format!(
-                "no field `{text_field}`, `input_ids`, `messages`, or `prompt` with `completion`; the fields are: {found}{}",
-                fields.conversion()
+                "no field `{text_field}`, `input_ids`, `messages`, `prompt` with `completion`, `conversations`, or `instruction` \
+                 with `output`; the fields are: {found}"
             )))
         }
     }
@@ -192,16 +198,24 @@ impl Fields<'_> {
         })
     }
 
-    /// Says how to convert layouts that other programs read.
-    fn conversion(&self) -> &'static str {
-        let has = |name| self.fields.contains_key(name);
-        if has("conversations") {
-            "; convert ShareGPT's `conversations` to `messages` with `role` and `content`"
-        } else if has("instruction") && has("output") {
-            "; convert Alpaca's `instruction`, `input` and `output` to `prompt` and `completion`"
-        } else {
-            ""
+    /// Reads the layouts of ShareGPT and Alpaca as messages, and names the fields that these have.
+    fn other_layout(&self) -> Result<Option<(Vec<Json>, &'static [&'static str])>, DataError> {
+        self.check_numbers("conversations")?;
+        if let Some(turns) = self.get("conversations")? {
+            let messages = layout::from_share_gpt(turns).map_err(|speaker| {
+                self.error(format!(
+                    "`conversations` has a turn of {speaker:?}; known are {}",
+                    layout::speakers()
+                ))
+            })?;
+            return Ok(Some((messages, &["conversations"])));
         }
+        let (Some(instruction), Some(output)) = (self.get("instruction")?, self.get("output")?) else {
+            return Ok(None);
+        };
+        let (input, history) = (self.get("input")?, self.get("history")?);
+        let messages = layout::from_alpaca(Alpaca { instruction, input, output, history });
+        Ok(Some((messages, &["instruction", "input", "output", "history"])))
     }
 
     pub(super) fn error(&self, problem: String) -> DataError {

@@ -1,14 +1,20 @@
 //! Reads documents: resolves paths to files, and reads and tokenizes their contents.
 
+mod array;
 mod conversation;
 mod document;
 mod files;
+mod kind;
+mod layout;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet;
+mod reader;
 mod records;
+mod table;
 
-pub(super) use document::{Document, Encoder, start_threads};
+pub(super) use document::{Document, DocumentKind, Encoder, start_threads};
 pub use files::Skipped;
-pub(super) use files::{SourceFile, SourceKind, expand};
+pub(super) use files::{SourceFile, expand};
+pub(super) use kind::SourceKind;
 pub(super) use records::{Position, Records};

@@ -1,10 +1,13 @@
 //! Reads untokenized documents from files, in batches, from any position.
 
-use super::files::{SourceFile, SourceKind, read_error};
+use super::array::Elements;
+use super::files::{SourceFile, read_error};
+use super::kind::{SourceKind, describe_binary};
+use super::reader::{self, Reader};
+use super::table;
 use crate::data::{DataError, FileError, Skipped};
 use serde::{Deserialize, Serialize};
-use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,6 +29,8 @@ pub(super) enum Content {
         number: u64,
         bytes: Vec<u8>,
     },
+    /// A row that cannot be read, unlike those after it.
+    Broken(FileError),
 }
 
 /// Consecutive documents.
@@ -55,10 +60,15 @@ impl Position {
     pub(in crate::data) fn end(files: &[SourceFile]) -> Self {
         Self { file: files.len(), ..Self::default() }
     }
+
+    /// Counts a document of a file that is read by numbers of documents.
+    fn count(&mut self, content: Option<Content>) -> Option<Content> {
+        self.record += u64::from(content.is_some());
+        content
+    }
 }
 
 /// Reads the documents of files in order.
-#[derive(Debug)]
 pub(in crate::data) struct Records<'a> {
     files: &'a [SourceFile],
     text_field: &'a str,
@@ -68,12 +78,13 @@ pub(in crate::data) struct Records<'a> {
     pub(in crate::data) skipped: Skipped,
 }
 
-#[derive(Debug)]
 enum Open {
     Text {
         is_named: bool,
     },
-    Lines(BufReader<File>),
+    Lines(Reader),
+    Array(Elements),
+    Table(table::Rows),
     #[cfg(feature = "parquet")]
     Rows(Box<super::parquet::Rows>),
 }
@@ -113,16 +124,19 @@ impl<'a> Records<'a> {
             Open::Text { .. } if self.position.record > 0 => None,
             Open::Text { is_named } => {
                 self.position.record = 1;
-                let text = read_text(path)?;
-                if text.is_none() {
-                    if *is_named {
-                        return Err(DataError::NotText { path: path.to_path_buf() });
+                match read_text(path)? {
+                    Err(advice) if *is_named => {
+                        return Err(DataError::NotText { path: path.to_path_buf(), advice });
                     }
-                    self.skipped.not_text += 1;
+                    text => {
+                        self.skipped.not_text += usize::from(text.is_err());
+                        text.ok().map(Content::Text)
+                    }
                 }
-                text.map(Content::Text)
             }
             Open::Lines(reader) => next_line(reader, path, &mut self.position)?,
+            Open::Array(elements) => self.position.count(elements.next(path)?),
+            Open::Table(rows) => self.position.count(rows.next(path)?),
             #[cfg(feature = "parquet")]
             Open::Rows(rows) => {
                 let text = rows.next(path, self.position.record)?;
@@ -140,6 +154,7 @@ impl Record {
         match &self.content {
             Content::Text(text) => text.len(),
             Content::Line { bytes, .. } => bytes.len(),
+            Content::Broken(_) => 0,
         }
     }
 }
@@ -148,12 +163,9 @@ fn open(file: &SourceFile, text_field: &str, position: Position) -> Result<(Arc<
     let path = &file.path;
     let open = match file.kind {
         SourceKind::Text => Open::Text { is_named: file.is_named },
-        SourceKind::JsonLines => {
-            let (mut lines, _) =
-                crate::regular_file::open(path).map_err(|source| read_error(path, source))?;
-            lines.seek(SeekFrom::Start(position.offset)).map_err(|source| read_error(path, source))?;
-            Open::Lines(BufReader::with_capacity(1 << 20, lines))
-        }
+        SourceKind::JsonLines => Open::Lines(reader::open(path, position.offset)?),
+        SourceKind::JsonArray => Open::Array(Elements::open(path, position.record)?),
+        SourceKind::Table { delimiter } => Open::Table(table::Rows::open(path, delimiter, position.record)?),
         #[cfg(feature = "parquet")]
         SourceKind::Parquet => {
             Open::Rows(Box::new(super::parquet::Rows::open(path, text_field, position.record)?))
@@ -189,9 +201,9 @@ fn next_line(
     }
 }
 
-/// Returns the text of a file, or `None` if it is not valid UTF-8.
-fn read_text(path: &Path) -> Result<Option<String>, DataError> {
-    let bytes =
-        crate::regular_file::read_at_most(path, u64::MAX).map_err(|source| read_error(path, source))?;
-    Ok(String::from_utf8(bytes).ok())
+/// Returns the text of a file, or what to do if it is not valid UTF-8.
+fn read_text(path: &Path) -> Result<Result<String, &'static str>, DataError> {
+    let mut bytes = Vec::new();
+    reader::open(path, 0)?.read_to_end(&mut bytes).map_err(|source| read_error(path, source))?;
+    Ok(String::from_utf8(bytes).map_err(|error| describe_binary(error.as_bytes())))
 }

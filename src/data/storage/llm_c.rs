@@ -1,7 +1,7 @@
 //! The `.bin` formats of nanoGPT and llm.c.
 
-use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
-use crate::data::FileError;
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenFileOptions, TokenType};
+use crate::data::{FileError, TokenDtype};
 
 /// The header: 256 32-bit integers.
 const HEADER_BYTES: u64 = 1024;
@@ -43,9 +43,21 @@ pub(super) fn llm_c(file: &DataFile) -> Result<Layout, FileError> {
     Ok(headerless(FileFormat::LlmC, token_type, HEADER_BYTES, claimed as usize))
 }
 
-/// Returns the layout of nanoGPT's files: 16-bit tokens without header.
-pub(super) fn nano_gpt(file: &DataFile) -> Result<Layout, FileError> {
-    let (token_type, file_bytes) = (TokenType::U16, file.len());
+/// Returns the layout of nanoGPT's files: tokens without header, 16 bits each unless the options say otherwise.
+pub(super) fn nano_gpt(file: &DataFile, options: &TokenFileOptions) -> Result<Layout, FileError> {
+    let unknown = |reason: String| FileError::UnknownTokenType { path: file.path().to_owned(), reason };
+    let token_type = match (options.token_dtype, options.vocab_size) {
+        (Some(TokenDtype::Uint32), _) => TokenType::U32,
+        (Some(TokenDtype::Uint16), _) => TokenType::U16,
+        (None, Some(vocab_size)) if vocab_size > 1 << 16 => {
+            return Err(unknown(format!("and the vocabulary has {vocab_size} ids")));
+        }
+        (None, _) if looks_wide(file)? => {
+            return Err(unknown("and every second group of 16 bits at its beginning is below 16".to_owned()));
+        }
+        (None, _) => TokenType::U16,
+    };
+    let file_bytes = file.len();
     let width = token_type.width();
     if !file_bytes.is_multiple_of(width as u64) {
         return Err(FileError::OddSize { path: file.path().to_owned(), file_bytes, width });
@@ -53,6 +65,16 @@ pub(super) fn nano_gpt(file: &DataFile) -> Result<Layout, FileError> {
     let num_tokens = usize::try_from(file_bytes / width as u64)
         .map_err(|_| file.field(0, "the file's size", file_bytes, "what this machine can address"))?;
     Ok(headerless(FileFormat::NanoGpt, token_type, 0, num_tokens))
+}
+
+/// Returns whether a file begins with 32-bit tokens: every second half is that of an id below 2^20, and others are not.
+fn looks_wide(file: &DataFile) -> Result<bool, FileError> {
+    let beginning = file.beginning::<4096>()?;
+    let (tokens, _) = beginning.as_chunks::<4>();
+    let is_wide = |token: &[u8; 4]| token[2] < 16 && token[3] == 0;
+    Ok(tokens.len() >= 8
+        && tokens.iter().all(is_wide)
+        && tokens.iter().any(|token| token[0] >= 16 || token[1] > 0))
 }
 
 fn headerless(format: FileFormat, token_type: TokenType, tokens_at: u64, num_tokens: usize) -> Layout {

@@ -4,7 +4,7 @@ use super::llm_c::{is_llm_c, llm_c, nano_gpt};
 use super::megatron::megatron;
 use super::own::{ignored_label, is_own, own};
 use super::{DataFile, DocumentBounds, Layout, TokenStore};
-use crate::data::{DataError, FileError, IGNORED_LABEL};
+use crate::data::{DataError, FileError, IGNORED_LABEL, TokenDtype};
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const CHUNK_BYTES: usize = 1 << 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FileFormat {
-    /// nanoGPT's `.bin`: 16-bit tokens without header.
+    /// nanoGPT's `.bin`: 16-bit or 32-bit tokens without header.
     NanoGpt,
     /// llm.c's `.bin`: a header of 1024 bytes, then 16- or 32-bit tokens.
     LlmC,
@@ -46,6 +46,9 @@ pub struct TokenFileOptions {
     /// The token that separates documents in formats without document bounds. The file is scanned once to find it.
     /// nanoGPT writes it after a document, llm.c before.
     pub end_of_document: Option<u32>,
+    /// The type of tokens in a file without header (nanoGPT's). By default 16 bits, if the vocabulary has at most 65,536 ids and
+    /// the file does not begin as one of 32 bits.
+    pub token_dtype: Option<TokenDtype>,
 }
 
 /// A token file. Opening reads only headers; tokens are read on access.
@@ -93,7 +96,7 @@ impl TokenFile {
             return Err(FileError::NoTokens { path: tokens }.into());
         }
         let layout = match format {
-            FileFormat::NanoGpt => nano_gpt(&file)?,
+            FileFormat::NanoGpt => nano_gpt(&file, &options)?,
             FileFormat::LlmC => llm_c(&file)?,
             FileFormat::Megatron => megatron(&file, DataFile::open(&path.with_extension("idx"))?)?,
             FileFormat::Own => own(&file)?,

@@ -206,8 +206,14 @@ fn a_conversation_without_an_answer_is_skipped_and_counted_and_so_are_unused_fie
         "1 conversation without an answer skipped; fields without effect: `id` (2 lines), `length` (1 line)";
     assert_eq!(corpus.notes().to_string(), expected);
     let (inputs, output) = ([root.join("y.jsonl")], root.join("y.tokens"));
-    let options =
-        PrepareOptions { inputs: &inputs, output: &output, tokenizer: &tokenizer, text_field: "text" };
+    let options = PrepareOptions {
+        inputs: &inputs,
+        output: &output,
+        tokenizer: &tokenizer,
+        text_field: "text",
+        append_eod: true,
+        on_bad_line: OnBadLine::Error,
+    };
     assert_eq!(prepare(&options, |_| {}).unwrap().notes, *corpus.notes());
     let mut labels = Vec::new();
     corpus.read_labels(corpus.document(1).unwrap(), &mut labels).unwrap();

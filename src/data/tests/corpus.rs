@@ -61,7 +61,10 @@ fn a_directory_is_one_document_per_text_file_in_path_order() {
         "fifth: a file's name may start with target",
     ];
     assert_eq!(as_texts(&corpus), expected);
-    assert_eq!(corpus.skipped(), Skipped { hidden: 2, outputs: 1, not_text: 1, empty: 1, special: 0 });
+    assert_eq!(
+        corpus.skipped(),
+        Skipped { hidden: 2, outputs: 1, other_formats: 1, empty: 1, ..Skipped::default() }
+    );
     assert_eq!(corpus.skipped().total(), 5);
 
     let single = Corpus::load(&root.join("b.txt"), &Tokenizer::bytes()).unwrap();
@@ -121,7 +124,7 @@ fn unusable_paths_are_errors_that_name_them() {
     assert!(matches!(&missing, DataError::Missing { path } if path.ends_with("nowhere")), "{missing:?}");
     assert!(missing.to_string().contains("nowhere"));
     let binary = load("binary");
-    assert!(matches!(&binary, DataError::NotText { path } if path.ends_with("binary")), "{binary:?}");
+    assert!(matches!(&binary, DataError::NotText { path, .. } if path.ends_with("binary")), "{binary:?}");
     let empty = load("empty");
     let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
     assert!(matches!(&empty, DataError::Empty { skipped, .. } if *skipped == expected), "{empty:?}");

@@ -31,7 +31,7 @@ fn run(
     report: impl FnMut(&PrepareProgress),
 ) -> Result<Prepared, DataError> {
     let tokenizer = Tokenizer::bytes();
-    prepare(&PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field: "text" }, report)
+    prepare(&PrepareOptions::new(inputs, output, &tokenizer), report)
 }
 
 #[test]
@@ -120,8 +120,7 @@ fn a_large_vocabulary_takes_four_bytes_and_names_its_tokenizer() {
         write(root, "a.txt", "a b a");
         let tokenizer = Tokenizer::from_file(&root.join("tokenizer.json")).unwrap();
         let (inputs, output) = ([root.join("a.txt")], root.join(format!("{width}.tokens")));
-        let options =
-            PrepareOptions { inputs: &inputs, output: &output, tokenizer: &tokenizer, text_field: "text" };
+        let options = PrepareOptions::new(&inputs, &output, &tokenizer);
         prepare(&options, |_| {}).unwrap();
         let file = TokenFile::open(&output, FileFormat::Own, TokenFileOptions::default()).unwrap();
         assert_eq!((file.token_bytes(), file.has_labels()), (width, false));

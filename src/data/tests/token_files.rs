@@ -54,7 +54,7 @@ impl Folder {
 }
 
 fn prepare_file(inputs: &[PathBuf], output: &Path, tokenizer: &Tokenizer) {
-    prepare(&PrepareOptions { inputs, output, tokenizer, text_field: "text" }, |_| {}).unwrap();
+    prepare(&PrepareOptions::new(inputs, output, tokenizer), |_| {}).unwrap();
 }
 
 fn file_error<T: std::fmt::Debug>(result: Result<T, DataError>) -> FileError {
@@ -99,7 +99,8 @@ fn megatron_documents_are_the_sequences_that_the_index_joins() {
     let folder = Folder::new();
     folder.write("d.bin", u16s(&[1, 2, 3, 4, 5, 6]));
     folder.write("d.idx", index(8, &[2, 1, 3], &[0, 4, 6], &[0, 2, 3]));
-    for name in ["d.bin", "d.idx"] {
+    // Megatron names the prefix.
+    for name in ["d.bin", "d.idx", "d"] {
         let corpus = folder.load(name).unwrap();
         assert_eq!(tokens_of(&corpus), [[1, 2, 3], [4, 5, 6]]);
         assert_eq!([0, 2, 3, 6].map(|token| corpus.document_at(token).unwrap()), [0, 0, 1, 2]);
@@ -323,4 +324,27 @@ fn a_sparse_file_of_two_gigabytes_opens_without_being_read() {
     corpus.read_tokens((1 << 30) - 3..1 << 30, &mut tokens).unwrap();
     corpus.read_tokens(0..1, &mut tokens).unwrap();
     assert_eq!(tokens, [0, 0, 0, 5]);
+}
+
+#[test]
+fn the_width_of_tokens_without_header_is_stated_where_it_is_not_clear() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("x.bin");
+    let open = |vocab_size, token_dtype| {
+        let options = TokenFileOptions { vocab_size, token_dtype, ..TokenFileOptions::default() };
+        let file = TokenFile::open(&path, FileFormat::NanoGpt, options);
+        file.map(|file| file.token_bytes()).map_err(|error| error.to_string())
+    };
+    let wide: Vec<u8> = (0..100_u32).flat_map(|id| (1_400 * id).to_le_bytes()).collect();
+    std::fs::write(&path, &wide).unwrap();
+    for vocab_size in [None, Some(50_000), Some(150_000)] {
+        let error = open(vocab_size, None).unwrap_err();
+        assert!(error.contains("set `ulysses.token_dtype` to \"uint16\" or \"uint32\""), "{error}");
+        assert_eq!(open(vocab_size, Some(TokenDtype::Uint32)), Ok(4));
+        assert_eq!(open(vocab_size, Some(TokenDtype::Uint16)), Ok(2));
+    }
+    let narrow: Vec<u8> = (0..200_u16).flat_map(|id| (300 * id).to_le_bytes()).collect();
+    std::fs::write(&path, &narrow).unwrap();
+    assert_eq!(open(Some(65_536), None), Ok(2));
+    assert!(open(Some(65_537), None).unwrap_err().contains("the vocabulary has 65537 ids"));
 }

@@ -235,8 +235,7 @@ fn the_users_labels_are_used_in_memory_and_in_a_file() {
     let lines = "{\"text\":\"ab\"}\n{\"input_ids\":[1,2,3],\"labels\":[-100,9,3]}\n{\"input_ids\":[4],\"labels\":null}\n";
     write(root, "x.jsonl", lines);
     let (inputs, output, tokenizer) = ([root.join("x.jsonl")], root.join("x.tokens"), Tokenizer::bytes());
-    let options =
-        PrepareOptions { inputs: &inputs, output: &output, tokenizer: &tokenizer, text_field: "text" };
+    let options = PrepareOptions::new(&inputs, &output, &tokenizer);
     prepare(&options, |_| {}).unwrap();
     for path in [&inputs[0], &output] {
         let corpus = Corpus::load(path, &tokenizer).unwrap();
@@ -247,4 +246,42 @@ fn the_users_labels_are_used_in_memory_and_in_a_file() {
         assert_eq!(labels, [97, 98, -100, 9, 3, 4], "{path:?}");
         assert_eq!(corpus.num_documents(), 3);
     }
+}
+
+#[test]
+fn a_document_of_text_ends_with_the_end_of_text_token_once() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let tokenizer = tokenizer(root, None);
+    let lines = "{\"text\":\"ab\"}\n{\"text\":\"ab</s>\"}\n{\"text\":\"\"}\n{\"input_ids\":[1]}\n";
+    write(root, "x.jsonl", lines);
+    let end = tokenizer.end_of_text_id().unwrap();
+    let lens = |append_eod| {
+        let options = SourceOptions { append_eod, ..SourceOptions::new(&tokenizer) };
+        let corpus = Corpus::open(&[root.join("x.jsonl")], &options).unwrap();
+        let (mut tokens, first) = (Vec::new(), corpus.document(0).unwrap());
+        corpus.read_tokens(first, &mut tokens).unwrap();
+        assert_eq!(tokens.last() == Some(&end), append_eod);
+        (0..corpus.num_documents()).map(|index| corpus.document(index).unwrap().len()).collect::<Vec<_>>()
+    };
+    assert_eq!(lens(true), [3, 3, 1]);
+    assert_eq!(lens(false), [2, 3, 1]);
+}
+
+#[test]
+fn the_layouts_of_share_gpt_and_alpaca_are_conversations() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let tokenizer = tokenizer(root, Some(CHATML));
+    let turn = |from: &str, value: &str| json!({ "from": from, "value": value });
+    let share_gpt =
+        json!({ "conversations": [turn("human", "1+1?"), turn("gpt", "2")], "system": "Be brief." });
+    let expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n\
+                    <|im_start|>assistant\n2<|im_end|>\n";
+    assert_eq!(texts(root, &tokenizer, &share_gpt), (expected.to_owned(), vec!["2<|im_end|>".to_owned()]));
+    let alpaca = json!({ "instruction": "Add.", "input": "1+1", "output": "2", "system": "Be brief." });
+    let expected = expected.replace("1+1?", "Add.\n1+1");
+    assert_eq!(texts(root, &tokenizer, &alpaca), (expected, vec!["2<|im_end|>".to_owned()]));
+    let history = json!({ "instruction": "b", "input": "", "output": "B", "history": [["a", "A"]] });
+    assert_eq!(texts(root, &tokenizer, &history).1, ["A<|im_end|>", "B<|im_end|>"]);
 }

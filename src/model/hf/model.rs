@@ -2,6 +2,7 @@
 
 use super::HfWeights;
 use super::config::HfConfig;
+use super::weights::other_weights;
 use crate::model::{LlamaConfig, Model, ModelError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -65,7 +66,11 @@ impl HfDescription {
     /// # Errors
     /// As [`LlamaConfig::from_hf_dir`].
     pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
-        Self::from_file(&dir.join("config.json"))
+        let path = dir.join("config.json");
+        if let Some(advice) = other_weights(dir).filter(|_| !path.exists()) {
+            return Err(ModelError::NotAModel { dir: dir.to_owned(), advice });
+        }
+        Self::from_file(&path)
     }
 
     /// As [`from_dir`](Self::from_dir), for a file of any name.
@@ -179,6 +184,26 @@ impl HfSource {
         let stored = || weights.and_then(|weights| weights.dtype(EMBEDDING));
         let dtype = described.filter(is_float).or_else(stored).map(str::to_owned);
         (Self { config, generation_config, dtype }, unread)
+    }
+
+    /// Adds a token to the `eos_token_id` of `generation_config.json`, if there is one, and of `config.json`: generation stops at any
+    /// of them. Returns whether one of the two lacked it.
+    pub fn stop_at(&mut self, token: u32) -> bool {
+        let files = [&mut self.config, &mut self.generation_config];
+        let lacking = files.into_iter().filter_map(Value::as_object_mut).filter_map(|file| {
+            let known = match file.get("eos_token_id") {
+                Some(Value::Array(ids)) => ids.clone(),
+                None | Some(Value::Null) => Vec::new(),
+                Some(id) => vec![id.clone()],
+            };
+            let is_new = !known.contains(&token.into());
+            is_new.then(|| {
+                let ids: Vec<Value> = known.into_iter().chain([token.into()]).collect();
+                let ids = if ids.len() == 1 { token.into() } else { Value::Array(ids) };
+                file.insert("eos_token_id".to_owned(), ids);
+            })
+        });
+        lacking.count() > 0
     }
 
     /// Returns whether its `config.json` describes `model`, apart from whether the head is tied.

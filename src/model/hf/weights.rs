@@ -35,7 +35,8 @@ impl HfWeights {
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
         if !single.exists() && !index.exists() {
-            return Err(ModelError::NoWeights { dir: dir.to_owned(), single: SINGLE, index: INDEX });
+            let advice = other_weights(dir).map_or_else(String::new, |advice| format!("; {advice}"));
+            return Err(ModelError::NoWeights { advice, dir: dir.to_owned(), single: SINGLE, index: INDEX });
         }
         if single.exists() {
             let file = TensorFile::open(single.clone())?;
@@ -161,6 +162,34 @@ impl WeightSource for HfWeights {
         }
         file.read(&spec.name, info, range, out)
     }
+}
+
+/// Says what to do with weights in another form.
+pub(super) fn other_weights(dir: &Path) -> Option<String> {
+    const WITH_TRANSFORMERS: &str = "write it with Python's transformers, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`";
+    let kinds: [(&[&str], &str); 4] = [
+        (
+            &["adapter_config.json"],
+            "it is an adapter (LoRA), not a model; merge it with Python's peft, \
+             `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`",
+        ),
+        (&["pytorch_model.bin", "pytorch_model.bin.index.json"], WITH_TRANSFORMERS),
+        (
+            &["consolidated.safetensors", "consolidated.00.pth", "params.json"],
+            "it is in the layout of its publisher, not in Hugging Face's",
+        ),
+        (&["model_index.json"], "it is a pipeline of diffusers, not a language model"),
+    ];
+    let known = kinds.into_iter().find_map(|(files, advice)| {
+        let file = files.iter().find(|file| dir.join(file).exists())?;
+        Some(format!("{file} is there: {advice}"))
+    });
+    known.or_else(|| {
+        let files =
+            dir.read_dir().ok()?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let file = files.filter(|file| file.ends_with(".gguf") || file.ends_with(".bin")).min()?;
+        Some(format!("{file} is there: only safetensors are read"))
+    })
 }
 
 fn open_shard(dir: &Path, index: &Path, shard: &str) -> Result<TensorFile, ModelError> {

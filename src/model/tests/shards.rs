@@ -150,3 +150,42 @@ fn headers_must_account_for_every_byte_of_the_file() {
         assert_names(&open(bytes).err().unwrap(), &["model.safetensors: "]);
     }
 }
+
+#[test]
+fn a_directory_of_another_layout_is_named_with_what_to_do() {
+    for (file, expected) in [
+        ("adapter_config.json", "it is an adapter (LoRA), not a model; merge it"),
+        ("pytorch_model.bin", "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"),
+        ("pytorch_model.bin.index.json", "AutoModelForCausalLM"),
+        ("consolidated.00.pth", "layout of its publisher"),
+        ("model_index.json", "a pipeline of diffusers"),
+        ("model-Q4.gguf", "model-Q4.gguf is there: only safetensors are read"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(file), "{}").unwrap();
+        let errors = [HfDescription::from_dir(dir.path()).err(), HfWeights::open(dir.path()).err()];
+        for error in errors.map(|error| error.unwrap().to_string()) {
+            assert!(error.contains(file) && error.contains(expected), "{error}");
+        }
+    }
+}
+
+#[test]
+fn the_end_of_a_turn_is_added_to_the_ends_of_generation_once() {
+    for (ends, expected) in [
+        (json!(1), json!([1, 7])),
+        (json!([1, 2]), json!([1, 2, 7])),
+        (json!([7]), json!([7])),
+        (json!(null), json!(7)),
+    ] {
+        let file = json!({ "eos_token_id": ends, "other": 0 });
+        let mut source =
+            HfSource { config: file.clone(), generation_config: serde_json::Value::Null, dtype: None };
+        assert_eq!(source.stop_at(7), ends != json!([7]));
+        assert_eq!((&source.config["eos_token_id"], &source.generation_config), (&expected, &json!(null)));
+        let mut source = HfSource { generation_config: file, ..source };
+        source.stop_at(7);
+        assert_eq!(source.generation_config["eos_token_id"], expected);
+        assert!(!source.stop_at(7));
+    }
+}

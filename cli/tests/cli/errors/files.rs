@@ -64,10 +64,6 @@ fn contradictory_batch_sizes_and_meshes_are_refused_with_the_equation() {
     by_config(triple).assert_refused(2, &["`train_batch_size` is 4", "= 6", "make them agree"]);
     by_config(json!({ "mesh_param": [3, 1] })).assert_refused(2, &["4 is not a multiple of dp 3", "3 and 6"]);
     by_config(json!({ "train_batch_size": null })).assert_refused(2, &["batch size is not set"]);
-    let place = Workplace::new();
-    place.write_config("c.json", json!({ "mesh_param": [2, 1] }));
-    let outcome = place.run(&["train", "c.json", "--mesh", "1x2"]);
-    outcome.assert_refused(2, &["`mesh_param` (line 1", "by the flag --mesh", "make them equal"]);
     by_config(json!({ "train_batch_size": 1_000_000_000_000_u64 })).assert_refused(2, &["GiB", "batch"]);
 }
 

@@ -1,0 +1,185 @@
+//! What a file is: by its extension, then by its beginning.
+
+use super::files::read_error;
+use super::layout::is_sample;
+use super::reader;
+use crate::data::DataError;
+use crate::data::storage::{FileFormat, TokenFile};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use std::collections::BTreeMap;
+use std::io::{BufRead, Read};
+use std::path::Path;
+
+/// U+FEFF in UTF-8, with which some editors begin a file.
+pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// So much of a `.json` file is read to tell whether it has one object per line.
+const MAX_FIRST_LINE_BYTES: u64 = 64 << 20;
+
+/// Extensions of files that are never read, and what to do.
+const UNREADABLE: [(&[&str], &str); 6] = [
+    (
+        &["arrow", "feather", "ipc"],
+        "an Arrow file; write JSONL, as with `datasets.load_from_disk(DIR).to_json(\"train.jsonl\")` in Python",
+    ),
+    (
+        &["npy", "npz"],
+        "a NumPy file; write its token ids with `array.astype(\"uint16\").tofile(\"tokens.bin\")`, or with \"uint32\" and \
+         `ulysses.token_dtype`",
+    ),
+    (
+        &["zip", "tar", "tgz", "7z", "rar", "xz", "bz2", "lz4", "br", "lzma"],
+        "an archive, or compressed with a program that is not supported; extract it, or use gzip or Zstandard",
+    ),
+    (
+        &["safetensors", "gguf", "onnx", "ckpt", "pt", "pth"],
+        "weights or tensors, not data; write JSONL with `text` or `input_ids`",
+    ),
+    (
+        &[
+            "avro", "db", "h5", "hdf5", "lmdb", "mdb", "msgpack", "orc", "pickle", "pkl", "sqlite",
+            "sqlite3", "tfrecord", "xls", "xlsx",
+        ],
+        "a file of another program; write JSONL with `text` or `input_ids`",
+    ),
+    (&["doc", "docx", "epub", "odt", "pdf", "rtf"], "a formatted document; extract its text"),
+];
+
+/// First bytes of files that are not text, whatever their name, and what to do.
+const MAGIC: [(&[u8], &str); 9] = [
+    (b"PK\x03\x04", "it is a ZIP archive: extract it"),
+    (b"\xfd7zXZ\0", "it is compressed with xz: extract it, or use gzip or Zstandard"),
+    (b"BZh", "it is compressed with bzip2: extract it, or use gzip or Zstandard"),
+    (b"PAR1", "it is a Parquet file: name it `.parquet`"),
+    (b"ARROW1", UNREADABLE[0].1),
+    (b"\x93NUMPY", UNREADABLE[1].1),
+    (b"%PDF", "it is a PDF document: extract its text"),
+    (b"\xff\xfe", "it is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"),
+    (b"\xfe\xff", "it is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"),
+];
+
+/// Extensions of settings, which are text only if they are named.
+const SETTINGS: [&str; 6] = ["cfg", "ini", "lock", "toml", "yaml", "yml"];
+
+/// The kind of a source file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum SourceKind {
+    /// One document of UTF-8 text.
+    Text,
+    /// One document per line.
+    JsonLines,
+    /// One document per element of an array.
+    JsonArray,
+    /// One document per row, with a delimiter between columns.
+    Table { delimiter: u8 },
+    /// One document per row.
+    Parquet,
+    /// A token file.
+    Tokens(FileFormat),
+}
+
+impl SourceKind {
+    /// Returns whether the file has samples, so that other files of its directory describe them.
+    pub(super) fn has_samples(self) -> bool {
+        self != Self::Text
+    }
+}
+
+/// Returns the kind of a named file, or what to do instead of reading it.
+pub(super) fn named_kind(path: &Path) -> Result<Result<SourceKind, &'static str>, DataError> {
+    let extension = extension(path);
+    if let Some(kind) = by_extension(&extension) {
+        return Ok(Ok(kind));
+    }
+    if let Some((_, advice)) = UNREADABLE.iter().find(|(names, _)| names.contains(&extension.as_str())) {
+        return Ok(Err(advice));
+    }
+    if extension == "json" {
+        return Ok(json(path)?.map(|(kind, _)| kind).ok_or(
+            "a JSON value over several lines; write one object per line, or an array of objects, as with `jq -s .`",
+        ));
+    }
+    Ok(Ok(TokenFile::detect(path)?.map_or(SourceKind::Text, SourceKind::Tokens)))
+}
+
+/// Returns the kind of a file in a directory, `None` for one that is no data. What a name may mean counts only if the file
+/// says so itself: a `.bin` by its header or the index next to it, which is read with its `.bin`; JSON and tables by the
+/// fields of the first sample.
+pub(super) fn found_kind(path: &Path, text_field: &str) -> Result<Option<SourceKind>, DataError> {
+    let extension = extension(path);
+    let is_sample = |names: &[String]| is_sample(|name| names.iter().any(|found| found == name), text_field);
+    if SETTINGS.contains(&extension.as_str()) || is_card(path)? {
+        return Ok(None);
+    }
+    Ok(match named_kind(path)?.ok() {
+        Some(SourceKind::Table { delimiter }) => {
+            let header = super::table::header(path, delimiter)?;
+            is_sample(&header).then_some(SourceKind::Table { delimiter })
+        }
+        Some(SourceKind::JsonLines | SourceKind::JsonArray) if extension == "json" => {
+            json(path)?.filter(|(_, fields)| is_sample(fields)).map(|(kind, _)| kind)
+        }
+        Some(SourceKind::Tokens(FileFormat::Megatron)) if extension == "idx" => None,
+        Some(SourceKind::Tokens(FileFormat::NanoGpt)) => None,
+        kind => kind,
+    })
+}
+
+/// Returns what the beginning of a file that is not UTF-8 says about it.
+pub(super) fn describe_binary(beginning: &[u8]) -> &'static str {
+    let found = MAGIC.iter().find(|(magic, _)| beginning.starts_with(magic));
+    found.map_or("convert it to UTF-8, or write JSONL", |(_, advice)| advice)
+}
+
+/// Returns the extension in lower case, without that of a compressed file.
+pub(super) fn extension(path: &Path) -> String {
+    let of = |path: &Path| path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    match of(path).as_str() {
+        "gz" | "zst" | "zstd" => of(Path::new(path.file_stem().unwrap_or_default())),
+        extension => extension.to_owned(),
+    }
+}
+
+/// Returns the kind of a file, if its extension determines it.
+fn by_extension(extension: &str) -> Option<SourceKind> {
+    Some(match extension {
+        "jsonl" | "ndjson" => SourceKind::JsonLines,
+        "parquet" => SourceKind::Parquet,
+        "csv" => SourceKind::Table { delimiter: b',' },
+        "tsv" => SourceKind::Table { delimiter: b'\t' },
+        _ => return None,
+    })
+}
+
+/// Returns whether a `.json` file has lines or is an array, with the names of the first object's fields. `None`: neither.
+fn json(path: &Path) -> Result<Option<(SourceKind, Vec<String>)>, DataError> {
+    let failed = |source| read_error(path, source);
+    let mut file = reader::open(path, 0)?;
+    if file.fill_buf().map_err(failed)?.starts_with(BYTE_ORDER_MARK) {
+        file.consume(BYTE_ORDER_MARK.len());
+    }
+    type Object = BTreeMap<String, IgnoredAny>;
+    let (kind, first) = match super::array::skip_to(&mut file, b'[').map_err(failed)? {
+        Some(_) => {
+            super::array::skip_space(&mut file).map_err(failed)?;
+            let mut first = serde_json::Deserializer::from_reader(file.take(MAX_FIRST_LINE_BYTES));
+            (SourceKind::JsonArray, Object::deserialize(&mut first))
+        }
+        None => {
+            let mut line = Vec::new();
+            file.take(MAX_FIRST_LINE_BYTES).read_until(b'\n', &mut line).map_err(failed)?;
+            (SourceKind::JsonLines, serde_json::from_slice(&line))
+        }
+    };
+    Ok(first.ok().map(|object: Object| (kind, object.into_keys().collect())))
+}
+
+/// Returns whether a file describes a data set of the Hugging Face Hub: a `README.md` with settings at its beginning.
+fn is_card(path: &Path) -> Result<bool, DataError> {
+    if path.file_name().is_none_or(|name| name != "README.md") {
+        return Ok(false);
+    }
+    let mut file = reader::open(path, 0)?;
+    Ok(file.fill_buf().map_err(|source| read_error(path, source))?.starts_with(b"---"))
+}
