@@ -82,8 +82,8 @@ const CIRCLES: [(&str, &str); 8] = [
         "a rule of `mesh_rules` is a partial config",
     ),
     (
-        "src/data/error.rs src/data/source/files.rs src/data/storage/layout.rs src/data/storage/llm_c.rs \
-         src/data/storage/megatron.rs src/data/storage/own.rs src/data/storage/token_file.rs",
+        "src/data/storage/layout.rs src/data/storage/llm_c.rs src/data/storage/megatron.rs src/data/storage/own.rs \
+         src/data/storage/token_file.rs",
         "formats of token files, which are detected in one place and each read in their own",
     ),
     ("src/data/source/document.rs src/data/source/lines.rs", "a line of a file becomes a document"),

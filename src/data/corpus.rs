@@ -111,7 +111,9 @@ impl Corpus {
             }
             files.into_iter().for_each(|file| corpus.contents.add_file(file.path));
             if corpus.num_tokens() == before {
-                return Err(DataError::Empty { path: path.to_owned(), skipped });
+                // Where every line is bad, the first says why.
+                let first = corpus.bad_lines.drain(..).next().and_then(Arc::into_inner);
+                return Err(first.unwrap_or_else(|| DataError::Empty { path: path.to_owned(), skipped }));
             }
             corpus.skipped.add(skipped);
         }
