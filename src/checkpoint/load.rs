@@ -109,7 +109,12 @@ impl Checkpoint {
         let differs = (0..saved.len().max(wanted.len())).find(|&index| saved.get(index) != wanted.get(index));
         if let Some(index) = differs {
             let show = |list: &[String]| list.get(index).cloned().unwrap_or_else(|| "none".into());
-            return mismatch(&format!("parameter {index} of `ulysses.model`"), show(&saved), show(&wanted));
+            let of_checkpoint =
+                self.manifest.config.pointer("/ulysses/model").and_then(|model| model.as_str());
+            let model =
+                of_checkpoint.map_or_else(String::new, |model| format!(" (resume with its own, {model})"));
+            let what = format!("parameter {index} of `ulysses.model`{model}");
+            return mismatch(&what, show(&saved), show(&wanted));
         }
         if units.len() != self.manifest.units.len() {
             let (saved, wanted) = (self.manifest.units.len(), units.len());

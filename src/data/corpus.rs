@@ -112,7 +112,10 @@ impl Corpus {
             }
             files.into_iter().for_each(|file| corpus.contents.add_file(file.path));
             if corpus.num_tokens() == before {
-                return Err(DataError::Empty { path: path.to_owned(), skipped, notes: corpus.notes });
+                // Where every line is bad, the first says why.
+                let first = corpus.bad_lines.drain(..).next().and_then(Arc::into_inner);
+                let empty = || DataError::Empty { path: path.to_owned(), skipped, notes: corpus.notes };
+                return Err(first.unwrap_or_else(empty));
             }
             corpus.skipped.add(skipped);
         }

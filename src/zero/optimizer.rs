@@ -371,13 +371,16 @@ fn each<T>(
 }
 
 /// Allocates the zeroed master copy, if parameters are not f32, and the initial optimizer state, for the
-/// elements that this rank updates; of frozen parameters the master copy alone, so that they are saved as they came.
+/// elements that this rank updates.
 fn optimizer_state(
     layout: &FlatLayout,
     stage: ZeroStage,
     config: &OptimizerConfig,
     storage: &Storage,
 ) -> Result<(Option<StateTensor>, Vec<StateTensor>), ZeroError> {
+    if layout.is_frozen() {
+        return Ok((None, Vec::new()));
+    }
     let numel = if stage.partitions_optimizer() { layout.partition_numel() } else { layout.padded_numel() };
     let initially = |value: f64| {
         let tensor = storage.options.zeros_f32(numel)?;
@@ -387,9 +390,6 @@ fn optimizer_state(
         StateTensor::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };
     let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
-    if layout.is_frozen() {
-        return Ok((master, Vec::new()));
-    }
     let initial = optimizer_step::initial_state(config);
     let state = optimizer_step::state_kinds(config).iter().map(|_| initially(initial));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))

@@ -97,10 +97,10 @@ pub(super) struct Unit {
     /// Index of this rank's partition in `layout`.
     pub(super) shard_rank: usize,
     pub(super) parameters: Parameters,
-    /// `None` for frozen parameters, which have no optimizer state either.
+    /// `None` for frozen parameters, which have no master copy and no optimizer state either.
     pub(super) gradients: Option<Gradients>,
     /// The f32 master copy of 16-bit parameters, for the elements that this rank updates. Updates are too
-    /// small for 16 bits, and frozen parameters are saved as they came.
+    /// small for 16 bits.
     pub(super) master: Option<StateTensor>,
     /// Optimizer state of the elements that this rank updates, such as Adam's two moments.
     pub(super) state: Vec<StateTensor>,

@@ -244,7 +244,7 @@ fn rings_and_means_of_micro_batches_are_refused_with_flexible_sp() {
         let error = config((1, 4), 0, true, &extra).unwrap_err().to_string();
         assert!(expected.iter().all(|part| error.contains(part)), "{error}");
     };
-    refused(json!({ "ulysses": { "ring_size": 2 } }), &["`ulysses.flexible_sp`", "`ulysses.ring_size` 1"]);
+    refused(json!({ "ulysses": { "ring_size": 2 } }), &["`ulysses.flexible_sp`", "use no ring"]);
     refused(
         json!({ "loss_normalization": "micro_batch" }),
         &["flexible_sp", "`loss_normalization` is \"global\""],

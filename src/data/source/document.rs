@@ -1,7 +1,7 @@
 //! Tokenizes documents.
 
 use super::lines::{Line, parse};
-use super::records::{Content, Record};
+use super::record::{Content, Record};
 use crate::data::chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
 use crate::data::notes::Note;
 use crate::data::{DataError, FileError, IGNORED_LABEL, OnBadLine, Tokenizer};

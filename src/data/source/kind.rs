@@ -1,18 +1,14 @@
 //! What a file is: by its extension, then by its beginning.
 
-use super::files::read_error;
 use super::layout::is_sample;
-use super::reader;
+use super::reader::{self, read_error};
 use crate::data::DataError;
 use crate::data::storage::{FileFormat, TokenFile};
 use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::io::{BufRead, Read};
 use std::path::Path;
-
-/// U+FEFF in UTF-8, with which some editors begin a file.
-pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// So much of a `.json` file is read to tell whether it has one object per line.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 20;
@@ -152,17 +148,15 @@ fn by_extension(extension: &str) -> Option<SourceKind> {
     })
 }
 
-/// Returns whether a `.json` file has lines or is an array, with the names of the first object's fields. `None`: neither.
+/// Returns whether a `.json` file has lines or is an array, with the names of the first object's texts and
+/// arrays. `None`: neither.
 fn json(path: &Path) -> Result<Option<(SourceKind, Vec<String>)>, DataError> {
     let failed = |source| read_error(path, source);
     let mut file = reader::open(path, 0)?;
-    if file.fill_buf().map_err(failed)?.starts_with(BYTE_ORDER_MARK) {
-        file.consume(BYTE_ORDER_MARK.len());
-    }
-    type Object = BTreeMap<String, IgnoredAny>;
-    let (kind, first) = match super::array::skip_to(&mut file, b'[').map_err(failed)? {
+    type Object = BTreeMap<String, Box<RawValue>>;
+    let (kind, first) = match reader::skip_to(&mut file, b'[').map_err(failed)? {
         Some(_) => {
-            super::array::skip_space(&mut file).map_err(failed)?;
+            reader::skip_space(&mut file).map_err(failed)?;
             let mut first = serde_json::Deserializer::from_reader(file.take(MAX_FIRST_LINE_BYTES));
             (SourceKind::JsonArray, Object::deserialize(&mut first))
         }
@@ -172,7 +166,11 @@ fn json(path: &Path) -> Result<Option<(SourceKind, Vec<String>)>, DataError> {
             (SourceKind::JsonLines, serde_json::from_slice(&line))
         }
     };
-    Ok(first.ok().map(|object: Object| (kind, object.into_keys().collect())))
+    let is_field = |value: &RawValue| value.get().starts_with(['"', '[']);
+    let names = |object: Object| {
+        object.into_iter().filter(|(_, value)| is_field(value)).map(|(name, _)| name).collect()
+    };
+    Ok(first.ok().map(|object| (kind, names(object))))
 }
 
 /// Returns whether a file describes a data set of the Hugging Face Hub: a `README.md` with settings at its beginning.

@@ -10,11 +10,13 @@ mod lines;
 #[cfg(feature = "parquet")]
 mod parquet;
 mod reader;
+mod record;
 mod records;
+mod skipped;
 mod table;
 
 pub(super) use document::{Document, DocumentKind, Encoder, start_threads};
-pub use files::Skipped;
 pub(super) use files::{SourceFile, expand};
 pub(super) use kind::SourceKind;
 pub(super) use records::{Position, Records};
+pub use skipped::Skipped;

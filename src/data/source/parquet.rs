@@ -34,7 +34,7 @@ impl Rows {
     pub(super) fn open(path: &Path, text_field: &str, skipped: u64) -> Result<Self, DataError> {
         let failed = |source| FileError::Parquet { path: path.to_owned(), row: 0, source };
         let (file, _) =
-            crate::regular_file::open(path).map_err(|source| super::files::read_error(path, source))?;
+            crate::regular_file::open(path).map_err(|source| super::reader::read_error(path, source))?;
         let file = guarded(|| SerializedFileReader::new(file)).map_err(failed)?;
         let column = text_column(&file, text_field).map_err(failed)?;
         let mut rows = Self { file, column, next_group: 0, group: None, ready: VecDeque::new() };

@@ -1,6 +1,5 @@
 //! Opens data files, and decompresses those of gzip and Zstandard.
 
-use super::files::read_error;
 use crate::data::DataError;
 use crate::regular_file;
 use flate2::bufread::MultiGzDecoder;
@@ -8,6 +7,9 @@ use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
+
+/// U+FEFF in UTF-8, with which some editors begin a file.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -33,6 +35,44 @@ pub(super) fn open(path: &Path, offset: u64) -> Result<Reader, DataError> {
     };
     io::copy(&mut contents.by_ref().take(offset), &mut io::sink()).map_err(failed)?;
     Ok(contents)
+}
+
+/// Opens a file of JSON, behind its byte order mark.
+pub(super) fn open_json(path: &Path) -> Result<Reader, DataError> {
+    let mut file = open(path, 0)?;
+    if file.fill_buf().map_err(|source| read_error(path, source))?.starts_with(BYTE_ORDER_MARK) {
+        file.consume(BYTE_ORDER_MARK.len());
+    }
+    Ok(file)
+}
+
+/// Consumes white space, and then `byte`. Returns the number of line ends, or `None` if another byte follows.
+pub(super) fn skip_to(file: &mut impl BufRead, byte: u8) -> io::Result<Option<u64>> {
+    let lines = skip_space(file)?;
+    let is_next = file.fill_buf()?.first() == Some(&byte);
+    file.consume(usize::from(is_next));
+    Ok(is_next.then_some(lines))
+}
+
+/// Consumes white space; returns the number of line ends in it.
+pub(super) fn skip_space(file: &mut impl BufRead) -> io::Result<u64> {
+    let mut lines = 0;
+    loop {
+        match file.fill_buf()?.first() {
+            Some(byte) if byte.is_ascii_whitespace() => lines += u64::from(*byte == b'\n'),
+            _ => return Ok(lines),
+        }
+        file.consume(1);
+    }
+}
+
+/// Returns the error of a path that cannot be read.
+pub(super) fn read_error(path: &Path, source: io::Error) -> DataError {
+    let path = path.to_owned();
+    match source.kind() {
+        io::ErrorKind::NotFound => DataError::Missing { path },
+        _ => DataError::Read { path, source },
+    }
 }
 
 /// Decodes the frames of a Zstandard file, of which a parallel compressor writes several.

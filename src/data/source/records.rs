@@ -1,9 +1,10 @@
 //! Reads untokenized documents from files, in batches, from any position.
 
 use super::array::Elements;
-use super::files::{SourceFile, read_error};
+use super::files::SourceFile;
 use super::kind::{SourceKind, describe_binary};
-use super::reader::{self, Reader};
+use super::reader::{self, Reader, read_error};
+use super::record::{Content, Record};
 use super::table;
 use crate::data::{DataError, FileError, Skipped};
 use serde::{Deserialize, Serialize};
@@ -13,25 +14,6 @@ use std::sync::Arc;
 
 /// Bytes of text per batch: enough to use every core, little compared with the machine's memory.
 const BATCH_BYTES: usize = 8 << 20;
-
-/// An untokenized document.
-#[derive(Debug)]
-pub(in crate::data) struct Record {
-    pub(super) path: Arc<PathBuf>,
-    pub(super) content: Content,
-}
-
-#[derive(Debug)]
-pub(super) enum Content {
-    Text(String),
-    /// A line of JSON, counted from 1. UTF-8 is checked by the parser.
-    Line {
-        number: u64,
-        bytes: Vec<u8>,
-    },
-    /// A row that cannot be read, unlike those after it.
-    Broken(FileError),
-}
 
 /// Consecutive documents.
 #[derive(Debug)]
@@ -145,17 +127,6 @@ impl<'a> Records<'a> {
             }
         };
         Ok(content.map(|content| Record { path: path.clone(), content }))
-    }
-}
-
-impl Record {
-    /// Returns the bytes of text.
-    pub(super) fn len(&self) -> usize {
-        match &self.content {
-            Content::Text(text) => text.len(),
-            Content::Line { bytes, .. } => bytes.len(),
-            Content::Broken(_) => 0,
-        }
     }
 }
 

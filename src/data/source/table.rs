@@ -1,7 +1,7 @@
 //! Reads the rows of a table (CSV, TSV) as lines of JSON: one text per column that the first row names.
 
 use super::reader::{self, Reader};
-use super::records::Content;
+use super::record::Content;
 use crate::data::{DataError, FileError};
 use csv::{ReaderBuilder, StringRecord};
 use serde_json::{Map, Value as Json};

@@ -156,25 +156,26 @@ fn in_a_directory_only_documents_are_read_and_the_rest_is_counted() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     write(root, "README.md", "---\nlicense: mit\n---\n# Card");
-    write(root, "LICENSE", "MIT");
-    write(root, "load.py", "import datasets");
-    write(root, "notes.txt", "read");
+    write(root, "LICENSE", "no samples beside it");
+    write(root, "data/load.py", "import datasets");
+    write(root, "data/notes.txt", "read");
     write(root, "data/train.json", "{\"text\":\"line\"}\n{\"text\":\"more\"}\n");
     write(root, "data/alpaca.json", "[\n {\"text\": \"element\"}\n]");
     write(root, "data/rows.csv", "id,text\n1,\"a, \"\"b\"\"\nc\"\n");
     write(root, "data/README.md", "columns");
     write(root, "meta/dataset_info.json", "{\"splits\": {}}");
+    write(root, "meta/tests.json", "{\"conversations\": {}, \"text\": 1}");
     write(root, "meta/state.json", "{\n\"_format\": null\n}");
     write(root, "meta/scores.csv", "id,score\n1,2\n");
     write(root, "meta/conf.yaml", "a: 1");
     write(root, "meta/data-0.arrow", "ARROW1");
     write(root, "meta/tokens.bin", [1, 0, 2, 0]);
     let corpus = load(root, "").unwrap();
-    assert_eq!(as_texts(&corpus), ["element", "a, \"b\"\nc", "line", "more", "read"]);
+    assert_eq!(as_texts(&corpus), ["no samples beside it", "element", "read", "a, \"b\"\nc", "line", "more"]);
     let skipped = corpus.skipped();
-    assert_eq!((skipped.other_formats, skipped.beside_samples, skipped.not_text), (7, 3, 0));
+    assert_eq!((skipped.other_formats, skipped.beside_samples, skipped.not_text), (8, 2, 0));
     let error = load(root, "meta").unwrap_err().to_string();
-    assert!(error.contains("contains no text (skipped: 6 of formats without documents)"), "{error}");
+    assert!(error.contains("contains no text (skipped: 7 of formats without documents)"), "{error}");
     let code = root.join("code");
     write(&code, "main.rs", "fn main() {}");
     write(&code, "guide.md", "text");
@@ -252,6 +253,10 @@ fn bad_lines_are_skipped_and_counted_if_the_options_say_so() {
     {
         assert!(line.contains(place), "{line}");
     }
+    write(root, "z.jsonl", "{\"t\":1}\n{\"t\":2}\n");
+    let all_bad = Corpus::open(&[root.join("z.jsonl")], &options).unwrap_err().to_string();
+    assert!(all_bad.contains("z.jsonl, line 1: no field"), "{all_bad}");
+    std::fs::remove_file(root.join("z.jsonl")).unwrap();
     let (inputs, output) = ([root.to_owned()], root.join("out.tokens"));
     let options =
         PrepareOptions { on_bad_line: OnBadLine::Skip, ..PrepareOptions::new(&inputs, &output, &tokenizer) };

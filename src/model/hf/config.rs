@@ -63,7 +63,8 @@ impl HfConfig {
             Some("qwen3") => Architecture::Qwen3,
             _ => {
                 let known = "\"llama\", \"mistral\", \"qwen2\" or \"qwen3\"";
-                return Err(self.error("model_type", &format!("this version loads {known}")));
+                let expected = format!("this version loads {known}, and no other family");
+                return Err(self.error("model_type", &expected));
             }
         };
         let (_, class) = architecture.hf_names();

@@ -39,9 +39,10 @@ impl StateBytes {
         }
     }
 
-    /// Computes the bytes of frozen parameters, which have no gradients and no optimizer state but a master copy.
+    /// Computes the bytes of frozen parameters, which have no gradients and no optimizer state.
     pub fn expected_frozen(stage: ZeroStage, padded_numel: usize, dp_size: usize, dtype: DType) -> Self {
-        Self { gradients: 0, ..Self::expected(stage, padded_numel, dp_size, 0, dtype) }
+        let Self { parameters, .. } = Self::expected(stage, padded_numel, dp_size, 0, dtype);
+        Self { parameters, ..Self::default() }
     }
 
     /// The same without what is offloaded at a stage: parameters, or optimizer state with the gradients' partitions.

@@ -188,6 +188,7 @@ impl ZeroOptimizer {
                 None => unit.gather(&**self.groups.shard())?,
             };
             for (parameter, view) in unit.layout.parameters().iter().zip(views) {
+                // Frozen parameters have no master copy.
                 all.push((parameter.name.clone(), view.to_dtype(DType::F32)?.force_contiguous()?));
             }
             unit.release();
