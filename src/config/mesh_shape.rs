@@ -1,4 +1,4 @@
-//! The sizes of the (dp, sp) mesh, on which file, flags and world size must agree.
+//! The sizes of the (dp, sp) mesh, on which a file, or the flags that replace its sizes, and the world size must agree.
 
 use super::reader::Position;
 use std::fmt;
@@ -54,8 +54,8 @@ impl fmt::Display for StatedSize {
 pub enum MeshShapeError {
     /// Two settings give one axis different sizes.
     #[error(
-        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one \
-         (`--set mesh_param=[DP,SP]` replaces the file's)"
+        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one, \
+         or give `--mesh DPxSP`, which replaces both"
     )]
     Contradiction {
         /// The axis, `dp` or `sp`.

@@ -36,8 +36,8 @@ pub(crate) struct TrainArgs {
     ///
     /// `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each coordinate;
     /// `split:` or `axlearn:` before sizes splits one axis over the nodes.
-    /// A preset stands alone for the processes of a job, or as `ulysses=NODESxRANKS`. Overrides `mesh_rules`; must agree
-    /// with mesh sizes in the config.
+    /// A preset stands alone for the processes of a job, or as `ulysses=NODESxRANKS`. Overrides `mesh_rules`, and
+    /// replaces mesh sizes of the config with a warning.
     #[arg(long, allow_hyphen_values = true)]
     pub(super) mesh: Option<String>,
     /// Text to match with the patterns of `mesh_rules` [default: `HOST/cpu` or `HOST/GPU_NAME`].
