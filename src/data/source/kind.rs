@@ -152,7 +152,7 @@ fn by_extension(extension: &str) -> Option<SourceKind> {
 /// arrays. `None`: neither.
 fn json(path: &Path) -> Result<Option<(SourceKind, Vec<String>)>, DataError> {
     let failed = |source| read_error(path, source);
-    let mut file = reader::open(path, 0)?;
+    let mut file = reader::open_json(path)?;
     type Object = BTreeMap<String, Box<RawValue>>;
     let (kind, first) = match reader::skip_to(&mut file, b'[').map_err(failed)? {
         Some(_) => {
