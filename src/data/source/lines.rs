@@ -45,6 +45,8 @@ pub(super) struct Fields<'a> {
     pub(super) line: u64,
 }
 
+type FieldNames = &'static [&'static str];
+
 /// Reads a line: `input_ids`, `messages`, `prompt` with `completion`, or the field of the text, in this order. Notes the
 /// fields that have no effect.
 pub(super) fn parse(
@@ -199,7 +201,7 @@ impl Fields<'_> {
     }
 
     /// Reads the layouts of ShareGPT and Alpaca as messages, and names the fields that these have.
-    fn other_layout(&self) -> Result<Option<(Vec<Json>, &'static [&'static str])>, DataError> {
+    fn other_layout(&self) -> Result<Option<(Vec<Json>, FieldNames)>, DataError> {
         self.check_numbers("conversations")?;
         if let Some(turns) = self.get("conversations")? {
             let messages = layout::from_share_gpt(turns).map_err(|speaker| {
