@@ -114,6 +114,7 @@ impl Corpus {
             if corpus.num_tokens() == before {
                 // Where every line is bad, the first says why.
                 let first = corpus.bad_lines.drain(..).next().and_then(Arc::into_inner);
+                let skipped = Box::new(skipped);
                 let empty = || DataError::Empty { path: path.to_owned(), skipped, notes: corpus.notes };
                 return Err(first.unwrap_or_else(empty));
             }

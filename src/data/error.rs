@@ -46,7 +46,7 @@ pub enum DataError {
         /// The path as given.
         path: PathBuf,
         /// The entries that were skipped.
-        skipped: Skipped,
+        skipped: Box<Skipped>,
         /// Why lines were skipped.
         notes: Notes,
     },

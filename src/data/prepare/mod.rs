@@ -131,7 +131,7 @@ pub fn prepare(
     if progress.num_tokens == 0 {
         let path = options.inputs.first().cloned().unwrap_or_default();
         unfinished.discard()?;
-        return Err(DataError::Empty { path, skipped, notes });
+        return Err(DataError::Empty { path, skipped: Box::new(skipped), notes });
     }
     unfinished.publish(output)?;
     inputs.files.into_iter().for_each(|file| contents.add_file(file.path));

@@ -127,7 +127,7 @@ fn unusable_paths_are_errors_that_name_them() {
     assert!(matches!(&binary, DataError::NotText { path, .. } if path.ends_with("binary")), "{binary:?}");
     let empty = load("empty");
     let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
-    assert!(matches!(&empty, DataError::Empty { skipped, .. } if *skipped == expected), "{empty:?}");
+    assert!(matches!(&empty, DataError::Empty { skipped, .. } if **skipped == expected), "{empty:?}");
     assert!(empty.to_string().contains("skipped: 1 hidden, 1 empty"), "{empty}");
     let unreadable = load("nul\0byte");
     assert!(matches!(unreadable, DataError::Read { .. }), "{unreadable:?}");
