@@ -111,7 +111,7 @@ pub enum MeshShapeError {
         /// Ranks of a ring.
         ring_size: usize,
     },
-    /// More ranks than [`MAX_RANKS`].
+    /// More ranks than are supported.
     #[error("the mesh of dp {dp} × sp {sp} ranks is too large: expected at most {MAX_RANKS} ranks")]
     Overflow {
         /// Data-parallel ranks.

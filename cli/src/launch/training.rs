@@ -334,7 +334,7 @@ pub(super) mod tests {
         // Micro batches of 2: dp 2 would need one and a half.
         assert_eq!(smaller(json!({}), &["--mesh", "3x2"], 4), Some((1, 2)));
         let fixed = json!({ "train_micro_batch_size_per_gpu": 1, "mesh_param": [3, 2] });
-        assert_eq!(smaller(fixed, &[], 4), None, "sizes in the config are fixed");
+        assert_eq!(smaller(fixed, &[], 4), Some((2, 2)), "the flag replaces the config's sizes");
     }
 
     #[test]
