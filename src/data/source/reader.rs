@@ -16,21 +16,22 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// The contents of a file, decompressed.
 pub(super) type Reader = Box<dyn BufRead + Send>;
 
-/// Opens a file at an offset of its contents. The first bytes of the file, not its name, decide whether it is compressed.
+/// Opens a file at an offset of its contents, up to its size at that time. The first bytes of the file, not its name, decide
+/// whether it is compressed.
 pub(super) fn open(path: &Path, offset: u64) -> Result<Reader, DataError> {
     let failed = |source| read_error(path, source);
-    let (file, _) = regular_file::open(path).map_err(failed)?;
+    let (file, size) = regular_file::open(path).map_err(failed)?;
     let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
     let buffered = |decoder: Box<dyn Read + Send>| BufReader::with_capacity(BUFFER_BYTES, decoder);
     let mut contents: Reader = match *file.fill_buf().map_err(failed)? {
-        [0x1f, 0x8b, ..] => Box::new(buffered(Box::new(MultiGzDecoder::new(file)))),
+        [0x1f, 0x8b, ..] => Box::new(buffered(Box::new(MultiGzDecoder::new(file.take(size))))),
         // Of a frame, or of a frame to skip.
         [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => {
-            Box::new(buffered(Box::new(ZstdFrames { source: file, frame: FrameDecoder::new() })))
+            Box::new(buffered(Box::new(ZstdFrames { source: file.take(size), frame: FrameDecoder::new() })))
         }
         _ => {
             file.seek(SeekFrom::Start(offset)).map_err(failed)?;
-            return Ok(Box::new(file));
+            return Ok(Box::new(file.take(size.saturating_sub(offset))));
         }
     };
     io::copy(&mut contents.by_ref().take(offset), &mut io::sink()).map_err(failed)?;

@@ -278,3 +278,14 @@ fn contents_count_documents_by_kind() {
     let expected = "1 prompt with completions, 2 documents of text, 1 line of `input_ids` in 2 files from ";
     assert!(contents.starts_with(expected) && contents.ends_with("a.txt on"), "{contents}");
 }
+
+/// What the system says is empty, but never ends.
+#[cfg(target_os = "linux")]
+#[test]
+fn files_are_read_up_to_their_size() {
+    let root = tempfile::tempdir().unwrap();
+    write(root.path(), "a.txt", "text");
+    std::os::unix::fs::symlink("/proc/self/pagemap", root.path().join("endless.txt")).unwrap();
+    let corpus = load(root.path(), "").unwrap();
+    assert_eq!((corpus.num_documents(), corpus.skipped().empty), (1, 1));
+}
