@@ -1,7 +1,7 @@
 //! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
 use super::ranks::Joined;
-use super::sources::{Sources, open_tokenizer, parse_packing};
+use super::sources::{Sources, open_tokenizer, parse_choice};
 use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
 use anyhow::anyhow;
 use serde_json::json;
@@ -34,7 +34,7 @@ pub(super) struct EvalArgs {
     #[arg(long, default_value_t = 1)]
     batch_size: usize,
     /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
-    #[arg(long, default_value = "greedy", value_parser = parse_packing)]
+    #[arg(long, default_value = "greedy", value_parser = |name: &str| parse_choice(Packing::CHOICES, name))]
     packing: Packing,
     /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]

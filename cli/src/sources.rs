@@ -4,9 +4,7 @@ use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
-use ulysses::config::{
-    ChatDate, Config, DataSource, HeldOut, LongConversations, OnBadLine, Packing, UlyssesConfig,
-};
+use ulysses::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
 use ulysses::data::{
     Corpus, DataError, Dataset, Documents, FileError, Notes, PackedSequences, SourceOptions,
     TokenFileOptions, Tokenizer,
@@ -41,16 +39,14 @@ pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result
     }
 }
 
-/// Parses `--packing`.
-pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
-    let found = Packing::CHOICES.iter().find(|(choice, _)| *choice == name);
-    found.map(|(_, packing)| *packing).ok_or_else(|| "expected greedy, cut or concat".to_owned())
-}
-
-/// Parses `--on-bad-line`.
-pub(super) fn parse_on_bad_line(name: &str) -> Result<OnBadLine, String> {
-    let found = OnBadLine::CHOICES.iter().find(|(choice, _)| *choice == name);
-    found.map(|(_, choice)| *choice).ok_or_else(|| "expected error or skip".to_owned())
+/// Parses a flag whose values are the `CHOICES` of a key.
+pub(super) fn parse_choice<T: Copy>(choices: &[(&str, T)], name: &str) -> Result<T, String> {
+    let found = choices.iter().find(|(choice, _)| *choice == name);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+        let (last, others) = names.split_last().unwrap_or((&"", &[]));
+        format!("expected {} or {last}", others.join(", "))
+    })
 }
 
 impl Sources {

@@ -55,7 +55,7 @@ pub struct SourceOptions<'a> {
     pub token_files: TokenFileOptions,
     /// Appends the tokenizer's `eos_token` to each document of text that does not end with it.
     pub append_eod: bool,
-    /// What an invalid line does.
+    /// Treatment of invalid lines.
     pub on_bad_line: OnBadLine,
 }
 
@@ -69,7 +69,7 @@ impl<'a> SourceOptions<'a> {
 }
 
 impl Corpus {
-    /// The largest number of skipped lines whose errors are kept.
+    /// Maximum number of stored errors of skipped lines.
     pub const MAX_BAD_LINES: usize = 1000;
 
     /// Reads one path with default options; see [`open`](Self::open).

@@ -37,7 +37,7 @@ pub enum DataError {
     NotText {
         /// The file.
         path: PathBuf,
-        /// What it is, if known, and what to do.
+        /// The detected format, if known, and the remedy.
         advice: &'static str,
     },
     /// A file or directory without any token.

@@ -203,7 +203,7 @@ pub enum FileError {
     NotRead {
         /// The file.
         path: PathBuf,
-        /// What the file is, and what to do.
+        /// The detected format and the remedy.
         advice: &'static str,
     },
     /// A file without header whose token type is not known.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Names of fields without effect that are told apart.
+/// Maximum number of distinct field names that are counted.
 const MAX_FIELDS: usize = 16;
 
 /// Characters of a field's name that are printed.

@@ -1,6 +1,6 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
-use crate::sources::{failure, log_notes, parse_packing, tokenizer_file};
+use crate::sources::{failure, log_notes, parse_choice, tokenizer_file};
 use crate::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use std::fmt::Write;
@@ -39,10 +39,10 @@ pub(crate) struct InspectArgs {
     #[arg(long, default_value_t = 2048)]
     seq_len: usize,
     /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
-    #[arg(long, default_value = "greedy", value_parser = parse_packing)]
+    #[arg(long, default_value = "greedy", value_parser = |name: &str| parse_choice(Packing::CHOICES, name))]
     packing: Packing,
     /// Type of the tokens in a `.bin` without header: `uint16` or `uint32`.
-    #[arg(long, value_parser = parse_token_dtype)]
+    #[arg(long, value_parser = |name: &str| parse_choice(TokenDtype::CHOICES, name))]
     pub(super) token_dtype: Option<TokenDtype>,
 }
 
@@ -87,11 +87,6 @@ fn list_bad_lines(corpus: &Corpus) -> Result<(), Failure> {
             listed.len()
         ))),
     }
-}
-
-fn parse_token_dtype(name: &str) -> Result<TokenDtype, String> {
-    let found = TokenDtype::CHOICES.iter().find(|(choice, _)| *choice == name);
-    found.map(|(_, choice)| *choice).ok_or_else(|| "expected uint16 or uint32".to_owned())
 }
 
 /// Number of tokens and labels of each document.

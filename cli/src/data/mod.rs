@@ -2,7 +2,7 @@
 
 mod inspect;
 
-use super::sources::{failure, log_notes, parse_on_bad_line, tokenizer_file};
+use super::sources::{failure, log_notes, parse_choice, tokenizer_file};
 use super::{Failure, OrFail, log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
@@ -53,7 +53,7 @@ pub(super) struct PrepareArgs {
     #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
     append_eod: bool,
     /// An invalid line: `error` or `skip`.
-    #[arg(long, default_value = "error", value_parser = parse_on_bad_line)]
+    #[arg(long, default_value = "error", value_parser = |name: &str| parse_choice(OnBadLine::CHOICES, name))]
     on_bad_line: OnBadLine,
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "PATH")]
     pub(super) data: Vec<String>,
     /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
-    #[arg(long, value_parser = sources::parse_packing)]
+    #[arg(long, value_parser = |name: &str| sources::parse_choice(Packing::CHOICES, name))]
     pub(super) packing: Option<Packing>,
     /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]

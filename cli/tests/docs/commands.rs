@@ -140,7 +140,7 @@ fn run(block: &[&Documented], place: &Path) -> String {
     String::from_utf8(outcome.stdout).unwrap()
 }
 
-/// What was done.
+/// Counts of a tested document.
 #[derive(Default)]
 struct Done {
     commands: usize,

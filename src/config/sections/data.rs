@@ -86,7 +86,7 @@ choices! {
 }
 
 choices! {
-    /// What happens to documents with labels (conversations, completions) of more than `seq_len` tokens.
+    /// Treatment of documents with labels (conversations, completions) that are longer than `seq_len`.
     pub enum LongConversations {
         /// They are cut at the end.
         #[default]
@@ -101,7 +101,7 @@ choices! {
 }
 
 choices! {
-    /// What a line that is not valid does: of JSONL, a row of a table, an element of a JSON array.
+    /// Treatment of an invalid line of JSONL, row of a table or element of a JSON array.
     pub enum OnBadLine {
         /// It ends the run with its file and line.
         #[default]

@@ -35,8 +35,8 @@ keys! {
         /// Appends the tokenizer's `eos_token` to each document of text that does not end with it, as Megatron's `--append-eod` and
         /// TRL do. Conversations, completions and token files have their own ends.
         pub append_eod: bool = flag().boolean(true),
-        /// What an invalid line of JSONL, row of a table or element of a JSON array does. `error`: ends the run; `skip`: is skipped
-        /// and counted.
+        /// Treatment of an invalid line of JSONL, row of a table or element of a JSON array. `error`: the run ends; `skip`: it is
+        /// skipped and counted.
         pub on_bad_line: OnBadLine = choice().text("error"),
         /// The path of a Hugging Face `tokenizer.json`.
         pub tokenizer: Option<String> = text().derived("the one in the model's directory, or bytes"),

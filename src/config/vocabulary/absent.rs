@@ -1,4 +1,4 @@
-//! What people look for and does not exist here, with what does the job.
+//! Features of other programs that do not exist here, with the alternatives.
 
 /// Names in other programs, and the answer.
 const ABSENT: &[(&[&str], &str)] = &[

@@ -23,7 +23,7 @@ pub struct PrepareOptions<'a> {
     pub text_field: &'a str,
     /// Appends the tokenizer's `eos_token` to each document of text that does not end with it.
     pub append_eod: bool,
-    /// What an invalid line does.
+    /// Treatment of invalid lines.
     pub on_bad_line: OnBadLine,
 }
 
@@ -59,7 +59,7 @@ pub struct Prepared {
     pub progress: PrepareProgress,
     /// Whether it resumed an interrupted preparation.
     pub is_resumed: bool,
-    /// What this call found in the files.
+    /// Files and documents that this call read.
     pub contents: Contents,
     /// The entries that this call skipped.
     pub skipped: Skipped,
