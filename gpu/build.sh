@@ -45,7 +45,7 @@ prepare_toolchain() {
     export NVCC=$CUDA_HOME/bin/nvcc
     export CUDAFORGE_THREADS=${CUDAFORGE_THREADS:-$(nproc)} CARGO_TARGET_DIR=target/cuda
     # What takes long to build and brings little.
-    export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG=false
+    export CARGO_PROFILE_RELEASE_DEBUG=false
 }
 
 # Builds the program, the test binaries and all benches, with the names that check.py uses.

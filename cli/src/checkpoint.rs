@@ -1,6 +1,7 @@
 //! `ulysses checkpoint`.
 
 use super::arguments::at_least_1;
+use super::sources::tokenizer_file;
 use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
@@ -11,7 +12,7 @@ use ulysses::checkpoint::{
     Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST,
     Manifest, diff, export, read_pointer, step_directories,
 };
-use ulysses::data::Tokenizer;
+use ulysses::config::ChatDate;
 use ulysses::model::{HfSource, PRESETS};
 use ulysses::monitor::{counted, format_bytes};
 
@@ -255,7 +256,9 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
             return Err(Failure::Usage(anyhow!(message)));
         }
         Some(path) => {
-            Tokenizer::from_file(path).context("the export would have no tokenizer").or_usage()?;
+            tokenizer_file(Some(path), ChatDate::default())
+                .context("the export would have no tokenizer")
+                .or_usage()?;
         }
     }
     let of_source = || ExportDtype::from_hf_name(checkpoint.manifest().source.as_ref()?.dtype.as_deref()?);

@@ -5,10 +5,9 @@ use super::sources::{Sources, open_tokenizer, parse_choice};
 use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
 use anyhow::anyhow;
 use serde_json::json;
-use std::path::Path;
 use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
-use ulysses::data::{Dataset, predicted_text_bytes};
+use ulysses::data::{Dataset, Tokenizer, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
@@ -66,7 +65,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
         let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;
         Ok(evaluate(&mut engine, &data, None)?)
     })?;
-    let bytes = text_bytes(&config, &data, &evaluation).or_run()?;
+    let bytes = text_bytes(&tokenizer, &data, &evaluation).or_run()?;
     print(if args.json {
         as_json(&args, &data, evaluation, bytes)
     } else {
@@ -108,12 +107,11 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
 }
 
 /// Returns the number of predicted text bytes; `None` if unknown, because some tokens are context only.
-fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyhow::Result<Option<u64>> {
+fn text_bytes(tokenizer: &Tokenizer, data: &Dataset, evaluation: &Evaluation) -> anyhow::Result<Option<u64>> {
     let predicted: usize = data.sources().iter().map(|sequences| sequences.num_predicted_tokens()).sum();
     if predicted as u64 != evaluation.sum.valid_tokens {
         return Ok(None);
     }
-    let tokenizer = config.ulysses.tokenizer.as_deref().map(Path::new);
     let bytes = data.sources().iter().map(|sequences| predicted_text_bytes(sequences, tokenizer));
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }

@@ -46,6 +46,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::config::{Overrides, StatedMesh};
+use ulysses::data::Tokenizer;
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{Cluster, MeshError, TrainingShape};
@@ -76,6 +77,10 @@ enum Command {
     #[cfg(unix)]
     #[command(hide = true)]
     LaunchWatchdog(launch::WatchdogArgs),
+    /// Tokenize for another process. Started by every command that reads text.
+    #[cfg(unix)]
+    #[command(hide = true, name = Tokenizer::WORKER)]
+    TokenizerWorker(sources::TokenizerArgs),
     /// Compare one batch on a mesh with the same batch on a single rank, or write its results to a file.
     Verify(verify::VerifyArgs),
     /// Compute loss, perplexity and bits per byte of a model on a dataset.
@@ -186,6 +191,8 @@ fn dispatch(command: Command, tracer: Option<Tracer>, process: &mut Option<Proce
         Command::Launch(args) => launch::run(args),
         #[cfg(unix)]
         Command::LaunchWatchdog(args) => launch::watch(&args),
+        #[cfg(unix)]
+        Command::TokenizerWorker(args) => sources::serve_tokenizer(&args),
         Command::Verify(args) => verify::run(args, process),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),

@@ -2,7 +2,7 @@
 
 use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use ulysses::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
 use ulysses::data::{
@@ -28,15 +28,34 @@ pub(super) fn open_tokenizer(config: &mut UlyssesConfig) -> Result<Tokenizer, Fa
         log_line(format_args!("tokenizer: {}", path.display()));
         *tokenizer = Some(path.display().to_string());
     }
-    tokenizer_file(tokenizer.as_deref().map(Path::new), *chat_date)
+    tokenizer_file(tokenizer.as_deref().map(Path::new), *chat_date).or_usage()
 }
 
 /// Opens a tokenizer file, or that of bytes.
-pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result<Tokenizer, Failure> {
-    match path {
-        Some(path) => Tokenizer::from_file(path).and_then(|file| file.with_chat_date(chat_date)).or_usage(),
-        None => Ok(Tokenizer::bytes()),
-    }
+pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> anyhow::Result<Tokenizer> {
+    let Some(path) = path else { return Ok(Tokenizer::bytes()) };
+    #[cfg(unix)]
+    let tokenizer = {
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
+        Tokenizer::in_worker(path, chat_date, &program)
+    };
+    #[cfg(not(unix))]
+    let tokenizer = Tokenizer::from_file_with_date(path, chat_date);
+    Ok(tokenizer?)
+}
+
+/// Answers the requests of [`tokenizer_file`] in another process.
+#[cfg(unix)]
+pub(super) fn serve_tokenizer(TokenizerArgs { path, chat_date }: &TokenizerArgs) -> Result<(), Failure> {
+    ulysses::data::serve_tokenizer(path, *chat_date).or_run()
+}
+
+/// The arguments that [`Tokenizer::in_worker`] gives.
+#[cfg(unix)]
+#[derive(clap::Args)]
+pub(super) struct TokenizerArgs {
+    path: PathBuf,
+    chat_date: ChatDate,
 }
 
 /// Parses a flag whose values are the `CHOICES` of a key.

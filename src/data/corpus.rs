@@ -1,6 +1,6 @@
 //! [`Corpus`]: the tokens of documents, in memory or in files.
 
-use super::source::{Encoder, Records, SourceFile, SourceKind, expand, start_threads};
+use super::source::{Encoder, Records, SourceFile, SourceKind, TextOptions, expand, start_threads};
 use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
 use super::{Contents, DataError, FileError, Notes, OnBadLine, Skipped, Tokenizer};
 use std::ops::Range;
@@ -261,9 +261,7 @@ impl Corpus {
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         let has_chats =
             self.contents.conversations > 0 || (self.contents.in_token_files > 0 && self.has_labels());
-        let (text_field, vocab_size, append_eod, on_bad_line) = ("text", usize::MAX, false, OnBadLine::Error);
-        let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
-        has_chats.then(|| encoder.end_of_turn()).flatten()
+        has_chats.then(|| tokenizer.end_of_turn()).flatten()
     }
 
     /// Returns what was found in the files.
@@ -290,7 +288,8 @@ impl Corpus {
     ) -> Result<MemoryTokens, DataError> {
         let SourceOptions { tokenizer, text_field, append_eod, on_bad_line, .. } = *options;
         let vocab_size = options.token_files.vocab_size.unwrap_or(usize::MAX);
-        let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
+        let options = TextOptions { text_field, vocab_size, append_eod };
+        let encoder = Encoder { tokenizer, options, on_bad_line };
         let mut records = Records::new(files, text_field, Default::default());
         let mut store = MemoryTokens::default();
         start_threads()?;

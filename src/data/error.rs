@@ -118,6 +118,14 @@ pub enum DataError {
         /// The error of the library.
         source: TokenizerCause,
     },
+    /// An error in the process of the tokenizer, or the end of that process.
+    #[error("{message}")]
+    Worker {
+        /// The error with its causes.
+        message: String,
+        /// Whether one line, row or element of a file is not valid.
+        is_of_a_line: bool,
+    },
     /// Conversations that do not fit a sequence.
     #[error(
         "{num_long} conversations have more than seq_len {max_tokens} tokens; raise seq_len, shorten them, or set \
@@ -315,6 +323,17 @@ pub enum DataError {
     /// A mesh without the rank or axis.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+}
+
+impl DataError {
+    /// Returns whether one line, row or element of a file is not valid.
+    pub(super) fn is_of_a_line(&self) -> bool {
+        match self {
+            Self::File(error) => error.is_of_a_line(),
+            Self::Worker { is_of_a_line, .. } => *is_of_a_line,
+            _ => false,
+        }
+    }
 }
 
 /// Returns the number of elements of `[batch_size, seq_len]` as text.

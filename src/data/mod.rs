@@ -70,6 +70,8 @@ pub use source::Skipped;
 pub use storage::{FileFormat, TokenFile, TokenFileOptions};
 pub use text_bytes::predicted_text_bytes;
 pub use tokenizer::Tokenizer;
+#[cfg(unix)]
+pub use tokenizer::serve_tokenizer;
 
 /// The label of a token that does not contribute to the loss (PyTorch's default `ignore_index`).
 pub const IGNORED_LABEL: i64 = -100;

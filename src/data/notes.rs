@@ -1,5 +1,6 @@
 //! [`Notes`]: what data contains beside the text that is trained on.
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -10,7 +11,7 @@ const MAX_FIELDS: usize = 16;
 const MAX_NAME_CHARS: usize = 40;
 
 /// A property of one line.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Note {
     /// A conversation without anything to train on.
     NoAnswer,

@@ -1,26 +1,25 @@
 //! The size of the text that tokens represent.
 
-use super::{DataError, PackedSequences, Packing};
+use super::{DataError, PackedSequences, Packing, Tokenizer};
 use std::path::Path;
 
 /// Returns the bytes of the predicted text: all documents without the first token of each (in [`Packing::Concat`], of the
-/// first only). `tokenizer` is the `tokenizer.json` of the tokens; without one, every token is a byte.
+/// first only).
 ///
 /// The text is the decoded tokens, so text that the tokenizer drops (special tokens, and in some tokenizers runs of
 /// spaces) does not count.
 ///
 /// # Errors
-/// When the tokenizer cannot be loaded or does not know a token, or the documents cannot be read.
-pub fn predicted_text_bytes(sequences: &PackedSequences, tokenizer: Option<&Path>) -> Result<u64, DataError> {
+/// When the tokenizer does not know a token, or the documents cannot be read.
+pub fn predicted_text_bytes(sequences: &PackedSequences, tokenizer: &Tokenizer) -> Result<u64, DataError> {
     let documents = sequences.documents();
-    let Some(path) = tokenizer else { return Ok(sequences.num_predicted_tokens() as u64) };
-    let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
-    let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(load_error)?;
+    if tokenizer.hash() == Tokenizer::bytes().hash() {
+        return Ok(sequences.num_predicted_tokens() as u64);
+    }
     let text_bytes = |tokens: &[u32]| {
         let skip_special_tokens = true;
-        let text = tokenizer.decode(tokens, skip_special_tokens);
-        let error = |source| DataError::Tokenize { path: path.to_owned(), source };
-        Ok::<_, DataError>(text.map_err(error)?.len() as u64)
+        let text = tokenizer.decode_with(tokens, skip_special_tokens, Path::new("the data"))?;
+        Ok::<_, DataError>(text.len() as u64)
     };
     let mut tokens = Vec::new();
     let mut bytes = 0;

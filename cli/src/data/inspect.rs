@@ -47,7 +47,7 @@ pub(crate) struct InspectArgs {
 }
 
 pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
-    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date)?;
+    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date).or_usage()?;
     let token_files = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
     let options = SourceOptions {
         text_field: &args.text_field,

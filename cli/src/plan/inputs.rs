@@ -3,11 +3,11 @@
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::model::{check_config, check_exchange, describe, max_positions_of};
+use crate::sources::tokenizer_file;
 use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, Overrides, RawConfig};
-use ulysses::data::Tokenizer;
 use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
 
 /// Resolves the config file, or the assumed config.
@@ -81,7 +81,9 @@ pub(crate) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
         let model = shape(name).or_usage()?;
         match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
             Some(tokenizer) => {
-                let vocab_size = Tokenizer::from_file(Path::new(tokenizer)).or_usage()?.vocab_size();
+                let vocab_size = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)
+                    .or_usage()?
+                    .vocab_size();
                 LlamaConfig { vocab_size, ..model }
             }
             None => model,

@@ -29,8 +29,8 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();
-    // A job uses all cores.
-    arguments.test_threads = Some(1);
+    // A job uses all cores, but half of the time it waits.
+    arguments.test_threads = Some(2);
     let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
     let trials =
         trials.chain(golden::trials()).chain(hosts::trials()).chain(nodes::trials()).chain(slurm::trials());

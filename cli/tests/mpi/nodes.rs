@@ -6,6 +6,7 @@ use crate::support::cli::Workplace;
 use crate::training::{trained_metrics, wait_for_steps};
 use crate::trial;
 use libtest_mimic::Trial;
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,7 +41,11 @@ struct Network {
     name: String,
     hosts: usize,
     place: TempDir,
+    /// Two networks of this process would have the same names.
+    _only: MutexGuard<'static, ()>,
 }
+
+static ONLY: Mutex<()> = Mutex::new(());
 
 const RANKS_PER_HOST: usize = 2;
 /// Writes the rank's process, and waits until the test ends it.
@@ -55,7 +60,7 @@ fn ip(arguments: &[&str]) {
 impl Network {
     fn new(hosts: usize) -> Self {
         let name = format!("ulysses-{}", std::process::id());
-        let network = Self { name, hosts, place: tempfile::tempdir().unwrap() };
+        let network = Self { name, hosts, place: tempfile::tempdir().unwrap(), _only: ONLY.lock() };
         let switch = network.switch();
         ip(&["netns", "add", &switch]);
         ip(&["-n", &switch, "link", "add", "bridge", "type", "bridge"]);

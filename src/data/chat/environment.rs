@@ -3,7 +3,7 @@
 use super::arguments::Arguments;
 use super::date::strftime;
 use super::filters::FILTERS;
-use super::limits::{self, charge, charge_value};
+use super::limits;
 use super::predicates::{PREDICATES, test};
 use super::python::{
     Lazy, METHODS, Method, OPERATORS, Py, check_nested, failed, get_item, method, pairs, py, to_str,
@@ -27,12 +27,11 @@ pub(super) fn environment(date: ChatDate) -> Environment<'static> {
     environment.set_formatter(|out, _, value| {
         let mut text = String::new();
         write_str(value, &mut text)?;
-        charge(text.len())?;
         out.write_str(&text).map_err(Error::from)
     });
     for (name, filter) in FILTERS {
         let filter = move |state: &mut State<'_, '_>, values: Rest<ValueOrKwargs>| {
-            bounded(filter(state, arguments(name, values)?)?)
+            filter(state, arguments(name, values)?)
         };
         environment.add_filter(name, filter);
     }
@@ -50,8 +49,8 @@ pub(super) fn environment(date: ChatDate) -> Environment<'static> {
 /// Registers the functions that a program calls instead of instructions.
 fn add_operators(environment: &mut Environment<'static>) {
     for (name, operator) in OPERATORS {
-        let unbounded = move |values: Rest<ValueOrKwargs>| operator(&arguments(name, values)?.positional()?);
-        environment.add_filter(name, unbounded);
+        let plain = move |values: Rest<ValueOrKwargs>| operator(&arguments(name, values)?.positional()?);
+        environment.add_filter(name, plain);
         // A chained comparison has both values as one, and continues with the second one.
         let chained = move |pair: Value| operator(&[pair.get_item_by_index(0)?, pair.get_item_by_index(1)?]);
         environment.add_filter(format!("chained-{name}"), chained);
@@ -59,7 +58,7 @@ fn add_operators(environment: &mut Environment<'static>) {
     environment.add_filter("chained-second", |pair: Value| pair.get_item_by_index(1));
     for names in METHODS {
         let name = names.name;
-        let call = move |values: Rest<ValueOrKwargs>| bounded(method(name, arguments(name, values)?)?);
+        let call = move |values: Rest<ValueOrKwargs>| method(name, arguments(name, values)?);
         environment.add_filter(names.call, call);
         let attribute = move |value: Value| match py(&value) {
             // A namespace and `loop` have the attributes that a template or the engine sets.
@@ -99,12 +98,5 @@ fn keywords(callee: &'static str, values: Rest<ValueOrKwargs>) -> Result<Value, 
 
 fn arguments(callee: &'static str, values: Rest<ValueOrKwargs>) -> Result<Arguments, Error> {
     let values = values.into_values();
-    values.iter().try_for_each(charge_value)?;
     Arguments::new(callee, values)
-}
-
-/// Counts the result of a call.
-fn bounded(value: Value) -> Result<Value, Error> {
-    charge_value(&value)?;
-    Ok(value)
 }

@@ -36,7 +36,9 @@ struct Source {
 
 impl ChatFiles {
     /// Reads the files next to `tokenizer`.
-    pub(in crate::data) fn read(tokenizer: &Path) -> Result<Self, DataError> {
+    ///
+    /// `date` is what templates print.
+    pub(in crate::data) fn read(tokenizer: &Path, date: ChatDate) -> Result<Self, DataError> {
         let settings = read_json(tokenizer, CONFIG)?;
         let mut special_tokens = special_tokens(&settings);
         if settings.get("added_tokens_decoder").is_none() {
@@ -46,24 +48,12 @@ impl ChatFiles {
         if sources.is_empty() {
             sources = named_templates(&settings["chat_template"]);
         }
-        let mut files = Self { special_tokens, sources, ..Self::default() };
-        files.compile(tokenizer)?;
-        Ok(files)
-    }
-
-    /// Sets the date that templates print.
-    pub(in crate::data) fn set_date(&mut self, date: ChatDate, tokenizer: &Path) -> Result<(), DataError> {
-        self.date = date;
-        self.compile(tokenizer)
-    }
-
-    fn compile(&mut self, tokenizer: &Path) -> Result<(), DataError> {
-        let compiled = self.sources.iter().map(|(name, source)| {
-            let template = ChatTemplate::new(&source.text, self.special_tokens.clone(), self.date);
+        let compiled = sources.iter().map(|(name, source)| {
+            let template = ChatTemplate::new(&source.text, special_tokens.clone(), date);
             Ok((name.clone(), template.map_err(|error| file_error(tokenizer, &source.file, error))?))
         });
-        self.templates = compiled.collect::<Result<_, DataError>>()?;
-        Ok(())
+        let templates = compiled.collect::<Result<_, DataError>>()?;
+        Ok(Self { templates, sources, special_tokens, date })
     }
 
     /// Returns the template of a conversation: `tool_use` if it has tools and there is one, else `default`.

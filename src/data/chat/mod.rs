@@ -2,7 +2,7 @@
 //!
 //! The text equals that of `apply_chat_template` in `transformers`: `minijinja` runs the template, and `python` implements
 //! the operators, methods and filters of Python and Jinja. Anything that would differ is an error. `limits` bounds the
-//! cost of a template.
+//! time of a template; a process of its own (`data::tokenizer::worker`) bounds everything.
 
 mod answers;
 mod arguments;
@@ -24,7 +24,6 @@ use minijinja::{Environment, Error, ErrorKind, Value, context};
 use program::Program;
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -114,7 +113,6 @@ impl ChatTemplate {
             given: messages,
             messages: messages.iter().map(message).collect::<Result<_, _>>()?,
             variables: value(&Json::Object(chat.variables.clone()))?,
-            instructions_left: Cell::new(limits::MAX_TOTAL_INSTRUCTIONS),
         };
         let full = conversation.text(&conversation.messages, false)?;
         let mut rendered = match self.marks_answers {
@@ -159,9 +157,8 @@ fn marked_answers(
 impl ChatTemplate {
     /// Renders a template with other values than a conversation.
     pub(super) fn evaluate(&self, values: &Map<String, Json>) -> Result<String, Error> {
-        limits::start();
         let root = value(&Json::Object(values.clone()))?;
-        Program::new(&self.source, &self.syntax)?.run(&self.environment, root).map(|(text, _)| text)
+        Program::new(&self.source, &self.syntax)?.run(&self.environment, root)
     }
 }
 
@@ -173,7 +170,6 @@ struct Conversation<'a> {
     /// As templates see them.
     messages: Vec<Value>,
     variables: Value,
-    instructions_left: Cell<u64>,
 }
 
 impl Conversation<'_> {
@@ -183,25 +179,17 @@ impl Conversation<'_> {
             messages => messages,
             add_generation_prompt => prompt,
         };
-        limits::start();
         let absent = context! { tools => (), documents => () };
         // The first one that has a name determines its value.
         let root = context! { ..conversation, ..self.variables.clone(), ..absent, ..special_tokens };
-        let result = self.program.run(&self.template.environment, root);
-        // The cost of a failed rendering is unknown.
-        let num_instructions = result.as_ref().map_or(limits::MAX_INSTRUCTIONS, |(_, used)| *used);
-        let left = self.instructions_left.get().checked_sub(num_instructions);
-        self.instructions_left.set(left.ok_or_else(|| out_of_fuel(limits::MAX_TOTAL_INSTRUCTIONS))?);
-        let (text, _) = result.map_err(|error| match error.kind() {
-            ErrorKind::OutOfFuel if error.detail().is_none() => out_of_fuel(limits::MAX_INSTRUCTIONS),
+        self.program.run(&self.template.environment, root).map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel => {
+                let message = format!("it takes more than {} instructions", limits::MAX_INSTRUCTIONS);
+                Error::new(ErrorKind::OutOfFuel, message)
+            }
             _ => error,
-        })?;
-        Ok(text)
+        })
     }
-}
-
-fn out_of_fuel(instructions: u64) -> Error {
-    Error::new(ErrorKind::OutOfFuel, format!("it takes more than {instructions} instructions"))
 }
 
 /// Returns a message as templates see it: its reasoning under all names that templates read.

@@ -1,9 +1,8 @@
 //! A compiled template in which Python's operators replace the engine's.
 //!
-//! The engine parses and runs templates. Operators, methods and output must have Python's semantics and a bounded cost,
-//! so each of these instructions is replaced by a call of a filter with the operator's name.
+//! The engine parses and runs templates. Operators, methods and output must have Python's semantics, so each of these
+//! instructions is replaced by a call of a filter with the operator's name.
 
-use super::limits::{self, check_source};
 use super::python::{METHODS, check_nested, failed};
 use crate::data::catch_panic::catch_panic;
 use minijinja::machinery::{
@@ -27,8 +26,6 @@ pub(super) struct Program<'source> {
 
 impl<'source> Program<'source> {
     pub(super) fn new(source: &'source str, syntax: &SyntaxConfig) -> Result<Self, Error> {
-        limits::start();
-        check_source(source, syntax)?;
         let config = TemplateConfig {
             syntax_config: syntax.clone(),
             default_auto_escape: Arc::new(|_| AutoEscape::None),
@@ -38,12 +35,12 @@ impl<'source> Program<'source> {
         Ok(Self { instructions: rewritten(&compiled.instructions)? })
     }
 
-    /// Returns the text and the number of executed instructions.
+    /// Returns the text.
     pub(super) fn run<'env>(
         &'env self,
         environment: &'env Environment<'env>,
         root: Value,
-    ) -> Result<(String, u64), Error>
+    ) -> Result<String, Error>
     where
         'source: 'env,
     {
@@ -51,10 +48,8 @@ impl<'source> Program<'source> {
         let run = || {
             let mut text = String::new();
             let mut output = make_string_output(&mut text);
-            let (_, state) =
-                eval(environment, &self.instructions, root, &blocks, &mut output, AutoEscape::None)?;
-            let consumed = state.fuel_levels().map_or(0, |(consumed, _)| consumed);
-            Ok((text, consumed))
+            eval(environment, &self.instructions, root, &blocks, &mut output, AutoEscape::None)?;
+            Ok(text)
         };
         catch_panic(run).unwrap_or_else(|panic| Err(failed(panic)))
     }

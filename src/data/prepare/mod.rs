@@ -2,7 +2,7 @@
 
 mod unfinished;
 
-use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand, start_threads};
+use super::source::{Encoder, Position, Records, SourceFile, SourceKind, TextOptions, expand, start_threads};
 use super::storage::ignored_label;
 use super::{Contents, DataError, FileError, Notes, OnBadLine, Skipped, Tokenizer};
 use std::fs;
@@ -97,7 +97,8 @@ pub fn prepare(
         ..Default::default()
     };
 
-    let encoder = Encoder { tokenizer, text_field, vocab_size, append_eod, on_bad_line };
+    let encoder =
+        Encoder { tokenizer, options: TextOptions { text_field, vocab_size, append_eod }, on_bad_line };
     let (mut bad_lines, mut contents) = (Vec::new(), Contents::default());
     let mut records = Records::new(&inputs.files, text_field, position);
     start_threads()?;

@@ -4,15 +4,16 @@ use super::lines::{Line, parse};
 use super::record::{Content, Record};
 use crate::data::chat::{ANSWER_MARKS, Chat, ChatTemplate, RenderedChat};
 use crate::data::notes::Note;
-use crate::data::{DataError, FileError, IGNORED_LABEL, OnBadLine, Tokenizer};
+use crate::data::tokenizer::Local;
+use crate::data::{DataError, FileError, IGNORED_LABEL};
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
-use std::error::Error as _;
 use std::ops::Range;
 use std::path::Path;
 
 /// A tokenized document.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::data) struct Document {
     pub(in crate::data) tokens: Vec<u32>,
     /// The label of each token, if labels differ from tokens.
@@ -31,7 +32,7 @@ impl Document {
 }
 
 /// What a document was made of.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::data) enum DocumentKind {
     #[default]
     Text,
@@ -40,17 +41,22 @@ pub(in crate::data) enum DocumentKind {
     Chat,
 }
 
-/// Tokenizes records.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::data) struct Encoder<'a> {
-    pub(in crate::data) tokenizer: &'a Tokenizer,
+/// How records are read.
+#[derive(Debug, Default, Clone, Copy, Serialize, Deserialize)]
+pub(in crate::data) struct TextOptions<'a> {
     /// The field of a JSON line that contains its text.
     pub(in crate::data) text_field: &'a str,
     /// The exclusive limit of ids and labels in JSON lines, in addition to `u32::MAX`.
     pub(in crate::data) vocab_size: usize,
     /// Whether the end-of-text token follows every document of text.
     pub(in crate::data) append_eod: bool,
-    pub(in crate::data) on_bad_line: OnBadLine,
+}
+
+/// Tokenizes records in this process.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::data) struct LocalEncoder<'a> {
+    pub(in crate::data) tokenizer: &'a Local,
+    pub(in crate::data) options: TextOptions<'a>,
 }
 
 /// The position of a line, for errors.
@@ -60,43 +66,10 @@ struct Place<'a> {
     line: u64,
 }
 
-/// Starts the tokenization threads, unless they run already or the caller is in a pool. Rayon itself would panic on
-/// failure.
-pub(in crate::data) fn start_threads() -> Result<(), DataError> {
-    if rayon::current_thread_index().is_some() {
-        return Ok(());
-    }
-    let started = rayon::ThreadPoolBuilder::new().build_global();
-    // An error without a cause means that they run already.
-    match started.as_ref().err().and_then(|error| error.source()?.downcast_ref::<std::io::Error>()) {
-        Some(source) => {
-            Err(DataError::NoThreads { source: std::io::Error::new(source.kind(), source.to_string()) })
-        }
-        None => Ok(()),
-    }
-}
-
-impl Encoder<'_> {
-    /// Tokenizes records in parallel, in order. The error is that of the first failing record in order; skipped bad lines are
-    /// added to `bad_lines`.
-    pub(in crate::data) fn encode_all(
-        &self,
-        records: Vec<Record>,
-        bad_lines: &mut Vec<DataError>,
-    ) -> Result<Vec<Document>, DataError> {
-        let documents: Vec<_> = records.into_par_iter().map(|record| self.encode(record)).collect();
-        let is_skipped = |error: &DataError| {
-            self.on_bad_line == OnBadLine::Skip
-                && matches!(error, DataError::File(error) if error.is_of_a_line())
-        };
-        let keep = |document| match document {
-            Err(error) if is_skipped(&error) => {
-                bad_lines.push(error);
-                None
-            }
-            document => Some(document),
-        };
-        documents.into_iter().filter_map(keep).collect()
+impl LocalEncoder<'_> {
+    /// Tokenizes records in parallel, in order.
+    pub(in crate::data) fn encode_all(&self, records: Vec<Record>) -> Vec<Result<Document, DataError>> {
+        records.into_par_iter().map(|record| self.encode(record)).collect()
     }
 
     fn encode(&self, record: Record) -> Result<Document, DataError> {
@@ -107,7 +80,7 @@ impl Encoder<'_> {
             Content::Broken(error) => return Err(error.into()),
         };
         let place = Place { path, line: number };
-        let (line, notes) = parse(&bytes, self, path, number)?;
+        let (line, notes) = parse(&bytes, self.options, path, number)?;
         let mut document = match line {
             Line::Text(text) => self.text(&text, path),
             Line::Tokens { tokens, labels } => {
@@ -136,7 +109,7 @@ impl Encoder<'_> {
 
     fn text(&self, text: &str, path: &Path) -> Result<Document, DataError> {
         let mut tokens = self.tokenizer.encode(text, path)?;
-        let end = self.tokenizer.end_of_text_id().filter(|_| self.append_eod && !tokens.is_empty());
+        let end = self.tokenizer.end_of_text_id().filter(|_| self.options.append_eod && !tokens.is_empty());
         tokens.extend(end.filter(|end| tokens.last() != Some(end)));
         Ok(Document { tokens, ..Document::default() })
     }

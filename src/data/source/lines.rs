@@ -1,6 +1,6 @@
 //! Parses the lines of a JSONL file.
 
-use super::document::Encoder;
+use super::document::TextOptions;
 use super::layout::{self, Alpaca};
 use crate::data::chat::Chat;
 use crate::data::notes::Note;
@@ -51,11 +51,11 @@ type FieldNames = &'static [&'static str];
 /// fields that have no effect.
 pub(super) fn parse(
     bytes: &[u8],
-    encoder: &Encoder<'_>,
+    options: TextOptions<'_>,
     path: &Path,
     line: u64,
 ) -> Result<(Line, Vec<Note>), DataError> {
-    let Encoder { text_field, vocab_size, .. } = *encoder;
+    let TextOptions { text_field, vocab_size, .. } = options;
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let offset = error.valid_up_to();
         FileError::LineNotUtf8 { path: path.to_owned(), line, offset }

@@ -3,6 +3,7 @@
 mod array;
 mod conversation;
 mod document;
+mod encoder;
 mod files;
 mod kind;
 mod layout;
@@ -15,8 +16,10 @@ mod records;
 mod skipped;
 mod table;
 
-pub(super) use document::{Document, DocumentKind, Encoder, start_threads};
+pub(super) use document::{Document, DocumentKind, LocalEncoder, TextOptions};
+pub(super) use encoder::{Encoder, start_threads};
 pub(super) use files::{SourceFile, expand};
 pub(super) use kind::SourceKind;
+pub(super) use record::{Content, Record};
 pub(super) use records::{Position, Records};
 pub use skipped::Skipped;

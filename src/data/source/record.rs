@@ -7,12 +7,12 @@ use std::sync::Arc;
 /// An untokenized document.
 #[derive(Debug)]
 pub(in crate::data) struct Record {
-    pub(super) path: Arc<PathBuf>,
-    pub(super) content: Content,
+    pub(in crate::data) path: Arc<PathBuf>,
+    pub(in crate::data) content: Content,
 }
 
 #[derive(Debug)]
-pub(super) enum Content {
+pub(in crate::data) enum Content {
     Text(String),
     /// A line of JSON, counted from 1. UTF-8 is checked by the parser.
     Line {
@@ -25,7 +25,7 @@ pub(super) enum Content {
 
 impl Record {
     /// Returns the bytes of text.
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::data) fn len(&self) -> usize {
         match &self.content {
             Content::Text(text) => text.len(),
             Content::Line { bytes, .. } => bytes.len(),

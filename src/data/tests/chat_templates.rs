@@ -106,52 +106,22 @@ fn ascii_json_has_no_control_characters_and_names_of_the_engine_are_refused() {
     }
 }
 
-/// The cost of a template is bounded, and an error says so.
+/// The time and the stack of a template are bounded in every process. `cli/tests/cli/data/worker.rs` has the other limits.
 #[test]
-fn a_template_cannot_exhaust_the_machine() {
-    let loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
-    let grows =
-        "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}";
-    let deep = "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}";
-    let wide = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}";
-    let long = format!("{{{{ {} }}}}", vec!["a"; 30_000].join(" + "));
-    let nested = format!("{{{{ {}1{} }}}}", "(".repeat(30_000), ")".repeat(30_000));
-    let blocks = format!("{}x{}", "{% if 1 %}".repeat(20_000), "{% endif %}".repeat(20_000));
-    let raw = format!("{{% for i in range(99999) %}}{}{{% endfor %}}", "text ".repeat(20_000));
+fn a_template_ends_with_an_error() {
     let cases = [
-        loops.to_owned(),
-        grows.replace("OP", "+"),
-        grows.replace("OP", "~"),
-        "{{ 'a' * 4000000000 }}".to_owned(),
-        "{% set n = 4000000000 %}{{ 'a' * n }}{{ [1] * n }}".to_owned(),
-        "{{ 'aaaaaaaaaaaaaaaaaaaa' * 50000 * 50000 }}".to_owned(),
-        "{{ 10 ** 10 ** 10 }}".to_owned(),
-        "{{ '%1000000000000d' | format(1) }}".to_owned(),
-        "{{ '%.1000000000f' | format(1.0) }}{{ '%1000000000s' | format(1) }}".to_owned(),
-        "{{ 'a\nb' | indent(4000000000) }}".to_owned(),
-        "{{ [1] | batch(10000000000, 0) | list }}".to_owned(),
-        "{{ [1] | slice(10000000000) | list }}".to_owned(),
-        "{{ [1] | tojson(indent=4000000000) }}".to_owned(),
-        "{{ 'a'.ljust(4000000000) }}".to_owned(),
-        "{% set s = 'a' * 100000 %}{{ s | replace('a', s) }}".to_owned(),
-        "{% set s = 'a' * 100000 %}{{ s | list | join(s) }}".to_owned(),
-        "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}".to_owned(),
-        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}".to_owned(),
-        "{% for x in [1] %}{{ loop.cycle() }}{% endfor %}".to_owned(),
-        "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns.a }}".to_owned(),
-        deep.to_owned(),
-        wide.to_owned(),
-        wide.replace("{{ ns.x }}", "{{ ns.x == ns.x }}{{ ns.x | tojson }}"),
-        long,
-        nested,
-        blocks,
-        raw,
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{% for x in [1] %}{{ loop.cycle() }}{% endfor %}",
+        "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns.a }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}",
     ];
     for source in cases {
-        let found = ChatTemplate::new(&source, BTreeMap::new(), ChatDate::default())
+        let found = ChatTemplate::new(source, BTreeMap::new(), ChatDate::default())
             .and_then(|template| template.evaluate(&Map::new()));
-        let start: String = source.chars().take(80).collect();
-        let error = found.map(|text| text.len()).expect_err(&start);
+        let error = found.map(|text| text.len()).expect_err(source);
         assert!(!error.to_string().is_empty());
     }
 }

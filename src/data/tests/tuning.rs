@@ -185,14 +185,11 @@ fn a_template_that_runs_away_is_an_error_that_names_the_line() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
-    for template in [endless, "{{ '%1000000000000d' | format(messages | length) }}"] {
-        write(root, "x.jsonl", chat().to_string());
-        let error = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(template))).unwrap_err();
-        let message = format!("{:#}", anyhow::Error::new(error));
-        let expected =
-            ["x.jsonl, line 1: the chat template fails", "it takes operations on more than 256 MiB"];
-        assert!(expected.iter().all(|expected| message.contains(expected)), "{message}");
-    }
+    write(root, "x.jsonl", chat().to_string());
+    let error = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(endless))).unwrap_err();
+    let message = format!("{:#}", anyhow::Error::new(error));
+    let expected = ["x.jsonl, line 1: the chat template fails", "it takes more than 20000000 instructions"];
+    assert!(expected.iter().all(|expected| message.contains(expected)), "{message}");
 }
 
 #[test]

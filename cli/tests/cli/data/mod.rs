@@ -1,6 +1,7 @@
 //! `ulysses data`.
 
 mod datasets;
+mod worker;
 
 use crate::support::cli::Workplace;
 use crate::train::word_tokenizer;
@@ -111,7 +112,10 @@ fn inspect_marks_labels_in_conversations_and_a_run_prints_their_share() {
     outcome.assert_done();
     assert!(outcome.stderr.contains(line), "{outcome:?}");
     place.write("tok/chat_template.jinja", "{{ '%1000000000000d' | format(1) }}");
-    place.run(&inspect).assert_refused(1, &["chat.jsonl, line 1: the chat template", "MiB"]);
+    place.run(&inspect).assert_refused(
+        1,
+        &["chat.jsonl, line 1: the tokenizer or its chat template takes more than", "MiB"],
+    );
 }
 
 #[test]

@@ -2,9 +2,8 @@
 
 use super::{count, is_true, one};
 use crate::data::chat::arguments::Arguments;
-use crate::data::chat::limits::charge_elements;
 use crate::data::chat::python::{
-    Lazy, Numbers, Py, compare, elements, equal, failed, get_item, int, join, numbers, pairs, py, to_str,
+    Lazy, Numbers, Py, compare, elements, equal, failed, get_item, int, numbers, pairs, py, to_str,
 };
 use minijinja::value::Tuple;
 use minijinja::{Error, State, Value};
@@ -33,7 +32,6 @@ pub(super) fn batch(arguments: Arguments) -> Result<Value, Error> {
         size => values.chunks(size).map(<[Value]>::to_vec).collect(),
     };
     if let (Some(fill), Some(last)) = (fill.filter(|fill| !fill.is_none()), lines.last_mut()) {
-        charge_elements(size)?;
         last.resize(size, fill);
     }
     Ok(Lazy::generator(lines.into_iter().map(Value::from).collect()))
@@ -45,7 +43,6 @@ pub(super) fn slices(arguments: Arguments) -> Result<Value, Error> {
     if num_slices == 0 {
         return Err(failed("`slice` takes an int above 0"));
     }
-    charge_elements(num_slices)?;
     let fill = fill.filter(|fill| !fill.is_none());
     let (size, longer) = (values.len() / num_slices, values.len() % num_slices);
     let mut rest = values.into_iter();
@@ -102,7 +99,6 @@ pub(super) fn sort(arguments: Arguments) -> Result<Value, Error> {
 /// Sorts values by their keys; stable in both directions.
 fn sorted(mut keyed: Vec<(Value, Value)>, reverse: bool) -> Result<Value, Error> {
     let mut problem = None;
-    charge_elements(keyed.len())?;
     keyed.sort_by(|(left, _), (right, _)| {
         let ordering = compare(left, right, 0).unwrap_or_else(|error| {
             problem.get_or_insert(error);
@@ -164,8 +160,7 @@ pub(super) fn joined(arguments: Arguments) -> Result<Value, Error> {
         parts.push(to_str(&attribute(value, path.as_ref())?)?);
     }
     let between = between.map_or_else(|| Ok(String::new()), |between| to_str(&between))?;
-    let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
-    join(&parts, &between).map(Value::from)
+    Ok(parts.join(&between).into())
 }
 
 /// Returns the elements for `map` and `select`, to which a false value such as none is empty.

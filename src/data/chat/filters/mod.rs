@@ -3,7 +3,6 @@
 mod lists;
 
 use super::arguments::Arguments;
-use super::limits::charge;
 use super::python::{
     Py, capitalize, elements, failed, float_repr, int, percent, py, replace, split_lines, strip, to_json,
     to_str,
@@ -148,16 +147,11 @@ fn indent(arguments: Arguments) -> Result<Value, Error> {
     let (first, blank) = (is_true(first), is_true(blank));
     let indention = match width.as_ref().map(py) {
         Some(Py::Str(text)) => text.to_owned(),
-        _ => {
-            let width = count(width, 4, "indent")?;
-            charge(width)?;
-            " ".repeat(width)
-        }
+        _ => " ".repeat(count(width, 4, "indent")?),
     };
     // Jinja adds the line break so that an empty last line is kept.
     let text = format!("{text}\n");
     let lines = split_lines(&text, false);
-    charge(text.len().saturating_add(lines.len().saturating_mul(indention.len())))?;
     let mut indented = if first { indention.clone() } else { String::new() };
     for (index, line) in lines.iter().enumerate() {
         if index > 0 {
@@ -174,7 +168,7 @@ fn replaced(arguments: Arguments) -> Result<Value, Error> {
     let [value, old, new] = [value, old, new].map(|value| to_str(&value.unwrap_or_default()));
     let how_often = how_often.filter(|value| !value.is_none());
     let how_often = how_often.map(|value| count(Some(value), 0, "replace")).transpose()?;
-    replace(&value?, &old?, &new?, how_often).map(Value::from)
+    Ok(replace(&value?, &old?, &new?, how_often).into())
 }
 
 fn round(arguments: Arguments) -> Result<Value, Error> {

@@ -2,14 +2,12 @@
 
 use super::{Py, failed, py, to_str, write_repr, write_str};
 use crate::data::chat::arguments::Arguments;
-use crate::data::chat::limits::charge;
 use minijinja::{Error, Value};
 
 /// `text % values`, with `s`, `r`, `d`, `i`, `f`, `x` and `%`, a width and a precision.
 pub(in crate::data::chat) fn percent(text: &str, values: &[Value]) -> Result<Value, Error> {
     let mut values = values.iter();
     let (mut out, mut rest) = (String::new(), text);
-    charge(text.len())?;
     while let Some((before, after)) = rest.split_once('%') {
         out.push_str(before);
         let (spec, kind, after) = Spec::read(after)?;
@@ -79,12 +77,10 @@ impl Spec {
                 if precision > 1000 {
                     return Err(failed("`%f` with a precision over 1000 is not supported"));
                 }
-                charge(precision)?;
                 format!("{value:.precision$}")
             }
             _ => return Err(failed(format!("`%{kind}` is not supported, or not with a precision"))),
         };
-        charge(width.saturating_mul(4))?;
         let padding = width.saturating_sub(text.chars().count());
         match text.strip_prefix('-') {
             _ if left => out.extend([text.as_str(), &" ".repeat(padding)]),
@@ -116,7 +112,6 @@ fn number(text: &str) -> Result<(usize, &str), Error> {
 pub(super) fn format(text: &str, arguments: Arguments) -> Result<Value, Error> {
     let (positional, named) = arguments.into_parts();
     let (mut out, mut rest, mut next) = (String::new(), text, 0..);
-    charge(text.len())?;
     while let Some(at) = rest.find(['{', '}']) {
         out.push_str(&rest[..at]);
         let brace = &rest[at..];

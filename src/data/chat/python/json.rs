@@ -2,7 +2,6 @@
 
 use super::{Py, check_depth, elements, failed, float_repr, pairs, py, to_str};
 use crate::data::chat::arguments::Arguments;
-use crate::data::chat::limits::charge;
 use minijinja::{Error, Value};
 
 /// `tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
@@ -16,7 +15,6 @@ pub(in crate::data::chat) fn to_json(arguments: Arguments) -> Result<Value, Erro
         Some(number) => {
             let width = number.int().ok_or_else(|| failed("`indent` of `tojson` is no number"))?;
             let width = usize::try_from(width).unwrap_or(0);
-            charge(width)?;
             Some(" ".repeat(width))
         }
     };
@@ -52,25 +50,19 @@ struct Writer {
 }
 
 impl Writer {
-    fn push(&mut self, text: &str) -> Result<(), Error> {
-        charge(text.len())?;
-        self.text.push_str(text);
-        Ok(())
-    }
-
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         check_depth(depth)?;
         match py(value) {
             Py::Str(text) => self.string(text),
             Py::List | Py::Tuple => {
                 let elements = elements(value)?;
-                self.push("[")?;
+                self.text.push('[');
                 for (index, element) in elements.iter().enumerate() {
-                    self.before(index, depth + 1)?;
+                    self.before(index, depth + 1);
                     self.value(element, depth + 1)?;
                 }
-                self.after(elements.len(), depth)?;
-                self.push("]")
+                self.after(elements.len(), depth);
+                self.text.push(']');
             }
             Py::Dict => {
                 let mut pairs = pairs(value)?;
@@ -80,46 +72,47 @@ impl Writer {
                     }
                     pairs.sort_by(|(left, _), (right, _)| left.as_str().cmp(&right.as_str()));
                 }
-                self.push("{")?;
+                self.text.push('{');
                 for (index, (key, value)) in pairs.iter().enumerate() {
-                    self.before(index, depth + 1)?;
+                    self.before(index, depth + 1);
                     match py(key) {
-                        Py::Str(text) => self.string(text)?,
-                        other => self.string(&scalar(other)?)?,
+                        Py::Str(text) => self.string(text),
+                        other => self.string(&scalar(other)?),
                     }
-                    self.push(&self.key.clone())?;
+                    self.text.push_str(&self.key);
                     self.value(value, depth + 1)?;
                 }
-                self.after(pairs.len(), depth)?;
-                self.push("}")
+                self.after(pairs.len(), depth);
+                self.text.push('}');
             }
-            other => self.push(&scalar(other)?),
+            other => self.text.push_str(&scalar(other)?),
         }
-    }
-
-    /// Text before an item.
-    fn before(&mut self, index: usize, depth: usize) -> Result<(), Error> {
-        if index > 0 {
-            self.push(&self.item.clone())?;
-        }
-        self.line(depth)
-    }
-
-    /// Text after the last item.
-    fn after(&mut self, num_items: usize, depth: usize) -> Result<(), Error> {
-        if num_items > 0 { self.line(depth) } else { Ok(()) }
-    }
-
-    fn line(&mut self, depth: usize) -> Result<(), Error> {
-        let Some(indent) = &self.indent else { return Ok(()) };
-        charge(1 + indent.len() * depth)?;
-        self.text.push('\n');
-        (0..depth).for_each(|_| self.text.push_str(indent));
         Ok(())
     }
 
-    fn string(&mut self, text: &str) -> Result<(), Error> {
-        charge(2 + text.len())?;
+    /// Text before an item.
+    fn before(&mut self, index: usize, depth: usize) {
+        if index > 0 {
+            self.text.push_str(&self.item);
+        }
+        self.line(depth);
+    }
+
+    /// Text after the last item.
+    fn after(&mut self, num_items: usize, depth: usize) {
+        if num_items > 0 {
+            self.line(depth);
+        }
+    }
+
+    fn line(&mut self, depth: usize) {
+        if let Some(indent) = &self.indent {
+            self.text.push('\n');
+            (0..depth).for_each(|_| self.text.push_str(indent));
+        }
+    }
+
+    fn string(&mut self, text: &str) {
         self.text.push('"');
         for character in text.chars() {
             match character {
@@ -140,7 +133,6 @@ impl Writer {
             }
         }
         self.text.push('"');
-        Ok(())
     }
 }
 

@@ -30,13 +30,9 @@ impl Lazy {
     }
 
     /// Returns the remaining values.
-    pub(super) fn take(&self) -> Result<Vec<Value>, Error> {
+    pub(super) fn take(&self) -> Vec<Value> {
         let mut elements = self.elements.lock();
-        if self.is_generator {
-            return Ok(std::mem::take(&mut elements));
-        }
-        super::charge_elements(elements.len())?;
-        Ok(elements.clone())
+        if self.is_generator { std::mem::take(&mut elements) } else { elements.clone() }
     }
 
     /// Returns the first remaining value.
@@ -67,7 +63,7 @@ impl Object for Lazy {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Values(self.take().unwrap_or_default())
+        Enumerator::Values(self.take())
     }
 
     /// The size is not asked by iterating.

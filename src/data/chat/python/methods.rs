@@ -3,7 +3,6 @@
 use super::strings::{capitalize, is_space, replace, split_at, split_lines, split_space, strip, title};
 use super::{Lazy, Py, elements, equal, failed, format, pairs, py};
 use crate::data::chat::arguments::Arguments;
-use crate::data::chat::limits::{charge, charge_elements};
 use minijinja::value::{Object, ObjectRepr, Tuple};
 use minijinja::{Error, Value};
 use std::sync::Arc;
@@ -136,12 +135,11 @@ fn on_str(text: &str, name: &'static str, arguments: Arguments) -> Result<Value,
             let (Some(old), Some(new)) = (&old, &new) else {
                 return Err(failed("`replace` needs two strings"));
             };
-            return replace(text, string(name, old)?, string(name, new)?, limit(count)?).map(Value::from);
+            return Ok(replace(text, string(name, old)?, string(name, new)?, limit(count)?).into());
         }
         "splitlines" => {
             let [keep_ends] = arguments.bind(["keepends"])?;
             let lines = split_lines(text, keep_ends.is_some_and(|keep| keep.is_true()));
-            charge_elements(lines.len())?;
             return Ok(lines.into_iter().map(Value::from).collect());
         }
         _ => {}
@@ -158,7 +156,7 @@ fn on_str(text: &str, name: &'static str, arguments: Arguments) -> Result<Value,
         ("join", [values]) => {
             let parts = elements(values)?;
             let parts: Result<Vec<&str>, Error> = parts.iter().map(|part| string(name, part)).collect();
-            join(&parts?, text).map(Value::from)
+            Ok(parts?.join(text).into())
         }
         ("startswith" | "endswith", [part]) => {
             let is_there = |part: &Value| {
@@ -185,17 +183,9 @@ fn limit(count: Option<Value>) -> Result<Option<usize>, Error> {
     Ok(usize::try_from(count).ok())
 }
 
-/// Joins parts with a separator.
-pub(in crate::data::chat) fn join(parts: &[&str], between: &str) -> Result<String, Error> {
-    let bytes: usize = parts.iter().map(|part| part.len()).sum();
-    charge(bytes.saturating_add(between.len().saturating_mul(parts.len())))?;
-    Ok(parts.join(between))
-}
-
 fn split(text: &str, from_end: bool, arguments: Arguments) -> Result<Value, Error> {
     let [separator, count] = arguments.bind(["sep", "maxsplit"])?;
     let count = limit(count)?;
-    charge_elements(text.len())?;
     let parts = match separator.as_ref().map(py) {
         None | Some(Py::None) => split_space(text, count, from_end),
         Some(Py::Str("")) => return Err(failed("`split` at an empty str")),
@@ -230,7 +220,6 @@ fn without_arguments(text: &str, name: &str) -> Result<Value, Error> {
 fn pad(text: &str, name: &str, width: &Value) -> Result<Value, Error> {
     let width = py(width).int().ok_or_else(|| failed(format!("`{name}` takes an int")))?;
     let width = usize::try_from(width.max(0)).unwrap_or(usize::MAX);
-    charge(width)?;
     let lacking = width.saturating_sub(text.chars().count());
     Ok(Value::from(match name {
         "ljust" => text.to_owned() + &" ".repeat(lacking),

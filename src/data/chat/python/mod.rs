@@ -13,12 +13,12 @@ mod strings;
 pub(super) use format::percent;
 pub(super) use json::to_json;
 pub(super) use lazy::Lazy;
-pub(super) use methods::{METHODS, Method, join, method};
+pub(super) use methods::{METHODS, Method, method};
 pub(super) use operators::{OPERATORS, get_item, is_in};
 pub(super) use strings::{capitalize, is_space, replace, split_lines, strip};
 
 pub(super) use super::failed;
-use super::limits::{MAX_DEPTH, charge, charge_elements};
+use super::limits::MAX_DEPTH;
 use minijinja::value::ValueKind;
 use minijinja::{Error, Value};
 use std::cmp::Ordering;
@@ -129,19 +129,14 @@ pub(super) fn int(value: i128) -> Value {
 pub(super) fn elements(value: &Value) -> Result<Vec<Value>, Error> {
     match py(value) {
         Py::Undefined => Ok(Vec::new()),
-        Py::Lazy(lazy) => lazy.take(),
-        Py::Str(_) | Py::List | Py::Tuple | Py::Dict => {
-            let len = value.as_str().map_or_else(|| value.len().unwrap_or(0), str::len);
-            charge_elements(len)?;
-            value.try_iter()?.checked().collect()
-        }
+        Py::Lazy(lazy) => Ok(lazy.take()),
+        Py::Str(_) | Py::List | Py::Tuple | Py::Dict => value.try_iter()?.checked().collect(),
         other => Err(failed(format!("{} cannot be iterated over", other.name()))),
     }
 }
 
 /// Returns the keys and values of a dict, in order.
 pub(super) fn pairs(value: &Value) -> Result<Vec<(Value, Value)>, Error> {
-    charge_elements(2 * value.len().unwrap_or(0))?;
     let pairs = value.as_object().filter(|_| py(value) == Py::Dict).and_then(|map| map.try_iter_pairs());
     let pairs = pairs.ok_or_else(|| failed(format!("{} has no items", py(value).name())))?;
     Ok(pairs.collect())
@@ -159,7 +154,6 @@ pub(super) fn write_str(value: &Value, text: &mut String) -> Result<(), Error> {
     match py(value) {
         Py::Undefined => Ok(()),
         Py::Str(string) => {
-            charge(string.len())?;
             text.push_str(string);
             Ok(())
         }
@@ -170,14 +164,13 @@ pub(super) fn write_str(value: &Value, text: &mut String) -> Result<(), Error> {
 /// Appends `repr(value)`.
 pub(super) fn write_repr(value: &Value, text: &mut String, depth: usize) -> Result<(), Error> {
     check_depth(depth)?;
-    charge(16)?;
     match py(value) {
         Py::Undefined => text.push_str("Undefined"),
         Py::None => text.push_str("None"),
         Py::Bool(value) => text.push_str(if value { "True" } else { "False" }),
         Py::Int(value) => text.push_str(&value.to_string()),
         Py::Float(value) => text.push_str(&float_repr(value)),
-        Py::Str(string) => strings::write_repr(string, text)?,
+        Py::Str(string) => strings::write_repr(string, text),
         Py::List => write_list(value, text, ["[", "]"], depth)?,
         Py::Tuple => write_list(value, text, ["(", if value.len() == Some(1) { ",)" } else { ")" }], depth)?,
         Py::Dict => {
@@ -217,7 +210,6 @@ fn check_depth(depth: usize) -> Result<(), Error> {
 /// Checks a value that is stored in another one: its depth, and that no namespace contains itself.
 pub(super) fn check_nested(value: &Value, depth: usize) -> Result<(), Error> {
     check_depth(depth)?;
-    charge(16)?;
     match py(value) {
         Py::List | Py::Tuple => value.try_iter()?.try_for_each(|value| check_nested(&value, depth + 1)),
         Py::Dict => pairs(value)?.iter().try_for_each(|(key, value)| match py(key) {
@@ -259,13 +251,9 @@ pub(super) fn float_repr(value: f64) -> String {
 /// `left == right`.
 pub(super) fn equal(left: &Value, right: &Value, depth: usize) -> Result<bool, Error> {
     check_depth(depth)?;
-    charge(16)?;
     Ok(match (py(left), py(right)) {
         (Py::Undefined, Py::Undefined) | (Py::None, Py::None) => true,
-        (Py::Str(left), Py::Str(right)) => {
-            charge(left.len().min(right.len()))?;
-            left == right
-        }
+        (Py::Str(left), Py::Str(right)) => left == right,
         (Py::List, Py::List) | (Py::Tuple, Py::Tuple) => {
             let (left, right) = (elements(left)?, elements(right)?);
             left.len() == right.len() && all_equal(left.iter().zip(&right), depth)?
@@ -309,12 +297,8 @@ fn compare_numbers(left: Py<'_>, right: Py<'_>) -> Option<Option<Ordering>> {
 /// Compares two values by `<`; `None` if one is NaN.
 pub(super) fn compare(left: &Value, right: &Value, depth: usize) -> Result<Option<Ordering>, Error> {
     check_depth(depth)?;
-    charge(16)?;
     match (py(left), py(right)) {
-        (Py::Str(left), Py::Str(right)) => {
-            charge(left.len().min(right.len()))?;
-            Ok(Some(left.cmp(right)))
-        }
+        (Py::Str(left), Py::Str(right)) => Ok(Some(left.cmp(right))),
         (Py::List, Py::List) | (Py::Tuple, Py::Tuple) => {
             let (left, right) = (elements(left)?, elements(right)?);
             for (left, right) in left.iter().zip(&right) {

@@ -4,7 +4,6 @@ use super::{
     Lazy, METHODS, Method, Numbers, Py, compare, elements, equal, failed, int, numbers, percent, py,
     write_str,
 };
-use crate::data::chat::limits::{charge, charge_elements};
 use minijinja::value::Tuple;
 use minijinja::{Error, Value};
 use std::cmp::Ordering;
@@ -61,15 +60,11 @@ fn too_large() -> Error {
 fn add(left: &Value, right: &Value) -> Result<Value, Error> {
     match (py(left), py(right)) {
         (Py::Str(left_text), Py::Str(right_text)) if left.is_safe() || right.is_safe() => {
-            charge(6 * (left_text.len() + right_text.len()))?;
             let part =
                 |value: &Value, text: &str| if value.is_safe() { text.to_owned() } else { escaped(text) };
             Ok(Value::from_safe_string(part(left, left_text) + &part(right, right_text)))
         }
-        (Py::Str(left), Py::Str(right)) => {
-            charge(left.len() + right.len())?;
-            Ok(Value::from([left, right].concat()))
-        }
+        (Py::Str(left), Py::Str(right)) => Ok(Value::from([left, right].concat())),
         (Py::List, Py::List) => Ok(Value::from([elements(left)?, elements(right)?].concat())),
         (Py::Tuple, Py::Tuple) => Ok(Tuple::from([elements(left)?, elements(right)?].concat()).into()),
         _ => arithmetic(left, right, "+", i128::checked_add, |a, b| a + b),
@@ -85,11 +80,9 @@ fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     let count = count.int().ok_or_else(|| unsupported("*", py(left), py(right)))?;
     let count = usize::try_from(count.max(0)).unwrap_or(usize::MAX);
     if let Py::Str(text) = py(value) {
-        charge(text.len().saturating_mul(count))?;
         return Ok(Value::from(text.repeat(if text.is_empty() { 0 } else { count })));
     }
     let elements = elements(value)?;
-    charge_elements(elements.len().saturating_mul(count))?;
     let count = if elements.is_empty() { 0 } else { count };
     let elements: Vec<Value> = std::iter::repeat_n(&elements, count).flatten().cloned().collect();
     Ok(if py(value) == Py::Tuple { Tuple::from(elements).into() } else { Value::from(elements) })
@@ -181,10 +174,7 @@ fn ordered(left: &Value, right: &Value, is: fn(Ordering) -> bool) -> Result<Valu
 /// `value in container`.
 pub(in crate::data::chat) fn is_in(value: &Value, container: &Value) -> Result<bool, Error> {
     match (py(value), py(container)) {
-        (Py::Str(part), Py::Str(text)) => {
-            charge(text.len())?;
-            Ok(text.contains(part))
-        }
+        (Py::Str(part), Py::Str(text)) => Ok(text.contains(part)),
         (other, Py::Str(_)) => Err(failed(format!("{} cannot be in a str", other.name()))),
         (Py::List | Py::Dict, Py::Dict) => Err(failed("a list or dict is no key of a dict")),
         (_, Py::Dict) => Ok(container.as_object().is_some_and(|map| map.get_value(value).is_some())),
@@ -210,7 +200,6 @@ pub(in crate::data::chat) fn get_item(container: &Value, key: &Value) -> Result<
             return Err(failed("an item of an iterator is asked for; `| list` makes a list of it"));
         }
         (Py::Str(text), key) => {
-            charge(text.len())?;
             let index = key.int().and_then(|index| from_start(index, text.chars().count()));
             index.and_then(|index| text.chars().nth(index)).map(|found| Value::from(found.to_string()))
         }
@@ -293,7 +282,6 @@ impl Lazy {
         // The limit of Jinja.
         let count = usize::try_from(count).ok().filter(|count| *count <= 100_000);
         let count = count.ok_or_else(|| failed("`range` has more than 100000 numbers"))?;
-        charge_elements(count)?;
         Ok(Self::view((0..count as i128).map(|index| int(start + index * step)).collect()))
     }
 }

@@ -1,7 +1,6 @@
 //! Python's methods of strings.
 
 use super::failed;
-use crate::data::chat::limits::charge;
 use minijinja::Error;
 use std::fmt::Write;
 
@@ -18,8 +17,7 @@ fn is_printable(character: char) -> bool {
 }
 
 /// Appends `repr(text)`.
-pub(super) fn write_repr(text: &str, out: &mut String) -> Result<(), Error> {
-    charge(2 + 4 * text.len())?;
+pub(super) fn write_repr(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);
     for character in text.chars() {
@@ -39,7 +37,6 @@ pub(super) fn write_repr(text: &str, out: &mut String) -> Result<(), Error> {
         };
     }
     out.push(quote);
-    Ok(())
 }
 
 /// `str.strip(chars)`, at the start, at the end or both.
@@ -149,17 +146,6 @@ pub(super) fn split_at(text: &str, separator: &str, limit: Option<usize>, from_e
 }
 
 /// `str.replace(old, new, count)`.
-pub(in crate::data::chat) fn replace(
-    text: &str,
-    old: &str,
-    new: &str,
-    count: Option<usize>,
-) -> Result<String, Error> {
-    let found = match old.is_empty() {
-        true => text.chars().count() + 1,
-        false => text.matches(old).count(),
-    };
-    let found = found.min(count.unwrap_or(usize::MAX));
-    charge(text.len().saturating_add(found.saturating_mul(new.len())))?;
-    Ok(text.replacen(old, new, found))
+pub(in crate::data::chat) fn replace(text: &str, old: &str, new: &str, count: Option<usize>) -> String {
+    text.replacen(old, new, count.unwrap_or(usize::MAX))
 }
