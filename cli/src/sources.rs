@@ -54,6 +54,7 @@ pub(super) fn serve_tokenizer(TokenizerArgs { path, chat_date }: &TokenizerArgs)
 #[cfg(unix)]
 #[derive(clap::Args)]
 pub(super) struct TokenizerArgs {
+    #[arg(allow_hyphen_values = true)]
     path: PathBuf,
     chat_date: ChatDate,
 }

@@ -59,6 +59,8 @@ impl Process {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // mimalloc would map its first GiB as writable, which is more than the limit.
         command.env("MIMALLOC_ARENA_EAGER_COMMIT", "0");
+        // Nobody reads its log.
+        command.env("RUST_LOG", "off");
         // Signals to the group of the parent are the parent's to handle.
         let mut child = command.process_group(0).spawn()?;
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
