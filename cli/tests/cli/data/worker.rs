@@ -96,4 +96,10 @@ fn a_template_or_tokenizer_that_takes_too_much_is_an_error() {
     let plain = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}";
     refused(plain, &grows.to_string(), 1, &[on_the_line]);
     prepared(&place, plain, &words).assert_done();
+    // Of several errors the first one is reported.
+    place.write("chat_template.jinja", lines);
+    place.write("lines.jsonl", format!("{}\nnot JSON\n{CHAT}\n", r#"{"text": "a"}"#));
+    let arguments =
+        ["data", "prepare", "lines.jsonl", "--output", "l.tokens", "--tokenizer", "tokenizer.json"];
+    place.run(&arguments).assert_refused(1, &["lines.jsonl, line 2"]);
 }

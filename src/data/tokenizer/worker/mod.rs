@@ -50,7 +50,7 @@ impl Worker {
         match process.read_reply() {
             Ok(Reply::Loaded(properties)) => Ok((process, properties)),
             Ok(Reply::Failed(failed)) => Err(failed.into()),
-            Ok(_) => Err(error("its process gave a wrong answer".into())),
+            Ok(_) => Err(error(format!("reading it {}", wrong_answer()).into())),
             Err(ended) => Err(error(format!("reading it {ended}").into())),
         }
     }
@@ -60,7 +60,7 @@ impl Worker {
         DataError::TokenizerLoad { path: self.path.clone(), source: message.into() }
     }
 
-    /// Tokenizes records in order. The outer error is the end of the process on a record.
+    /// Tokenizes records in order, up to one on which the process ends. The outer error is that of a process that does not start.
     pub(in crate::data) fn encode(
         &self,
         options: TextOptions<'_>,
@@ -79,11 +79,14 @@ impl Worker {
             Err(_) => self.one_by_one(options, &records)?,
         };
         for (index, error) in broken {
-            documents[index] = Err(error.into());
+            if let Some(document) = documents.get_mut(index) {
+                *document = Err(error.into());
+            }
         }
         Ok(documents)
     }
 
+    /// Tokenizes records in order, up to one on which the process ends.
     fn one_by_one(
         &self,
         options: TextOptions<'_>,
@@ -91,8 +94,13 @@ impl Worker {
     ) -> Result<Vec<Result<Document, DataError>>, DataError> {
         let mut documents = Vec::with_capacity(records.len());
         for record in records {
-            let ended = |ended| ended_on(&place(record), ended);
-            documents.extend(self.documents(options, std::slice::from_ref(record))?.map_err(ended)?);
+            match self.documents(options, std::slice::from_ref(record))? {
+                Ok(found) => documents.extend(found),
+                Err(ended) => {
+                    documents.push(Err(ended_on(&place(record), ended)));
+                    break;
+                }
+            }
         }
         Ok(documents)
     }
@@ -115,11 +123,11 @@ impl Worker {
             RecordText { path, line, bytes }
         });
         let request = Request::Encode { options, records: texts.collect() };
-        Ok(self.call(&request)?.map(|reply| match reply {
-            Reply::Documents(documents) => {
-                documents.into_iter().map(|document| document.map_err(DataError::from)).collect()
+        Ok(self.call(&request)?.and_then(|reply| match reply {
+            Reply::Documents(documents) if documents.len() == records.len() => {
+                Ok(documents.into_iter().map(|document| document.map_err(DataError::from)).collect())
             }
-            _ => Vec::new(),
+            _ => Err(wrong_answer()),
         }))
     }
 
@@ -147,7 +155,7 @@ impl Worker {
         match self.call(&request)?.map_err(|ended| ended_on(&path, ended))? {
             Reply::Text(text) => Ok(text),
             Reply::Failed(failed) => Err(failed.into()),
-            _ => Ok(String::new()),
+            _ => Err(ended_on(&path, wrong_answer())),
         }
     }
 
@@ -177,4 +185,8 @@ fn ended_on(place: &str, ended: Ended) -> DataError {
         message: format!("{place}: the tokenizer or its chat template {ended}"),
         is_of_a_line: false,
     }
+}
+
+fn wrong_answer() -> Ended {
+    Ended::Other("it gave a wrong answer".to_owned())
 }
