@@ -279,7 +279,7 @@ fn contents_count_documents_by_kind() {
     assert!(contents.starts_with(expected) && contents.ends_with("a.txt on"), "{contents}");
 }
 
-/// What the system says is empty, but never ends.
+/// A file in `/proc` has size 0, but its contents may never end.
 #[cfg(target_os = "linux")]
 #[test]
 fn files_are_read_up_to_their_size() {

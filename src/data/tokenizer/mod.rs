@@ -47,7 +47,7 @@ pub(super) enum Place {
     Worker(std::sync::Arc<Worker>),
 }
 
-/// What is known of a tokenizer without running it.
+/// The properties of a loaded tokenizer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Properties {
     vocab_size: usize,

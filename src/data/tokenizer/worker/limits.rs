@@ -6,8 +6,8 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
-/// What one request may take. It grows with the bytes of the tokenizer's file and of the request, so that neither large
-/// vocabularies nor long documents reach it: published ones take less than a tenth.
+/// The limits of one request. They grow with the sizes of the tokenizer file and of the request, so that large vocabularies
+/// and long documents stay below them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) cpu_seconds: u64,

@@ -46,7 +46,8 @@ impl Worker {
     fn start_process(&self) -> Result<(Process, Properties), DataError> {
         let error = |source| DataError::TokenizerLoad { path: self.path.clone(), source };
         let started = Process::start(&self.program, &self.path, self.date);
-        let mut process = started.map_err(|error| self.not_started(error))?;
+        let mut process =
+            started.map_err(|source| error(format!("cannot start its process: {source}").into()))?;
         match process.read_reply() {
             Ok(Reply::Loaded(properties)) => Ok((process, properties)),
             Ok(Reply::Failed(failed)) => Err(failed.into()),
@@ -55,31 +56,18 @@ impl Worker {
         }
     }
 
-    fn not_started(&self, source: std::io::Error) -> DataError {
-        let message = format!("cannot start the process of the tokenizer: {source}");
-        DataError::TokenizerLoad { path: self.path.clone(), source: message.into() }
-    }
-
     /// Tokenizes records in order, up to one on which the process ends. The outer error is that of a process that does not start.
     pub(in crate::data) fn encode(
         &self,
         options: TextOptions<'_>,
-        mut records: Vec<Record>,
+        records: Vec<Record>,
     ) -> Result<Vec<Result<Document, DataError>>, DataError> {
-        let mut broken = Vec::new();
-        for (index, record) in records.iter_mut().enumerate() {
-            let no_text = Content::Text(String::new());
-            match std::mem::replace(&mut record.content, no_text) {
-                Content::Broken(error) => broken.push((index, error)),
-                content => record.content = content,
-            }
-        }
         let mut documents = match self.documents(options, &records)? {
             Ok(documents) => documents,
             Err(_) => self.one_by_one(options, &records)?,
         };
-        for (index, error) in broken {
-            if let Some(document) = documents.get_mut(index) {
+        for (document, record) in documents.iter_mut().zip(records) {
+            if let Content::Broken(error) = record.content {
                 *document = Err(error.into());
             }
         }

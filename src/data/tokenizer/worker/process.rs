@@ -5,6 +5,7 @@ use super::protocol::{self, Reply, Request};
 use crate::config::ChatDate;
 use crate::data::Tokenizer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal;
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -14,9 +15,6 @@ use std::time::{Duration, Instant};
 
 /// Bytes of standard error that are read.
 const MAX_MESSAGE: u64 = 4096;
-
-/// The signal of the limit of processor time.
-const OUT_OF_TIME: i32 = 24;
 
 /// A process. It ends when its standard input is closed.
 #[derive(Debug)]
@@ -28,7 +26,7 @@ pub(super) struct Process {
     tokenizer_bytes: u64,
 }
 
-/// Why a process ended: what its tokenizer does, as a predicate.
+/// Why a process ended. Its text continues "the tokenizer …".
 #[derive(Debug)]
 pub(super) enum Ended {
     Time(u64),
@@ -109,7 +107,7 @@ impl Process {
         match error {
             ErrorKind::FileTooLarge => Ended::Flood(limits.reply_bytes),
             ErrorKind::TimedOut => Ended::Silence(limits.silence()),
-            _ if signal == Some(OUT_OF_TIME) => Ended::Time(limits.cpu_seconds),
+            _ if signal == Some(Signal::XCPU.as_raw()) => Ended::Time(limits.cpu_seconds),
             _ if message.contains("overflowed its stack") => Ended::Stack,
             _ if message.contains("memory") => Ended::Memory(limits.memory_bytes),
             _ => Ended::Other(match status {

@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What the parent asks for.
+/// A request of the parent process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request<'a> {
     Encode {
