@@ -10,7 +10,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-target/gpu-folder}
-TESTS=(comm parity zero)
+TESTS=(comm engine)
 MAX_MIB=60
 MAX_GLIBC=2.34
 

@@ -21,7 +21,7 @@ gpu/fake-driver-check.sh "$@"
 "$tools/llvm-profdata" merge --sparse "$folder"/*.profraw -o "$folder/merged"
 mapfile -t objects < <(awk '{ print "--object=" $2 }' target/fake/binaries)
 for code in kernels/src/device/cuda src/comm/nccl; do
-    "$tools/llvm-cov" export --format=lcov --instr-profile="$folder/merged" target/fake/debug/ulysses "${objects[@]}" \
+    "$tools/llvm-cov" export --format=lcov --instr-profile="$folder/merged" "${objects[0]#--object=}" "${objects[@]:1}" \
         --ignore-filename-regex='(tests|fake_driver)\.rs$|/tests/' --sources "$PWD/$code" | awk -F '[:,]' -v code="$code" '
         function begin(path) {
             file = path; tests = 1e9

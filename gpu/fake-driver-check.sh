@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the binaries with the features cuda and nccl, and runs their tests on simulated GPUs (gpu/fake-driver.sh). Every
+# Builds the tests with all features, and runs them on simulated GPUs (gpu/fake-driver.sh). Every
 # call, copy and kernel is checked there, so a test that uses a GPU is also a test of its order.
 #
 #     gpu/fake-driver-check.sh [PART…]      default: all parts
@@ -12,18 +12,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=gpu/fake-driver-settings.sh
 source gpu/fake-driver-settings.sh
-ULYSSES=target/fake/debug/ulysses
 
 main() {
     local part parts=("$@")
     ((${#parts[@]})) || parts=(libraries kernels threads golden nccl jobs errors suites training seeded)
     mkdir -p target/fake
     gpu/fake-driver.sh --build-only
-    cargo_fake test --no-run --features cuda,nccl --message-format json --lib --test comm --test parity --test zero \
-        --test memory | python3 gpu/binaries.py >target/fake/binaries
-    cargo_fake build --features cuda,nccl
+    # The build of CI's other tests.
+    cargo test --release --all-features --no-run --message-format json | python3 gpu/binaries.py >target/fake/binaries
     # shellcheck disable=SC2046 # One argument per path.
-    [[ $(uname -m) != x86_64 ]] || need_no_library "$ULYSSES" $(awk '{ print $2 }' target/fake/binaries)
+    [[ $(uname -m) != x86_64 ]] || need_no_library $(awk '{ print $2 }' target/fake/binaries)
+    ULYSSES=$(binary ulysses)
     export ULYSSES_TEST_DEVICE=cuda CARGO_MANIFEST_DIR=$PWD
     for part in "${parts[@]}"; do
         local started=$SECONDS
@@ -45,19 +44,18 @@ check_kernels() {
     # Blocks and threads in another order: no result may depend on it. The tests of the fused kernels have several orders.
     ULYSSES_EMULATION_SEED=1 tests 1 random:1 test_kernels on_a_gpu on_every_target rank_reduce:: \
         strided_copy:: --skip fused --skip on_the_fake_driver "${not_here[@]}"
-    # The host's build has the feature parquet.
-    tests 1 late test_ulysses on_a_gpu without_the_feature_parquet
+    tests 1 late test_ulysses on_a_gpu
 }
 
 check_threads() {
-    tests 1 random:1 test_comm threads_on_one_cuda_gpu exchange_volume::
+    tests 1 random:1 test_comm threads_on_a_gpu default_methods_on_a_gpu exchange_volume::
 }
 
 check_golden() {
-    local golden=golden::logits
-    [[ ${ULYSSES_TEST_SEED:-} != all ]] || golden=golden::
-    tests 1 late test_parity "$golden"
-    ULYSSES_TEST_DEVICE=nccl tests 8 late test_parity golden::logits mesh_invariance::a_dp_rank --test-threads 1
+    local golden=parity::golden::logits
+    [[ ${ULYSSES_TEST_SEED:-} != all ]] || golden=parity::golden::
+    tests 1 late test_engine "$golden"
+    ULYSSES_TEST_DEVICE=nccl tests 8 late test_engine parity::golden::logits parity::mesh_invariance::a_dp_rank --test-threads 1
 }
 
 check_nccl() {
@@ -89,21 +87,21 @@ check_suites() {
     local -x ULYSSES_TEST_DEVICE=nccl
     local index seed=${ULYSSES_TEST_SEED:-$(git ls-files -z '*.rs' | xargs -0 cat | cksum | cut -d' ' -f1)}
     local suites=(
-        "late test_parity mesh_invariance::a_tied_head precision::stages_are_bit_equal"
-        "late test_zero engine_protocol:: engine_state:: --skip a_layer_may_keep_its_own_output --skip recycled_storage_does_not_grow"
-        "random:5 test_memory features::offloaded_gradients features::the_offloaded_gradient features::overlapping_the_exchange"
-        "random:6 test_parity ring::few_heads ring::recomputation"
-        "random:4 test_zero stages::the_same_run_twice frozen::a_tied"
-        "late test_zero partitions::without_accumulation"
+        "late test_engine parity::mesh_invariance::a_tied_head parity::precision::stages_are_bit_equal"
+        "late test_engine zero::engine_protocol:: zero::engine_state:: --skip a_layer_may_keep_its_own_output --skip recycled_storage_does_not_grow"
+        "random:5 test_engine memory::features::offloaded_gradients memory::features::the_offloaded_gradient memory::features::overlapping_the_exchange"
+        "random:6 test_engine parity::ring::few_heads parity::ring::recomputation"
+        "random:4 test_engine zero::stages::the_same_run_twice zero::frozen::a_tied"
+        "late test_engine zero::partitions::without_accumulation"
     )
     for index in "${!suites[@]}"; do
         [[ $seed == all ]] || ((index % 3 == seed % 3)) || continue
         # shellcheck disable=SC2086 # Words.
         tests 8 ${suites[index]} --test-threads 1
     done
-    tests 2 late test_memory plan::the_planned_peak_is_that_of_the_pool --test-threads 1
+    tests 2 late test_engine memory::plan::the_planned_peak_is_that_of_the_pool --test-threads 1
     # The fused kernels of GPUs without wgmma; doctor's self-check above runs those with wgmma.
-    FAKE_DRIVER_CAPABILITY=8.0 tests 8 late test_parity precision::bf16_gradients_of_wide_heads --test-threads 1
+    FAKE_DRIVER_CAPABILITY=8.0 tests 8 late test_engine parity::precision::bf16_gradients_of_wide_heads --test-threads 1
 }
 
 check_training() {
@@ -117,7 +115,7 @@ check_training() {
 check_seeded() {
     local fault
     for fault in none forgotten_event freed_early wrong_device; do
-        seed "$fault" test_comm threads_on_one_cuda_gpu::a_ring
+        seed "$fault" test_comm threads_on_a_gpu::a_ring
     done
     seed host_too_early test_comm exchange_volume::a_step
     seed swapped_operands test_kernels linear::tests
@@ -135,10 +133,11 @@ need_no_library() {
     done
 }
 
+# The path of the binary with the name $1, which gpu/binaries.py gives.
+binary() { awk -v name="$1" '$1 == name { print $2 }' target/fake/binaries; }
+
 tests() { # with $1 GPUs, in order $2, of binary $3 with the filters $4…
-    local binary
-    binary=$(awk -v name="$3" '$1 == name { print $2 }' target/fake/binaries)
-    gpu/fake-driver.sh --gpus "$1" --order "$2" "$binary" "${@:4}"
+    gpu/fake-driver.sh --gpus "$1" --order "$2" "$(binary "$3")" "${@:4}"
 }
 
 train() { # with $1 GPUs, in order $2, the main job with output $3 and the flags $4…

@@ -5,8 +5,3 @@
 # one has a target folder of its own.
 export NVCC=$PWD/gpu/nvcc-for-check CUDA_COMPUTE_CAP=80 CUDA_HOME=$PWD/target/fake-driver CARGO_TARGET_DIR=target/fake
 export PYTHONDONTWRITEBYTECODE=1
-
-# Cargo with the profile of these builds: command $1, arguments $2…
-cargo_fake() {
-    cargo "$1" --config gpu/fake-driver.toml "${@:2}"
-}

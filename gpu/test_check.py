@@ -60,17 +60,17 @@ class Check(unittest.TestCase):
 
     def test_what_passes_fails_and_was_not_built_is_told_apart(self):
         self.binary("test_kernels", PASSES)
-        self.binary("test_parity", 'echo "panicked at \\"x\\"\t\\ end"; exit 101')
+        self.binary("test_engine", 'echo "panicked at \\"x\\"\t\\ end"; exit 101')
         code, checks = self.run_with_gpu()
         self.assertEqual(code, 1)
         self.assertEqual(checks["kernels"]["status"], "passed")
         self.assertEqual((checks["golden"]["status"], checks["golden"]["reason"]), ("failed", "exit code 101"))
         self.assertEqual(checks["golden"]["output"], 'panicked at "x"\t\\ end')
-        self.assertEqual(checks["zero"]["status"], "not run")
-        self.assertIn("not built", checks["zero"]["reason"])
+        self.assertEqual(checks["collectives_of_threads"]["status"], "not run")
+        self.assertIn("not built", checks["collectives_of_threads"]["reason"])
 
     def test_a_filter_that_no_test_matches_is_not_a_pass(self):
-        self.binary("test_parity", f'case "$1" in precision::*) echo "running 0 tests" ;; *) {PASSES} ;; esac')
+        self.binary("test_engine", f'case "$1" in parity::precision::*) echo "running 0 tests" ;; *) {PASSES} ;; esac')
         code, checks = self.run_with_gpu()
         self.assertEqual((code, checks["golden"]["status"]), (0, "passed"))
         self.assertEqual(checks["precision"]["status"], "not run")
@@ -82,21 +82,21 @@ class Check(unittest.TestCase):
 
     def test_a_second_run_repeats_what_failed_and_what_is_asked_for(self):
         self.binary("test_kernels", f"{PASSES}; echo again >> kernels.log")
-        self.binary("test_parity", 'case "$1" in precision::*) exit 1 ;; esac')
+        self.binary("test_engine", 'case "$1" in parity::precision::*) exit 1 ;; esac')
         runs = lambda: (self.folder / "kernels.log").read_text().count("again")
         code, checks = self.run_with_gpu("--only", "kernels*")
         self.assertEqual((code, {name: checks[name]["status"] for name in checks}), (0, {"kernels": "passed"}))
         code, checks = self.run_with_gpu()
         self.assertEqual((code, runs(), checks["precision"]["status"]), (1, 1, "failed"))
         self.assertEqual((checks["kernels"]["status"], checks["golden"]["status"]), ("passed", "passed"))
-        self.binary("test_parity", "true")
+        self.binary("test_engine", "true")
         code, checks = self.run_with_gpu()
         self.assertEqual((code, checks["precision"]["status"]), (0, "passed"))
         self.run_with_gpu("--again", "--only", "kernels*")
         self.assertEqual(runs(), 2)
 
     def test_time_that_ends_leaves_a_report_and_kills_what_runs(self):
-        self.binary("test_parity", "sleep 600 & wait")
+        self.binary("test_engine", "sleep 600 & wait")
         self.binary("test_kernels", PASSES)
         code, checks = self.run_with_gpu("--minutes", "0.15", "--only", "golden", "kernels")
         self.assertEqual((code, checks["golden"]["status"]), (0, "not run"))

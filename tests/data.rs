@@ -1,24 +1,16 @@
 //! The readers of data files on hostile input: every input gives data or an error, in bounded memory.
 //!
-//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test data` tries a million of each.
+//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test engine data::` tries a million of each.
 
-#![allow(clippy::unwrap_used)]
-
-#[path = "support/sample.rs"]
-mod sample;
-
+use crate::support::sample::seed;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use proptest::test_runner::{Config as Settings, RngSeed};
-use sample::seed;
 use std::fs;
 use std::path::{Path, PathBuf};
 use ulysses::data::{Corpus, DataError, PrepareOptions, SourceOptions, TokenFileOptions, Tokenizer, prepare};
-use ulysses::memory::{CountingAllocator, live_bytes};
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator<std::alloc::System> = CountingAllocator(std::alloc::System);
+use ulysses::memory::live_bytes;
 
 /// Peak memory of a reader in addition to its input: a chunk, a block of an index, and a file buffer.
 const MAX_BYTES: i64 = 1 << 22;

@@ -1,4 +1,4 @@
-//! Tests that the parser accepts every `ulysses` command line in README and book. `cli/tests/docs` runs them.
+//! Tests that the parser accepts every `ulysses` command line in README and book. `cli/tests/cli/docs` runs them.
 
 #[path = "../../tests/support/documented.rs"]
 mod support;

@@ -1,6 +1,6 @@
 """Errors of the driver, NVRTC, cuBLAS and NCCL: each ends training with a message that names the failed call, and nothing hangs.
 
-    ULYSSES=target/fake/debug/ulysses gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
+    ULYSSES=target/fake/release/ulysses gpu/fake-driver.sh python3 gpu/fake_driver/test_errors.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Jobs of processes over the fake NCCL: they train as threads on the CPU do, and end with the documented error if a rank fails.
 
-    ULYSSES=target/fake/debug/ulysses gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
+    ULYSSES=target/fake/release/ulysses gpu/fake-driver.sh --gpus 4 python3 gpu/fake_driver/test_nccl_jobs.py
 """
 
 import json

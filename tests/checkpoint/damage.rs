@@ -1,7 +1,7 @@
 //! Damaged, foreign and malicious files: each is an error with its name, and the run resumes from the
 //! previous checkpoint.
 
-use crate::training::{on_mesh, setup};
+use super::training::{on_mesh, setup};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Output directories: pointer files, retention of checkpoints, and the lock.
 
-use crate::training::{on_mesh, setup};
+use super::training::{on_mesh, setup};
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::symlink;

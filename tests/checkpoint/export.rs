@@ -1,6 +1,6 @@
 //! Exports, read back by the reader of Hugging Face's layout.
 
-use crate::training::{model, on_mesh, setup};
+use super::training::{model, on_mesh, setup};
 use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;

@@ -1,6 +1,6 @@
 //! Frozen parameters in checkpoints: saved without optimizer state, loaded on any mesh.
 
-use crate::training::{ADAM, LAMB, Setup, on_mesh, setup};
+use super::training::{ADAM, LAMB, Setup, on_mesh, setup};
 use candle_core::Tensor;
 use std::path::Path;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};

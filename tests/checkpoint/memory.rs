@@ -1,6 +1,6 @@
 //! Copies in the memory of several nodes, which are directories here, and the restart after nodes are lost.
 
-use crate::training::{ADAGRAD, SGD, Setup, Trainee, config, model, on_mesh, setup};
+use super::training::{ADAGRAD, SGD, Setup, Trainee, config, model, on_mesh, setup};
 use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};

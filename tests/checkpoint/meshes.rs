@@ -1,7 +1,7 @@
 //! Checkpoints saved on one mesh and loaded on another.
 
-use crate::sample::{axes, sampled};
-use crate::training::{ADAGRAD, ADAM, LAMB, LION, MOMENTUM, SGD, Setup, on_mesh, setup};
+use super::training::{ADAGRAD, ADAM, LAMB, LION, MOMENTUM, SGD, Setup, on_mesh, setup};
+use crate::support::sample::{axes, sampled};
 use std::path::Path;
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
 use ulysses::engine::{EngineError, StepReport};

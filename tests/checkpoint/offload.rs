@@ -1,6 +1,6 @@
 //! Resuming with optimizer state and gradients offloaded to files.
 
-use crate::training::{ADAGRAD, ADAM, LAMB, Setup, on_mesh, setup};
+use super::training::{ADAGRAD, ADAM, LAMB, Setup, on_mesh, setup};
 use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
 
 const IN_MEMORY: &str = r#"{ "zero_optimization": { "stage": 3 } }"#;

@@ -1,6 +1,6 @@
 //! Resuming after skipped steps.
 
-use crate::training::{Setup, on_mesh, setup};
+use super::training::{Setup, on_mesh, setup};
 use ulysses::checkpoint::{Checkpoint, step_name};
 
 /// Every gradient of this loss overflows fp16.

@@ -1,6 +1,6 @@
 //! Training of a small model on any mesh, shared by the other files.
 
-use crate::sample::axes;
+use crate::support::sample::axes;
 use anyhow::Result;
 use serde_json::json;
 use std::path::Path;

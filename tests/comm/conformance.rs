@@ -61,13 +61,13 @@ whole!(threads_one_to_four, Threads { threads_per_rank: 1 }, [1, 2, 3, 4]);
 // The tests below need GPUs.
 
 #[cfg(feature = "cuda")]
-suite!(threads_on_one_cuda_gpu, OnOneGpu(Threads { threads_per_rank: 1 }));
+suite!(threads_on_a_gpu, OnOneGpu(Threads { threads_per_rank: 1 }));
 #[cfg(feature = "cuda")]
-suite!(threads_on_one_cuda_gpu_with_default_methods, OnOneGpu(Defaults));
+suite!(default_methods_on_a_gpu, OnOneGpu(Defaults));
 
 // Number of ranks: `ULYSSES_TEST_NCCL_RANKS`, default 1; ranks beyond the number of GPUs share them.
 #[cfg(feature = "nccl")]
-whole!(nccl, Nccl, [crate::support::comm::nccl_ranks()]);
+whole!(nccl_on_a_gpu, Nccl, [crate::support::comm::nccl_ranks()]);
 
 /// NCCL, without the cases that it does not support: it has its own order of summation, does not compare calls, and a
 /// message may wait on the GPU for its receiver.
@@ -223,8 +223,8 @@ fn a_fake_group_counts_operations_with_a_root_and_messages_as_threads_do() {
                 .collect(),
         })
     }
-    let of_threads: Vec<String> =
-        Threads { threads_per_rank: 1 }.run(RANKS, |group| Ok(format!("{:?}", operations(group)?)));
+    let threads: &dyn Backend = &Threads { threads_per_rank: 1 };
+    let of_threads: Vec<String> = threads.run(RANKS, |group| Ok(format!("{:?}", operations(group)?)));
     for (rank, expected) in of_threads.into_iter().enumerate() {
         let group = FakeGroup::new("fake", (0..RANKS).collect(), rank).unwrap();
         assert_eq!(format!("{:?}", operations(Arc::new(group)).unwrap()), expected, "rank {rank}");

@@ -1,9 +1,9 @@
 //! The config reader on hostile input: every input gives a config or an error, in bounded memory.
 //!
-//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test config properties` tries a million
+//! Each property tries 256 inputs; `PROPTEST_CASES=1000000 cargo test --release --test engine config::properties` tries a million
 //! of each.
 
-use crate::sample::seed;
+use crate::support::sample::seed;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;

@@ -92,11 +92,11 @@ pub(crate) fn on_engines<T: Send>(
     ranks.unwrap()
 }
 
-/// At least the tensors, at most 1 % more for names, shapes and views.
+/// At least the tensors, at most 2 % more for names, shapes and views. Views are larger with the feature `cuda`.
 fn assert_holds(label: &str, held: u64, tensors: usize) {
     let tensors = tensors as u64;
     assert!(
-        (tensors..=tensors + tensors / 100).contains(&held),
+        (tensors..=tensors + tensors / 50).contains(&held),
         "{label}: {held} held, {tensors} of tensors"
     );
 }
@@ -207,7 +207,7 @@ fn frozen_parameters_have_no_gradients_and_no_state() {
                     assert_holds(&format!("{label}: {what}"), held, by_hand);
                 }
                 // Names, views and the compiled pattern.
-                let (tensors, bookkeeping) = ((parameters + gradients + optimizer) as u64, 40 << 10);
+                let (tensors, bookkeeping) = ((parameters + gradients + optimizer) as u64, 64 << 10);
                 assert!(
                     (tensors..tensors + bookkeeping).contains(&all),
                     "{label}: {all} held, {tensors} of tensors"

@@ -1,7 +1,7 @@
 //! The plan's memory against the allocator's count, over configurations that differ in everything that
 //! affects memory.
 
-use crate::dry_run::axes;
+use super::dry_run::axes;
 #[cfg(feature = "nccl")]
 use crate::support::device::is_cpu;
 use crate::support::device::test_device;

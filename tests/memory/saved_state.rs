@@ -1,6 +1,6 @@
 //! The memory that a forward pass saves for the backward pass.
 
-use crate::engine::{config, on_engines};
+use super::engine::{config, on_engines};
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::memory::live_bytes;

@@ -9,6 +9,7 @@ mod bench;
 mod checkpoint;
 mod config;
 mod data;
+mod docs;
 mod doctor;
 mod errors;
 #[cfg(unix)]

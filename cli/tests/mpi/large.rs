@@ -1,7 +1,6 @@
 //! More elements than fit into C's `int`, the type of MPI counts.
 
 use crate::support::comm::Backend;
-use crate::support::comm::mpi::Mpi;
 use candle_core::{DType, Device, Tensor};
 use std::time::Duration;
 use ulysses::comm::ProcessGroupExt;
@@ -10,7 +9,7 @@ use ulysses::tensor::to_vec;
 /// Three pieces of at most 1 GiB.
 const ELEMENTS: usize = (1 << 31) + 5;
 
-pub(crate) fn a_tensor_with_more_elements_than_an_int_arrives_complete(mpi: &Mpi) {
+pub(crate) fn a_tensor_with_more_elements_than_an_int_arrives_complete(mpi: &dyn Backend) {
     let received = mpi.run_for(2, Duration::from_secs(200), |group| {
         let tensor = match group.rank() {
             0 => Tensor::ones(ELEMENTS, DType::U8, &Device::Cpu)?,

@@ -13,7 +13,7 @@ fn stats(calls: u64, bytes_sent: u64, bytes_received: u64) -> OpStats {
 
 /// Runs `work` on every rank and returns the counters of `op`.
 fn count(
-    backend: &impl Backend,
+    backend: &dyn Backend,
     world_size: usize,
     op: CollectiveOp,
     work: impl Fn(&dyn ProcessGroup) -> Result<(), CommError> + Sync,
@@ -26,7 +26,7 @@ fn count(
     })
 }
 
-pub(crate) fn collectives_count_the_bytes_that_crossed_ranks(backend: &impl Backend) {
+pub(crate) fn collectives_count_the_bytes_that_crossed_ranks(backend: &dyn Backend) {
     let counted = count(backend, 4, CollectiveOp::AllGather, |group| {
         group.all_gather(&tensor(10, |i| i as f32), &zeros::<f32>(40))
     });
@@ -47,7 +47,7 @@ pub(crate) fn collectives_count_the_bytes_that_crossed_ranks(backend: &impl Back
     assert_eq!(counted, [stats(1, 0, 0); 3]);
 }
 
-pub(crate) fn all_reduce_counts_its_real_traffic_small_and_large(backend: &impl Backend) {
+pub(crate) fn all_reduce_counts_its_real_traffic_small_and_large(backend: &dyn Backend) {
     // Direct algorithm: every rank reads 2 × 300 bytes (16-bit elements).
     let small = count(backend, 3, CollectiveOp::AllReduce, |group| {
         group.all_reduce(&tensor(150, |_| half::bf16::ONE), ReduceOp::Sum)
@@ -60,7 +60,7 @@ pub(crate) fn all_reduce_counts_its_real_traffic_small_and_large(backend: &impl 
     assert_eq!(large, [stats(1, 72_000, 72_000); 4]);
 }
 
-pub(crate) fn all_to_all_counts_uneven_traffic_without_a_ranks_own_part(backend: &impl Backend) {
+pub(crate) fn all_to_all_counts_uneven_traffic_without_a_ranks_own_part(backend: &dyn Backend) {
     // Rank 0 keeps 7 and sends 1 and 2, rank 1 sends 3 to rank 0, rank 2 nothing.
     let matrix = [[7, 1, 2], [3, 0, 0], [0, 0, 4]];
     let counted = count(backend, 3, CollectiveOp::AllToAll, |group| {
@@ -71,7 +71,7 @@ pub(crate) fn all_to_all_counts_uneven_traffic_without_a_ranks_own_part(backend:
     assert_eq!(counted, [stats(1, 24, 24), stats(1, 24, 8), stats(1, 0, 16)]);
 }
 
-pub(crate) fn operations_with_a_root_count_its_traffic(backend: &impl Backend) {
+pub(crate) fn operations_with_a_root_count_its_traffic(backend: &dyn Backend) {
     let small = count(backend, 3, CollectiveOp::Reduce, |group| {
         group.reduce(&tensor(100, |i| i as f32), ReduceOp::Sum, 1)
     });
@@ -96,7 +96,7 @@ pub(crate) fn operations_with_a_root_count_its_traffic(backend: &impl Backend) {
     assert_eq!(scattered, [stats(1, 40, 0), stats(1, 0, 20), stats(1, 0, 20)]);
 }
 
-pub(crate) fn messages_are_counted_on_both_sides(backend: &impl Backend) {
+pub(crate) fn messages_are_counted_on_both_sides(backend: &dyn Backend) {
     let counted = backend.run(2, |group| {
         if group.rank() == 0 {
             group.send(&tensor(9, |i| i as u32), 1)?;
@@ -108,7 +108,7 @@ pub(crate) fn messages_are_counted_on_both_sides(backend: &impl Backend) {
     assert_eq!(counted, [(stats(1, 36, 0), stats(0, 0, 0)), (stats(0, 0, 0), stats(1, 0, 36))]);
 }
 
-pub(crate) fn strided_exchange_counts_what_it_moves(backend: &impl Backend) {
+pub(crate) fn strided_exchange_counts_what_it_moves(backend: &dyn Backend) {
     // Two rows of three elements to each peer. The bytes are the same whether the backend copies strided blocks
     // or packs them for an all_to_all.
     let totals = backend.run(3, |group| {

@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use ulysses::comm::{CommError, ProcessGroupExt, RecvBlock, StridedBlock, StridedPlan};
 
-pub(crate) fn all_to_all_moves_uneven_counts_and_none(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn all_to_all_moves_uneven_counts_and_none(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         // Rank i sends `scale · ((i + 2j) mod 4)` elements to rank j, which may be 0.
         let count = |src: usize, dst: usize, scale: usize| (src + 2 * dst) % 4 * scale;
         for (world_size, scale) in [(1, 5), (2, 1), (3, 2), (4, 1), (4, 20_000)] {
@@ -111,7 +111,7 @@ fn flat(elements: Vec<f32>) -> Tensor {
     tensor(elements.len(), |i| elements[i])
 }
 
-pub(crate) fn strided_exchange_turns_sequence_shards_into_head_shards_and_back(backend: &impl Backend) {
+pub(crate) fn strided_exchange_turns_sequence_shards_into_head_shards_and_back(backend: &dyn Backend) {
     for (ranks, seq_len, heads) in
         [(1, 5, [3, 2]), (2, 7, [4, 3]), (3, 64, [8, 4]), (4, 3, [5, 4]), (4, 900, [9, 6])]
     {
@@ -143,8 +143,8 @@ fn run(tensor: usize, offset: usize, count: usize) -> StridedBlock {
     StridedBlock { tensor, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: count }
 }
 
-pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         // Every rank adds its elements to rank 0's, as for shared KV heads.
         let results = backend.run(4, |group| {
             let (rank, ranks) = (group.rank(), group.world_size());
@@ -188,7 +188,7 @@ pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend)
     assert_eq!(sums, [1.0; 4]);
 }
 
-pub(crate) fn strided_exchange_may_write_into_the_storage_it_reads(backend: &impl Backend) {
+pub(crate) fn strided_exchange_may_write_into_the_storage_it_reads(backend: &dyn Backend) {
     // Inputs and outputs are two halves of one buffer on every rank.
     for _ in 0..20 {
         backend.run(3, |group| {
@@ -211,7 +211,7 @@ pub(crate) fn strided_exchange_may_write_into_the_storage_it_reads(backend: &imp
     }
 }
 
-pub(crate) fn plans_that_exceed_their_tensors_are_errors(backend: &impl Backend) {
+pub(crate) fn plans_that_exceed_their_tensors_are_errors(backend: &dyn Backend) {
     backend.run(2, |group| {
         let good = StridedPlan {
             send: vec![vec![run(0, 0, 2)], vec![run(0, 2, 2)]],

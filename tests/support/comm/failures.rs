@@ -14,13 +14,13 @@ const TIMEOUT: Duration = Duration::from_millis(1_500);
 /// Runs `work`, which must fail within `within`. Returns the error of the launch and of each rank (`None` for a
 /// rank that panicked or succeeded).
 fn fail(
-    backend: &impl Backend,
+    backend: &dyn Backend,
     world_size: usize,
     within: Duration,
     work: impl Fn(&Group) -> Result<(), CommError> + Sync,
 ) -> (LaunchError, Vec<Option<CommError>>) {
     let started = Instant::now();
-    let failed = backend.fail_for(world_size, TIMEOUT, work);
+    let failed = backend.fail_for(world_size, TIMEOUT, &work);
     let took = started.elapsed();
     assert!(took < within, "took {took:?}");
     failed
@@ -38,7 +38,7 @@ fn received(tensor: &Tensor, group: &Group) -> Result<(), CommError> {
     group.check()
 }
 
-pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
+pub(crate) fn a_panic_reaches_the_others_at_once(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         all_reduce(10, group)?;
         assert!(group.rank() != 1, "out of cheese");
@@ -56,7 +56,7 @@ pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
     }
 }
 
-pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(backend: &impl Backend) {
+pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(backend: &dyn Backend) {
     // After the longer delay, its peers have read its tensors: on a GPU, their kernels may still be reading when it frees them.
     for delay in [0, 20].map(Duration::from_millis) {
         let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
@@ -84,7 +84,7 @@ pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(bac
     }
 }
 
-pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(backend: &impl Backend) {
+pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(backend: &dyn Backend) {
     let own = CommError::Tensor("disk full".into());
     let (launched, errors) =
         fail(backend, 4, TIMEOUT, |group| if group.rank() == 3 { Err(own.clone()) } else { group.barrier() });
@@ -97,7 +97,7 @@ pub(crate) fn an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch(
     }
 }
 
-pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl Backend) {
+pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         let count = if group.rank() == 1 { 5 } else { 4 };
         let output = zeros::<f32>(12);
@@ -116,7 +116,7 @@ pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl 
 
 /// Rank 2 of four diverges: the error of every rank has both calls and their position.
 fn diverge(
-    backend: &impl Backend,
+    backend: &dyn Backend,
     called: &str,
     others_called: &str,
     divergent: impl Fn(&Group) -> Result<(), CommError> + Sync,
@@ -138,12 +138,12 @@ fn diverge(
     assert_eq!(errors, vec![Some(expected); 4]);
 }
 
-pub(crate) fn a_different_collective_is_an_error_with_both_calls(backend: &impl Backend) {
+pub(crate) fn a_different_collective_is_an_error_with_both_calls(backend: &dyn Backend) {
     let (called, others) = ("barrier", "all_reduce(Sum, 10 × f32)");
     diverge(backend, called, others, |group| group.barrier(), |group| all_reduce(10, group));
 }
 
-pub(crate) fn a_different_count_dtype_operator_or_root_is_an_error(backend: &impl Backend) {
+pub(crate) fn a_different_count_dtype_operator_or_root_is_an_error(backend: &dyn Backend) {
     let usual = "all_reduce(Sum, 10 × f32)";
     diverge(
         backend,
@@ -173,7 +173,7 @@ pub(crate) fn a_different_count_dtype_operator_or_root_is_an_error(backend: &imp
     diverge(backend, &of("Average"), &of("Product"), reduce(ReduceOp::Average), reduce(ReduceOp::Product));
 }
 
-pub(crate) fn a_count_mismatch_is_an_error_before_data_moves(backend: &impl Backend) {
+pub(crate) fn a_count_mismatch_is_an_error_before_data_moves(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         // Rank 1 sends two elements to each rank, which expects one.
         let send = if group.rank() == 1 { 2 } else { 1 };
@@ -189,7 +189,7 @@ pub(crate) fn a_count_mismatch_is_an_error_before_data_moves(backend: &impl Back
     );
 }
 
-pub(crate) fn mismatched_strided_plans_are_errors(backend: &impl Backend) {
+pub(crate) fn mismatched_strided_plans_are_errors(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 3, TIMEOUT, |group| {
         let run = if group.rank() == 0 { 3 } else { 2 };
         let block = StridedBlock::contiguous(0, 0, run);
@@ -205,7 +205,7 @@ pub(crate) fn mismatched_strided_plans_are_errors(backend: &impl Backend) {
     );
 }
 
-pub(crate) fn a_missing_rank_is_an_error_after_the_timeout(backend: &impl Backend) {
+pub(crate) fn a_missing_rank_is_an_error_after_the_timeout(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 3, 3 * TIMEOUT, |group| {
         if group.rank() == 1 {
             std::thread::sleep(2 * TIMEOUT);
@@ -222,7 +222,7 @@ pub(crate) fn a_missing_rank_is_an_error_after_the_timeout(backend: &impl Backen
 
 /// A mesh dp 2 × sp 2: rank 1 waits for 0 along sp, rank 3 for 1 along dp, and rank 0 for 2, the root blocker. Rank
 /// 1 times out first.
-pub(crate) fn the_error_names_the_root_blocker_and_not_a_waiting_rank(backend: &impl Backend) {
+pub(crate) fn the_error_names_the_root_blocker_and_not_a_waiting_rank(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 4, 4 * TIMEOUT, |group| {
         let rank = group.rank();
         let sp = group.split("sp", Some(rank / 2), 0)?.unwrap();
@@ -249,7 +249,7 @@ pub(crate) fn the_error_names_the_root_blocker_and_not_a_waiting_rank(backend: &
     }
 }
 
-pub(crate) fn a_rank_that_exits_early_is_an_error_at_once(backend: &impl Backend) {
+pub(crate) fn a_rank_that_exits_early_is_an_error_at_once(backend: &dyn Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         all_reduce(10, group)?;
         if group.rank() == 0 { Ok(()) } else { all_reduce(10, group) }
@@ -260,7 +260,7 @@ pub(crate) fn a_rank_that_exits_early_is_an_error_at_once(backend: &impl Backend
     assert_eq!(errors, [None, Some(expected.clone()), Some(expected)]);
 }
 
-pub(crate) fn a_failure_in_a_small_group_fails_the_whole_world(backend: &impl Backend) {
+pub(crate) fn a_failure_in_a_small_group_fails_the_whole_world(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 4, TIMEOUT, |group| {
         let pair = group.split("pair", Some(group.rank() / 2), 0)?.unwrap();
         if group.rank() == 3 {
@@ -273,7 +273,7 @@ pub(crate) fn a_failure_in_a_small_group_fails_the_whole_world(backend: &impl Ba
     assert_eq!(errors, vec![Some(expected); 4]);
 }
 
-pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &impl Backend) {
+pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 4, TIMEOUT, |group| {
         let odd = group.split("parity", Some(group.rank() % 2), 0)?.unwrap();
         if group.rank() == 3 { all_reduce(5, &odd) } else { odd.barrier() }?;
@@ -286,7 +286,7 @@ pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &impl
     }
 }
 
-pub(crate) fn a_message_of_another_kind_fails_both_sides(backend: &impl Backend) {
+pub(crate) fn a_message_of_another_kind_fails_both_sides(backend: &dyn Backend) {
     let recv = |group: &Group| group.recv(&zeros::<f32>(4), 0);
     for (described, send) in [("5 × f32", tensor(5, |i| i as f32)), ("4 × i64", tensor(4, |i| i as i64))] {
         let (_, errors) =
@@ -308,7 +308,7 @@ pub(crate) fn a_message_of_another_kind_fails_both_sides(backend: &impl Backend)
     }
 }
 
-pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &impl Backend) {
+pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &dyn Backend) {
     for send in [true, false] {
         let (_, errors) = fail(backend, 2, TIMEOUT, |group| match (group.rank(), send) {
             (0, true) => group.send(&zeros::<u8>(1), 1),
@@ -319,7 +319,7 @@ pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &impl
     }
 }
 
-pub(crate) fn polling_ends_when_a_peer_has_left(backend: &impl Backend) {
+pub(crate) fn polling_ends_when_a_peer_has_left(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
         if group.rank() == 1 {
             return Ok(());
@@ -335,7 +335,7 @@ pub(crate) fn polling_ends_when_a_peer_has_left(backend: &impl Backend) {
     assert!(matches!(&errors[0], Some(CommError::PeerLeft { rank: 1, .. })), "{errors:?}");
 }
 
-pub(crate) fn calls_after_a_failure_return_the_same_error(backend: &impl Backend) {
+pub(crate) fn calls_after_a_failure_return_the_same_error(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
         let first = if group.rank() == 0 { group.barrier() } else { all_reduce(3, group) };
         let again = group.barrier();
@@ -347,7 +347,7 @@ pub(crate) fn calls_after_a_failure_return_the_same_error(backend: &impl Backend
     assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { .. }))));
 }
 
-pub(crate) fn wrong_arguments_are_typed_errors_and_leave_the_group_usable(backend: &impl Backend) {
+pub(crate) fn wrong_arguments_are_typed_errors_and_leave_the_group_usable(backend: &dyn Backend) {
     backend.run(2, |group| {
         let (four, eight) = (tensor(4, |i| i as f32), tensor(8, |i| i as f32));
         let transposed = eight.reshape((2, 4))?.t()?;

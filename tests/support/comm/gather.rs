@@ -3,8 +3,8 @@
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
 
-pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn all_gather_concatenates_in_rank_order(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 3), (2, 0), (2, 1), (3, 7), (4, 40_001), (8, 5)] {
             let gathered = backend.run(world_size, |group| {
                 let output = zeros::<T>(count * group.world_size());
@@ -23,7 +23,7 @@ pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &impl Backend) {
+pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &dyn Backend) {
     // As in ZeRO, each rank's input is its partition of the output buffer.
     for _ in 0..20 {
         let gathered = backend.run(4, |group| {
@@ -36,8 +36,8 @@ pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &im
     }
 }
 
-pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 2), (2, 0), (3, 9), (4, 10_000)] {
             let results = backend.run(world_size, |group| {
                 let from_root = |root| {
@@ -55,8 +55,8 @@ pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &impl Backend
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn gather_collects_at_any_root_and_scatter_distributes(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn gather_collects_at_any_root_and_scatter_distributes(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 3), (2, 0), (3, 7), (4, 10_000)] {
             backend.run(world_size, |group| {
                 let rank = group.rank();
@@ -81,7 +81,7 @@ pub(crate) fn gather_collects_at_any_root_and_scatter_distributes(backend: &impl
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn gather_and_scatter_may_use_a_part_of_the_roots_tensor(backend: &impl Backend) {
+pub(crate) fn gather_and_scatter_may_use_a_part_of_the_roots_tensor(backend: &dyn Backend) {
     backend.run(3, |group| {
         let rank = group.rank();
         let flat = tensor(300, |i| if i / 100 == rank { i as f32 } else { -1.0 });
@@ -95,7 +95,7 @@ pub(crate) fn gather_and_scatter_may_use_a_part_of_the_roots_tensor(backend: &im
     });
 }
 
-pub(crate) fn values_are_reduced_and_gathered(backend: &impl Backend) {
+pub(crate) fn values_are_reduced_and_gathered(backend: &dyn Backend) {
     backend.run(3, |group| {
         let rank = group.rank() as i64;
         assert_eq!(group.all_reduce_values(&[rank, 10 * rank], ReduceOp::Sum)?, [3, 30]);
@@ -106,7 +106,7 @@ pub(crate) fn values_are_reduced_and_gathered(backend: &impl Backend) {
     });
 }
 
-pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend) {
+pub(crate) fn varied_lengths_are_gathered_including_none(backend: &dyn Backend) {
     backend.run(4, |group| {
         // Rank r contributes r values, so rank 0 contributes none.
         let own: Vec<u32> = (0..group.rank() as u32).map(|i| 10 * group.rank() as u32 + i).collect();
@@ -116,7 +116,7 @@ pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend)
     });
 }
 
-pub(crate) fn the_first_different_rank_is_found_with_its_value(backend: &impl Backend) {
+pub(crate) fn the_first_different_rank_is_found_with_its_value(backend: &dyn Backend) {
     backend.run(3, |group| {
         let rank = group.rank();
         assert_eq!(group.find_disagreement(&[7, u64::MAX])?, None);

@@ -3,7 +3,7 @@
 use super::Backend;
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
 
-pub(crate) fn split_orders_members_by_key_then_rank(backend: &impl Backend) {
+pub(crate) fn split_orders_members_by_key_then_rank(backend: &dyn Backend) {
     backend.run(4, |group| {
         // Even and odd ranks; keys reverse the even group, and tie in the odd one.
         let rank = group.rank();
@@ -18,7 +18,7 @@ pub(crate) fn split_orders_members_by_key_then_rank(backend: &impl Backend) {
     });
 }
 
-pub(crate) fn ranks_without_a_color_join_no_group(backend: &impl Backend) {
+pub(crate) fn ranks_without_a_color_join_no_group(backend: &dyn Backend) {
     backend.run(3, |group| {
         let color = (group.rank() != 1).then_some(7);
         let outer = group.split("outer", color, group.rank())?;
@@ -30,7 +30,7 @@ pub(crate) fn ranks_without_a_color_join_no_group(backend: &impl Backend) {
     });
 }
 
-pub(crate) fn groups_can_be_split_again_and_work_side_by_side(backend: &impl Backend) {
+pub(crate) fn groups_can_be_split_again_and_work_side_by_side(backend: &dyn Backend) {
     backend.run(8, |group| {
         let rank = group.rank();
         let node = group.split("node", Some(rank / 4), rank)?.unwrap();
@@ -49,7 +49,7 @@ pub(crate) fn groups_can_be_split_again_and_work_side_by_side(backend: &impl Bac
     });
 }
 
-pub(crate) fn a_group_of_one_moves_and_counts_nothing(backend: &impl Backend) {
+pub(crate) fn a_group_of_one_moves_and_counts_nothing(backend: &dyn Backend) {
     backend.run(2, |group| {
         let solo = group.split("solo", Some(group.rank()), 0)?.unwrap();
         assert_eq!((solo.world_size(), solo.rank(), solo.global_ranks()), (1, 0, &[group.rank()][..]));

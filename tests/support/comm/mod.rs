@@ -34,19 +34,15 @@ pub(crate) type Group = Arc<dyn ProcessGroup>;
 pub(crate) trait Value: Element + Wire {}
 impl<T: Element + Wire> Value for T {}
 
-/// A backend that can start ranks.
-pub(crate) trait Backend {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError>;
+/// What a rank does, with its result as bytes.
+type Work<'a> = &'a (dyn Fn(Group) -> Result<Vec<u8>, CommError> + Sync);
 
-    /// Runs `work`, which must succeed. The timeout only prevents a hang of a broken backend.
-    fn run<T: Wire>(&self, world_size: usize, run: impl Fn(Group) -> Result<T, CommError> + Sync) -> Vec<T> {
-        self.run_for(world_size, Duration::from_secs(20), run).unwrap()
-    }
+/// The bytes of all ranks, by rank.
+type Results = Result<Vec<Vec<u8>>, LaunchError>;
+
+/// A backend that can start ranks. It knows results as bytes only, so each case is compiled once for all backends.
+pub(crate) trait Backend {
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results;
 
     /// Runs `work`, which must fail. Returns the error of the launch and of each rank (`None` for a rank that
     /// panicked or succeeded).
@@ -54,15 +50,36 @@ pub(crate) trait Backend {
         &self,
         world_size: usize,
         timeout: Duration,
-        work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+        work: &(dyn Fn(&Group) -> Result<(), CommError> + Sync),
     ) -> (LaunchError, Vec<Option<CommError>>) {
         let errors = Mutex::new(vec![None; world_size]);
-        let launched = self.run_for(world_size, timeout, |group| {
+        let launched = self.run_bytes(world_size, timeout, &|group| {
             let result = work(&group);
             errors.lock().unwrap()[group.rank()] = result.as_ref().err().cloned();
-            result
+            result.map(|()| Vec::new())
         });
         (launched.unwrap_err(), errors.into_inner().unwrap())
+    }
+}
+
+impl dyn Backend + '_ {
+    pub(crate) fn run_for<T: Wire>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, LaunchError> {
+        let results = self.run_bytes(world_size, timeout, &|group| Ok(run(group)?.to_bytes()))?;
+        Ok(results.iter().map(|bytes| T::read(&mut bytes.as_slice())).collect())
+    }
+
+    /// Runs `work`, which must succeed. The timeout only prevents a hang of a broken backend.
+    pub(crate) fn run<T: Wire>(
+        &self,
+        world_size: usize,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Vec<T> {
+        self.run_for(world_size, Duration::from_secs(20), run).unwrap()
     }
 }
 
@@ -72,15 +89,10 @@ pub(crate) struct Threads {
 }
 
 impl Backend for Threads {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results {
         let options =
             LaunchOptions { threads_per_rank: self.threads_per_rank, timeout, ..Default::default() };
-        launch(world_size, &options, |context| run(context.group))
+        launch(world_size, &options, |context| work(context.group))
     }
 }
 
@@ -106,13 +118,8 @@ pub(crate) struct OnOneGpu<B>(pub(crate) B);
 
 #[cfg(feature = "cuda")]
 impl<B: Backend> Backend for OnOneGpu<B> {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
-        self.0.run_for(world_size, timeout, |group| on(DeviceKind::Cuda.open()?, || run(group)))
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results {
+        self.0.run_bytes(world_size, timeout, &|group| on(DeviceKind::Cuda.open()?, || work(group)))
     }
 }
 
@@ -129,17 +136,12 @@ pub(crate) fn nccl_ranks() -> usize {
 
 #[cfg(feature = "nccl")]
 impl Backend for Nccl {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results {
         let there_are = candle_core::cuda::cudarc::driver::CudaContext::device_count().unwrap_or(1).max(1);
         let gpus: Vec<usize> = (0..world_size).map(|rank| rank % there_are as usize).collect();
         let options = LaunchOptions { timeout, ..Default::default() };
         ulysses::comm::nccl::launch(&gpus, &options, |context| {
-            on(context.group.value_device(), || run(context.group))
+            on(context.group.value_device(), || work(context.group))
         })
     }
 }
@@ -148,14 +150,9 @@ impl Backend for Nccl {
 pub(crate) struct Defaults;
 
 impl Backend for Defaults {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results {
         Threads { threads_per_rank: 1 }
-            .run_for(world_size, timeout, |group| run(Arc::new(DefaultsOnly(group))))
+            .run_bytes(world_size, timeout, &|group| work(Arc::new(DefaultsOnly(group))))
     }
 }
 

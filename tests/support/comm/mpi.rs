@@ -1,6 +1,6 @@
 //! The MPI backend: this process is one rank, and the other processes run the same cases.
 
-use super::{Backend, Group, Wire};
+use super::{Backend, Group, Results, Wire, Work};
 use std::cell::RefCell;
 use std::time::Duration;
 use ulysses::comm::mpi::Session;
@@ -15,9 +15,9 @@ const VALUE: u8 = 0;
 const FAILED: u8 = 1;
 const PANICKED: u8 = 2;
 
-fn outcome_of<T: Wire>(result: Result<T, LaunchError>) -> Outcome {
+fn outcome_of(result: Result<Vec<u8>, LaunchError>) -> Outcome {
     match result {
-        Ok(value) => (VALUE, value.to_bytes()),
+        Ok(value) => (VALUE, value),
         Err(LaunchError::Panicked { message, .. }) => (PANICKED, message.to_bytes()),
         Err(error) => {
             let error = error.comm_error().cloned().unwrap_or(CommError::Tensor(error.to_string()));
@@ -29,11 +29,11 @@ fn outcome_of<T: Wire>(result: Result<T, LaunchError>) -> Outcome {
     }
 }
 
-fn result_of<T: Wire>(rank: usize, (kind, bytes): &Outcome) -> Result<T, LaunchError> {
-    match *kind {
-        VALUE => Ok(T::read(&mut bytes.as_slice())),
+fn result_of(rank: usize, (kind, bytes): Outcome) -> Result<Vec<u8>, LaunchError> {
+    match kind {
+        VALUE => Ok(bytes),
         FAILED => {
-            let error: CommError = serde_json::from_slice(bytes).unwrap();
+            let error: CommError = serde_json::from_slice(&bytes).unwrap();
             Err(LaunchError::Failed { rank, source: error.into() })
         }
         _ => Err(LaunchError::Panicked { rank, message: Wire::read(&mut bytes.as_slice()) }),
@@ -49,51 +49,44 @@ impl Mpi {
         self.0.borrow().world_size()
     }
 
-    /// Runs the ranks, and returns all outcomes on every process.
-    fn outcomes<T: Wire>(
+    /// Runs the ranks, and returns all results on every process.
+    fn results(
         &self,
         world_size: usize,
         timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Vec<Outcome> {
+        work: Work<'_>,
+    ) -> Vec<Result<Vec<u8>, LaunchError>> {
         let mut session = self.0.borrow_mut();
         let options = LaunchOptions { timeout, check: true, ..Default::default() };
-        let own = session.run_on(world_size, &options, |context| run(context.group)).transpose();
+        let own = session.run_on(world_size, &options, |context| work(context.group)).transpose();
         let own = own.map_or_else(Vec::new, |result| outcome_of(result).to_bytes());
         let gather = |group: Group| group.all_gather_varied(&own);
         let all = session.run(&LaunchOptions::default(), |context| gather(context.group)).unwrap();
-        all[..world_size].iter().map(|outcome| Wire::read(&mut outcome.as_slice())).collect()
+        let outcomes = all[..world_size].iter().map(|outcome| Wire::read(&mut outcome.as_slice()));
+        outcomes.enumerate().map(|(rank, outcome)| result_of(rank, outcome)).collect()
     }
 }
 
 impl Backend for Mpi {
-    fn run_for<T: Wire>(
-        &self,
-        world_size: usize,
-        timeout: Duration,
-        run: impl Fn(Group) -> Result<T, CommError> + Sync,
-    ) -> Result<Vec<T>, LaunchError> {
-        let outcomes = self.outcomes(world_size, timeout, run);
-        let results: Vec<Result<T, LaunchError>> =
-            outcomes.iter().enumerate().map(|(rank, outcome)| result_of(rank, outcome)).collect();
-        original(results)
+    fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results {
+        original(self.results(world_size, timeout, work))
     }
 
     fn fail_for(
         &self,
         world_size: usize,
         timeout: Duration,
-        work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+        work: &(dyn Fn(&Group) -> Result<(), CommError> + Sync),
     ) -> (LaunchError, Vec<Option<CommError>>) {
-        let outcomes = self.outcomes(world_size, timeout, |group| work(&group));
-        let results = || outcomes.iter().enumerate().map(|(rank, outcome)| result_of(rank, outcome));
-        let own = |result: Result<(), LaunchError>| result.err()?.comm_error().cloned();
-        (original(results().collect()).unwrap_err(), results().map(own).collect())
+        let results = self.results(world_size, timeout, &|group| work(&group).map(|()| Vec::new()));
+        let own = |result: &Result<Vec<u8>, LaunchError>| result.as_ref().err()?.comm_error().cloned();
+        let errors = results.iter().map(own).collect();
+        (original(results).unwrap_err(), errors)
     }
 }
 
 /// Returns all values, or the root failure: that of the rank which the other errors name.
-fn original<T>(results: Vec<Result<T, LaunchError>>) -> Result<Vec<T>, LaunchError> {
+fn original(results: Vec<Result<Vec<u8>, LaunchError>>) -> Results {
     let named = results.iter().find_map(|result| match result.as_ref().err()?.comm_error()? {
         CommError::PeerFailed { rank, .. } => Some(*rank),
         _ => None,

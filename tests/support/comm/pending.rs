@@ -14,7 +14,7 @@ pub(crate) fn poll_to_the_end(pending: &Pending) {
     }
 }
 
-pub(crate) fn polls_complete_operations(backend: &impl Backend) {
+pub(crate) fn polls_complete_operations(backend: &dyn Backend) {
     backend.run(3, |group| {
         let rank = group.rank();
         let (reduced, gathered) = (tensor(10_000, |i| code::<f32>(rank, i)), zeros::<u32>(6));
@@ -40,7 +40,7 @@ pub(crate) fn polls_complete_operations(backend: &impl Backend) {
     });
 }
 
-pub(crate) fn an_operation_is_not_complete_before_all_ranks_have_joined(backend: &impl Backend) {
+pub(crate) fn an_operation_is_not_complete_before_all_ranks_have_joined(backend: &dyn Backend) {
     backend.run(2, |group| {
         let twin = group.split("twin", Some(0), group.rank())?.unwrap();
         let tensor = tensor(10_000, |_| 1.0_f32);
@@ -60,7 +60,7 @@ pub(crate) fn an_operation_is_not_complete_before_all_ranks_have_joined(backend:
     });
 }
 
-pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) {
+pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &dyn Backend) {
     backend.run(3, |group| {
         let rank = group.rank();
         let reduced: Vec<_> = (0..4).map(|n| tensor(3_000 * n, |i| code::<f32>(rank, i + n))).collect();
@@ -89,7 +89,7 @@ pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) 
     });
 }
 
-pub(crate) fn a_dropped_operation_still_completes(backend: &impl Backend) {
+pub(crate) fn a_dropped_operation_still_completes(backend: &dyn Backend) {
     let sums = backend.run(3, |group| {
         let tensor = tensor(10_000, |i| code::<f32>(group.rank(), i));
         drop(group.start_all_reduce(&tensor, ReduceOp::Sum)?);
@@ -98,7 +98,7 @@ pub(crate) fn a_dropped_operation_still_completes(backend: &impl Backend) {
     assert!(sums.iter().all(|sum| sum.iter().enumerate().all(|(i, &x)| x == (15 + 3 * (i % 11)) as f32)));
 }
 
-pub(crate) fn operations_of_two_groups_can_be_waited_for_in_opposite_orders(backend: &impl Backend) {
+pub(crate) fn operations_of_two_groups_can_be_waited_for_in_opposite_orders(backend: &dyn Backend) {
     backend.run(2, |group| {
         let twin = group.split("twin", Some(0), group.rank())?.unwrap();
         for round in 0..50 {
@@ -119,7 +119,7 @@ pub(crate) fn operations_of_two_groups_can_be_waited_for_in_opposite_orders(back
     });
 }
 
-pub(crate) fn an_operation_goes_on_while_its_rank_waits_in_another_group(backend: &impl Backend) {
+pub(crate) fn an_operation_goes_on_while_its_rank_waits_in_another_group(backend: &dyn Backend) {
     backend.run(2, |group| {
         let twin = group.split("twin", Some(0), group.rank())?.unwrap();
         let tensor = tensor(10_000, |_| 1.0_f32);
@@ -137,7 +137,7 @@ pub(crate) fn an_operation_goes_on_while_its_rank_waits_in_another_group(backend
     });
 }
 
-pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) {
+pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &dyn Backend) {
     backend.run(4, |group| {
         let (input, output) = (zeros::<f32>(20_000), zeros::<f32>(80_000));
         for round in 0..50 {
@@ -155,7 +155,7 @@ pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) 
     });
 }
 
-pub(crate) fn operations_may_read_and_write_the_same_two_storages_crosswise(backend: &impl Backend) {
+pub(crate) fn operations_may_read_and_write_the_same_two_storages_crosswise(backend: &dyn Backend) {
     // One exchange goes from the left half of `x` to the right half of `y`, the next
     // from the left half of `y` to the right half of `x`. Two ranks in different exchanges would each lock the
     // storage that the other needs.

@@ -3,8 +3,8 @@
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use ulysses::comm::{CollectiveArgs, CommError, ProcessGroupExt, ReduceOp};
 
-pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn a_ring_passes_tensors_on(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 5_000), (4, 1)] {
             backend.run(world_size, |group| {
                 let rank = group.rank();
@@ -21,7 +21,7 @@ pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
+pub(crate) fn messages_between_a_pair_keep_their_order(backend: &dyn Backend) {
     backend.run(2, |group| {
         let other = 1 - group.rank();
         let sends: Vec<_> = (0..10)
@@ -37,7 +37,7 @@ pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
     });
 }
 
-pub(crate) fn messages_started_together_keep_their_order(backend: &impl Backend) {
+pub(crate) fn messages_started_together_keep_their_order(backend: &dyn Backend) {
     backend.run(2, |group| {
         let other = 1 - group.rank();
         let sent = |n: usize| tensor(n, |i| (100 * n + i) as u32);
@@ -53,7 +53,7 @@ pub(crate) fn messages_started_together_keep_their_order(backend: &impl Backend)
     });
 }
 
-pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: &impl Backend) {
+pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: &dyn Backend) {
     // Above and below the sizes that libraries buffer.
     for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 300_000), (4, 1)] {
         backend.run(world_size, |group| {
@@ -83,7 +83,7 @@ pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: 
     }
 }
 
-pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable(backend: &impl Backend) {
+pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable(backend: &dyn Backend) {
     backend.run(2, |group| {
         let (other, one) = (1 - group.rank(), tensor(1, |_| group.rank() as f32));
         let refused = [
@@ -112,7 +112,7 @@ pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usab
     });
 }
 
-pub(crate) fn pairs_do_not_wait_for_each_other(backend: &impl Backend) {
+pub(crate) fn pairs_do_not_wait_for_each_other(backend: &dyn Backend) {
     // Rank 0 expects rank 1's message first, which rank 1 sends only once rank 2 was
     // served by rank 0; and a collective runs between.
     backend.run(3, |group| {

@@ -7,8 +7,8 @@ use ulysses::comm::{CollectiveOp, ProcessGroupExt, ReduceOp};
 /// Sizes below and above the switch to two phases, with uneven chunks, several blocks and several tasks.
 const COUNTS: [usize; 7] = [0, 1, 5, 4096, 4097, 10_001, 200_003];
 
-pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [1, 2, 3, 4, 8].into_iter().flat_map(|n| COUNTS.map(|count| (n, count))) {
             let sums = backend.run(world_size, |group| {
                 let tensor = tensor(count, |i| code::<T>(group.rank(), i));
@@ -26,8 +26,8 @@ pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) 
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn all_reduce_finds_max_and_min(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for count in [3, 9_000] {
             // The rank of the largest element depends on the index.
             let element = |rank: usize, i: usize| T::from_f64(((rank + i) % 3 + 1) as f64);
@@ -49,7 +49,7 @@ pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs(backend: &impl Backend) {
+pub(crate) fn sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs(backend: &dyn Backend) {
     for count in [1_000, 30_011] {
         let expected: Vec<u32> = (0..count)
             .map(|i| (1..4).fold(irregular(0, i), |sum, rank| sum + irregular(rank, i)).to_bits())
@@ -67,7 +67,7 @@ pub(crate) fn sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs(ba
     }
 }
 
-pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &impl Backend) {
+pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &dyn Backend) {
     for count in [1, 5_000] {
         let sums = backend.run(4, |group| {
             let tensor = tensor(count, |_| bf16::from_f32(if group.rank() == 0 { 256.0 } else { 1.0 }));
@@ -79,8 +79,8 @@ pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &impl Backend) {
     }
 }
 
-pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, chunk) in [(1, 7), (2, 0), (2, 5), (3, 1), (3, 4_099), (4, 30_000)] {
             let count = world_size * chunk;
             backend.run(world_size, |group| {
@@ -106,8 +106,8 @@ pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend:
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn sixteen_bit_elements_are_summed_into_f32_in_rank_order(backend: &impl Backend) {
-    fn case<T: Value + Into<f32>>(backend: &impl Backend) {
+pub(crate) fn sixteen_bit_elements_are_summed_into_f32_in_rank_order(backend: &dyn Backend) {
+    fn case<T: Value + Into<f32>>(backend: &dyn Backend) {
         for (world_size, chunk) in [(1, 7), (2, 0), (3, 4_099), (4, 30_000)] {
             let element = |rank: usize, i: usize| T::from_f64(f64::from(irregular(rank, i)));
             let chunks = backend.run(world_size, |group| {
@@ -132,8 +132,8 @@ pub(crate) fn sixteen_bit_elements_are_summed_into_f32_in_rank_order(backend: &i
     case::<f16>(backend);
 }
 
-pub(crate) fn averages_and_products_are_those_of_all_ranks(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn averages_and_products_are_those_of_all_ranks(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 3), (2, 5), (4, 9_000)] {
             let results = backend.run(world_size, |group| {
                 let rank = group.rank();
@@ -172,8 +172,8 @@ pub(crate) fn averages_and_products_are_those_of_all_ranks(backend: &impl Backen
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn reduce_leaves_the_result_on_the_root_only(backend: &impl Backend) {
-    fn case<T: Value>(backend: &impl Backend) {
+pub(crate) fn reduce_leaves_the_result_on_the_root_only(backend: &dyn Backend) {
+    fn case<T: Value>(backend: &dyn Backend) {
         for (world_size, count) in [(1, 4), (2, 0), (3, 7), (4, 10_001)] {
             for root in [0, world_size - 1] {
                 backend.run(world_size, |group| {
@@ -195,7 +195,7 @@ pub(crate) fn reduce_leaves_the_result_on_the_root_only(backend: &impl Backend) 
     for_each_dtype!(case(backend));
 }
 
-pub(crate) fn the_result_of_reduce_is_bit_equal_to_that_of_all_reduce(backend: &impl Backend) {
+pub(crate) fn the_result_of_reduce_is_bit_equal_to_that_of_all_reduce(backend: &dyn Backend) {
     for (count, op) in [(1_000, ReduceOp::Sum), (30_011, ReduceOp::Average), (30_011, ReduceOp::Max)] {
         backend.run(3, |group| {
             let of_rank = || tensor(count, |i| bf16::from_f32(irregular(group.rank(), i)));
@@ -208,7 +208,7 @@ pub(crate) fn the_result_of_reduce_is_bit_equal_to_that_of_all_reduce(backend: &
     }
 }
 
-pub(crate) fn reduce_scatter_may_write_over_its_own_input(backend: &impl Backend) {
+pub(crate) fn reduce_scatter_may_write_over_its_own_input(backend: &dyn Backend) {
     let results = backend.run(3, |group| {
         let flat = tensor(3_000, |i| code::<f32>(group.rank(), i));
         let output = flat.narrow(0, group.rank() * 1_000, 1_000)?;

@@ -9,7 +9,7 @@ use ulysses::comm::{
 /// Elements per pair of ranks.
 const COUNT: usize = 1_003;
 
-pub(crate) fn sums_gathers_and_broadcasts(backend: &impl Backend, ranks: usize) {
+pub(crate) fn sums_gathers_and_broadcasts(backend: &dyn Backend, ranks: usize) {
     backend.run(ranks, |group| {
         let rank = group.rank();
         let ranks_sum = |i: usize| (0..ranks).map(|rank| code::<f32>(rank, i)).sum::<f32>();
@@ -49,7 +49,7 @@ pub(crate) fn sums_gathers_and_broadcasts(backend: &impl Backend, ranks: usize) 
     });
 }
 
-pub(crate) fn exchanges_messages_and_sub_groups(backend: &impl Backend, ranks: usize) {
+pub(crate) fn exchanges_messages_and_sub_groups(backend: &dyn Backend, ranks: usize) {
     backend.run(ranks, |group| {
         let rank = group.rank();
         // Rank i sends i + 2j + 1 elements to rank j.

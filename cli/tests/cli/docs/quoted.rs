@@ -1,7 +1,7 @@
 //! Quotes of `ulysses plan` match its output. Plans of GPUs are the same on any machine.
 
-use crate::documented::Documented;
-use crate::root;
+use super::documented::Documented;
+use super::root;
 use std::fs;
 
 /// Returns whether a quote matches a printed line; `…` matches any words.
@@ -49,7 +49,7 @@ fn ellipses_in_quotes_match_any_words_only() {
     assert!(!quotes("mesh dp", "mesh dp 4") && !quotes("mesh dp 4", "mesh dp"));
 }
 
-/// The quoted time is compared with the output of its command, in [`crate::commands`]. The signal is handled
+/// The quoted time is compared with the output of its command, in [`super::commands`]. The signal is handled
 /// after the step in which it comes.
 #[test]
 fn slurms_signal_leaves_time_for_two_steps_of_the_planned_run_and_a_save() {
@@ -66,7 +66,7 @@ fn slurms_signal_leaves_time_for_two_steps_of_the_planned_run_and_a_save() {
     );
 }
 
-/// The quoted length is compared with the output of its command, in [`crate::commands`].
+/// The quoted length is compared with the output of its command, in [`super::commands`].
 #[test]
 fn the_table_of_published_lengths_has_the_planned_length_that_is_quoted() {
     let text = fs::read_to_string(root().join("docs/planning.md")).unwrap();

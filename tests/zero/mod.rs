@@ -1,11 +1,7 @@
 //! ZeRO and the engine: stages agree bit for bit, and calls out of order are refused.
 
-#![allow(clippy::unwrap_used)]
-
 mod engine_protocol;
 mod engine_state;
 mod frozen;
 mod partitions;
 mod stages;
-#[path = "../support/mod.rs"]
-mod support;

@@ -2,12 +2,10 @@
 //!
 //! Every checker takes paths and texts. The second half of this file runs them on fake sources that violate the rules.
 
-#[path = "support/file_graph.rs"]
-mod file_graph;
-#[path = "support/source_tree.rs"]
-mod source_tree;
-
-use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens, without_test_code};
+use crate::file_graph;
+use crate::source_tree::{
+    Source, Violation, imports, read_rust_files, repository_files, tokens, without_test_code,
+};
 use std::collections::HashSet;
 use std::path::Path;
 

@@ -3,8 +3,8 @@
 //! A synopsis (`DIR`, `[--json]`), and a command that is listed here with a reason, is only parsed, by
 //! `cli/src/documented.rs`. Commands that need MPI run in builds with MPI.
 
-use crate::documented::{self, Documented, all_blocks, documents};
-use crate::{book, quoted, root};
+use super::documented::{self, Documented, all_blocks, documents};
+use super::{book, quoted, root};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -50,7 +50,7 @@ const CLUSTERS: &str = "docs/clusters.md";
 /// Prefixes of those commands.
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
-    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
+    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --backend mpi",
     "mpirun -np 2 ulysses train configs/sequence_parallel.json",
 ];
 

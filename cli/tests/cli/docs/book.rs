@@ -1,6 +1,6 @@
 //! The book's table of contents, and the relative links of all documents.
 
-use crate::root;
+use super::root;
 use regex::Regex;
 use std::collections::HashSet;
 use std::fs;

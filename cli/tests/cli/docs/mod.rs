@@ -1,10 +1,8 @@
 //! README and book: commands run, quoted plans match the output, links work.
 
-#![allow(clippy::unwrap_used)]
-
 mod book;
 mod commands;
-#[path = "../../../tests/support/documented.rs"]
+#[path = "../../../../tests/support/documented.rs"]
 mod documented;
 mod quoted;
 

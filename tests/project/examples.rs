@@ -1,7 +1,5 @@
 //! Runs the numbered examples as a reader would, and checks their output.
 
-#![allow(clippy::unwrap_used)]
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;

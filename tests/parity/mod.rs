@@ -1,7 +1,5 @@
 //! The mesh never changes the math: training against PyTorch, an independent f64 decoder, and itself.
 
-#![allow(clippy::unwrap_used)]
-
 mod custom_block;
 mod documents;
 mod fault_injection;
@@ -17,11 +15,3 @@ mod precision;
 mod reference;
 mod ring;
 mod sample;
-#[path = "../support/mod.rs"]
-mod support;
-
-use std::alloc::System;
-use ulysses::memory::CountingAllocator;
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
