@@ -95,10 +95,7 @@ pub(crate) fn on_engines<T: Send>(
 /// At least the tensors, at most 2 % more for names, shapes and views. Views are larger with the feature `cuda`.
 fn assert_holds(label: &str, held: u64, tensors: usize) {
     let tensors = tensors as u64;
-    assert!(
-        (tensors..=tensors + tensors / 50).contains(&held),
-        "{label}: {held} held, {tensors} of tensors"
-    );
+    assert!((tensors..=tensors + tensors / 50).contains(&held), "{label}: {held} held, {tensors} of tensors");
 }
 
 #[test]
