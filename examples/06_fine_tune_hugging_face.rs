@@ -98,7 +98,12 @@ fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, out
         Ok(saver.finish()?.map(|saved| saved.path))
     })?;
     let checkpoint = Checkpoint::open(&saved.into_iter().flatten().next().unwrap_or_default())?;
-    let options = ExportOptions { dtype: ExportDtype::Bf16, max_file_bytes: 5_000_000_000, tokenizer: None };
+    let options = ExportOptions {
+        dtype: ExportDtype::Bf16,
+        max_file_bytes: 5_000_000_000,
+        tokenizer: None,
+        initial: None,
+    };
     export(&checkpoint, output, options, &LocalStorage)?;
     Ok(())
 }

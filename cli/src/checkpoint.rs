@@ -1,6 +1,7 @@
 //! `ulysses checkpoint`.
 
 use super::arguments::at_least_1;
+use super::model::{self, ModelSource};
 use super::sources::tokenizer_file;
 use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
@@ -9,11 +10,11 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
-    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, LocalStorage, MANIFEST,
-    Manifest, diff, export, read_pointer, step_directories,
+    Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, ExportedModel, InitialWeights,
+    LocalStorage, MANIFEST, Manifest, diff, export, read_pointer, step_directories,
 };
 use ulysses::config::ChatDate;
-use ulysses::model::{HfSource, PRESETS};
+use ulysses::model::{HfSource, Model, PRESETS};
 use ulysses::monitor::{counted, format_bytes};
 
 #[derive(clap::Args)]
@@ -241,6 +242,16 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     }
 }
 
+/// Opens the model that a run started from, if it is still there.
+fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
+    let of_run = |key| manifest.config.pointer(key);
+    let vocab_size = usize::try_from(manifest.model["vocab_size"].as_u64()?).ok()?;
+    let source =
+        model::open(of_run("/ulysses/model")?.as_str()?, of_run("/ulysses/seed")?.as_u64()?, vocab_size)
+            .ok()?;
+    Some((Model::llama(&source.config).ok()?, source))
+}
+
 fn run_export(args: ExportArgs) -> Result<(), Failure> {
     if args.output.symlink_metadata().is_ok() {
         let message = "exists already; an export needs a new directory";
@@ -268,13 +279,31 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
             "note: the export rounds parameters to the dtype of the initial model; --dtype f32 keeps every bit",
         );
     }
+    let manifest = checkpoint.manifest();
+    let precision = manifest.progress.precision.as_deref();
+    let source = manifest
+        .units
+        .iter()
+        .any(|unit| unit.frozen && precision.is_some())
+        .then(|| initial_model(manifest))
+        .flatten();
+    let initial = source.as_ref().map(|(model, source)| InitialWeights::new(model, &*source.weights));
     let options = ExportOptions {
         dtype,
         max_file_bytes: args.max_file_mb.saturating_mul(1_000_000),
         tokenizer: tokenizer.as_deref(),
+        initial: initial.as_ref(),
     };
     let exported = export(&checkpoint, &args.output, options, &LocalStorage);
-    let ExportedModel { files, bytes } = exported.context("the export failed").or_run()?;
+    let ExportedModel { files, bytes, rounded } = exported.context("the export failed").or_run()?;
+    let is_own_dtype =
+        matches!((dtype, precision), (ExportDtype::Bf16, Some("bf16")) | (ExportDtype::F16, Some("fp16")));
+    if rounded > 0 && !is_own_dtype {
+        log_line(format_args!(
+            "note: exported as the run used them, in 16 bits: {}; the model that the run started from no longer has their values",
+            counted(rounded, "frozen parameter")
+        ));
+    }
     let size = format_bytes(bytes as f64);
     print(format_args!("{}: {}, {size}\n", args.output.display(), counted(files.len(), "weight file")))
 }

@@ -1,6 +1,7 @@
 //! Export of a checkpoint's parameters in Hugging Face's layout.
 
 use super::header::Header;
+use super::initial_weights::{InitialWeights, rounding};
 use super::load::Checkpoint;
 use super::state_file::{TensorFileWriter, WrittenFile};
 use super::{CheckpointError, Storage};
@@ -22,7 +23,7 @@ pub enum ExportDtype {
 }
 
 /// Options of [`export`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub struct ExportOptions<'a> {
     /// Dtype of the weights.
     pub dtype: ExportDtype,
@@ -30,6 +31,8 @@ pub struct ExportOptions<'a> {
     pub max_file_bytes: u64,
     /// A `tokenizer.json` to copy, with the related files of its directory.
     pub tokenizer: Option<&'a Path>,
+    /// The weights that the run started from. Without them, frozen parameters of a run in 16 bits are exported rounded.
+    pub initial: Option<&'a InitialWeights<'a>>,
 }
 
 /// A written export.
@@ -39,6 +42,8 @@ pub struct ExportedModel {
     pub files: Vec<PathBuf>,
     /// Total bytes of the weight files.
     pub bytes: u64,
+    /// Number of frozen parameters that are exported as the run rounded them to 16 bits.
+    pub rounded: usize,
 }
 
 const GENERATION_CONFIG: &str = "generation_config.json";
@@ -100,8 +105,9 @@ pub fn export(
             Ok(exported)
         });
     match written {
-        Ok(ExportedModel { files, bytes }) => {
-            Ok(ExportedModel { files: files.iter().map(|file| output.join(file)).collect(), bytes })
+        Ok(exported) => {
+            let files = exported.files.iter().map(|file| output.join(file)).collect();
+            Ok(ExportedModel { files, ..exported })
         }
         Err(error) => {
             let _ = storage.remove_dir_all(&unfinished);
@@ -119,18 +125,19 @@ fn write_all(
     storage: &dyn Storage,
 ) -> Result<ExportedModel, CheckpointError> {
     let groups = group_by_size(parameter_sizes(checkpoint, options.dtype), options.max_file_bytes);
-    let (mut files, mut bytes, mut weight_map) = (Vec::new(), 0, Map::new());
+    let mut exported = ExportedModel { files: Vec::new(), bytes: 0, rounded: 0 };
+    let mut weight_map = Map::new();
     for (index, group) in groups.iter().enumerate() {
         let name = match groups.len() {
             1 => "model.safetensors".to_owned(),
             all => format!("model-{:05}-of-{all:05}.safetensors", index + 1),
         };
-        bytes += write_weights(checkpoint, dir.join(&name), group, options.dtype, storage)?;
+        write_weights(checkpoint, dir.join(&name), group, options, storage, &mut exported)?;
         for &(unit, parameter, _) in group {
             let parameter = checkpoint.layouts()[unit].parameters()[parameter].name.clone();
             weight_map.insert(parameter, json!(name));
         }
-        files.push(PathBuf::from(name));
+        exported.files.push(PathBuf::from(name));
     }
     if groups.len() > 1 {
         let total: u64 = groups.iter().flatten().map(|(.., bytes)| bytes).sum();
@@ -154,16 +161,18 @@ fn write_all(
     if let Some(generation) = source.map(|source| &source.generation_config).filter(|json| !json.is_null()) {
         write_text(storage, &dir.join(GENERATION_CONFIG), generation)?;
     }
-    Ok(ExportedModel { files, bytes })
+    Ok(exported)
 }
 
+/// Writes a file, and counts its bytes and rounded parameters in `exported`.
 fn write_weights(
     checkpoint: &Checkpoint,
     path: PathBuf,
     group: &[ParameterSize],
-    dtype: ExportDtype,
+    ExportOptions { dtype, initial, .. }: ExportOptions<'_>,
     storage: &dyn Storage,
-) -> Result<u64, CheckpointError> {
+    exported: &mut ExportedModel,
+) -> Result<(), CheckpointError> {
     // transformers requires this metadata.
     let mut header = Header::new([("format", "pt".to_owned())]);
     for &(unit, parameter, _) in group {
@@ -172,10 +181,19 @@ fn write_weights(
     }
     let mut file = TensorFileWriter::create(storage, path, &header)?;
     let mut reader = checkpoint.reader();
+    let rounding = rounding(checkpoint.manifest().progress.precision.as_deref());
     for &(unit, parameter, _) in group {
-        let elements = reader.parameter((unit, 0), parameter)?;
+        let mut elements = reader.parameter((unit, 0), parameter)?;
+        let layout = &checkpoint.layouts()[unit];
+        if let Some(rounding) = rounding.filter(|_| layout.is_frozen()) {
+            let parameter = &layout.parameters()[parameter];
+            match initial.and_then(|initial| initial.unrounded(parameter, &elements, rounding)) {
+                Some(unrounded) => elements = unrounded,
+                None => exported.rounded += 1,
+            }
+        }
         if let Some(value) = elements.iter().find(|element| dtype.overflows(**element)) {
-            let name = checkpoint.layouts()[unit].parameters()[parameter].name.clone();
+            let name = layout.parameters()[parameter].name.clone();
             return Err(CheckpointError::OutOfRange { name, value: *value, dtype: dtype.hf_name() });
         }
         match dtype {
@@ -185,7 +203,8 @@ fn write_weights(
         }
     }
     let WrittenFile { bytes, .. } = file.finish()?;
-    Ok(bytes)
+    exported.bytes += bytes;
+    Ok(())
 }
 
 impl ExportDtype {

@@ -18,6 +18,7 @@ mod error;
 mod evaluations;
 mod export;
 mod header;
+mod initial_weights;
 mod load;
 mod lock;
 mod manifest;
@@ -31,6 +32,7 @@ pub use directory::{BEST, LATEST, StepDirectory, read_pointer, saved_steps, step
 pub use error::CheckpointError;
 pub use evaluations::{EvaluationResult, EvaluationSummary};
 pub use export::{ExportDtype, ExportOptions, ExportedModel, export};
+pub use initial_weights::InitialWeights;
 pub use load::{Checkpoint, NewestCheckpoint, Reader, newest, open_verified};
 pub use lock::OutputLock;
 pub use manifest::{

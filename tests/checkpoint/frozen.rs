@@ -1,9 +1,13 @@
 //! Frozen parameters in checkpoints: saved without optimizer state, loaded on any mesh.
 
-use super::training::{ADAM, LAMB, Setup, on_mesh, setup};
+use super::training::{ADAM, LAMB, SEED, Setup, model, on_mesh, setup};
 use candle_core::Tensor;
+use half::bf16;
 use std::path::Path;
-use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
+use ulysses::checkpoint::{
+    Checkpoint, Comparison, ExportDtype, ExportOptions, InitialWeights, LocalStorage, diff, export, step_name,
+};
+use ulysses::model::{HfWeights, Model, RandomWeights, WeightSource};
 
 /// Freezes parts of the layers, and the whole head.
 const FROZEN: &str =
@@ -107,5 +111,42 @@ fn freezing_or_unfreezing_on_resume_is_an_error_with_the_parameter_name() {
             assert!(error.contains(expected), "{error}");
             Ok(())
         });
+    }
+}
+
+#[test]
+fn an_export_takes_frozen_parameters_of_a_run_in_16_bits_from_its_initial_model() {
+    let dir = tempfile::tempdir().unwrap();
+    on_mesh(Setup { extra: FROZEN_BF16, ..setup(2, 2, 3) }, |rank| {
+        rank.train(1)?;
+        rank.save(dir.path())
+    });
+    let (checkpoint, model) = (open(dir.path(), 1), Model::llama(&model()).unwrap());
+    let exported = |name: &str, initial: Option<&InitialWeights>| {
+        let (output, dtype) = (dir.path().join(name), ExportDtype::F32);
+        let options = ExportOptions { dtype, max_file_bytes: u64::MAX, tokenizer: None, initial };
+        let rounded = export(&checkpoint, &output, options, &LocalStorage).unwrap().rounded;
+        (rounded, HfWeights::open(&output).unwrap())
+    };
+    let seeds @ [of_run, _] = [SEED, SEED + 1].map(|seed| RandomWeights { seed });
+    let [initial, other] = seeds.each_ref().map(|weights| InitialWeights::new(&model, weights));
+    let (none_rounded, exact) = exported("exact", Some(&initial));
+    assert_eq!((none_rounded, exported("none", None).0), (0, 8));
+    // The five norms are ones in every model.
+    let (all_but_norms, rounded) = exported("rounded", Some(&other));
+    assert_eq!(all_but_norms, 3);
+    for spec in model.units().iter().flat_map(|unit| &unit.parameters) {
+        let read = |weights: &dyn WeightSource| {
+            let mut values = vec![0.0; spec.numel()];
+            weights.read(spec, 0..spec.numel(), &mut values).unwrap();
+            values
+        };
+        if is_frozen(&spec.name) {
+            let (initial, in_bf16) = (read(&of_run), |x: &f32| bf16::from_f32(*x).to_f32());
+            assert_eq!(read(&exact), initial, "{}", spec.name);
+            assert_eq!(read(&rounded), initial.iter().map(in_bf16).collect::<Vec<_>>(), "{}", spec.name);
+        } else {
+            assert_eq!(read(&exact), read(&rounded), "{}", spec.name);
+        }
     }
 }

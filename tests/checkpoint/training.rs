@@ -18,7 +18,7 @@ use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
 
 /// A multiple of every tested dp size.
 const ROWS_PER_STEP: usize = 60;
-const SEED: u64 = 3;
+pub(crate) const SEED: u64 = 3;
 
 /// A mesh, ZeRO stage and optimizer.
 #[derive(Debug, Clone, Copy)]

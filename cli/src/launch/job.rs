@@ -2,6 +2,7 @@
 
 use super::mpi::mpirun::MpirunRanks;
 use super::output::{RankLogs, Source};
+use super::processes::end_marked;
 use super::rank_failure::RankFailure;
 use super::running::{Running, drain_outputs};
 use super::signals::Signals;
@@ -21,6 +22,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time between SIGKILL and giving up on a process that waits in the kernel, for a file system or a GPU driver that does
 /// not answer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Environment variable of all processes of a start, by which they are found: the group of its watchdog.
+const MARK: &str = "ULYSSES_LAUNCH";
 
 /// One start of the processes of this machine.
 pub(super) struct Start {
@@ -75,6 +79,7 @@ impl Start {
         for (source, mut command) in commands {
             // A group of its own, so that a terminal's signals arrive only once, through this process.
             command.process_group(job.watchdog.group());
+            command.env(MARK, job.watchdog.group().to_string());
             job.processes.push(Running::start(source, &mut command, logs.as_ref())?);
         }
         job.supervise(signals, nodes)
@@ -141,6 +146,10 @@ impl Job {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
+        if self.processes.iter().any(Running::is_failed_mpirun) {
+            // Its ranks are processes of nobody, which still have the files and the memory of a restart.
+            end_marked(&format!("{MARK}={}", self.watchdog.group()), self.grace);
+        }
         drain_outputs(&self.processes);
         let has_saved = self.processes.iter().any(Running::has_stopped);
         Ok(match (failed, self.requested) {
@@ -202,11 +211,11 @@ impl Job {
     }
 
     /// Forwards a signal. `mpirun` kills its ranks on `SIGTERM` and `SIGINT`, so it gets `SIGUSR1` first, which it forwards
-    /// and which makes ranks save and stop.
+    /// and which makes ranks save and stop. Before they run, there is nothing to save.
     fn forward(&mut self, signal: Signal) {
         let is_first = self.requested.replace(signal).is_none();
-        let is_mpirun = self.processes.iter().any(|process| matches!(process.source, Source::Mpirun(_)));
-        let is_replaced = is_mpirun && is_first && [Signal::TERM, Signal::INT].contains(&signal);
+        let are_forwarded = self.processes.iter().any(Running::forwards_signals);
+        let is_replaced = are_forwarded && is_first && [Signal::TERM, Signal::INT].contains(&signal);
         self.send(if is_replaced { Signal::USR1 } else { signal });
     }
 

@@ -1,6 +1,12 @@
 //! The processes of this machine, read from `/proc` (Linux only).
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use std::time::{Duration, Instant};
+
+/// Interval of polling the processes.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Maximum wait for the end of killed processes.
+const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,12 +51,38 @@ pub(super) fn tree(all: &[Process], group: Pid) -> Vec<u32> {
     tree
 }
 
+/// Ends the processes with `mark`, which is `NAME=value`, in their environment: SIGTERM, and SIGKILL after `grace`. Processes
+/// inherit it, also those whose parent has ended.
+pub(super) fn end_marked(mark: &str, grace: Duration) {
+    let is_marked = |process: &Process| {
+        let environment = std::fs::read(format!("/proc/{}/environ", process.id)).unwrap_or_default();
+        !process.is_zombie && environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes())
+    };
+    let deadline = Instant::now() + grace;
+    let mut signal = Some(Signal::TERM);
+    loop {
+        let left: Vec<Process> = processes().into_iter().filter(is_marked).collect();
+        if left.is_empty() || Instant::now() > deadline + KILL_TIMEOUT {
+            return;
+        }
+        if Instant::now() > deadline {
+            signal = Some(Signal::KILL);
+        }
+        if let Some(signal) = signal.take() {
+            left.iter().for_each(|process| send(process.id, signal));
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+fn send(id: u32, signal: Signal) {
+    // An error means that the process has just ended.
+    let _ = i32::try_from(id).ok().and_then(Pid::from_raw).map(|id| kill_process(id, signal));
+}
+
 /// Kills the other processes of a tree, then a process group.
 pub(super) fn kill_tree(tree: &[u32], group: Pid) {
-    for id in tree.iter().copied().filter(|id| *id != std::process::id()) {
-        // An error means that the process has just ended.
-        let _ = i32::try_from(id).ok().and_then(Pid::from_raw).map(|id| kill_process(id, Signal::KILL));
-    }
+    tree.iter().filter(|id| **id != std::process::id()).for_each(|id| send(*id, Signal::KILL));
     let _ = kill_process_group(group, Signal::KILL);
 }
 

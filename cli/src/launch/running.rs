@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum wait for the remaining output of an ended process, and for the end of a killed one.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time after which the ranks of `mpirun` run, even if they have written nothing.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Exit code of a rank that saved and stopped on a signal.
 const STOPPED: i32 = 75;
 
@@ -23,6 +25,7 @@ pub(super) struct Running {
     pub(super) child: Child,
     stderr: Arc<Mutex<StderrTail>>,
     readers: Vec<JoinHandle<()>>,
+    started: Instant,
     pub(super) status: Option<ExitStatus>,
 }
 
@@ -39,7 +42,7 @@ impl Running {
         let child = command.spawn().with_context(cannot_start)?;
         let (stderr, readers) = (Arc::<Mutex<StderrTail>>::default(), Vec::new());
         // If a reader cannot be started, dropping this ends the process.
-        let mut running = Self { source, child, stderr, readers, status: None };
+        let mut running = Self { source, child, stderr, readers, started: Instant::now(), status: None };
         let stdout = running.child.stdout.take();
         let stdout = stdout.map(|from| forward_output(from, std::io::stdout(), source, None, logs.cloned()));
         let tail = Some(running.stderr.clone());
@@ -58,6 +61,18 @@ impl Running {
         }
         self.status = self.child.try_wait().ok().flatten();
         self.status.is_some()
+    }
+
+    /// Returns whether it is an `mpirun` whose ranks run, so that it forwards signals to them. Earlier it may end by a signal,
+    /// or forward it to nobody.
+    pub(super) fn forwards_signals(&self) -> bool {
+        let run = || !self.stderr.lock().last_lines.is_empty() || self.started.elapsed() > START_TIMEOUT;
+        matches!(self.source, Source::Mpirun(_)) && run()
+    }
+
+    /// Returns whether it is an `mpirun` that has ended unsuccessfully.
+    pub(super) fn is_failed_mpirun(&self) -> bool {
+        matches!(self.source, Source::Mpirun(_)) && self.status.is_some_and(|status| !status.success())
     }
 
     /// Sends a signal to a process that has moved from the job's group to its own.

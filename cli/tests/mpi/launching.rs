@@ -7,6 +7,7 @@ use crate::trial;
 use libtest_mimic::Trial;
 use serde_json::json;
 use std::process::Command;
+use std::time::Duration;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -19,6 +20,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             a_killed_rank_costs_only_the_steps_since_the_copy_in_memory,
         ),
         trial("a_launched_run_saves_and_ends_on_a_signal", a_launched_run_saves_and_ends_on_a_signal),
+        trial("a_signal_before_the_ranks_run_ends_the_job", a_signal_before_the_ranks_run_ends_the_job),
+        trial("a_restart_ends_the_ranks_of_a_killed_mpirun", a_restart_ends_the_ranks_of_a_killed_mpirun),
         trial("a_rank_that_fails_under_launch_is_named", a_rank_that_fails_under_launch_is_named),
     ]
 }
@@ -121,6 +124,48 @@ fn a_launched_run_saves_and_ends_on_a_signal() {
     let steps = place.metrics("out/metrics.jsonl").len();
     assert!(steps < STEPS, "it ended early");
     assert!(place.path(&format!("out/step_{steps:08}")).exists(), "with a checkpoint: {outcome:?}");
+}
+
+/// Until its ranks run, `mpirun` ends by a signal, or has nobody to forward it to.
+fn a_signal_before_the_ranks_run_ends_the_job() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "ulysses": { "steps": 1_000_000 } }));
+    let arguments = ["--max-restarts", "1", "--grace", "2", "--", "train", "config.json", "--mesh", "2x1"];
+    for (signal, code) in [("-TERM", 143), ("-INT", 130)] {
+        for milliseconds in [0, 20, 40, 80, 160] {
+            let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+            let launch = running.child.id();
+            let is_mpirun = |id: u32| std::fs::read_to_string(format!("/proc/{id}/comm")).unwrap_or_default();
+            while !children(launch).into_iter().any(|child| is_mpirun(child).trim() == "mpirun") {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(milliseconds));
+            kill(signal, launch);
+            let outcome = running.wait();
+            // After some time the ranks train, and save.
+            assert!([code, 75].contains(&outcome.code.unwrap()), "{signal} {milliseconds}: {outcome:?}");
+        }
+    }
+}
+
+/// A stopped rank does not notice that `mpirun` is gone. It would still have the lock of the output directory.
+fn a_restart_ends_the_ranks_of_a_killed_mpirun() {
+    let place = long_run();
+    place.run(&["train", "config.json", "--mesh", "1x2", "--output", "whole"]).assert_done();
+    let arguments = ["--max-restarts", "1", "--grace", "2", "--", "train", "config.json", "--mesh", "1x2"];
+    let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 50);
+    let mpirun = children(running.child.id()).into_iter().find(|child| !children(*child).is_empty()).unwrap();
+    let ranks = children(mpirun);
+    kill("-STOP", ranks[0]);
+    kill("-9", mpirun);
+    let outcome = running.wait();
+    assert!(outcome.assert_done().stderr.contains("restart 1 of 1"), "{outcome:?}");
+    let [whole, resumed] =
+        ["whole", "out"].map(|output| trained_metrics(&place, &format!("{output}/metrics.jsonl")));
+    assert_eq!(resumed, whole, "the same as without the kill");
+    let left = ranks.iter().filter(|rank| std::path::Path::new(&format!("/proc/{rank}")).exists());
+    assert_eq!(left.count(), 0, "{ranks:?}");
 }
 
 fn a_rank_that_fails_under_launch_is_named() {

@@ -24,6 +24,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("hosts_of_mpirun_train_and_continue_without_a_lost_one", || {
             hosts_of_mpirun_train_and_continue_without_a_lost_one();
         }),
+        trial("hosts_of_mpirun_start_without_one_that_is_lost_already", || {
+            hosts_of_mpirun_start_without_one_that_is_lost_already();
+        }),
         trial("a_host_whose_processes_are_all_killed_is_lost", a_host_whose_processes_are_all_killed_is_lost),
         trial("training_continues_on_a_host_whose_processes_were_all_killed", || {
             training_continues_on_a_host_whose_processes_were_all_killed();
@@ -270,9 +273,16 @@ struct HostsJob {
 const STEPS: usize = 30;
 
 impl HostsJob {
-    /// Starts it and waits until it has trained some steps. The directory `whole` has the same training without MPI.
+    /// Starts it and waits until it has trained some steps.
     fn start() -> Self {
-        let (network, place) = (Network::new(3), Workplace::new());
+        let job = Self::on(Network::new(3));
+        wait_for_steps(&job.running, &job.place.path("out/metrics.jsonl"), 6);
+        job
+    }
+
+    /// Starts it. The directory `whole` has the same training without MPI.
+    fn on(network: Network) -> Self {
+        let place = Workplace::new();
         let config = json!({
             "train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "checkpoint": { "interval": 4 },
             "ulysses": { "steps": STEPS, "seq_len": 16, "comm": { "timeout_seconds": 5 } },
@@ -301,7 +311,6 @@ impl HostsJob {
             job = job.with(&format!("OMPI_MCA_{parameter}"), Path::new(value));
         }
         let running = job.start();
-        wait_for_steps(&running, &place.path("out/metrics.jsonl"), 6);
         Self { network, place, running }
     }
 }
@@ -331,6 +340,22 @@ fn hosts_of_mpirun_train_and_continue_without_a_lost_one() {
         // Another mesh adds in another order.
         assert!((one - other).abs() < 1e-3 * one.abs(), "{one} {other}");
     }
+}
+
+fn hosts_of_mpirun_start_without_one_that_is_lost_already() {
+    let network = Network::new(3);
+    network.cut(2);
+    let HostsJob { network, place, running } = HostsJob::on(network);
+    let outcome = running.wait();
+    let started = format!("cannot reach host {}; the job starts on 2 host(s) with mesh 2x2", network.host(2));
+    assert!(outcome.assert_done().stderr.contains(&started), "{outcome:?}");
+    let [whole, smaller] = ["whole", "out"].map(|output| place.metrics(&format!("{output}/metrics.jsonl")));
+    assert_eq!(
+        (smaller.len(), &smaller[0]["dp_size"], &smaller[0]["sp_size"]),
+        (STEPS, &json!(2), &json!(2))
+    );
+    let tokens = |steps: &[Value]| steps.iter().map(|step| step["tokens"].clone()).collect::<Vec<_>>();
+    assert_eq!(tokens(&whole), tokens(&smaller), "the same batches");
 }
 
 /// The host still answers, so the job restarts on all three.

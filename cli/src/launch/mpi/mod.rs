@@ -11,7 +11,7 @@ use crate::launch::rank_failure::RankFailure;
 use crate::launch::restart::Cause;
 use crate::launch::signals::Signals;
 use crate::launch::training::Variation;
-use crate::{Failure, OrFail, print};
+use crate::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use hosts::{Host, first_slots};
 use mpirun::{Placement, command, installed, shown};
@@ -32,8 +32,11 @@ pub(in crate::launch) fn run(
     let launcher = installed();
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
     let (mut restarts, mut variation) = (0, Variation::default());
-    let is_probed = job.max_restarts > 0 && !dry_run;
-    let probe = hosts.as_ref().filter(|_| is_probed).map(|hosts| Probe::new(hosts));
+    let may_lose = |hosts: &&mut Vec<Host>| job.max_restarts > 0 || job.min_nodes < hosts.len();
+    let probe = match hosts.as_mut().filter(may_lose).filter(|_| !dry_run) {
+        Some(hosts) => Some(probe_before_start(job, hosts, &mut variation)?),
+        None => None,
+    };
     loop {
         // The hosts that a smaller mesh leaves idle replace the next ones that are lost.
         let used = hosts.as_ref().map(|hosts| match variation.smaller {
@@ -67,6 +70,24 @@ pub(in crate::launch) fn run(
             hosts = Some(left);
         }
     }
+}
+
+/// Probes the hosts. If the job may start without those that are lost, it gets a smaller mesh for the others.
+fn probe_before_start(
+    job: &JobSpec,
+    hosts: &mut Vec<Host>,
+    variation: &mut Variation,
+) -> Result<Probe, Failure> {
+    let (probe, lost) = Probe::new(hosts);
+    if !lost.is_empty() && job.min_nodes < hosts.len() {
+        let names = lost.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
+        hosts.retain(|host| !lost.contains(host));
+        let fewer = job.on_fewer("host", hosts.iter().map(|host| host.slots));
+        let fewer = fewer.map_err(|why| anyhow!("cannot reach host {names}; {why}")).or_run()?;
+        log_line(format_args!("launch: cannot reach host {names}; the job starts{fewer}"));
+        variation.smaller = fewer.mesh;
+    }
+    Ok(probe)
 }
 
 /// Adds the name of the failed rank's host: `mpirun` fills the hosts in order.

@@ -1,7 +1,7 @@
 //! Which hosts of `mpirun` can still be reached, by the program with which it reaches them.
 
 use super::hosts::Host;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,55 +11,65 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Variables with which users replace `ssh`, in Open MPI and in Hydra.
 const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC"];
 
-/// The hosts that answered before the first start. Others cannot be judged: `mpirun` may reach them without `ssh`, as
-/// under SLURM, and a launcher may not reach its own machine by it.
+/// The hosts that answered before the first start. Others cannot be judged later: `mpirun` may reach them without `ssh`, as
+/// under SLURM.
 pub(super) struct Probe {
     answered: Vec<Host>,
 }
 
 impl Probe {
-    pub(super) fn new(hosts: &[Host]) -> Self {
-        Self { answered: split(hosts).0 }
+    /// Probes the hosts before the first start. Also returns those that are lost: they do not answer, and another machine does.
+    pub(super) fn new(hosts: &[Host]) -> (Self, Vec<Host>) {
+        let answers = answers(hosts);
+        let with = |wanted| {
+            let answered = hosts.iter().zip(&answers).filter(move |(_, answer)| **answer == Some(wanted));
+            answered.map(|(host, _)| host.clone())
+        };
+        let answered: Vec<Host> = with(true).collect();
+        let is_lost = |host: &Host| !answered.is_empty() && !resolves_to_this_machine(&host.name);
+        let lost = with(false).filter(is_lost).collect();
+        (Self { answered }, lost)
     }
 
     /// Splits hosts into those that are left, and the lost ones: they answered at first, and no longer do.
     pub(super) fn split(&self, hosts: &[Host]) -> (Vec<Host>, Vec<Host>) {
-        let (_, silent) = split(hosts);
-        let is_lost = |host: &Host| silent.contains(host) && self.answered.contains(host);
-        hosts.iter().cloned().partition(|host| !is_lost(host))
+        let answers = hosts.iter().zip(answers(hosts));
+        let (left, lost): (Vec<_>, Vec<_>) =
+            answers.partition(|(host, answer)| *answer != Some(false) || !self.answered.contains(host));
+        let hosts = |of: Vec<(&Host, _)>| of.into_iter().map(|(host, _)| host.clone()).collect();
+        (hosts(left), hosts(lost))
     }
 }
 
-/// Splits hosts into those on which a command runs, and the lost ones. This machine is always reached.
-fn split(hosts: &[Host]) -> (Vec<Host>, Vec<Host>) {
-    let mut probes: Vec<Option<Child>> = hosts.iter().map(|host| probe(&host.name)).collect();
+/// Returns for each host whether a command runs on it; `None` for this machine, and without a program to reach others.
+fn answers(hosts: &[Host]) -> Vec<Option<bool>> {
+    let probes: Vec<Option<Child>> = hosts.iter().map(|host| probe(&host.name)).collect();
     let deadline = Instant::now() + TIMEOUT;
-    let mut has_answered = |index: usize| {
-        let Some(child) = &mut probes[index] else { return true };
-        loop {
-            match child.try_wait() {
-                Ok(Some(status)) => return status.success(),
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
-                _ => {
-                    let _ = child.kill().and_then(|()| child.wait());
-                    return false;
-                }
+    let has_answered = |mut child: Child| loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
+            _ => {
+                let _ = child.kill().and_then(|()| child.wait());
+                return false;
             }
         }
     };
-    let (mut left, mut lost) = (Vec::new(), Vec::new());
-    for (index, host) in hosts.iter().enumerate() {
-        let group = if has_answered(index) { &mut left } else { &mut lost };
-        group.push(host.clone());
-    }
-    (left, lost)
+    probes.into_iter().map(|probe| probe.map(has_answered)).collect()
+}
+
+/// A name may take long to look up.
+fn resolves_to_this_machine(host: &str) -> bool {
+    let addresses = (host, 0).to_socket_addrs().into_iter().flatten();
+    addresses.into_iter().any(|address| TcpListener::bind(address).is_ok())
 }
 
 /// Starts a command on a host; `None` if that is this machine, or the program is missing.
 fn probe(host: &str) -> Option<Child> {
     let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let is_own_address = host.parse::<IpAddr>().is_ok_and(|ip| TcpListener::bind((ip, 0)).is_ok());
-    if [own.trim(), "localhost"].contains(&host) || is_own_address {
+    if [own.trim(), "localhost"].contains(&host)
+        || host.parse::<IpAddr>().is_ok() && resolves_to_this_machine(host)
+    {
         return None;
     }
     let agent = AGENTS.iter().find_map(|name| std::env::var(name).ok());
@@ -82,8 +92,8 @@ mod tests {
         // Names of the reserved domain `.invalid` never resolve, so no `ssh` reaches them.
         let [here, far, farther] = ["127.0.0.1", "far.invalid", "farther.invalid"].map(host);
         let hosts = [here.clone(), far.clone(), farther.clone()];
-        let (left, lost) = Probe::new(&hosts).split(&hosts);
-        assert_eq!((left, lost), (hosts.to_vec(), Vec::new()));
+        let (probe, lost_at_first) = Probe::new(&hosts);
+        assert_eq!((probe.split(&hosts), lost_at_first), ((hosts.to_vec(), Vec::new()), Vec::new()));
         let probe = Probe { answered: vec![here.clone(), far.clone()] };
         assert_eq!(probe.split(&hosts), (vec![here, farther], vec![far]));
     }

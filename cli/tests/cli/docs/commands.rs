@@ -50,7 +50,7 @@ const CLUSTERS: &str = "docs/clusters.md";
 /// Prefixes of those commands.
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
-    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --backend mpi",
+    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run --backend mpi",
     "mpirun -np 2 ulysses train configs/sequence_parallel.json",
 ];
 
