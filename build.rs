@@ -17,7 +17,7 @@ mod nccl {
     /// Where NCCL is only installed to run programs (the package `libnccl2`, PyTorch's wheels), links `libnccl.so` to it in
     /// a folder that the linker searches.
     pub(super) fn link() {
-        println!("cargo:rerun-if-env-changed=LD_LIBRARY_PATH");
+        // Not LD_LIBRARY_PATH: rustup and `cargo test` change it, and everything would be built again.
         println!("cargo:rerun-if-env-changed=LIBRARY_PATH");
         TOOLKIT.into_iter().for_each(|name| println!("cargo:rerun-if-env-changed={name}"));
         let folders = folders();

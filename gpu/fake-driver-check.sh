@@ -30,7 +30,7 @@ main() {
     # Simulated GPUs keep about one core busy, so parts run side by side. Each prints its output at its end.
     # shellcheck disable=SC2016 # The inner shell expands $0 and $log.
     printf '%s\n' "${parts[@]}" | xargs -P "$(nproc)" -I PART bash -c \
-        'log=target/fake/logs/PART.log; "$0" --part PART >$log 2>&1; code=$?; cat $log; exit $((code != 0))' "$0"
+        'log=target/fake/logs/PART.log; "$0" --part PART >$log 2>&1; code=$?; cat $log; exit $((code != 0))' gpu/fake-driver-check.sh
 }
 
 run_part() {

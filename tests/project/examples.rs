@@ -22,16 +22,6 @@ static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     for (feature, _) in features.into_iter().filter(|(_, is_on)| *is_on) {
         cargo.args(["--features", feature]);
     }
-    // Cargo has put folders of its own in front, and build scripts run again if the variable changes.
-    if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
-        let of_cargo = [profile.parent().unwrap(), Path::new(env!("CARGO")).ancestors().nth(2).unwrap()];
-        let is_users = |path: &PathBuf| !of_cargo.iter().any(|folder| path.starts_with(folder));
-        let users: Vec<PathBuf> = std::env::split_paths(&paths).filter(is_users).collect();
-        match users.is_empty() {
-            true => cargo.env_remove("LD_LIBRARY_PATH"),
-            false => cargo.env("LD_LIBRARY_PATH", std::env::join_paths(users).unwrap()),
-        };
-    }
     assert!(cargo.current_dir(root()).status().unwrap().success(), "the examples build");
     profile.join("examples")
 });

@@ -130,13 +130,15 @@ fn a_launched_run_saves_and_ends_on_a_signal() {
 fn a_signal_before_the_ranks_run_ends_the_job() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "ulysses": { "steps": 1_000_000 } }));
-    let arguments = ["--max-restarts", "1", "--grace", "2", "--", "train", "config.json", "--mesh", "2x1"];
+    let comm = |id: u32| std::fs::read_to_string(format!("/proc/{id}/comm")).unwrap_or_default();
     for (signal, code) in [("-TERM", 143), ("-INT", 130)] {
         for milliseconds in [0, 20, 40, 80, 160] {
-            let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+            let output = format!("out{signal}{milliseconds}");
+            let train = ["--grace", "2", "--", "train", "config.json", "--mesh", "2x1", "--output", &output];
+            let mut running = Job::launched(2, &train).within(&place.path(".")).start();
             let launch = running.child.id();
-            let is_mpirun = |id: u32| std::fs::read_to_string(format!("/proc/{id}/comm")).unwrap_or_default();
-            while !children(launch).into_iter().any(|child| is_mpirun(child).trim() == "mpirun") {
+            while !children(launch).into_iter().any(|child| comm(child).trim() == "mpirun") {
+                assert!(running.child.try_wait().unwrap().is_none(), "{}", running.text("stderr"));
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(milliseconds));

@@ -29,8 +29,8 @@ pub(in crate::launch) fn run(
         let refused = |message| anyhow!("--min-nodes {}: {message}", job.min_nodes);
         job.smaller_mesh(fewest).map_err(refused).or_usage()?;
     }
-    let launcher = installed();
     let signals = Signals::watch().context("cannot handle signals").or_run()?;
+    let launcher = installed();
     let (mut restarts, mut variation) = (0, Variation::default());
     let may_lose = |hosts: &&mut Vec<Host>| job.max_restarts > 0 || job.min_nodes < hosts.len();
     let probe = match hosts.as_mut().filter(may_lose).filter(|_| !dry_run) {
