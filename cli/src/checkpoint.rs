@@ -247,8 +247,7 @@ fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
     let of_run = |key| manifest.config.pointer(key);
     let vocab_size = usize::try_from(manifest.model["vocab_size"].as_u64()?).ok()?;
     let source =
-        model::open(of_run("/ulysses/model")?.as_str()?, of_run("/ulysses/seed")?.as_u64()?, vocab_size)
-            .ok()?;
+        model::open(of_run("/ulysses/model")?.as_str()?, of_run("/seed")?.as_u64()?, vocab_size).ok()?;
     Some((Model::llama(&source.config).ok()?, source))
 }
 
