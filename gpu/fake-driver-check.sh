@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the tests with all features, and runs them on simulated GPUs (gpu/fake-driver.sh). Every
-# call, copy and kernel is checked there, so a test that uses a GPU is also a test of its order.
+# Builds the tests with all features, and runs them on simulated GPUs (gpu/fake-driver.sh). Every call, copy and kernel is
+# checked there, so a test that uses a GPU is also a test of its order.
 #
 #     gpu/fake-driver-check.sh [PART…]      default: all parts
 #

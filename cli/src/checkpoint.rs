@@ -242,12 +242,13 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     }
 }
 
-/// Opens the model that a run started from, if it is still there.
+/// Opens the model that a run in 16 bits with frozen parameters started from, if it is still there.
 fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
-    let of_run = |key| manifest.config.pointer(key);
+    manifest.progress.precision.as_ref().filter(|_| manifest.units.iter().any(|unit| unit.frozen))?;
+    let config = &manifest.config;
     let vocab_size = usize::try_from(manifest.model["vocab_size"].as_u64()?).ok()?;
     let source =
-        model::open(of_run("/ulysses/model")?.as_str()?, of_run("/seed")?.as_u64()?, vocab_size).ok()?;
+        model::open(config["ulysses"]["model"].as_str()?, config["seed"].as_u64()?, vocab_size).ok()?;
     Some((Model::llama(&source.config).ok()?, source))
 }
 
@@ -280,12 +281,7 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     }
     let manifest = checkpoint.manifest();
     let precision = manifest.progress.precision.as_deref();
-    let source = manifest
-        .units
-        .iter()
-        .any(|unit| unit.frozen && precision.is_some())
-        .then(|| initial_model(manifest))
-        .flatten();
+    let source = initial_model(manifest);
     let initial = source.as_ref().map(|(model, source)| InitialWeights::new(model, &*source.weights));
     let options = ExportOptions {
         dtype,
@@ -299,7 +295,7 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
         matches!((dtype, precision), (ExportDtype::Bf16, Some("bf16")) | (ExportDtype::F16, Some("fp16")));
     if rounded > 0 && !is_own_dtype {
         log_line(format_args!(
-            "note: exported as the run used them, in 16 bits: {}; the model that the run started from no longer has their values",
+            "note: exported in the 16 bits of the run: {}; the initial model cannot be read, or has other values now",
             counted(rounded, "frozen parameter")
         ));
     }

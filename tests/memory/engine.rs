@@ -92,10 +92,16 @@ pub(crate) fn on_engines<T: Send>(
     ranks.unwrap()
 }
 
-/// At least the tensors, at most 2 % more for names, shapes and views. Views are larger with the feature `cuda`.
+/// Percent: with the feature `cuda`, candle's tensors and views are larger.
+const WITH_CUDA: u64 = if cfg!(feature = "cuda") { 120 } else { 100 };
+
+/// At least the tensors, at most 1 % more for names, shapes and views.
 fn assert_holds(label: &str, held: u64, tensors: usize) {
     let tensors = tensors as u64;
-    assert!((tensors..=tensors + tensors / 50).contains(&held), "{label}: {held} held, {tensors} of tensors");
+    assert!(
+        (tensors..=tensors + tensors / 100 * WITH_CUDA / 100).contains(&held),
+        "{label}: {held} held, {tensors} of tensors"
+    );
 }
 
 #[test]
@@ -204,7 +210,8 @@ fn frozen_parameters_have_no_gradients_and_no_state() {
                     assert_holds(&format!("{label}: {what}"), held, by_hand);
                 }
                 // Names, views and the compiled pattern.
-                let (tensors, bookkeeping) = ((parameters + gradients + optimizer) as u64, 64 << 10);
+                let (tensors, bookkeeping) =
+                    ((parameters + gradients + optimizer) as u64, (40 << 10) * WITH_CUDA / 100);
                 assert!(
                     (tensors..tensors + bookkeeping).contains(&all),
                     "{label}: {all} held, {tensors} of tensors"

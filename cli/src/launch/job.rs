@@ -23,7 +23,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// not answer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Environment variable of all processes of a start, by which they are found: the group of its watchdog.
+/// Environment variable by which the processes of a start are found. Its value is the process group of the watchdog.
 const MARK: &str = "ULYSSES_LAUNCH";
 
 /// One start of the processes of this machine.
@@ -147,7 +147,7 @@ impl Job {
             std::thread::sleep(POLL_INTERVAL);
         }
         if self.processes.iter().any(Running::is_failed_mpirun) {
-            // Its ranks are processes of nobody, which still have the files and the memory of a restart.
+            // Its ranks may be orphans that still hold files, memory and the lock of the output directory.
             end_marked(&format!("{MARK}={}", self.watchdog.group()), self.grace);
         }
         drain_outputs(&self.processes);

@@ -51,8 +51,8 @@ pub(super) fn tree(all: &[Process], group: Pid) -> Vec<u32> {
     tree
 }
 
-/// Ends the processes with `mark`, which is `NAME=value`, in their environment: SIGTERM, and SIGKILL after `grace`. Processes
-/// inherit it, also those whose parent has ended.
+/// Ends the processes with the variable `mark` (`NAME=value`) in their environment: SIGTERM, and SIGKILL after `grace`. It finds
+/// orphans too.
 pub(super) fn end_marked(mark: &str, grace: Duration) {
     let is_marked = |process: &Process| {
         let environment = std::fs::read(format!("/proc/{}/environ", process.id)).unwrap_or_default();

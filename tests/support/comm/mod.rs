@@ -34,13 +34,14 @@ pub(crate) type Group = Arc<dyn ProcessGroup>;
 pub(crate) trait Value: Element + Wire {}
 impl<T: Element + Wire> Value for T {}
 
-/// What a rank does, with its result as bytes.
+/// The function that a rank runs. It returns its result serialized.
 type Work<'a> = &'a (dyn Fn(Group) -> Result<Vec<u8>, CommError> + Sync);
 
-/// The bytes of all ranks, by rank.
+/// The serialized results of all ranks, in rank order.
 type Results = Result<Vec<Vec<u8>>, LaunchError>;
 
-/// A backend that can start ranks. It knows results as bytes only, so each case is compiled once for all backends.
+/// A backend that can start ranks. Results are serialized, so that it works as a trait object, and each case is compiled once for all
+/// backends.
 pub(crate) trait Backend {
     fn run_bytes(&self, world_size: usize, timeout: Duration, work: Work<'_>) -> Results;
 

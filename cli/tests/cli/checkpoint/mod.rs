@@ -153,6 +153,33 @@ fn an_export_keeps_every_field_of_the_initial_model() {
 }
 
 #[test]
+fn frozen_parameters_of_a_run_in_16_bits_are_exported_as_they_came() {
+    let place = trained_from_a_model();
+    let exported = |run: &str, output: &str| {
+        let outcome = place.run(&["checkpoint", "export", run, "--output", output, "--dtype", "f32"]);
+        let weights = load_tensors(&place.path(&format!("{output}/model.safetensors"))).unwrap();
+        let embedding = weights["model.embed_tokens.weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        (outcome.assert_done().stderr.clone(), embedding)
+    };
+    for model in ["nano", "model"] {
+        let [exact, of_bf16] = [false, true].map(|is_bf16| {
+            let run = format!("{model}-{is_bf16}");
+            let groups = json!([{ "match": "embed_tokens", "frozen": true }]);
+            let ulysses = json!({ "model": model, "steps": 1, "output": run, "parameter_groups": groups });
+            let config = json!({ "bf16": { "enabled": is_bf16 }, "checkpoint": {}, "ulysses": ulysses });
+            place.write_config("frozen.json", config);
+            place.run(&["train", "frozen.json"]).assert_done();
+            exported(&run, &format!("{run}-exported")).1
+        });
+        assert!(exact == of_bf16, "{model}");
+    }
+    fs::rename(place.path("model"), place.path("moved")).unwrap();
+    let (notes, rounded) = exported("model-true", "rounded");
+    assert!(notes.contains("exported in the 16 bits of the run: 1 frozen parameter;"), "{notes}");
+    assert!(rounded != exported("model-false", "exact").1);
+}
+
+#[test]
 fn parameters_beyond_the_range_of_fp16_are_not_exported_as_infinities() {
     let place = Workplace::new();
     place.write("model/config.json", fs::read(golden("tiny_strong", "config.json")).unwrap());
