@@ -92,8 +92,8 @@ pub(crate) fn on_engines<T: Send>(
     ranks.unwrap()
 }
 
-/// Percent: with the feature `cuda`, candle's tensors and views are larger.
-const WITH_CUDA: u64 = if cfg!(feature = "cuda") { 120 } else { 100 };
+/// Percent: with the feature `cuda`, candle's tensors and views are larger (measured: up to 134).
+const WITH_CUDA: u64 = if cfg!(feature = "cuda") { 140 } else { 100 };
 
 /// At least the tensors, at most 1 % more for names, shapes and views.
 fn assert_holds(label: &str, held: u64, tensors: usize) {
