@@ -14,9 +14,12 @@ namespace {
 // What kernels are chosen by.
 struct Model {
     const char *capability;
-    int major, minor, multiprocessors, shared_kib;
+    int major, minor, shared_kib;
 };
-constexpr Model kModels[] = {{"9.0", 9, 0, 132, 228}, {"8.0", 8, 0, 108, 164}};  // H100, A100
+constexpr Model kModels[] = {{"9.0", 9, 0, 228}, {"8.0", 8, 0, 164}};  // H100, A100
+
+// So that little work fills a GPU.
+constexpr int kOneMultiprocessor = 1;
 
 // The GPUs' model, by FAKE_DRIVER_CAPABILITY.
 const Model &model() {
@@ -182,7 +185,7 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice de
     case kMaxGridZ: *value = 65535; break;
     case kMaxSharedBytes: *value = 48 * 1024; break;
     case kWarpSize: *value = 32; break;
-    case kMultiprocessors: *value = model().multiprocessors; break;
+    case kMultiprocessors: *value = kOneMultiprocessor; break;
     case kUnifiedAddressing: *value = 1; break;
     case kMemoryPools: *value = has_memory_pools(); break;
     case kCapabilityMajor: *value = model().major; break;

@@ -114,6 +114,12 @@ class Errors(unittest.TestCase):
                 self.assertEqual(code, 1, output)
                 self.assertRegex(output, rf"cannot open GPU 0: NVRTC refused kernels/cuda/\w+.cu for sm_90: .*{said}")
 
+    def test_a_compiler_that_warns_of_slow_kernels_is_quoted(self):
+        warning = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+        code, output = self.train(FAKE_NVRTC_WARNING=warning, XDG_CACHE_HOME=str(self.path / "slow"))
+        self.assertEqual(code, 0, output)
+        self.assertIn(f"kernels for sm_90a are slower than they should be: {warning}", output)
+
     def test_fused_attention_that_disagrees_with_the_tiled_kernels_is_not_used(self):
         cache = {"XDG_CACHE_HOME": str(self.path / "verdict")}
         bf16 = ["--set", "bf16.enabled=true"]
@@ -124,13 +130,13 @@ class Errors(unittest.TestCase):
         # The verdict is cached.
         self.assertRegex(self.train(*bf16, **cache)[1], said)
         verdicts = list((self.path / "verdict").glob("ulysses/attention-bf16-*.verdict"))
-        self.assertEqual(len(verdicts), 2, "the kernels of compute capability 9.0 and those of all GPUs")
+        self.assertEqual(len(verdicts), 5, "three head dimensions on all GPUs, two on those of compute capability 9.0")
         for verdict in verdicts:
             verdict.unlink()
         code, output = self.train(*bf16, **cache)
-        # The first kernels that agree are used.
-        (verdict,) = (self.path / "verdict").glob("ulysses/attention-bf16-*.verdict")
-        self.assertEqual((code, verdict.read_text()), (0, ""), output)
+        # The first kernels that agree are used: one verdict for each head dimension.
+        texts = [verdict.read_text() for verdict in (self.path / "verdict").glob("ulysses/attention-bf16-*.verdict")]
+        self.assertEqual((code, texts), (0, [""] * 3), output)
         self.assertNotIn("disagree", output)
 
     def test_fused_attention_that_does_not_compile_or_load_is_not_used(self):
@@ -172,7 +178,7 @@ class Errors(unittest.TestCase):
                 code, output = self.train(*bf16, **cache)
                 self.assertEqual((code, unfinished in output), (0, is_lost), output)
                 texts = [file.read_text() for file in folder.glob("ulysses/*.verdict")]
-                self.assertEqual(sum(text == "" for text in texts), 1, texts)
+                self.assertEqual((sum(text == "" for text in texts), len(texts)), (3, 3 + int(is_lost)), texts)
 
     def test_what_is_harmless_changes_nothing(self):
         for failure in HARMLESS:

@@ -15,13 +15,12 @@ SHARED = {
     "forward_wgmma": (640, 64),
     "backward_keys": (256, 2048),
     "backward_queries": (256, 2048),
-    "backward_wgmma_keys": (640, 5120),
+    "backward_wgmma_keys": (640, 5176),
     "backward_wgmma_queries": (640, 2144),
 }
 # Those of kernels that have other tiles at a head dimension.
 SHARED_OF_HEAD_DIM = {("backward_wgmma_queries", 64): (1024, 2144)}
-WITH_PRODUCER = ("forward_wgmma", "backward_wgmma_queries")
-THREADS = {kernel: 128 for kernel in SHARED} | {"backward_wgmma_keys": 256} | dict.fromkeys(WITH_PRODUCER, 384)
+THREADS = {kernel: 384 if "wgmma" in kernel else 128 for kernel in SHARED}
 
 # Limits of a multiprocessor ("Compute Capabilities" in the CUDA programming guide).
 SHARED_PER_MULTIPROCESSOR = {"80": 164 << 10, "90": 228 << 10, "90a": 228 << 10, "100": 228 << 10}

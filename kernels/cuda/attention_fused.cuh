@@ -51,6 +51,23 @@ __device__ __forceinline__ Visible visible_to(const u32 *ranges, u32 token) {
     return {range.at[0], range.at[1]};
 }
 
+// What a block computes: a part of the rows or keys of a KV head, one of the launch's.
+struct BlockPlace {
+    u32 part, kv_head;
+};
+
+// Blocks start in the order of their index. The first parts of a head see the most under a causal mask. Were those of the
+// last head started when little else is left, they would run alone in the end: so blocks of so many heads alternate that
+// two for each multiprocessor of a large GPU come before the next heads.
+__device__ __forceinline__ BlockPlace block_place() {
+    constexpr u32 kTogether = 264;
+    const u32 parts = gridDim.x, index = blockIdx.y * parts + blockIdx.x;
+    const u32 heads = parts < kTogether ? (kTogether + parts - 1) / parts : 1;
+    const u32 first = index / (parts * heads) * heads, in_group = index % (parts * heads);
+    const u32 in_part = gridDim.y - first < heads ? gridDim.y - first : heads;
+    return {in_group / in_part, first + in_group % in_part};
+}
+
 // The sizes of a launch, for the KV heads from `first_kv_head` on, of `group` query heads each. The grid is [parts of a
 // KV head's rows or keys, KV heads, sequences].
 struct FusedSizes {
@@ -75,7 +92,7 @@ template <typename T, u32 D> struct PackedRows {
 template <u32 D, typename T>
 __device__ __forceinline__ PackedRows<T, D> packed_rows(T *x, const u32 *heads, const FusedSizes &sizes) {
     const u64 token = static_cast<u64>(blockIdx.z) * sizes.tokens;
-    return {x + token * sizes.num_heads * D, heads + blockIdx.y * sizes.group, sizes.rows(), sizes.group,
+    return {x + token * sizes.num_heads * D, heads + block_place().kv_head * sizes.group, sizes.rows(), sizes.group,
             sizes.num_heads};
 }
 
@@ -90,7 +107,7 @@ template <typename T, u32 D> struct KeyRows {
 
 // This block's keys or values in a tensor [sequence, key, head, D].
 template <u32 D, typename T> __device__ __forceinline__ KeyRows<T, D> key_rows(T *x, const FusedSizes &sizes) {
-    const u64 head = static_cast<u64>(blockIdx.z) * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + blockIdx.y;
+    const u64 head = static_cast<u64>(blockIdx.z) * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + block_place().kv_head;
     return {x + head * D, sizes.keys, static_cast<u64>(sizes.num_kv_heads) * D};
 }
 

@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_product(float (&sums)[1][D / 8][4], const Pr
 template <typename T, u32 D>
 __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, shared);
-    const u32 first_key = blockIdx.x * kRows, past_key = first_key + kRows;
+    const u32 first_key = block_place().part * kRows, past_key = first_key + kRows;
     auto [row, past_row] = rows_that_see(of, first_key, past_key);
 
     const Rows<T, D> of_own(shared, 1);
@@ -108,7 +108,7 @@ template <typename T, u32 D>
 __device__ __forceinline__ void queries(T *dq, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, shared);
     // The last rows first: they see the most keys.
-    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kRows;
+    const u32 first_row = (gridDim.x - 1 - block_place().part) * kRows;
     const u32 past_row = first_row + kRows < of.sizes.rows() ? first_row + kRows : of.sizes.rows();
     const Visible first = of.visible_to_token(first_row / of.sizes.group);
     const Visible last = of.visible_to_token((past_row - 1) / of.sizes.group);

@@ -17,7 +17,7 @@ template <typename T, u32 D> struct Operands {
         return visible_to(ranges + 2 * static_cast<u64>(blockIdx.z) * sizes.tokens, token);
     }
     __device__ __forceinline__ u64 head_of_row(u32 row) const {
-        return heads[blockIdx.y * sizes.group + row % sizes.group];
+        return heads[block_place().kv_head * sizes.group + row % sizes.group];
     }
     // Of a row's elements in q and dout.
     __device__ __forceinline__ u64 offset_of_row(u32 row) const {
@@ -32,7 +32,7 @@ template <typename T, u32 D> struct Operands {
     // Of a key's elements in k and v.
     __device__ __forceinline__ u64 offset_of_key(u32 key) const {
         const u64 at = static_cast<u64>(blockIdx.z) * sizes.keys + key;
-        return (at * sizes.num_kv_heads + sizes.first_kv_head + blockIdx.y) * D;
+        return (at * sizes.num_kv_heads + sizes.first_kv_head + block_place().kv_head) * D;
     }
 };
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy_pairs(const AnyStage &to, const T *left, co
     using Rows = decltype(to.left);
     constexpr u32 kAcross = 8;
 #pragma unroll 1
-    for (u32 row = threadIdx.x / kAcross; row < AnyStage::kRows; row += kThreads / kAcross) {
+    for (u32 row = threadIdx.x % kThreads / kAcross; row < AnyStage::kRows; row += kThreads / kAcross) {
         const bool exists = first + row < past;
         const u64 offset = offset_of(exists ? first + row : first);
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_keys(const AnyStage &to, const Operands<T, 
 template <u32 kThreads, typename AnyStage, typename T, u32 D>
 __device__ __forceinline__ void copy_queries(const AnyStage &to, const Operands<T, D> &of, u32 first, u32 past) {
     copy_pairs<kThreads>(to, of.q, of.dout, first, past, [&](u32 row) { return of.offset_of_row(row); });
-    const u32 at = threadIdx.x;
+    const u32 at = threadIdx.x % kThreads;
     if (at >= AnyStage::kRows) return;
     const bool exists = first + at < past;
     const u32 row = exists ? first + at : first;

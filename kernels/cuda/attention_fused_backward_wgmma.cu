@@ -1,11 +1,10 @@
 // Fused attention, backward, for sm_90a (`src/attention/fused/backward.rs`): `attention_fused_backward.cu` with
-// products of warpgroups, and in `queries` copies by TMA.
+// products of warpgroups. A third warpgroup copies, in `queries` by TMA.
 //
 // A block owns kOwn rows of two tensors in shared memory, and a warpgroup 64 of them as operand A of its first two
 // products. Tiles of the two other tensors are operand B of all products. p and ds become operands A in registers.
 //
-// dout·vᵀ runs while lanes compute p, in `keys` pᵀ·dout while they compute ds, and the last product of a tile while the
-// next one begins. So there are three stages of tiles: one whose products end, one that is computed, one that arrives. Inside of
+// dout·vᵀ runs while lanes compute p, and the last products of a tile while the next one begins. So there are three stages of tiles: one whose products end, one that is computed, one that arrives. Inside of
 // the condition that there is a tile, ptxas sees that products of one pass of the loop end in the next, and does not
 // serialize them.
 
@@ -26,7 +25,7 @@ template <u32 D> constexpr u32 kKeys = D == 64 ? 128 : 64;
 // The rows that a block owns.
 template <typename T, u32 D> using Own = Stage<Panels<T, D, kOwn>, kOwn>;
 
-// Shared memory of a block of `keys`: the rows that it owns, and tiles.
+// Shared memory of a block of `keys`: the rows that it owns, tiles of packed rows, and barriers.
 template <typename T, u32 D> struct SharedOfKeys {
     using Tile = Stage<Panels<T, D, kRows>, kRows>;
     static_assert(Own<T, D>::kBytes % 1024 == 0 && Tile::kBytes % 1024 == 0, "panels begin at multiples of 1024 bytes");
@@ -35,6 +34,16 @@ template <typename T, u32 D> struct SharedOfKeys {
     __device__ __forceinline__ Own<T, D> own() const { return {first, 0}; }
     // The `index`-th tile of the loop.
     __device__ __forceinline__ Tile tile(u32 index) const { return {first + Own<T, D>::kBytes, index % kStages}; }
+    __device__ __forceinline__ StageBarriers<kStages> barriers() const {
+        return {reinterpret_cast<u64 *>(first + Own<T, D>::kBytes + kStages * Tile::kBytes)};
+    }
+    // At which the block's own rows are there.
+    __device__ __forceinline__ u64 *filled_own() const { return barriers().first + barriers().kCount; }
+
+    __device__ __forceinline__ void init() const {
+        barriers().init(kProducers / kWarp);
+        mbarrier_init(filled_own(), kProducers / kWarp);
+    }
 };
 
 // Shared memory of a block of `queries`.
@@ -50,52 +59,82 @@ template <typename T, u32 D> struct SharedOfQueries {
           values(keys.second()) {}
 };
 
-// dk and dv of kOwn keys.
+// Arrives at a barrier with what this warp has copied, except by its last kPending groups of copies.
+template <u32 kPending> __device__ __forceinline__ void arrive_with_copies(u64 *barrier) {
+    cp_async_wait<kPending>();
+    fence_async_proxy();
+    arrive_warp(barrier);
+}
+
+// Copies everything that a block of `keys` reads, by all producers: packed rows are in general no tile of a tensor.
+template <typename T, u32 D>
+__device__ __forceinline__ void copy_for_keys(const SharedOfKeys<T, D> &shared, const Operands<T, D> &of, u32 first_key,
+                                              RowRange rows) {
+    copy_keys<kProducers>(shared.own(), of, first_key);
+    cp_async_commit();
+    const auto barriers = shared.barriers();
+    u32 index = 0;
+#pragma unroll 1
+    for (u32 row = rows.row; row < rows.past; row += kRows, ++index) {
+        barriers.wait_for_place(index);
+        copy_queries<kProducers>(shared.tile(index), of, row, rows.past);
+        cp_async_commit();
+        arrive_with_copies<1>(index == 0 ? shared.filled_own() : barriers.filled(index - 1));
+    }
+    arrive_with_copies<0>(barriers.filled(index - 1));
+}
+
+// dk and dv of kOwn keys. The warpgroups wait for tiles, and not for each other.
 template <typename T, u32 D>
 __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, float scale) {
     DYNAMIC_SHARED(u8, bytes);
     const SharedOfKeys<T, D> shared = {bytes};
     const auto own = shared.own();
-    const u32 first_key = blockIdx.x * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
-    auto [row, past_row] = rows_that_see(of, first_key, past_key);
+    const u32 first_key = block_place().part * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
+    const RowRange rows = rows_that_see(of, first_key, past_key);
+    if (threadIdx.x == kProducer) shared.init();
+    __syncthreads();
+    if (is_in_warpgroup_of_producer()) {
+        lower_registers<kProducerRegisters>();
+        if (rows.row < rows.past) copy_for_keys(shared, of, first_key, rows);
+        return;
+    }
+    raise_registers<kConsumerRegisters>();
+
     float of_k[1][D / 8][4] = {}, of_v[1][D / 8][4] = {};
     // Without aliases for these arrays: the front end of NVRTC 12.4 crashes on them.
     float s[1][kRows / 8][4] = {}, dp[1][kRows / 8][4] = {};
     u32 p[1][kRows / 16][4] = {}, ds[1][kRows / 16][4] = {};
-    if (row < past_row) {
-        copy_keys<kWgmmaThreads>(own, of, first_key);
-        copy_queries<kWgmmaThreads>(shared.tile(0), of, row, past_row);
-        cp_async_commit();
+    if (rows.row < rows.past) {
+        const OwnKeys at = {0, first_key + warp_row};
+        mbarrier_wait(shared.filled_own(), 0);
+        u32 index = 0;
 #pragma unroll 1
-        for (u32 index = 0; row < past_row; row += kRows, ++index) {
+        for (u32 row = rows.row; row < rows.past; row += kRows, ++index) {
             const auto queries = shared.tile(index);
-            const OwnKeys at = {0, first_key + warp_row};
-            // All warpgroups have waited for the products of the tile that the copies overwrite.
-            wait_for_operands();
-            const u32 next = row + kRows;
-            if (next < past_row) copy_queries<kWgmmaThreads>(shared.tile(index + 1), of, next, past_row);
-            cp_async_commit();
+            shared.barriers().wait_for_tile(index);
             wgmma_fence(s[0]);
             start_multiply_transposed(s, own.left, queries.left);
             // The products of the last tile end: p and ds need no registers while dp is computed.
             wgmma_wait<1>(of_k[0], of_v[0], p[0], ds[0]);
+            if (index > 0) shared.barriers().release(index - 1);
             wgmma_fence(dp[0]);
             start_multiply_transposed(dp, own.right, queries.right);
             wgmma_wait<1>(s[0]);
-            const bool no_mask = all_see(*queries.terms, past_row - row, first_key, past_key);
+            const bool no_mask = all_see(*queries.terms, rows.past - row, first_key, past_key);
             exponentiate(s, s, *queries.terms, at, scale * kLog2E, no_mask);
-            round_to_a<T>(p, s);
-            wgmma_fence(of_v[0], p[0]);
-            start_multiply(of_v, p, queries.right);
-            wgmma_wait<1>(dp[0]);
+            wgmma_wait<0>(dp[0]);
             differentiate(dp, s, *queries.terms, at);
+            round_to_a<T>(p, s);
             round_to_a<T>(ds, dp);
-            wgmma_fence(of_k[0], ds[0]);
+            wgmma_fence(of_k[0], of_v[0], p[0], ds[0]);
+            start_multiply(of_v, p, queries.right);
             start_multiply(of_k, ds, queries.left);
         }
         wgmma_wait<0>(of_k[0], of_v[0], p[0], ds[0]);
-        __syncthreads();
     }
+    // All warps of the warpgroup have waited for their products with its rows.
+    sync_warpgroup();
     store_rows(key_rows<D>(dk, of.sizes), first_key + warp_row, own.left, warp_row, of_k, {{scale, scale}});
     store_rows(key_rows<D>(dv, of.sizes), first_key + warp_row, own.right, warp_row, of_v, {{1.0f, 1.0f}});
 }
@@ -109,7 +148,7 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k_map, const Ten
     const SharedOfQueries<T, D> shared(bytes);
     const auto &own = shared.own;
     // The last rows first: they see the most keys.
-    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kOwn, warp_row = threadIdx.x / kWarp * 16;
+    const u32 first_row = (gridDim.x - 1 - block_place().part) * kOwn, warp_row = threadIdx.x / kWarp * 16;
     const u32 past_row = first_row + kOwn < of.sizes.rows() ? first_row + kOwn : of.sizes.rows();
     const Visible first = of.visible_to_token(first_row / of.sizes.group);
     const Visible last = of.visible_to_token((past_row - 1) / of.sizes.group);
@@ -179,7 +218,7 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k_map, const Ten
 
 // `queries` does not read k and v, only their maps: both kernels have one list of parameters.
 #define INSTANTIATE(T, suffix, D)                                                                                 \
-    KERNEL(attention_fused_backward_wgmma_keys_##suffix##_##D, T *dk, T *dv, PARAMETERS(T)) {                     \
+    KERNEL_OF_THREADS(attention_fused_backward_wgmma_keys_##suffix##_##D, kThreadsWithProducer, T *dk, T *dv, PARAMETERS(T)) {                     \
         keys<T, D>(dk, dv, OPERANDS, scale);                                                                      \
     }                                                                                                             \
     KERNEL_OF_THREADS(attention_fused_backward_wgmma_queries_##suffix##_##D, kThreadsWithProducer, T *dq,         \

@@ -23,7 +23,7 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const T *k
     DYNAMIC_SHARED(T, shared);
     const Tile<T, D> query_tile = {shared}, key_tile = {shared + kRows * D}, value_tile = {key_tile.first + kKeys * D};
     // The last rows first: they see the most keys.
-    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kRows;
+    const u32 first_row = (gridDim.x - 1 - block_place().part) * kRows;
     const u32 warp_row = threadIdx.x / kWarp * kWarpRows;
     const PackedRows<const T, D> queries = packed_rows<D>(q, heads, sizes);
     const KeyRows<const T, D> keys = key_rows<D>(k, sizes), values = key_rows<D>(v, sizes);

@@ -36,7 +36,7 @@ __device__ __forceinline__ void forward(T *o, float *lse, const T *q, const Tens
     DYNAMIC_SHARED(T, first);
     const Shared<T, D> shared(first);
     // The last rows first: they see the most keys.
-    const u32 first_row = (gridDim.x - 1 - blockIdx.x) * kOwn, warp_row = threadIdx.x / kWarp * 16;
+    const u32 first_row = (gridDim.x - 1 - block_place().part) * kOwn, warp_row = threadIdx.x / kWarp * 16;
     ranges += 2 * static_cast<u64>(blockIdx.z) * sizes.tokens;
     const BlockVisible visible = visible_to_rows(ranges, first_row, kOwn, sizes);
     const u32 first_key = visible.any.begin / kKeys * kKeys;

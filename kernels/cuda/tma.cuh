@@ -54,7 +54,8 @@ __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 phase) {
         if (is_complete) return;
         const u64 now = nanoseconds();
         if (start == 0) start = now;
-        if (now - start > kLimit) asm volatile("trap;");
+        // An access to no memory. Next to a `trap`, ptxas 13.0 gives a warpgroup fewer registers than `raise_registers` says.
+        if (now - start > kLimit) asm volatile("st.global.u32 [%0], %1;" ::"l"(u64{0}), "r"(0) : "memory");
     }
 }
 

@@ -134,19 +134,31 @@ fn attention(ordinal: usize) -> Finding {
     let name = format!("attention on GPU {ordinal}");
     let checked = || -> Result<_> { Ok(AttentionKernels::check(&open_gpu(ordinal)?, DType::BF16)?) };
     match checked() {
-        Ok(CheckedKernels { kernels, refused }) => {
-            let chosen = match kernels {
-                AttentionKernels::Tiled => "tiled kernels",
-                AttentionKernels::Wgmma => {
-                    "fused kernels in 16 bits, with wgmma; they agree with the tiled ones"
-                }
-                _ => "fused kernels in 16 bits; they agree with the tiled ones",
-            };
-            let state = if refused.is_empty() { State::Ok } else { State::Warning };
-            Finding::new("GPU", name, state, [&[chosen.to_owned()], &refused[..]].concat().join("; "))
+        Ok(checked) => {
+            let is_ok = checked.iter().all(|checked| checked.refused.is_empty());
+            let state = if is_ok { State::Ok } else { State::Warning };
+            let of_head_dims: Vec<String> = checked.iter().map(kernels_of).collect();
+            Finding::new("GPU", name, state, format!("in bf16, {}", of_head_dims.join("; ")))
         }
         Err(error) => Finding::new("GPU", name, State::Failed, format!("{error:#}")),
     }
+}
+
+/// The kernels of a head dimension, and how much their outputs differ from those of the tiled ones.
+fn kernels_of(checked: &CheckedKernels) -> String {
+    let chosen = match checked.kernels {
+        AttentionKernels::Tiled => "tiled kernels",
+        AttentionKernels::Wgmma => "fused kernels with wgmma",
+        _ => "fused kernels",
+    };
+    let percent = |(output, share): &(&str, f64)| format!("{output} {:.0} %", 100.0 * share);
+    let errors: Vec<String> = checked.errors.iter().map(percent).collect();
+    let errors = match errors.is_empty() {
+        true => String::new(),
+        false => format!(" (errors, of what rounding explains: {})", errors.join(", ")),
+    };
+    let text = format!("head dimension {}: {chosen}{errors}", checked.head_dim);
+    [&[text], &checked.refused[..]].concat().join("; ")
 }
 
 /// Trains two steps on a GPU, which compiles and loads all kernels.

@@ -34,7 +34,7 @@ mod steps;
 #[cfg(test)]
 mod tests;
 
-pub use choice::CheckedKernels;
+pub use choice::{CheckedKernels, ChosenKernels};
 pub use compute::AttentionCompute;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward, merge};
@@ -194,13 +194,13 @@ impl SavedAttention {
 /// threads.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FlashAttention {
-    kernels: AttentionKernels,
+    kernels: ChosenKernels,
 }
 
 impl FlashAttention {
     /// Attention with these kernels, if its tensors are on a GPU.
-    pub fn new(kernels: AttentionKernels) -> Self {
-        Self { kernels }
+    pub fn new(kernels: impl Into<ChosenKernels>) -> Self {
+        Self { kernels: kernels.into() }
     }
 
     /// The scale of the logits for a `q [b, sq, hq, d]`.
@@ -217,9 +217,10 @@ impl AttentionCompute for FlashAttention {
         layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor), AttentionError> {
-        let (b, sq, hq, _) = q.dims4()?;
+        let (b, sq, hq, head_dim) = q.dims4()?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
-        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels: self.kernels };
+        let kernels = self.kernels.of(head_dim);
+        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
         Ok((o, lse))
     }
@@ -233,7 +234,8 @@ impl AttentionCompute for FlashAttention {
     ) -> Result<QkvGradients, AttentionError> {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
-        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels: self.kernels };
+        let kernels = self.kernels.of(q.dim(3)?);
+        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
         with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
         Ok((dq, dk, dv))

@@ -52,7 +52,7 @@ pub use error::DeviceError;
 pub use fence::Fence;
 pub use gpu_info::{Gpu, GpuMemory};
 pub use gpus::{driver_cuda_version, gpu, gpu_count, gpu_memory, open_gpu, reset_gpu_peak};
-pub(crate) use gpus::{explain_allocation, has_wgmma, kernel_refusal};
+pub(crate) use gpus::{explain_allocation, has_wgmma, kernel_refusal, multiprocessors};
 pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, Source, sources};
 pub use kind::DeviceKind;

@@ -15,23 +15,22 @@ use super::dims::Dims;
 use super::{AttentionError, AttentionKernels};
 use crate::device::{Address, Arg, DeviceError, Grid, Launcher, Source, Target, TensorMap};
 use candle_core::{DType, Device, Tensor};
+use std::sync::Once;
 
 /// Threads per block: `kFusedThreads` of `cuda/attention_fused.cuh`.
 const THREADS: u32 = 128;
 
-/// The same with products of warpgroups, and with another warpgroup that copies by TMA: `kWgmmaThreads` and
-/// `kThreadsWithProducer` of `cuda/attention_fused_wgmma.cuh`.
-const WGMMA_THREADS: u32 = 256;
+/// The same with products of warpgroups: `kThreadsWithProducer` of `cuda/attention_fused_wgmma.cuh`.
 const THREADS_WITH_PRODUCER: u32 = 384;
 
 /// Keys or packed rows of a block with products of warpgroups: `kOwn` of the same file.
-const WGMMA_ROWS: usize = 128;
+pub(super) const WGMMA_ROWS: usize = 128;
 
 /// The head dimensions that have kernels.
 pub(super) const HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// Those that have kernels with products of warpgroups; others use the kernels of every GPU.
-const HEAD_DIMS_OF_WGMMA: [usize; 2] = [64, 128];
+pub(super) const HEAD_DIMS_OF_WGMMA: [usize; 2] = [64, 128];
 
 /// Elements of 16 bytes, the unit of all copies.
 const CHUNK: usize = 8;
@@ -106,11 +105,23 @@ pub(super) fn is_chosen(
     others: &[&Tensor],
 ) -> Result<bool, AttentionError> {
     match (kernels, unsupported(problem, others)) {
-        (AttentionKernels::Tiled, _) | (AttentionKernels::Auto | AttentionKernels::Wgmma, Some(_)) => {
+        (AttentionKernels::Tiled, _) => Ok(false),
+        (AttentionKernels::Auto | AttentionKernels::Wgmma, Some(found)) => {
+            warn_of_tiled(problem, &found);
             Ok(false)
         }
         (_, None) => Ok(true),
         (AttentionKernels::Fused, Some(found)) => Err(AttentionError::NotFused { op, found }),
+    }
+}
+
+/// Warns once if there are fused kernels for a problem's elements and head dimension, but it has another property.
+fn warn_of_tiled(problem: &Problem<'_>, found: &str) {
+    static WARNED: Once = Once::new();
+    if is_16_bits(problem.dtype) && HEAD_DIMS.contains(&problem.dims.head_dim) {
+        WARNED.call_once(|| {
+            tracing::warn!("attention with {found} runs on the tiled kernels, which are slower")
+        });
     }
 }
 

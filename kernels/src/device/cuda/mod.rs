@@ -28,7 +28,9 @@ pub(super) use matmul::gemm;
 pub(super) use module::{refusal, verdict_path};
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use query::{compute_capability, count, describe, driver_version, memory, reset_peak};
+pub(super) use query::{
+    compute_capability, count, describe, driver_version, memory, multiprocessors, reset_peak,
+};
 pub use shared::{allow_peer_access, load_library_kernels};
 pub(super) use tensor_map::encode;
 pub(crate) use upload::upload;

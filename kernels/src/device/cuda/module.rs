@@ -164,12 +164,12 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
     let program = Program(result::create_program(&text, None).map_err(|failure| failure.to_string())?);
     let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_owned()];
     // SAFETY: the program was just created and lives to the end of this function.
-    unsafe { result::compile_program(program.0, &options) }.map_err(|failure| {
-        // SAFETY: as above.
-        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
-        let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).collect();
-        format!("{failure}: {}", String::from_utf8_lossy(&log).trim_end_matches('\0'))
-    })?;
+    let compiled = unsafe { result::compile_program(program.0, &options) };
+    let log = program.log();
+    compiled.map_err(|failure| format!("{failure}: {log}"))?;
+    if log.contains(SLOW) {
+        tracing::warn!("kernels for {architecture} are slower than they should be: {}", log.trim());
+    }
     let mut len = 0;
     // SAFETY: as above; the second call fills as many bytes as the first one requested.
     unsafe {
@@ -184,6 +184,20 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
 
 /// An NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
+
+/// What begins ptxas's messages on products of warpgroups that wait for each other, and on registers that are not
+/// redistributed: C7508, C7510 to C7519.
+const SLOW: &str = "(C75";
+
+impl Program {
+    /// What the compiler said.
+    fn log(&self) -> String {
+        // SAFETY: created by `compile`, and not destroyed yet.
+        let log = unsafe { result::get_program_log(self.0) }.unwrap_or_default();
+        let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).collect();
+        String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned()
+    }
+}
 
 impl Drop for Program {
     fn drop(&mut self) {

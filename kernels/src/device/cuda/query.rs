@@ -52,6 +52,12 @@ pub(in crate::device) fn compute_capability(device: &CudaDevice) -> Result<(i32,
     device.cuda_stream().context().compute_capability()
 }
 
+/// The number of multiprocessors of a GPU.
+pub(in crate::device) fn multiprocessors(device: &CudaDevice) -> Result<i32, DriverError> {
+    use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    device.cuda_stream().context().attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+}
+
 /// The memory of a GPU, and what the pool of this process has allocated of it.
 pub(in crate::device) fn memory(device: &CudaDevice) -> Result<GpuMemory, DriverError> {
     use sys::CUmemPool_attribute as Attribute;
