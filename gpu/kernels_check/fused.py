@@ -15,7 +15,7 @@ SHARED = {
     "forward_wgmma": (640, 64),
     "backward_keys": (256, 2048),
     "backward_queries": (256, 2048),
-    "backward_wgmma_keys": (640, 5176),
+    "backward_wgmma_keys": (640, 5168),
     "backward_wgmma_queries": (640, 2144),
 }
 # Those of kernels that have other tiles at a head dimension.

@@ -37,13 +37,6 @@ template <typename T, u32 D> struct SharedOfKeys {
     __device__ __forceinline__ StageBarriers<kStages> barriers() const {
         return {reinterpret_cast<u64 *>(first + Own<T, D>::kBytes + kStages * Tile::kBytes)};
     }
-    // At which the block's own rows are there.
-    __device__ __forceinline__ u64 *filled_own() const { return barriers().first + barriers().kCount; }
-
-    __device__ __forceinline__ void init() const {
-        barriers().init(kProducers / kWarp);
-        mbarrier_init(filled_own(), kProducers / kWarp);
-    }
 };
 
 // Shared memory of a block of `queries`.
@@ -70,8 +63,8 @@ template <u32 kPending> __device__ __forceinline__ void arrive_with_copies(u64 *
 template <typename T, u32 D>
 __device__ __forceinline__ void copy_for_keys(const SharedOfKeys<T, D> &shared, const Operands<T, D> &of, u32 first_key,
                                               RowRange rows) {
+    // They arrive with the first tile.
     copy_keys<kProducers>(shared.own(), of, first_key);
-    cp_async_commit();
     const auto barriers = shared.barriers();
     u32 index = 0;
 #pragma unroll 1
@@ -79,7 +72,7 @@ __device__ __forceinline__ void copy_for_keys(const SharedOfKeys<T, D> &shared, 
         barriers.wait_for_place(index);
         copy_queries<kProducers>(shared.tile(index), of, row, rows.past);
         cp_async_commit();
-        arrive_with_copies<1>(index == 0 ? shared.filled_own() : barriers.filled(index - 1));
+        if (index > 0) arrive_with_copies<1>(barriers.filled(index - 1));
     }
     arrive_with_copies<0>(barriers.filled(index - 1));
 }
@@ -92,7 +85,7 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     const auto own = shared.own();
     const u32 first_key = block_place().part * kOwn, past_key = first_key + kOwn, warp_row = threadIdx.x / kWarp * 16;
     const RowRange rows = rows_that_see(of, first_key, past_key);
-    if (threadIdx.x == kProducer) shared.init();
+    if (threadIdx.x == kProducer) shared.barriers().init(kProducers / kWarp);
     __syncthreads();
     if (is_in_warpgroup_of_producer()) {
         lower_registers<kProducerRegisters>();
@@ -107,7 +100,6 @@ __device__ __forceinline__ void keys(T *dk, T *dv, const Operands<T, D> &of, flo
     u32 p[1][kRows / 16][4] = {}, ds[1][kRows / 16][4] = {};
     if (rows.row < rows.past) {
         const OwnKeys at = {0, first_key + warp_row};
-        mbarrier_wait(shared.filled_own(), 0);
         u32 index = 0;
 #pragma unroll 1
         for (u32 row = rows.row; row < rows.past; row += kRows, ++index) {

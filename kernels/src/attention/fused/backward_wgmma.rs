@@ -14,7 +14,7 @@ pub(super) const BLOCK_OF_KEYS: Block = Block {
     threads: THREADS_WITH_PRODUCER,
     rows: WGMMA_ROWS,
     shared_rows: 2 * (WGMMA_ROWS + STAGES * ROWS),
-    more_bytes: (WGMMA_ROWS + STAGES * ROWS) * TERM + STAGES * BARRIERS + size_of::<u64>(),
+    more_bytes: (WGMMA_ROWS + STAGES * ROWS) * TERM + STAGES * BARRIERS,
     tma_keys: None,
 };
 
