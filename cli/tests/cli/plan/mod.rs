@@ -433,7 +433,7 @@ fn the_scaling_study_is_one_command() {
 #[test]
 fn host_memory_of_a_node_limits_what_gpus_offload() {
     let place = workplace(json!({
-        "mesh_param": [1, 2], "train_micro_batch_size_per_gpu": 1, "bf16": { "enabled": true },
+        "mesh_param": [1, 2], "train_batch_size": 1, "bf16": { "enabled": true },
         "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "cpu" } },
         "activation_checkpointing": { "cpu_checkpointing": true },
         "ulysses": { "seq_len": 32_768, "activation_checkpointing": true, "zero_partition_axes": ["dp", "sp"] },
