@@ -118,14 +118,17 @@ class Errors(unittest.TestCase):
         warning = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
         code, output = self.train(FAKE_NVRTC_WARNING=warning, XDG_CACHE_HOME=str(self.path / "slow"))
         self.assertEqual(code, 0, output)
-        self.assertIn(f"kernels for sm_90a are slower than they should be: {warning}", output)
+        said = f"kernels/cuda/attention_fused_forward_wgmma.cu for sm_90a is slower than it should be: {warning}"
+        self.assertIn(said, output)
+        # It is said in every run.
+        self.assertIn(said, self.train(FAKE_NVRTC_WARNING=warning, XDG_CACHE_HOME=str(self.path / "slow"))[1])
 
     def test_fused_attention_that_disagrees_with_the_tiled_kernels_is_not_used(self):
         cache = {"XDG_CACHE_HOME": str(self.path / "verdict")}
         bf16 = ["--set", "bf16.enabled=true"]
         # The tiled kernels are then wrong, and so is all that is trained.
         _, output = self.train(*bf16, FAKE_DRIVER_SEED_FAULT="swapped_operands", **cache)
-        said = r"fused attention kernels are not used.*bf16 elements, head dimension 64: \w+ differs by up to"
+        said = r"fused attention kernels for heads of 64 are not used.*bf16 elements: \w+ differs by up to"
         self.assertRegex(output, said)
         # The verdict is cached.
         self.assertRegex(self.train(*bf16, **cache)[1], said)
@@ -151,7 +154,7 @@ class Errors(unittest.TestCase):
                 bf16 = ["--set", "bf16.enabled=true"]
                 code, output = self.train(*bf16, FAKE_DRIVER_FAIL=failure, **cache)
                 self.assertEqual(code, 0, output)
-                self.assertRegex(output, f"kernels are not used: they do not compile or load here: {said}")
+                self.assertRegex(output, f"kernels for heads of 64 are not used: they do not compile or load here: {said}")
                 # It is no property of the GPU that a later run should know of.
                 self.assertEqual(list((self.path / f"refused-{index}").glob("ulysses/*.verdict")), [])
 
@@ -159,12 +162,12 @@ class Errors(unittest.TestCase):
         cache = {"XDG_CACHE_HOME": str(self.path / "maps")}
         code, output = self.train("--set", "bf16.enabled=true", FAKE_DRIVER_FAIL="cuTensorMapEncodeTiled:1+", **cache)
         self.assertEqual(code, 0, output)
-        refused = f"capability 9.0 are not used: they do not start here: .*tensor map: a tensor of .*{UNKNOWN}"
+        refused = f"capability 9.0 for heads of 64 are not used: they do not start here: .*tensor map: a tensor of .*{UNKNOWN}"
         self.assertRegex(output, refused)
 
     def test_kernels_that_end_the_gpu_in_their_comparison_are_not_used_by_the_next_run(self):
         failed = "the comparison of the fused with the tiled attention kernels failed on this GPU; start the program again"
-        unfinished = "capability 9.0 are not used: an earlier comparison with the tiled kernels did not end"
+        unfinished = "capability 9.0 for heads of 64 are not used: an earlier comparison with the tiled kernels did not end"
         # The copy of the first output: of a lost GPU, and of one that works on.
         for failure, is_lost in [("cuMemcpyDtoHAsync_v2:1=700,cuStreamSynchronize:1+=700", True), ("cuMemcpyDtoHAsync_v2:1", False)]:
             with self.subTest(failure=failure):

@@ -82,7 +82,7 @@ class Nvrtc:
             if self._knows and arch not in self._knows:
                 continue
             code, log = self._compile(inlined(source), source.name, arch)
-            if code != 0 or "warning" in log:
+            if code != 0 or "warning" in log or ptxas.serialized(log):
                 raise CompileError(f"NVRTC {self._version} refuses {source.name} for sm_{arch} (result {code}):\n{log}")
 
     def _compile(self, text: str, name: str, arch: str) -> tuple[int, str]:

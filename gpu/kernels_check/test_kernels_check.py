@@ -217,7 +217,7 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
         self.assertNotRegex("\n".join(in_place), "stack frame|local memory")
 
     def test_tensor_core_instructions_compile_to_what_they_are_named_after(self):
-        for name in ("common.cuh", "mma.cuh", "tests/mma.cu"):
+        for name in ("common.cuh", "mma.cuh", "attention_fused.cuh", "tests/mma.cu"):
             shutil.copy(REPOSITORY / "kernels/cuda" / name, self.kernels)
         with redirect_stdout(io.StringIO()):
             errors = check(self.cuda_home, self.kernels, self.document, True, {"test_matmul_bf16", "test_matmul_f16"})
@@ -244,6 +244,11 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
             ("wgmma.cuh", "attention_fused_backward_wgmma.cu", "p, 1, 1, 0, 0;", "p, 1, 1, 0, 1;"),
             ("attention_fused.cuh", "attention_fused_forward.cu", '"f"(high), "f"(low)', '"f"(low), "f"(high)'),
             ("mma.cuh", "attention_fused_forward.cu", "x4.trans", "x4"),
+            ("mma.cuh", "attention_fused_forward.cu", '"+f"(c[0])', '"=f"(c[0])'),
+            ("mma.cuh", "attention_fused_forward.cu", "DEFINE_MMA(bf16, bf16)", "DEFINE_MMA(bf16, f16)"),
+            ("wgmma.cuh", "attention_fused_forward_wgmma.cu", "setmaxnreg.dec", "setmaxnreg.inc"),
+            ("wgmma.cuh", "attention_fused_forward_wgmma.cu", 'volatile("fence.proxy', '("fence.proxy'),
+            ("tma.cuh", "attention_fused_forward_wgmma.cu", '"r"(phase % 2)\n                     : "memory"', '"r"(phase % 2)'),
         ):
             self.copy_wgmma(kernel)
             statements = ptx.statements(self.kernels, kernel)

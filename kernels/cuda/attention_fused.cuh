@@ -56,16 +56,18 @@ struct BlockPlace {
     u32 part, kv_head;
 };
 
-// Blocks start in the order of their index. The first parts of a head see the most under a causal mask. Were those of the
-// last head started when little else is left, they would run alone in the end: so blocks of so many heads alternate that
-// two for each multiprocessor of a large GPU come before the next heads.
-__device__ __forceinline__ BlockPlace block_place() {
-    constexpr u32 kTogether = 264;
-    const u32 parts = gridDim.x, index = blockIdx.y * parts + blockIdx.x;
+// The place of the block `index` of a grid. Blocks start in the order of their index, and the first parts of a head see
+// the most under a causal mask. Started when little else is left, those of the last head would run alone in the end. So
+// blocks of so many heads alternate that two for each of 132 multiprocessors (an H100) come before the next heads.
+__device__ __forceinline__ BlockPlace block_place(u32 parts, u32 kv_heads, u32 index) {
+    constexpr u32 kTogether = 2 * 132;
     const u32 heads = parts < kTogether ? (kTogether + parts - 1) / parts : 1;
     const u32 first = index / (parts * heads) * heads, in_group = index % (parts * heads);
-    const u32 in_part = gridDim.y - first < heads ? gridDim.y - first : heads;
+    const u32 in_part = kv_heads - first < heads ? kv_heads - first : heads;
     return {in_group / in_part, first + in_group % in_part};
+}
+__device__ __forceinline__ BlockPlace block_place() {
+    return block_place(gridDim.x, gridDim.y, blockIdx.y * gridDim.x + blockIdx.x);
 }
 
 // The sizes of a launch, for the KV heads from `first_kv_head` on, of `group` query heads each. The grid is [parts of a
@@ -107,7 +109,8 @@ template <typename T, u32 D> struct KeyRows {
 
 // This block's keys or values in a tensor [sequence, key, head, D].
 template <u32 D, typename T> __device__ __forceinline__ KeyRows<T, D> key_rows(T *x, const FusedSizes &sizes) {
-    const u64 head = static_cast<u64>(blockIdx.z) * sizes.keys * sizes.num_kv_heads + sizes.first_kv_head + block_place().kv_head;
+    const u64 first = static_cast<u64>(blockIdx.z) * sizes.keys * sizes.num_kv_heads;
+    const u64 head = first + sizes.first_kv_head + block_place().kv_head;
     return {x + head * D, sizes.keys, static_cast<u64>(sizes.num_kv_heads) * D};
 }
 

@@ -6,18 +6,20 @@
 
 // The operands of both kernels: `q`, `dout` [sequence, token, head, D], `k`, `v` [sequence, key, KV head, D], `lse`,
 // `delta` [sequence, head, token], `ranges` [sequence, token], and `heads` as in `packed_rows`. Offsets of this block's
-// rows are computed from the kernel's parameters each time, because registers are scarce.
+// rows are computed from these members each time, because registers are scarce.
 template <typename T, u32 D> struct Operands {
     const T *q, *k, *v, *dout;
     const float *lse, *delta;
     const u32 *heads, *ranges;
     FusedSizes sizes;
+    // That of this block: ptxas would divide again for each row.
+    u32 kv_head;
 
     __device__ __forceinline__ Visible visible_to_token(u32 token) const {
         return visible_to(ranges + 2 * static_cast<u64>(blockIdx.z) * sizes.tokens, token);
     }
     __device__ __forceinline__ u64 head_of_row(u32 row) const {
-        return heads[block_place().kv_head * sizes.group + row % sizes.group];
+        return heads[kv_head * sizes.group + row % sizes.group];
     }
     // Of a row's elements in q and dout.
     __device__ __forceinline__ u64 offset_of_row(u32 row) const {
@@ -32,7 +34,7 @@ template <typename T, u32 D> struct Operands {
     // Of a key's elements in k and v.
     __device__ __forceinline__ u64 offset_of_key(u32 key) const {
         const u64 at = static_cast<u64>(blockIdx.z) * sizes.keys + key;
-        return (at * sizes.num_kv_heads + sizes.first_kv_head + block_place().kv_head) * D;
+        return (at * sizes.num_kv_heads + sizes.first_kv_head + kv_head) * D;
     }
 };
 
@@ -198,6 +200,9 @@ __device__ __forceinline__ void differentiate(float (&dp)[1][kN][4], const float
         const u32 *ranges, float scale, u32 tokens, u32 num_keys, u32 num_heads, u32 num_kv_heads,                \
         u32 first_kv_head, u32 group
 #define OPERANDS                                                                                                  \
-    { q, k, v, dout, lse, delta, heads, ranges, {tokens, num_keys, num_heads, num_kv_heads, first_kv_head, group} }
+    {                                                                                                             \
+        q, k, v, dout, lse, delta, heads, ranges,                                                                 \
+            {tokens, num_keys, num_heads, num_kv_heads, first_kv_head, group}, block_place().kv_head              \
+    }
 
 #endif

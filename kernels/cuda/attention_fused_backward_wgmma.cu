@@ -4,9 +4,9 @@
 // A block owns kOwn rows of two tensors in shared memory, and a warpgroup 64 of them as operand A of its first two
 // products. Tiles of the two other tensors are operand B of all products. p and ds become operands A in registers.
 //
-// dout·vᵀ runs while lanes compute p, and the last products of a tile while the next one begins. So there are three stages of tiles: one whose products end, one that is computed, one that arrives. Inside of
-// the condition that there is a tile, ptxas sees that products of one pass of the loop end in the next, and does not
-// serialize them.
+// dout·vᵀ runs while lanes compute p, and the last products of a tile while the next one begins. So there are three stages
+// of tiles: one whose products end, one that is computed, one that arrives. Inside of the condition that there is a tile,
+// ptxas sees that products of one pass of the loop end in the next, and does not serialize them.
 
 #include "common.cuh"
 #include "mma.cuh"
@@ -210,7 +210,8 @@ __device__ __forceinline__ void queries(T *dq, const TensorMap &k_map, const Ten
 
 // `queries` does not read k and v, only their maps: both kernels have one list of parameters.
 #define INSTANTIATE(T, suffix, D)                                                                                 \
-    KERNEL_OF_THREADS(attention_fused_backward_wgmma_keys_##suffix##_##D, kThreadsWithProducer, T *dk, T *dv, PARAMETERS(T)) {                     \
+    KERNEL_OF_THREADS(attention_fused_backward_wgmma_keys_##suffix##_##D, kThreadsWithProducer, T *dk, T *dv,     \
+                      PARAMETERS(T)) {                                                                            \
         keys<T, D>(dk, dv, OPERANDS, scale);                                                                      \
     }                                                                                                             \
     KERNEL_OF_THREADS(attention_fused_backward_wgmma_queries_##suffix##_##D, kThreadsWithProducer, T *dq,         \

@@ -1,6 +1,6 @@
 // Parts of the fused attention kernels with products of warpgroups. A block has two of them, which own 64 of its kOwn
-// rows each. In some kernels one thread of a third copies tiles by TMA. A kernel includes this file after `wgmma.cuh`,
-// `tma.cuh` and `attention_fused.cuh`.
+// rows each. A third one copies: one of its threads by TMA, or all by `cp.async`. A kernel includes this file after
+// `wgmma.cuh`, `tma.cuh` and `attention_fused.cuh`.
 
 #ifndef ULYSSES_ATTENTION_FUSED_WGMMA_CUH
 #define ULYSSES_ATTENTION_FUSED_WGMMA_CUH
@@ -15,7 +15,6 @@ inline constexpr u32 kProducers = 128, kProducer = kWgmmaThreads, kThreadsWithPr
 inline constexpr u32 kRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kProducers * kProducerRegisters + kWgmmaThreads * kConsumerRegisters <= kThreadsWithProducer * kRegisters,
               "what the producers give is enough for the others");
-
 
 // Whether this thread is of the producer's warpgroup. ptxas must see that a whole warp takes the same path.
 __device__ __forceinline__ bool is_in_warpgroup_of_producer() {

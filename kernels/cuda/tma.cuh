@@ -14,8 +14,8 @@ struct alignas(64) TensorMap {
     u64 content[16];
 };
 
-// Initializes a barrier for phases of `count` arrivals each. Other threads may use it after `fence_async_proxy` and a
-// barrier of the block.
+// Initializes a barrier for phases of `count` arrivals each. Other threads may use it after a barrier of the block, and
+// TMA if `fence_async_proxy` comes before that.
 __device__ __forceinline__ void mbarrier_init(u64 *barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -54,7 +54,8 @@ __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 phase) {
         if (is_complete) return;
         const u64 now = nanoseconds();
         if (start == 0) start = now;
-        // An access to no memory. Next to a `trap`, ptxas 13.0 gives a warpgroup fewer registers than `raise_registers` says.
+        // An access to no memory. Next to a `trap`, ptxas 13.0 gives a warpgroup fewer registers than
+        // `raise_registers` says.
         if (now - start > kLimit) asm volatile("st.global.u32 [%0], %1;" ::"l"(u64{0}), "r"(0) : "memory");
     }
 }

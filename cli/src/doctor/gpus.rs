@@ -155,10 +155,10 @@ fn kernels_of(checked: &CheckedKernels) -> String {
     let errors: Vec<String> = checked.errors.iter().map(percent).collect();
     let errors = match errors.is_empty() {
         true => String::new(),
-        false => format!(" (errors, of what rounding explains: {})", errors.join(", ")),
+        false => format!(" (largest errors, as a share of the tolerance: {})", errors.join(", ")),
     };
     let text = format!("head dimension {}: {chosen}{errors}", checked.head_dim);
-    [&[text], &checked.refused[..]].concat().join("; ")
+    [&[text], &checked.refused[..]].concat().join(", but ")
 }
 
 /// Trains two steps on a GPU, which compiles and loads all kernels.

@@ -1,7 +1,8 @@
-// Kernels that only tests run: the instructions of `mma.cuh` one by one, and a small matmul of them.
+// Kernels that only tests run: the instructions of `mma.cuh` one by one, a small matmul of them, and places of blocks.
 
 #include "common.cuh"
 #include "mma.cuh"
+#include "attention_fused.cuh"
 
 namespace {
 
@@ -146,3 +147,12 @@ LDMATRIX(4)
 CP_ASYNC(4)
 CP_ASYNC(8)
 CP_ASYNC(16)
+
+// places [kv_heads · parts, 2] of a grid, by one thread.
+KERNEL(test_block_place, u32 *places, u32 parts, u32 kv_heads) {
+    for (u32 index = 0; index < parts * kv_heads; ++index) {
+        const BlockPlace place = block_place(parts, kv_heads, index);
+        places[2 * index] = place.part;
+        places[2 * index + 1] = place.kv_head;
+    }
+}

@@ -108,7 +108,9 @@ impl AttentionKernels {
                 return Ok(CheckedKernels { head_dim, kernels, errors: verdict.errors.clone(), refused });
             };
             let which = if kernels == Self::Wgmma { " of compute capability 9.0" } else { "" };
-            refused.push(format!("this GPU's fused attention kernels{which} are not used: {reason}"));
+            refused.push(format!(
+                "this GPU's fused attention kernels{which} for heads of {head_dim} are not used: {reason}"
+            ));
         }
         Ok(CheckedKernels { head_dim, kernels: Self::Tiled, errors: Vec::new(), refused })
     }

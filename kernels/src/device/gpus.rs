@@ -87,14 +87,17 @@ pub(crate) fn has_wgmma(device: &Device) -> bool {
     false
 }
 
-/// The number of a GPU's multiprocessors; 1 on the CPU, and if the driver does not say.
-pub(crate) fn multiprocessors(device: &Device) -> usize {
+/// The number of a GPU's multiprocessors; 1 on the CPU.
+///
+/// # Errors
+/// A failed call of the driver.
+pub(crate) fn multiprocessors(device: &Device) -> Result<usize, DeviceError> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
-        return super::cuda::multiprocessors(device).map_or(1, |count| count as usize);
+        return super::cuda::multiprocessors(device);
     }
     _ = device;
-    1
+    Ok(1)
 }
 
 /// Why one of the files of kernels does not compile or load on a device that is usable without it; `None` if all do.

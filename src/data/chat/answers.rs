@@ -19,6 +19,9 @@ const MAX_PROMPT_END: usize = 256;
 /// A shorter end of the prompt may occur in an answer by chance.
 const MIN_PROMPT_END: usize = 6;
 
+/// A shorter message of another role may occur in an answer by chance.
+const MIN_PROMPT: usize = 8;
+
 /// Where a marked string of a message lies in the whole text.
 struct Marked {
     message: Value,
@@ -37,7 +40,8 @@ impl Conversation<'_> {
         let mut answers: Vec<Range<usize>> = Vec::new();
         for index in messages {
             let from = answers.last().map_or(0, |answer| answer.end);
-            let is_next = |answer: &Range<usize>| answer.start >= from;
+            let is_next =
+                |answer: &Range<usize>| answer.start >= from && !self.has_prompt(&full[answer.clone()]);
             let ways = [Self::by_prefix, Self::by_mark];
             // The rendering of no messages may lack the start of the template.
             let ways = if index == 0 { [ways[1], ways[0]] } else { ways };
@@ -58,6 +62,18 @@ impl Conversation<'_> {
             answers.push(found);
         }
         Ok(answers)
+    }
+
+    /// Returns whether a text has what another role says, unless an answer quotes it.
+    fn has_prompt(&self, text: &str) -> bool {
+        let (answers, others): (Vec<_>, Vec<_>) =
+            self.given.iter().partition(|message| message["role"] == "assistant");
+        let quotes = |answer: &Json, content: &str| {
+            strings(answer).iter().any(|pointer| string(answer, pointer).contains(content))
+        };
+        let contents = others.iter().map(|message| string(message, "/content").trim());
+        let mut long = contents.filter(|content| content.len() >= MIN_PROMPT);
+        long.any(|content| text.contains(content) && !answers.iter().any(|answer| quotes(answer, content)))
     }
 
     /// Returns the range that the message adds to the previous text, if that is a prefix.

@@ -73,6 +73,30 @@ fn published_templates_give_the_text_and_the_answers_of_transformers() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The end of the prompt occurs in this template's first line alone, because the question changes as messages are added.
+#[test]
+fn an_answer_that_would_have_the_question_in_it_is_refused() {
+    let template = "Always (think first)\n\
+        {% for m in messages %}{{ m.role }}: {{ m.content }}\
+        {% if loop.last and m.role == 'user' %} (think first){% endif %}\n{% endfor %}\
+        {% if add_generation_prompt %}assistant (thinking):{% endif %}";
+    let parsed = ChatTemplate::new(template, BTreeMap::new(), ChatDate::default()).unwrap();
+    let chat = |answer: &str| {
+        let say = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let messages = vec![
+            say("user", "What is the weather?"),
+            say("assistant", answer),
+            say("user", "Thank you so much"),
+        ];
+        Chat::from(Conversation { messages, variables: Map::new() })
+    };
+    let error = format!("{:#}", parsed.render(&chat("Sunny")).unwrap_err());
+    assert!(error.contains("cannot locate the answer of messages[1]"), "{error}");
+    // Who quotes the question has it in the answer.
+    let quoted = parsed.render(&chat("You ask: What is the weather?")).unwrap();
+    assert!(quoted.text[quoted.answers[0].clone()].contains("You ask"));
+}
+
 #[test]
 fn expressions_give_the_text_that_python_gives_or_an_error() {
     let Fixture { values, expressions, .. } = fixture();

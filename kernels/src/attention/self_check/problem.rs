@@ -1,6 +1,7 @@
 //! The problems that fused and tiled kernels compute.
 
 use super::difference::Output;
+use crate::OpError;
 use crate::attention::fused::WGMMA_ROWS;
 use crate::attention::{
     AttentionError, AttentionKernels, AttentionLayout, Gradients, Operands, Upstream, backward, delta,
@@ -54,7 +55,8 @@ impl Problem {
         dtype: DType,
         device: &Device,
     ) -> Result<Self, AttentionError> {
-        let tokens = (multiprocessors(device) * WGMMA_ROWS).div_ceil(NUM_KV_HEADS_OF_GRID);
+        let blocks = multiprocessors(device).map_err(|source| OpError::Device { op: "attention", source })?;
+        let tokens = (blocks * WGMMA_ROWS).div_ceil(NUM_KV_HEADS_OF_GRID);
         let q_to_kv = grouped_heads(2 * NUM_KV_HEADS_OF_GRID, NUM_KV_HEADS_OF_GRID);
         let layout = AttentionLayout::causal(1, tokens as u32, q_to_kv)?;
         Self::new(layout, NUM_KV_HEADS_OF_GRID, head_dim, dtype, device)

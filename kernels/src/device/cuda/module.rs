@@ -110,10 +110,17 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
         return Ok(functions);
     }
-    let cubin = compile(&text, &architecture).map_err(|failure| {
+    let (cubin, log) = compile(&text, &architecture).map_err(|failure| {
         format!("NVRTC refused kernels/cuda/{}.cu for {architecture}: {failure}", source.name)
     })?;
-    if let Some(path) = &cache
+    if log.contains(SLOW) {
+        // Compiled again in the next run, which says it again.
+        let log = log.trim();
+        tracing::warn!(
+            "kernels/cuda/{}.cu for {architecture} is slower than it should be: {log}",
+            source.name
+        );
+    } else if let Some(path) = &cache
         && let Err(failure) = cache::store(path, &cubin)
     {
         tracing::debug!(path = %path.display(), %failure, "compiled kernels are not cached");
@@ -158,8 +165,8 @@ fn compiler() -> Option<(i32, i32)> {
     unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor).result().ok().map(|()| (major, minor)) }
 }
 
-/// Compiles to machine code. A driver rejects PTX of a newer toolkit.
-fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
+/// Compiles to machine code, and returns what the compiler said, too. A driver rejects PTX of a newer toolkit.
+fn compile(text: &str, architecture: &str) -> Result<(Vec<u8>, String), String> {
     let text = CString::new(text).map_err(|nul| nul.to_string())?;
     let program = Program(result::create_program(&text, None).map_err(|failure| failure.to_string())?);
     let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_owned()];
@@ -167,9 +174,6 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
     let compiled = unsafe { result::compile_program(program.0, &options) };
     let log = program.log();
     compiled.map_err(|failure| format!("{failure}: {log}"))?;
-    if log.contains(SLOW) {
-        tracing::warn!("kernels for {architecture} are slower than they should be: {}", log.trim());
-    }
     let mut len = 0;
     // SAFETY: as above; the second call fills as many bytes as the first one requested.
     unsafe {
@@ -178,7 +182,7 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
         sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast())
             .result()
             .map_err(|failure| failure.to_string())?;
-        Ok(cubin)
+        Ok((cubin, log))
     }
 }
 

@@ -53,9 +53,11 @@ pub(in crate::device) fn compute_capability(device: &CudaDevice) -> Result<(i32,
 }
 
 /// The number of multiprocessors of a GPU.
-pub(in crate::device) fn multiprocessors(device: &CudaDevice) -> Result<i32, DriverError> {
+pub(in crate::device) fn multiprocessors(device: &CudaDevice) -> Result<usize, DeviceError> {
     use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    device.cuda_stream().context().attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+    let stream = device.cuda_stream();
+    let count = stream.context().attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).map_err(no_gpu)?;
+    Ok(count as usize)
 }
 
 /// The memory of a GPU, and what the pool of this process has allocated of it.
