@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kernels_check import fused, ptx, ptxas, sass, table
 from kernels_check.__main__ import REPOSITORY, check, local_memory_errors, toolchain
-from kernels_check.compilers import nvcc_outputs
+from kernels_check.compilers import CompileError, nvcc_outputs
 from kernels_check.ptxas import Usage
 
 REPORT = """\
@@ -307,6 +307,8 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
             text = source.read_text()
             self.assertIn(wait + use, text)
             source.write_text(text.replace(wait + use, use))
+            with self.assertRaisesRegex(CompileError, rf"ptxas serializes wgmma in {name}:\n.*serialized due to"):
+                nvcc_outputs(self.cuda_home, source)
             with redirect_stdout(io.StringIO()):
                 errors = check(self.cuda_home, self.kernels, self.document, True)
             self.assertRegex(errors[0], rf"NVRTC 13.0 refuses {name} for sm_90a \(result 0\):\n.*serialized due to")

@@ -27,8 +27,8 @@ __device__ __forceinline__ void arrive_warp(u64 *barrier) {
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(barrier);
 }
 
-// Barriers of tiles that take turns in kStages places. Each place has one for copies, with `copiers` arrivals, and one at
-// which all warps that multiply release the tile.
+// The mbarriers of a pipeline of kStages stages. Each stage has one that is complete when its tile is filled, after
+// `copiers` arrivals, and one that is complete when all consumer warps have released the tile.
 template <u32 kStages> struct StageBarriers {
     static constexpr u32 kCount = 2 * kStages;
     u64 *first;
@@ -42,7 +42,7 @@ template <u32 kStages> struct StageBarriers {
             mbarrier_init(used(index), kWgmmaThreads / kWarp);
         }
     }
-    // Waits until the place of the `index`-th tile is free.
+    // Waits until the stage of the `index`-th tile is free.
     __device__ __forceinline__ void wait_for_place(u32 index) const {
         if (index >= kStages) mbarrier_wait(used(index), index / kStages - 1);
     }

@@ -148,8 +148,8 @@ template <typename T, u32 D, u32 kRows> struct Panels {
     }
 
   private:
-    // In units of 16 bytes, 14 bits each: the address, the distance of panels ("leading dimension"; without meaning along columns), and
-    // the distance of groups of 8 rows ("stride dimension"). Bit 62 says that panels are swizzled by 128 bytes.
+    // In units of 16 bytes, 14 bits each: the address, the distance of panels ("leading dimension"; without meaning along
+    // columns), and the distance of groups of 8 rows ("stride dimension"). Bit 62: panels are swizzled by 128 bytes.
     __device__ __forceinline__ u64 descriptor(u32 between_panels) const {
         return (shared_address(first) / 16 & 0x3fff) | static_cast<u64>(between_panels / 16) << 16 |
                static_cast<u64>(kPanelGroup / 16) << 32 | u64{1} << 62;

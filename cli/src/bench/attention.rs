@@ -169,7 +169,7 @@ impl<'a> Operation<'a> {
         TensorOptions { device, dtype }: &TensorOptions,
         kernels: AttentionKernels,
     ) -> Result<Self> {
-        let (dtype, kernels) = (*dtype, kernels.on(device, *dtype)?.of(head_dim));
+        let (dtype, kernels) = (*dtype, kernels.on(device, *dtype)?.for_head_dim(head_dim));
         let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
         let num_kv_heads = layout.q_to_kv().iter().max().map_or(0, |last| last + 1);
         // Drawn on the CPU, since a GPU may have no cuRAND. Long sequences repeat what takes long to draw.

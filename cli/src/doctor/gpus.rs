@@ -137,15 +137,15 @@ fn attention(ordinal: usize) -> Finding {
         Ok(checked) => {
             let is_ok = checked.iter().all(|checked| checked.refused.is_empty());
             let state = if is_ok { State::Ok } else { State::Warning };
-            let of_head_dims: Vec<String> = checked.iter().map(kernels_of).collect();
-            Finding::new("GPU", name, state, format!("in bf16, {}", of_head_dims.join("; ")))
+            let kernels: Vec<String> = checked.iter().map(describe_kernels).collect();
+            Finding::new("GPU", name, state, format!("in bf16, {}", kernels.join("; ")))
         }
         Err(error) => Finding::new("GPU", name, State::Failed, format!("{error:#}")),
     }
 }
 
 /// The kernels of a head dimension, and how much their outputs differ from those of the tiled ones.
-fn kernels_of(checked: &CheckedKernels) -> String {
+fn describe_kernels(checked: &CheckedKernels) -> String {
     let chosen = match checked.kernels {
         AttentionKernels::Tiled => "tiled kernels",
         AttentionKernels::Wgmma => "fused kernels with wgmma",

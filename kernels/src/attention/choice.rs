@@ -29,7 +29,7 @@ pub struct ChosenKernels {
 
 impl ChosenKernels {
     /// The kernels of calls with this head dimension.
-    pub fn of(&self, head_dim: usize) -> AttentionKernels {
+    pub fn for_head_dim(&self, head_dim: usize) -> AttentionKernels {
         let at = HEAD_DIMS.iter().position(|fused| *fused == head_dim);
         at.map_or(self.others, |at| self.fused[at])
     }

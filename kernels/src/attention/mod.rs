@@ -219,7 +219,7 @@ impl AttentionCompute for FlashAttention {
     ) -> Result<(Tensor, Tensor), AttentionError> {
         let (b, sq, hq, head_dim) = q.dims4()?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
-        let kernels = self.kernels.of(head_dim);
+        let kernels = self.kernels.for_head_dim(head_dim);
         let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
         Ok((o, lse))
@@ -234,7 +234,7 @@ impl AttentionCompute for FlashAttention {
     ) -> Result<QkvGradients, AttentionError> {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
-        let kernels = self.kernels.of(q.dim(3)?);
+        let kernels = self.kernels.for_head_dim(q.dim(3)?);
         let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
         with_category(Category::Other, || backward(&operands, upstream, &gradients))?;

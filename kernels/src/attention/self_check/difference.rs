@@ -30,8 +30,8 @@ pub(super) fn deviations(fused: &[Output], tiled: &[Output], dtype: DType) -> Ve
     let pairs = fused.iter().zip(tiled);
     pairs
         .map(|((name, fused, of_token), (_, tiled, _))| match of_token {
-            0 => deviation_of_lse(fused, tiled),
-            of_token => deviation_of_tokens(name, fused, tiled, *of_token, dtype),
+            0 => lse_deviation(fused, tiled),
+            of_token => token_deviation(name, fused, tiled, *of_token, dtype),
         })
         .collect()
 }
@@ -54,7 +54,7 @@ fn known(share: f64) -> f64 {
     if share.is_nan() { f64::INFINITY } else { share }
 }
 
-fn deviation_of_lse(fused: &[f32], tiled: &[f32]) -> Deviation {
+fn lse_deviation(fused: &[f32], tiled: &[f32]) -> Deviation {
     // Equal infinities do not differ.
     let error = |(fused, tiled): (&f32, &f32)| if fused == tiled { 0.0 } else { (fused - tiled).abs() };
     let errors = fused.iter().zip(tiled).map(error);
@@ -66,7 +66,7 @@ fn deviation_of_lse(fused: &[f32], tiled: &[f32]) -> Deviation {
 }
 
 /// Compares the root mean squares of a token's errors and of its elements: a fault of one tile affects few tokens.
-fn deviation_of_tokens(
+fn token_deviation(
     output: &'static str,
     fused: &[f32],
     tiled: &[f32],

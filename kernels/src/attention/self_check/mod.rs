@@ -19,7 +19,7 @@ pub(super) struct Verdict {
     /// Why not, if there is a reason.
     pub(super) refusal: Option<String>,
     /// Whether another GPU of the same model may differ.
-    pub(super) is_of_one_card: bool,
+    pub(super) is_card_specific: bool,
     /// The largest error of each output as a share of what rounding explains; none if the verdict is an earlier one.
     pub(super) errors: Vec<(&'static str, f64)>,
 }
@@ -102,7 +102,7 @@ fn determine(
     let result = compare(kernels, device, dtype, head_dim);
     let gpu_works = result.is_ok() || device.synchronize().is_ok();
     match (&file, &result) {
-        (Some(file), Ok(verdict)) if !verdict.is_of_one_card => file.write(&verdict.refusal),
+        (Some(file), Ok(verdict)) if !verdict.is_card_specific => file.write(&verdict.refusal),
         (Some(file), _) if gpu_works => file.restore(&earlier),
         _ => {}
     }
@@ -159,12 +159,12 @@ fn compare(
     }
     if !wrong.is_empty() {
         let refusal = format!("they disagree with the tiled kernels: {of}: {}", wrong.join(", "));
-        return Ok(Verdict { refusal: Some(refusal), is_of_one_card: false, errors });
+        return Ok(Verdict { refusal: Some(refusal), is_card_specific: false, errors });
     }
-    let problem = Problem::of_a_full_grid(head_dim, dtype, device)?;
+    let problem = Problem::full_grid(head_dim, dtype, device)?;
     let refusal =
         unequal_output(|| problem.run(kernels))?.map(|output| format!("equal runs differ in {output}: {of}"));
-    Ok(Verdict { is_of_one_card: refusal.is_some(), refusal, errors })
+    Ok(Verdict { is_card_specific: refusal.is_some(), refusal, errors })
 }
 
 /// The first output that is not the same, bit by bit, in all of `RUNS` runs.
@@ -251,10 +251,9 @@ mod tests {
     #[test]
     fn fused_and_tiled_kernels_agree_on_a_gpu() -> Result<(), AttentionError> {
         on_a_gpu(|| {
-            let of = |kernels, head_dims: &'static [usize]| head_dims.iter().map(move |dim| (kernels, *dim));
-            let fused = of(AttentionKernels::Fused, &HEAD_DIMS);
-            for (kernels, head_dim) in fused.chain(of(AttentionKernels::Wgmma, &HEAD_DIMS_OF_WGMMA)) {
-                let dtype = if head_dim == 96 { DType::F16 } else { DType::BF16 };
+            let fused = HEAD_DIMS.map(|head_dim| (AttentionKernels::Fused, DType::F16, head_dim));
+            let wgmma = HEAD_DIMS_OF_WGMMA.map(|head_dim| (AttentionKernels::Wgmma, DType::BF16, head_dim));
+            for (kernels, dtype, head_dim) in fused.into_iter().chain(wgmma) {
                 let verdict = compare(kernels, &device(), dtype, head_dim)?;
                 assert_eq!(verdict.refusal, None, "{head_dim}");
                 let outputs: Vec<&str> = verdict.errors.iter().map(|(output, _)| *output).collect();

@@ -50,11 +50,7 @@ impl Problem {
     }
 
     /// A causal sequence with a block of each kernel for every multiprocessor.
-    pub(super) fn of_a_full_grid(
-        head_dim: usize,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self, AttentionError> {
+    pub(super) fn full_grid(head_dim: usize, dtype: DType, device: &Device) -> Result<Self, AttentionError> {
         let blocks = multiprocessors(device).map_err(|source| OpError::Device { op: "attention", source })?;
         let tokens = (blocks * WGMMA_ROWS).div_ceil(NUM_KV_HEADS_OF_GRID);
         let q_to_kv = grouped_heads(2 * NUM_KV_HEADS_OF_GRID, NUM_KV_HEADS_OF_GRID);

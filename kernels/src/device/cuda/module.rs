@@ -113,8 +113,8 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
     let (cubin, log) = compile(&text, &architecture).map_err(|failure| {
         format!("NVRTC refused kernels/cuda/{}.cu for {architecture}: {failure}", source.name)
     })?;
-    if log.contains(SLOW) {
-        // Compiled again in the next run, which says it again.
+    if log.contains(PERFORMANCE_WARNING) {
+        // Not cached, so that the next run compiles and warns again.
         let log = log.trim();
         tracing::warn!(
             "kernels/cuda/{}.cu for {architecture} is slower than it should be: {log}",
@@ -165,7 +165,7 @@ fn compiler() -> Option<(i32, i32)> {
     unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor).result().ok().map(|()| (major, minor)) }
 }
 
-/// Compiles to machine code, and returns what the compiler said, too. A driver rejects PTX of a newer toolkit.
+/// Compiles to machine code, and returns the compiler's log with it. A driver rejects PTX of a newer toolkit.
 fn compile(text: &str, architecture: &str) -> Result<(Vec<u8>, String), String> {
     let text = CString::new(text).map_err(|nul| nul.to_string())?;
     let program = Program(result::create_program(&text, None).map_err(|failure| failure.to_string())?);
@@ -189,12 +189,11 @@ fn compile(text: &str, architecture: &str) -> Result<(Vec<u8>, String), String> 
 /// An NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
-/// What begins ptxas's messages on products of warpgroups that wait for each other, and on registers that are not
-/// redistributed: C7508, C7510 to C7519.
-const SLOW: &str = "(C75";
+/// Prefix of ptxas's messages on serialized `wgmma` (C7510 to C7519) and on an ignored `setmaxnreg` (C7508).
+const PERFORMANCE_WARNING: &str = "(C75";
 
 impl Program {
-    /// What the compiler said.
+    /// The compiler's log.
     fn log(&self) -> String {
         // SAFETY: created by `compile`, and not destroyed yet.
         let log = unsafe { result::get_program_log(self.0) }.unwrap_or_default();
