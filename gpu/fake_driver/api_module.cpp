@@ -18,6 +18,7 @@ constexpr unsigned kMaxGridYZ = 65535, kMaxThreads = 1024;
 
 struct Function {
     const Kernel *kernel;
+    int device;
     unsigned shared_limit = kDefaultSharedBytes;
 };
 
@@ -74,7 +75,7 @@ FAKE_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
                 report("the emulation has no kernel %s", name.c_str());
                 return CUDA_ERROR_INVALID_IMAGE;
             }
-            made->functions[name] = std::make_unique<Function>(Function{kernel});
+            made->functions[name] = std::make_unique<Function>(Function{kernel, device});
         }
     }
     *module = reinterpret_cast<CUmodule>(made.release());
@@ -101,7 +102,7 @@ FAKE_EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule handle, 
             report("cuModuleGetFunction: there is no kernel %s", name);
             return CUDA_ERROR_NOT_FOUND;
         }
-        found = module.functions.emplace(name, std::make_unique<Function>(Function{kernel})).first;
+        found = module.functions.emplace(name, std::make_unique<Function>(Function{kernel, module.device})).first;
     }
     *function = reinterpret_cast<CUfunction>(found->second.get());
     return CUDA_SUCCESS;
@@ -162,6 +163,10 @@ FAKE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, u
     Lock lock(lock_of_driver);
     Stream *stream = stream_of(stream_handle, kernel.name.c_str());
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    if (function.device != stream->device) {
+        report("%s of GPU %d is launched on a stream of GPU %d", kernel.name.c_str(), function.device, stream->device);
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
     const auto arguments = copy_arguments(kernel, parameters);
     count_call(kernel.name.c_str());
     const auto ranges = accessed_ranges(kernel, arguments->pointers.data());

@@ -170,6 +170,18 @@ void memory_of_another_device() {
     cuMemsetD8Async(p.tensor, 7, kBytes, other.first);
 }
 
+void function_of_another_device() {
+    Program p;
+    CUmodule module;
+    CUfunction function;
+    ok(cuModuleLoadData(&module, "fake cubin\nattention_zero\n"));
+    ok(cuModuleGetFunction(&function, module, "attention_zero"));
+    Program other(1);
+    unsigned long long count = kBytes / sizeof(float);
+    void *arguments[] = {&other.tensor, &count};
+    cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, other.first, arguments, nullptr);
+}
+
 void event_of_another_device() {
     Program p;
     Program other(1);
@@ -236,6 +248,7 @@ int main(int, char **arguments) {
         {"host_write_too_early", host_write_too_early},
         {"wrong_device", wrong_device},
         {"memory_of_another_device", memory_of_another_device},
+        {"function_of_another_device", function_of_another_device},
         {"event_of_another_device", event_of_another_device},
         {"past_the_end", past_the_end},
         {"write_into_the_red_zone", write_into_the_red_zone},

@@ -21,6 +21,7 @@ FAULTS = {
     "host_write_too_early": "the host uses page-locked memory at byte 5 before it has waited for: copy from the host",
     "wrong_device": "on a stream of GPU 0 while the context of GPU 1 is current",
     "memory_of_another_device": "on GPU 1 writes memory of GPU 0",
+    "function_of_another_device": "attention_zero of GPU 0 is launched on a stream of GPU 1",
     "event_of_another_device": "cuEventRecord of an event of GPU 0 on a stream of GPU 1",
     "past_the_end": "do not lie in an allocation",
     "write_into_the_red_zone": "something wrote next to the 10000 bytes",

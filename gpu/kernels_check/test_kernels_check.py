@@ -217,7 +217,7 @@ extern "C" __global__ void copies(unsigned* out, const Table table) { out[thread
         self.assertNotRegex("\n".join(in_place), "stack frame|local memory")
 
     def test_tensor_core_instructions_compile_to_what_they_are_named_after(self):
-        for name in ("common.cuh", "mma.cuh", "attention_fused.cuh", "tests/mma.cu"):
+        for name in ("common.cuh", "mma.cuh", "attention_fused.cuh", "attention_fused_backward.cuh", "tests/mma.cu"):
             shutil.copy(REPOSITORY / "kernels/cuda" / name, self.kernels)
         with redirect_stdout(io.StringIO()):
             errors = check(self.cuda_home, self.kernels, self.document, True, {"test_matmul_bf16", "test_matmul_f16"})

@@ -108,6 +108,7 @@ mod on_eight_gpus {
         point_to_point:
             a_ring_passes_tensors_on,
             messages_started_together_keep_their_order,
+            a_message_goes_out_before_a_later_collective,
             a_batch_of_messages_goes_around_rings_in_both_directions,
             a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable;
         groups:
@@ -124,6 +125,7 @@ mod on_eight_gpus {
             an_error_reaches_all_ranks_at_once_and_is_the_error_of_the_launch,
             an_invalid_argument_on_one_rank_reaches_the_others,
             a_failure_in_a_small_group_fails_the_whole_world,
+            operations_of_two_groups_end_when_a_rank_fails,
             wrong_arguments_are_typed_errors_and_leave_the_group_usable;
     }
 

@@ -1,8 +1,9 @@
-// Kernels that only tests run: the instructions of `mma.cuh` one by one, a small matmul of them, and places of blocks.
+// Kernels that only tests run: the instructions of `mma.cuh` one by one, a small matmul of them, places of blocks and rows.
 
 #include "common.cuh"
 #include "mma.cuh"
 #include "attention_fused.cuh"
+#include "attention_fused_backward.cuh"
 
 namespace {
 
@@ -154,5 +155,21 @@ KERNEL(test_block_place, u32 *places, u32 parts, u32 kv_heads) {
         const BlockPlace place = block_place(parts, kv_heads, index);
         places[2 * index] = place.part;
         places[2 * index + 1] = place.kv_head;
+    }
+}
+
+// Element offsets of tensors with `tokens` · 8 heads (4 KV heads), which nothing reads: of a packed row of the first KV head as a
+// pointer and as an offset, of its term, and of a key as a pointer and as an offset. offsets [5, 2] has their low and high words.
+KERNEL(test_offsets, u32 *offsets, const u32 *heads, u32 tokens, u32 row, u32 key) {
+    constexpr u32 kDim = 128;
+    u8 *x = reinterpret_cast<u8 *>(offsets);
+    const FusedSizes sizes{tokens, tokens, 8, 4, 0, 2};
+    const Operands<u8, kDim> operands{x, x, x, x, nullptr, nullptr, heads, nullptr, sizes, 0};
+    const u64 found[] = {static_cast<u64>(packed_rows<kDim>(x, heads, sizes).at(row) - x), operands.offset_of_row(row),
+                         operands.offset_of_term(row), static_cast<u64>(key_rows<kDim>(x, sizes).at(key) - x),
+                         operands.offset_of_key(key)};
+    for (u32 i = 0; i < 5; ++i) {
+        offsets[2 * i] = static_cast<u32>(found[i]);
+        offsets[2 * i + 1] = static_cast<u32>(found[i] >> 32);
     }
 }

@@ -37,6 +37,7 @@ macro_rules! every_case {
                 a_ring_passes_tensors_on,
                 messages_between_a_pair_keep_their_order,
                 messages_started_together_keep_their_order,
+                a_message_goes_out_before_a_later_collective,
                 a_batch_of_messages_goes_around_rings_in_both_directions,
                 a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usable,
                 pairs_do_not_wait_for_each_other;
@@ -74,6 +75,7 @@ macro_rules! every_case {
                 the_error_names_the_root_blocker_and_not_a_waiting_rank,
                 a_rank_that_exits_early_is_an_error_at_once,
                 a_failure_in_a_small_group_fails_the_whole_world,
+                operations_of_two_groups_end_when_a_rank_fails,
                 ranks_of_a_sub_group_are_named_by_their_global_rank,
                 a_message_of_another_kind_fails_both_sides,
                 a_message_to_or_from_a_rank_that_left_fails_at_once,

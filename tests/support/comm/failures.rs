@@ -273,6 +273,28 @@ pub(crate) fn a_failure_in_a_small_group_fails_the_whole_world(backend: &dyn Bac
     assert_eq!(errors, vec![Some(expected); 4]);
 }
 
+/// A GPU runs the operations of both groups one after another: none ends before the one that waits for a rank.
+pub(crate) fn operations_of_two_groups_end_when_a_rank_fails(backend: &dyn Backend) {
+    let own = CommError::Tensor("disk full".into());
+    let (launched, errors) = fail(backend, 2, TIMEOUT, |group| {
+        let twin = group.split("twin", Some(0), 0)?.unwrap();
+        all_reduce(10, &twin)?;
+        all_reduce(10, group)?;
+        if group.rank() == 1 {
+            // Meanwhile the other starts its operations.
+            std::thread::sleep(Duration::from_millis(100));
+            return Err(own.clone());
+        }
+        let tensors = [0, 1].map(|_| tensor(10, |i| i as f32));
+        let first = twin.start_all_reduce(&tensors[0], ReduceOp::Sum)?;
+        let second = group.start_all_reduce(&tensors[1], ReduceOp::Sum)?;
+        Pending::all(vec![first, second]).wait()?;
+        received(&tensors[1], group)
+    });
+    assert_eq!(launched.comm_error(), Some(&own));
+    assert!(matches!(&errors[0], Some(CommError::PeerFailed { rank: 1, .. })), "{errors:?}");
+}
+
 pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &dyn Backend) {
     let (_, errors) = fail(backend, 4, TIMEOUT, |group| {
         let odd = group.split("parity", Some(group.rank() % 2), 0)?.unwrap();

@@ -53,6 +53,20 @@ pub(crate) fn messages_started_together_keep_their_order(backend: &dyn Backend) 
     });
 }
 
+/// The receiver has it before it takes part in the collective.
+pub(crate) fn a_message_goes_out_before_a_later_collective(backend: &dyn Backend) {
+    backend.run(2, |group| {
+        let (message, received) = (tensor(9, |i| i as f32), zeros::<f32>(9));
+        let sending = (group.rank() == 0).then(|| group.start_send(&message, 1)).transpose()?;
+        if group.rank() == 1 {
+            group.recv(&received, 0)?;
+            assert_eq!(values::<f32>(&received), values::<f32>(&message));
+        }
+        assert_eq!(group.all_reduce_values(&[1.0], ReduceOp::Sum)?, [2.0]);
+        sending.map_or(Ok(()), |sending| sending.wait())
+    });
+}
+
 pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: &dyn Backend) {
     // Above and below the sizes that libraries buffer.
     for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 300_000), (4, 1)] {
