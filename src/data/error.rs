@@ -40,6 +40,14 @@ pub enum DataError {
         /// The detected format, if known, and the remedy.
         advice: &'static str,
     },
+    /// A text file or a line that is longer than a document may be.
+    #[error("{}: a text file or a line of {limit} bytes or more; split it", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// The limit.
+        limit: u64,
+    },
     /// A file or directory without any token.
     #[error("{} contains no text ({skipped}{})", path.display(), notes.after("; "))]
     Empty {

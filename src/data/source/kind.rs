@@ -103,6 +103,13 @@ pub(super) fn named_kind(path: &Path) -> Result<Result<SourceKind, &'static str>
 /// says so itself: a `.bin` by its header or the index next to it, which is read with its `.bin`; JSON and tables by the
 /// fields of the first sample.
 pub(super) fn found_kind(path: &Path, text_field: &str) -> Result<Option<SourceKind>, DataError> {
+    match data_kind(path, text_field) {
+        Err(DataError::NotText { .. }) => Ok(None),
+        kind => kind,
+    }
+}
+
+fn data_kind(path: &Path, text_field: &str) -> Result<Option<SourceKind>, DataError> {
     let extension = extension(path);
     let is_sample = |names: &[String]| is_sample(|name| names.iter().any(|found| found == name), text_field);
     if SETTINGS.contains(&extension.as_str()) || is_card(path)? {

@@ -1,5 +1,6 @@
 //! Opens data files, and decompresses those of gzip and Zstandard.
 
+use super::kind::describe_binary;
 use crate::data::DataError;
 use crate::regular_file;
 use flate2::bufread::MultiGzDecoder;
@@ -13,12 +14,27 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 const BUFFER_BYTES: usize = 1 << 20;
 
+/// The limit of a text file or a line: positions in a document have 32 bits.
+const MAX_DOCUMENT_BYTES: u64 = 1 << 32;
+
 /// The contents of a file, decompressed.
 pub(super) type Reader = Box<dyn BufRead + Send>;
 
 /// Opens a file at an offset of its contents, up to its size at that time. The first bytes of the file, not its name, decide
 /// whether it is compressed.
+///
+/// # Errors
+/// A file that cannot be read, or that has a NUL byte where it is opened, which no text has.
 pub(super) fn open(path: &Path, offset: u64) -> Result<Reader, DataError> {
+    let mut contents = decompressed(path, offset)?;
+    let beginning = contents.fill_buf().map_err(|source| read_error(path, source))?;
+    match beginning.contains(&0) {
+        true => Err(DataError::NotText { path: path.to_owned(), advice: describe_binary(beginning) }),
+        false => Ok(contents),
+    }
+}
+
+fn decompressed(path: &Path, offset: u64) -> Result<Reader, DataError> {
     let failed = |source| read_error(path, source);
     let (file, size) = regular_file::open(path).map_err(failed)?;
     let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
@@ -45,6 +61,25 @@ pub(super) fn open_json(path: &Path) -> Result<Reader, DataError> {
         file.consume(BYTE_ORDER_MARK.len());
     }
     Ok(file)
+}
+
+/// Appends a text or a line of a file up to `end` (its whole rest if that is `None`), and returns its length.
+pub(super) fn read_document(
+    file: &mut impl BufRead,
+    end: Option<u8>,
+    path: &Path,
+    document: &mut Vec<u8>,
+) -> Result<usize, DataError> {
+    let mut file = file.take(MAX_DOCUMENT_BYTES);
+    let read = match end {
+        Some(end) => file.read_until(end, document),
+        None => file.read_to_end(document),
+    };
+    let read = read.map_err(|source| read_error(path, source))?;
+    if read as u64 == MAX_DOCUMENT_BYTES {
+        return Err(DataError::TooLong { path: path.to_owned(), limit: MAX_DOCUMENT_BYTES });
+    }
+    Ok(read)
 }
 
 /// Consumes white space, and then `byte`. Returns the number of line ends, or `None` if another byte follows.

@@ -3,12 +3,12 @@
 use super::array::Elements;
 use super::files::SourceFile;
 use super::kind::{SourceKind, describe_binary};
-use super::reader::{self, Reader, read_error};
+use super::reader::{self, Reader, read_document};
 use super::record::{Content, Record};
 use super::table;
 use crate::data::{DataError, FileError, Skipped};
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, Read};
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -159,7 +159,7 @@ fn next_line(
 ) -> Result<Option<Content>, DataError> {
     loop {
         let mut bytes = Vec::new();
-        let read = reader.read_until(b'\n', &mut bytes).map_err(|source| read_error(path, source))?;
+        let read = read_document(reader, Some(b'\n'), path, &mut bytes)?;
         if read == 0 {
             return Ok(None);
         }
@@ -174,7 +174,11 @@ fn next_line(
 
 /// Returns the text of a file, or what to do if it is not valid UTF-8.
 fn read_text(path: &Path) -> Result<Result<String, &'static str>, DataError> {
+    let mut file = match reader::open(path, 0) {
+        Err(DataError::NotText { advice, .. }) => return Ok(Err(advice)),
+        file => file?,
+    };
     let mut bytes = Vec::new();
-    reader::open(path, 0)?.read_to_end(&mut bytes).map_err(|source| read_error(path, source))?;
+    read_document(&mut file, None, path, &mut bytes)?;
     Ok(String::from_utf8(bytes).map_err(|error| describe_binary(error.as_bytes())))
 }

@@ -125,6 +125,11 @@ fn unusable_paths_are_errors_that_name_them() {
     assert!(missing.to_string().contains("nowhere"));
     let binary = load("binary");
     assert!(matches!(&binary, DataError::NotText { path, .. } if path.ends_with("binary")), "{binary:?}");
+    // Its 5 GiB are not read.
+    write(root, "hole.txt", "text, then");
+    std::fs::File::options().write(true).open(root.join("hole.txt")).unwrap().set_len(5 << 30).unwrap();
+    let hole = load("hole.txt");
+    assert!(matches!(&hole, DataError::NotText { path, .. } if path.ends_with("hole.txt")), "{hole:?}");
     let empty = load("empty");
     let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
     assert!(matches!(&empty, DataError::Empty { skipped, .. } if **skipped == expected), "{empty:?}");
