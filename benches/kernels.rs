@@ -29,53 +29,31 @@ struct Options {
     json: bool,
 }
 
-type Run<'a> = Box<dyn Fn() -> Result<()> + 'a>;
-
-/// An op, and the minimum bytes that it reads and writes.
-struct Case<'a> {
+/// A measured op.
+struct Figure {
     name: &'static str,
-    bytes: usize,
-    run: Run<'a>,
-}
-
-impl<'a> Case<'a> {
-    fn new(name: &'static str, bytes: usize, run: Run<'a>) -> Self {
-        Self { name, bytes, run }
-    }
+    gb_per_s: f64,
+    ms: f64,
 }
 
 fn main() -> Result<()> {
     let options = Options::parse()?;
     let rows = (options.mib << 20) / (WIDTH * options.dtype.size_in_bytes());
-    let tensors = Tensors::new(rows, &options)?;
-    let mut results = Vec::new();
-    for case in tensors.cases() {
-        let seconds = options.best(&case.run)?;
-        results.push((case.name, case.bytes as f64 / seconds * 1e-9, seconds));
-    }
-    let copy = results[0].1;
-    if options.json {
-        let rate = |(name, rate, seconds): &(&str, f64, f64)| json!({ "op": name, "gb_per_s": rate, "ms": seconds * 1e3, "share_of_copy": rate / copy });
-        let all: Vec<_> = results.iter().map(rate).collect();
-        println!(
-            "{}",
-            json!({ "dtype": options.dtype.as_str(), "mib": options.mib, "repeats": options.repeats, "ops": all })
-        );
+    let figures = measure(rows, &options)?;
+    let copy = figures[0].gb_per_s;
+    let Options { device, dtype, mib, repeats, json } = options;
+    if json {
+        let ops = figures.iter().map(|Figure { name, gb_per_s, ms }| {
+            json!({ "op": name, "gb_per_s": gb_per_s, "ms": ms, "share_of_copy": gb_per_s / copy })
+        });
+        let ops = ops.collect::<Vec<_>>();
+        println!("{}", json!({ "dtype": dtype.as_str(), "mib": mib, "repeats": repeats, "ops": ops }));
         return Ok(());
     }
-    println!(
-        "{} × {WIDTH} {} elements on {:?}, best of {}",
-        rows,
-        options.dtype.as_str(),
-        options.device.location(),
-        options.repeats
-    );
-    for (name, rate, seconds) in &results {
-        println!(
-            "{name:<20} {rate:8.1} GB/s  {:9.3} ms  {:.2} of the copy's rate",
-            seconds * 1e3,
-            rate / copy
-        );
+    println!("{rows} × {WIDTH} {} elements on {:?}, best of {repeats}", dtype.as_str(), device.location());
+    for Figure { name, gb_per_s, ms } in &figures {
+        let share = gb_per_s / copy;
+        println!("{name:<20} {gb_per_s:8.1} GB/s  {ms:9.3} ms  {share:.2} of the copy's rate");
     }
     Ok(())
 }
@@ -99,8 +77,11 @@ impl Options {
         Ok(options)
     }
 
-    /// Returns the seconds of the fastest repeat.
-    fn best(&self, run: &dyn Fn() -> Result<()>) -> Result<f64> {
+    /// Measures an op that reads and writes at least `bytes`: the fastest repeat counts.
+    fn best<E>(&self, name: &'static str, bytes: usize, run: impl Fn() -> Result<(), E>) -> Result<Figure>
+    where
+        anyhow::Error: From<E>,
+    {
         let mut best = f64::INFINITY;
         // The first repeat compiles kernels and touches new memory.
         for _ in 0..=self.repeats {
@@ -110,7 +91,7 @@ impl Options {
             self.device.synchronize()?;
             best = best.min(start.elapsed().as_secs_f64());
         }
-        Ok(best)
+        Ok(Figure { name, gb_per_s: bytes as f64 / best * 1e-9, ms: best * 1e3 })
     }
 }
 
@@ -122,78 +103,38 @@ fn device(name: &str) -> Result<Device> {
     })
 }
 
-/// The operands: matrices of `rows × WIDTH`, and vectors.
-struct Tensors {
-    rows: usize,
-    matrices: [Tensor; 5],
-    weight: Tensor,
-    rstd: Tensor,
-    dweight: Tensor,
-    optimizer: [Tensor; 4],
-    rope: Table,
-    ids: embedding::Ids,
-    table: Tensor,
-}
-
-impl Tensors {
-    fn new(rows: usize, options: &Options) -> Result<Self> {
-        let Options { device, dtype, .. } = options;
-        let matrix = || -> Result<Tensor> {
-            Ok(Tensor::randn(0f32, 1.0, (rows, WIDTH), &Device::Cpu)?.to_device(device)?.to_dtype(*dtype)?)
-        };
-        let flat = || Tensor::ones(rows * WIDTH, DType::F32, device);
-        Ok(Self {
-            rows,
-            matrices: [matrix()?, matrix()?, matrix()?, matrix()?, matrix()?],
-            weight: Tensor::ones(WIDTH, *dtype, device)?,
-            rstd: Tensor::ones(rows, DType::F32, device)?,
-            dweight: Tensor::zeros(WIDTH, DType::F32, device)?,
-            optimizer: [flat()?, flat()?, flat()?, flat()?],
-            rope: Table::new(&(0..rows as u32).collect::<Vec<_>>(), HEAD_DIM, 10_000.0)?,
-            ids: embedding::Ids::new((0..rows).map(|row| (row * 7919 % VOCAB) as u32).collect::<Vec<_>>()),
-            table: Tensor::ones((VOCAB, WIDTH), *dtype, device)?,
-        })
-    }
-
-    /// Returns the cases, starting with the copy that the others are compared with.
-    fn cases(&self) -> Vec<Case<'_>> {
-        let [a, b, c, d, e] = &self.matrices;
-        let matrix = a.elem_count() * a.dtype().size_in_bytes();
-        let heads = (self.rows, WIDTH / HEAD_DIM, HEAD_DIM);
-        let mut cases: Vec<Case<'_>> = vec![
-            Case::new("copy", 2 * matrix, Box::new(|| Ok(strided_copy::copy(b, a)?))),
-            Case::new(
-                "rms_norm",
-                2 * matrix,
-                Box::new(|| Ok(rms_norm::forward(a, &self.weight, 1e-5, b, &self.rstd)?)),
-            ),
-            Case::new(
-                "rms_norm backward",
-                3 * matrix,
-                Box::new(|| Ok(rms_norm::backward(a, b, &self.weight, &self.rstd, c, false, &self.dweight)?)),
-            ),
-            Case::new(
-                "rope",
-                2 * matrix,
-                Box::new(move || Ok(rope::apply(&a.reshape(heads)?, &self.rope, Direction::Forward)?)),
-            ),
-            Case::new("swiglu", 3 * matrix, Box::new(|| Ok(swiglu::forward(a, b, c)?))),
-            Case::new("swiglu backward", 5 * matrix, Box::new(|| Ok(swiglu::backward(a, b, c, d, e)?))),
-            Case::new(
-                "embedding",
-                2 * matrix,
-                Box::new(|| Ok(embedding::forward(&self.ids, &self.table, a)?)),
-            ),
-            Case::new("sum of squares", matrix, Box::new(|| Ok(elementwise::sum_of_squares(a).map(|_| ())?))),
-        ];
-        let [param, grad, exp_avg, exp_avg_sq] = &self.optimizer;
-        cases.push(Case {
-            name: "adamw (f32)",
-            bytes: 7 * param.elem_count() * size_of::<f32>(),
-            run: Box::new(|| Ok(adamw::step(param, grad, exp_avg, exp_avg_sq, &ADAMW)?)),
-        });
-        cases
-    }
+/// Measures the copy that the others are compared with, and the ops, on matrices of `rows × WIDTH`.
+fn measure(rows: usize, options: &Options) -> Result<Vec<Figure>> {
+    let Options { device, dtype, .. } = options;
+    let matrix = || -> Result<Tensor> {
+        Ok(Tensor::randn(0f32, 1.0, (rows, WIDTH), &Device::Cpu)?.to_device(device)?.to_dtype(*dtype)?)
+    };
+    let [a, b, c, d, e] = [matrix()?, matrix()?, matrix()?, matrix()?, matrix()?];
+    let weight = Tensor::ones(WIDTH, *dtype, device)?;
+    let dweight = Tensor::zeros(WIDTH, DType::F32, device)?;
+    let rstd = Tensor::ones(rows, DType::F32, device)?;
+    let heads = a.reshape((rows, WIDTH / HEAD_DIM, HEAD_DIM))?;
+    let angles = Table::new(&(0..rows as u32).collect::<Vec<_>>(), HEAD_DIM, 10_000.0)?;
+    let ids = embedding::Ids::new((0..rows).map(|row| (row * 7919 % VOCAB) as u32).collect::<Vec<_>>());
+    let table = Tensor::ones((VOCAB, WIDTH), *dtype, device)?;
+    let flat = || Tensor::ones(rows * WIDTH, DType::F32, device);
+    let [param, grad, exp_avg, exp_avg_sq] = [flat()?, flat()?, flat()?, flat()?];
+    let bytes = rows * WIDTH * dtype.size_in_bytes();
+    Ok(vec![
+        options.best("copy", 2 * bytes, || strided_copy::copy(&b, &a))?,
+        options.best("rms_norm", 2 * bytes, || rms_norm::forward(&a, &weight, 1e-5, &b, &rstd))?,
+        options.best("rms_norm backward", 3 * bytes, || {
+            rms_norm::backward(&a, &b, &weight, &rstd, &c, false, &dweight)
+        })?,
+        options.best("rope", 2 * bytes, || rope::apply(&heads, &angles, Direction::Forward))?,
+        options.best("swiglu", 3 * bytes, || swiglu::forward(&a, &b, &c))?,
+        options.best("swiglu backward", 5 * bytes, || swiglu::backward(&a, &b, &c, &d, &e))?,
+        options.best("embedding", 2 * bytes, || embedding::forward(&ids, &table, &a))?,
+        options.best("sum of squares", bytes, || elementwise::sum_of_squares(&a).map(drop))?,
+        options.best("adamw (f32)", 7 * rows * WIDTH * size_of::<f32>(), || {
+            adamw::step(&param, &grad, &exp_avg, &exp_avg_sq, &ADAMW)
+        })?,
+    ])
 }
 
 const ADAMW: AdamParams = AdamParams {

@@ -83,14 +83,6 @@ impl Placement {
         Ok(Self { is_auto: matches!(request.device, DeviceArg::Auto), ..placement })
     }
 
-    /// Places a single rank of a command without `--backend`.
-    ///
-    /// # Errors
-    /// As for [`of`](Self::of).
-    pub(crate) fn of_one(device: DeviceArg) -> Result<Self, Failure> {
-        Self::of(Request { device, backend: None, threads: Some(1) })
-    }
-
     /// Ranks on the CPU that are threads.
     pub(crate) fn cpu() -> Self {
         Self { device: DeviceKind::Cpu, backend: Backend::Thread, num_gpus: 0, line: None, is_auto: false }

@@ -1,21 +1,23 @@
 //! `ulysses bench attention`.
 
-use super::gemm::{SQUARE, Square};
-use super::report::{Figure, Report, Unit};
-use super::turns::{Case, take_turns};
-use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, Placement, Ranks, settings};
+use super::case::{Case, Figure};
+use super::gemm::{SQUARE, in_dtypes, memory_factor};
+use super::report::{FLOPS, Report};
+use super::{
+    BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Process, dtype_name, dtype_parser,
+};
 use anyhow::{Result, anyhow, bail};
 use candle_core::{DType, Device, Tensor};
-use clap::ValueEnum;
 use serde_json::json;
-use ulysses::comm::RankContext;
+use std::rc::Rc;
 use ulysses::kernels::attention::{
-    AttentionKernels, AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward, grouped_heads,
+    AttentionError, AttentionKernels, AttentionLayout, Gradients, Operands, Upstream, backward, delta,
+    forward, grouped_heads,
 };
 use ulysses::tensor::TensorOptions;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(super) struct Attention {
     /// Tokens per sequence.
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq_len: u32,
@@ -32,125 +34,91 @@ pub(super) struct Args {
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Dtype of the tensors; f32 is measured too, without --no-f32.
-    #[arg(long, default_value = "f32")]
-    dtype: DtypeArg,
+    #[arg(long, default_value = "f32", value_parser = dtype_parser())]
+    dtype: DType,
     /// Measure nothing in f32: the baseline is a square GEMM in --dtype.
     #[arg(long)]
     no_f32: bool,
     /// Kernels of 16-bit attention on a GPU, as `ulysses.attention`; `wgmma` is an error where `auto` does not use them.
-    #[arg(long, default_value = "auto")]
-    kernels: KernelsArg,
+    #[arg(long, default_value = "auto", value_parser = ["auto", "fused", "wgmma", "tiled"])]
+    kernels: String,
     /// Device of the tensors.
     #[arg(long, default_value = "auto")]
     device: DeviceArg,
-    #[command(flatten)]
-    measuring: MeasureArgs,
 }
 
-/// The kernels of attention on a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum KernelsArg {
-    Auto,
-    Fused,
-    Wgmma,
-    Tiled,
-}
-
-impl From<KernelsArg> for AttentionKernels {
-    fn from(kernels: KernelsArg) -> Self {
-        match kernels {
-            KernelsArg::Auto => Self::Auto,
-            KernelsArg::Fused => Self::Fused,
-            KernelsArg::Wgmma => Self::Wgmma,
-            KernelsArg::Tiled => Self::Tiled,
+impl Benchmark for Attention {
+    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+        let mut ranks = BenchRanks::place(Joined::threads(), self.device, 1, self.threads_per_rank)?;
+        let head_elems = f64::from(self.seq_len) * f64::from(self.num_heads) * f64::from(self.head_dim);
+        // q, k, v, o and the gradient of each, with at most as many KV heads.
+        ranks.check_tensors(8.0 * head_elems * memory_factor(self.dtype))?;
+        let (num_heads, num_kv_heads) = (self.num_heads, self.num_kv_heads.unwrap_or(self.num_heads));
+        if !num_heads.is_multiple_of(num_kv_heads) {
+            return Err(Failure::Usage(anyhow!(
+                "--num-kv-heads {num_kv_heads} does not divide the {num_heads} query heads"
+            )));
         }
+        let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
+        let layout = AttentionLayout::causal(1, self.seq_len, q_to_kv).or_usage()?;
+        let Measured { figures, kernels } = ranks.run(repeats, |bench| self.measure(bench, &layout))?;
+        Ok(Report {
+            bench: "attention",
+            settings: json!({
+                "seq_len": self.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+                "head_dim": self.head_dim, "dtype": dtype_name(self.dtype), "kernels": kernels,
+            }),
+            method: "causal; FLOPs of visible pairs only; each pass alternating with a square GEMM on the same threads, \
+                     in f32 unless --no-f32; median. delta: the row sums of o · dout that backward needs."
+                .to_owned(),
+            unit: FLOPS,
+            figures,
+            ranks,
+        })
     }
 }
 
-pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let placement = Placement::of_one(args.device)?;
-    let options = settings::launch_options(args.threads_per_rank, 1)?;
-    let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
-    // q, k, v, o and the gradient of each, with at most as many KV heads.
-    settings::check_tensors(placement.device, 8.0 * head_elems * args.dtype.memory_factor())?;
-    let (num_heads, num_kv_heads) = (args.num_heads, args.num_kv_heads.unwrap_or(args.num_heads));
-    if !num_heads.is_multiple_of(num_kv_heads) {
-        let message = format!("--num-kv-heads {num_kv_heads} does not divide the {num_heads} query heads");
-        return Err(Failure::Usage(anyhow!(message)));
-    }
-    let q_to_kv = grouped_heads(num_heads.into(), num_kv_heads.into());
-    let layout = AttentionLayout::causal(1, args.seq_len, q_to_kv).or_usage()?;
-    let mut on = Ranks::threads(placement);
-    let (figures, kernels) = on.run(1, &options, |rank, device| measure(rank, &device, args, &layout))?;
-    let settings = json!({
-        "seq_len": args.seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": args.head_dim,
-        "dtype": args.dtype.name(), "kernels": kernels,
-    });
-    let method = "causal; FLOPs of visible pairs only; each pass alternating with a square GEMM on the same threads, in \
-                  f32 unless --no-f32; median. delta: the row sums of o · dout that backward needs.";
-    let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options, on.placement());
-    args.measuring.print(&Report { figures, ..report })
+struct Measured {
+    figures: Vec<Figure>,
+    /// Name of the kernels that computed them in `--dtype`.
+    kernels: &'static str,
 }
 
-/// Measures the square GEMM and the passes; other dtypes are compared with f32. Returns the name of the kernels that
-/// computed them in `args.dtype`, too.
-fn measure(
-    rank: &RankContext,
-    device: &Device,
-    args: &Args,
-    layout: &AttentionLayout,
-) -> Result<(Vec<Figure>, &'static str)> {
-    let operation = |dtype: DtypeArg| {
-        let kernels = if dtype == DtypeArg::F32 { KernelsArg::Tiled } else { args.kernels };
-        let options = TensorOptions { device: device.clone(), dtype: dtype.dtype() };
-        Operation::new(layout, args.head_dim.into(), &options, kernels.into())
-    };
-    let baseline = if args.no_f32 { args.dtype } else { DtypeArg::F32 };
-    let mut dtypes = vec![baseline];
-    dtypes.extend((args.dtype != baseline).then_some(args.dtype));
-    let operations = dtypes.iter().map(|dtype| operation(*dtype)).collect::<Result<Vec<_>>>()?;
-    let kernels = operations[operations.len() - 1].kernels;
-    if args.kernels == KernelsArg::Wgmma && kernels != AttentionKernels::Wgmma {
-        bail!("--kernels wgmma: this device does not run them in {}, see the warnings", args.dtype.name());
-    }
-    let square = Square::new(baseline.dtype(), device)?;
-    let mut cases = vec![square.case()];
-    cases.extend(operations.iter().flat_map(Operation::cases));
-    let mut seconds = take_turns(&*rank.group, device, args.measuring.repeats, cases)?.into_iter();
-    let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
-    // Two dot products of head_dim multiply-adds per visible pair forward, five backward.
-    let heads = f64::from(args.num_heads) * f64::from(args.head_dim);
-    let (pair_elems, elems) = (layout.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
-    let mut figures = |dtype: DtypeArg| -> Vec<Figure> {
-        let passes = [("forward", 4.0 * pair_elems), ("backward", 10.0 * pair_elems), ("delta", 2.0 * elems)];
-        let figures = passes.into_iter().zip(&mut seconds).map(|((pass, flops), seconds)| {
-            let figure = Figure::new(dtype.label(pass), seconds, flops);
-            if pass == "delta" { figure } else { figure.against(&square) }
-        });
-        figures.collect()
-    };
-    let mut all = vec![square.clone()];
-    all.extend(figures(baseline));
-    if let [_, dtype] = dtypes[..] {
-        let others = figures(dtype).into_iter().zip(&all[1..]).map(|(other, in_f32)| other.against(in_f32));
-        let others: Vec<Figure> = others.collect();
-        all.extend(others);
-    }
-    Ok((all, name(kernels, device)))
-}
-
-fn name(kernels: AttentionKernels, device: &Device) -> &'static str {
-    match kernels {
-        _ if device.is_cpu() => "cpu",
-        AttentionKernels::Auto | AttentionKernels::Fused => "fused",
-        AttentionKernels::Wgmma => "wgmma",
-        AttentionKernels::Tiled => "tiled",
+impl Attention {
+    fn measure(&self, bench: &BenchRank<'_>, layout: &AttentionLayout) -> Result<Measured> {
+        let requested = match &*self.kernels {
+            "fused" => AttentionKernels::Fused,
+            "wgmma" => AttentionKernels::Wgmma,
+            "tiled" => AttentionKernels::Tiled,
+            _ => AttentionKernels::Auto,
+        };
+        let mut used = requested;
+        let cases = |dtype| {
+            let kernels = if dtype == DType::F32 { AttentionKernels::Tiled } else { requested };
+            let options = TensorOptions { device: bench.device.clone(), dtype };
+            let passes = AttentionPasses::new(layout, self.head_dim.into(), &options, kernels)?;
+            used = passes.kernels;
+            if requested == AttentionKernels::Wgmma && dtype == self.dtype && used != requested {
+                let dtype = dtype_name(dtype);
+                bail!("--kernels wgmma: this device does not run them in {dtype}, see the warnings");
+            }
+            Ok(passes.cases().into())
+        };
+        let first = if self.no_f32 { self.dtype } else { DType::F32 };
+        let figures = in_dtypes(bench, [first, self.dtype], cases)?;
+        let kernels = match used {
+            _ if bench.device.is_cpu() => "cpu",
+            AttentionKernels::Auto | AttentionKernels::Fused => "fused",
+            AttentionKernels::Wgmma => "wgmma",
+            AttentionKernels::Tiled => "tiled",
+        };
+        Ok(Measured { figures, kernels })
     }
 }
 
 /// Attention with gradients on random tensors.
-pub(super) struct Operation<'a> {
-    layout: &'a AttentionLayout,
+pub(super) struct AttentionPasses {
+    layout: AttentionLayout,
     scale: f32,
     kernels: AttentionKernels,
     qkv: [Tensor; 3],
@@ -161,10 +129,10 @@ pub(super) struct Operation<'a> {
     dqkv: [Tensor; 3],
 }
 
-impl<'a> Operation<'a> {
+impl AttentionPasses {
     /// Creates one sequence with the heads of the layout.
     pub(super) fn new(
-        layout: &'a AttentionLayout,
+        layout: &AttentionLayout,
         head_dim: usize,
         TensorOptions { device, dtype }: &TensorOptions,
         kernels: AttentionKernels,
@@ -187,31 +155,36 @@ impl<'a> Operation<'a> {
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         let (o, row_terms) = (dout.zeros_like()?, lse.zeros_like()?);
-        Ok(Self { layout, scale, kernels, qkv, o, lse, row_terms, dout, dqkv })
+        Ok(Self { layout: layout.clone(), scale, kernels, qkv, o, lse, row_terms, dout, dqkv })
+    }
+
+    /// Returns forward, backward and the row sums: two dot products of `head_dim` multiply-adds per visible pair
+    /// forward, five backward.
+    pub(super) fn cases(self) -> [Case<'static>; 3] {
+        let (elems, seq_len) = (self.o.elem_count(), self.layout.q_positions().len());
+        let pair_elems = self.layout.num_visible_pairs() as f64 * (elems / seq_len) as f64;
+        let passes = Rc::new(self);
+        [
+            Case::on(&passes, "forward", 4.0 * pair_elems, Self::forward).against(SQUARE),
+            Case::on(&passes, "backward", 10.0 * pair_elems, Self::backward).against(SQUARE),
+            Case::on(&passes, "delta", 2.0 * elems as f64, |Self { o, dout, row_terms, .. }| {
+                delta(o, dout, row_terms)
+            }),
+        ]
     }
 
     fn operands(&self) -> Operands<'_> {
         let [q, k, v] = &self.qkv;
-        Operands { q, k, v, scale: self.scale, layout: self.layout, kernels: self.kernels }
+        Operands { q, k, v, scale: self.scale, layout: &self.layout, kernels: self.kernels }
     }
 
-    pub(super) fn forward(&self) -> Case<'_> {
-        Case::new(|| Ok(forward(&self.operands(), &self.o, &self.lse)?))
+    fn forward(&self) -> Result<(), AttentionError> {
+        forward(&self.operands(), &self.o, &self.lse)
     }
 
-    fn cases(&self) -> [Case<'_>; 3] {
-        [self.forward(), self.backward(), self.delta()]
-    }
-
-    fn delta(&self) -> Case<'_> {
-        Case::new(|| Ok(delta(&self.o, &self.dout, &self.row_terms)?))
-    }
-
-    pub(super) fn backward(&self) -> Case<'_> {
-        Case::new(|| {
-            let upstream = Upstream { dout: &self.dout, lse: &self.lse, delta: &self.row_terms };
-            let [dq, dk, dv] = &self.dqkv;
-            Ok(backward(&self.operands(), &upstream, &Gradients { dq, dk, dv })?)
-        })
+    fn backward(&self) -> Result<(), AttentionError> {
+        let upstream = Upstream { dout: &self.dout, lse: &self.lse, delta: &self.row_terms };
+        let [dq, dk, dv] = &self.dqkv;
+        backward(&self.operands(), &upstream, &Gradients { dq, dk, dv })
     }
 }

@@ -10,8 +10,8 @@ use crate::log_line;
 use crate::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
 use memory::{StepMemory, run_watched, workload};
+use serde::Serialize;
 use serde_json::{Value, json};
-use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Instant;
@@ -100,85 +100,44 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         config: path,
         attempts: Vec::new(),
     };
-    if search.args.by_feature {
-        return by_feature(search, &config);
+    let found = if search.args.by_feature {
+        let mut found = Vec::new();
+        for (feature, config) in features::cumulative(&config) {
+            log_line(format_args!("{feature}:"));
+            search.write(&config)?;
+            found.push(search.find(Some(feature), &config)?);
+        }
+        found
+    } else {
+        if is_decided || !search.args.set.is_empty() {
+            search.write(&config)?;
+        }
+        vec![search.find(None, &config)?]
+    };
+    if found.iter().all(|found| found.max_seq_len == 0) {
+        let (gib_per_rank, tokens) = (search.args.gib_per_rank, search.resolution(&config));
+        let message = format!("{gib_per_rank} GiB per rank is too little for sequences of {tokens} tokens");
+        return Err(Failure::Run(anyhow!(message)));
     }
-    if is_decided || !search.args.set.is_empty() {
-        search.write(&config)?;
+    match search.args.json {
+        true => print(format_args!("{:#}\n", search.to_json(&found))),
+        false => print(search.to_text(&found)),
     }
-    let longest =
-        search.longest(&config)?.map_err(|too_long| nothing_fits(&search.args, too_long)).or_run()?;
-    let planned = search.planned(&config, longest)?;
-    if search.args.json {
-        let mut report = search.settings();
-        (report["max_seq_len"], report["attempts"]) = (longest.into(), search.attempts());
-        (report["planned_max_seq_len"], report["memory"]) = (planned.max_seq_len.into(), json!(planned.step));
-        return print(format_args!("{report:#}\n"));
-    }
-    let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
-    print(format_args!(
-        "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {longest} tokens; {planned}\n"
-    ))
 }
 
-/// Searches once for every feature of the config, each added to those before it.
-fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
-    let mut found = Vec::new();
-    for (feature, config) in features::cumulative(config) {
-        log_line(format_args!("{feature}:"));
-        search.write(&config)?;
-        search.attempts.clear();
-        let longest = search.longest(&config)?.unwrap_or(0);
-        let planned = search.planned(&config, longest)?;
-        found.push((feature, longest, planned, search.attempts()));
-    }
-    if found.iter().all(|(_, longest, ..)| *longest == 0) {
-        return Err(nothing_fits(&search.args, search.args.resolution as usize)).or_run();
-    }
-    if search.args.json {
-        let mut report = search.settings();
-        let each = found.into_iter().map(|(feature, longest, planned, attempts)| {
-            json!({
-                "feature": feature,
-                "max_seq_len": longest,
-                "planned_max_seq_len": planned.max_seq_len,
-                "memory": planned.step,
-                "attempts": attempts,
-            })
-        });
-        report["features"] = each.collect();
-        return print(format_args!("{report:#}\n"));
-    }
-    let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
-    let mut table = format!(
-        "mesh {mesh}, {gib_per_rank} GiB per rank; each row adds a feature\n\n| feature | longest sequence trained | longest planned |\n|---|---|---|\n"
-    );
-    let tokens = |longest: usize| if longest == 0 { "none".to_owned() } else { longest.to_string() };
-    for (feature, longest, planned, _) in found {
-        let planned = tokens(planned.max_seq_len.unwrap_or(0));
-        table += &format!("| {feature} | {} | {planned} |\n", tokens(longest));
-    }
-    print(table)
-}
-
-fn nothing_fits(args: &Args, too_long: usize) -> anyhow::Error {
-    anyhow!("{} GiB per rank is too little for sequences of {too_long} tokens", args.gib_per_rank)
-}
-
-/// The plan next to a search result.
-struct Planned {
+/// The longest sequence with a config.
+#[derive(Serialize)]
+struct Found {
+    /// The feature of the config that was added last, in a search by feature.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    feature: Option<String>,
+    /// The longest sequence that trained; 0 if none did.
+    max_seq_len: usize,
     /// The longest sequence that fits by the plan.
-    max_seq_len: Option<usize>,
+    planned_max_seq_len: Option<usize>,
     /// Memory of the step on the longest sequence that trained, if any.
-    step: Option<StepMemory>,
-}
-
-impl Display for Planned {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let longest = self.max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string());
-        write!(f, "planned: {longest}")?;
-        self.step.map_or(Ok(()), |step| write!(f, "\n{step}"))
-    }
+    memory: Option<StepMemory>,
+    attempts: Vec<Attempt>,
 }
 
 /// The state of a search.
@@ -196,11 +155,13 @@ struct Search {
 }
 
 /// A tried length.
+#[derive(Serialize)]
 struct Attempt {
     seq_len: usize,
     fits: bool,
     seconds: f64,
     /// Maximum observed writable memory of its process.
+    #[serde(skip)]
     memory: Option<WritableMemory>,
 }
 
@@ -212,22 +173,27 @@ impl Search {
         std::fs::write(&self.config, text).context("cannot write the config").or_run()
     }
 
-    /// Searches for the longest length that fits, from `--from` or near the longest planned one. The inner `Err` is the
-    /// shortest tried length, if none fits.
-    fn longest(&mut self, config: &Config) -> Result<Result<usize, usize>, Failure> {
-        let resolution = (self.args.resolution as usize).max(config.mesh.sp_size);
-        let first = self.expected(config)?;
-        longest_by(first, resolution, |seq_len| self.fits(seq_len))
+    /// Searches for the longest length that fits, from `--from` or near the longest planned one.
+    fn find(&mut self, feature: Option<String>, config: &Config) -> Result<Found, Failure> {
+        let workload = workload(config, self.args.threads_per_rank)?;
+        let bytes_per_rank = (self.args.gib_per_rank * f64::from(1 << 30)) as u64;
+        let planned_max_seq_len = workload.max_seq_len(bytes_per_rank).or_usage()?;
+        // The plan does not count memory that is mapped but unused.
+        let expected = (planned_max_seq_len.unwrap_or(0) / 8 * 7).min(MAX_START as usize);
+        let first = self.args.from.map_or(expected, |from| from as usize);
+        let resolution = self.resolution(config);
+        let longest = longest_by(first, resolution, |seq_len| self.fits(seq_len))?;
+        let attempts = std::mem::take(&mut self.attempts);
+        let found = attempts.iter().find(|attempt| longest == Some(attempt.seq_len));
+        let memory = |Attempt { seq_len, memory, .. }: &Attempt| {
+            StepMemory::of(&workload, *seq_len, &self.output(*seq_len), *memory)
+        };
+        let memory = found.map(memory).transpose()?;
+        Ok(Found { feature, max_seq_len: longest.unwrap_or(0), planned_max_seq_len, memory, attempts })
     }
 
-    /// Returns a length near the expected result. The plan does not count memory that is mapped but unused.
-    fn expected(&self, config: &Config) -> Result<usize, Failure> {
-        let Some(from) = self.args.from else {
-            let planned =
-                workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
-            return Ok((planned.unwrap_or(0) / 8 * 7).min(MAX_START as usize));
-        };
-        Ok(from as usize)
+    fn resolution(&self, config: &Config) -> usize {
+        (self.args.resolution as usize).max(config.mesh.sp_size)
     }
 
     /// Returns whether one training step on sequences of `seq_len` tokens completes.
@@ -289,34 +255,10 @@ impl Search {
         self.directory.path().join(format!("output-{seq_len}"))
     }
 
-    /// Plans a search result; `longest` is 0 if nothing fits.
-    fn planned(&self, config: &Config, longest: usize) -> Result<Planned, Failure> {
-        let workload = workload(config, self.args.threads_per_rank)?;
-        let found = self.attempts.iter().find(|attempt| attempt.seq_len == longest);
-        let step =
-            |attempt: &Attempt| StepMemory::of(&workload, longest, &self.output(longest), attempt.memory);
-        Ok(Planned {
-            max_seq_len: workload.max_seq_len(self.budget()).or_usage()?,
-            step: found.map(step).transpose()?,
-        })
-    }
-
-    /// Returns the memory limit per rank in bytes.
-    fn budget(&self) -> u64 {
-        (self.args.gib_per_rank * f64::from(1 << 30)) as u64
-    }
-
-    fn attempts(&self) -> Value {
-        let attempts = self.attempts.iter().map(|Attempt { seq_len, fits, seconds, .. }| {
-            json!({ "seq_len": seq_len, "fits": fits, "seconds": seconds })
-        });
-        attempts.collect()
-    }
-
-    fn settings(&self) -> Value {
-        let Args { config, gib_per_rank, resolution, .. } = &self.args;
+    fn to_json(&self, found: &[Found]) -> Value {
+        let Args { config, gib_per_rank, resolution, by_feature, .. } = &self.args;
         let Self { model, mesh, .. } = self;
-        json!({
+        let mut report = json!({
             "bench": "max-seq-len",
             "settings": {
                 "config": config, "model": model, "mesh": mesh, "gib_per_rank": gib_per_rank, "resolution": resolution,
@@ -324,17 +266,48 @@ impl Search {
             "method": METHOD,
             "processor": cpu_name(),
             "cores": cores(),
-        })
+        });
+        match (by_feature, json!(found)) {
+            (true, found) => report["features"] = found,
+            (false, mut found) => {
+                for (key, value) in found[0].as_object_mut().into_iter().flatten() {
+                    report[key] = value.take();
+                }
+            }
+        }
+        report
+    }
+
+    fn to_text(&self, found: &[Found]) -> String {
+        let (mesh, gib_per_rank) = (&self.mesh, self.args.gib_per_rank);
+        let tokens = |longest: usize| if longest == 0 { "none".to_owned() } else { longest.to_string() };
+        if let [Found { feature: None, max_seq_len, planned_max_seq_len, memory, .. }] = found {
+            let planned = tokens(planned_max_seq_len.unwrap_or(0));
+            let memory = memory.map_or_else(String::new, |memory| format!("\n{memory}"));
+            return format!(
+                "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {max_seq_len} tokens; planned: \
+                 {planned}{memory}\n"
+            );
+        }
+        let mut table = format!(
+            "mesh {mesh}, {gib_per_rank} GiB per rank; each row adds a feature\n\n| feature | longest sequence trained | longest planned |\n|---|---|---|\n"
+        );
+        for Found { feature, max_seq_len, planned_max_seq_len, .. } in found {
+            let feature = feature.as_deref().unwrap_or_default();
+            let planned = tokens(planned_max_seq_len.unwrap_or(0));
+            table += &format!("| {feature} | {} | {planned} |\n", tokens(*max_seq_len));
+        }
+        table
     }
 }
 
-/// Returns the longest length that fits, within `resolution` of one that does not. Moves from `first` in doubling steps,
-/// up while lengths fit or down until one does, then bisects. `Err` is the shortest tried length, if none fits.
+/// Returns the longest length that fits, within `resolution` of one that does not; `None` if `resolution` does not fit.
+/// Moves from `first` in doubling steps, up while lengths fit or down until one does, then bisects.
 fn longest_by<E>(
     first: usize,
     resolution: usize,
     mut fits: impl FnMut(usize) -> Result<bool, E>,
-) -> Result<Result<usize, usize>, E> {
+) -> Result<Option<usize>, E> {
     let mut next = first.max(resolution);
     let mut step = resolution.max(next / 8);
     let (mut longest, mut too_long) = (0, None);
@@ -346,7 +319,7 @@ fn longest_by<E>(
         }
         next = match too_long {
             Some(too_long) if too_long - longest <= resolution => {
-                return Ok(if longest == 0 { Err(too_long) } else { Ok(longest) });
+                return Ok(Some(longest).filter(|longest| *longest > 0));
             }
             Some(too_long) if longest == 0 => too_long.saturating_sub(step).max(resolution),
             Some(too_long) => longest + (too_long - longest) / 2,
@@ -388,12 +361,10 @@ mod tests {
                 });
                 let case = format!("{resolution} from {first}, {limit}: {tried:?}");
                 match found.unwrap() {
-                    Ok(longest) => {
+                    Some(longest) => {
                         assert!(longest <= limit && limit - longest < resolution, "{longest}: {case}")
                     }
-                    Err(shortest) => {
-                        assert!(shortest == resolution && limit < resolution, "{shortest}: {case}")
-                    }
+                    None => assert!(tried.contains(&resolution) && limit < resolution, "{case}"),
                 }
                 assert!(tried.iter().all(|length| *length >= resolution), "{case}");
                 assert!(

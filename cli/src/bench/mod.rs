@@ -2,34 +2,35 @@
 //!
 //! Each repetition measures the baseline too, so that both see the same machine state. `docs/performance.md` describes
 //! the method.
+//!
+//! A new benchmark is a struct of flags with [`Benchmark`], and an entry in [`Bench`]. Its body is a list of cases,
+//! which [`BenchRank::take_turns`] measures. Repetitions, baselines, table and JSON are the same for all.
 
-mod all_to_all;
 mod attention;
+mod case;
 mod checkpoint;
-mod collectives;
+mod communication;
 mod gemm;
 mod max_seq_len;
 mod overlap;
 mod profile;
 mod report;
 mod slow_link;
-mod train;
 mod training;
-mod turns;
 
-pub(super) use checkpoint::Scratch;
-pub(super) use collectives::figures as collective_figures;
-pub(super) use gemm::Square;
-pub(super) use report::{Figure, cores, cpu_name};
+pub(super) use case::{BenchRank, Case, Figure};
+pub(super) use checkpoint::scratch_dir;
+pub(super) use communication::collectives;
+pub(super) use gemm::square_gemm;
+pub(super) use report::{cores, cpu_name};
 pub(super) use training::TrainingArgs;
-pub(super) use turns::{Case, take_turns};
 
-use super::placement::Placement;
 use super::process::Process;
 use super::ranks::{BackendArgs, Joined, Ranks};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use candle_core::DType;
-use clap::{Subcommand, ValueEnum};
+use clap::Subcommand;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use report::Report;
 use ulysses::comm::LaunchOptions;
 
@@ -42,19 +43,19 @@ pub(super) struct BenchArgs {
 #[derive(Subcommand)]
 enum Bench {
     /// Measure checkpoint saves, compared with copies of the same files.
-    Checkpoint(checkpoint::Args),
+    Checkpoint(Repeated<checkpoint::Saves>),
     /// Measure the Ulysses exchange, compared with copies of the same bytes.
-    AllToAll(all_to_all::Args),
+    AllToAll(Repeated<communication::AllToAll>),
     /// Measure every collective, compared with copies of the same bytes.
-    Collectives(collectives::Args),
+    Collectives(Repeated<communication::Collectives>),
     /// Measure how much of the exchange of head chunks hides behind attention, over a slowed link.
-    Overlap(overlap::Args),
+    Overlap(Repeated<overlap::Overlap>),
     /// Measure attention forward and backward, compared with a square GEMM.
-    Attention(attention::Args),
+    Attention(Repeated<attention::Attention>),
     /// Measure the GEMMs of a model, compared with a square GEMM.
-    Gemm(gemm::Args),
+    Gemm(Repeated<gemm::Gemms>),
     /// Measure training steps, compared with a square GEMM and optionally with a single rank.
-    Train(train::Args),
+    Train(Repeated<training::Steps>),
     /// Measure a machine profile for `ulysses plan --machine`.
     Profile(profile::Args),
     /// Find the longest sequence that trains on the CPU within a memory limit.
@@ -63,21 +64,29 @@ enum Bench {
 
 pub(super) fn run(args: BenchArgs, process: &mut Option<Process>) -> Result<(), Failure> {
     match args.bench {
-        Bench::Checkpoint(args) => checkpoint::run(args),
-        Bench::AllToAll(args) => all_to_all::run(&args, process),
-        Bench::Collectives(args) => collectives::run(&args, process),
-        Bench::Overlap(args) => overlap::run(&args, process),
-        Bench::Attention(args) => attention::run(&args),
-        Bench::Gemm(args) => gemm::run(&args),
-        Bench::Train(args) => train::run(&args, process),
+        Bench::Checkpoint(args) => args.run(process),
+        Bench::AllToAll(args) => args.run(process),
+        Bench::Collectives(args) => args.run(process),
+        Bench::Overlap(args) => args.run(process),
+        Bench::Attention(args) => args.run(process),
+        Bench::Gemm(args) => args.run(process),
+        Bench::Train(args) => args.run(process),
         Bench::Profile(args) => profile::run(&args),
         Bench::MaxSeqLen(args) => max_seq_len::run(args),
     }
 }
 
-/// Repetitions and output format.
+/// The flags of a benchmark, which place its ranks and choose its cases.
+trait Benchmark: clap::Args {
+    /// Measures each case `repeats` times.
+    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure>;
+}
+
+/// The flags of a benchmark, then those that all have.
 #[derive(clap::Args)]
-struct MeasureArgs {
+struct Repeated<B: Benchmark> {
+    #[command(flatten)]
+    benchmark: B,
     /// Number of measured repetitions, after one warm-up.
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     repeats: u32,
@@ -86,56 +95,28 @@ struct MeasureArgs {
     json: bool,
 }
 
-impl MeasureArgs {
-    fn print(&self, report: &Report) -> Result<(), Failure> {
+impl<B: Benchmark> Repeated<B> {
+    fn run(&self, process: &mut Option<Process>) -> Result<(), Failure> {
+        let report = self.benchmark.report(self.repeats, process)?;
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
     }
 }
 
-/// Dtype of the measured tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum DtypeArg {
-    F32,
-    Bf16,
-    Fp16,
+/// Parses the dtype of the measured tensors.
+fn dtype_parser() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(["f32", "bf16", "fp16"]).map(|name| match &*name {
+        "bf16" => DType::BF16,
+        "fp16" => DType::F16,
+        _ => DType::F32,
+    })
 }
 
-impl DtypeArg {
-    fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::Bf16 => DType::BF16,
-            Self::Fp16 => DType::F16,
-        }
-    }
-
-    fn of(dtype: DType) -> Self {
-        match dtype {
-            DType::BF16 => Self::Bf16,
-            DType::F16 => Self::Fp16,
-            _ => Self::F32,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::Fp16 => "fp16",
-        }
-    }
-
-    /// Memory of tensors in this dtype plus the f32 reference, relative to f32 tensors.
-    fn memory_factor(self) -> f64 {
-        match self {
-            Self::F32 => 1.0,
-            Self::Bf16 | Self::Fp16 => 1.5,
-        }
-    }
-
-    /// Returns the name of a figure in this dtype.
-    fn label(self, what: &str) -> String {
-        if self == Self::F32 { what.to_owned() } else { format!("{what} {}", self.name()) }
+/// Returns the name of a dtype in flags and reports.
+fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        DType::F16 => "fp16",
+        _ => "f32",
     }
 }
 
@@ -152,25 +133,50 @@ struct RankArgs {
     device: DeviceArg,
 }
 
-/// The ranks of a benchmark.
-struct RankSetup<'a> {
-    on: Ranks<'a>,
-    ranks: usize,
-    options: LaunchOptions,
-}
-
 impl RankArgs {
     /// Joins the other processes, if ranks are processes. Uses the requested number of ranks, else the number of
     /// processes, else two.
-    fn start<'a>(
+    fn place<'a>(
         &self,
         requested: Option<u16>,
         process: &'a mut Option<Process>,
-    ) -> Result<RankSetup<'a>, Failure> {
+    ) -> Result<BenchRanks<'a>, Failure> {
         let joined = self.backend.join(process)?;
-        let ranks = joined.count(requested.map(usize::from), 2);
-        let on = joined.place(self.device, ranks)?;
-        let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
-        Ok(RankSetup { on, ranks, options })
+        let count = joined.count(requested.map(usize::from), 2);
+        BenchRanks::place(joined, self.device, count, self.threads_per_rank)
+    }
+}
+
+/// The ranks of a benchmark.
+pub(super) struct BenchRanks<'a> {
+    pub(super) on: Ranks<'a>,
+    pub(super) count: usize,
+    pub(super) options: LaunchOptions,
+}
+
+impl<'a> BenchRanks<'a> {
+    fn place(
+        joined: Joined<'a>,
+        device: DeviceArg,
+        count: usize,
+        threads_per_rank: Option<usize>,
+    ) -> Result<Self, Failure> {
+        let on = joined.place(device, count)?;
+        let options = settings::launch_options(threads_per_rank, on.local(count))?;
+        Ok(Self { on, count, options })
+    }
+
+    /// Rejects tensors of `elems` f32 elements in total that exceed the host's memory.
+    fn check_tensors(&self, elems: f64) -> Result<(), Failure> {
+        settings::check_tensors(self.on.placement().device, elems)
+    }
+
+    /// Measures on all ranks.
+    pub(super) fn run<T: Send>(
+        &mut self,
+        repeats: u32,
+        measure: impl Fn(&BenchRank<'_>) -> anyhow::Result<T> + Sync,
+    ) -> Result<T, Failure> {
+        self.on.run(self.count, &self.options, |rank, device| measure(&BenchRank { rank, device, repeats }))
     }
 }

@@ -1,15 +1,15 @@
 //! `ulysses bench overlap`.
 
-use super::report::{Figure, Report, Unit};
-use super::slow_link::{AwaitedAtOnce, SlowLink};
-use super::turns::{Case, median, take_turns};
-use super::{BackendArgs, DeviceArg, Failure, MeasureArgs, Process, settings};
+use super::case::{Case, Figure, median};
+use super::report::{FLOPS, Report};
+use super::slow_link::SlowLink;
+use super::{BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, OrFail, Process};
 use anyhow::{Result, anyhow};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use serde_json::json;
 use std::cell::RefCell;
 use std::sync::Arc;
-use ulysses::comm::{ProcessGroup, ProcessGroupExt, RankContext, ReduceOp};
+use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
@@ -24,7 +24,7 @@ const HEAD_DIM: usize = 64;
 const HIDDEN: usize = 64;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(super) struct Overlap {
     /// Number of ranks, at most 8 divided by the head chunks [default: 2, or all processes of a job].
     #[arg(long, value_parser = clap::value_parser!(u16).range(2..=NUM_HEADS as i64))]
     ranks: Option<u16>,
@@ -45,58 +45,52 @@ pub(super) struct Args {
     /// Time of the exchanges on the slowed link, as a share of the layer's time without it.
     #[arg(long, default_value_t = 0.3)]
     link_share: f64,
-    #[command(flatten)]
-    measuring: MeasureArgs,
 }
 
-pub(super) fn run(args: &Args, process: &mut Option<Process>) -> Result<(), Failure> {
-    let joined = args.backend.join(process)?;
-    let ranks = joined.count(args.ranks.map(usize::from), 2);
-    let chunks = args.head_chunks();
-    if ranks < 2 || (ranks > NUM_HEADS / chunks && !args.ring) {
-        let expected = NUM_HEADS / chunks;
-        let message = format!(
-            "{ranks} rank(s) with {chunks} head chunk(s): expected 2 to {expected}, one head each per chunk"
-        );
-        return Err(Failure::Usage(anyhow!(message)));
+impl Benchmark for Overlap {
+    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+        let joined = self.backend.join(process)?;
+        let count = joined.count(self.ranks.map(usize::from), 2);
+        let chunks = self.head_chunks();
+        if count < 2 || (count > NUM_HEADS / chunks && !self.ring) {
+            let expected = NUM_HEADS / chunks;
+            return Err(Failure::Usage(anyhow!(
+                "{count} rank(s) with {chunks} head chunk(s): expected 2 to {expected}, one head each per chunk"
+            )));
+        }
+        if !(self.link_share > 0.0 && self.link_share <= 10.0) {
+            return Err(Failure::Usage(anyhow!(
+                "--link-share {}: expected a number above 0, up to 10",
+                self.link_share
+            )));
+        }
+        let mut ranks = BenchRanks::place(joined, DeviceArg::Cpu, count, self.threads_per_rank)?;
+        // q, k, v, o and their gradients, before and after the exchange.
+        ranks.check_tensors((16 * self.seq_len as usize * NUM_HEADS * HEAD_DIM) as f64)?;
+        let layout =
+            AttentionLayout::causal(1, self.seq_len, grouped_heads(NUM_HEADS, NUM_HEADS)).or_usage()?;
+        let flops = 12.0 * layout.num_visible_pairs() as f64 * (NUM_HEADS * HEAD_DIM) as f64;
+        let figures = ranks.run(repeats, |bench| SlowLayer::new(bench, self)?.measure(self, flops))?;
+        let exposed = if self.ring { "the last gradients' transfer" } else { "one chunk's transfers" };
+        Ok(Report {
+            bench: "overlap",
+            settings: json!({
+                "seq_len": self.seq_len, "ring": self.ring, "head_chunks": chunks, "link_share": self.link_share,
+            }),
+            method: format!(
+                "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; \
+                 alternating with and without overlap; exposed: transfer time that is left when a rank starts to wait; \
+                 hidden share: share of the transfer time that overlap hides, without {exposed}, which cannot be hidden; \
+                 FLOPs are those of attention; slowest rank, median"
+            ),
+            unit: FLOPS,
+            figures,
+            ranks,
+        })
     }
-    if !(args.link_share > 0.0 && args.link_share <= 10.0) {
-        let message = format!("--link-share {}: expected a number above 0, up to 10", args.link_share);
-        return Err(Failure::Usage(anyhow!(message)));
-    }
-    let mut on = joined.place(DeviceArg::Cpu, ranks)?;
-    let options = settings::launch_options(args.threads_per_rank, on.local(ranks))?;
-    // q, k, v, o and their gradients, before and after the exchange.
-    settings::check_tensors(
-        on.placement().device,
-        (16 * args.seq_len as usize * NUM_HEADS * HEAD_DIM) as f64,
-    )?;
-    let Measured { seconds: [apart, overlapped], exposed, hidden_share } =
-        on.run(ranks, &options, |rank, device| Bench::new(rank, device, args)?.measure(args))?;
-    let [apart_ms, overlapped_ms] = exposed.map(|seconds| 1e3 * median(&seconds));
-    let layout = AttentionLayout::causal(1, args.seq_len, grouped_heads(NUM_HEADS, NUM_HEADS));
-    let pairs = layout.map_err(|error| Failure::Usage(error.into()))?.num_visible_pairs() as f64;
-    let flops = 12.0 * pairs * (NUM_HEADS * HEAD_DIM) as f64;
-    let apart = Figure::new("apart", apart, flops).with("exposed_ms", apart_ms);
-    let overlapped = Figure::new("overlapped", overlapped, flops)
-        .against(&apart)
-        .with("exposed_ms", overlapped_ms)
-        .with("hidden_share", hidden_share);
-    let settings = json!({
-        "seq_len": args.seq_len, "ring": args.ring, "head_chunks": chunks, "link_share": args.link_share,
-    });
-    let exposed = if args.ring { "the last gradients' transfer" } else { "one chunk's transfers" };
-    let method = format!(
-        "forward and backward of one layer in f32, 8 heads of 64, over a link that is slowed on purpose; \
-         alternating with and without overlap; exposed: transfer time that is left when a rank starts to wait; hidden \
-         share: share of the transfer time that overlap hides, without {exposed}, which cannot be hidden; FLOPs are those \
-         of attention; slowest rank, median"
-    );
-    let report = Report::new("overlap", settings, &method, Unit::Flops).on(ranks, &options, on.placement());
-    args.measuring.print(&Report { figures: vec![apart, overlapped], ..report })
 }
 
-impl Args {
+impl Overlap {
     fn head_chunks(&self) -> usize {
         if self.ring { 1 } else { self.head_chunks.into() }
     }
@@ -114,20 +108,10 @@ impl Args {
     }
 }
 
-/// By repetition: without overlap, and with it.
-struct Measured {
-    seconds: [Vec<f64>; 2],
-    /// Seconds left of transfers when their waits begin, on the rank with the most.
-    exposed: [Vec<f64>; 2],
-    /// The part of them that the overlap removes, of what it can remove; on the rank with the least.
-    hidden_share: f64,
-}
-
-/// A layer on one rank.
-struct Bench<'a> {
-    rank: &'a RankContext,
-    device: Device,
-    link: Arc<SlowLink>,
+/// A layer on one rank, behind a slowed link.
+struct SlowLayer<'a> {
+    bench: &'a BenchRank<'a>,
+    link: SlowLink,
     layer: DecoderLayer,
     params: Vec<Tensor>,
     grads: Vec<Option<Tensor>>,
@@ -136,8 +120,9 @@ struct Bench<'a> {
     overlapped: LayerContext,
 }
 
-impl<'a> Bench<'a> {
-    fn new(rank: &'a RankContext, device: Device, args: &Args) -> Result<Self> {
+impl<'a> SlowLayer<'a> {
+    fn new(bench: &'a BenchRank<'a>, args: &Overlap) -> Result<Self> {
+        let BenchRank { rank, device, .. } = bench;
         let config = LlamaConfig {
             hidden_size: HIDDEN,
             intermediate_size: HIDDEN,
@@ -152,35 +137,34 @@ impl<'a> Bench<'a> {
         for spec in layer.parameters() {
             let mut values = vec![0.0; spec.numel()];
             RandomWeights { seed: 1 }.read(spec, 0..spec.numel(), &mut values)?;
-            params.push(Tensor::from_vec(values, spec.shape.as_slice(), &device)?);
-            grads.push(Some(Tensor::zeros(spec.shape.as_slice(), DType::F32, &device)?));
+            params.push(Tensor::from_vec(values, spec.shape.as_slice(), device)?);
+            grads.push(Some(Tensor::zeros(spec.shape.as_slice(), DType::F32, device)?));
         }
         let seq_len = args.seq_len as usize;
         let sharding = args.sharding(rank.world_size);
         let shard = sharding.tokens(seq_len, rank.rank);
-        let x = Tensor::randn(0_f32, 1.0, (1, shard.len(), HIDDEN), &device)?;
+        let x = Tensor::randn(0_f32, 1.0, (1, shard.len(), HIDDEN), device)?;
         let positions = shard.positions().map(|position| position as u32).collect();
         let documents = Arc::new(vec![vec![0, args.seq_len]]);
         let tokens = Arc::new(TokenLayout::new(shard.ranges(), positions, documents)?);
         let link = SlowLink::new(rank.group.clone());
         link.progress_in_background();
-        let attention = |group: Arc<dyn ProcessGroup>| -> Arc<dyn Attention> {
-            let local = Arc::new(FlashAttention::default());
+        let attention = |link: SlowLink| -> Arc<dyn Attention> {
+            let (local, group) = (Arc::new(FlashAttention::default()), Arc::new(link));
             match args.ring {
                 true => Arc::new(RingAttention::new(local, group, sharding)),
                 false => Arc::new(UlyssesAttention::new(local, group)),
             }
         };
         let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks() };
-        let context = |overlaps, group| {
-            LayerContext::new(tokens.clone(), attention(group), Arc::new(Workspace::new()))
+        let context = |overlaps, link| {
+            LayerContext::new(tokens.clone(), attention(link), Arc::new(Workspace::new()))
                 .with_tiling(tiling)
                 .with_overlapped_exchange(overlaps)
         };
-        let apart =
-            context(false, if args.ring { Arc::new(AwaitedAtOnce(link.clone())) } else { link.clone() });
+        let apart = context(false, if args.ring { link.awaited() } else { link.clone() });
         let overlapped = context(true, link.clone());
-        Ok(Self { rank, device, link, layer, params, grads, x, apart, overlapped })
+        Ok(Self { bench, link, layer, params, grads, x, apart, overlapped })
     }
 
     /// Runs the layer forward and backward. Returns the seconds that transfers were exposed.
@@ -192,32 +176,39 @@ impl<'a> Bench<'a> {
         Ok(self.link.exposed_seconds() - before)
     }
 
-    fn measure(&self, args: &Args) -> Result<Measured> {
-        let group = &*self.rank.group;
-        let run = |context| Case::new(move || self.pass(context).map(drop));
-        let free = take_turns(group, &self.device, 2, vec![run(&self.apart)])?;
+    /// Measures the layer without and with overlap.
+    fn measure(&self, args: &Overlap, flops: f64) -> Result<Vec<Figure>> {
+        let BenchRank { rank, device, .. } = self.bench;
+        let group = self.bench.group();
+        let calibration = BenchRank { rank, device: device.clone(), repeats: 2 };
+        let free = Case::new("free", flops, || self.pass(&self.apart).map(drop));
+        let free = calibration.take_turns(vec![free])?;
         let before = self.link.sent_bytes();
         self.pass(&self.apart)?;
         let bytes = (self.link.sent_bytes() - before) as f64;
-        self.link.set_rate(bytes / (args.link_share * median(&free[0])));
+        self.link.set_rate(bytes / (args.link_share * free[0].seconds()));
         let exposed = [(); 2].map(|()| RefCell::new(Vec::new()));
-        let record = |context, exposed: &'_ RefCell<Vec<f64>>| -> Result<()> {
+        let record = |context, exposed: &RefCell<Vec<f64>>| -> Result<()> {
             exposed.borrow_mut().push(self.pass(context)?);
             Ok(())
         };
-        let cases = vec![
-            Case::new(|| record(&self.apart, &exposed[0])),
-            Case::new(|| record(&self.overlapped, &exposed[1])),
-        ];
-        let seconds = take_turns(group, &self.device, args.measuring.repeats, cases)?;
-        let seconds = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
+        let mut figures = self.bench.take_turns(vec![
+            Case::new("apart", flops, || record(&self.apart, &exposed[0])),
+            Case::new("overlapped", flops, || record(&self.overlapped, &exposed[1])).against("apart"),
+        ])?;
         // The first repetition is a warm-up.
         let exposed = exposed.map(|seconds| seconds.into_inner().split_off(1));
-        let hideable = args.hideable(self.rank.world_size);
+        // Seconds left of transfers when their waits begin, on the rank with the most.
+        for (figure, seconds) in figures.iter_mut().zip(&exposed) {
+            let seconds = median(&group.all_reduce_values(seconds, ReduceOp::Max)?);
+            figure.values.push(("exposed_ms", 1e3 * seconds));
+        }
+        // The part of them that the overlap removes, of what it can remove; on the rank with the least.
+        let hideable = args.hideable(rank.world_size);
         let share = |(apart, overlapped): (&f64, &f64)| (apart - overlapped) / (apart * hideable);
         let shares: Vec<f64> = exposed[0].iter().zip(&exposed[1]).map(share).collect();
         let hidden_share = median(&group.all_reduce_values(&shares, ReduceOp::Min)?);
-        let [apart, overlapped] = exposed.map(|seconds| group.all_reduce_values(&seconds, ReduceOp::Max));
-        Ok(Measured { seconds, exposed: [apart?, overlapped?], hidden_share })
+        figures[1].values.push(("hidden_share", hidden_share));
+        Ok(figures)
     }
 }

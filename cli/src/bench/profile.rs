@@ -1,16 +1,17 @@
 //! `ulysses bench profile`: machine rates for `ulysses plan --machine`.
 
-use super::attention::Operation;
-use super::collectives::{figures, figures_of};
-use super::gemm::{Square, WeightGemms};
-use super::report::{Figure, cores, cpu_name};
-use super::turns::{Case, median, take_turns};
-use super::{DeviceArg, Failure, Joined, OrFail, Ranks, print, settings};
+use super::attention::AttentionPasses;
+use super::case::{Case, Figure, median};
+use super::communication::collectives;
+use super::gemm::{gemms, square_gemm};
+use super::report::{cores, cpu_name};
+use super::{BenchRank, BenchRanks, DeviceArg, Failure, Joined, OrFail, print};
 use crate::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use std::path::{Path, PathBuf};
-use ulysses::comm::{LaunchOptions, RankContext};
+use std::path::PathBuf;
+use std::rc::Rc;
+use ulysses::comm::LaunchOptions;
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::kernels::attention::{AttentionKernels, AttentionLayout, grouped_heads};
@@ -54,39 +55,29 @@ pub(super) struct Args {
     output: Option<PathBuf>,
 }
 
-/// The sizes to measure with.
-struct Bench<'a> {
-    args: &'a Args,
-    model: LlamaConfig,
-    layout: AttentionLayout,
-}
-
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let model = shape(&args.model).or_usage()?;
-    let ranks = usize::from(args.ranks);
-    let options = settings::launch_options(args.threads_per_rank, ranks)?;
+    let count = usize::from(args.ranks);
+    let mut ranks = BenchRanks::place(Joined::threads(), args.device, count, args.threads_per_rank)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
-    let mut on = Joined::threads().place(args.device, ranks)?;
-    let device = on.placement().device;
-    settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
+    ranks.check_tensors((count * (tensors + 8 * args.elems())) as f64)?;
     let heads = grouped_heads(model.num_heads, model.num_kv_heads);
     let layout = AttentionLayout::causal(1, args.tokens, heads).or_usage()?;
-    let bench = Bench { args, model, layout };
-    let mut rates_of =
-        |dtype| on.run(ranks, &options, |rank, device| bench.rates(rank, &device, dtype)).map(Some);
-    let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
+    let mut measured =
+        |dtype| ranks.run(args.repeats, |bench| args.rates(bench, &model, &layout, dtype)).map(Some);
+    let rates = RatesByFormat { f32: measured(DType::F32)?, bf16: measured(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
-        name: on.placement().gpu_name().unwrap_or_else(cpu_name),
-        origin: bench.origin(&options),
-        ranks_per_node: ranks,
+        name: ranks.on.placement().gpu_name().unwrap_or_else(cpu_name),
+        origin: args.origin(&ranks.options),
+        ranks_per_node: count,
         rates,
-        update_bytes_per_second: on.run(ranks, &options, |rank, device| bench.update(rank, &device))?,
-        file_bytes_per_second: bench.file(&mut on, ranks, &options)?,
+        update_bytes_per_second: ranks.run(args.repeats, |bench| args.update(bench))?,
+        file_bytes_per_second: args.file(&mut ranks)?,
         // Not measured yet: see docs/gpu.md.
         host_bytes_per_second: None,
         // Threads transfer their data themselves while they wait.
         overlaps_communication: false,
-        links: Links { intra_node: bench.link(&mut on, ranks, &options)?, inter_node: None },
+        links: Links { intra_node: args.link(&mut ranks)?, inter_node: None },
     };
     let text = format!("{:#}\n", profile.to_json());
     let Some(path) = &args.output else { return print(text) };
@@ -97,9 +88,14 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-impl Bench<'_> {
+impl Args {
+    /// Number of f32 elements in `--mib`.
+    fn elems(&self) -> usize {
+        usize::from(self.mib) << 18
+    }
+
     fn origin(&self, options: &LaunchOptions) -> String {
-        let Args { ranks, model, tokens, repeats, .. } = self.args;
+        let Self { ranks, model, tokens, repeats, .. } = self;
         format!(
             "measured by ulysses bench profile {}: {ranks} rank(s) of {} thread(s) at once on {} core(s), GEMMs of \
              {model} with {tokens} tokens, medians of {repeats}",
@@ -110,40 +106,41 @@ impl Bench<'_> {
     }
 
     /// Measures the compute rates of a rank while all ranks run. Collective.
-    fn rates(&self, rank: &RankContext, device: &Device, dtype: DType) -> Result<Rates> {
-        let (square, tokens) = (Square::new(dtype, device)?, self.args.tokens as usize);
-        let gemms = WeightGemms::all(&self.model, tokens, dtype, device)?;
-        let options = TensorOptions { device: device.clone(), dtype };
-        let attention = Operation::new(&self.layout, self.model.head_dim, &options, AttentionKernels::Auto)?;
-        let elementwise = Elementwise::new(&self.model, tokens, dtype, device)?;
-        let LlamaConfig { num_heads, head_dim, .. } = self.model;
-        let pair_elems = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
-        let mut cases = vec![square.case(), attention.forward(), attention.backward()];
-        let mut work = vec![square.flops(), 4.0 * pair_elems, 8.0 * pair_elems];
-        let gemm_cases = gemms.iter().flat_map(|gemm| gemm.cases().map(|(_, case)| (case, gemm.flops())));
-        for (case, amount) in gemm_cases.chain(elementwise.cases()) {
-            cases.push(case);
-            work.push(amount);
-        }
-        let seconds = take_turns(&*rank.group, device, self.args.repeats, cases)?;
-        let first_elementwise = 3 + 3 * gemms.len();
-        let rate = |cases: std::ops::Range<usize>| {
-            let seconds: f64 = seconds[cases.clone()].iter().map(|seconds| median(seconds)).sum();
-            work[cases].iter().sum::<f64>() / seconds
-        };
+    fn rates(
+        &self,
+        bench: &BenchRank<'_>,
+        model: &LlamaConfig,
+        layout: &AttentionLayout,
+        dtype: DType,
+    ) -> Result<Rates> {
+        let (tokens, options) = (self.tokens as usize, TensorOptions { device: bench.device.clone(), dtype });
+        let attention = AttentionPasses::new(layout, model.head_dim, &options, AttentionKernels::Auto)?;
+        let [forward, backward, _] = attention.cases();
+        let groups = [
+            vec![square_gemm(dtype, &bench.device)?],
+            vec![forward],
+            // A plan counts four products per pair backward, not the scores that are computed again.
+            vec![backward.times(0.8)],
+            gemms(model, tokens, dtype, &bench.device)?,
+            elementwise(model, tokens, &options)?,
+        ];
+        let lens = groups.each_ref().map(Vec::len);
+        let figures = bench.take_turns(groups.into_iter().flatten().collect())?;
+        let mut figures = figures.into_iter();
+        let [peak, forward, backward, products, elementwise] =
+            lens.map(|len| per_second(&figures.by_ref().take(len).collect::<Vec<_>>()));
         Ok(Rates {
-            peak_flops_per_second: rate(0..1),
-            attention_forward_flops_per_second: rate(1..2),
-            attention_backward_flops_per_second: rate(2..3),
-            product_flops_per_second: rate(3..first_elementwise),
-            elementwise_bytes_per_second: rate(first_elementwise..work.len()),
+            peak_flops_per_second: peak,
+            attention_forward_flops_per_second: forward,
+            attention_backward_flops_per_second: backward,
+            product_flops_per_second: products,
+            elementwise_bytes_per_second: elementwise,
         })
     }
 
     /// Measures the bytes per second that AdamW reads and writes. Collective.
-    fn update(&self, rank: &RankContext, device: &Device) -> Result<f64> {
-        let elems = usize::from(self.args.mib) << 18;
-        let ones = || Tensor::ones(elems, DType::F32, device);
+    fn update(&self, bench: &BenchRank<'_>) -> Result<f64> {
+        let ones = || Tensor::ones(self.elems(), DType::F32, &bench.device);
         let (parameters, gradients, mean, squares) = (ones()?, ones()?, ones()?, ones()?);
         let params = AdamParams {
             lr: 1e-3,
@@ -156,70 +153,60 @@ impl Bench<'_> {
             step: 1,
             grad_scale: 1.0,
         };
-        let update = Case::new(|| Ok(adamw::step(&parameters, &gradients, &mean, &squares, &params)?));
-        let seconds = take_turns(&*rank.group, device, self.args.repeats, vec![update])?;
         // Four tensors are read, three written.
-        Ok((7 * elems * size_of::<f32>()) as f64 / median(&seconds[0]))
+        let bytes = (7 * self.elems() * size_of::<f32>()) as f64;
+        let update = || adamw::step(&parameters, &gradients, &mean, &squares, &params);
+        Ok(per_second(&bench.take_turns(vec![Case::new("update", bytes, update)])?))
     }
 
     /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
-    fn file(
-        &self,
-        on: &mut Ranks<'_>,
-        ranks: usize,
-        options: &LaunchOptions,
-    ) -> Result<Option<f64>, Failure> {
-        if on.placement().device != DeviceKind::Cpu {
+    fn file(&self, ranks: &mut BenchRanks<'_>) -> Result<Option<f64>, Failure> {
+        if ranks.on.placement().device != DeviceKind::Cpu {
             return Ok(None);
         }
         let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };
-        let directory = self.args.offload_path.as_deref();
+        let open = || OffloadStore::in_file(label, self.offload_path.as_deref());
         // Fails before ranks start.
-        OffloadStore::in_file(label, directory).or_usage()?;
-        on.run(ranks, options, |rank, _| self.file_of(rank, label, directory)).map(Some)
+        open().or_usage()?;
+        let bytes = self.elems() * size_of::<f32>();
+        let rate = ranks.run(self.repeats, |bench| {
+            let (file, back) = (open()?, Tensor::ones(self.elems(), DType::F32, &Device::Cpu)?);
+            let there_and_back = || {
+                // The store needs sole ownership of the tensor.
+                let there = back.copy()?;
+                let place = file.reserve(bytes);
+                file.write(&place, there)?;
+                file.settle()?;
+                file.read(&place, || Ok::<_, OffloadError>(back.clone()))?;
+                anyhow::Ok(())
+            };
+            Ok(per_second(&bench.take_turns(vec![Case::new("file", 2.0 * bytes as f64, there_and_back)])?))
+        })?;
+        Ok(Some(rate))
     }
 
-    fn file_of(&self, rank: &RankContext, label: StoreLabel, directory: Option<&Path>) -> Result<f64> {
-        let file = OffloadStore::in_file(label, directory)?;
-        let bytes = usize::from(self.args.mib) << 20;
-        let back = Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu)?;
-        let there_and_back = Case::new(|| {
-            // The store needs sole ownership of the tensor.
-            let there = back.copy()?;
-            let place = file.reserve(bytes);
-            file.write(&place, there)?;
-            file.settle()?;
-            file.read(&place, || Ok::<_, OffloadError>(back.clone()))?;
-            Ok(())
-        });
-        let seconds = take_turns(&*rank.group, &Device::Cpu, self.args.repeats, vec![there_and_back])?;
-        Ok(2.0 * bytes as f64 / median(&seconds[0]))
-    }
-
-    fn link(
-        &self,
-        on: &mut Ranks<'_>,
-        ranks: usize,
-        options: &LaunchOptions,
-    ) -> Result<Option<LinkRates>, Failure> {
-        if ranks == 1 {
+    fn link(&self, ranks: &mut BenchRanks<'_>) -> Result<Option<LinkRates>, Failure> {
+        if ranks.count == 1 {
             return Ok(None);
         }
-        let Args { mib, repeats, .. } = *self.args;
-        let (small, large) = (
-            figures_of(LATENCY_ELEMS, on, ranks, options, repeats)?,
-            figures(on, ranks, options, mib, repeats)?,
-        );
+        let small = collectives(ranks, LATENCY_ELEMS, self.repeats)?;
+        let large = collectives(ranks, self.elems(), self.repeats)?;
         link_rates(&small, &large).map(Some).or_run()
     }
 }
 
+/// Returns the rate of figures one after the other, in bytes or FLOPs.
+fn per_second(figures: &[Figure]) -> f64 {
+    let work: f64 = figures.iter().map(|figure| figure.work).sum();
+    work / figures.iter().map(Figure::seconds).sum::<f64>()
+}
+
 /// Derives link rates from small (latency) and large (bandwidth) collectives.
 fn link_rates(small: &[Figure], large: &[Figure]) -> Result<LinkRates> {
-    let is_collective = |figure: &&Figure| figure.name() != "copy";
+    let is_collective = |figure: &&Figure| figure.name != "copy";
     let latencies: Vec<f64> = small.iter().filter(is_collective).map(Figure::seconds).collect();
     let rate = |name: &str| {
-        let figure = large.iter().find(|figure| figure.name() == name);
+        let figure = large.iter().find(|figure| figure.name == name);
         let rate = figure.map(Figure::rate).filter(|rate| rate.is_finite() && *rate > 0.0);
         Ok::<_, anyhow::Error>(1e9 * rate.with_context(|| format!("the rate of {name} was not measured"))?)
     };
@@ -234,7 +221,7 @@ fn link_rates(small: &[Figure], large: &[Figure]) -> Result<LinkRates> {
     })
 }
 
-/// Memory-bound operations of a layer: copy, norms and SwiGLU with their gradients.
+/// The operands of the memory-bound operations of a layer.
 struct Elementwise {
     x: [Tensor; 3],
     weight: Tensor,
@@ -242,33 +229,42 @@ struct Elementwise {
     wide: [Tensor; 5],
 }
 
-impl Elementwise {
-    fn new(model: &LlamaConfig, tokens: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let ones = |width: usize| Tensor::ones((tokens, width), dtype, device);
-        let narrow = || ones(model.hidden_size);
-        let wide = || ones(model.intermediate_size);
-        Ok(Self {
-            x: [narrow()?, narrow()?, narrow()?],
-            weight: Tensor::ones(model.hidden_size, dtype, device)?,
-            rstd: Tensor::ones(tokens, DType::F32, device)?,
-            wide: [wide()?, wide()?, wide()?, wide()?, wide()?],
-        })
-    }
-
-    /// Returns the operations with the bytes that each reads and writes.
-    fn cases(&self) -> [(Case<'_>, f64); 5] {
-        let Self { x: [x, y, dx], weight, rstd, wide: [gate, up, product, dgate, dup] } = self;
-        let bytes = |tensor: &Tensor, times: usize| {
-            (times * tensor.elem_count() * tensor.dtype().size_in_bytes()) as f64
-        };
-        [
-            (Case::new(|| Ok(strided_copy::copy(x, y)?)), bytes(x, 2)),
-            (Case::new(|| Ok(rms_norm::forward(x, weight, 1e-5, y, rstd)?)), bytes(x, 2)),
-            (Case::new(|| Ok(rms_norm::backward(y, x, weight, rstd, dx, false, None)?)), bytes(x, 3)),
-            (Case::new(|| Ok(swiglu::forward(gate, up, product)?)), bytes(gate, 3)),
-            (Case::new(|| Ok(swiglu::backward(product, gate, up, dgate, dup)?)), bytes(gate, 5)),
-        ]
-    }
+/// Returns a copy, norms and SwiGLU with their gradients, each with the bytes that it reads and writes.
+fn elementwise(model: &LlamaConfig, tokens: usize, options: &TensorOptions) -> Result<Vec<Case<'static>>> {
+    let TensorOptions { device, dtype } = options;
+    let ones = |width: usize| Tensor::ones((tokens, width), *dtype, device);
+    let narrow = || ones(model.hidden_size);
+    let wide = || ones(model.intermediate_size);
+    let operands = Rc::new(Elementwise {
+        x: [narrow()?, narrow()?, narrow()?],
+        weight: Tensor::ones(model.hidden_size, *dtype, device)?,
+        rstd: Tensor::ones(tokens, DType::F32, device)?,
+        wide: [wide()?, wide()?, wide()?, wide()?, wide()?],
+    });
+    let case = |name, bytes, run| Case::on(&operands, name, bytes, run);
+    let bytes = |width: usize, times: usize| (times * tokens * width * dtype.size_in_bytes()) as f64;
+    let (narrow, wide) = (model.hidden_size, model.intermediate_size);
+    Ok(vec![
+        case("copy", bytes(narrow, 2), |Elementwise { x: [x, y, _], .. }| strided_copy::copy(x, y)),
+        case("rms_norm", bytes(narrow, 2), |Elementwise { x: [x, y, _], weight, rstd, .. }| {
+            rms_norm::forward(x, weight, 1e-5, y, rstd)
+        }),
+        case(
+            "rms_norm backward",
+            bytes(narrow, 3),
+            |Elementwise { x: [x, dy, dx], weight, rstd, .. }| {
+                rms_norm::backward(dy, x, weight, rstd, dx, false, None)
+            },
+        ),
+        case("swiglu", bytes(wide, 3), |Elementwise { wide: [gate, up, product, ..], .. }| {
+            swiglu::forward(gate, up, product)
+        }),
+        case(
+            "swiglu backward",
+            bytes(wide, 5),
+            |Elementwise { wide: [gate, up, dy, dgate, dup], .. }| swiglu::backward(dy, gate, up, dgate, dup),
+        ),
+    ])
 }
 
 #[cfg(test)]
@@ -277,8 +273,12 @@ mod tests {
 
     const COLLECTIVES: [&str; 4] = ["all_to_all", "all_reduce", "reduce_scatter", "all_gather"];
 
+    fn figure(name: &str, seconds: f64) -> Figure {
+        Figure { seconds: vec![seconds], ..Figure::new(name, 2e6) }
+    }
+
     fn figures(seconds: f64) -> Vec<Figure> {
-        COLLECTIVES.map(|name| Figure::new(name, vec![seconds], 2e6)).into()
+        COLLECTIVES.map(|name| figure(name, seconds)).into()
     }
 
     #[test]
@@ -291,7 +291,7 @@ mod tests {
             large.remove(index);
             let error = link_rates(&figures(1e-6), &large).unwrap_err().to_string();
             assert_eq!(error, format!("the rate of {missing} was not measured"));
-            large.insert(index, Figure::new(missing, vec![0.0], 2e6));
+            large.insert(index, figure(missing, 0.0));
             link_rates(&figures(1e-6), &large).unwrap_err();
         }
         assert_eq!(link_rates(&[], &figures(1e-3)).unwrap_err().to_string(), "the latency was not measured");

@@ -7,9 +7,11 @@ use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGro
 
 /// A group whose exchanges take as long as over one link of a chosen rate per rank. The link transfers one exchange
 /// after the other from their start on, whatever the rank does: a wait ends no earlier than the transfer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct SlowLink {
     inner: Arc<dyn ProcessGroup>,
+    /// Whether transfers are awaited as soon as they start.
+    is_awaited: bool,
     state: Arc<Mutex<LinkState>>,
 }
 
@@ -24,10 +26,15 @@ struct LinkState {
 
 impl SlowLink {
     /// Wraps `inner` in a link that takes no time until its rate is set.
-    pub(super) fn new(inner: Arc<dyn ProcessGroup>) -> Arc<Self> {
+    pub(super) fn new(inner: Arc<dyn ProcessGroup>) -> Self {
         let (free, exposed) = (Instant::now(), Duration::ZERO);
         let state = LinkState { bytes_per_second: f64::INFINITY, free, sent_bytes: 0, exposed };
-        Arc::new(Self { inner, state: Arc::new(Mutex::new(state)) })
+        Self { inner, is_awaited: false, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// Returns the same link, whose transfers are awaited as soon as they start.
+    pub(super) fn awaited(&self) -> Self {
+        Self { is_awaited: true, ..self.clone() }
     }
 
     pub(super) fn set_rate(&self, bytes_per_second: f64) {
@@ -69,26 +76,16 @@ impl GroupWrapper for SlowLink {
         let pending = self.inner.start(call)?;
         let (arrives, state) = (self.transfer(bytes as u64), self.state.clone());
         let left = move || arrives.saturating_duration_since(Instant::now());
-        Ok(pending.around(move |complete| {
+        let pending = pending.around(move |complete| {
             state.lock().exposed += left();
             complete()?;
             std::thread::sleep(left());
             Ok(())
-        }))
-    }
-}
-
-/// A link whose transfers are awaited as soon as they start.
-#[derive(Debug)]
-pub(super) struct AwaitedAtOnce(pub(super) Arc<SlowLink>);
-
-impl GroupWrapper for AwaitedAtOnce {
-    fn inner(&self) -> &Arc<dyn ProcessGroup> {
-        &self.0.inner
-    }
-
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        ProcessGroup::start(&*self.0, call)?.wait()?;
-        Ok(Pending::ready())
+        });
+        if self.is_awaited {
+            pending.wait()?;
+            return Ok(Pending::ready());
+        }
+        Ok(pending)
     }
 }

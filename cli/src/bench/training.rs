@@ -1,24 +1,38 @@
-//! An engine with synthetic data, for benchmarks that train.
+//! `ulysses bench train`, and an engine with synthetic data for other benchmarks.
 
-use super::{DeviceArg, DtypeArg, Failure, Joined, OrFail, Ranks, settings};
+use super::case::{Case, Figure};
+use super::gemm::{SQUARE, square_gemm};
+use super::report::{FLOPS, Report};
+use super::{
+    BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Process, Ranks,
+    dtype_name, dtype_parser, settings,
+};
 use crate::config_flags::SetFlags;
 use crate::model::{self, ModelSource};
 use crate::unreplicated;
 use anyhow::{Context, Result, anyhow};
-use candle_core::Device;
+use candle_core::{DType, Device};
+use clap::Parser;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
 use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedSequences};
 use ulysses::engine::{Engine, initialize};
+use ulysses::estimate::model_flops;
 use ulysses::mesh::{DeviceMesh, TrainingShape};
 use ulysses::model::Model;
 
 const SEED: u64 = 1;
 
+/// Maximum number of alternations between mesh and single rank.
+const ROUNDS: u32 = 3;
+
+/// Name of the step on a single rank in reports.
+const SINGLE: &str = "single_rank_step";
+
 /// Flags that select model, mesh and device.
-#[derive(clap::Args)]
+#[derive(clap::Parser)]
 pub(crate) struct TrainingArgs {
     /// Model directory (config.json, model.safetensors), preset (nano, tiny, small, base), or shape of a published model,
     /// such as llama3-8b.
@@ -44,8 +58,8 @@ pub(crate) struct TrainingArgs {
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Dtype of parameters and activations.
-    #[arg(long, default_value = "f32")]
-    dtype: DtypeArg,
+    #[arg(long, default_value = "f32", value_parser = dtype_parser())]
+    dtype: DType,
     /// Device of the ranks' tensors.
     #[arg(long, default_value = "auto")]
     device: DeviceArg,
@@ -63,17 +77,7 @@ pub(crate) struct Training {
 impl TrainingArgs {
     /// A small run on one rank, to test a device.
     pub(crate) fn small() -> Self {
-        Self {
-            model: "nano".to_owned(),
-            num_layers: None,
-            vocab_size: None,
-            mesh: "1x1".to_owned(),
-            zero_stage: None,
-            set: SetFlags::default(),
-            threads_per_rank: None,
-            dtype: DtypeArg::F32,
-            device: DeviceArg::Auto,
-        }
+        Self::parse_from(["", "--model", "nano"])
     }
 
     /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
@@ -108,9 +112,9 @@ impl TrainingArgs {
             "seed": SEED,
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
-            "bf16": { "enabled": self.dtype == DtypeArg::Bf16 },
+            "bf16": { "enabled": self.dtype == DType::BF16 },
             // A fixed loss scale, so that no step overflows and is skipped.
-            "fp16": { "enabled": self.dtype == DtypeArg::Fp16, "loss_scale": 1024 },
+            "fp16": { "enabled": self.dtype == DType::F16, "loss_scale": 1024 },
         });
         let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
         settings.set.extend(accumulation.map(|passes| Setting::new("gradient_accumulation_steps", passes)));
@@ -133,8 +137,14 @@ impl TrainingArgs {
     }
 
     /// Chooses the device and the backend of the mesh's ranks.
-    pub(super) fn place<'a>(&self, joined: Joined<'a>, training: &Training) -> Result<Ranks<'a>, Failure> {
-        joined.place(self.device, training.mesh.world_size())
+    pub(super) fn place<'a>(
+        &self,
+        joined: Joined<'a>,
+        training: &Training,
+    ) -> Result<BenchRanks<'a>, Failure> {
+        let count = training.mesh.world_size();
+        let on = joined.place(self.device, count)?;
+        Ok(BenchRanks { on, count, options: training.launch.clone() })
     }
 
     fn source(&self) -> Result<ModelSource, Failure> {
@@ -155,7 +165,7 @@ impl TrainingArgs {
     pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
         let Self { model, mesh, .. } = self;
         let stage = u8::from(training.config.zero.stage);
-        let dtype = DtypeArg::of(training.config.precision.dtype()).name();
+        let dtype = dtype_name(training.config.precision.dtype());
         let shape = &training.source.config;
         json!({
             "model": model, "num_layers": shape.num_layers, "vocab_size": shape.vocab_size, "mesh": mesh,
@@ -172,5 +182,89 @@ impl Training {
         let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
         let loader = engine.data_loader(self.sequences.clone())?;
         Ok((engine, loader))
+    }
+
+    /// Measures square GEMMs of all ranks, and steps.
+    fn measure(&self, bench: &BenchRank<'_>, name: &str, flops: f64) -> Result<Vec<Figure>> {
+        let (mut engine, mut loader) = self.start(bench.rank, &bench.device)?;
+        let square = square_gemm(self.config.precision.dtype(), &bench.device)?;
+        let step = || engine.train_batch(|| loader.next_micro_batch()).map(drop);
+        bench.take_turns(vec![square.times(bench.rank.world_size as f64), Case::new(name, flops, step)])
+    }
+}
+
+#[derive(clap::Args)]
+pub(super) struct Steps {
+    #[command(flatten)]
+    training: TrainingArgs,
+    /// Tokens per sequence, over all sp ranks.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    seq_len: u32,
+    /// Compare with the same batch on a single rank with the same total number of threads.
+    #[arg(long)]
+    against_single: bool,
+    #[command(flatten)]
+    backend: BackendArgs,
+}
+
+impl Benchmark for Steps {
+    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+        let seq_len = self.seq_len as usize;
+        let joined = self.backend.join(process)?;
+        if self.against_single && joined.are_processes() {
+            return Err(Failure::Usage(anyhow!(
+                "--against-single needs ranks that are threads: run the single rank as a command of its own"
+            )));
+        }
+        let on_mesh = self.training.prepare(seq_len)?;
+        let mut ranks = self.training.place(joined, &on_mesh)?;
+        let single =
+            self.against_single.then(|| self.training.prepare_single(&on_mesh, seq_len)).transpose()?;
+        let flops =
+            model_flops(&on_mesh.config, &on_mesh.source.config, &on_mesh.mesh).or_run()?.with_labels(1.0);
+        let rounds = if single.is_some() { ROUNDS.min(repeats) } else { 1 };
+        let mut figures = Vec::new();
+        for round in 0..rounds {
+            // The first rounds take the remainder.
+            let repeats = repeats / rounds + u32::from(round < repeats % rounds);
+            let measured = ranks.run(repeats, |bench| on_mesh.measure(bench, "train_step", flops))?;
+            append(&mut figures, measured);
+            if let Some(single) = &single {
+                let on = Ranks::threads(ranks.on.placement().alone());
+                let mut alone = BenchRanks { on, count: 1, options: single.launch.clone() };
+                let mut measured = alone.run(repeats, |bench| single.measure(bench, SINGLE, flops))?;
+                append(&mut figures, measured.split_off(1));
+            }
+        }
+        let rows = on_mesh.config.train_batch_size;
+        for step in &mut figures[1..] {
+            step.values.push(("tokens_per_second", (rows * seq_len) as f64 / step.seconds()));
+        }
+        figures[1].baselines = vec![SQUARE.to_owned(), SINGLE.to_owned()];
+        // The mesh after its baselines.
+        figures[1..].reverse();
+        let mut settings = self.training.settings(&on_mesh);
+        settings["seq_len"] = json!(seq_len);
+        settings["rows_per_step"] = json!(rows);
+        Ok(Report {
+            bench: "train",
+            settings,
+            method: "whole steps with AdamW and clipping, alternating with one square GEMM on all ranks at once; model \
+                     FLOPs: forward and backward, visible pairs only, no recomputation; slowest rank, median"
+                .to_owned(),
+            unit: FLOPS,
+            figures,
+            ranks,
+        })
+    }
+}
+
+/// Adds the repetitions of a round to those before it.
+fn append(figures: &mut Vec<Figure>, round: Vec<Figure>) {
+    for figure in round {
+        match figures.iter_mut().find(|earlier| earlier.name == figure.name) {
+            Some(earlier) => earlier.seconds.extend(figure.seconds),
+            None => figures.push(figure),
+        }
     }
 }

@@ -3,7 +3,7 @@
 use super::machine::REPEATS;
 use super::{Finding, State};
 use crate::Failure;
-use crate::bench::{Figure, collective_figures};
+use crate::bench::{BenchRanks, Figure, collectives};
 use crate::placement::Placement;
 use crate::ranks::{Ranks, run_threads};
 use anyhow::{Context, Result};
@@ -31,7 +31,8 @@ pub(super) fn check(
         Ok(checked) => checked,
         Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],
     };
-    let rates = match collective_figures(&mut Ranks::threads(placement), ranks, options, mib, REPEATS) {
+    let mut all = BenchRanks { on: Ranks::threads(placement), count: ranks, options: options.clone() };
+    let rates = match collectives(&mut all, usize::from(mib) << 18, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {
             return vec![Finding::new(section, "rates", State::Failed, format!("{error:#}"))];
@@ -41,7 +42,7 @@ pub(super) fn check(
     let finding = |(index, (name, _)): (usize, &Checked)| {
         let faults = checked.iter().enumerate().map(|(rank, outcomes)| (rank, &outcomes[index].1));
         let fault = faults.filter_map(|(rank, fault)| Some((rank, fault.as_ref()?))).next();
-        match (fault, rates.iter().find(|figure| figure.name() == *name).map(Figure::rate)) {
+        match (fault, rates.iter().find(|figure| figure.name == *name).map(Figure::rate)) {
             (Some((rank, fault)), _) => {
                 Finding::new(section, *name, State::Failed, format!("rank {rank}: {fault}"))
             }

@@ -1,7 +1,7 @@
 //! Hardware, software and measured rates of the machine.
 
 use super::{Finding, State};
-use crate::bench::{Case, Figure, Scratch, Square, cores, cpu_name, take_turns};
+use crate::bench::{BenchRank, BenchRanks, Case, Figure, cores, cpu_name, scratch_dir, square_gemm};
 use crate::placement::Placement;
 use crate::ranks::Ranks;
 use crate::{Failure, settings};
@@ -103,26 +103,20 @@ pub(super) fn feature(section: &'static str, name: &'static str) -> Finding {
 /// Measures the GEMM rate and the copy rate on all threads.
 pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     let options = settings::launch_options(None, 1)?;
-    let bytes = usize::from(mib) << 20;
-    let figures = Ranks::threads(Placement::cpu()).run(1, &options, |rank, _| {
-        let square = Square::new(DType::F32, &Device::Cpu)?;
-        let ones = || Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu);
+    let elems = usize::from(mib) << 18;
+    let mut ranks = BenchRanks { on: Ranks::threads(Placement::cpu()), count: 1, options };
+    let figures = ranks.run(REPEATS, |bench| {
+        let ones = || Tensor::ones(elems, DType::F32, &bench.device);
         let (from, to) = (ones()?, ones()?);
-        let copy = Case::new(|| Ok(strided_copy::copy(&from, &to)?));
-        let seconds = take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![square.case(), copy])?;
-        let work = [("GEMM, f32", square.flops()), ("memory copy", bytes as f64)];
-        Ok(seconds
-            .into_iter()
-            .zip(work)
-            .map(|(s, (name, work))| Figure::new(name, s, work))
-            .collect::<Vec<_>>())
+        let bytes = (elems * size_of::<f32>()) as f64;
+        let copy = Case::new("memory copy", bytes, || strided_copy::copy(&from, &to));
+        bench.take_turns(vec![square_gemm(DType::F32, &bench.device)?, copy])
     })?;
-    let units = ["GFLOP/s", "GB/s"];
-    let finding = |(figure, unit): (&Figure, &str)| {
+    let finding = |(figure, (name, unit)): (&Figure, (&str, &str))| {
         let rate = figure.rate();
-        Finding::new("rates", figure.name(), State::Ok, format!("{rate:.1} {unit}")).with_value(rate)
+        Finding::new("rates", name, State::Ok, format!("{rate:.1} {unit}")).with_value(rate)
     };
-    Ok(figures.iter().zip(units).map(finding).collect())
+    Ok(figures.iter().zip([("GEMM, f32", "GFLOP/s"), ("memory copy", "GB/s")]).map(finding).collect())
 }
 
 /// Measures the write rate to a directory, with fsync, as for checkpoints.
@@ -137,20 +131,19 @@ pub(super) fn disk(dir: &Path, mib: u16) -> Finding {
 }
 
 fn write_rate(dir: &Path, mib: u16) -> Result<f64> {
-    let scratch = Scratch::new(dir)?;
-    let path = scratch.0.join("data");
+    let scratch = scratch_dir(dir)?;
+    let path = scratch.path().join("data");
     let data = vec![0x5a_u8; usize::from(mib) << 20];
     let options = ulysses::comm::LaunchOptions::default();
-    let seconds = ulysses::comm::launch(1, &options, |rank| {
-        let write = Case::new(|| {
+    let figures = ulysses::comm::launch(1, &options, |rank| {
+        let write = Case::new("write", data.len() as f64, || {
             let mut file = LocalStorage.create(&path)?;
             file.write_all(&data)?;
-            Ok(file.sync()?)
+            anyhow::Ok(file.sync()?)
         });
-        take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![write])
+        BenchRank { rank: &rank, device: Device::Cpu, repeats: REPEATS }.take_turns(vec![write])
     })?;
-    let seconds = seconds.into_iter().flatten().next().unwrap_or_default();
-    Ok(Figure::new("write", seconds, data.len() as f64).rate())
+    Ok(figures[0][0].rate())
 }
 
 pub(super) fn output(command: &mut Command) -> Option<String> {

@@ -5,11 +5,12 @@ use crate::plan::model;
 use crate::settings::{self, WritableMemory};
 use crate::{Failure, OrFail};
 use anyhow::Context;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
+use std::io::{Read, Seek};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
@@ -31,33 +32,6 @@ pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Resu
     Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })
 }
 
-/// The memory fields of `run.json`.
-#[derive(Deserialize)]
-struct RunRecord {
-    environment: Environment,
-    ranks: Vec<Rank>,
-}
-
-#[derive(Deserialize)]
-struct Environment {
-    /// Absent if the system does not report it.
-    data_bytes_at_start: Option<u64>,
-}
-
-#[derive(Deserialize)]
-struct Rank {
-    peak_bytes: u64,
-}
-
-impl RunRecord {
-    fn read(output: &Path) -> anyhow::Result<Self> {
-        let path = output.join("run.json");
-        let text = std::fs::read_to_string(&path);
-        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_str(&text).with_context(|| format!("{} lacks memory fields", path.display()))
-    }
-}
-
 /// Bytes in a step, summed over the ranks of a process.
 #[derive(Clone, Copy, Serialize)]
 pub(super) struct StepMemory {
@@ -74,7 +48,7 @@ pub(super) struct StepMemory {
 }
 
 impl StepMemory {
-    /// Reads the memory of the step that wrote `output`.
+    /// Returns the memory of the step that wrote `output`.
     pub(super) fn of(
         workload: &Workload,
         seq_len: usize,
@@ -82,13 +56,22 @@ impl StepMemory {
         writable: Option<WritableMemory>,
     ) -> Result<Self, Failure> {
         let plan = workload.with_seq_len(seq_len).plan().or_usage()?;
-        let run = RunRecord::read(output).or_run()?;
-        Ok(Self {
-            planned: plan.peak_bytes * workload.config.world_size() as u64,
-            in_use: run.ranks.iter().map(|rank| rank.peak_bytes).sum(),
-            writable,
-            at_start: run.environment.data_bytes_at_start,
-        })
+        let planned = plan.peak_bytes * workload.config.world_size() as u64;
+        Self::read(planned, output, writable).or_run()
+    }
+
+    /// Reads the record of the run.
+    fn read(planned: u64, output: &Path, writable: Option<WritableMemory>) -> anyhow::Result<Self> {
+        let path = output.join("run.json");
+        let text = std::fs::read_to_string(&path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        let run: Value = serde_json::from_str(&text)?;
+        let peak_bytes = |rank: &Value| rank["peak_bytes"].as_u64();
+        let in_use = run["ranks"].as_array().and_then(|ranks| ranks.iter().map(peak_bytes).sum());
+        let in_use = in_use.with_context(|| format!("{} lacks memory fields", path.display()))?;
+        // Absent if the system does not report it.
+        let at_start = run["environment"]["data_bytes_at_start"].as_u64();
+        Ok(Self { planned, in_use, writable, at_start })
     }
 
     /// Returns the bytes that were mapped but not allocated: thread stacks and allocator overhead.
@@ -124,27 +107,22 @@ impl Display for StepMemory {
 /// Runs a command to its end. Returns its output and its maximum observed writable memory, if it ran long enough to be
 /// observed.
 pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
-    let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-    let (process, is_done) = (child.id(), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let watch = || {
-            let mut max: Option<WritableMemory> = None;
-            while !is_done.load(Ordering::Relaxed) {
-                let now = settings::writable_memory(&process.to_string());
-                max = now.map(|now| now.max(max.unwrap_or_default())).or(max);
-                std::thread::sleep(POLL);
-            }
-            max
-        };
-        let watcher = std::thread::Builder::new().spawn_scoped(scope, watch);
-        let watcher = match watcher {
-            Ok(watcher) => watcher,
-            Err(error) => return child.kill().and_then(|()| child.wait()).and(Err(error)),
-        };
-        let output = child.wait_with_output();
-        is_done.store(true, Ordering::Relaxed);
-        Ok((output?, watcher.join().unwrap_or_default()))
-    })
+    let mut stderr = tempfile::tempfile()?;
+    let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(stderr.try_clone()?).spawn()?;
+    let process = child.id().to_string();
+    let mut max: Option<WritableMemory> = None;
+    let status = loop {
+        let now = settings::writable_memory(&process);
+        max = now.map(|now| now.max(max.unwrap_or_default())).or(max);
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        std::thread::sleep(POLL);
+    };
+    stderr.rewind()?;
+    let mut output = Output { status, stdout: Vec::new(), stderr: Vec::new() };
+    stderr.read_to_end(&mut output.stderr)?;
+    Ok((output, max))
 }
 
 #[cfg(test)]
@@ -180,15 +158,9 @@ mod tests {
     #[test]
     fn unmeasured_values_are_absent_rather_than_zero() {
         let directory = tempfile::tempdir().unwrap();
-        let unmeasured = r#"{ "environment": {}, "ranks": [{ "peak_bytes": 7 }] }"#;
+        let unmeasured = r#"{ "environment": {}, "ranks": [{ "peak_bytes": 104857600 }] }"#;
         std::fs::write(directory.path().join("run.json"), unmeasured).unwrap();
-        let environment = RunRecord::read(directory.path()).unwrap().environment;
-        let memory = StepMemory {
-            planned: 90 << 20,
-            in_use: 100 << 20,
-            writable: None,
-            at_start: environment.data_bytes_at_start,
-        };
+        let memory = StepMemory::read(90 << 20, directory.path(), None).unwrap();
         assert_eq!(memory.to_string(), "memory of its step, all ranks: 90 MiB planned, 100 MiB allocated");
         let written = serde_json::to_value(memory).unwrap();
         assert_eq!(written, serde_json::json!({ "planned": 90 << 20, "in_use": 100 << 20 }));
