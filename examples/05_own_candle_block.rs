@@ -14,9 +14,8 @@ use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{
-    AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, Model, ParameterSpec, RandomWeights,
-};
+use ulysses::model::{Model, RandomWeights};
+use ulysses::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
 
 pub(crate) const VOCAB_SIZE: usize = 256;
 pub(crate) const HIDDEN: usize = 64;

@@ -41,7 +41,7 @@
 //! | read a config | [`Config`] |
 //! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
-//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`model::AutogradLayer`] |
+//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
 //! | predict memory and time | [`estimate`] |
@@ -55,7 +55,7 @@
 //! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is the contract of a backend; [`comm::thread`] runs ranks as threads.
 //! 4. [`data`]: [`DataLoader`](data::DataLoader) shards one global order of sequences over dp and sp.
 //! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
-//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it with [`kernels`], and
+//!    - for each layer, [`zero`] gathers its parameters, [`nn`] computes it with [`kernels`], and
 //!      [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
 //!      during attention);
 //!    - the loss, in tiles of tokens;
@@ -88,6 +88,7 @@ mod fnv1a;
 pub mod mesh;
 pub mod model;
 pub mod monitor;
+pub mod nn;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;
@@ -115,11 +116,9 @@ pub mod prelude {
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedSequences, Tokenizer};
     pub use crate::engine::{Engine, initialize};
     pub use crate::mesh::DeviceMesh;
-    pub use crate::model::{
-        AutogradLayer, BlockContext, Embedding, HfModel, Init, Layer, LlamaConfig, LossHead, Model,
-        ParameterSpec, RandomWeights, WeightSource, preset,
-    };
+    pub use crate::model::{HfModel, LlamaConfig, Model, RandomWeights, WeightSource, preset};
     pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
+    pub use crate::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
     pub use crate::trainer::{
         Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
     };

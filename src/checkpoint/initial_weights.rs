@@ -1,6 +1,7 @@
 //! The weights that a run started from, for exports of frozen parameters.
 
-use crate::model::{Model, ParameterSpec, WeightSource};
+use crate::model::{Model, WeightSource};
+use crate::nn::ParameterSpec;
 use crate::zero::FlatParameter;
 use half::{bf16, f16};
 use std::collections::HashMap;

@@ -7,7 +7,7 @@ use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError};
+use crate::nn::{HeadSaved, LabeledTokens, LayerContext, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::Workspace;
 
@@ -145,7 +145,7 @@ impl Engine {
             LayerTape::Checkpoint(tensors) => tensors,
             LayerTape::Offloaded(stored) => load(self.activation_offload.as_ref(), stored, &self.workspace)?,
         };
-        let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
+        let foreign = || LayerError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
         self.timer.add(Timed::BackwardOfPart(index), begin)?;

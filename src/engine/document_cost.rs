@@ -2,7 +2,8 @@
 
 use super::Engine;
 use crate::data::DocumentCost;
-use crate::model::{AttentionExtent, Model, ParameterSpec};
+use crate::model::Model;
+use crate::nn::{AttentionExtent, ParameterSpec};
 
 impl Engine {
     /// Returns the FLOPs of a document in a forward and backward pass of the model, without recomputation, by its length;

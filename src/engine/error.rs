@@ -6,6 +6,7 @@ use crate::config::{Config, ConfigError};
 use crate::data::DataError;
 use crate::mesh::{MeshError, TokenRanges};
 use crate::model::ModelError;
+use crate::nn::LayerError;
 use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
 use ulysses_kernels::OpError;
@@ -231,6 +232,9 @@ pub enum EngineError {
     Attention(Box<AttentionError>),
     /// A layer failed.
     #[error(transparent)]
+    Layer(Box<LayerError>),
+    /// A model or its weights are invalid.
+    #[error(transparent)]
     Model(Box<ModelError>),
     /// The config lacks a value.
     #[error(transparent)]
@@ -286,5 +290,5 @@ macro_rules! boxed {
 }
 
 boxed! {
-    Attention(AttentionError), Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
+    Attention(AttentionError), Config(ConfigError), Layer(LayerError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
 }

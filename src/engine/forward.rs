@@ -6,7 +6,7 @@ use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::data::{FlexibleStep, MicroBatch};
-use crate::model::{HeadSaved, LabeledTokens, LayerContext, ModelError, Saved, Tiling, TokenLayout};
+use crate::nn::{HeadSaved, LabeledTokens, LayerContext, LayerError, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
@@ -304,7 +304,7 @@ fn input_ids(batch: &MicroBatch) -> Ids {
 }
 
 /// The batch's tokens with a label: all of a dry batch.
-fn labels(batch: &MicroBatch, vocab_size: usize) -> Result<LabeledTokens, ModelError> {
+fn labels(batch: &MicroBatch, vocab_size: usize) -> Result<LabeledTokens, LayerError> {
     match dry::is_dry() {
         true => Ok(LabeledTokens::dry(batch.batch_size * batch.seq_len_local())),
         false => LabeledTokens::new(&batch.labels, vocab_size),

@@ -5,7 +5,8 @@ use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
-use crate::model::{HeadChunk, LlamaConfig};
+use crate::model::LlamaConfig;
+use crate::nn::HeadChunk;
 use serde::Serialize;
 use std::cmp::Ordering;
 

@@ -44,7 +44,8 @@ pub use time::StepTime;
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::DeviceMesh;
-use crate::model::{HeadChunk, LlamaConfig, ModelError};
+use crate::model::LlamaConfig;
+use crate::nn::{HeadChunk, LayerError};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use dry_run::DryStep;
 use event::Event;
@@ -182,7 +183,7 @@ impl Workload {
         let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
         if chunks == 0 || chunks > num_kv_heads {
             let layer = "model.layers.0".to_owned();
-            return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
+            return Err(LayerError::HeadChunks { layer, chunks, num_kv_heads }.into());
         }
         let ranks = config.seq_sharding().ulysses_size;
         let plan = |HeadChunk { q, kv }: HeadChunk| {

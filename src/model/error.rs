@@ -1,8 +1,8 @@
 //! Errors of models and weights.
 
+use crate::nn::LayerError;
 use std::path::PathBuf;
 use ulysses_kernels::OpError;
-use ulysses_kernels::attention::AttentionError;
 
 /// An error of a model or its weights.
 #[derive(Debug, thiserror::Error)]
@@ -114,59 +114,12 @@ pub enum ModelError {
         /// The part of the model that is not supported.
         reason: &'static str,
     },
-    /// A layer got the saved state of another kind of layer.
-    #[error("layer {layer}: backward got the saved state of another layer")]
-    ForeignSavedState {
-        /// The layer.
-        layer: String,
-    },
-    /// The KV heads of a layer cannot be split into that many chunks.
-    #[error(
-        "layer {layer}: its {num_kv_heads} KV heads cannot be split into {chunks} chunks of whole heads; \
-         `ulysses.head_chunks` of 1 to {num_kv_heads} is valid"
-    )]
-    HeadChunks {
-        /// The layer.
-        layer: String,
-        /// The number of chunks.
-        chunks: usize,
-        /// The number of KV heads, which is the largest valid number of chunks.
-        num_kv_heads: usize,
-    },
-    /// A layer got the wrong number of parameters or gradients.
-    #[error("layer {layer}: got {got} parameters or gradients, expected {expected}")]
-    ParameterCount {
-        /// The layer.
-        layer: String,
-        /// The expected number.
-        expected: usize,
-        /// The actual number.
-        got: usize,
-    },
-    /// A user-defined block returned a tensor of the wrong shape or type.
-    #[error("layer {layer}: the block must return f32 of shape {expected:?}, it returned {got:?}")]
-    BlockOutput {
-        /// The layer.
-        layer: String,
-        /// Shape of its input.
-        expected: Vec<usize>,
-        /// Shape of its output.
-        got: Vec<usize>,
-    },
-    /// candle's autograd found no path from a user-defined block's output to a parameter.
-    #[error("layer {layer}: no gradient reaches {parameter}; is every op of the block differentiable?")]
-    NoGradient {
-        /// The layer.
-        layer: String,
-        /// The parameter.
-        parameter: String,
-    },
+    /// A layer failed.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     /// An operation was refused.
     #[error(transparent)]
     Op(#[from] OpError),
-    /// Attention failed, on this rank or another.
-    #[error(transparent)]
-    Attention(#[from] AttentionError),
     /// A candle operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -1,9 +1,9 @@
 //! The description of a Llama-style model.
 
 use super::hf::scaling_to_hf;
-use super::{Architecture, HfDescription, Model, ModelError, ParameterSpec};
+use super::{Architecture, HfDescription, Model, ModelError};
+use crate::nn::{HeadChunk, ParameterSpec, head_chunks};
 use serde_json::{Value, json};
-use std::ops::Range;
 use std::path::Path;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::rope::{Rope, Scaling};
@@ -48,15 +48,6 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// Whether the output projection is the embedding matrix.
     pub tie_word_embeddings: bool,
-}
-
-/// Heads that run through attention together.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeadChunk {
-    /// Query heads.
-    pub q: Range<usize>,
-    /// The KV heads that these use.
-    pub kv: Range<usize>,
 }
 
 impl LlamaConfig {
@@ -160,16 +151,9 @@ impl LlamaConfig {
         grouped_heads(self.num_heads, self.num_kv_heads)
     }
 
-    /// Splits the heads into `chunks` parts of whole KV groups, as evenly as possible. If there are more
-    /// parts than KV heads, the others are empty.
+    /// Splits the heads into `chunks` parts of whole KV groups, as [`head_chunks`] does.
     pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
-        let group = self.num_heads / self.num_kv_heads;
-        let bound = |index| index * self.num_kv_heads / chunks;
-        let chunk = |index| {
-            let kv = bound(index)..bound(index + 1);
-            HeadChunk { q: kv.start * group..kv.end * group, kv }
-        };
-        (0..chunks).map(chunk).collect()
+        head_chunks(self.num_heads, self.num_kv_heads, chunks)
     }
 
     /// Number of parameters.

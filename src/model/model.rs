@@ -1,6 +1,7 @@
 //! A whole model: embedding, layers, head.
 
-use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ModelError, ParameterSpec};
+use super::{DecoderLayer, LlamaConfig, ModelError};
+use crate::nn::{Embedding, Layer, LossHead, ParameterSpec};
 
 /// An embedding, a stack of layers, and a head with its loss.
 ///

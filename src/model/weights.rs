@@ -1,7 +1,8 @@
 //! Initial values of parameters.
 
-use super::{Init, ModelError, ParameterSpec};
+use super::ModelError;
 use crate::fnv1a;
+use crate::nn::{Init, ParameterSpec};
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;

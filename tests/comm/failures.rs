@@ -14,9 +14,8 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{
-    DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec, Saved,
-};
+use ulysses::model::{DecoderLayer, LlamaConfig, Model};
+use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 
 /// Far more than a step takes, far less than the limit of a test.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -146,7 +145,7 @@ impl Layer for Faulty {
         params: &[Tensor],
         x: &Tensor,
         ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), ModelError> {
+    ) -> Result<(Tensor, Saved), LayerError> {
         assert!(self.panics_in != Pass::Forward, "out of cheese");
         self.layer.forward(params, x, ctx)
     }
@@ -158,7 +157,7 @@ impl Layer for Faulty {
         dy: Tensor,
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         assert!(self.panics_in != Pass::Backward, "out of cheese");
         self.layer.backward(params, saved, dy, grads, ctx)
     }

@@ -17,9 +17,9 @@ use ulysses::kernels::attention::FlashAttention;
 use ulysses::kernels::rope::Scaling;
 use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
-    Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
-    RandomWeights, Saved, WeightSource,
+    Architecture, DecoderLayer, LlamaConfig, Model, ModelError, RandomWeights, WeightSource,
 };
+use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 use ulysses::zero::ZeroGroups;
 
 /// Wide enough that names, views and plans are below 1 % of its tensors on every rank.
@@ -346,7 +346,7 @@ impl Layer for Probe {
         params: &[Tensor],
         x: &Tensor,
         ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), ModelError> {
+    ) -> Result<(Tensor, Saved), LayerError> {
         self.held.lock().unwrap().push(live_bytes());
         self.layer.forward(params, x, ctx)
     }
@@ -358,7 +358,7 @@ impl Layer for Probe {
         dy: Tensor,
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         self.held.lock().unwrap().push(live_bytes());
         self.layer.backward(params, saved, dy, grads, ctx)
     }

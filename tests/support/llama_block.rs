@@ -1,7 +1,8 @@
 //! The Llama block in plain candle ops, as a user would write it.
 
 use candle_core::{D, Result, Tensor, bail};
-use ulysses::model::{AutogradLayer, BlockContext, DecoderLayer, Layer, LlamaConfig};
+use ulysses::model::{DecoderLayer, LlamaConfig};
+use ulysses::nn::{AutogradLayer, BlockContext, Layer};
 
 /// Layer `index` with the parameters of [`DecoderLayer`], under candle's autograd.
 pub fn autograd_decoder_layer(config: &LlamaConfig, index: usize) -> Box<dyn Layer> {

@@ -18,7 +18,8 @@ use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::Scaling;
-use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
+use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, WeightSource};
+use ulysses::nn::ParameterSpec;
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.

@@ -16,10 +16,8 @@ use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::{Engine, EngineError, PartTimes, PhaseTimes, StepTimes};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{
-    AutogradLayer, BlockContext, Init, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
-    RandomWeights, Saved,
-};
+use ulysses::model::{LlamaConfig, Model, RandomWeights};
+use ulysses::nn::{AutogradLayer, BlockContext, Init, Layer, LayerContext, LayerError, ParameterSpec, Saved};
 use ulysses::zero::ZeroGroups;
 
 const ROWS: usize = 8;
@@ -96,7 +94,7 @@ impl Layer for Tanh {
         &[]
     }
 
-    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), ModelError> {
+    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), LayerError> {
         let y = x.tanh()?;
         Ok((y.clone(), Saved::new(y, 0)))
     }
@@ -108,7 +106,7 @@ impl Layer for Tanh {
         dy: Tensor,
         _: &[Option<Tensor>],
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         let y: Tensor = saved.downcast("tanh")?;
         let dx = ctx.workspace().alloc(y.dims())?;
         ulysses::kernels::elementwise::fill(&dx, f32::NAN)?;
@@ -189,7 +187,7 @@ impl Layer for FailsOnce {
         &[]
     }
 
-    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), ModelError> {
+    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), LayerError> {
         Ok((x.copy()?, Saved::new((), 0)))
     }
 
@@ -200,7 +198,7 @@ impl Layer for FailsOnce {
         dy: Tensor,
         _: &[Option<Tensor>],
         _: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         if self.0.swap(true, Ordering::Relaxed) {
             return Ok(dy);
         }

@@ -13,9 +13,8 @@ use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
-use ulysses::model::{
-    DecoderLayer, Layer, LayerContext, LlamaConfig, RandomWeights, Tiling, TokenLayout, WeightSource, preset,
-};
+use ulysses::model::{DecoderLayer, LlamaConfig, RandomWeights, WeightSource, preset};
+use ulysses::nn::{Layer, LayerContext, Tiling, TokenLayout};
 use ulysses::sequence_parallel::{RingAttention, UlyssesAttention};
 
 const NUM_HEADS: usize = 8;

@@ -1,7 +1,8 @@
 //! Weights in Hugging Face's layout: `model.safetensors`, or shards and their index.
 
 use super::tensor_file::TensorFile;
-use crate::model::{ModelError, ParameterSpec, WeightSource};
+use crate::model::{ModelError, WeightSource};
+use crate::nn::ParameterSpec;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::de::{MapAccess, Visitor};

@@ -94,7 +94,7 @@ fn another_number_of_parameters_is_refused() {
         params.truncate(params.len() - 2);
         let fewer = layer.forward(&params, &x, &context(1, 3)).err().unwrap();
         for error in [more, fewer] {
-            assert!(matches!(error, ModelError::ParameterCount { .. }), "{architecture:?}: {error}");
+            assert!(matches!(error, LayerError::ParameterCount { .. }), "{architecture:?}: {error}");
         }
     }
 }

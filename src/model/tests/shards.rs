@@ -1,6 +1,7 @@
 //! Weight directories of several files, and what can be wrong with them.
 
 use super::*;
+use candle_core::DType;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;

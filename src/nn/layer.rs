@@ -1,46 +1,8 @@
-//! The [`Layer`] trait, and the description of a layer's parameters.
+//! The [`Layer`] trait.
 
-use super::{LayerContext, ModelError};
+use super::{LayerContext, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use std::any::Any;
-
-/// Initial values of a parameter that is not loaded.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Init {
-    /// Normal distribution with mean 0.
-    Normal {
-        /// Standard deviation.
-        std: f64,
-    },
-    /// All ones.
-    Ones,
-    /// All zeros.
-    Zeros,
-}
-
-/// One parameter of a layer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ParameterSpec {
-    /// Full name in Hugging Face's convention, for example
-    /// `model.layers.0.self_attn.q_proj.weight`.
-    pub name: String,
-    /// Shape; a linear weight is `[out, in]`.
-    pub shape: Vec<usize>,
-    /// Initial values.
-    pub init: Init,
-}
-
-impl ParameterSpec {
-    /// Creates a parameter called `name`.
-    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
-        Self { name: name.into(), shape: shape.into(), init }
-    }
-
-    /// Number of elements.
-    pub fn numel(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
 
 /// The size of a layer's attention, for its FLOPs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,10 +34,10 @@ impl Saved {
     ///
     /// # Errors
     /// State of another kind of layer.
-    pub fn downcast<T: Any + Send>(self, layer: &str) -> Result<T, ModelError> {
+    pub fn downcast<T: Any + Send>(self, layer: &str) -> Result<T, LayerError> {
         match self.state.downcast() {
             Ok(state) => Ok(*state),
-            Err(_) => Err(ModelError::ForeignSavedState { layer: layer.to_owned() }),
+            Err(_) => Err(LayerError::ForeignSavedState { layer: layer.to_owned() }),
         }
     }
 }
@@ -113,7 +75,7 @@ pub trait Layer: Send + Sync {
         params: &[Tensor],
         x: &Tensor,
         ctx: &LayerContext,
-    ) -> Result<(Tensor, Saved), ModelError>;
+    ) -> Result<(Tensor, Saved), LayerError>;
 
     /// **Adds** the parameters' gradients to `grads` and returns the gradient of `x`. The layer may overwrite
     /// `dy`, or return it as the result.
@@ -130,7 +92,7 @@ pub trait Layer: Send + Sync {
         dy: Tensor,
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError>;
+    ) -> Result<Tensor, LayerError>;
 
     /// As [`forward`](Self::forward), but saves only a checkpoint from which the layer is recomputed: `x`,
     /// then tensors that should be computed only once, such as the attention output
@@ -144,7 +106,7 @@ pub trait Layer: Send + Sync {
         params: &[Tensor],
         x: Tensor,
         ctx: &LayerContext,
-    ) -> Result<(Tensor, Vec<Tensor>), ModelError> {
+    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
         let (y, _) = self.forward(params, &x, ctx)?;
         Ok((y, vec![x]))
     }
@@ -161,8 +123,8 @@ pub trait Layer: Send + Sync {
         dy: Tensor,
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
-        let foreign = || ModelError::ForeignSavedState { layer: self.name().to_owned() };
+    ) -> Result<Tensor, LayerError> {
+        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
         let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
         let (y, saved) = self.forward(params, &x, ctx)?;
         let dx = self.backward(params, saved, dy, grads, ctx)?;

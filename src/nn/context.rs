@@ -1,6 +1,6 @@
 //! Context shared by the layers of one micro batch.
 
-use super::ModelError;
+use super::LayerError;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -60,7 +60,7 @@ impl TokenLayout {
         shard: &[Range<usize>],
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
-    ) -> Result<Self, ModelError> {
+    ) -> Result<Self, LayerError> {
         let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens, Vec::new(), None)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
         let (head_layouts, rope_tables) = Default::default();
@@ -173,7 +173,7 @@ impl LayerContext {
         num_heads: usize,
         num_kv_heads: usize,
         window: Option<usize>,
-    ) -> Result<AttentionLayout, ModelError> {
+    ) -> Result<AttentionLayout, LayerError> {
         if window.is_none() {
             return Ok(self.attention_layout(num_heads, num_kv_heads));
         }
@@ -192,7 +192,7 @@ impl LayerContext {
     ///
     /// # Errors
     /// An odd head dimension, or a scaling without frequencies.
-    pub fn rope(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<Arc<rope::Table>, ModelError> {
+    pub fn rope(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<Arc<rope::Table>, LayerError> {
         let rope = rope.into();
         let mut tables = self.tokens.rope_tables.lock();
         let known = tables.iter().find(|(dim, known, _)| (*dim, *known) == (head_dim, rope));

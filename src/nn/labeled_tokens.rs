@@ -1,6 +1,6 @@
 //! The tokens of a micro batch that have a label.
 
-use super::ModelError;
+use super::LayerError;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
 use ulysses_kernels::embedding::{self, Rows};
@@ -46,7 +46,7 @@ impl LabeledTokens {
     ///
     /// # Errors
     /// A label outside the vocabulary.
-    pub fn new(labels: &[i64], vocab_size: usize) -> Result<Self, ModelError> {
+    pub fn new(labels: &[i64], vocab_size: usize) -> Result<Self, LayerError> {
         validate_labels(labels, vocab_size)?;
         let num_tokens = labels.len();
         let labeled: Vec<usize> = (0..num_tokens).filter(|&token| labels[token] != IGNORED).collect();
@@ -79,7 +79,7 @@ impl LabeledTokens {
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]` → `[num_tokens, hidden]`.
-    pub(super) fn rows_of(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+    pub(super) fn rows_of(&self, x: &Tensor) -> Result<Tensor, LayerError> {
         let (batch, seq_len, hidden) = x.dims3()?;
         let (got, expected) = (self.num_tokens, batch * seq_len);
         if got != expected {
@@ -128,7 +128,7 @@ impl Chunk {
 
 impl Compaction {
     /// Copies the rows of the labeled tokens from a region to the first rows of `buffer`, and returns these.
-    pub(super) fn compact(&self, region: &Tensor, buffer: &Tensor) -> Result<Tensor, ModelError> {
+    pub(super) fn compact(&self, region: &Tensor, buffer: &Tensor) -> Result<Tensor, LayerError> {
         let compact = buffer.narrow(0, 0, self.rows.len())?;
         embedding::gather(&self.rows, region, &compact)?;
         Ok(compact)
@@ -136,7 +136,7 @@ impl Compaction {
 
     /// Moves the first rows of a region to the rows of the labeled tokens, and writes 0 to the masked ones.
     /// `buffer` has room for one row more than there are labeled tokens.
-    pub(super) fn expand(&self, region: &Tensor, buffer: &Tensor) -> Result<(), ModelError> {
+    pub(super) fn expand(&self, region: &Tensor, buffer: &Tensor) -> Result<(), LayerError> {
         let labeled = self.rows.len();
         strided_copy::copy(&region.narrow(0, 0, labeled)?, &buffer.narrow(0, 0, labeled)?)?;
         elementwise::fill(&buffer.narrow(0, labeled, 1)?, 0.0)?;

@@ -7,7 +7,7 @@ use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, DryDevice, Event, MatmulOp};
 use ulysses_kernels::lm_head_loss::{self, IGNORED, LossSum};
 use ulysses_kernels::rms_norm;
-use ulysses_kernels::tensor::{TensorOptions, zeros};
+use ulysses_kernels::tensor::{TensorOptions, to_vec, zeros};
 
 const HIDDEN: usize = 6;
 const VOCAB: usize = 11;

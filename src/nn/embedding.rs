@@ -1,6 +1,6 @@
 //! The token embedding: from token ids to hidden states.
 
-use super::{Init, LayerContext, ModelError, ParameterSpec};
+use super::{Init, LayerContext, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use ulysses_kernels::embedding::{self, Ids};
 
@@ -37,7 +37,7 @@ impl Embedding {
         weight: &Tensor,
         input_ids: &Ids,
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         let y = ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
         embedding::forward(input_ids, weight, &y)?;
         Ok(y)
@@ -50,7 +50,7 @@ impl Embedding {
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn backward(&self, input_ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), ModelError> {
+    pub fn backward(&self, input_ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), LayerError> {
         Ok(embedding::backward(input_ids, dy, dweight)?)
     }
 }

@@ -1,7 +1,7 @@
 //! The final norm, the output projection and the loss, in tiles of labeled tokens.
 
 use super::labeled_tokens::Chunk;
-use super::{Init, LabeledTokens, LayerContext, ModelError, ParameterSpec};
+use super::{Init, LabeledTokens, LayerContext, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use ulysses_kernels::lm_head_loss::{self, Losses};
 use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
@@ -112,7 +112,7 @@ impl LossHead {
         x: &Tensor,
         tokens: &LabeledTokens,
         ctx: &LayerContext,
-    ) -> Result<(Losses, HeadSaved), ModelError> {
+    ) -> Result<(Losses, HeadSaved), LayerError> {
         let ws = ctx.workspace();
         let rows = tokens.rows_of(x)?;
         tokens.upload(x.device())?;
@@ -153,7 +153,7 @@ impl LossHead {
         scale: f32,
         gradients: (Option<&Tensor>, Option<&Tensor>),
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         let ws = ctx.workspace();
         let HeadSaved { x, lse } = saved;
         let (rows, dx, buffer) = (tokens.rows_of(&x)?, ws.alloc(x.dims())?, ws.alloc(x.dims())?);
@@ -186,7 +186,7 @@ impl LossHead {
         scale: f32,
         (dnorm, dprojection): (Option<&Tensor>, Option<&Tensor>),
         ws: &Workspace,
-    ) -> Result<(), ModelError> {
+    ) -> Result<(), LayerError> {
         let Chunk { labels, compaction, .. } = chunk;
         // The buffer has the gathered hidden states, if any are, and then the gradient of the normalized ones.
         let (x, dnormed_at) = match compaction {
@@ -215,7 +215,7 @@ impl LossHead {
         projection: &Tensor,
         x: &Tensor,
         ctx: &LayerContext,
-    ) -> Result<Tensor, ModelError> {
+    ) -> Result<Tensor, LayerError> {
         let ws = ctx.workspace();
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((ctx.batch(), ctx.seq_len_local()))?);
         rms_norm::forward(x, norm, self.rms_norm_eps, &normed, &rstd)?;

@@ -1,7 +1,7 @@
-//! Saved state of the attention half of the decoder block.
+//! Saved state of self-attention.
 
-use super::qkv_projection::SavedHeadNorm;
-use crate::model::{LayerContext, ModelError};
+use super::head_projection::SavedHeadNorm;
+use crate::nn::{ForwardPass, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{Returning, SavedAttention};
 
@@ -18,7 +18,7 @@ pub(super) type HeadNorms = [Option<SavedHeadNorm>; 2];
 
 /// The state that a forward pass saves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Saves {
+pub enum Saves {
     /// All that the backward pass needs.
     Whole,
     /// The attention output and lse; q, k and v are recomputed.
@@ -42,32 +42,34 @@ impl<'a> ReturningChunk<'a> {
     }
 
     /// Recycles the tensors that a checkpoint does not contain and that are not being sent.
-    pub(super) fn recycle_qkv(&mut self, ctx: &LayerContext) {
+    pub(super) fn recycle_qkv(&mut self, pass: &ForwardPass<'_>) {
         let Some((qkv, norms)) = self.qkv.take() else { return };
-        qkv.into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
-        norms.into_iter().flatten().for_each(|norm| norm.recycle(ctx));
+        pass.recycle(qkv);
+        norms.into_iter().flatten().for_each(|norm| pass.recycle(norm.into_tensors()));
     }
 
     /// Waits for the output.
-    pub(super) fn finish(self, ctx: &LayerContext) -> Result<AttentionSaved, ModelError> {
+    pub(super) fn finish(self, pass: &ForwardPass<'_>) -> Result<AttentionSaved, LayerError> {
         let Self { qkv, o, lse, out } = self;
         let out = out.wait()?;
-        Ok(match qkv {
+        Ok(AttentionSaved(match qkv {
             Some(([q, k, v], norms)) => {
-                AttentionSaved::Whole { inner: SavedAttention { q, k, v, o, lse }, out, norms }
+                ChunkState::Whole { inner: SavedAttention { q, k, v, o, lse }, out, norms }
             }
             None => {
                 if o.id() != out.id() {
-                    ctx.workspace().recycle(o);
+                    pass.recycle([o]);
                 }
-                AttentionSaved::Output { out, lse }
+                ChunkState::Output { out, lse }
             }
-        })
+        }))
     }
 }
 
 /// Saved state of one head chunk.
-pub(super) enum AttentionSaved {
+pub struct AttentionSaved(pub(super) ChunkState);
+
+pub(super) enum ChunkState {
     /// All that the backward pass needs.
     Whole {
         /// State of the attention.
@@ -87,41 +89,46 @@ pub(super) enum AttentionSaved {
 }
 
 impl AttentionSaved {
+    /// The inverse of [`into_checkpoint`](Self::into_checkpoint).
+    pub fn from_checkpoint([out, lse]: [Tensor; 2]) -> Self {
+        Self(ChunkState::Output { out, lse })
+    }
+
     /// The attention output.
     pub(super) fn out(&self) -> &Tensor {
-        match self {
-            Self::Whole { out, .. } | Self::Output { out, .. } => out,
+        match &self.0 {
+            ChunkState::Whole { out, .. } | ChunkState::Output { out, .. } => out,
         }
     }
 
     /// Bytes of the saved tensors.
-    pub(super) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         let bytes = ulysses_kernels::tensor::bytes;
-        match self {
-            Self::Whole { inner, out, norms } => {
+        match &self.0 {
+            ChunkState::Whole { inner, out, norms } => {
                 let out = if shares_output(inner, out) { 0 } else { bytes(out) };
                 let norms = norms.iter().flatten().map(SavedHeadNorm::bytes);
                 inner.bytes() + out + norms.sum::<usize>()
             }
-            Self::Output { out, lse } => bytes(out) + bytes(lse),
+            ChunkState::Output { out, lse } => bytes(out) + bytes(lse),
         }
     }
 
     /// Recycles all tensors, for the next chunk.
-    pub(super) fn recycle(self, ctx: &LayerContext) {
-        self.into_output(ctx).into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
+    pub fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.into_checkpoint(pass));
     }
 
-    /// The tensors of a checkpoint; recycles the others.
-    pub(super) fn into_output(self, ctx: &LayerContext) -> [Tensor; 2] {
-        match self {
-            Self::Output { out, lse } => [out, lse],
-            Self::Whole { inner, out, norms } => {
+    /// The tensors of a checkpoint: attention output and lse. Recycles the others.
+    pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> [Tensor; 2] {
+        match self.0 {
+            ChunkState::Output { out, lse } => [out, lse],
+            ChunkState::Whole { inner, out, norms } => {
                 let is_shared = shares_output(&inner, &out);
                 let SavedAttention { q, k, v, o, lse } = inner;
                 let o = Some(o).filter(|_| !is_shared);
-                [q, k, v].into_iter().chain(o).for_each(|tensor| ctx.workspace().recycle(tensor));
-                norms.into_iter().flatten().for_each(|norm| norm.recycle(ctx));
+                pass.recycle([q, k, v].into_iter().chain(o));
+                norms.into_iter().flatten().for_each(|norm| pass.recycle(norm.into_tensors()));
                 [out, lse]
             }
         }

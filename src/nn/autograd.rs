@@ -1,6 +1,6 @@
 //! [`AutogradLayer`]: any block written with candle ops, as a layer.
 
-use super::{Layer, LayerContext, ModelError, ParameterSpec, Saved, autograd_attention};
+use super::{Layer, LayerContext, LayerError, ParameterSpec, Saved, autograd_attention};
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
@@ -106,7 +106,7 @@ where
         params: &[Tensor],
         x: &Tensor,
         ctx: &LayerContext,
-    ) -> std::result::Result<(Tensor, Saved), ModelError> {
+    ) -> std::result::Result<(Tensor, Saved), LayerError> {
         // Copies: the engine may release the gathered parameters before the backward pass, and later updates
         // must not change the graph's values.
         let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
@@ -114,7 +114,7 @@ where
         let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
         let y = (self.block)(&views, x.as_tensor(), &BlockContext { layer: ctx })?;
         if y.dims() != x.dims() || y.dtype() != x.dtype() {
-            return Err(ModelError::BlockOutput {
+            return Err(LayerError::BlockOutput {
                 layer: self.name.clone(),
                 expected: x.dims().to_vec(),
                 got: y.dims().to_vec(),
@@ -134,13 +134,13 @@ where
         dy: Tensor,
         grads: &[Option<Tensor>],
         _ctx: &LayerContext,
-    ) -> std::result::Result<Tensor, ModelError> {
+    ) -> std::result::Result<Tensor, LayerError> {
         let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
         // The gradient of Σ y·dy with respect to y is exactly dy.
         let store = (y * dy)?.sum_all()?.backward()?;
         let gradient = |var: &Var, name: &str| {
-            let missing = || ModelError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };
-            Ok::<_, ModelError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
+            let missing = || LayerError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };
+            Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
         };
         for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
             if let Some(grad) = grad {

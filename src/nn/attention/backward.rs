@@ -1,0 +1,251 @@
+//! The backward pass of self-attention.
+
+use super::chunk_pipeline::run_chunks;
+use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
+use super::{ColumnBlocks, HeadChunk, SelfAttention, trim_after_chunks};
+use crate::nn::{BackwardPass, LayerError, RmsNorm, token_dims, token_rows};
+use candle_core::Tensor;
+use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
+use ulysses_kernels::rope::Direction;
+use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
+use ulysses_kernels::{elementwise, linear, rope, strided_copy};
+
+/// One backward pass.
+struct AttentionBackward<'a> {
+    module: &'a SelfAttention,
+    norm: &'a RmsNorm,
+    x: &'a Tensor,
+    /// Reciprocal root mean squares of the tokens of `x`.
+    rstd: Tensor,
+    /// The gradient of the result, which becomes that of `x`.
+    dy: &'a Tensor,
+    pass: &'a BackwardPass<'a>,
+}
+
+/// A chunk's operands on their way. The second step computes its gradients and starts to return them.
+type Attend<'p> = Box<dyn FnOnce() -> Result<ReturningGradients<'p>, LayerError> + 'p>;
+
+/// A chunk's gradients on their way back.
+struct ReturningGradients<'p> {
+    dqkv: Returning<'p, QkvGradients>,
+    /// The recomputed output, if the gradient of the output projection still needs it: where it was computed, and
+    /// on its way back.
+    out: Option<(Tensor, Returning<'p, Tensor>)>,
+    norms: HeadNorms,
+}
+
+impl SelfAttention {
+    /// Backward of [`forward`](Self::forward): adds to the parameters' gradients, and turns `dy` into the gradient of
+    /// `x`. A chunk is recomputed as far as its state is not saved.
+    ///
+    /// # Shapes
+    /// `x`, `dy`: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(
+        &self,
+        norm: &RmsNorm,
+        x: &Tensor,
+        saved_chunks: Vec<AttentionSaved>,
+        dy: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let rstd = pass.forward.workspace().alloc_f32(token_dims(x))?;
+        AttentionBackward { module: self, norm, x, rstd, dy, pass }.run(saved_chunks)
+    }
+}
+
+impl AttentionBackward<'_> {
+    fn run(self, saved_chunks: Vec<AttentionSaved>) -> Result<(), LayerError> {
+        let forward = &self.pass.forward;
+        let dnormed = forward.workspace().alloc(self.x.dims())?;
+        let mut saved_chunks = saved_chunks.into_iter();
+        let mut accumulates = false;
+        run_chunks(
+            &self.module.head_chunks(forward)?,
+            forward.ctx.overlaps_exchange(),
+            |chunk| match saved_chunks.next().map(|saved| saved.0) {
+                Some(ChunkState::Whole { inner, out, norms }) => self.start_saved(chunk, inner, out, norms),
+                Some(ChunkState::Output { out, lse }) => self.start_from_output(chunk, out, lse),
+                None => self.start_recomputed(chunk),
+            },
+            |_, attend| attend(),
+            |chunk, returning| {
+                let dqkv = self.finish(chunk, returning)?;
+                self.backward_projections(chunk, (dqkv, std::mem::replace(&mut accumulates, true)), &dnormed)
+            },
+        )?;
+        let Self { norm, x, rstd, dy, pass, .. } = self;
+        norm.backward(&dnormed, x, &rstd, (dy, true), pass)?;
+        forward.recycle([dnormed, rstd]);
+        trim_after_chunks(forward);
+        Ok(())
+    }
+
+    /// Starts a chunk with its whole state.
+    fn start_saved(
+        &self,
+        chunk: &HeadChunk,
+        inner: SavedAttention,
+        out: Tensor,
+        norms: HeadNorms,
+    ) -> Result<Attend<'_>, LayerError> {
+        let forward = &self.pass.forward;
+        let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
+        self.add_o_gradient(chunk, &out)?;
+        let dout = self.dout(chunk)?;
+        self.release(out, &inner);
+        let attend = forward.ctx.attention().start_backward(&dout, &layout, ws)?;
+        Ok(Box::new(move || {
+            let dqkv = attend(inner)?;
+            ws.recycle(dout);
+            Ok(ReturningGradients { dqkv, out: None, norms })
+        }))
+    }
+
+    /// Starts a chunk of which the output is saved: recomputes q, k and v.
+    fn start_from_output(
+        &self,
+        chunk: &HeadChunk,
+        out: Tensor,
+        lse: Tensor,
+    ) -> Result<Attend<'_>, LayerError> {
+        let forward = &self.pass.forward;
+        let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
+        self.add_o_gradient(chunk, &out)?;
+        let dout = self.dout(chunk)?;
+        let (batch, tokens, heads, _) = out.dims4()?;
+        let delta = ws.alloc_f32((batch, heads, tokens))?;
+        attention::delta(&out, &dout, &delta)?;
+        ws.recycle(out);
+        let QkvHeads { q, k, v, norms } = self.project_heads(chunk)?;
+        let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
+        let attend = forward.ctx.attention().start_backward_recomputed(q, k, v, &upstream, &layout, ws)?;
+        Ok(Box::new(move || {
+            let dqkv = attend(())?;
+            forward.recycle([lse, delta, dout]);
+            Ok(ReturningGradients { dqkv, out: None, norms })
+        }))
+    }
+
+    /// Starts a chunk without saved state: recomputes its forward pass.
+    fn start_recomputed(&self, chunk: &HeadChunk) -> Result<Attend<'_>, LayerError> {
+        let ctx = self.pass.ctx();
+        let (ws, layout) = (ctx.workspace(), self.module.layout(chunk, &self.pass.forward)?);
+        let QkvHeads { q, k, v, norms } = self.project_heads(chunk)?;
+        let forward = ctx.attention().start_forward(q, k, v, &layout, ws)?;
+        let dout = self.dout(chunk)?;
+        let backward = ctx.attention().start_backward(&dout, &layout, ws)?;
+        let chunk = chunk.clone();
+        Ok(Box::new(move || {
+            let (mut inner, out) = forward(())?;
+            let out = if ctx.overlaps_exchange() { out } else { Returning::Ready(out.wait()?) };
+            let out = match out {
+                // The output may share memory with the state that the backward pass consumes.
+                Returning::Ready(out) => {
+                    self.add_o_gradient(&chunk, &out)?;
+                    self.release(out, &inner);
+                    None
+                }
+                under_way => {
+                    // The backward pass recycles the state's output, which is still being sent.
+                    let copy = ws.alloc(inner.o.dims())?;
+                    strided_copy::copy(&inner.o, &copy)?;
+                    Some((std::mem::replace(&mut inner.o, copy), under_way))
+                }
+            };
+            let dqkv = backward(inner)?;
+            ws.recycle(dout);
+            Ok(ReturningGradients { dqkv, out, norms })
+        }))
+    }
+
+    /// Waits for a chunk's gradients. Returns those of its q, k and v projections.
+    fn finish(
+        &self,
+        chunk: &HeadChunk,
+        returning: ReturningGradients<'_>,
+    ) -> Result<[Tensor; 3], LayerError> {
+        let Self { module, pass, .. } = self;
+        let ReturningGradients { dqkv, out, norms: [q_norm, k_norm] } = returning;
+        if let Some((sent, out)) = out {
+            let out = out.wait()?;
+            self.add_o_gradient(chunk, &out)?;
+            pass.forward.recycle([sent, out]);
+        }
+        let (dq, dk, dv) = dqkv.wait()?;
+        let table = module.rope_table(&pass.forward)?;
+        rope::apply(&dq, &table, Direction::Backward)?;
+        rope::apply(&dk, &table, Direction::Backward)?;
+        Ok([module.q.backward_norm(dq, q_norm, pass)?, module.k.backward_norm(dk, k_norm, pass)?, dv])
+    }
+
+    fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {
+        self.module.project_heads(self.norm, chunk, (self.x, &self.rstd), &self.pass.forward)
+    }
+
+    /// The gradient of a chunk's output.
+    fn dout(&self, chunk: &HeadChunk) -> Result<Tensor, LayerError> {
+        let forward = &self.pass.forward;
+        let dout = self.module.q.alloc(&chunk.q, forward)?;
+        let columns = self.module.o_columns(chunk, forward)?;
+        linear::backward_input(self.dy, &columns, &dout.flatten_from(2)?, false)?;
+        Ok(dout)
+    }
+
+    /// Recycles an output, unless the attention state has the same tensor: the attention may free that one, so
+    /// nobody else must hold it.
+    fn release(&self, out: Tensor, inner: &SavedAttention) {
+        match shares_output(inner, &out) {
+            true => drop(out),
+            false => self.pass.forward.recycle([out]),
+        }
+    }
+
+    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`; the first chunk overwrites
+    /// `dnormed`.
+    fn backward_projections(
+        &self,
+        chunk: &HeadChunk,
+        (dqkv, accumulates): ([Tensor; 3], bool),
+        dnormed: &Tensor,
+    ) -> Result<(), LayerError> {
+        let Self { module, norm, x, rstd, pass, .. } = self;
+        let forward = &pass.forward;
+        let parts = [(&module.q, &chunk.q), (&module.k, &chunk.kv), (&module.v, &chunk.kv)];
+        let rows = parts.map(|(projection, heads)| {
+            Ok((projection.rows(heads, forward)?, projection.gradient_rows(heads, pass)?))
+        });
+        let rows = rows.into_iter().collect::<Result<Vec<_>, LayerError>>()?;
+        for tile in forward.ctx.token_tiles() {
+            let normed = norm.forward(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, forward)?;
+            let dx = token_rows(dnormed, &tile)?;
+            for (index, (dy, (weights, gradients))) in dqkv.iter().zip(&rows).enumerate() {
+                let dy = token_rows(dy, &tile)?;
+                gradients.add(&dy, &normed, forward.workspace())?;
+                weights.backward_input(&dy, &dx, accumulates || index > 0)?;
+            }
+            forward.recycle([normed]);
+        }
+        forward.recycle(dqkv);
+        Ok(())
+    }
+
+    /// Adds `dyᵀ · out` to a chunk's columns of the output projection's gradient, unless it is frozen.
+    fn add_o_gradient(&self, chunk: &HeadChunk, out: &Tensor) -> Result<(), LayerError> {
+        let Self { module, dy, pass, .. } = self;
+        let Some(gradient) = pass.gradient(module.o.weight()) else { return Ok(()) };
+        let out = out.flatten_from(2)?;
+        if chunk.q.len() == module.shape.num_heads {
+            return Ok(linear::backward_weight(dy, &out, gradient)?);
+        }
+        let ColumnBlocks { packed, within } = module.o_blocks(chunk);
+        let part = pass.forward.workspace().alloc_f32((packed.rows, packed.run))?;
+        elementwise::fill(&part, 0.0)?;
+        linear::backward_weight(dy, &out, &part)?;
+        copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: within, accumulate: true }])?;
+        pass.forward.recycle([part]);
+        Ok(())
+    }
+}

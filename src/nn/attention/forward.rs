@@ -1,0 +1,115 @@
+//! The forward pass of self-attention.
+
+use super::chunk_pipeline::run_chunks;
+use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
+use super::{HeadChunk, SelfAttention, trim_after_chunks};
+use crate::nn::{ForwardPass, LayerError, RmsNorm, token_dims, token_rows};
+use candle_core::Tensor;
+use ulysses_kernels::rope::Direction;
+use ulysses_kernels::{linear, rope, strided_copy};
+
+impl SelfAttention {
+    /// Computes `x + attention(norm(x))`, and passes every chunk's state to `keep`: all of it, or that of a
+    /// checkpoint.
+    ///
+    /// # Shapes
+    /// `x`, result: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A number of head chunks that the KV heads do not allow, a refused operation, or failed communication.
+    pub fn forward(
+        &self,
+        norm: &RmsNorm,
+        x: &Tensor,
+        saves: Saves,
+        mut keep: impl FnMut(AttentionSaved),
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let (ctx, ws) = (pass.ctx, pass.workspace());
+        let y = ws.alloc(x.dims())?;
+        strided_copy::copy(x, &y)?;
+        let rstd = ws.alloc_f32(token_dims(x))?;
+        run_chunks(
+            &self.head_chunks(pass)?,
+            ctx.overlaps_exchange(),
+            |chunk| {
+                let QkvHeads { q, k, v, norms } = self.project_heads(norm, chunk, (x, &rstd), pass)?;
+                Ok((ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass)?, ws)?, norms))
+            },
+            |_, (attend, norms)| {
+                let (inner, out) = attend(())?;
+                let mut chunk = ReturningChunk::new(inner, norms, out);
+                if saves == Saves::Checkpoint {
+                    chunk.recycle_qkv(pass);
+                }
+                Ok(chunk)
+            },
+            |chunk, returning| {
+                let saved = returning.finish(pass)?;
+                self.add_projection(chunk, saved.out(), &y, pass)?;
+                keep(saved);
+                Ok::<_, LayerError>(())
+            },
+        )?;
+        ws.recycle(rstd);
+        trim_after_chunks(pass);
+        Ok(y)
+    }
+
+    /// The result of [`forward`](Self::forward), from the saved outputs of all chunks.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_from_outputs(
+        &self,
+        x: &Tensor,
+        saved_chunks: &[AttentionSaved],
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let y = pass.workspace().alloc(x.dims())?;
+        strided_copy::copy(x, &y)?;
+        for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
+            self.add_projection(chunk, saved.out(), &y, pass)?;
+        }
+        Ok(y)
+    }
+
+    /// Adds a chunk's part of the output projection to `y`.
+    fn add_projection(
+        &self,
+        chunk: &HeadChunk,
+        out: &Tensor,
+        y: &Tensor,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        Ok(linear::forward(&out.flatten_from(2)?, &self.o_columns(chunk, pass)?, y, true)?)
+    }
+
+    /// Queries, keys and values of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
+    pub(super) fn project_heads(
+        &self,
+        norm: &RmsNorm,
+        chunk: &HeadChunk,
+        (x, rstd): (&Tensor, &Tensor),
+        pass: &ForwardPass<'_>,
+    ) -> Result<QkvHeads, LayerError> {
+        let of_chunk = [(&self.q, &chunk.q), (&self.k, &chunk.kv), (&self.v, &chunk.kv)];
+        let [wq, wk, wv] = of_chunk.map(|(projection, heads)| projection.rows(heads, pass));
+        let (wq, wk, wv) = (wq?, wk?, wv?);
+        let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc(heads, pass));
+        let (q, k, v) = (q?, k?, v?);
+        for tile in pass.ctx.token_tiles() {
+            let normed = norm.forward(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, pass)?;
+            for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
+                weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
+            }
+            pass.recycle([normed]);
+        }
+        let (q, q_norm) = self.q.normalize(q, pass)?;
+        let (k, k_norm) = self.k.normalize(k, pass)?;
+        let table = self.rope_table(pass)?;
+        rope::apply(&q, &table, Direction::Forward)?;
+        rope::apply(&k, &table, Direction::Forward)?;
+        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm] })
+    }
+}

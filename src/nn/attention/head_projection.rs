@@ -1,0 +1,99 @@
+//! The projection of tokens to heads of queries, keys or values, with a norm over each head.
+
+use crate::nn::linear::{LinearGradients, LinearRows};
+use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, RmsNorm};
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// A linear layer to `heads · head_dim` outputs, then a norm over the elements of a head if there is one.
+///
+/// Projections work on a tile of tokens and some heads, norms on all tokens.
+#[derive(Debug)]
+pub(super) struct HeadProjection {
+    pub(super) linear: Linear,
+    pub(super) norm: Option<RmsNorm>,
+    pub(super) head_dim: usize,
+}
+
+/// State for the backward pass of a norm over heads.
+pub(super) struct SavedHeadNorm {
+    /// The heads before the norm.
+    heads: Tensor,
+    rstd: Tensor,
+}
+
+impl SavedHeadNorm {
+    pub(super) fn bytes(&self) -> usize {
+        ulysses_kernels::tensor::bytes(&self.heads) + ulysses_kernels::tensor::bytes(&self.rstd)
+    }
+
+    /// Its tensors, to be recycled.
+    pub(super) fn into_tensors(self) -> [Tensor; 2] {
+        [self.heads, self.rstd]
+    }
+}
+
+impl HeadProjection {
+    /// The rows of the linear layer for some heads.
+    pub(super) fn rows(
+        &self,
+        heads: &Range<usize>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<LinearRows, LayerError> {
+        self.linear.rows(&self.range(heads), pass)
+    }
+
+    /// The gradients of [`rows`](Self::rows).
+    pub(super) fn gradient_rows(
+        &self,
+        heads: &Range<usize>,
+        pass: &BackwardPass<'_>,
+    ) -> Result<LinearGradients, LayerError> {
+        self.linear.gradient_rows(&self.range(heads), pass)
+    }
+
+    fn range(&self, heads: &Range<usize>) -> Range<usize> {
+        heads.start * self.head_dim..heads.end * self.head_dim
+    }
+
+    /// Allocates some heads of all tokens, `[batch, seq_local, heads, head_dim]`, with unspecified content.
+    pub(super) fn alloc(&self, heads: &Range<usize>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        let dims = (pass.ctx.batch(), pass.ctx.seq_len_local(), heads.len(), self.head_dim);
+        Ok(pass.workspace().alloc(dims)?)
+    }
+
+    /// Normalizes the heads, if there is a norm.
+    ///
+    /// # Shapes
+    /// `heads`, result: `[batch, seq_local, heads, head_dim]`.
+    pub(super) fn normalize(
+        &self,
+        heads: Tensor,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<SavedHeadNorm>), LayerError> {
+        let Some(norm) = &self.norm else { return Ok((heads, None)) };
+        let (batch, seq_len, num_heads, _) = heads.dims4()?;
+        let rstd = pass.workspace().alloc_f32((batch, seq_len, num_heads))?;
+        let normed = norm.forward(&heads, &rstd, pass)?;
+        Ok((normed, Some(SavedHeadNorm { heads, rstd })))
+    }
+
+    /// Backward of [`normalize`](Self::normalize): adds to the norm's gradient, unless it is frozen, and returns the
+    /// input's gradient. Consumes `dy`.
+    ///
+    /// # Shapes
+    /// `dy`, result: `[batch, seq_local, heads, head_dim]`.
+    pub(super) fn backward_norm(
+        &self,
+        dy: Tensor,
+        saved: Option<SavedHeadNorm>,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let (Some(norm), Some(saved)) = (&self.norm, saved) else { return Ok(dy) };
+        let dheads = pass.forward.workspace().alloc(dy.dims())?;
+        norm.backward(&dy, &saved.heads, &saved.rstd, (&dheads, false), pass)?;
+        pass.forward.recycle([dy]);
+        pass.forward.recycle(saved.into_tensors());
+        Ok(dheads)
+    }
+}

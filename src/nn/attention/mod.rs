@@ -1,0 +1,147 @@
+//! Self-attention with its norm and residual, in head chunks.
+//!
+//! With `head_chunks`, one chunk of heads is attended at a time. Queries, keys, values and output of the whole
+//! sequence then exist for one chunk only, and so do the buffers of the exchange (the idea of UPipe); for up to
+//! three chunks if the exchange [overlaps](chunk_pipeline). Chunks consist of whole KV heads; each uses its own
+//! rows of the weights.
+
+mod backward;
+mod chunk_pipeline;
+mod forward;
+mod head_chunks;
+mod head_projection;
+mod saved;
+
+pub use head_chunks::{HeadChunk, head_chunks};
+pub use saved::{AttentionSaved, Saves};
+
+use super::{AttentionExtent, ForwardPass, Init, LayerError, Linear, ParameterList, RmsNorm};
+use candle_core::Tensor;
+use head_projection::HeadProjection;
+use std::sync::Arc;
+use ulysses_kernels::attention::AttentionLayout;
+use ulysses_kernels::rope::{self, Rope};
+use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::tensor;
+
+/// The sizes of a layer's attention, and the tokens that it sees.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionShape {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key/value heads; a divisor of `num_heads`.
+    pub num_kv_heads: usize,
+    /// Elements per head; even.
+    pub head_dim: usize,
+    /// Number of tokens that a token attends to, including itself; `None` for all of its document.
+    pub window: Option<usize>,
+    /// The rotary embedding.
+    pub rope: Rope,
+}
+
+/// `o(attend(rope(norm_q(q(x))), rope(norm_k(k(x))), v(x)))`, causal within documents.
+#[derive(Debug)]
+pub struct SelfAttention {
+    layer: String,
+    shape: AttentionShape,
+    q: HeadProjection,
+    k: HeadProjection,
+    v: HeadProjection,
+    o: Linear,
+}
+
+impl SelfAttention {
+    /// Adds `self_attn.q_proj`, `k_proj` and `v_proj`, with initial values `init`, and `o_proj` with `o_init`.
+    pub fn new(parameters: &mut ParameterList, shape: AttentionShape, init: Init, o_init: Init) -> Self {
+        let AttentionShape { hidden_size, num_heads, num_kv_heads, head_dim, .. } = shape;
+        let mut project = |name: &str, heads: usize| {
+            let linear = Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
+            HeadProjection { linear, norm: None, head_dim }
+        };
+        let q = project("self_attn.q_proj", num_heads);
+        let k = project("self_attn.k_proj", num_kv_heads);
+        let v = project("self_attn.v_proj", num_kv_heads);
+        let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
+        Self { layer: parameters.layer().to_owned(), shape, q, k, v, o }
+    }
+
+    /// Adds biases to the projections of queries, keys and values.
+    pub fn add_qkv_bias(&mut self, parameters: &mut ParameterList) {
+        [&mut self.q, &mut self.k, &mut self.v]
+            .into_iter()
+            .for_each(|projection| projection.linear.add_bias(parameters));
+    }
+
+    /// Adds norms over every head of the queries and of the keys, before the rotary embedding.
+    pub fn add_qk_norm(&mut self, parameters: &mut ParameterList, eps: f64) {
+        let head_dim = self.shape.head_dim;
+        self.q.norm = Some(RmsNorm::new(parameters, "self_attn.q_norm", head_dim, eps));
+        self.k.norm = Some(RmsNorm::new(parameters, "self_attn.k_norm", head_dim, eps));
+    }
+
+    /// The size of the attention, for its FLOPs.
+    pub fn extent(&self) -> AttentionExtent {
+        AttentionExtent { width: self.shape.num_heads * self.shape.head_dim, window: self.shape.window }
+    }
+
+    /// The chunks, as even as KV heads allow.
+    fn head_chunks(&self, pass: &ForwardPass<'_>) -> Result<Vec<HeadChunk>, LayerError> {
+        let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
+        let chunks = pass.ctx.tiling().head_chunks;
+        if chunks == 0 || chunks > num_kv_heads {
+            return Err(LayerError::HeadChunks { layer: self.layer.clone(), chunks, num_kv_heads });
+        }
+        Ok(head_chunks(num_heads, num_kv_heads, chunks))
+    }
+
+    /// The attention layout of a chunk.
+    fn layout(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
+        pass.ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), self.shape.window)
+    }
+
+    fn rope_table(&self, pass: &ForwardPass<'_>) -> Result<Arc<rope::Table>, LayerError> {
+        pass.ctx.rope(self.shape.head_dim, self.shape.rope)
+    }
+
+    /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.
+    fn o_columns(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        let o = &pass[self.o.weight()];
+        if chunk.q.len() == self.shape.num_heads {
+            return Ok(o.clone());
+        }
+        let ColumnBlocks { packed, within } = self.o_blocks(chunk);
+        let columns = tensor::empty((packed.rows, packed.run), o.dtype(), o.device())?;
+        // candle would load its kernel for such a copy at the first use, while the exchange of another chunk may be
+        // under way, and loading may wait for it.
+        copy_blocks(&[o], &[&columns], &[BlockCopy { from: within, to: packed, accumulate: false }])?;
+        Ok(columns)
+    }
+
+    /// A chunk's columns of the output projection.
+    fn o_blocks(&self, chunk: &HeadChunk) -> ColumnBlocks {
+        let AttentionShape { hidden_size: rows, num_heads, head_dim, .. } = self.shape;
+        let run = chunk.q.len() * head_dim;
+        let packed =
+            StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run };
+        let offset = chunk.q.start * head_dim;
+        let within = StridedBlock { offset, row_stride: num_heads * head_dim, ..packed.clone() };
+        ColumnBlocks { packed, within }
+    }
+}
+
+/// Some columns of a matrix.
+struct ColumnBlocks {
+    /// As a matrix of their own.
+    packed: StridedBlock,
+    /// Within the whole one.
+    within: StridedBlock,
+}
+
+/// Frees the chunks' working memory, which the MLP cannot use. Head chunks mean that memory is short.
+fn trim_after_chunks(pass: &ForwardPass<'_>) {
+    if pass.ctx.tiling().head_chunks > 1 {
+        pass.workspace().trim();
+    }
+}

@@ -1,0 +1,183 @@
+//! A linear layer, of which the rows can be used in parts.
+
+use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
+use candle_core::Tensor;
+use std::ops::Range;
+use ulysses_kernels::{Workspace, elementwise, linear};
+
+/// `y = x·Wᵀ`, or `x·Wᵀ + b`.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    name: String,
+    out: usize,
+    weight: Parameter,
+    bias: Option<Parameter>,
+}
+
+/// The rows of a [`Linear`] that compute some of its outputs.
+pub(super) struct LinearRows {
+    /// `[rows, in]`
+    weight: Tensor,
+    /// `[rows]`
+    bias: Option<Tensor>,
+}
+
+/// The gradients of [`LinearRows`], unless they are frozen.
+pub(super) struct LinearGradients {
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// Adds the parameter `name.weight`, `[out, in]`.
+    pub fn new(parameters: &mut ParameterList, name: &str, [out, input]: [usize; 2], init: Init) -> Self {
+        let weight = parameters.add(&format!("{name}.weight"), [out, input], init);
+        Self { name: name.to_owned(), out, weight, bias: None }
+    }
+
+    /// Adds the parameter `name.bias`, `[out]`, which is 0 at first.
+    pub fn add_bias(&mut self, parameters: &mut ParameterList) {
+        self.bias = Some(parameters.add(&format!("{}.bias", self.name), [self.out], Init::Zeros));
+    }
+
+    /// The weight.
+    pub fn weight(&self) -> Parameter {
+        self.weight
+    }
+
+    /// Number of outputs.
+    pub fn num_outputs(&self) -> usize {
+        self.out
+    }
+
+    /// Writes `y`, or adds to it.
+    ///
+    /// # Shapes
+    /// `x`: `[tokens, in]`, `y`: `[tokens, out]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        accumulate: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        self.rows(&(0..self.out), pass)?.forward(x, y, accumulate, pass.workspace())
+    }
+
+    /// Writes the gradient of the input, or adds to it.
+    ///
+    /// # Shapes
+    /// `dy`: `[tokens, out]`, `dx`: `[tokens, in]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn backward_input(
+        &self,
+        dy: &Tensor,
+        dx: &Tensor,
+        accumulate: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        Ok(linear::backward_input(dy, &pass[self.weight], dx, accumulate)?)
+    }
+
+    /// Adds to the gradients of the parameters, unless they are frozen.
+    ///
+    /// # Shapes
+    /// `dy`: `[tokens, out]`, `x`: `[tokens, in]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn backward_weight(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        self.gradient_rows(&(0..self.out), pass)?.add(dy, x, pass.ctx().workspace())
+    }
+
+    /// Some rows, sharing the storage.
+    pub(super) fn rows(
+        &self,
+        range: &Range<usize>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<LinearRows, LayerError> {
+        let rows = |parameter| pass[parameter].narrow(0, range.start, range.len());
+        Ok(LinearRows { weight: rows(self.weight)?, bias: self.bias.map(rows).transpose()? })
+    }
+
+    /// The gradients of some rows, sharing the storage.
+    pub(super) fn gradient_rows(
+        &self,
+        range: &Range<usize>,
+        pass: &BackwardPass<'_>,
+    ) -> Result<LinearGradients, LayerError> {
+        let rows = |parameter| {
+            let gradient = pass.gradient(parameter);
+            gradient.map(|gradient| gradient.narrow(0, range.start, range.len())).transpose()
+        };
+        Ok(LinearGradients { weight: rows(self.weight)?, bias: self.bias.map_or(Ok(None), rows)? })
+    }
+}
+
+impl LinearRows {
+    /// As [`Linear::forward`].
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        accumulate: bool,
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
+        if let Some(bias) = &self.bias {
+            // The product is added to the bias, not the bias to the product, so that 16-bit elements are rounded
+            // once.
+            let ones = ones(x.dims()[0], ws)?;
+            linear::forward(&ones, &as_column(bias)?, y, accumulate)?;
+            ws.recycle(ones);
+        }
+        Ok(linear::forward(x, &self.weight, y, accumulate || self.bias.is_some())?)
+    }
+
+    /// As [`Linear::backward_input`].
+    pub(super) fn backward_input(
+        &self,
+        dy: &Tensor,
+        dx: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), LayerError> {
+        Ok(linear::backward_input(dy, &self.weight, dx, accumulate)?)
+    }
+}
+
+impl LinearGradients {
+    /// As [`Linear::backward_weight`].
+    pub(super) fn add(&self, dy: &Tensor, x: &Tensor, ws: &Workspace) -> Result<(), LayerError> {
+        if let Some(dbias) = &self.bias {
+            // Σ dy over the tokens, as a matmul with ones.
+            let ones = ones(x.dims()[0], ws)?;
+            linear::backward_weight(dy, &ones, &as_column(dbias)?)?;
+            ws.recycle(ones);
+        }
+        match &self.weight {
+            Some(dweight) => Ok(linear::backward_weight(dy, x, dweight)?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A one per token, `[tokens, 1]`. With it a bias is a linear layer with one input, and needs no op of its own.
+fn ones(tokens: usize, ws: &Workspace) -> Result<Tensor, LayerError> {
+    let ones = ws.alloc((tokens, 1))?;
+    elementwise::fill(&ones, 1.0)?;
+    Ok(ones)
+}
+
+/// `[n]` → `[n, 1]`, sharing the storage.
+fn as_column(bias: &Tensor) -> Result<Tensor, LayerError> {
+    Ok(bias.reshape((bias.elem_count(), 1))?)
+}

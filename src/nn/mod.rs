@@ -1,0 +1,56 @@
+//! Layers of models, and the modules that they are composed of, with hand-written backward passes.
+//!
+//! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
+//! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
+//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`GatedMlp`]: the modules of a block.
+//! - [`Embedding`] before and [`LossHead`] after the layers; the head computes only [`LabeledTokens`].
+//! - [`LayerContext`]: the micro batch, and the services that a layer may use.
+//!
+//! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
+//! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
+
+mod attention;
+mod attention_node;
+mod autograd;
+mod context;
+mod embedding;
+mod error;
+mod gated_mlp;
+mod labeled_tokens;
+mod layer;
+mod linear;
+mod lm_head;
+mod parameters;
+mod rms_norm;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use attention::{AttentionSaved, AttentionShape, HeadChunk, Saves, SelfAttention, head_chunks};
+pub use attention_node::autograd_attention;
+pub use autograd::{AutogradLayer, BlockContext};
+pub use context::{LayerContext, Tiling, TokenLayout};
+pub use embedding::Embedding;
+pub use error::LayerError;
+pub use gated_mlp::{GateUp, GatedMlp};
+pub use labeled_tokens::LabeledTokens;
+pub use layer::{AttentionExtent, Layer, Saved};
+pub use linear::Linear;
+pub use lm_head::{HeadSaved, LossHead};
+pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
+pub use rms_norm::RmsNorm;
+
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// A tile of tokens of `[batch, seq_local, …]` or `[batch, seq_local]`, as a matrix with one row per token.
+/// Shares the storage.
+fn token_rows(x: &Tensor, tile: &Range<usize>) -> Result<Tensor, LayerError> {
+    let tokens = x.dims()[0] * x.dims()[1];
+    let width = x.elem_count() / tokens.max(1);
+    Ok(x.reshape((tokens, width))?.narrow(0, tile.start, tile.len())?)
+}
+
+/// `(batch, seq_local)` of a hidden state.
+fn token_dims(x: &Tensor) -> (usize, usize) {
+    (x.dims()[0], x.dims()[1])
+}

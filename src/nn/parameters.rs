@@ -1,0 +1,164 @@
+//! Parameters of a layer by handle, and views of their values and gradients.
+//!
+//! The engine owns all parameters and passes a layer its own, in one order. A module keeps a [`Parameter`] for each
+//! of its own, and finds its values and gradients by it.
+
+use super::{LayerContext, LayerError};
+use candle_core::Tensor;
+use std::ops::Index;
+use ulysses_kernels::Workspace;
+
+/// Initial values of a parameter that is not loaded.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// Normal distribution with mean 0.
+    Normal {
+        /// Standard deviation.
+        std: f64,
+    },
+    /// All ones.
+    Ones,
+    /// All zeros.
+    Zeros,
+}
+
+/// One parameter of a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterSpec {
+    /// Full name in Hugging Face's convention, for example
+    /// `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// Shape; a linear weight is `[out, in]`.
+    pub shape: Vec<usize>,
+    /// Initial values.
+    pub init: Init,
+}
+
+impl ParameterSpec {
+    /// Creates a parameter called `name`.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
+        Self { name: name.into(), shape: shape.into(), init }
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// A parameter of a module: its place among those of the layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parameter(usize);
+
+/// The parameters of a layer, to which its modules add theirs.
+#[derive(Debug)]
+pub struct ParameterList {
+    layer: String,
+    specs: Vec<ParameterSpec>,
+}
+
+impl ParameterList {
+    /// Creates an empty list of the layer called `layer`.
+    pub fn new(layer: impl Into<String>) -> Self {
+        Self { layer: layer.into(), specs: Vec::new() }
+    }
+
+    /// Adds a parameter called `layer.name`.
+    pub fn add(&mut self, name: &str, shape: impl Into<Vec<usize>>, init: Init) -> Parameter {
+        self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
+        Parameter(self.specs.len() - 1)
+    }
+
+    /// The layer's name.
+    pub fn layer(&self) -> &str {
+        &self.layer
+    }
+
+    /// The parameters, in the order in which the engine passes them.
+    pub fn specs(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// The views of a forward pass.
+    ///
+    /// # Errors
+    /// Another number of tensors than parameters.
+    pub fn forward<'a>(
+        &self,
+        params: &'a [Tensor],
+        ctx: &'a LayerContext,
+    ) -> Result<ForwardPass<'a>, LayerError> {
+        self.check(params.len())?;
+        Ok(ForwardPass { params, ctx })
+    }
+
+    /// The views of a backward pass.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward<'a>(
+        &self,
+        params: &'a [Tensor],
+        grads: &'a [Option<Tensor>],
+        ctx: &'a LayerContext,
+    ) -> Result<BackwardPass<'a>, LayerError> {
+        self.check(grads.len())?;
+        Ok(BackwardPass { forward: self.forward(params, ctx)?, grads })
+    }
+
+    fn check(&self, got: usize) -> Result<(), LayerError> {
+        let expected = self.specs.len();
+        if got == expected {
+            return Ok(());
+        }
+        Err(LayerError::ParameterCount { layer: self.layer.clone(), expected, got })
+    }
+}
+
+/// A forward pass of a layer: its parameters by handle, as `pass[self.weight]`, and its context.
+#[derive(Clone, Copy)]
+pub struct ForwardPass<'a> {
+    params: &'a [Tensor],
+    /// The micro batch, and the services for it.
+    pub ctx: &'a LayerContext,
+}
+
+impl<'a> ForwardPass<'a> {
+    /// The recycled storage of this rank.
+    pub fn workspace(&self) -> &'a Workspace {
+        self.ctx.workspace()
+    }
+
+    /// Recycles tensors.
+    pub fn recycle(&self, tensors: impl IntoIterator<Item = Tensor>) {
+        tensors.into_iter().for_each(|tensor| self.workspace().recycle(tensor));
+    }
+}
+
+impl Index<Parameter> for ForwardPass<'_> {
+    type Output = Tensor;
+
+    fn index(&self, parameter: Parameter) -> &Tensor {
+        &self.params[parameter.0]
+    }
+}
+
+/// A backward pass of a layer: as its forward pass, with the gradients of the parameters.
+#[derive(Clone, Copy)]
+pub struct BackwardPass<'a> {
+    /// Parameters and context.
+    pub forward: ForwardPass<'a>,
+    grads: &'a [Option<Tensor>],
+}
+
+impl<'a> BackwardPass<'a> {
+    /// The gradient of a parameter, to be added to; `None` if the parameter is frozen.
+    pub fn gradient(&self, parameter: Parameter) -> Option<&'a Tensor> {
+        self.grads[parameter.0].as_ref()
+    }
+
+    /// The micro batch, and the services for it.
+    pub fn ctx(&self) -> &'a LayerContext {
+        self.forward.ctx
+    }
+}

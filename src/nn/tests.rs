@@ -1,0 +1,76 @@
+//! Layers under autograd, the head, and the context of a micro batch.
+
+mod masks;
+
+use super::*;
+use crate::model::{RandomWeights, WeightSource};
+use candle_core::{DType, Device, Tensor};
+use std::slice::from_ref;
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::FlashAttention;
+
+pub(crate) fn context(batch: usize, seq_len: usize) -> LayerContext {
+    let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
+    let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
+    let tokens = TokenLayout::new(from_ref(&(0..seq_len)), position_ids, cu_seqlens).unwrap();
+    LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention::default()), Arc::new(Workspace::default()))
+}
+
+/// Random values of strength 1, different for every `seed`.
+pub(crate) fn random(dims: &[usize], seed: u64) -> Tensor {
+    let spec = ParameterSpec::new("x", dims, Init::Normal { std: 1.0 });
+    let mut values = vec![0.0; spec.numel()];
+    RandomWeights { seed }.read(&spec, 0..spec.numel(), &mut values).unwrap();
+    Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
+    let spec = |name: &str| ParameterSpec::new(name, [4], Init::Ones);
+    let layer = AutogradLayer::new(
+        "half",
+        vec![spec("used"), spec("unused")],
+        |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.broadcast_mul(&p[0]),
+    );
+    let params = [random(&[4], 0), random(&[4], 1)];
+    let grads: Vec<_> = params.iter().map(|p| Some(p.zeros_like().unwrap())).collect();
+    let ctx = context(1, 3);
+    let (y, saved) = layer.forward(&params, &random(&[1, 3, 4], 2), &ctx).unwrap();
+    let error = layer.backward(&params, saved, y, &grads, &ctx).err().unwrap().to_string();
+    assert!(error.contains("no gradient reaches unused"), "{error}");
+}
+
+#[test]
+fn logits_recycle_their_workspace_tensors() {
+    let (batch, seq_len, hidden, vocab) = (2, 3, 8, 5);
+    let head = LossHead::new("lm_head.weight", vocab, hidden, 1e-6, 0.02);
+    let ctx = context(batch, seq_len);
+    let x = random(&[batch, seq_len, hidden], 0);
+    head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
+    // The normalized tokens, and a reciprocal root mean square of each.
+    assert_eq!(ctx.workspace().free_bytes(), batch * seq_len * (hidden + 1) * size_of::<f32>());
+}
+
+#[test]
+fn blocks_must_keep_the_shape() {
+    let layer =
+        AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
+    let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
+    let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
+    assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");
+}
+
+#[test]
+fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
+    let documents = [vec![0, 3, 8], vec![0, 8, 8]];
+    let positions = [4, 0, 1, 2, 4, 5, 6, 7];
+    let layout =
+        TokenLayout::new(from_ref(&(2..6)), positions.to_vec(), Arc::new(documents.to_vec())).unwrap();
+    assert!(layout.is_of(from_ref(&(2..6)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(3..7)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(2..5)), &positions, &documents));
+    assert!(!layout.is_of(from_ref(&(2..6)), &[4, 0, 1, 2, 4, 5, 6, 0], &documents));
+    assert!(!layout.is_of(from_ref(&(2..6)), &positions, &[vec![0, 4, 8], vec![0, 8, 8]]));
+    assert!(!layout.is_of(from_ref(&(2..6)), &positions, &documents[..1]));
+}
