@@ -1,9 +1,8 @@
 //! The effect of single changes of the configuration.
 
-use super::{Criteria, RankPlan, Throughput, Workload};
+use super::{Candidate, Criteria, Workload};
 use crate::config::{CommunicationDtype, Config, Offload, PartitionAxes, Precision, ZeroStage};
 use crate::engine::EngineError;
-use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::num::NonZero;
@@ -15,31 +14,15 @@ const SMALL_LOSS_TILE: NonZero<usize> = NonZero::new(128).unwrap();
 /// Tile size of norms, projections and the MLP in the alternative with tiles.
 const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
 
-/// Offload target of ranks on GPUs.
-const HOST_MEMORY: &str = "in host memory";
-
 /// A single change of the configuration, and its effect.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Alternative {
     /// The change.
     pub change: String,
     /// The config keys that change, with their values.
     pub keys: Vec<String>,
-    /// Peak memory of a rank.
-    pub peak_bytes: u64,
-    /// Memory of a rank between steps: its model state, without what is offloaded.
-    pub persistent_bytes: u64,
-    /// Bytes of host memory per node that ranks on GPUs offload to.
-    pub host_bytes_per_node: u64,
-    /// Bytes that a rank sends per step.
-    pub sent_bytes: u64,
-    /// FLOPs per step and rank, including recomputation.
-    pub flops: f64,
-    /// The step time, if there is a machine profile.
-    #[serde(flatten)]
-    pub throughput: Option<Throughput>,
-    /// The longest sequence that fits the budget, if there is one.
-    pub max_seq_len: Option<usize>,
+    /// The changed configuration.
+    pub candidate: Candidate,
 }
 
 impl Workload {
@@ -49,223 +32,199 @@ impl Workload {
     /// # Errors
     /// As [`plan`](Self::plan) for the workload itself.
     pub fn alternatives(&self, criteria: Criteria<'_>) -> Result<Vec<Alternative>, EngineError> {
-        let as_configured = self.alternative("as configured".to_owned(), criteria)?;
-        let saves_attention_output = self.decided(criteria.budget)?.config.saves_attention_output();
-        let changed = self.variants(saves_attention_output).into_iter().filter_map(|(change, workload)| {
+        let rated = |workload: &Self| workload.candidate(criteria.budget)?.rated(criteria);
+        let candidate = rated(self)?;
+        let mut changes = Changes { config: &self.config, device: self.device, changed: Vec::new() };
+        changes.add_all(candidate.decided.config.saves_attention_output(), self.fewest_heads());
+        let alternative = |(change, config): (String, Config)| {
+            let keys = changed_keys(&self.config, &config);
             // Variants that cannot be planned are omitted.
-            let alternative = workload.alternative(change, criteria).ok()?;
-            Some(Alternative { keys: changed_keys(&self.config, &workload.config), ..alternative })
-        });
+            Some(Alternative { change, keys, candidate: rated(&Self { config, ..self.clone() }).ok()? })
+        };
+        let as_configured = Alternative { change: "as configured".to_owned(), keys: Vec::new(), candidate };
+        let changed = changes.changed.into_iter().filter_map(alternative);
         Ok(std::iter::once(as_configured).chain(changed).collect())
     }
+}
 
-    fn alternative(&self, change: String, criteria: Criteria<'_>) -> Result<Alternative, EngineError> {
-        let decided = self.decided(criteria.budget)?;
-        let plan = decided.plan()?;
-        let host_bytes_per_node = self.host_bytes_per_node(&plan);
-        let RankPlan { peak_bytes, persistent_bytes, sent, model_flops, recompute_flops, .. } = plan;
-        Ok(Alternative {
-            change,
-            keys: Vec::new(),
-            peak_bytes,
-            persistent_bytes,
-            host_bytes_per_node,
-            sent_bytes: sent.total(),
-            flops: model_flops + recompute_flops,
-            throughput: decided.throughput(criteria)?,
-            max_seq_len: self.max_seq_len_within(criteria)?,
-        })
+/// The single changes of a config. Add new features of the engine here.
+struct Changes<'a> {
+    config: &'a Config,
+    device: DeviceKind,
+    changed: Vec<(String, Config)>,
+}
+
+impl Changes<'_> {
+    fn add(&mut self, is_possible: bool, change: impl Into<String>, apply: impl FnOnce(&mut Config)) {
+        if is_possible {
+            let mut config = self.config.clone();
+            apply(&mut config);
+            self.changed.push((change.into(), config));
+        }
     }
 
-    /// Returns the variants of a config that does, or does not, save attention outputs. Add new features of the engine
-    /// here or to [`features`].
-    fn variants(&self, saves_attention_output: bool) -> Vec<(String, Self)> {
-        let config = &self.config;
-        let mut variants = Vec::new();
-        let mut add = |change: String, apply: &dyn Fn(&mut Config)| {
-            let mut workload = self.clone();
-            apply(&mut workload.config);
-            variants.push((change, workload));
-        };
-        let (axes, stage) = (config.ulysses.zero_partition_axes, config.zero.stage);
-        if axes == PartitionAxes::Dp && config.mesh.sp_size > 1 {
-            let stage = if stage == ZeroStage::Disabled { ZeroStage::Parameters } else { stage };
-            add(format!("ZeRO stage {}", PartitionAxes::DpSp.with_stage(stage)), &|config| {
-                config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
-                config.zero.set_stage(stage);
-            });
-        }
-        for (change, changed) in features(config, self.device) {
-            add(change, &|config| *config = changed.clone());
-        }
-        if config.ulysses.activation_checkpointing {
-            let (change, saves) = match saves_attention_output {
-                true => ("attention recomputed", false),
-                false => ("attention output saved", true),
-            };
-            add(change.to_owned(), &|config| config.ulysses.save_attention_output = Some(saves));
-        }
-        // With one partition, all stages are equal.
-        let has_partitions = |stage: &ZeroStage| config.zero_world_size() > 1 && *stage != config.zero.stage;
-        for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
-            add(format!("ZeRO stage {}", axes.with_stage(stage)), &|config| config.zero.set_stage(stage));
-        }
-        for (change, stage, optimizer, parameters) in offloads(config, self.device) {
-            add(change, &|config| {
-                (config.zero.offload_optimizer, config.zero.offload_param) =
-                    (optimizer.clone(), parameters.clone());
-                config.zero.set_stage(stage);
-            });
-        }
-        if config.precision == Precision::F32 {
-            add("bf16".to_owned(), &|config| {
-                config.precision = Precision::Bf16 { check_grad_overflow: false };
-            });
-        }
-        if config.world_size() > 1 && config.gradient_communication() == CommunicationDtype::Fp32 {
-            add("gradients sent in bf16".to_owned(), &|config| {
-                config.communication_data_type = CommunicationDtype::Bf16;
-                config.seq_parallel_communication_data_type = CommunicationDtype::Bf16;
-            });
-        }
-        if config.ulysses.loss_tile_tokens.is_none_or(|tokens| tokens > SMALL_LOSS_TILE) {
-            add(format!("loss in tiles of {SMALL_LOSS_TILE}"), &|config| {
-                config.ulysses.loss_tile_tokens = Some(SMALL_LOSS_TILE);
-            });
-        }
-        if config.micro_batch_size > 1 {
-            add("micro batches of one sequence".to_owned(), &|config| {
-                config.gradient_accumulation_steps *= config.micro_batch_size;
-                config.micro_batch_size = 1;
-            });
-        }
-        let sp = 2 * config.mesh.sp_size;
-        let ring = if 2 * config.seq_sharding().ulysses_size > self.fewest_heads() { 2 } else { 1 };
-        let label = if ring == 1 {
-            String::new()
-        } else {
-            format!(" in a ring of {}", ring * config.ulysses.ring_size)
-        };
-        add(format!("sp {sp}{label} (twice the ranks)"), &|config| {
-            config.mesh.sp_size = sp;
-            config.ulysses.ring_size *= ring;
+    /// Adds the changes of a config that does, or does not, save attention outputs. `fewest_heads` are those of the
+    /// smallest head chunk.
+    fn add_all(&mut self, saves_attention_output: bool, fewest_heads: usize) {
+        let (config, axes) = (self.config, self.config.ulysses.zero_partition_axes);
+        let has_sp = axes == PartitionAxes::Dp && config.mesh.sp_size > 1;
+        let is_stage_0 = config.zero.stage == ZeroStage::Disabled;
+        let stage = if is_stage_0 { ZeroStage::Parameters } else { config.zero.stage };
+        self.add(has_sp, format!("ZeRO stage {}", PartitionAxes::DpSp.with_stage(stage)), |config| {
+            config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
+            config.zero.set_stage(stage);
         });
-        variants
+        self.add_checkpointing();
+        self.add_tiles_and_chunks();
+        let recomputes = config.ulysses.activation_checkpointing;
+        let attention =
+            if saves_attention_output { "attention recomputed" } else { "attention output saved" };
+        self.add(recomputes, attention, |config| {
+            config.ulysses.save_attention_output = Some(!saves_attention_output);
+        });
+        for stage in ZeroStage::ALL {
+            // With one partition, all stages are equal.
+            let is_other = config.zero_world_size() > 1 && stage != config.zero.stage;
+            let change = format!("ZeRO stage {}", axes.with_stage(stage));
+            self.add(is_other, change, |config| config.zero.set_stage(stage));
+        }
+        self.add_offloads();
+        self.add_dtypes_and_batch();
+        let sp_size = 2 * config.mesh.sp_size;
+        let exceeds_heads = 2 * config.seq_sharding().ulysses_size > fewest_heads;
+        let ring_size = config.ulysses.ring_size * if exceeds_heads { 2 } else { 1 };
+        let ring = if exceeds_heads { format!(" in a ring of {ring_size}") } else { String::new() };
+        self.add(true, format!("sp {sp_size}{ring} (twice the ranks)"), |config| {
+            config.mesh.sp_size = sp_size;
+            config.ulysses.ring_size = ring_size;
+        });
+    }
+
+    fn add_checkpointing(&mut self) {
+        let recomputes = self.config.ulysses.activation_checkpointing;
+        self.add(recomputes, "without activation checkpointing", |config| {
+            config.ulysses.activation_checkpointing = false;
+            config.ulysses.save_attention_output = None;
+            config.activation_checkpointing.cpu_checkpointing = false;
+        });
+        let (layers, interval) = match self.config.ulysses.activation_checkpointing_interval {
+            1 => ("every other layer", 2),
+            _ => ("every layer", 1),
+        };
+        self.add(recomputes, format!("activation checkpointing of {layers}"), |config| {
+            config.ulysses.activation_checkpointing_interval = interval;
+        });
+        self.add(!recomputes, "with activation checkpointing", |config| {
+            config.ulysses.activation_checkpointing = true;
+        });
+        let is_offloaded = self.config.activation_checkpointing.cpu_checkpointing;
+        let (here, place) = match self.device {
+            DeviceKind::Cpu => ("in memory", "in a file"),
+            DeviceKind::Cuda => ("on the GPU", "in host memory"),
+        };
+        let change = match (recomputes, is_offloaded) {
+            (_, true) => format!("activation checkpoints {here}"),
+            (true, false) => format!("activation checkpoints {place}"),
+            (false, false) => format!("with activation checkpointing, checkpoints {place}"),
+        };
+        self.add(true, change, |config| {
+            config.ulysses.activation_checkpointing = true;
+            config.activation_checkpointing.cpu_checkpointing = !is_offloaded;
+        });
+    }
+
+    fn add_tiles_and_chunks(&mut self) {
+        let (change, tiles) = match self.config.ulysses.tile_tokens {
+            None => (format!("tiles of {TILE_TOKENS} tokens"), Some(TILE_TOKENS)),
+            Some(_) => ("all tokens at once".to_owned(), None),
+        };
+        self.add(true, change, |config| config.ulysses.tile_tokens = tiles);
+        let chunks = self.config.ulysses.head_chunks;
+        // Omitted if the model or the mesh does not allow it.
+        self.add(true, format!("{} head chunks", 2 * chunks), |config| config.ulysses.head_chunks *= 2);
+        self.add(chunks > 1, "all heads at once", |config| config.ulysses.head_chunks = 1);
+    }
+
+    /// Adds the other offload settings of optimizer state, of parameters, and of both, each at the stage that it
+    /// requires.
+    fn add_offloads(&mut self) {
+        let zero = &self.config.zero;
+        let (offloaded, here, place, places) = match self.device {
+            DeviceKind::Cpu => (Offload::Nvme(None), "in memory", "in a file", "in files"),
+            DeviceKind::Cuda => (Offload::Cpu, "on the GPU", "in host memory", "in host memory"),
+        };
+        let [optimizer_moves, parameters_move] =
+            [&zero.offload_optimizer, &zero.offload_param].map(|state| state.is_moved_from(self.device));
+        for (optimizer, parameters, state, place) in [
+            (true, false, "optimizer state", place),
+            (false, true, "parameters", place),
+            (true, true, "optimizer state and parameters", places),
+        ] {
+            let moves = optimizer && optimizer_moves || parameters && parameters_move;
+            let needed = if parameters { ZeroStage::Parameters } else { ZeroStage::OptimizerStates };
+            let (stage, place, offload) = match moves {
+                true => (zero.stage, here, Offload::None),
+                false => (zero.stage.max(needed), place, offloaded.clone()),
+            };
+            let stated = match stage == zero.stage {
+                true => String::new(),
+                false => format!("ZeRO stage {} with ", u8::from(stage)),
+            };
+            let is_possible = !(optimizer && parameters && moves);
+            self.add(is_possible, format!("{stated}{state} {place}"), |config| {
+                if optimizer {
+                    config.zero.offload_optimizer = offload.clone();
+                }
+                if parameters {
+                    config.zero.offload_param = offload;
+                }
+                config.zero.set_stage(stage);
+            });
+        }
+    }
+
+    fn add_dtypes_and_batch(&mut self) {
+        let config = self.config;
+        self.add(config.precision == Precision::F32, "bf16", |config| {
+            config.precision = Precision::Bf16 { check_grad_overflow: false };
+        });
+        let sends_f32 =
+            config.world_size() > 1 && config.gradient_communication() == CommunicationDtype::Fp32;
+        self.add(sends_f32, "gradients sent in bf16", |config| {
+            config.communication_data_type = CommunicationDtype::Bf16;
+            config.seq_parallel_communication_data_type = CommunicationDtype::Bf16;
+        });
+        let has_large_tiles = config.ulysses.loss_tile_tokens.is_none_or(|tokens| tokens > SMALL_LOSS_TILE);
+        self.add(has_large_tiles, format!("loss in tiles of {SMALL_LOSS_TILE}"), |config| {
+            config.ulysses.loss_tile_tokens = Some(SMALL_LOSS_TILE);
+        });
+        self.add(config.micro_batch_size > 1, "micro batches of one sequence", |config| {
+            config.gradient_accumulation_steps *= config.micro_batch_size;
+            config.micro_batch_size = 1;
+        });
     }
 }
 
 /// Returns the keys whose values differ, as `path: value` of `changed`.
 fn changed_keys(config: &Config, changed: &Config) -> Vec<String> {
-    let written = |config: &Config| serde_json::to_value(config).unwrap_or_default();
+    let [before, after] = [config, changed].map(|config| serde_json::to_value(config).unwrap_or_default());
     let mut keys = Vec::new();
-    compare("", &written(config), &written(changed), &mut keys);
+    compare("", &before, &after, &mut keys);
     keys
 }
 
 fn compare(path: &str, before: &Value, after: &Value, keys: &mut Vec<String>) {
-    if before == after {
-        return;
-    }
     let empty = Map::new();
-    let section = |value: &'_ Value| value.as_object().cloned();
-    let (before, after) = match (section(before), section(after)) {
+    let (before, after) = match (before.as_object(), after.as_object()) {
+        _ if before == after => return,
         (None, None) if after.is_null() => return keys.push(format!("no {path}")),
         (None, None) => return keys.push(format!("{path}: {after}")),
-        (before, after) => (before.unwrap_or_else(|| empty.clone()), after.unwrap_or(empty)),
+        (before, after) => (before.unwrap_or(&empty), after.unwrap_or(&empty)),
     };
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     for name in names {
-        let value = |section: &Map<String, Value>| section.get(name).cloned().unwrap_or_default();
+        let [before, after] = [before, after].map(|section| section.get(name).unwrap_or(&Value::Null));
         let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-        compare(&path, &value(&before), &value(&after), keys);
+        compare(&path, before, after, keys);
     }
-}
-
-/// Returns the other offload settings of optimizer state and parameters, each with the stage that it requires.
-fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offload, Offload)> {
-    let stage = config.zero.stage;
-    let (optimizer, parameters) = (&config.zero.offload_optimizer, &config.zero.offload_param);
-    let (offloaded, here, place, places) = match device {
-        DeviceKind::Cpu => (Offload::Nvme(None), "in memory", "in a file", "in files"),
-        DeviceKind::Cuda => (Offload::Cpu, "on the GPU", HOST_MEMORY, HOST_MEMORY),
-    };
-    let mut offloads = Vec::new();
-    let named = |change: String, needed: ZeroStage| match stage >= needed {
-        true => (change, stage),
-        false => (format!("ZeRO stage {} with {change}", u8::from(needed)), needed),
-    };
-    let mut add = |(change, stage): (String, ZeroStage), optimizer: &Offload, parameters: &Offload| {
-        offloads.push((change, stage, optimizer.clone(), parameters.clone()));
-    };
-    let are_offloaded = [optimizer, parameters].map(|state| state.is_moved_from(device));
-    match are_offloaded[0] {
-        true => add(named(format!("optimizer state {here}"), stage), &Offload::None, parameters),
-        false => {
-            let change = format!("optimizer state {place}");
-            add(named(change, ZeroStage::OptimizerStates), &offloaded, parameters);
-        }
-    }
-    match are_offloaded[1] {
-        true => add(named(format!("parameters {here}"), stage), optimizer, &Offload::None),
-        false => add(named(format!("parameters {place}"), ZeroStage::Parameters), optimizer, &offloaded),
-    }
-    if are_offloaded == [false, false] {
-        let change = format!("optimizer state and parameters {places}");
-        add(named(change, ZeroStage::Parameters), &offloaded, &offloaded);
-    }
-    offloads
-}
-
-/// Returns the config with other settings of checkpointing, tiles and chunks.
-fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
-    let (ulysses, is_offloaded) = (&config.ulysses, config.activation_checkpointing.cpu_checkpointing);
-    let recomputes = ulysses.activation_checkpointing;
-    let mut features = Vec::new();
-    let mut add = |change: String, apply: &dyn Fn(&mut Config)| {
-        let mut changed = config.clone();
-        apply(&mut changed);
-        features.push((change, changed));
-    };
-    if recomputes {
-        add("without activation checkpointing".to_owned(), &|config| {
-            config.ulysses.activation_checkpointing = false;
-            config.ulysses.save_attention_output = None;
-            config.activation_checkpointing.cpu_checkpointing = false;
-        });
-        let is_of_every_layer = ulysses.activation_checkpointing_interval == 1;
-        let (change, interval) =
-            if is_of_every_layer { ("of every other layer", 2) } else { ("of every layer", 1) };
-        add(format!("activation checkpointing {change}"), &|config| {
-            config.ulysses.activation_checkpointing_interval = interval;
-        });
-    } else {
-        add("with activation checkpointing".to_owned(), &|config| {
-            config.ulysses.activation_checkpointing = true;
-        });
-    }
-    let (here, place) = match device {
-        DeviceKind::Cpu => ("in memory", "in a file"),
-        DeviceKind::Cuda => ("on the GPU", HOST_MEMORY),
-    };
-    let change = match (recomputes, is_offloaded) {
-        (_, true) => format!("activation checkpoints {here}"),
-        (true, false) => format!("activation checkpoints {place}"),
-        (false, false) => format!("with activation checkpointing, checkpoints {place}"),
-    };
-    add(change, &|config| {
-        config.ulysses.activation_checkpointing = true;
-        config.activation_checkpointing.cpu_checkpointing = !is_offloaded;
-    });
-    let (change, tiles) = match ulysses.tile_tokens {
-        None => (format!("tiles of {TILE_TOKENS} tokens"), Some(TILE_TOKENS)),
-        Some(_) => ("all tokens at once".to_owned(), None),
-    };
-    add(change, &|config| config.ulysses.tile_tokens = tiles);
-    // Omitted if the model or the mesh does not allow it.
-    let chunks = 2 * ulysses.head_chunks;
-    add(format!("{chunks} head chunks"), &|config| config.ulysses.head_chunks = chunks);
-    if ulysses.head_chunks > 1 {
-        add("all heads at once".to_owned(), &|config| config.ulysses.head_chunks = 1);
-    }
-    features
 }

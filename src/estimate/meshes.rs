@@ -1,53 +1,20 @@
 //! The other meshes with the same number of ranks.
 
 use super::dry_run::MAX_DOCUMENTS;
-use super::{Criteria, MemoryBudget, RankPlan, Throughput, Workload};
+use super::search::Search;
+use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
 use crate::model::LlamaConfig;
 use crate::nn::HeadChunk;
-use serde::Serialize;
 use std::cmp::Ordering;
 
 /// A mesh for the same ranks and batch.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct MeshChoice {
-    /// Data-parallel ranks.
-    pub dp: usize,
-    /// Sequence-parallel ranks.
-    pub sp: usize,
-    /// Ranks of a ring within sp; 1 without a ring.
-    pub ring_size: usize,
-    /// ZeRO's shard size, in hybrid sharding.
-    pub shard_size: Option<usize>,
-    /// Number of partitions of one copy of ZeRO's state.
-    pub num_partitions: usize,
-    /// ZeRO stage: the configured one, or 3.
-    pub zero_stage: ZeroStage,
-    /// Axes over which ZeRO partitions: the configured ones, or dp and sp.
-    pub zero_partition_axes: PartitionAxes,
-    /// Sequences per forward pass of a rank: the largest divisor that fits the budget.
-    pub micro_batch_size: usize,
-    /// Forward passes per step.
-    pub gradient_accumulation_steps: usize,
-    /// Peak memory of a rank.
-    pub peak_bytes: u64,
-    /// Memory of a rank between steps: its model state, without what is offloaded.
-    pub persistent_bytes: u64,
-    /// Bytes of host memory per node that ranks on GPUs offload to.
-    pub host_bytes_per_node: u64,
-    /// Whether both are within the budget; true without one.
-    pub fits: bool,
-    /// Bytes that a rank sends within its node per step.
-    pub intra_node_bytes: u64,
-    /// Bytes that a rank sends to other nodes per step.
-    pub inter_node_bytes: u64,
-    /// The step time, if there is a machine profile.
-    #[serde(flatten)]
-    pub throughput: Option<Throughput>,
-    /// The longest sequence that fits the budget, if there is one.
-    pub max_seq_len: Option<usize>,
+    /// The mesh, with its ZeRO stage, the configured one or 3, and its micro batch.
+    pub candidate: Candidate,
     /// Why this mesh is the best; set on at most one.
     pub reason: Option<String>,
     /// Whether the longest sequence of all choices fits on this one, with its micro batch; set on at most one.
@@ -55,16 +22,14 @@ pub struct MeshChoice {
 }
 
 impl MeshChoice {
-    fn step_seconds(&self) -> Option<f64> {
-        self.throughput.as_ref().and_then(Throughput::step_seconds)
-    }
-
     /// Orders the better mesh first: the faster one, known times first; then the one that sends less between nodes, less
     /// in total, and needs less memory.
     pub(super) fn compare(&self, other: &Self) -> Ordering {
-        let seconds = |choice: &Self| choice.step_seconds().unwrap_or(f64::INFINITY);
-        let bytes = |choice: &Self| (choice.inter_node_bytes, choice.intra_node_bytes, choice.peak_bytes);
-        seconds(self).total_cmp(&seconds(other)).then_with(|| bytes(self).cmp(&bytes(other)))
+        let bytes = |RankPlan { sent, peak_bytes, .. }: &RankPlan| {
+            (sent.inter_node_bytes, sent.intra_node_bytes, *peak_bytes)
+        };
+        let (this, other) = (&self.candidate, &other.candidate);
+        this.compare_seconds(other).then_with(|| bytes(&this.plan).cmp(&bytes(&other.plan)))
     }
 }
 
@@ -78,17 +43,21 @@ impl Workload {
     /// # Errors
     /// As [`plan`](Self::plan), for a mesh that the model and the batch allow.
     pub fn meshes(&self, criteria: Criteria<'_>) -> Result<Vec<MeshChoice>, EngineError> {
-        let arranged = self.meshes_of_batch()?.into_iter().flat_map(Self::at_stages);
-        let mut choices = arranged
-            .map(|workload| match criteria.budget {
-                Some(budget) => workload.with_largest_micro_batch(budget)?.choice(criteria),
-                None => workload.choice(criteria),
-            })
-            .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
+        let choice = |workload: Self| {
+            let workload = match criteria.budget {
+                Some(budget) => workload.with_largest_micro_batch(budget)?,
+                None => workload,
+            };
+            let candidate = workload.candidate(criteria.budget)?.rated(criteria)?;
+            Ok(MeshChoice { candidate, reason: None, is_longest: false })
+        };
+        let meshes = self.meshes_of_batch()?.into_iter();
+        let at_stages = meshes.flat_map(|mesh| [vec![mesh.clone()], mesh.with_more_partitions()].concat());
+        let mut choices = at_stages.map(choice).collect::<Result<Vec<MeshChoice>, EngineError>>()?;
         recommend(&mut choices, criteria.budget.is_some());
         // The first of equal ones; `max_by_key` takes the last.
-        let longest = choices.iter_mut().rev().filter(|choice| choice.max_seq_len.is_some());
-        if let Some(longest) = longest.max_by_key(|choice| choice.max_seq_len) {
+        let longest = choices.iter_mut().rev().filter(|choice| choice.candidate.max_seq_len.is_some());
+        if let Some(longest) = longest.max_by_key(|choice| choice.candidate.max_seq_len) {
             longest.is_longest = true;
         }
         Ok(choices)
@@ -168,66 +137,24 @@ impl Workload {
     /// Returns the workload with the largest micro batch within `budget`; 1 if none is.
     fn with_largest_micro_batch(&self, budget: MemoryBudget) -> Result<Self, EngineError> {
         let sizes = self.micro_batches();
-        let (mut first, mut end) = (0, sizes.len().saturating_sub(1));
-        while first < end {
-            let middle = first.midpoint(end);
-            let decided = self.with_micro_batch(sizes[middle]).decided(Some(budget));
-            let fits = match decided.and_then(|workload| Ok((workload.plan()?, workload))) {
-                Err(EngineError::StepTooLarge { .. }) => false,
-                planned => {
-                    let (plan, workload) = planned?;
-                    workload.fits(&plan, budget)
-                }
-            };
-            if fits { end = middle } else { first = middle + 1 }
-        }
-        Ok(sizes.get(end).map_or_else(|| self.clone(), |size| self.with_micro_batch(*size)))
+        let of_size = |index: usize| self.with_micro_batch(sizes[index]);
+        Ok(of_size(Search::new(budget).first_that_fits(sizes.len() - 1, of_size)?))
     }
 
-    /// Returns the workload itself, then the same with more partitions: at stage 3, and at stage 3 over dp and sp.
-    pub(super) fn at_stages(self) -> impl Iterator<Item = Self> {
-        let stage_3 = |axes: PartitionAxes| {
+    /// Returns the workload with more partitions: at stage 3, and at stage 3 over dp and sp.
+    pub(super) fn with_more_partitions(&self) -> Vec<Self> {
+        let config = &self.config;
+        let axes = config.ulysses.zero_partition_axes;
+        let over_dp = (config.zero.stage != ZeroStage::Parameters).then_some(axes);
+        let over_sp = (axes == PartitionAxes::Dp && config.mesh.sp_size > 1).then_some(PartitionAxes::DpSp);
+        let at_stage_3 = |axes: PartitionAxes| {
             let mut workload = self.clone();
             workload.config.zero.stage = ZeroStage::Parameters;
             workload.config.ulysses.zero_partition_axes = axes;
             workload
         };
-        let axes = self.config.ulysses.zero_partition_axes;
-        let over_dp = (self.config.zero.stage != ZeroStage::Parameters).then(|| stage_3(axes));
-        let over_sp =
-            (axes == PartitionAxes::Dp && self.config.mesh.sp_size > 1).then(|| stage_3(PartitionAxes::DpSp));
-        let partitioned = over_dp.into_iter().chain(over_sp);
-        let more: Vec<Self> = partitioned.filter(|workload| workload.config.zero_world_size() > 1).collect();
-        std::iter::once(self).chain(more)
-    }
-
-    fn choice(&self, criteria: Criteria<'_>) -> Result<MeshChoice, EngineError> {
-        let decided = self.decided(criteria.budget)?;
-        let plan = decided.plan()?;
-        let host_bytes_per_node = self.host_bytes_per_node(&plan);
-        let fits = criteria.budget.is_none_or(|budget| self.fits(&plan, budget));
-        let RankPlan { peak_bytes, persistent_bytes, sent, .. } = plan;
-        Ok(MeshChoice {
-            dp: self.config.mesh.dp_size,
-            sp: self.config.mesh.sp_size,
-            ring_size: self.config.seq_sharding().ring_size,
-            shard_size: self.config.zero_shard_size(),
-            zero_stage: self.config.zero.stage,
-            zero_partition_axes: self.config.zero_axes(),
-            num_partitions: self.config.zero_world_size(),
-            micro_batch_size: self.config.micro_batch_size,
-            gradient_accumulation_steps: self.config.gradient_accumulation_steps,
-            peak_bytes,
-            persistent_bytes,
-            host_bytes_per_node,
-            fits,
-            intra_node_bytes: sent.intra_node_bytes,
-            inter_node_bytes: sent.inter_node_bytes,
-            throughput: decided.throughput(criteria)?,
-            max_seq_len: self.max_seq_len_within(criteria)?,
-            reason: None,
-            is_longest: false,
-        })
+        let partitioned = over_dp.into_iter().chain(over_sp).map(at_stage_3);
+        partitioned.filter(|workload| workload.config.zero_world_size() > 1).collect()
     }
 }
 
@@ -245,14 +172,14 @@ pub fn ulysses_limits(model: &LlamaConfig, head_chunks: usize, ranks_per_node: u
 
 /// Sets the reason of the best choice.
 fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
-    let fitting = || choices.iter().filter(|choice| choice.fits);
+    let fitting = || choices.iter().filter(|choice| choice.candidate.fits());
     let (num_choices, num_fitting) = (choices.len(), fitting().count());
-    let num_timed = fitting().filter(|choice| choice.step_seconds().is_some()).count();
+    let num_timed = fitting().filter(|choice| choice.candidate.step_seconds().is_some()).count();
     let of_them = match has_budget {
         true => format!("of the {num_fitting} that fit"),
         false => format!("of all {num_choices}"),
     };
-    let best = choices.iter_mut().filter(|choice| choice.fits).min_by(|a, b| a.compare(b));
+    let best = choices.iter_mut().filter(|choice| choice.candidate.fits()).min_by(|a, b| a.compare(b));
     if let Some(best) = best {
         best.reason = Some(match num_timed {
             _ if num_fitting == 1 && num_choices > 1 => "the only one that fits".to_owned(),
@@ -260,7 +187,7 @@ fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
             timed if timed < num_fitting => format!("fastest of the {timed} that fit and can be timed"),
             _ => format!("fastest {of_them}"),
         });
-    } else if let Some(smallest) = choices.iter_mut().min_by_key(|choice| choice.peak_bytes) {
+    } else if let Some(smallest) = choices.iter_mut().min_by_key(|choice| choice.candidate.plan.peak_bytes) {
         smallest.reason = Some("none fits; this one needs least memory".to_owned());
     }
 }

@@ -8,6 +8,7 @@
 //! - [`Workload::plan`]: the plan of one configuration
 //! - [`Workload::copied_bytes`]: the host memory of `checkpoint.memory_interval`
 //! - [`Workload::max_seq_len`]: the longest sequence that fits
+//! - [`Workload::candidate`]: the plan compared with a budget; the views of the search keep and order such candidates
 //! - [`Workload::alternatives`], [`Workload::meshes`]: the effect of other features and meshes
 //! - [`Workload::fit`]: the cheapest settings that fit
 //! - [`Workload::propose`]: the mesh for a cluster
@@ -16,7 +17,6 @@
 //! - [`scaling`]: the traffic of several kinds of sequence parallelism
 
 mod alternatives;
-mod criteria;
 mod dry_run;
 pub mod event;
 mod fit;
@@ -28,17 +28,18 @@ mod rank_plan;
 mod rank_step;
 mod recorder;
 pub mod scaling;
+mod search;
 mod time;
 
 pub use alternatives::Alternative;
-pub use criteria::{Criteria, MemoryBudget, Throughput};
-pub use fit::{FIT_CRITERION, Fit, FitChoice};
+pub use fit::{FIT_CRITERION, Fit};
 pub use memory_copies::CopiedBytes;
 pub use meshes::{MeshChoice, ulysses_limits};
 pub use nodes::SentBytes;
-pub use proposal::{Proposal, Trial};
+pub use proposal::Proposal;
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
+pub use search::{Candidate, Criteria, Excess, MemoryBudget};
 pub use time::StepTime;
 
 use crate::config::Config;
@@ -209,16 +210,13 @@ impl Workload {
     /// Returns the longest sequence, in whole tokens per rank, that is within `budget` on every rank; `None`
     /// if not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven shards, so
     /// such a length can need more memory than a longer multiple of `sp_size`. Attention outputs are saved only if the
-    /// config says so; see [`decided`](Self::decided).
+    /// config says so; see [`candidate`](Self::candidate).
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn max_seq_len(&self, budget: impl Into<MemoryBudget>) -> Result<Option<usize>, EngineError> {
         let MemoryBudget { rank_bytes, host_bytes_per_node } = budget.into();
-        let mut workload = self.clone();
-        if self.config.saves_attention_output_if_it_fits() {
-            workload.config.ulysses.save_attention_output = Some(false);
-        }
+        let workload = self.saving_attention_output(false);
         let longest = workload.max_seq_len_of(rank_bytes, |plan| plan.peak_bytes)?;
         let (Some(longest), Some(host_bytes)) = (longest, host_bytes_per_node) else { return Ok(longest) };
         // Most often the device is the limit, and lengths beyond it take long to plan.

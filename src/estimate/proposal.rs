@@ -1,48 +1,20 @@
 //! Proposes a mesh for a cluster, a model, a sequence length and a memory size.
 
-use super::{MemoryBudget, Workload};
-use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
+use super::{Candidate, Criteria, MemoryBudget, Workload};
 use crate::engine::EngineError;
 use crate::mesh::{Cluster, SeqSharding, UlyssesLimits};
-use serde::Serialize;
 
 /// The longest ring that is tried: a plan of a ring runs all of its steps.
 const MAX_PROPOSED_RING: usize = 64;
 
-/// The proposed mesh for a cluster, and the meshes that were tried.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// The proposed mesh for a cluster, and the meshes that were tried, with one micro batch per data-parallel rank.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Proposal {
     /// The meshes that were tried, by ascending sp.
-    pub tried: Vec<Trial>,
-    /// The proposed mesh: the smallest sp that fits or, if none does, the one that needs least memory.
-    pub chosen: Trial,
-    /// If no mesh fits: the longest sequence that fits on the chosen one.
-    pub max_seq_len: Option<usize>,
-}
-
-/// A mesh that was tried, with one micro batch per data-parallel rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Trial {
-    /// Data-parallel ranks.
-    pub dp: usize,
-    /// Sequence-parallel ranks.
-    pub sp: usize,
-    /// Ranks of a ring within sp; 1 without a ring.
-    pub ring_size: usize,
-    /// ZeRO stage.
-    pub zero_stage: ZeroStage,
-    /// Axes over which ZeRO partitions.
-    pub zero_partition_axes: PartitionAxes,
-    /// Peak memory of a rank.
-    pub peak_bytes: u64,
-    /// Bytes of host memory per node that ranks on GPUs offload to.
-    pub host_bytes_per_node: u64,
-    /// Whether both are within the memory size.
-    pub fits: bool,
-    /// Number of nodes of an sp group.
-    pub nodes_per_sequence: usize,
-    /// Bytes that a rank sends to other nodes per step.
-    pub inter_node_bytes: u64,
+    pub tried: Vec<Candidate>,
+    /// The proposed mesh: the smallest sp that fits or, if none does, the one that needs least memory, with the longest
+    /// sequence that fits on it.
+    pub chosen: Candidate,
 }
 
 impl Workload {
@@ -59,22 +31,31 @@ impl Workload {
         cluster: Cluster,
         budget: impl Into<MemoryBudget>,
     ) -> Result<Proposal, EngineError> {
-        let budget = budget.into();
-        let mut tried: Vec<Trial> = Vec::new();
+        let budget = Some(budget.into());
+        let mut tried: Vec<Candidate> = Vec::new();
         for sp in self.sizes_of_sp(cluster)? {
-            let trial = self.on_cluster(cluster, sp).trial(cluster, budget)?;
-            tried.push(trial);
-            if trial.fits {
-                return Ok(Proposal { tried, chosen: trial, max_seq_len: None });
+            let workload = self.on_cluster(cluster, sp);
+            let mut trial = workload.candidate(budget)?;
+            for partitioned in workload.with_more_partitions() {
+                if trial.fits() {
+                    break;
+                }
+                trial = partitioned.candidate(budget)?;
+            }
+            tried.push(trial.clone());
+            if trial.fits() {
+                return Ok(Proposal { tried, chosen: trial });
             }
         }
-        let smallest = tried.iter().copied().min_by_key(|trial| trial.peak_bytes);
-        let chosen = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
-        let mut smallest = self.on_cluster(cluster, chosen.sp);
-        smallest.config.zero.stage = chosen.zero_stage;
-        smallest.config.ulysses.zero_partition_axes = chosen.zero_partition_axes;
-        let max_seq_len = smallest.max_seq_len(budget)?;
-        Ok(Proposal { tried, chosen, max_seq_len })
+        let smallest = tried.iter().min_by_key(|trial| trial.plan.peak_bytes).cloned();
+        let smallest = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
+        let chosen = smallest.rated(Criteria { budget, machine: None })?;
+        Ok(Proposal { tried, chosen })
+    }
+
+    /// Returns the number of nodes of an sp group.
+    pub fn nodes_per_sequence(&self) -> usize {
+        self.config.mesh.sp_size.div_ceil(self.ranks_per_node.max(1))
     }
 
     /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
@@ -99,42 +80,12 @@ impl Workload {
         config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
         workload
     }
-
-    /// Plans the workload, and as long as it does not fit, with more partitions. Returns the first that fits, else the last.
-    fn trial(self, cluster: Cluster, budget: MemoryBudget) -> Result<Trial, EngineError> {
-        let trial = |workload: Self| -> Result<Trial, EngineError> {
-            let plan = workload.decided(Some(budget))?.plan()?;
-            let MeshConfig { dp_size, sp_size } = workload.config.mesh;
-            Ok(Trial {
-                dp: dp_size,
-                sp: sp_size,
-                ring_size: workload.config.seq_sharding().ring_size,
-                zero_stage: workload.config.zero.stage,
-                zero_partition_axes: workload.config.zero_axes(),
-                peak_bytes: plan.peak_bytes,
-                fits: workload.fits(&plan, budget),
-                host_bytes_per_node: workload.host_bytes_per_node(&plan),
-                nodes_per_sequence: sp_size.div_ceil(cluster.ranks_per_node),
-                inter_node_bytes: plan.sent.inter_node_bytes,
-            })
-        };
-        let mut stages = self.at_stages();
-        let mut last =
-            trial(stages.next().unwrap_or_else(|| unreachable!("the workload itself comes first")))?;
-        for workload in stages {
-            if last.fits {
-                break;
-            }
-            last = trial(workload)?;
-        }
-        Ok(last)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::config::{Config, MeshConfig, PartitionAxes};
     use crate::model::shape;
     use ulysses_kernels::device::DeviceKind;
 
@@ -150,6 +101,10 @@ mod tests {
             .with_seq_len(seq_len)
     }
 
+    fn sp(trial: &Candidate) -> usize {
+        trial.workload.config.mesh.sp_size
+    }
+
     fn over_sp(seq_len: usize) -> Workload {
         let mut workload = workload(seq_len);
         workload.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
@@ -159,23 +114,24 @@ mod tests {
     #[test]
     fn the_smallest_sp_that_fits_is_chosen_within_a_node_first() {
         let proposal = workload(262_144).propose(TWO_OF_8, 80 * GIB).unwrap();
-        let Trial { dp, sp, fits, nodes_per_sequence, .. } = proposal.chosen;
-        assert!(fits && dp * sp == 16 && nodes_per_sequence == 1, "{proposal:?}");
-        let sizes: Vec<usize> = proposal.tried.iter().map(|trial| trial.sp).collect();
+        let workload_of_chosen = &proposal.chosen.workload;
+        assert!(proposal.chosen.fits() && workload_of_chosen.config.world_size() == 16, "{proposal:?}");
+        assert_eq!(workload_of_chosen.nodes_per_sequence(), 1, "{proposal:?}");
+        let sizes: Vec<usize> = proposal.tried.iter().map(sp).collect();
         assert_eq!(sizes, [1, 2, 4, 8, 16][..sizes.len()]);
         let (last, before) = proposal.tried.split_last().unwrap();
         assert_eq!(*last, proposal.chosen);
-        assert!(!before.is_empty() && before.iter().all(|trial| !trial.fits), "{proposal:?}");
-        assert_eq!(workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap().chosen.sp, 1);
+        assert!(!before.is_empty() && before.iter().all(|trial| !trial.fits()), "{proposal:?}");
+        assert_eq!(sp(&workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap().chosen), 1);
     }
 
     #[test]
     fn a_sequence_goes_across_nodes_only_when_one_node_is_too_small() {
         let whole_node = over_sp(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
         let proposal = workload(1 << 22).propose(TWO_OF_8, whole_node - 1).unwrap();
-        assert_eq!((proposal.chosen.sp, proposal.chosen.nodes_per_sequence), (16, 2));
-        assert!(proposal.chosen.fits);
-        assert_eq!(workload(1 << 22).propose(TWO_OF_8, whole_node).unwrap().chosen.sp, 8);
+        assert_eq!((sp(&proposal.chosen), proposal.chosen.workload.nodes_per_sequence()), (16, 2));
+        assert!(proposal.chosen.fits());
+        assert_eq!(sp(&workload(1 << 22).propose(TWO_OF_8, whole_node).unwrap().chosen), 8);
     }
 
     #[test]
@@ -186,16 +142,20 @@ mod tests {
         few.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
         let of_two_nodes = few.on_cluster(four_of_8, 16).plan().unwrap().peak_bytes;
         let proposal = few.propose(four_of_8, of_two_nodes - 1).unwrap();
-        let Trial { dp, sp, ring_size, nodes_per_sequence, .. } = proposal.chosen;
+        let ring_size = |trial: &Candidate| trial.workload.config.ulysses.ring_size;
+        let Candidate { workload, .. } = &proposal.chosen;
         // Sixteen heads, but 32 ranks: each group of eight divides the heads on its node.
-        assert_eq!((dp, sp, ring_size, nodes_per_sequence), (1, 32, 4, 4), "{proposal:?}");
-        assert!(proposal.chosen.fits && proposal.tried[..4].iter().all(|trial| trial.ring_size == 1));
+        assert_eq!(workload.config.mesh, MeshConfig { dp_size: 1, sp_size: 32 }, "{proposal:?}");
+        assert_eq!((ring_size(&proposal.chosen), workload.nodes_per_sequence()), (4, 4), "{proposal:?}");
+        assert!(proposal.chosen.fits() && proposal.tried[..4].iter().all(|trial| ring_size(trial) == 1));
     }
 
     #[test]
     fn partitions_span_sp_only_where_they_must() {
-        let fits = |sp, axes| {
-            move |trial: &Trial| (trial.sp, trial.zero_partition_axes, trial.fits) == (sp, axes, true)
+        let fits = |size, axes| {
+            move |trial: &Candidate| {
+                trial.fits() && (sp(trial), trial.workload.config.zero_axes()) == (size, axes)
+            }
         };
         let short = workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap();
         assert!(fits(1, PartitionAxes::Dp)(&short.chosen), "{short:?}");
@@ -217,20 +177,20 @@ mod tests {
         assert!(saved > recomputed && undecided == saved);
         for (budget, saves) in [(None, true), (Some(saved), true), (Some(saved - 1), false), (Some(1), false)]
         {
-            let decided = workload.decided(budget.map(MemoryBudget::from)).unwrap();
+            let decided = workload.candidate(budget.map(MemoryBudget::from)).unwrap().decided;
             assert_eq!(decided.config.ulysses.save_attention_output, Some(saves), "{budget:?}");
         }
         let alone = Workload { config: workload.config.clone(), ..workload.clone() };
         let proposal = alone.propose(TWO_OF_8, recomputed).unwrap();
-        assert_eq!((proposal.chosen.sp, proposal.chosen.peak_bytes), (8, recomputed), "{proposal:?}");
+        assert_eq!((sp(&proposal.chosen), proposal.chosen.plan.peak_bytes), (8, recomputed), "{proposal:?}");
     }
 
     #[test]
     fn if_nothing_fits_the_longest_sequence_that_would_is_reported() {
         let proposal = workload(1 << 22).propose(TWO_OF_8, 100 * GIB).unwrap();
-        assert!(!proposal.chosen.fits && proposal.tried.len() == 5, "{proposal:?}");
-        let longest = proposal.max_seq_len.unwrap();
-        let chosen = proposal.chosen.sp;
+        assert!(!proposal.chosen.fits() && proposal.tried.len() == 5, "{proposal:?}");
+        let longest = proposal.chosen.max_seq_len.unwrap();
+        let chosen = sp(&proposal.chosen);
         let peak = |seq_len| over_sp(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
         assert!(longest.is_multiple_of(chosen), "{longest} tokens over {chosen} ranks");
         assert!(peak(longest) <= 100 * GIB && peak(longest + chosen) > 100 * GIB);

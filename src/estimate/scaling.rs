@@ -15,10 +15,9 @@
 
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
-use crate::model::{Architecture, LlamaConfig, shape};
+use crate::model::{LlamaConfig, shape};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, RingVolume};
 use serde::Serialize;
-use ulysses_kernels::rope::Scaling;
 
 /// Numbers of ranks in the study.
 pub const RANKS: [usize; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
@@ -72,33 +71,16 @@ pub struct Point {
 /// # Errors
 /// None for the models here.
 pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
+    // Of Llama 70B's width, with as many heads as the largest number of ranks.
+    let synthetic = LlamaConfig { num_heads: 1024, num_kv_heads: 1024, head_dim: 8, ..shape("llama3-70b")? };
     let real = |name: &str| Ok::<_, EngineError>((name.to_owned(), shape(name)?));
     let models = [
-        ("synthetic MHA".to_owned(), synthetic()),
+        ("synthetic MHA".to_owned(), synthetic),
         real("llama3-8b")?,
         real("llama3-70b")?,
         real("llama3-405b")?,
     ];
     models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank, &RANKS)).collect()
-}
-
-/// Returns a model of Llama 70B's width, with as many heads as the largest number of ranks.
-fn synthetic() -> LlamaConfig {
-    LlamaConfig {
-        architecture: Architecture::Llama,
-        vocab_size: 128_256,
-        hidden_size: 8192,
-        intermediate_size: 28_672,
-        num_layers: 80,
-        num_heads: 1024,
-        num_kv_heads: 1024,
-        head_dim: 8,
-        rope_theta: 500_000.0,
-        rope_scaling: Scaling::None,
-        rms_norm_eps: 1e-5,
-        initializer_range: 0.02,
-        tie_word_embeddings: false,
-    }
 }
 
 /// Runs the study for one model.

@@ -5,17 +5,17 @@ use crate::arguments::at_least_1;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
 use crate::placement::likely_device;
-use crate::plan::assumed::{ASSUMED, AssumedBatch, assumed_config, settings};
+use crate::plan::assumed::{AssumedBatch, assumed_config, settings};
 use crate::plan::budget::{Available, MemoryFlags, per_rank};
 use crate::plan::table::bytes;
-use crate::plan::{longest_of_model, model};
+use crate::plan::{longest_of_model, model, raw_config};
 use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
-use ulysses::config::{Config, Overrides, PartitionAxes, RawConfig};
+use ulysses::config::{Config, Overrides, PartitionAxes};
 use ulysses::engine::check_offload_device;
-use ulysses::estimate::{MemoryBudget, Proposal, Trial, Workload};
+use ulysses::estimate::{Candidate, MemoryBudget, Proposal, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 use ulysses::monitor::counted;
 
@@ -62,16 +62,11 @@ pub(super) fn run(
         return Err(Failure::Usage(anyhow!("--propose needs --nodes and --devices-per-node")));
     };
     let cluster = Cluster { nodes, ranks_per_node };
-    let raw = match &args.config {
-        Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
-        None => {
-            let assumed = assumed_config(AssumedBatch::OnePerRank, false);
-            RawConfig::from_json_str_with(&assumed, ASSUMED, &args.set.settings())
-        }
-    };
+    let assumed = assumed_config(AssumedBatch::OnePerRank, false);
+    let raw = raw_config(args.config.as_deref(), &assumed, &args.set.settings())?;
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The config's mesh does not matter.
-    let mut config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
+    let mut config = raw.without_replicas().resolve(&overrides).or_usage()?;
     let device = likely_device(args.device, Some(config.ulysses.backend));
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
@@ -99,73 +94,60 @@ pub(super) fn run(
         counted(ranks_per_node, "rank"),
         per_rank(budget.rank_bytes, reserve_bytes),
         settings(&workload.config, device),
-        explain(&proposal, &workload.config, cluster, budget)
+        explain(&proposal, &workload.config, budget)
     ))?;
-    if !proposal.chosen.fits {
-        let longest =
-            proposal.max_seq_len.map_or_else(|| "none".to_owned(), |longest| format!("{longest} tokens"));
+    if !proposal.chosen.fits() {
+        let longest = proposal.chosen.max_seq_len;
+        let longest = longest.map_or_else(|| "none".to_owned(), |longest| format!("{longest} tokens"));
         return Err(Failure::Run(anyhow!(
             "no mesh of these ranks fits; longest sequence that fits, on the mesh that needs least memory: {longest}. \
              `ulysses plan` shows the savings of tiles, offload and head chunks; pass them with --config"
         )));
     }
-    let Trial { dp, sp, ring_size, .. } = proposal.chosen;
-    let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
-    let mesh = if ring_size == 1 { mesh } else { mesh.ring(ring_size).or_usage()? };
+    let config = &proposal.chosen.workload.config;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
+    let mesh = match config.ulysses.ring_size {
+        1 => mesh,
+        ring_size => mesh.ring(ring_size).or_usage()?,
+    };
     Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) })
 }
 
-fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: MemoryBudget) -> String {
+fn explain(proposal: &Proposal, configured: &Config, budget: MemoryBudget) -> String {
+    let size = |amount: u64| bytes(amount as f64);
     let mut text = String::new();
     for trial in &proposal.tried {
-        let Trial {
-            zero_stage,
-            zero_partition_axes,
-            peak_bytes,
-            host_bytes_per_node,
-            fits,
-            nodes_per_sequence,
-            ..
-        } = trial;
-        let verdict = if *fits { "fits" } else { "does not fit" };
-        let place = match nodes_per_sequence {
+        let config = &trial.workload.config;
+        let verdict = if trial.fits() { "fits" } else { "does not fit" };
+        let place = match trial.workload.nodes_per_sequence() {
             1 => "within a node".to_owned(),
             nodes => format!("across {nodes} nodes"),
         };
-        let host = match (host_bytes_per_node, budget.host_bytes_per_node) {
+        let host = match (trial.host_bytes_per_node, budget.host_bytes_per_node) {
             (0, _) => String::new(),
-            (needed, None) => format!(", {} of host memory per node", bytes(*needed as f64)),
-            (needed, Some(limit)) => {
-                format!(", {} of {} of host memory per node", bytes(*needed as f64), bytes(limit as f64))
-            }
+            (needed, None) => format!(", {} of host memory per node", size(needed)),
+            (needed, Some(limit)) => format!(", {} of {} of host memory per node", size(needed), size(limit)),
         };
         let _ = writeln!(
             text,
             "  {}: ZeRO stage {}, sp groups {place}, peak {} per rank, {} available{host}: {verdict}",
-            notation(trial),
-            zero_partition_axes.with_stage(*zero_stage),
-            bytes(*peak_bytes as f64),
-            bytes(budget.rank_bytes as f64)
+            notation(config),
+            config.zero_axes().with_stage(config.zero.stage),
+            size(trial.plan.peak_bytes),
+            size(budget.rank_bytes)
         );
     }
-    let Trial {
-        sp,
-        ring_size,
-        zero_stage,
-        zero_partition_axes,
-        nodes_per_sequence,
-        inter_node_bytes,
-        fits,
-        ..
-    } = proposal.chosen;
-    if !fits {
+    let Candidate { workload, plan, .. } = &proposal.chosen;
+    let config = &workload.config;
+    if !proposal.chosen.fits() {
         return text;
     }
-    let why_sp = match (sp, nodes_per_sequence) {
+    let sp = config.mesh.sp_size;
+    let why_sp = match (sp, workload.nodes_per_sequence()) {
         (1, _) => "a whole sequence fits on one rank, so no exchange is needed".to_owned(),
         (_, 1) => format!(
             "sp {sp} is the smallest size that fits and divides the {} ranks of a node, so exchanges stay within a node",
-            cluster.ranks_per_node
+            workload.ranks_per_node
         ),
         (_, nodes) => {
             format!(
@@ -173,7 +155,7 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
             )
         }
     };
-    let why_ring = match ring_size {
+    let why_ring = match config.ulysses.ring_size {
         1 => String::new(),
         ring_size => format!(
             "; {} ranks divide the heads evenly within a node, and a ring of {ring_size} divides the tokens",
@@ -182,24 +164,27 @@ fn explain(proposal: &Proposal, config: &Config, cluster: Cluster, budget: Memor
     };
     // What the config does not say.
     let mut flags = String::new();
-    if zero_stage != config.zero.stage {
-        let _ = write!(flags, " --zero-stage {}", u8::from(zero_stage));
+    if config.zero.stage != configured.zero.stage {
+        let _ = write!(flags, " --zero-stage {}", u8::from(config.zero.stage));
     }
-    if zero_partition_axes == PartitionAxes::DpSp && config.ulysses.zero_partition_axes == PartitionAxes::Dp {
+    if config.zero_axes() == PartitionAxes::DpSp
+        && configured.ulysses.zero_partition_axes == PartitionAxes::Dp
+    {
         flags.push_str(" --zero-partition-axes dp,sp");
     }
     let _ = write!(
         text,
         "\n--mesh {}{flags}: {why_sp}{why_ring}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
-        notation(&proposal.chosen),
-        bytes(inter_node_bytes as f64)
+        notation(config),
+        size(plan.sent.inter_node_bytes)
     );
     text
 }
 
-/// The mesh of a trial, as `--mesh` takes it.
-fn notation(&Trial { dp, sp, ring_size, .. }: &Trial) -> String {
-    match ring_size {
+/// The mesh of a config, as `--mesh` takes it.
+fn notation(config: &Config) -> String {
+    let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
+    match config.ulysses.ring_size {
         1 => format!("{dp}x{sp}"),
         ring_size => format!("dp={dp},ring={ring_size},ulysses={}", sp / ring_size),
     }

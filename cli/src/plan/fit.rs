@@ -1,16 +1,17 @@
 //! `ulysses plan --fit`: the cheapest settings that fit, and their config.
 
 use super::budget::{Available, per_rank};
-use super::choices::{ring, times};
-use super::table::{bytes, flops, write_table};
+use super::choices::notation;
+use super::json::{choice, joined, memory};
+use super::table::{Table, bytes, flops};
 use super::{Inputs, PlanArgs, assumed};
 use crate::{Failure, OrFail, print};
 use anyhow::{Context, anyhow};
 use serde_json::{Value, json};
 use std::fmt::{self, Display, Formatter};
-use ulysses::config::{Backend, Config, PartitionAxes};
+use ulysses::config::{Backend, Config};
 use ulysses::device::DeviceKind;
-use ulysses::estimate::{Criteria, FIT_CRITERION, Fit, FitChoice, MemoryBudget};
+use ulysses::estimate::{Candidate, FIT_CRITERION, Fit, MemoryBudget};
 use ulysses::memory::Category;
 use ulysses::monitor::counted;
 
@@ -20,8 +21,6 @@ struct FitReport {
     available: Available,
     has_times: bool,
     fit: Fit,
-    /// The longest sequence that fits on the nearest configuration.
-    max_seq_len: Option<usize>,
     /// The configs of the choices, as JSON.
     configs: Vec<Value>,
 }
@@ -41,8 +40,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
         config.train_batch_size,
         assumed::basics(config, workload.device)
     );
-    let criteria = Criteria { budget: Some(available.budget), machine: machine.as_ref() };
-    let fit = workload.fit(criteria, available.budget).or_usage()?;
+    let fit = workload.fit(available.budget, machine.as_ref()).or_usage()?;
     if fit.tried == 0 {
         return Err(Failure::Usage(anyhow!(
             "no mesh of {} divides train_batch_size {} and the {} tokens of a sequence: give another --batch-size or --seq-len",
@@ -51,19 +49,9 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
             config.require_seq_len().or_usage()?
         )));
     }
-    let max_seq_len = match &fit.nearest {
-        Some(nearest) => nearest.workload.max_seq_len(available.budget).or_usage()?,
-        None => None,
-    };
     let configs = fit.choices.iter().map(|choice| written(choice, args, seq_len)).collect::<Result<_, _>>();
-    let report = FitReport {
-        head,
-        available,
-        has_times: machine.is_some(),
-        fit,
-        max_seq_len,
-        configs: configs.or_run()?,
-    };
+    let (has_times, configs) = (machine.is_some(), configs.or_run()?);
+    let report = FitReport { head, available, has_times, fit, configs };
     if args.json {
         print(format_args!("{:#}\n", report.json()))?;
     } else {
@@ -80,7 +68,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<(), Failure> {
 }
 
 /// Returns the config of a choice with the sequence lengths of the original one. Its backend implies the device.
-fn written(choice: &FitChoice, args: &PlanArgs, seq_len: Option<usize>) -> anyhow::Result<Value> {
+fn written(choice: &Candidate, args: &PlanArgs, seq_len: Option<usize>) -> anyhow::Result<Value> {
     let mut config: Config = choice.workload.config.clone();
     config.ulysses.seq_len = seq_len;
     if args.seq_len.is_some() {
@@ -94,23 +82,14 @@ fn written(choice: &FitChoice, args: &PlanArgs, seq_len: Option<usize>) -> anyho
 
 impl FitReport {
     fn json(&self) -> Value {
-        let Available { budget, reserve_bytes } = self.available;
-        let nearest = self.fit.nearest.as_ref().map(|choice| {
-            let mut json = choice_json(choice);
-            json["max_seq_len"] = json!(self.max_seq_len);
-            json
-        });
-        let choices = self.fit.choices.iter().zip(&self.configs).map(|(choice, config)| {
-            let mut json = choice_json(choice);
-            json["config"] = config.clone();
-            json
-        });
+        let nearest = self.fit.nearest.as_ref();
+        let nearest =
+            nearest.map(|nearest| joined([choice(nearest), json!({ "max_seq_len": nearest.max_seq_len })]));
+        let choices = self.fit.choices.iter().zip(&self.configs);
+        let choices = choices.map(|(found, config)| joined([choice(found), json!({ "config": config })]));
         json!({
             "criterion": self.criterion(),
-            "budget": {
-                "bytes": budget.rank_bytes, "reserve_bytes": reserve_bytes,
-                "host_bytes_per_node": budget.host_bytes_per_node,
-            },
+            "budget": memory(self.available),
             "tried": self.fit.tried,
             "combinations": self.fit.combinations,
             "choices": choices.collect::<Vec<_>>(),
@@ -126,60 +105,37 @@ impl FitReport {
     fn choices(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let budget = per_rank(self.available.budget.rank_bytes, self.available.reserve_bytes);
         writeln!(f, "\nsettings that fit into {budget}, cheapest first")?;
-        let mut head = vec![
-            "dp × sp",
-            "micro batch × accumulation",
-            "ZeRO stage",
-            "recomputed layers",
-            "saved attention output",
-            "tile tokens",
-            "head chunks",
-            "offloaded",
-            "peak per rank",
-            "offloaded per rank",
-            "host memory per node",
-            "recomputed per rank and step",
-            "sent per rank and step",
-        ];
-        if self.has_times {
-            head.extend(["step time (s)", "tokens/s"]);
-        }
-        let mut rows = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
-        rows.extend(self.fit.choices.iter().map(|choice| {
-            let mut cells = settings(choice);
-            let plan = &choice.plan;
-            let host = choice.workload.host_bytes_per_node(plan);
-            cells.extend([plan.peak_bytes, plan.offloaded_bytes, host].map(|amount| bytes(amount as f64)));
-            cells.extend([flops(plan.recompute_flops), bytes(plan.sent.total() as f64)]);
-            if self.has_times {
-                cells.extend(times(choice.throughput.as_ref()));
-            }
-            cells
-        }));
-        write_table(f, &rows)?;
+        let choices = &self.fit.choices;
+        let mut table = Table::new(SETTINGS, choices.iter().map(|choice| (choice, settings(choice))));
+        table.push_bytes("peak per rank", |choice| choice.plan.peak_bytes);
+        table.push_bytes("offloaded per rank", |choice| choice.plan.offloaded_bytes);
+        table.push_host();
+        table.push("recomputed per rank and step", |choice| flops(choice.plan.recompute_flops));
+        table.push_bytes("sent per rank and step", |choice| choice.plan.sent.total());
+        table.push_times();
+        table.write(f)?;
         writeln!(f, "  cheapest: {}", self.criterion())?;
-        let needs_host = |choice: &FitChoice| choice.workload.host_bytes_per_node(&choice.plan) > 0;
         match self.available.budget.host_bytes_per_node {
             Some(host) => writeln!(f, "  host memory: at most {} per node", bytes(host as f64)),
-            None if self.fit.choices.iter().any(needs_host) => {
+            None if choices.iter().any(|choice| choice.host_bytes_per_node > 0) => {
                 writeln!(f, "  host memory: not checked; set --host-memory-gib")
             }
             None => Ok(()),
         }
     }
 
-    fn nearest(&self, f: &mut Formatter<'_>, choice: &FitChoice) -> fmt::Result {
-        let (plan, size) = (&choice.plan, |amount: u64| bytes(amount as f64));
+    fn nearest(&self, f: &mut Formatter<'_>, nearest: &Candidate) -> fmt::Result {
+        let (plan, size) = (&nearest.plan, |amount: u64| bytes(amount as f64));
         let MemoryBudget { rank_bytes, host_bytes_per_node } = self.available.budget;
-        let [mesh, micro_batch, stage, layers, attention, tiles, chunks, offloaded] =
-            settings(choice).try_into().unwrap_or_default();
+        let [mesh, micro_batch, stage, layers, attention, tiles, chunks, offloaded] = settings(nearest);
         writeln!(
             f,
             "\nNOTHING FITS into {}; nearest of those planned: dp × sp {mesh}, micro batch × accumulation {micro_batch}, ZeRO stage {stage}, recomputed \
              layers: {layers}, saved attention output: {attention}, tile tokens: {tiles}, head chunks: {chunks}, offloaded: {offloaded}",
             per_rank(rank_bytes, self.available.reserve_bytes)
         )?;
-        if plan.peak_bytes > rank_bytes {
+        let excess = nearest.excess.unwrap_or_default();
+        if excess.rank_bytes > 0 {
             let mut parts: Vec<(Category, u64)> =
                 Category::ALL.into_iter().zip(plan.peak_by_category).filter(|(_, part)| *part > 0).collect();
             parts.sort_by_key(|(_, part)| std::cmp::Reverse(*part));
@@ -190,22 +146,20 @@ impl FitReport {
                 "limit   rank {}: peak {} exceeds the available memory by {}, during {}: {}",
                 plan.rank,
                 size(plan.peak_bytes),
-                size(plan.peak_bytes - rank_bytes),
+                size(excess.rank_bytes),
                 plan.peak_at,
                 parts.join(", ")
             )?;
         }
-        let host = choice.workload.host_bytes_per_node(plan);
-        if let Some(limit) = host_bytes_per_node.filter(|limit| host > *limit) {
-            let lacking = size(host - limit);
+        if let Some(limit) = host_bytes_per_node.filter(|_| excess.host_bytes_per_node > 0) {
+            let [needed, limit, lacking] =
+                [nearest.host_bytes_per_node, limit, excess.host_bytes_per_node].map(size);
             writeln!(
                 f,
-                "limit   host memory of a node: {} exceeds the available {} by {lacking}",
-                size(host),
-                size(limit)
+                "limit   host memory of a node: {needed} exceeds the available {limit} by {lacking}"
             )?;
         }
-        let longest = self.max_seq_len.map_or("none".to_owned(), |tokens| format!("{tokens} tokens"));
+        let longest = nearest.max_seq_len.map_or("none".to_owned(), |tokens| format!("{tokens} tokens"));
         writeln!(f, "longest sequence that fits with these settings: {longest}")
     }
 }
@@ -225,8 +179,20 @@ impl Display for FitReport {
     }
 }
 
-/// Describes the settings of a choice, in the order of the table.
-fn settings(choice: &FitChoice) -> Vec<String> {
+/// The columns of [`settings`].
+const SETTINGS: [&str; 8] = [
+    "dp × sp",
+    "micro batch × accumulation",
+    "ZeRO stage",
+    "recomputed layers",
+    "saved attention output",
+    "tile tokens",
+    "head chunks",
+    "offloaded",
+];
+
+/// Describes the settings of a choice.
+fn settings(choice: &Candidate) -> [String; SETTINGS.len()] {
     let config = &choice.workload.config;
     let ulysses = &config.ulysses;
     let layers = match (ulysses.activation_checkpointing, ulysses.activation_checkpointing_interval) {
@@ -239,11 +205,10 @@ fn settings(choice: &FitChoice) -> Vec<String> {
         (config.zero.offload_param.device() != "none", "parameters"),
         (config.activation_checkpointing.cpu_checkpointing, "checkpoints"),
     ];
-    let sharding = ring(config.mesh.sp_size, ulysses.ring_size);
     let offloaded: Vec<&str> =
         offloaded.into_iter().filter(|(is_on, _)| *is_on).map(|(_, what)| what).collect();
-    vec![
-        format!("{} × {}{sharding}", config.mesh.dp_size, config.mesh.sp_size),
+    [
+        notation(choice),
         format!("{} × {}", config.micro_batch_size, config.gradient_accumulation_steps),
         config.zero_axes().with_stage(config.zero.stage),
         layers,
@@ -252,29 +217,4 @@ fn settings(choice: &FitChoice) -> Vec<String> {
         ulysses.head_chunks.to_string(),
         if offloaded.is_empty() { "nothing".to_owned() } else { offloaded.join(" + ") },
     ]
-}
-
-fn choice_json(choice: &FitChoice) -> Value {
-    let (config, plan) = (&choice.workload.config, &choice.plan);
-    let ulysses = &config.ulysses;
-    let axes: PartitionAxes = config.zero_axes();
-    let mut json = json!({
-        "dp": config.mesh.dp_size, "sp": config.mesh.sp_size, "ring_size": ulysses.ring_size,
-        "micro_batch_size": config.micro_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_stage": config.zero.stage, "zero_partition_axes": axes,
-        "activation_checkpointing": ulysses.activation_checkpointing,
-        "activation_checkpointing_interval": ulysses.activation_checkpointing_interval,
-        "save_attention_output": config.saves_attention_output(),
-        "offload_checkpoints": config.activation_checkpointing.cpu_checkpointing,
-        "offload_optimizer": config.zero.offload_optimizer.device(),
-        "offload_param": config.zero.offload_param.device(),
-        "tile_tokens": ulysses.tile_tokens, "head_chunks": ulysses.head_chunks,
-        "rank": plan, "host_bytes_per_node": choice.workload.host_bytes_per_node(plan),
-    });
-    let throughput = serde_json::to_value(&choice.throughput).unwrap_or_default();
-    if let (Some(json), Value::Object(throughput)) = (json.as_object_mut(), throughput) {
-        json.extend(throughput);
-    }
-    json
 }

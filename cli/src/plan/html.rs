@@ -1,38 +1,39 @@
 //! `ulysses plan --html`: memory, traffic and time of a step as a page.
 
-use super::choices::Choices;
-use super::table::seconds;
+use super::budget::Available;
+use super::table::{Table, seconds};
 use super::{Report, choices, pictures};
 use crate::html::chart::{Unit, text};
 use crate::html::{escape, html, table, tiles};
-use ulysses::estimate::{MomentMemory, StepTime};
+use ulysses::estimate::{Candidate, MomentMemory, StepTime, Workload};
 
 pub(super) fn page_of(report: &Report) -> String {
-    let Report { model, mesh, rank, .. } = report;
-    let title = format!("{} on dp {} × sp {}", model.name, mesh.dp, mesh.sp);
+    let Candidate { workload, plan: rank, host_bytes_per_node, max_seq_len, .. } = &report.planned;
+    let Workload { config, model, .. } = workload;
+    let title = format!("{} on dp {} × sp {}", report.name, config.mesh.dp_size, config.mesh.sp_size);
     let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
     let mut facts = vec![
-        ("parameters", text(model.parameters as f64, Unit::Number)),
+        ("parameters", text(model.num_parameters() as f64, Unit::Number)),
         ("sequence length", report.seq_len.to_string()),
-        ("ZeRO stage", report.zero_partition_axes.with_stage(report.zero_stage)),
-        ("dtype", report.dtype.clone()),
+        ("ZeRO stage", config.zero_axes().with_stage(config.zero.stage)),
+        ("dtype", config.precision.dtype().as_str().to_owned()),
         ("peak memory per rank", bytes(rank.peak_bytes)),
         ("peak during", rank.peak_at.to_string()),
-        ("host memory per node, offloaded", bytes(report.host_bytes_per_node)),
+        ("host memory per node, offloaded", bytes(*host_bytes_per_node)),
         ("sent per rank and step", bytes(rank.sent.total())),
         ("FLOPs per rank and step", format!("{}FLOP", text(rank.model_flops, Unit::Number))),
     ];
-    if let Some(budget) = &report.budget {
-        let fits = if budget.fits { "fits" } else { "does not fit" };
-        facts.push(("available per rank", format!("{}: {fits}", bytes(budget.bytes))));
-        if budget.reserve_bytes > 0 {
-            facts.push(("reserved per rank", bytes(budget.reserve_bytes)));
+    if let Some(Available { budget, reserve_bytes }) = report.available {
+        let fits = if report.planned.fits() { "fits" } else { "does not fit" };
+        facts.push(("available per rank", format!("{}: {fits}", bytes(budget.rank_bytes))));
+        if reserve_bytes > 0 {
+            facts.push(("reserved per rank", bytes(reserve_bytes)));
         }
         facts.extend(budget.host_bytes_per_node.map(|host| ("available host memory per node", bytes(host))));
-        let longest = budget.max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
+        let longest = max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
         facts.push(("longest sequence that fits (tokens)", longest));
     }
-    if let Some(time) = &report.step_time {
+    if let Some(time) = &report.planned.time {
         facts.push(("step time", seconds(time.total_seconds)));
         facts.push(("tokens/s, all ranks", text(time.tokens_per_second, Unit::Number)));
         facts.push(("MFU", text(time.mfu, Unit::Percent)));
@@ -42,7 +43,7 @@ pub(super) fn page_of(report: &Report) -> String {
         tiles(&facts),
         pictures::memory(&rank.timeline, &[]).figure() + &pictures::scaling(&report.scaling).figure(),
         [
-            report.step_time.as_ref().map_or(String::new(), time),
+            report.planned.time.as_ref().map_or(String::new(), time),
             card("Meshes with the same number of ranks and the same batch", choices::meshes(report)),
             card("Effect of single changes", choices::alternatives(report)),
             parts(&rank.timeline),
@@ -53,8 +54,8 @@ pub(super) fn page_of(report: &Report) -> String {
 }
 
 /// Formats a table of choices; notes on rows become a last column.
-fn card(title: &str, choices: Choices) -> String {
-    let Choices { mut head, mut rows, row_notes, row_notes_head, footnotes } = choices;
+fn card(title: &str, choices: Table<'_, Candidate>) -> String {
+    let Table { mut head, mut rows, row_notes, row_notes_head, footnotes, .. } = choices;
     if row_notes.iter().any(Option::is_some) {
         head.push(row_notes_head);
         rows.iter_mut().zip(row_notes).for_each(|(row, note)| row.push(note.unwrap_or_default()));

@@ -7,8 +7,20 @@ use crate::sources::tokenizer_file;
 use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
-use ulysses::config::{Config, ConfigError, Overrides, RawConfig};
+use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};
 use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
+
+/// Reads a config file, or without one the assumed config.
+pub(crate) fn raw_config(
+    file: Option<&Path>,
+    assumed: &str,
+    settings: &Settings,
+) -> Result<RawConfig, Failure> {
+    match file {
+        Some(path) => RawConfig::from_file_with(path, settings).or_usage(),
+        None => RawConfig::from_json_str_with(assumed, ASSUMED, settings).or_usage(),
+    }
+}
 
 /// Resolves the config file, or the assumed config.
 pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
@@ -25,16 +37,9 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         model: args.model.clone(),
         ..mesh_overrides(stated.as_ref())
     };
-    let settings = args.flags.settings();
-    let raw = match &args.config {
-        Some(path) => RawConfig::from_file_with(path, &settings),
-        None => {
-            let batch =
-                if args.fit { AssumedBatch::Global(dp.saturating_mul(sp)) } else { AssumedBatch::OnePerRank };
-            RawConfig::from_json_str_with(&assumed_config(batch, dp == 1 && sp > 1), ASSUMED, &settings)
-        }
-    };
-    let raw = raw.or_usage()?;
+    let batch = if args.fit { AssumedBatch::Global(dp.saturating_mul(sp)) } else { AssumedBatch::OnePerRank };
+    let assumed = assumed_config(batch, dp == 1 && sp > 1);
+    let raw = raw_config(args.config.as_deref(), &assumed, &args.flags.settings())?;
     let config = raw.resolve(&overrides).or_else(|error| match args.ranks {
         // A plan does not depend on the steps of the schedule.
         _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {

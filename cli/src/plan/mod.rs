@@ -6,6 +6,7 @@ mod choices;
 mod fit;
 mod html;
 mod inputs;
+mod json;
 pub(crate) mod pictures;
 mod scaling;
 pub(crate) mod table;
@@ -22,15 +23,17 @@ use anyhow::{Context, anyhow};
 pub(crate) use budget::GPU_RESERVE_BYTES;
 use budget::{Available, MemoryFlags};
 use inputs::{check_model, resolve};
-pub(crate) use inputs::{longest_of_model, model, use_longest_sequences};
-use serde::Serialize;
-use std::num::NonZero;
+pub(crate) use inputs::{longest_of_model, model, raw_config, use_longest_sequences};
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, MachineProfile, ParameterGroup, PartitionAxes, ZeroStage};
+use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
-use ulysses::estimate::{Alternative, CopiedBytes, Criteria, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, Workload};
 use ulysses::model::LlamaConfig;
+
+/// The error where there is no sequence length to plan.
+const NO_SEQUENCE_FITS: &str =
+    "no sequence fits: even one token per rank needs more than --memory-gib or --host-memory-gib";
 
 /// Default number of ranks per node, as on common GPU nodes.
 const RANKS_PER_NODE: usize = 8;
@@ -112,88 +115,21 @@ pub(super) struct PlanArgs {
 }
 
 /// The content of a plan.
-#[derive(Serialize)]
 struct Report {
-    device: &'static str,
     /// The settings that are assumed without a config.
-    #[serde(skip_serializing_if = "Option::is_none")]
     assumed: Option<String>,
-    model: ModelReport,
-    mesh: MeshReport,
-    /// Number of ranks that share one copy of ZeRO's partitions, if the config sets it.
-    shard_size: Option<usize>,
-    zero_stage: ZeroStage,
-    zero_partition_axes: PartitionAxes,
-    /// Why the stage partitions nothing, if so.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    zero_note: Option<String>,
-    dtype: String,
-    activation_checkpointing: bool,
-    features: Features,
-    micro_batch_size: usize,
-    gradient_accumulation_steps: usize,
+    /// The model's name.
+    name: String,
+    available: Option<Available>,
+    /// The workload as configured, which is also the first of the alternatives.
+    planned: Candidate,
     seq_len: usize,
-    tokens_per_step: usize,
-    rank: RankPlan,
-    /// Host memory of a node that its ranks on GPUs offload to.
-    host_bytes_per_node: u64,
     /// Host memory of copies of checkpoints, if the config wants them.
-    #[serde(skip_serializing_if = "Option::is_none")]
     copies_in_memory: Option<CopiedBytes>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    step_time: Option<StepTime>,
-    budget: Option<Budget>,
     alternatives: Vec<Alternative>,
     meshes: Vec<MeshChoice>,
     /// For charts only.
-    #[serde(skip)]
     scaling: ModelScaling,
-}
-
-#[derive(Serialize)]
-struct ModelReport {
-    name: String,
-    parameters: usize,
-    num_layers: usize,
-    hidden_size: usize,
-    num_heads: usize,
-    num_kv_heads: usize,
-    vocab_size: usize,
-}
-
-#[derive(Serialize)]
-struct MeshReport {
-    dp: usize,
-    sp: usize,
-    /// Ranks of the ring within sp.
-    ring_size: usize,
-    ranks_per_node: usize,
-}
-
-/// Memory-saving features of the config.
-#[derive(Serialize)]
-struct Features {
-    activation_checkpointing_interval: usize,
-    offload_checkpoints: bool,
-    /// As configured, or decided by `--memory-gib`.
-    save_attention_output: bool,
-    #[serde(skip)]
-    is_save_decided: bool,
-    offload_optimizer: &'static str,
-    offload_param: &'static str,
-    tile_tokens: Option<NonZero<usize>>,
-    head_chunks: usize,
-    frozen_parameters: usize,
-}
-
-#[derive(Serialize)]
-struct Budget {
-    /// For tensors, without the reserve.
-    bytes: u64,
-    reserve_bytes: u64,
-    host_bytes_per_node: Option<u64>,
-    fits: bool,
-    max_seq_len: Option<usize>,
 }
 
 pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
@@ -216,11 +152,11 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
         write_file(file, "--html", html::page_of(&report))?;
     }
     if let Some(file) = &args.svg {
-        let memory = pictures::memory(&report.rank.timeline, &[]);
+        let memory = pictures::memory(&report.planned.plan.timeline, &[]);
         write_file(file, "--svg", drawing(&[memory], 1))?;
     }
     if args.json {
-        return print(format_args!("{}\n", serde_json::to_string_pretty(&report).or_run()?));
+        return print(format_args!("{:#}\n", json::plan(&report)));
     }
     print(text::Text(&report))
 }
@@ -279,111 +215,33 @@ impl Inputs {
 fn report(args: &PlanArgs) -> Result<Report, Failure> {
     let Inputs { name, workload, machine, available, .. } = Inputs::read(args)?;
     let budget = available.map(|available| available.budget);
-    let max_seq_len = budget.map(|budget| workload.max_seq_len(budget)).transpose().or_usage()?.flatten();
-    let workload = match (workload.config.ulysses.seq_len, max_seq_len) {
-        (None, Some(longest)) => workload.with_seq_len(longest),
-        (None, None) if budget.is_some() => {
-            let error =
-                "no sequence fits: even one token per rank needs more than --memory-gib or --host-memory-gib";
-            return Err(Failure::Run(anyhow!(error)));
+    let workload = match (workload.config.ulysses.seq_len, budget) {
+        (None, Some(budget)) => {
+            let longest = workload.max_seq_len(budget).or_usage()?;
+            workload.with_seq_len(longest.context(NO_SEQUENCE_FITS).or_run()?)
         }
         _ => workload,
     };
+    let criteria = Criteria { budget, machine: machine.as_ref() };
+    if let Some(machine) = criteria.machine {
+        // Before the search, which takes long: without a rate that the config needs there is no plan.
+        workload.candidate(budget).or_usage()?.decided.step_time(machine).or_usage()?;
+    }
     let assumed = args.config.is_none().then(|| assumed::settings(&workload.config, workload.device));
-    let report = Report::new(name, workload, machine.as_ref(), available, max_seq_len)?;
-    Ok(Report { assumed, ..report })
-}
-
-impl Report {
-    /// Plans a workload. `name` is the model's, `max_seq_len` the longest sequence that fits the budget.
-    fn new(
-        name: String,
-        workload: Workload,
-        machine: Option<&MachineProfile>,
-        available: Option<Available>,
-        max_seq_len: Option<usize>,
-    ) -> Result<Self, Failure> {
-        let criteria = Criteria { budget: available.map(|available| available.budget), machine };
-        let decided = workload.decided(criteria.budget).or_usage()?;
-        let rank = decided.plan().or_usage()?;
-        let step_time = criteria.machine.map(|machine| decided.step_time(machine)).transpose().or_usage()?;
-        let host_bytes_per_node = workload.host_bytes_per_node(&rank);
-        let copies_in_memory = workload.copied_bytes().or_usage()?;
-        let budget = available.map(|Available { budget, reserve_bytes }| Budget {
-            bytes: budget.rank_bytes,
-            reserve_bytes,
-            host_bytes_per_node: budget.host_bytes_per_node,
-            fits: workload.fits(&rank, budget),
-            max_seq_len,
-        });
-        let alternatives = workload.alternatives(criteria).or_usage()?;
-        let meshes = workload.meshes(criteria).or_usage()?;
-        let Workload { config, model, ranks_per_node, device, .. } = workload;
-        let seq_len = config.require_seq_len().or_usage()?;
-        let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.mesh.sp_size))?;
-        Ok(Self {
-            device: device.name(),
-            assumed: None,
-            features: Features::new(&config, &decided.config, &model),
-            model: ModelReport::new(name, &model),
-            mesh: MeshReport {
-                dp: config.mesh.dp_size,
-                sp: config.mesh.sp_size,
-                ring_size: config.seq_sharding().ring_size,
-                ranks_per_node,
-            },
-            shard_size: config.zero.mics_shard_size,
-            zero_stage: config.zero.stage,
-            zero_partition_axes: config.zero_axes(),
-            zero_note: config.zero_partition_note(),
-            dtype: config.precision.dtype().as_str().to_owned(),
-            activation_checkpointing: config.ulysses.activation_checkpointing,
-            micro_batch_size: config.micro_batch_size,
-            gradient_accumulation_steps: config.gradient_accumulation_steps,
-            seq_len,
-            tokens_per_step: config.train_batch_size * seq_len,
-            rank,
-            host_bytes_per_node,
-            copies_in_memory,
-            step_time,
-            budget,
-            alternatives,
-            meshes,
-            scaling,
-        })
-    }
-}
-
-impl Features {
-    /// The features of a config, and of the same with everything decided.
-    fn new(config: &Config, decided: &Config, model: &LlamaConfig) -> Self {
-        let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
-        Self {
-            activation_checkpointing_interval: config.ulysses.activation_checkpointing_interval,
-            offload_checkpoints: config.activation_checkpointing.cpu_checkpointing,
-            save_attention_output: decided.saves_attention_output(),
-            is_save_decided: config.ulysses.save_attention_output.is_none(),
-            offload_optimizer: config.zero.offload_optimizer.device(),
-            offload_param: config.zero.offload_param.device(),
-            tile_tokens: config.ulysses.tile_tokens,
-            head_chunks: config.ulysses.head_chunks,
-            frozen_parameters: model.num_parameters_where(is_frozen),
-        }
-    }
-}
-
-impl ModelReport {
-    fn new(name: String, model: &LlamaConfig) -> Self {
-        Self {
-            name,
-            parameters: model.num_parameters(),
-            num_layers: model.num_layers,
-            hidden_size: model.hidden_size,
-            num_heads: model.num_heads,
-            num_kv_heads: model.num_kv_heads,
-            vocab_size: model.vocab_size,
-        }
-    }
+    let alternatives = workload.alternatives(criteria).or_usage()?;
+    let planned = alternatives[0].candidate.clone();
+    let seq_len = workload.config.require_seq_len().or_usage()?;
+    Ok(Report {
+        assumed,
+        copies_in_memory: workload.copied_bytes().or_usage()?,
+        meshes: workload.meshes(criteria).or_usage()?,
+        scaling: scaling_of(&name, &workload.model, seq_len.div_ceil(workload.config.mesh.sp_size))?,
+        name,
+        available,
+        planned,
+        seq_len,
+        alternatives,
+    })
 }
 
 /// Returns the traffic of a model from two ranks to four times its number of heads.

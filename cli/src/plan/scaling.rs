@@ -1,12 +1,12 @@
 //! `ulysses plan --scaling`: the study as a table, as JSON and as charts.
 
-use super::table::{bytes, row, write_table};
+use super::table::{Table, bytes};
 use super::{pictures, write_file};
 use crate::html::chart::{Chart, drawing};
 use crate::{Failure, OrFail, print};
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
-use ulysses::estimate::scaling::{ModelScaling, Point, study};
+use ulysses::estimate::scaling::{ModelScaling, study};
 
 pub(super) fn run(tokens_per_rank: usize, svg: Option<&Path>, json: bool) -> Result<(), Failure> {
     let models = study(tokens_per_rank).or_run()?;
@@ -41,33 +41,20 @@ impl Display for Study<'_> {
                 f,
                 "\n{name}: hidden size {hidden_size}, {num_heads} query heads, {num_kv_heads} KV heads"
             )?;
-            let mut rows = vec![row([
-                "ranks",
-                "tokens",
-                "Ulysses",
-                "K and V only",
-                "paper",
-                "Megatron",
-                "ring",
-                "Ulysses × ring",
-            ])];
-            rows.extend(model.points.iter().map(cells));
-            write_table(f, &rows)?;
+            let mut table = Table::new([], model.points.iter().map(|point| (point, [])));
+            let exchanged = |sent: Option<f64>| sent.map_or_else(|| "too few heads".to_owned(), bytes);
+            table.push("ranks", |point| point.ranks.to_string());
+            table.push("tokens", |point| point.seq_len.to_string());
+            table.push("Ulysses", |point| exchanged(point.ulysses_bytes));
+            table.push("K and V only", |point| exchanged(point.ulysses_kv_bytes));
+            table.push("paper", |point| bytes(point.claimed_bytes));
+            table.push("Megatron", |point| bytes(point.megatron_bytes));
+            table.push("ring", |point| bytes(point.ring_bytes));
+            table.push("Ulysses × ring", |point| {
+                format!("{} (ring of {})", bytes(point.combined_bytes), point.combined_ring_size)
+            });
+            table.write(f)?;
         }
         Ok(())
     }
-}
-
-fn cells(point: &Point) -> Vec<String> {
-    let exchanged = |sent: Option<f64>| sent.map_or_else(|| "too few heads".to_owned(), bytes);
-    vec![
-        point.ranks.to_string(),
-        point.seq_len.to_string(),
-        exchanged(point.ulysses_bytes),
-        exchanged(point.ulysses_kv_bytes),
-        bytes(point.claimed_bytes),
-        bytes(point.megatron_bytes),
-        bytes(point.ring_bytes),
-        format!("{} (ring of {})", bytes(point.combined_bytes), point.combined_ring_size),
-    ]
 }

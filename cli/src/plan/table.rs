@@ -3,38 +3,64 @@
 use std::fmt::{self, Formatter};
 pub(crate) use ulysses::monitor::{format_bytes as bytes, format_flops as flops};
 
-/// Writes a table whose first column is left-aligned and whose other columns are right-aligned.
-pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
-    write_table_with_notes(f, rows, usize::MAX)
+/// A table with a row for each item, made column by column.
+pub(super) struct Table<'a, T> {
+    pub(super) items: Vec<&'a T>,
+    pub(super) head: Vec<&'static str>,
+    pub(super) rows: Vec<Vec<String>>,
+    /// Text next to each row.
+    pub(super) row_notes: Vec<Option<String>>,
+    /// Head of these texts.
+    pub(super) row_notes_head: &'static str,
+    /// Notes on columns, and on rows without a time.
+    pub(super) footnotes: Vec<String>,
 }
 
-/// As [`write_table`], with the columns from `first_note` on left-aligned.
-pub(super) fn write_table_with_notes(
-    f: &mut Formatter<'_>,
-    rows: &[Vec<String>],
-    first_note: usize,
-) -> fmt::Result {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
-    let widths: Vec<usize> = (0..columns)
-        .map(|column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0))
-        .collect();
-    for row in rows {
-        for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
-            match column {
-                note if note >= first_note => write!(f, "  {cell}")?,
-                0 => write!(f, "  {cell:<width$}")?,
-                _ => write!(f, "  {cell:>width$}")?,
+impl<'a, T> Table<'a, T> {
+    /// Begins a table with the first cells of each item's row.
+    pub(super) fn new<const N: usize>(
+        head: [&'static str; N],
+        rows: impl Iterator<Item = (&'a T, [String; N])>,
+    ) -> Self {
+        let (items, rows): (Vec<_>, Vec<_>) = rows.map(|(item, cells)| (item, Vec::from(cells))).unzip();
+        let (row_notes, footnotes) = (vec![None; rows.len()], Vec::new());
+        Self { items, head: head.into(), rows, row_notes, row_notes_head: "", footnotes }
+    }
+
+    /// Adds a column.
+    pub(super) fn push(&mut self, head: &'static str, cell: impl Fn(&T) -> String) {
+        self.head.push(head);
+        self.rows.iter_mut().zip(&self.items).for_each(|(row, item)| row.push(cell(item)));
+    }
+
+    /// Adds a column of bytes.
+    pub(super) fn push_bytes(&mut self, head: &'static str, size: impl Fn(&T) -> u64) {
+        self.push(head, |item| bytes(size(item) as f64));
+    }
+
+    /// Writes the first column left-aligned, the others right-aligned, and notes left-aligned.
+    pub(super) fn write(self, f: &mut Formatter<'_>) -> fmt::Result {
+        let head: Vec<String> = self.head.into_iter().map(str::to_owned).collect();
+        let head_of_notes = (!self.row_notes_head.is_empty()).then(|| self.row_notes_head.to_owned());
+        let rows: Vec<_> =
+            std::iter::once((head, head_of_notes)).chain(self.rows.into_iter().zip(self.row_notes)).collect();
+        let width =
+            |column: usize| rows.iter().map(|(row, _)| row[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..rows[0].0.len()).map(width).collect();
+        for (row, note) in &rows {
+            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+                match column {
+                    0 => write!(f, "  {cell:<width$}")?,
+                    _ => write!(f, "  {cell:>width$}")?,
+                }
+            }
+            match note {
+                Some(note) => writeln!(f, "  {note}")?,
+                None => writeln!(f)?,
             }
         }
-        writeln!(f)?;
+        self.footnotes.iter().try_for_each(|note| writeln!(f, "  {note}"))
     }
-    Ok(())
-}
-
-/// Converts string literals into a row.
-pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
-    cells.map(str::to_owned).into()
 }
 
 /// Formats a number of parameters.

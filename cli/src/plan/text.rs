@@ -1,12 +1,14 @@
 //! The plan as text.
 
-use super::budget::per_rank;
-use super::choices::Choices;
-use super::table::{bytes, flops, parameters, row, seconds, write_table, write_table_with_notes};
-use super::{Budget, Features, MeshReport, Report, choices};
+use super::budget::{Available, per_rank};
+use super::choices::ring;
+use super::table::{Table, bytes, flops, parameters, seconds};
+use super::{Report, choices};
 use std::fmt::{self, Display, Formatter};
+use ulysses::config::ParameterGroup;
+use ulysses::device::DeviceKind;
 use ulysses::engine::Moment;
-use ulysses::estimate::{CopiedBytes, MomentMemory, SentBytes};
+use ulysses::estimate::{Candidate, CopiedBytes, MomentMemory, Workload};
 use ulysses::memory::Category;
 use ulysses::monitor::counted;
 
@@ -28,90 +30,42 @@ impl Display for Text<'_> {
 
 impl Text<'_> {
     fn head(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
-        if let Some(assumed) = &self.0.assumed {
+        let Report { name, planned, seq_len, assumed, .. } = self.0;
+        let Workload { config, model, ranks_per_node, device, .. } = &planned.workload;
+        if let Some(assumed) = assumed {
             writeln!(f, "assumed {assumed}; --set KEY=VALUE or a config changes them")?;
         }
         writeln!(
             f,
-            "model   {}: {}, {} layers, hidden size {}, {} query heads, {} KV heads",
-            model.name,
-            parameters(model.parameters),
+            "model   {name}: {}, {} layers, hidden size {}, {} query heads, {} KV heads",
+            parameters(model.num_parameters()),
             model.num_layers,
             model.hidden_size,
             model.num_heads,
             model.num_kv_heads
         )?;
-        let ring = match mesh.ring_size {
-            1 => String::new(),
-            ring_size => format!(" (ring {ring_size} × ulysses {})", mesh.sp / ring_size),
-        };
+        let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
         writeln!(
             f,
-            "mesh    dp {} × sp {}{ring}, {} ranks per node on {}, ZeRO stage {}, {}{}",
-            mesh.dp,
-            mesh.sp,
-            mesh.ranks_per_node,
-            if self.0.device == "cuda" { "GPUs" } else { "CPUs" },
-            self.0.zero_partition_axes.with_stage(self.0.zero_stage),
-            self.0.dtype,
-            self.features()
+            "mesh    dp {dp} × sp {sp}{}, {ranks_per_node} ranks per node on {}, ZeRO stage {}, {}{}",
+            ring(sp, config.seq_sharding().ring_size),
+            if *device == DeviceKind::Cuda { "GPUs" } else { "CPUs" },
+            config.zero_axes().with_stage(config.zero.stage),
+            config.precision.dtype().as_str(),
+            features(planned)
         )?;
         writeln!(
             f,
-            "batch   {} of {seq_len} tokens × {} × dp {}: {} tokens per step",
-            counted(*micro_batch_size, "sequence"),
-            counted(*gradient_accumulation_steps, "micro batch"),
-            mesh.dp,
-            self.0.tokens_per_step
+            "batch   {} of {seq_len} tokens × {} × dp {dp}: {} tokens per step",
+            counted(config.micro_batch_size, "sequence"),
+            counted(config.gradient_accumulation_steps, "micro batch"),
+            config.train_batch_size * seq_len
         )?;
-        self.0.zero_note.as_ref().map_or(Ok(()), |note| writeln!(f, "note    {note}"))
-    }
-
-    /// Returns the memory-saving features, each after a comma.
-    fn features(&self) -> String {
-        let Features { activation_checkpointing_interval: interval, tile_tokens, head_chunks, .. } =
-            self.0.features;
-        let mut features = Vec::new();
-        if self.0.activation_checkpointing {
-            let layers = if interval == 1 { String::new() } else { format!(" (1 layer in {interval})") };
-            let place = match (self.0.features.offload_checkpoints, self.0.device) {
-                (false, _) => "",
-                (true, "cuda") => " with offload to host memory",
-                (true, _) => " with offload to a file",
-            };
-            features.push(format!("activation checkpointing{layers}{place}"));
-            let attention = match self.0.features.save_attention_output {
-                true => "attention output saved",
-                false => "attention recomputed",
-            };
-            let auto = if self.0.features.is_save_decided { " (auto)" } else { "" };
-            features.push(format!("{attention}{auto}"));
-        }
-        features.extend(tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
-        if head_chunks > 1 {
-            features.push(format!("{head_chunks} head chunks"));
-        }
-        for (what, device) in [
-            ("optimizer state", self.0.features.offload_optimizer),
-            ("parameters", self.0.features.offload_param),
-        ] {
-            let place = match device {
-                "nvme" => Some("a file"),
-                "cpu" if self.0.device == "cuda" => Some("host memory"),
-                _ => None,
-            };
-            features.extend(place.map(|place| format!("{what} in {place}")));
-        }
-        if self.0.features.frozen_parameters > 0 {
-            let trained = self.0.model.parameters - self.0.features.frozen_parameters;
-            features.push(format!("{} trained", parameters(trained)));
-        }
-        features.into_iter().map(|feature| format!(", {feature}")).collect()
+        config.zero_partition_note().map_or(Ok(()), |note| writeln!(f, "note    {note}"))
     }
 
     fn memory(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let plan = &self.0.rank;
+        let Candidate { workload, plan, .. } = &self.0.planned;
         writeln!(
             f,
             "\nmemory per rank: {} peak (rank {}, {}), {} persistent",
@@ -121,9 +75,9 @@ impl Text<'_> {
             bytes(plan.persistent_bytes as f64)
         )?;
         if plan.offloaded_bytes > 0 {
-            let place = if self.0.device == "cuda" { "host memory" } else { "files" };
-            let MeshReport { dp, sp, ranks_per_node, .. } = self.0.mesh;
-            let per_node = plan.offloaded_bytes as f64 * ranks_per_node.min(dp * sp) as f64;
+            let place = if workload.device == DeviceKind::Cuda { "host memory" } else { "files" };
+            let ranks = workload.ranks_per_node.min(workload.config.world_size());
+            let per_node = plan.offloaded_bytes as f64 * ranks as f64;
             let per_rank = bytes(plan.offloaded_bytes as f64);
             writeln!(f, "{place}: {per_rank} per rank, {} per node", bytes(per_node))?;
         }
@@ -137,23 +91,21 @@ impl Text<'_> {
                  {peak} while a copy is made"
             )?;
         }
-        let mut rows = vec![row(["part of the step"])];
-        rows[0].extend(Category::ALL.map(|category| category.name().to_owned()));
-        rows[0].push("total".to_owned());
-        for moment in self.shown_moments() {
-            let mut cells = vec![moment.at.to_string()];
-            cells.extend(moment.by_category.iter().map(|held| bytes(*held as f64)));
-            cells.push(bytes(moment.bytes as f64));
-            rows.push(cells);
+        let parts = self.shown_moments().map(|moment| (moment, [moment.at.to_string()]));
+        let mut table = Table::new(["part of the step"], parts);
+        for (index, category) in Category::ALL.into_iter().enumerate() {
+            table.push_bytes(category.name(), |moment| moment.by_category[index]);
         }
-        write_table(f, &rows)
+        table.push_bytes("total", |moment| moment.bytes);
+        table.write(f)
     }
 
     /// Returns the parts to print: first and last layer, everything outside of layers, and the peak.
     fn shown_moments(&self) -> impl Iterator<Item = &MomentMemory> {
-        let last = self.0.model.num_layers.saturating_sub(1);
-        let peak = self.0.rank.peak_at;
-        self.0.rank.timeline.iter().filter(move |moment| match moment.at {
+        let Candidate { workload, plan, .. } = &self.0.planned;
+        let last = workload.model.num_layers.saturating_sub(1);
+        let peak = plan.peak_at;
+        plan.timeline.iter().filter(move |moment| match moment.at {
             at if at == peak => true,
             Moment::Forward { layer } | Moment::Backward { layer } => layer == 0 || layer == last,
             _ => true,
@@ -161,32 +113,31 @@ impl Text<'_> {
     }
 
     fn work(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let plan = &self.0.rank;
-        let ranks = (self.0.mesh.dp * self.0.mesh.sp) as f64;
+        let Candidate { workload: Workload { config, .. }, plan, .. } = &self.0.planned;
+        let (ranks, tokens) = (config.world_size() as f64, config.train_batch_size * self.0.seq_len);
         writeln!(
             f,
             "\nFLOPs per rank and step: {} (causal attention counts visible pairs only), plus {} recomputed; about {} \
              per token",
             flops(plan.model_flops),
             flops(plan.recompute_flops),
-            flops(plan.model_flops * ranks / self.0.tokens_per_step as f64)
+            flops(plan.model_flops * ranks / tokens as f64)
         )
     }
 
     fn communication(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let plan = &self.0.rank;
+        let plan = &self.0.planned.plan;
         writeln!(f, "\nbytes sent per rank and step")?;
-        let mut rows = vec![row(["purpose", "within node", "between nodes"])];
-        let cells = |name: String, sent: SentBytes| {
-            vec![name, bytes(sent.intra_node_bytes as f64), bytes(sent.inter_node_bytes as f64)]
-        };
-        rows.extend(plan.sent_by_purpose.iter().map(|(purpose, sent)| cells(purpose.to_string(), *sent)));
-        rows.push(cells("total".to_owned(), plan.sent));
-        write_table(f, &rows)
+        let purposes = plan.sent_by_purpose.iter().map(|(purpose, sent)| (sent, [purpose.to_string()]));
+        let mut table =
+            Table::new(["purpose"], purposes.chain(std::iter::once((&plan.sent, ["total".to_owned()]))));
+        table.push_bytes("within node", |sent| sent.intra_node_bytes);
+        table.push_bytes("between nodes", |sent| sent.inter_node_bytes);
+        table.write(f)
     }
 
     fn time(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Some(time) = &self.0.step_time else { return Ok(()) };
+        let Some(time) = &self.0.planned.time else { return Ok(()) };
         writeln!(
             f,
             "\npredicted step time on {}: {}, {:.0} tokens/s on all ranks, {:.1} % MFU",
@@ -195,12 +146,12 @@ impl Text<'_> {
             time.tokens_per_second,
             100.0 * time.mfu
         )?;
-        let mut rows = vec![row(["part", "time", "share"])];
-        rows.extend(time.parts.named().map(|(part, part_seconds)| {
-            let share = 100.0 * part_seconds / time.total_seconds;
-            vec![part.to_owned(), seconds(part_seconds), format!("{share:.1} %")]
-        }));
-        write_table(f, &rows)?;
+        let parts = time.parts.named();
+        let mut table =
+            Table::new(["part"], parts.iter().map(|(part, seconds)| (seconds, [(*part).to_owned()])));
+        table.push("time", |part| seconds(*part));
+        table.push("share", |part| format!("{:.1} %", 100.0 * part / time.total_seconds));
+        table.write(f)?;
         writeln!(
             f,
             "  recomputation, included: {}; communication overlapped with compute, not included: {}\n  rates of the machine: {}",
@@ -211,41 +162,31 @@ impl Text<'_> {
     }
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Some(Budget { bytes: budget, reserve_bytes, host_bytes_per_node: host, fits, max_seq_len }) =
-            &self.0.budget
-        else {
+        let Some(Available { budget, reserve_bytes }) = self.0.available else {
             return writeln!(
                 f,
                 "\nuse --memory-gib N to check whether this fits, and how long a sequence fits"
             );
         };
-        let longest = match max_seq_len {
-            Some(longest) => format!("{longest} tokens"),
-            None => "none".to_owned(),
-        };
-        let (needed, budget) = (self.0.rank.peak_bytes, *budget);
-        let (needed_host, size) = (self.0.host_bytes_per_node, |amount: u64| bytes(amount as f64));
-        if *fits {
+        let Candidate { plan, excess, host_bytes_per_node: needed_host, max_seq_len, .. } = &self.0.planned;
+        let longest = max_seq_len.map_or("none".to_owned(), |longest| format!("{longest} tokens"));
+        let size = |amount: u64| bytes(amount as f64);
+        let (per_rank, host) = (per_rank(budget.rank_bytes, reserve_bytes), budget.host_bytes_per_node);
+        let Some(excess) = excess else {
             let host = match host {
-                Some(host) => format!(" and {} of host memory per node", size(*host)),
-                None if needed_host > 0 => " (host memory not checked; set --host-memory-gib)".to_owned(),
+                Some(host) => format!(" and {} of host memory per node", size(host)),
+                None if *needed_host > 0 => " (host memory not checked; set --host-memory-gib)".to_owned(),
                 None => String::new(),
             };
-            let budget = per_rank(budget, *reserve_bytes);
-            return writeln!(f, "\nfits into {budget}{host}; longest sequence that fits: {longest}");
-        }
-        let of_rank = (needed > budget).then(|| {
-            let (rank, lacking) = (self.0.rank.rank, size(needed - budget));
-            let budget = per_rank(budget, *reserve_bytes);
-            format!("rank {rank} needs {}, {lacking} more than {budget}", size(needed))
+            return writeln!(f, "\nfits into {per_rank}{host}; longest sequence that fits: {longest}");
+        };
+        let of_rank = (excess.rank_bytes > 0).then(|| {
+            let (needed, lacking) = (size(plan.peak_bytes), size(excess.rank_bytes));
+            format!("rank {} needs {needed}, {lacking} more than {per_rank}", plan.rank)
         });
-        let of_host = host.filter(|host| needed_host > *host).map(|host| {
-            let lacking = size(needed_host - host);
-            format!(
-                "a node needs {} of host memory, {lacking} more than {} per node",
-                size(needed_host),
-                size(host)
-            )
+        let of_host = host.filter(|_| excess.host_bytes_per_node > 0).map(|host| {
+            let [needed, lacking, host] = [*needed_host, excess.host_bytes_per_node, host].map(size);
+            format!("a node needs {needed} of host memory, {lacking} more than {host} per node")
         });
         let lacking = [of_rank, of_host].into_iter().flatten().collect::<Vec<_>>().join("; ");
         writeln!(f, "\nDOES NOT FIT: {lacking}; longest sequence that fits: {longest}")
@@ -253,29 +194,59 @@ impl Text<'_> {
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "\neffect of single changes")?;
-        write_choices(f, choices::alternatives(self.0))
+        choices::alternatives(self.0).write(f)
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let shards = self.0.shard_size.map(|size| format!(" (dp a multiple of the shard size {size})"));
+        let shard_size = self.0.planned.workload.config.zero.mics_shard_size;
+        let shards = shard_size.map(|size| format!(" (dp a multiple of the shard size {size})"));
         writeln!(
             f,
             "\nmeshes with the same number of ranks and the same batch{}",
             shards.unwrap_or_default()
         )?;
-        write_choices(f, choices::meshes(self.0))
+        choices::meshes(self.0).write(f)
     }
 }
 
-fn write_choices(f: &mut Formatter<'_>, choices: Choices) -> fmt::Result {
-    let Choices { head, rows, row_notes, row_notes_head, footnotes } = choices;
-    let num_columns = head.len();
-    let head_of_notes = (!row_notes_head.is_empty()).then_some(row_notes_head);
-    let head = head.into_iter().chain(head_of_notes).map(str::to_owned).collect();
-    let rows = rows.into_iter().zip(row_notes).map(|(mut row, note)| {
-        row.extend(note);
-        row
-    });
-    write_table_with_notes(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>(), num_columns)?;
-    footnotes.iter().try_for_each(|note| writeln!(f, "  {note}"))
+/// Returns the memory-saving features, each after a comma.
+fn features(Candidate { workload, decided, .. }: &Candidate) -> String {
+    let Workload { config, model, device, .. } = workload;
+    let mut features = Vec::new();
+    if config.ulysses.activation_checkpointing {
+        let layers = match config.ulysses.activation_checkpointing_interval {
+            1 => String::new(),
+            interval => format!(" (1 layer in {interval})"),
+        };
+        let place = match (config.activation_checkpointing.cpu_checkpointing, device) {
+            (false, _) => "",
+            (true, DeviceKind::Cuda) => " with offload to host memory",
+            (true, DeviceKind::Cpu) => " with offload to a file",
+        };
+        features.push(format!("activation checkpointing{layers}{place}"));
+        let attention = match decided.config.saves_attention_output() {
+            true => "attention output saved",
+            false => "attention recomputed",
+        };
+        let auto = if config.ulysses.save_attention_output.is_none() { " (auto)" } else { "" };
+        features.push(format!("{attention}{auto}"));
+    }
+    features.extend(config.ulysses.tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
+    if config.ulysses.head_chunks > 1 {
+        features.push(format!("{} head chunks", config.ulysses.head_chunks));
+    }
+    for (what, offload) in
+        [("optimizer state", &config.zero.offload_optimizer), ("parameters", &config.zero.offload_param)]
+    {
+        if offload.is_moved_from(*device) {
+            let place = if offload.is_in_file() { "a file" } else { "host memory" };
+            features.push(format!("{what} in {place}"));
+        }
+    }
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
+    let frozen = model.num_parameters_where(is_frozen);
+    if frozen > 0 {
+        features.push(format!("{} trained", parameters(model.num_parameters() - frozen)));
+    }
+    features.into_iter().map(|feature| format!(", {feature}")).collect()
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::config::PartitionAxes;
+use crate::config::{Config, PartitionAxes};
 use crate::model::{LlamaConfig, preset, shape};
 use serde_json::json;
 use ulysses_kernels::device::DeviceKind;
@@ -16,7 +16,7 @@ fn workload(ranks: usize, device: DeviceKind) -> Workload {
 }
 
 fn fit(workload: &Workload, rank_bytes: u64) -> Fit {
-    workload.fit(Criteria::default(), rank_bytes.into()).unwrap()
+    workload.fit(rank_bytes.into(), None).unwrap()
 }
 
 /// Whether a config has none of the settings that save memory.
@@ -64,7 +64,7 @@ fn every_choice_fits_and_no_cheaper_value_of_a_setting_does() {
                 assert!(peak(&choice.workload.with_micro_batch(*larger)) > budget, "{config:?}");
             }
         }
-        let order = |pair: &[FitChoice]| pair[0].compare(&pair[1]) != Ordering::Greater;
+        let order = |pair: &[Candidate]| compare(&pair[0], &pair[1]) != Ordering::Greater;
         assert!(found.choices.windows(2).all(order));
     }
 }
@@ -77,7 +77,7 @@ fn host_memory_limits_what_is_offloaded() {
     let offloading = fit(&workload, rank_bytes * 11 / 10);
     assert!(offloading.choices.iter().any(|choice| choice.plan.offloaded_bytes > 0), "{offloading:?}");
     let budget = MemoryBudget { rank_bytes: rank_bytes * 11 / 10, host_bytes_per_node: Some(0) };
-    let limited = workload.fit(Criteria::default(), budget).unwrap();
+    let limited = workload.fit(budget, None).unwrap();
     assert!(limited.choices.iter().all(|choice| choice.plan.offloaded_bytes == 0));
 }
 
@@ -93,9 +93,11 @@ fn fewer_head_chunks_are_tried_where_host_memory_lacks() {
         Workload { config, model, document_len: None, ranks_per_node: 8, device: DeviceKind::Cuda };
     // Two head chunks, which save GPU memory, offload two checkpoints per layer in place of one: 635 GiB in place of 379.
     let budget = MemoryBudget { rank_bytes: 26 << 30, host_bytes_per_node: Some(500 << 30) };
-    let found = workload.fit(Criteria::default(), budget).unwrap();
+    let found = workload.fit(budget, None).unwrap();
     assert!(!found.choices.is_empty(), "{:?}", found.nearest);
-    assert!(found.choices.iter().all(|choice| choice.workload.fits(&choice.plan, budget)));
+    let host = |choice: &Candidate| choice.plan.offloaded_bytes * 8;
+    assert!(found.choices.iter().all(|choice| choice.plan.peak_bytes <= 26 << 30));
+    assert!(found.choices.iter().all(|choice| choice.fits() && host(choice) <= 500 << 30));
 }
 
 #[test]
