@@ -9,7 +9,10 @@ use ulysses::engine::check_parameter_groups;
 use ulysses::estimate::ulysses_limits;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::kernels::rope::Scaling;
-use ulysses::model::{HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights, WeightSource, max_positions, preset, shape};
+use ulysses::model::{
+    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
+    WeightSource, max_positions, preset, shape,
+};
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
 
 /// A model's shape and the source of its weights.

@@ -16,7 +16,9 @@ use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::kernels::rope::Scaling;
 use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
-use ulysses::model::{Architecture, DecoderLayer, LlamaConfig, Model, ModelError, RandomWeights, WeightSource};
+use ulysses::model::{
+    Architecture, DecoderLayer, LlamaConfig, Model, ModelError, RandomWeights, WeightSource,
+};
 use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 use ulysses::zero::ZeroGroups;
 
