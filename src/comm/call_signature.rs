@@ -7,20 +7,18 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// A collective call without its data. Cloning it allocates nothing.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) enum CallSignature {
-    AllReduce {
-        op: ReduceOp,
-        elements: Elements,
-    },
-    ReduceScatter {
-        op: ReduceOp,
-        chunk: Elements,
-    },
-    AllGather {
-        chunk: Elements,
-    },
+/// A collective call without its data: the operation with its operator, counts, and root or peer, a rank of the group.
+/// Cloning it allocates nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the fields are the methods' arguments")]
+pub enum CallSignature {
+    /// [`start_all_reduce`](super::ProcessGroup::start_all_reduce).
+    AllReduce { op: ReduceOp, elements: Elements },
+    /// [`start_reduce_scatter`](super::ProcessGroup::start_reduce_scatter): the input's dtype, and elements per rank.
+    ReduceScatter { op: ReduceOp, chunk: Elements },
+    /// [`start_all_gather`](super::ProcessGroup::start_all_gather).
+    AllGather { chunk: Elements },
+    /// [`start_all_to_all`](super::ProcessGroup::start_all_to_all).
     AllToAll {
         #[serde(with = "dtype_name")]
         dtype: DType,
@@ -29,38 +27,28 @@ pub(super) enum CallSignature {
         #[serde(with = "super::serde_arc")]
         recv: Arc<[usize]>,
     },
+    /// [`start_all_to_all_strided`](super::ProcessGroup::start_all_to_all_strided).
     AllToAllStrided {
         #[serde(with = "dtype_name")]
         dtype: DType,
         #[serde(with = "super::serde_arc")]
         plan: Arc<StridedPlan>,
     },
-    Broadcast {
-        elements: Elements,
-        root: usize,
-    },
-    Reduce {
-        op: ReduceOp,
-        elements: Elements,
-        root: usize,
-    },
-    Gather {
-        chunk: Elements,
-        root: usize,
-    },
-    Scatter {
-        chunk: Elements,
-        root: usize,
-    },
-    Send {
-        elements: Elements,
-        dst: usize,
-    },
-    Recv {
-        elements: Elements,
-        src: usize,
-    },
+    /// [`start_broadcast`](super::ProcessGroup::start_broadcast).
+    Broadcast { elements: Elements, root: usize },
+    /// [`start_reduce`](super::ProcessGroup::start_reduce).
+    Reduce { op: ReduceOp, elements: Elements, root: usize },
+    /// [`start_gather`](super::ProcessGroup::start_gather).
+    Gather { chunk: Elements, root: usize },
+    /// [`start_scatter`](super::ProcessGroup::start_scatter).
+    Scatter { chunk: Elements, root: usize },
+    /// [`start_send`](super::ProcessGroup::start_send).
+    Send { elements: Elements, dst: usize },
+    /// [`start_recv`](super::ProcessGroup::start_recv).
+    Recv { elements: Elements, src: usize },
+    /// [`start_barrier`](super::ProcessGroup::start_barrier).
     Barrier,
+    /// [`split`](super::ProcessGroup::split), which is compared like the others, but has a method of its own.
     Split {
         #[serde(with = "super::serde_arc")]
         name: Arc<str>,
@@ -71,10 +59,12 @@ pub(super) enum CallSignature {
 
 /// Element count and dtype of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Elements {
+pub struct Elements {
+    /// The dtype.
     #[serde(with = "dtype_name")]
-    pub(super) dtype: DType,
-    pub(super) count: usize,
+    pub dtype: DType,
+    /// The number of elements.
+    pub count: usize,
 }
 
 impl Elements {
@@ -84,7 +74,8 @@ impl Elements {
 }
 
 impl CallSignature {
-    pub(super) fn op(&self) -> CollectiveOp {
+    /// The operation.
+    pub fn op(&self) -> CollectiveOp {
         match self {
             Self::AllReduce { .. } => CollectiveOp::AllReduce,
             Self::ReduceScatter { .. } => CollectiveOp::ReduceScatter,

@@ -51,11 +51,8 @@ impl Step {
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
                 let label = transfers.label();
-                compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                    divergence
-                        .with_global_ranks(&members.global_ranks)
-                        .into_error(&members.name, label.sequence)
-                })?;
+                compare(&calls.iter().collect::<Vec<_>>())
+                    .map_err(|divergence| divergence.error_in(&members.label, label.sequence))?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
             })))

@@ -44,8 +44,7 @@ pub(super) struct Buffers {
 
 impl Buffers {
     /// Captures the tensors, with a fence after the work launched so far.
-    pub(super) fn new(inputs: Vec<Tensor>, outputs: &[&Tensor]) -> Result<Self, CommError> {
-        let outputs: Vec<Tensor> = outputs.iter().map(|&output| output.clone()).collect();
+    pub(super) fn new(inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> Result<Self, CommError> {
         let first = inputs.iter().chain(&outputs).next();
         let device = first.map_or(Device::Cpu, |tensor| tensor.device().clone());
         let fence = Fence::after(&device)?;
@@ -112,7 +111,7 @@ impl Collective {
                     *self.round.slots[self.rank].reduced.write() = Some(chunk);
                     return Ok(Stage::Reduced);
                 }
-                if self.is_given_the_result() {
+                if self.call.is_target(self.rank) {
                     self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
                 }
             }
@@ -122,11 +121,6 @@ impl Collective {
             _ => self.pull_into_outputs(published)?,
         }
         Ok(Stage::Done)
-    }
-
-    /// Whether this rank gets the result of a reduction: all ranks do, or only the root.
-    fn is_given_the_result(&self) -> bool {
-        !matches!(self.call, CallSignature::Reduce { root, .. } if root != self.rank)
     }
 
     fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
@@ -222,7 +216,7 @@ impl Operation for Collective {
             self.wait_fences()?;
             if let CallSignature::AllReduce { elements, .. } | CallSignature::Reduce { elements, .. } =
                 self.call
-                && self.is_given_the_result()
+                && self.call.is_target(self.rank)
             {
                 self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }

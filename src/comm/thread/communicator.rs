@@ -217,9 +217,8 @@ impl Round {
     /// Compares the calls of all ranks.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
         let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
-        compare(&postings.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| {
-            divergence.with_global_ranks(&comm.global_ranks).into_error(&comm.name, sequence)
-        })
+        compare(&postings.collect::<Result<Vec<_>, _>>()?)
+            .map_err(|divergence| divergence.error_in(&comm.label, sequence))
     }
 }
 
