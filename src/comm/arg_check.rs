@@ -1,8 +1,7 @@
 //! Argument checks that need no peer, shared by the backends.
 
-use super::call_signature::Elements;
 use super::reduce::is_unrounded_sum;
-use super::{CollectiveOp, CommError, ProcessGroup, ReduceOp};
+use super::{Call, CallSignature, CollectiveOp, CommError, Elements, ProcessGroup, ReduceOp};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
 use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
@@ -128,5 +127,65 @@ impl<'a> ArgCheck<'a> {
         }
         Err(self
             .invalid(format!("{what} rank {rank} is out of range for a group of size {}", self.world_size)))
+    }
+}
+
+impl Call<'_> {
+    /// Checks everything that needs no peer.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`].
+    pub(super) fn check<G: ProcessGroup + ?Sized>(&self, group: &G) -> Result<(), CommError> {
+        let check = ArgCheck::new(group, self.op());
+        let Self { signature, inputs, outputs } = self;
+        match signature {
+            CallSignature::AllReduce { op, elements } => {
+                check.operator(*op, elements.dtype)?;
+                check.tensors(inputs, outputs)
+            }
+            CallSignature::ReduceScatter { op, chunk } => {
+                check.operator(*op, chunk.dtype)?;
+                check.reduced(*op, inputs, outputs)?;
+                check.chunks(("input", inputs), ("output", chunk))
+            }
+            CallSignature::AllGather { chunk } => {
+                check.tensors(inputs, outputs)?;
+                check.chunks(("output", outputs), ("input", chunk))
+            }
+            CallSignature::AllToAll { send, recv, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.counts("send", send, &inputs[0])?;
+                check.counts("recv", recv, &outputs[0])
+            }
+            CallSignature::AllToAllStrided { plan, .. } => check.plan(inputs, outputs, plan),
+            CallSignature::Broadcast { root, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("root", *root)
+            }
+            CallSignature::Reduce { op, elements, root } => {
+                check.operator(*op, elements.dtype)?;
+                check.tensors(inputs, outputs)?;
+                check.rank("root", *root)
+            }
+            CallSignature::Gather { chunk, root } => {
+                check.root_only(("output", outputs), *root)?;
+                check.tensors(inputs, outputs)?;
+                check.chunks(("output", outputs), ("input", chunk))
+            }
+            CallSignature::Scatter { chunk, root } => {
+                check.root_only(("input", inputs), *root)?;
+                check.tensors(inputs, outputs)?;
+                check.chunks(("input", inputs), ("output", chunk))
+            }
+            CallSignature::Send { dst, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("destination", *dst)
+            }
+            CallSignature::Recv { src, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("source", *src)
+            }
+            CallSignature::Barrier | CallSignature::Split { .. } => Ok(()),
+        }
     }
 }

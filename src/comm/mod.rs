@@ -4,8 +4,8 @@
 //!
 //! 1. [`ProcessGroup`] (`group.rs`): the contract of every backend, and
 //!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed methods that callers use.
-//! 2. [`Call`] (`call.rs`): a call with its tensors, and argument checks. [`CallSignature`] (`call_signature.rs`): the
-//!    call without its data, which is compared, recorded, printed and sent.
+//! 2. [`Call`] (`call.rs`): a call with its tensors, and its [`CallSignature`], which is compared, recorded, printed and
+//!    sent. `arg_check.rs`: argument checks.
 //! 3. [`Pending`]: an operation in progress. [`StridedPlan`]: the integers of a
 //!    strided all-to-all, the collective behind Ulysses.
 //! 4. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
@@ -34,7 +34,6 @@
 mod arg_check;
 mod buffer;
 mod call;
-mod call_signature;
 mod diagnostics;
 mod discovery;
 mod error;
@@ -60,8 +59,7 @@ pub mod traffic;
 mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS};
-pub use call::Call;
-pub use call_signature::{CallSignature, Elements};
+pub use call::{Call, CallSignature, Elements};
 pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,
 };

@@ -1,10 +1,9 @@
 //! An operation in progress: its messages, and the step that follows them.
 
 use super::transfers::{Members, OpLabel, Transfers};
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, Wait, compare};
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::{CallSignature, CollectiveOp, CommError};
 use std::fmt;
 use std::sync::Arc;
 

@@ -3,11 +3,10 @@
 use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;
 use super::progress_engine::{Operation, Step};
-use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::call_signature::{CallSignature, Elements};
 use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use crate::comm::{CallSignature, CommError, Elements};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;

@@ -2,9 +2,8 @@
 
 use super::mailbox::Mailbox;
 use super::world::ThreadWorld;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{GroupLabel, compare};
-use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
+use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, OpStats};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, VecDeque};

@@ -3,9 +3,8 @@
 use super::communicator::{Communicator, free_after};
 use super::progress_engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::call_signature::{CallSignature, Elements};
 use crate::comm::diagnostics::{Entry, Wait, compare_message};
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::{CallSignature, CollectiveOp, CommError, Elements};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::VecDeque;
