@@ -1,7 +1,7 @@
 //! Argument checks that need no peer, shared by the backends.
 
 use super::reduce::is_unrounded_sum;
-use super::{CollectiveOp, CommError, ReduceOp};
+use super::{Call, CallSignature, CollectiveOp, CommError, Elements, ProcessGroup, ReduceOp};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
 use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
@@ -9,20 +9,24 @@ use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
 /// The argument checks of one call, which error messages name.
 #[derive(Clone, Copy)]
 pub(super) struct ArgCheck<'a> {
-    pub(super) group: &'a str,
+    group: &'a str,
+    rank: usize,
     pub(super) world_size: usize,
-    pub(super) op: CollectiveOp,
+    op: CollectiveOp,
 }
 
-impl ArgCheck<'_> {
+impl<'a> ArgCheck<'a> {
+    pub(super) fn new<G: ProcessGroup + ?Sized>(group: &'a G, op: CollectiveOp) -> Self {
+        Self { group: group.name(), rank: group.rank(), world_size: group.world_size(), op }
+    }
+
     pub(super) fn invalid(&self, reason: String) -> CommError {
         CommError::InvalidArgument { group: self.group.to_owned(), op: self.op, reason }
     }
 
     /// Checks that every tensor is contiguous and that all are on one device with one dtype.
-    /// Returns the dtype.
-    pub(super) fn tensors(&self, tensors: &[&Tensor]) -> Result<DType, CommError> {
-        let Some(first) = tensors.first() else {
+    pub(super) fn tensors(&self, inputs: &[Tensor], outputs: &[Tensor]) -> Result<(), CommError> {
+        let Some(first) = inputs.iter().chain(outputs).next() else {
             return Err(self.invalid("at least one tensor is required, to know the dtype".to_owned()));
         };
         let dtype = first.dtype();
@@ -30,7 +34,7 @@ impl ArgCheck<'_> {
             return Err(self.invalid(format!("dtype {dtype:?} is not supported; use {DTYPE_NAMES}")));
         }
         Target::of(first.device()).map_err(|unsupported| self.invalid(unsupported.to_string()))?;
-        for tensor in tensors {
+        for tensor in inputs.iter().chain(outputs) {
             if tensor.dtype() != dtype {
                 return Err(
                     self.invalid(format!("tensors of dtype {dtype:?} and {:?} in one call", tensor.dtype()))
@@ -43,7 +47,7 @@ impl ArgCheck<'_> {
                     .invalid(format!("tensors must be contiguous, got shape {shape:?} strides {stride:?}")));
             }
         }
-        Ok(dtype)
+        Ok(())
     }
 
     /// Checks that two tensors are on one device.
@@ -56,61 +60,49 @@ impl ArgCheck<'_> {
     }
 
     /// As [`tensors`](Self::tensors), for the input and the output of a reduction: a sum of 16-bit elements may be f32.
-    pub(super) fn reduced(&self, op: ReduceOp, input: &Tensor, output: &Tensor) -> Result<(), CommError> {
-        if !is_unrounded_sum(op, &[input], output) {
-            return self.tensors(&[input, output]).map(drop);
+    pub(super) fn reduced(&self, op: ReduceOp, input: &[Tensor], output: &[Tensor]) -> Result<(), CommError> {
+        if !is_unrounded_sum(op, &[&input[0]], &output[0]) {
+            return self.tensors(input, output);
         }
-        self.tensors(&[input])?;
-        self.tensors(&[output])?;
-        self.device(input, output)
+        self.tensors(input, &[])?;
+        self.tensors(output, &[])?;
+        self.device(&input[0], &output[0])
     }
 
     /// Checks that the operator is defined for the elements.
-    pub(super) fn operator(&self, op: ReduceOp, tensor: &Tensor) -> Result<(), CommError> {
-        if op != ReduceOp::Average || tensor.dtype().is_float() {
+    pub(super) fn operator(&self, op: ReduceOp, dtype: DType) -> Result<(), CommError> {
+        if op != ReduceOp::Average || dtype.is_float() {
             return Ok(());
         }
-        let dtype = tensor.dtype();
         Err(self.invalid(format!("an average of {dtype:?} would be truncated; use a sum, or floats")))
     }
 
-    /// Checks the tensors of a gather or scatter: all ranks pass a chunk, and only the root passes the whole.
-    pub(super) fn root_tensor(
-        &self,
-        whole: (&str, Option<&Tensor>),
-        chunk: (&str, &Tensor),
-        (rank, root): (usize, usize),
-    ) -> Result<(), CommError> {
+    /// Checks that the root, and no other rank, passes the tensor with the chunks of all ranks.
+    pub(super) fn root_only(&self, whole: (&str, &[Tensor]), root: usize) -> Result<(), CommError> {
         self.rank("root", root)?;
-        match whole {
-            (name, None) if rank == root => {
+        let (name, rank) = (whole.0, self.rank);
+        match (whole.1, rank == root) {
+            ([], true) => {
                 Err(self.invalid(format!("rank {root} of the group is the root and needs an {name}")))
             }
-            (name, Some(_)) if rank != root => Err(self.invalid(format!(
+            ([_, ..], false) => Err(self.invalid(format!(
                 "only the root, rank {root} of the group, has an {name}, but rank {rank} passes one"
             ))),
-            (_, None) => self.tensors(&[chunk.1]).map(drop),
-            (name, Some(whole)) => {
-                self.tensors(&[whole, chunk.1])?;
-                self.chunks((name, whole), chunk)
-            }
+            _ => Ok(()),
         }
     }
 
-    /// Checks that `whole` holds one chunk of the size of `part` per rank.
-    pub(super) fn chunks(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<(), CommError> {
-        let expected = part.1.elem_count() * self.world_size;
-        if whole.1.elem_count() == expected {
-            return Ok(());
+    /// Checks that `whole`, where it is passed, holds one chunk like `part` per rank.
+    pub(super) fn chunks(&self, whole: (&str, &[Tensor]), part: (&str, &Elements)) -> Result<(), CommError> {
+        let (ranks, (name, Elements { count, .. })) = (self.world_size, part);
+        let expected = count * ranks;
+        match whole.1.first().map(Tensor::elem_count) {
+            Some(given) if given != expected => Err(self.invalid(format!(
+                "{} has {given} elements, expected {expected}: {ranks} ranks × {count} elements of {name}",
+                whole.0
+            ))),
+            _ => Ok(()),
         }
-        Err(self.invalid(format!(
-            "{} has {} elements, expected {expected}: {} ranks × {} elements of {}",
-            whole.0,
-            whole.1.elem_count(),
-            self.world_size,
-            part.1.elem_count(),
-            part.0
-        )))
     }
 
     /// Checks that there is one count per rank and that they add up to the elements of `tensor`.
@@ -135,5 +127,65 @@ impl ArgCheck<'_> {
         }
         Err(self
             .invalid(format!("{what} rank {rank} is out of range for a group of size {}", self.world_size)))
+    }
+}
+
+impl Call<'_> {
+    /// Checks everything that needs no peer.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`].
+    pub(super) fn check<G: ProcessGroup + ?Sized>(&self, group: &G) -> Result<(), CommError> {
+        let check = ArgCheck::new(group, self.op());
+        let Self { signature, inputs, outputs } = self;
+        match signature {
+            CallSignature::AllReduce { op, elements } => {
+                check.operator(*op, elements.dtype)?;
+                check.tensors(inputs, outputs)
+            }
+            CallSignature::ReduceScatter { op, chunk } => {
+                check.operator(*op, chunk.dtype)?;
+                check.reduced(*op, inputs, outputs)?;
+                check.chunks(("input", inputs), ("output", chunk))
+            }
+            CallSignature::AllGather { chunk } => {
+                check.tensors(inputs, outputs)?;
+                check.chunks(("output", outputs), ("input", chunk))
+            }
+            CallSignature::AllToAll { send, recv, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.counts("send", send, &inputs[0])?;
+                check.counts("recv", recv, &outputs[0])
+            }
+            CallSignature::AllToAllStrided { plan, .. } => check.plan(inputs, outputs, plan),
+            CallSignature::Broadcast { root, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("root", *root)
+            }
+            CallSignature::Reduce { op, elements, root } => {
+                check.operator(*op, elements.dtype)?;
+                check.tensors(inputs, outputs)?;
+                check.rank("root", *root)
+            }
+            CallSignature::Gather { chunk, root } => {
+                check.root_only(("output", outputs), *root)?;
+                check.tensors(inputs, outputs)?;
+                check.chunks(("output", outputs), ("input", chunk))
+            }
+            CallSignature::Scatter { chunk, root } => {
+                check.root_only(("input", inputs), *root)?;
+                check.tensors(inputs, outputs)?;
+                check.chunks(("input", inputs), ("output", chunk))
+            }
+            CallSignature::Send { dst, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("destination", *dst)
+            }
+            CallSignature::Recv { src, .. } => {
+                check.tensors(inputs, outputs)?;
+                check.rank("source", *src)
+            }
+            CallSignature::Barrier | CallSignature::Split { .. } => Ok(()),
+        }
     }
 }

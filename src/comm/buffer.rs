@@ -23,7 +23,7 @@ pub(super) fn copy_into(source: &Tensor, target: &Tensor) -> Result<(), CommErro
 }
 
 /// Returns `input`, or a copy of it if it shares storage with an output of its call.
-pub(super) fn copy_if_shared(input: &Tensor, outputs: &[&Tensor]) -> Result<Tensor, CommError> {
+pub(super) fn copy_if_shared(input: &Tensor, outputs: &[Tensor]) -> Result<Tensor, CommError> {
     let is_written = outputs.iter().any(|output| StorageId::of(output) == StorageId::of(input));
     if is_written { copy_of(input) } else { Ok(input.clone()) }
 }

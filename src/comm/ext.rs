@@ -1,7 +1,7 @@
 //! Blocking and typed forms of the [`ProcessGroup`] methods.
 
 use super::arg_check::ArgCheck;
-use super::{CollectiveArgs, CommError, Pending, ProcessGroup, ReduceOp, StridedPlan};
+use super::{Call, CommError, Pending, ProcessGroup, ReduceOp, StridedPlan};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::tensor::{Element, from_slice, to_vec, zeros};
@@ -80,26 +80,24 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.start_recv(tensor, src)?.wait()
     }
 
-    /// Starts a batch of messages, [`CollectiveArgs::Send`] and [`CollectiveArgs::Recv`] in any order: torch's
-    /// `batch_isend_irecv`. They run at the same time, so ranks that exchange messages with each other, as in a ring, do
-    /// not wait for each other, and all are on their way when this returns. None is started if one has invalid arguments.
+    /// Starts a batch of messages, [`Call::send`] and [`Call::recv`] in any order: torch's `batch_isend_irecv`. They run at
+    /// the same time, so ranks that exchange messages with each other, as in a ring, do not wait for each other, and all are
+    /// on their way when this returns. None is started if one has invalid arguments.
     ///
     /// With NCCL the first messages between two ranks connect them, for which the hosts of both wait for each other here.
-    fn start_messages(&self, messages: &[CollectiveArgs<'_>]) -> Result<Pending, CommError> {
-        let world_size = self.world_size();
+    fn start_messages(&self, messages: &[Call<'_>]) -> Result<Pending, CommError> {
         // A batch of which a part is on its way could not end.
         for message in messages {
-            let check = ArgCheck { group: self.name(), world_size, op: message.op() };
+            let check = ArgCheck::new(self, message.op());
             if !message.op().is_message() {
                 return Err(check.invalid("a batch of messages consists of send and recv".to_owned()));
             }
-            message.check(self.name(), self.rank(), world_size)?;
-            for tensor in message.inputs().iter().chain(message.outputs()) {
-                let first = messages[0].inputs().iter().chain(messages[0].outputs());
-                first.into_iter().try_for_each(|first| check.device(first, tensor))?;
-            }
+            message.check(self)?;
+            let mut pairs = messages[0].tensors().zip(message.tensors());
+            pairs.try_for_each(|(first, tensor)| check.device(first, tensor))?;
         }
-        let started = messages.iter().map(|message| self.start(*message)).collect::<Result<Vec<_>, _>>()?;
+        let started =
+            messages.iter().map(|message| self.start(message.clone())).collect::<Result<Vec<_>, _>>()?;
         self.flush_messages()?;
         Ok(Pending::all(started))
     }

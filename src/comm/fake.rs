@@ -4,11 +4,8 @@
 //! available machine could hold. Outputs keep the values that they had before.
 
 use super::arg_check::ArgCheck;
-use super::args::RootedExchange;
 use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use super::{
-    CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, StridedPlan, Traffic,
-};
+use super::{Call, CallSignature, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, Traffic};
 use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 use std::fmt;
@@ -71,7 +68,7 @@ impl FakeGroup {
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
         let (stats, sent_to) = (Mutex::default(), Mutex::new(vec![0; global_ranks.len()]));
         let group = Self { name: name.into(), rank, global_ranks, stats, sent_to, observer: None };
-        group.check_of(CollectiveOp::Split).rank("own", rank)?;
+        ArgCheck::new(&group, CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
     }
 
@@ -81,36 +78,29 @@ impl FakeGroup {
         Self { observer: Some(observer), ..self }
     }
 
-    fn check_of(&self, op: CollectiveOp) -> ArgCheck<'_> {
-        ArgCheck { group: &self.name, world_size: self.global_ranks.len(), op }
-    }
-
-    /// Starts a call that would move `traffic`, with elements like those of the first of `buffers`. Allocates
-    /// `scratch` elements when it completes.
+    /// Counts a call with `input_elems` elements of input. It holds its `buffers` until it completes, when it allocates
+    /// `scratch` elements.
     fn record(
         &self,
-        op: CollectiveOp,
-        (input_elems, traffic): (usize, &Traffic),
+        call: &CallSignature,
+        input_elems: usize,
         buffers: Vec<Tensor>,
         scratch: usize,
     ) -> Pending {
-        if self.global_ranks.len() == 1 {
-            return Pending::ready();
-        }
-        let (dtype, device) = (buffers[0].dtype(), buffers[0].device().clone());
-        let bytes = dtype.size_in_bytes() as u64;
+        let (op, ranks) = (call.op(), self.world_size());
+        let Some(first) = buffers.first().filter(|_| ranks > 1) else { return Pending::ready() };
+        let (dtype, device) = (first.dtype(), first.device().clone());
+        let traffic = Traffic::new(call, self.rank, ranks);
         let sequence = {
             let mut stats = self.stats.lock();
-            let sequence = stats.ops.values().map(|counted| counted.calls).sum();
-            let counted = stats.ops.entry(op).or_default();
-            counted.calls += 1;
-            counted.bytes_sent += traffic.total_sent() * bytes;
-            counted.bytes_received += traffic.total_received() * bytes;
+            let sequence = stats.total().calls;
+            stats.add(op, traffic.stats(dtype));
             sequence
         };
+        let bytes = dtype.size_in_bytes() as u64;
         self.sent_to.lock().iter_mut().zip(&traffic.sent).for_each(|(sum, sent)| *sum += sent * bytes);
         let Some(observer) = self.observer.clone() else { return Pending::ready() };
-        let started = FakeTransfer { input_elems, traffic };
+        let started = FakeTransfer { input_elems, traffic: &traffic };
         observer(FakeCollective { op, dtype, sequence, started: Some(started) });
         let complete = move || {
             drop(zeros(scratch, dtype, &device)?);
@@ -119,31 +109,6 @@ impl FakeGroup {
             Ok(())
         };
         Pending::new(|| true, complete, |_| {})
-    }
-
-    fn start_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &StridedPlan,
-    ) -> Result<Pending, CommError> {
-        let (send_counts, recv_counts) = plan.counts();
-        let [sent, received] = [send_counts, recv_counts].map(|counts| counts.into_iter().sum::<usize>());
-        let mut buffers = [inputs, outputs].concat();
-        if is_without_peer_access(&inputs[0]) {
-            // The blocks are packed.
-            for elems in [sent, received] {
-                buffers.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
-            }
-        }
-        let traffic = Traffic::strided(self.rank, plan);
-        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), buffers, 0))
-    }
-
-    fn unsupported(&self, op: CollectiveOp) -> CommError {
-        let reason =
-            "not supported by a fake group, whose peers are simulated; create the group of each axis";
-        self.check_of(op).invalid(reason.to_owned())
     }
 }
 
@@ -160,78 +125,44 @@ impl ProcessGroup for FakeGroup {
         &self.global_ranks
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let (rank, ranks) = (self.rank, self.world_size());
-        let op = call.op();
-        match &call {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        let Call { signature, inputs, outputs } = &call;
+        match signature {
             // Backends that move data also compare the blocks with one another.
-            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                self.check_of(op).plan_bounds(inputs, outputs, plan).map(drop)?;
+            CallSignature::AllToAllStrided { plan, .. } => {
+                ArgCheck::new(self, call.op()).plan_bounds(inputs, outputs, plan)?;
             }
-            _ => call.check(&self.name, rank, ranks).map(drop)?,
+            _ => call.check(self)?,
         }
-        Ok(match call {
-            CollectiveArgs::AllReduce { tensor, .. } => {
-                let elems = tensor.elem_count();
-                // The thread backend reduces into its own buffer.
-                let reduced = match elems <= DIRECT_REDUCE_MAX_ELEMS {
-                    true => elems,
-                    false => all_reduce_chunk(ranks, rank, elems).len(),
+        let (rank, ranks) = (self.rank, self.world_size());
+        let mut input_elems = inputs.iter().map(Tensor::elem_count).sum();
+        // Elements that are reduced into a buffer by threads, and received or packed by ranks without access to their peers.
+        let (mut reduced, mut staged) = (0, Vec::new());
+        match signature {
+            CallSignature::AllReduce { elements, .. } | CallSignature::Reduce { elements, .. } => {
+                reduced = match elements.count {
+                    count if count > DIRECT_REDUCE_MAX_ELEMS => all_reduce_chunk(ranks, rank, count).len(),
+                    count if signature.is_target(rank) => count,
+                    _ => 0,
                 };
-                let traffic = Traffic::all_reduce(ranks, rank, elems);
-                self.record(op, (elems, &traffic), vec![tensor.clone()], reduced)
             }
-            CollectiveArgs::ReduceScatter { input, output, .. } => {
-                let traffic = Traffic::reduce_scatter(ranks, rank, output.elem_count());
-                let mut buffers = vec![input.clone(), output.clone()];
-                if input.dtype() != output.dtype() && is_without_peer_access(input) {
-                    // The ranks' elements are received before they are summed.
-                    buffers.push(zeros(input.elem_count(), input.dtype(), input.device())?);
-                }
-                self.record(op, (input.elem_count(), &traffic), buffers, 0)
+            CallSignature::ReduceScatter { chunk, .. } if chunk.dtype != outputs[0].dtype() => {
+                staged = vec![input_elems];
             }
-            CollectiveArgs::AllGather { input, output } => {
-                let traffic = Traffic::all_gather(ranks, rank, input.elem_count());
-                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
+            CallSignature::AllToAllStrided { plan, .. } => {
+                let (send_counts, recv_counts) = plan.counts();
+                input_elems = send_counts.iter().sum();
+                staged = vec![input_elems, recv_counts.iter().sum()];
             }
-            CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
-                let traffic = Traffic::all_to_all(rank, send_counts, recv_counts);
-                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
+            _ => {}
+        }
+        let mut buffers = [*inputs, *outputs].concat();
+        if let Some(like) = call.tensors().next().filter(|tensor| is_without_peer_access(tensor)) {
+            for elems in staged {
+                buffers.push(zeros(elems, like.dtype(), like.device())?);
             }
-            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                self.start_strided(inputs, outputs, plan)?
-            }
-            CollectiveArgs::Broadcast { tensor, root } => {
-                let traffic = Traffic::broadcast(ranks, rank, root, tensor.elem_count());
-                self.record(op, (tensor.elem_count(), &traffic), vec![tensor.clone()], 0)
-            }
-            CollectiveArgs::Reduce { tensor, root, .. } => {
-                let elems = tensor.elem_count();
-                let reduced = match elems <= DIRECT_REDUCE_MAX_ELEMS {
-                    true if rank != root => 0,
-                    true => elems,
-                    false => all_reduce_chunk(ranks, rank, elems).len(),
-                };
-                let traffic = Traffic::reduce(ranks, rank, root, elems);
-                self.record(op, (elems, &traffic), vec![tensor.clone()], reduced)
-            }
-            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
-                let Some(exchange) = call.as_all_to_all(rank, ranks)? else { return Ok(Pending::ready()) };
-                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
-                let traffic = Traffic::all_to_all(rank, &send_counts, &recv_counts);
-                self.record(op, (input.elem_count(), &traffic), vec![input, output], 0)
-            }
-            CollectiveArgs::Barrier => Pending::ready(),
-            CollectiveArgs::Send { tensor, dst } => {
-                let (elems, ends) = (tensor.elem_count(), (rank, dst));
-                let traffic = Traffic::message(ranks, rank, ends, elems);
-                self.record(op, (elems, &traffic), vec![tensor.clone()], 0)
-            }
-            CollectiveArgs::Recv { tensor, src } => {
-                let traffic = Traffic::message(ranks, rank, (src, rank), tensor.elem_count());
-                self.record(op, (0, &traffic), vec![tensor.clone()], 0)
-            }
-        })
+        }
+        Ok(self.record(signature, input_elems, buffers, reduced))
     }
 
     fn split(
@@ -240,7 +171,9 @@ impl ProcessGroup for FakeGroup {
         _color: Option<usize>,
         _key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        Err(self.unsupported(CollectiveOp::Split))
+        let reason =
+            "not supported by a fake group, whose peers are simulated; create the group of each axis";
+        Err(ArgCheck::new(self, CollectiveOp::Split).invalid(reason.to_owned()))
     }
 
     fn stats(&self) -> GroupStats {

@@ -1,7 +1,8 @@
 //! The [`ProcessGroup`] trait, which every backend implements.
 
-use super::{CollectiveArgs, CommError, GroupStats, Pending, ReduceOp, StridedPlan};
+use super::{Call, CallSignature, CommError, Elements, GroupStats, Pending, ReduceOp, StridedPlan};
 use candle_core::{Device, Tensor};
+use std::slice::from_ref;
 use std::sync::Arc;
 
 /// An ordered set of ranks that communicate with one another.
@@ -74,11 +75,11 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// Invalid arguments, or a failure of the group.
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError>;
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError>;
 
     /// Reduces `tensor` over the group, in place, leaving the result on every rank.
     fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::AllReduce { tensor, op })
+        self.start(Call::in_place(CallSignature::AllReduce { op, elements: Elements::of(tensor) }, tensor))
     }
 
     /// Reduces `input` and leaves chunk `rank` of the result in `output`. A sum of 16-bit elements may go to an f32
@@ -92,7 +93,9 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         output: &Tensor,
         op: ReduceOp,
     ) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::ReduceScatter { input, output, op })
+        let chunk = Elements { dtype: input.dtype(), count: output.elem_count() };
+        let signature = CallSignature::ReduceScatter { op, chunk };
+        self.start(Call { signature, inputs: from_ref(input), outputs: from_ref(output) })
     }
 
     /// Concatenates every rank's `input`, in rank order, into `output`.
@@ -100,7 +103,8 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     /// # Shapes
     /// `input`: `n` elements, `output`: `world_size · n`.
     fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::AllGather { input, output })
+        let signature = CallSignature::AllGather { chunk: Elements::of(input) };
+        self.start(Call { signature, inputs: from_ref(input), outputs: from_ref(output) })
     }
 
     /// Sends `send_counts[j]` consecutive elements to rank `j` and receives
@@ -115,7 +119,9 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         send_counts: &[usize],
         recv_counts: &[usize],
     ) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::AllToAll { input, output, send_counts, recv_counts })
+        let (dtype, send, recv) = (input.dtype(), send_counts.into(), recv_counts.into());
+        let signature = CallSignature::AllToAll { dtype, send, recv };
+        self.start(Call { signature, inputs: from_ref(input), outputs: from_ref(output) })
     }
 
     /// Exchanges strided blocks of several tensors in one all-to-all. All tensors
@@ -129,18 +135,20 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         outputs: &[Tensor],
         plan: &Arc<StridedPlan>,
     ) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::AllToAllStrided { inputs, outputs, plan })
+        self.start(Call::strided(inputs, outputs, plan))
     }
 
     /// Copies `tensor` of rank `root` into `tensor` of every other rank.
     fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Broadcast { tensor, root })
+        let elements = Elements::of(tensor);
+        self.start(Call::in_place(CallSignature::Broadcast { elements, root }, tensor))
     }
 
     /// Reduces `tensor` over the group, in place, leaving the result on rank `root` only. The tensors of the other ranks
     /// keep their values.
     fn start_reduce(&self, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Reduce { tensor, op, root })
+        let elements = Elements::of(tensor);
+        self.start(Call::in_place(CallSignature::Reduce { op, elements, root }, tensor))
     }
 
     /// Concatenates every rank's `input`, in rank order, into `output` of rank `root`. The others pass no output.
@@ -153,7 +161,8 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         output: Option<&Tensor>,
         root: usize,
     ) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Gather { input, output, root })
+        let signature = CallSignature::Gather { chunk: Elements::of(input), root };
+        self.start(Call { signature, inputs: from_ref(input), outputs: output.map_or(&[], from_ref) })
     }
 
     /// Copies chunk `rank` of the `input` of rank `root` into every rank's `output`. The others pass no input.
@@ -166,18 +175,19 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         output: &Tensor,
         root: usize,
     ) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Scatter { input, output, root })
+        let signature = CallSignature::Scatter { chunk: Elements::of(output), root };
+        self.start(Call { signature, inputs: input.map_or(&[], from_ref), outputs: from_ref(output) })
     }
 
     /// Sends `tensor` to rank `dst`, which receives it with
     /// [`start_recv`](Self::start_recv). Messages between a pair keep their order.
     fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Send { tensor, dst })
+        self.start(Call::send(tensor, dst))
     }
 
     /// Receives a tensor of the same dtype and element count from rank `src`.
     fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Recv { tensor, src })
+        self.start(Call::recv(tensor, src))
     }
 
     /// Passes the messages issued so far to the backend's library without waiting for them, if it collects messages:
@@ -191,7 +201,7 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
 
     /// Starts an operation that completes once every rank has issued it.
     fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.start(CollectiveArgs::Barrier)
+        self.start(Call::barrier())
     }
 
     /// Splits the group collectively: ranks with the same `color` form a new

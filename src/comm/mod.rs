@@ -4,8 +4,8 @@
 //!
 //! 1. [`ProcessGroup`] (`group.rs`): the contract of every backend, and
 //!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed methods that callers use.
-//! 2. [`CollectiveArgs`] (`args.rs`): a call with its arguments, and argument checks. `call_signature.rs`: the part of a
-//!    call that is compared, recorded, printed and sent.
+//! 2. [`Call`] (`call.rs`): a call with its tensors, and its [`CallSignature`], which is compared, recorded, printed and
+//!    sent. `arg_check.rs`: argument checks.
 //! 3. [`Pending`]: an operation in progress. [`StridedPlan`]: the integers of a
 //!    strided all-to-all, the collective behind Ulysses.
 //! 4. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
@@ -32,9 +32,8 @@
 //! ```
 
 mod arg_check;
-mod args;
 mod buffer;
-mod call_signature;
+mod call;
 mod diagnostics;
 mod discovery;
 mod error;
@@ -60,7 +59,7 @@ pub mod traffic;
 mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS};
-pub use args::CollectiveArgs;
+pub use call::{Call, CallSignature, Elements};
 pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,
 };

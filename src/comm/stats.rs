@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::AddAssign;
 
 /// The operations of a [`ProcessGroup`](super::ProcessGroup), as named in messages
 /// and statistics.
@@ -105,14 +106,17 @@ pub struct GroupStats {
     pub ops: BTreeMap<CollectiveOp, OpStats>,
 }
 
-impl std::ops::AddAssign<&Self> for GroupStats {
+impl AddAssign for OpStats {
+    fn add_assign(&mut self, other: Self) {
+        self.calls += other.calls;
+        self.bytes_sent += other.bytes_sent;
+        self.bytes_received += other.bytes_received;
+    }
+}
+
+impl AddAssign<&Self> for GroupStats {
     fn add_assign(&mut self, other: &Self) {
-        for (op, added) in &other.ops {
-            let sum = self.ops.entry(*op).or_default();
-            sum.calls += added.calls;
-            sum.bytes_sent += added.bytes_sent;
-            sum.bytes_received += added.bytes_received;
-        }
+        other.ops.iter().for_each(|(op, added)| self.add(*op, *added));
     }
 }
 
@@ -124,10 +128,12 @@ impl GroupStats {
 
     /// Returns the sum over all operations.
     pub fn total(&self) -> OpStats {
-        self.ops.values().fold(OpStats::default(), |sum, op| OpStats {
-            calls: sum.calls + op.calls,
-            bytes_sent: sum.bytes_sent + op.bytes_sent,
-            bytes_received: sum.bytes_received + op.bytes_received,
-        })
+        let mut total = OpStats::default();
+        self.ops.values().for_each(|op| total += *op);
+        total
+    }
+
+    pub(super) fn add(&mut self, op: CollectiveOp, added: OpStats) {
+        *self.ops.entry(op).or_default() += added;
     }
 }

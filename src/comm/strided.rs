@@ -2,14 +2,14 @@
 //! cannot access their peers' memory.
 
 use super::arg_check::ArgCheck;
-use super::{CollectiveOp, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
-use candle_core::{DType, Device, Tensor};
+use super::{Call, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
+use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
 
 impl ArgCheck<'_> {
-    /// Checks a plan against the tensors of this rank. Returns their dtype.
+    /// Checks a plan against the tensors of this rank.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] when the plan is for another group size, refers to a missing tensor, exceeds
@@ -20,9 +20,9 @@ impl ArgCheck<'_> {
         inputs: &[Tensor],
         outputs: &[Tensor],
         plan: &StridedPlan,
-    ) -> Result<DType, CommError> {
-        let dtype = self.plan_bounds(inputs, outputs, plan)?;
-        lost_block(plan).map_or(Ok(dtype), |reason| Err(self.invalid(reason)))
+    ) -> Result<(), CommError> {
+        self.plan_bounds(inputs, outputs, plan)?;
+        lost_block(plan).map_or(Ok(()), |reason| Err(self.invalid(reason)))
     }
 
     /// As [`plan`](Self::plan), without the pairwise comparison of blocks, which is slow for thousands of ranks.
@@ -34,8 +34,8 @@ impl ArgCheck<'_> {
         inputs: &[Tensor],
         outputs: &[Tensor],
         plan: &StridedPlan,
-    ) -> Result<DType, CommError> {
-        let dtype = self.tensors(&inputs.iter().chain(outputs).collect::<Vec<_>>())?;
+    ) -> Result<(), CommError> {
+        self.tensors(inputs, outputs)?;
         let world_size = self.world_size;
         for (what, ranks) in [("send", plan.send.len()), ("recv", plan.recv.len())] {
             if ranks != world_size {
@@ -66,7 +66,7 @@ impl ArgCheck<'_> {
                 }
             }
         }
-        Ok(dtype)
+        Ok(())
     }
 }
 
@@ -105,9 +105,10 @@ pub fn pack_exchange_unpack(
     outputs: &[Tensor],
     plan: &Arc<StridedPlan>,
 ) -> Result<Pending, CommError> {
-    let (op, world_size) = (CollectiveOp::AllToAllStrided, group.world_size());
-    let dtype = ArgCheck { group: group.name(), world_size, op }.plan(inputs, outputs, plan)?;
-    let device = &inputs.iter().chain(outputs).next().map_or(Device::Cpu, |tensor| tensor.device().clone());
+    let call = Call::strided(inputs, outputs, plan);
+    call.check(group)?;
+    let Some(first) = call.tensors().next() else { return Ok(Pending::ready()) };
+    let (dtype, device) = (first.dtype(), first.device());
     let (send_counts, recv_counts) = plan.counts();
     let packed = zeros(send_counts.iter().sum::<usize>(), dtype, device)?;
     let received = zeros(recv_counts.iter().sum::<usize>(), dtype, device)?;

@@ -1,6 +1,6 @@
 //! Time that a rank spends in collectives, for any backend.
 
-use super::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
+use super::{Call, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use crate::mesh::RING_AXIS;
 use candle_core::Device;
 use parking_lot::{Mutex, MutexGuard};
@@ -252,13 +252,13 @@ impl GroupWrapper for TimedGroup {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         if call.op().is_message() {
             // Messages involve two ranks only, so they have no sequence number in the group.
             return self.inner.start(call);
         }
         let op = call.op();
-        let input_bytes = call.inputs().iter().map(ulysses_kernels::tensor::bytes).sum::<usize>() as u64;
+        let input_bytes = call.inputs.iter().map(ulysses_kernels::tensor::bytes).sum::<usize>() as u64;
         let kind = Kind { axis: self.axis, op, ranks: self.inner.world_size(), input_bytes };
         let sequence = self.issued.fetch_add(1, Ordering::Relaxed);
         let first = self.inner.global_ranks()[0];

@@ -1,9 +1,10 @@
 //! Element counts that collectives move between each pair of ranks: plain integers.
 //!
-//! The thread backend splits its reductions by these rules and counts what it moves; the
-//! `fake` backend, which moves no data, uses them too.
+//! Threads and MPI split their reductions by these rules and count what they move. The `fake` backend, which moves no
+//! data, and NCCL, whose paths are unknown, count by them.
 
-use super::StridedPlan;
+use super::{CallSignature, Elements, OpStats};
+use candle_core::DType;
 use std::ops::Range;
 
 /// The largest all_reduce in which every rank reduces all elements itself. Above it, each rank
@@ -31,96 +32,73 @@ pub struct Traffic {
     pub received: Vec<u64>,
 }
 
-impl Traffic {
-    /// Builds the traffic of `rank` from the counts for each peer.
-    fn between(
-        ranks: usize,
-        rank: usize,
-        sent: impl Fn(usize) -> usize,
-        received: impl Fn(usize) -> usize,
-    ) -> Self {
-        let to_peers = |elements: &dyn Fn(usize) -> usize| {
-            (0..ranks).map(|peer| if peer == rank { 0 } else { elements(peer) as u64 }).collect()
+impl CallSignature {
+    /// Returns whether a rank gets the result of a reduction: all ranks do, or only the root of a reduce.
+    pub(super) fn is_target(&self, rank: usize) -> bool {
+        !matches!(self, Self::Reduce { root, .. } if *root != rank)
+    }
+
+    /// Returns the elements that `rank` of a group of `ranks` sends to and receives from every rank, itself included, in
+    /// a checked call.
+    pub(super) fn counts(&self, rank: usize, ranks: usize) -> (Vec<usize>, Vec<usize>) {
+        let if_true = |is_moved: bool, count: usize| if is_moved { count } else { 0 };
+        let chunk = |rank, count| all_reduce_chunk(ranks, rank, count).len();
+        let moved = |from: usize, to: usize| match self {
+            Self::AllReduce { elements: Elements { count, .. }, .. }
+            | Self::Reduce { elements: Elements { count, .. }, .. } => match *count {
+                // Directly if they are few, else in chunks: each rank reduces one, and sends it to the targets.
+                count @ ..=DIRECT_REDUCE_MAX_ELEMS => if_true(self.is_target(to), count),
+                count => chunk(to, count) + if_true(self.is_target(to), chunk(from, count)),
+            },
+            Self::AllGather { chunk } | Self::ReduceScatter { chunk, .. } => chunk.count,
+            Self::Broadcast { elements, root } => if_true(from == *root, elements.count),
+            Self::Gather { chunk, root } => if_true(to == *root, chunk.count),
+            Self::Scatter { chunk, root } => if_true(from == *root, chunk.count),
+            Self::Send { elements, dst } => if_true((from, to) == (rank, *dst), elements.count),
+            Self::Recv { elements, src } => if_true((from, to) == (*src, rank), elements.count),
+            _ => 0,
         };
-        Self { sent: to_peers(&sent), received: to_peers(&received) }
-    }
-
-    /// All-gather of `count` elements per rank.
-    pub fn all_gather(ranks: usize, rank: usize, count: usize) -> Self {
-        Self::between(ranks, rank, |_| count, |_| count)
-    }
-
-    /// Reduce-scatter with `chunk` elements per rank.
-    pub fn reduce_scatter(ranks: usize, rank: usize, chunk: usize) -> Self {
-        Self::between(ranks, rank, |_| chunk, |_| chunk)
-    }
-
-    /// All-reduce of `count` elements: directly if they are few, else in chunks, where each rank
-    /// reduces one chunk and collects the others.
-    pub fn all_reduce(ranks: usize, rank: usize, count: usize) -> Self {
-        if count <= DIRECT_REDUCE_MAX_ELEMS {
-            return Self::all_gather(ranks, rank, count);
+        match self {
+            Self::AllToAll { send, recv, .. } => (send.to_vec(), recv.to_vec()),
+            Self::AllToAllStrided { plan, .. } => plan.counts(),
+            _ => {
+                let sent = (0..ranks).map(|peer| moved(rank, peer));
+                (sent.collect(), (0..ranks).map(|peer| moved(peer, rank)).collect())
+            }
         }
-        let own = all_reduce_chunk(ranks, rank, count).len();
-        let both = |peer| own + all_reduce_chunk(ranks, peer, count).len();
-        Self::between(ranks, rank, both, both)
+    }
+}
+
+impl Traffic {
+    /// Returns the traffic of `rank` of a group of `ranks` in a call, by the algorithms of threads and MPI.
+    pub fn new(call: &CallSignature, rank: usize, ranks: usize) -> Self {
+        let (sent, received) = call.counts(rank, ranks);
+        let to_peers = |counts: Vec<usize>| {
+            let of_peer = |(peer, count)| if peer == rank { 0 } else { count as u64 };
+            counts.into_iter().enumerate().map(of_peer).collect()
+        };
+        Self { sent: to_peers(sent), received: to_peers(received) }
     }
 
-    /// All-to-all with the given counts.
-    pub fn all_to_all(rank: usize, send_counts: &[usize], recv_counts: &[usize]) -> Self {
-        Self::between(send_counts.len(), rank, |peer| send_counts[peer], |peer| recv_counts[peer])
-    }
-
-    /// Strided all-to-all of a plan.
-    pub fn strided(rank: usize, plan: &StridedPlan) -> Self {
-        let (send_counts, recv_counts) = plan.counts();
-        Self::all_to_all(rank, &send_counts, &recv_counts)
-    }
-
-    /// Broadcast of `count` elements from `root`.
-    pub fn broadcast(ranks: usize, rank: usize, root: usize, count: usize) -> Self {
-        let if_root = |is_root: bool| if is_root { count } else { 0 };
-        Self::between(ranks, rank, |_| if_root(rank == root), |peer| if_root(peer == root))
-    }
-
-    /// Reduce of `count` elements to `root`: as an all-reduce, but only the root collects results.
-    pub fn reduce(ranks: usize, rank: usize, root: usize, count: usize) -> Self {
-        let (to_root, at_root) = (|peer: usize| peer == root, rank == root);
-        if count <= DIRECT_REDUCE_MAX_ELEMS {
-            let (sent, received) =
-                (|peer| if to_root(peer) { count } else { 0 }, if at_root { count } else { 0 });
-            return Self::between(ranks, rank, sent, |_| received);
-        }
-        let chunk = |rank| all_reduce_chunk(ranks, rank, count).len();
-        let own = chunk(rank);
-        Self::between(
-            ranks,
-            rank,
-            |peer| chunk(peer) + if to_root(peer) { own } else { 0 },
-            |peer| own + if at_root { chunk(peer) } else { 0 },
-        )
-    }
-
-    /// Message of `count` elements from `src` to `dst`, on one of the two.
-    pub fn message(ranks: usize, rank: usize, (src, dst): (usize, usize), count: usize) -> Self {
-        let is = |from, to| if (from, to) == (src, dst) { count } else { 0 };
-        Self::between(ranks, rank, |peer| is(rank, peer), |peer| is(peer, rank))
-    }
-
-    /// Returns the elements sent to all members.
-    pub fn total_sent(&self) -> u64 {
-        self.sent.iter().sum()
-    }
-
-    /// Returns the elements received from all members.
-    pub fn total_received(&self) -> u64 {
-        self.received.iter().sum()
+    /// Returns one call with the bytes of this traffic.
+    pub fn stats(&self, dtype: DType) -> OpStats {
+        let bytes = |elements: &[u64]| elements.iter().sum::<u64>() * dtype.size_in_bytes() as u64;
+        OpStats { calls: 1, bytes_sent: bytes(&self.sent), bytes_received: bytes(&self.received) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::ReduceOp;
+
+    fn reduction(count: usize, root: Option<usize>) -> CallSignature {
+        let (op, elements) = (ReduceOp::Sum, Elements { dtype: DType::F32, count });
+        match root {
+            Some(root) => CallSignature::Reduce { op, elements, root },
+            None => CallSignature::AllReduce { op, elements },
+        }
+    }
 
     #[test]
     fn chunks_cover_the_elements_and_begin_aligned() {
@@ -134,23 +112,21 @@ mod tests {
 
     #[test]
     fn what_one_rank_sends_to_another_the_other_receives() {
-        for count in [7, 4096, 4097, 100_003] {
-            let all: Vec<_> = (0..5).map(|rank| Traffic::all_reduce(5, rank, count)).collect();
+        for (count, root) in
+            [7, 4096, 4097, 100_003].into_iter().flat_map(|count| [(count, None), (count, Some(3))])
+        {
+            let all: Vec<_> = (0..5).map(|rank| Traffic::new(&reduction(count, root), rank, 5)).collect();
             for (from, to) in (0..5).flat_map(|from| (0..5).map(move |to| (from, to))) {
                 assert_eq!(all[from].sent[to], all[to].received[from]);
             }
             assert!((0..5).all(|rank| all[rank].sent[rank] == 0));
-            let all: Vec<_> = (0..5).map(|rank| Traffic::reduce(5, rank, 3, count)).collect();
-            for (from, to) in (0..5).flat_map(|from| (0..5).map(move |to| (from, to))) {
-                assert_eq!(all[from].sent[to], all[to].received[from]);
-            }
         }
     }
 
     #[test]
     fn a_chunked_reduction_sends_what_a_ring_would() {
         // 2 (P − 1)/P of the elements, in any order.
-        let all = (0..4).map(|rank| Traffic::all_reduce(4, rank, 64_000));
-        assert!(all.into_iter().all(|traffic| traffic.total_sent() == 2 * 64_000 * 3 / 4));
+        let all = (0..4).map(|rank| Traffic::new(&reduction(64_000, None), rank, 4));
+        assert!(all.into_iter().all(|traffic| traffic.sent.iter().sum::<u64>() == 2 * 64_000 * 3 / 4));
     }
 }

@@ -1,6 +1,6 @@
 //! Process groups that wrap other groups: for timing, checking, recording, or faults in tests.
 
-use super::{CollectiveArgs, CommError, GroupStats, Pending, ProcessGroup};
+use super::{Call, CommError, GroupStats, Pending, ProcessGroup};
 use candle_core::Device;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub trait GroupWrapper: Send + Sync + Debug {
     ///
     /// # Errors
     /// Those of the inner group.
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         self.inner().start(call)
     }
 
@@ -67,7 +67,7 @@ impl<W: GroupWrapper> ProcessGroup for W {
         self.inner().flush_messages()
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         GroupWrapper::start(self, call)
     }
 

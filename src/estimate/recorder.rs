@@ -94,7 +94,7 @@ impl Recorder {
             purpose,
             input_bytes: input_elems as u64 * bytes,
             sent_to: traffic.sent.iter().map(|elems| elems * bytes).collect(),
-            received_bytes: traffic.total_received() * bytes,
+            received_bytes: traffic.stats(dtype).bytes_received,
         }));
     }
 

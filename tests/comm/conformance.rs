@@ -195,7 +195,7 @@ fn a_fake_group_counts_operations_with_a_root_and_messages_as_threads_do() {
     use crate::support::comm::{Backend, Group, tensor, zeros};
     use std::sync::Arc;
     use ulysses::comm::fake::FakeGroup;
-    use ulysses::comm::{CollectiveArgs, CommError, GroupStats, ProcessGroupExt, ReduceOp};
+    use ulysses::comm::{Call, CommError, GroupStats, ProcessGroupExt, ReduceOp};
 
     const RANKS: usize = 3;
     fn operations(group: Group) -> Result<GroupStats, CommError> {
@@ -207,10 +207,7 @@ fn a_fake_group_counts_operations_with_a_root_and_messages_as_threads_do() {
         group.scatter(whole.as_ref(), &zeros::<f32>(7), root)?;
         let (sent, received) = (zeros::<f64>(9), zeros::<f64>(9));
         let (next, previous) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
-        let ring = [
-            CollectiveArgs::Send { tensor: &sent, dst: next },
-            CollectiveArgs::Recv { tensor: &received, src: previous },
-        ];
+        let ring = [Call::send(&sent, next), Call::recv(&received, previous)];
         let pending = group.start_messages(&ring)?;
         crate::support::comm::pending::poll_to_the_end(&pending);
         pending.wait()?;

@@ -6,9 +6,7 @@ use crate::support::problems::{CONFIG, packed_batch, problem};
 use candle_core::Tensor;
 use serde_json::json;
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{
-    CollectiveArgs, CollectiveOp, CommError, GroupWrapper, LaunchOptions, Pending, ProcessGroup,
-};
+use ulysses::comm::{Call, CollectiveOp, CommError, GroupWrapper, LaunchOptions, Pending, ProcessGroup};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
@@ -30,7 +28,7 @@ impl GroupWrapper for Noting {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         if call.op() != CollectiveOp::AllToAllStrided {
             return self.inner.start(call);
         }

@@ -372,7 +372,7 @@ fn a_forbidden_import_is_reported_with_file_and_line() {
     );
     assert_eq!(
         violations[0].to_string(),
-        "src/model/mod.rs:3: `model` must not import `comm`; it may import [\"kernels\"]"
+        "src/model/mod.rs:3: `model` must not import `comm`; it may import [\"kernels\", \"nn\"]"
     );
 }
 

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
+use ulysses::comm::{Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
@@ -36,23 +36,24 @@ impl GroupWrapper for FaultyGroup {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         let tensor_error = |error: OpError| CommError::Tensor(error.to_string());
-        match (self.fault, call) {
-            (fault, CollectiveArgs::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => {
-                match fault {
-                    Fault::SkipsTheSum => Ok(Pending::ready()),
-                    Fault::ScalesByWorldSize => {
-                        let (sum, factor) = (tensor.clone(), self.world_size() as f32);
-                        let scale =
-                            move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
-                        Ok(self.inner.start(call)?.then(scale))
-                    }
-                }
+        match (self.fault, call.signature()) {
+            (Fault::SkipsTheSum, CallSignature::AllReduce { elements, .. })
+                if elements.dtype == DType::F32 =>
+            {
+                Ok(Pending::ready())
             }
-            (Fault::SkipsTheSum, CollectiveArgs::ReduceScatter { input, output, .. }) => {
-                let own = input.narrow(0, self.rank() * output.elem_count(), output.elem_count())?;
-                ulysses::kernels::strided_copy::copy(&own, output).map_err(tensor_error)?;
+            (Fault::ScalesByWorldSize, CallSignature::AllReduce { elements, .. })
+                if elements.dtype == DType::F32 =>
+            {
+                let (sum, factor) = (call.outputs()[0].clone(), self.world_size() as f32);
+                let scale = move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
+                Ok(self.inner.start(call)?.then(scale))
+            }
+            (Fault::SkipsTheSum, CallSignature::ReduceScatter { chunk, .. }) => {
+                let own = call.inputs()[0].narrow(0, self.rank() * chunk.count, chunk.count)?;
+                ulysses::kernels::strided_copy::copy(&own, &call.outputs()[0]).map_err(tensor_error)?;
                 Ok(Pending::ready())
             }
             _ => self.inner.start(call),
@@ -80,9 +81,11 @@ impl GroupWrapper for LossyGroup {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let CollectiveArgs::AllToAllStrided { outputs, .. } = call else { return self.inner.start(call) };
-        let outputs = outputs.to_vec();
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        if call.op() != CollectiveOp::AllToAllStrided {
+            return self.inner.start(call);
+        }
+        let outputs = call.outputs().to_vec();
         let pending = self.inner.start(call)?;
         if self.transfers.fetch_add(1, Ordering::Relaxed) != self.lost {
             return Ok(pending);

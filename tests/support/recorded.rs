@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
+use ulysses::comm::{Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::zero::ZeroGroups;
 
 /// An operation that a rank started.
@@ -34,11 +34,11 @@ impl Recorded {
     }
 
     /// Returns the bytes of the rank's input. For a strided exchange, only the sent elements count.
-    fn input_bytes(call: CollectiveArgs<'_>) -> usize {
+    fn input_bytes(call: &Call<'_>) -> usize {
         let bytes = |elements: usize, like: &Tensor| elements * like.dtype().size_in_bytes();
-        match call {
-            CollectiveArgs::AllToAllStrided { inputs, plan, .. } => {
-                bytes(plan.counts().0.into_iter().sum(), &inputs[0])
+        match call.signature() {
+            CallSignature::AllToAllStrided { plan, .. } => {
+                bytes(plan.counts().0.into_iter().sum(), &call.inputs()[0])
             }
             _ => call.inputs().iter().map(|tensor| bytes(tensor.elem_count(), tensor)).sum(),
         }
@@ -50,9 +50,9 @@ impl GroupWrapper for Recorded {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         if self.inner.world_size() > 1 && call.op() != CollectiveOp::Barrier {
-            let input_bytes = Self::input_bytes(call) as u64;
+            let input_bytes = Self::input_bytes(&call) as u64;
             self.log.lock().unwrap().push(Started { op: call.op(), axis: self.axis, input_bytes });
         }
         self.inner.start(call)

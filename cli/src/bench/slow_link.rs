@@ -3,7 +3,7 @@
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
+use ulysses::comm::{Call, CallSignature, CommError, GroupWrapper, Pending, ProcessGroup, Traffic};
 
 /// A group whose exchanges take as long as over one link of a chosen rate per rank. The link transfers one exchange
 /// after the other from their start on, whatever the rank does: a wait ends no earlier than the transfer.
@@ -66,15 +66,13 @@ impl GroupWrapper for SlowLink {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let CollectiveArgs::AllToAllStrided { inputs, plan, .. } = call else {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        let CallSignature::AllToAllStrided { dtype, .. } = *call.signature() else {
             return self.inner.start(call);
         };
-        let mut elements = plan.counts().0;
-        elements[self.inner.rank()] = 0;
-        let bytes = elements.iter().sum::<usize>() * inputs[0].dtype().size_in_bytes();
+        let traffic = Traffic::new(call.signature(), self.inner.rank(), self.inner.world_size());
         let pending = self.inner.start(call)?;
-        let (arrives, state) = (self.transfer(bytes as u64), self.state.clone());
+        let (arrives, state) = (self.transfer(traffic.stats(dtype).bytes_sent), self.state.clone());
         let left = move || arrives.saturating_duration_since(Instant::now());
         let pending = pending.around(move |complete| {
             state.lock().exposed += left();

@@ -1,7 +1,7 @@
 //! The desync check: compares the calls of all ranks of a group.
 
-use crate::comm::call_signature::CallSignature;
-use crate::comm::{CommError, StridedBlock};
+use super::GroupLabel;
+use crate::comm::{CallSignature, CollectiveOp, CommError, Elements, StridedBlock};
 
 /// A call of one rank that differs from the calls of the others.
 #[derive(Debug, PartialEq, Eq)]
@@ -13,14 +13,14 @@ pub(in crate::comm) struct Divergence {
 }
 
 impl Divergence {
-    /// Maps ranks of the group to global ranks.
-    pub(in crate::comm) fn with_global_ranks(self, global_ranks: &[usize]) -> Self {
-        let others = self.others.into_iter().map(|rank| global_ranks[rank]).collect();
-        Self { rank: global_ranks[self.rank], others, ..self }
+    /// Returns the error that all ranks of `group` report, for a divergence of ranks of the group.
+    pub(in crate::comm) fn error_in(self, group: &GroupLabel, sequence: u64) -> CommError {
+        let others = self.others.into_iter().map(|rank| group.members[rank]).collect();
+        Self { rank: group.members[self.rank], others, ..self }.into_error(&group.name, sequence)
     }
 
-    /// Returns the error that all ranks of the group report.
-    pub(in crate::comm) fn into_error(self, group: &str, sequence: u64) -> CommError {
+    /// As [`error_in`](Self::error_in), for a divergence of global ranks.
+    pub(super) fn into_error(self, group: &str, sequence: u64) -> CommError {
         let Divergence { rank, called, others, others_called } = self;
         CommError::Desync { group: group.to_owned(), sequence, rank, called, others, others_called }
     }
@@ -31,22 +31,12 @@ impl Divergence {
 fn agree(one: &CallSignature, other: &CallSignature) -> bool {
     use CallSignature::*;
     match (one, other) {
-        (AllReduce { op, elements }, AllReduce { op: o, elements: e }) => (op, elements) == (o, e),
-        (ReduceScatter { op, chunk }, ReduceScatter { op: o, chunk: c }) => (op, chunk) == (o, c),
-        (AllGather { chunk }, AllGather { chunk: c }) => chunk == c,
         (AllToAll { dtype, .. }, AllToAll { dtype: d, .. })
         | (AllToAllStrided { dtype, .. }, AllToAllStrided { dtype: d, .. }) => dtype == d,
-        (Broadcast { elements, root }, Broadcast { elements: e, root: r }) => (elements, root) == (e, r),
-        (Reduce { op, elements, root }, Reduce { op: o, elements: e, root: r }) => {
-            (op, elements, root) == (o, e, r)
-        }
-        (Gather { chunk, root }, Gather { chunk: c, root: r })
-        | (Scatter { chunk, root }, Scatter { chunk: c, root: r }) => (chunk, root) == (c, r),
-        (Barrier, Barrier) => true,
         (Split { name, color, .. }, Split { name: n, color: c, .. }) => {
             color != c || color.is_none() || name == n
         }
-        _ => false,
+        _ => one == other,
     }
 }
 
@@ -66,6 +56,21 @@ pub(in crate::comm) fn compare(calls: &[&CallSignature]) -> Result<(), Divergenc
     };
     let others_called = others.first().map_or_else(String::new, |&other| calls[other].to_string());
     Err(Divergence { rank, called: calls[rank].to_string(), others, others_called })
+}
+
+/// Compares the elements that rank `src` of a group sends with those that rank `dst` expects.
+pub(in crate::comm) fn compare_message(
+    src: usize,
+    sent: Elements,
+    dst: usize,
+    expected: Elements,
+) -> Result<(), Divergence> {
+    if sent == expected {
+        return Ok(());
+    }
+    let (called, others_called) =
+        (format!("{}({sent})", CollectiveOp::Send), format!("{}({expected})", CollectiveOp::Recv));
+    Err(Divergence { rank: src, called, others: vec![dst], others_called })
 }
 
 /// Compares the whole count matrix of an all-to-all: each rank must send what its peer
@@ -138,7 +143,6 @@ fn blocks<'a>(blocks: impl Iterator<Item = &'a StridedBlock>) -> String {
 mod tests {
     use super::*;
     use crate::comm::ReduceOp;
-    use crate::comm::call_signature::Elements;
     use candle_core::DType;
 
     #[test]

@@ -1,9 +1,9 @@
 //! The desync check for backends that do not compare calls themselves, such as NCCL.
 
 use super::{GroupLabel, compare};
-use crate::comm::call_signature::CallSignature;
 use crate::comm::{
-    CollectiveArgs, CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt,
+    Call, CallSignature, CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup,
+    ProcessGroupExt,
 };
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -78,8 +78,7 @@ impl DesyncCheck {
                 .collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                let error =
-                    divergence.with_global_ranks(self.global_ranks()).into_error(self.name(), sequence);
+                let error = divergence.error_in(&self.label, sequence);
                 self.inner.abort(&error.to_string());
                 error
             })?;
@@ -94,11 +93,12 @@ impl GroupWrapper for DesyncCheck {
         &self.inner
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
         if !call.op().is_message() {
             // The arguments are valid: the ranks compare calls that can be made, and the comparison indexes the
             // counts of all ranks.
-            self.agree(&call.check(self.name(), self.rank(), self.world_size())?)?;
+            call.check(self)?;
+            self.agree(&call.signature)?;
         }
         self.inner.start(call)
     }
@@ -258,22 +258,19 @@ mod tests {
         let refused = on_ranks(|rank, group| {
             let of = |elems: usize| Tensor::zeros(elems, DType::F32, &Device::Cpu);
             let (two, four, columns) = (of(2)?, of(4)?, of(4)?.reshape((2, 2))?.t()?);
-            let calls = [
-                CollectiveArgs::AllReduce { tensor: &columns, op: ReduceOp::Sum },
-                CollectiveArgs::ReduceScatter { input: &four, output: &two, op: ReduceOp::Sum },
-                CollectiveArgs::AllGather { input: &two, output: &four },
-                CollectiveArgs::AllToAll {
-                    input: &columns,
-                    output: &four,
-                    send_counts: &[4, 0, 0],
-                    recv_counts: &[4, 0, 0],
-                },
-                CollectiveArgs::Broadcast { tensor: &two, root: 3 },
-            ];
             // The other ranks wait at the barrier, which is the first call of this rank.
-            let calls = calls.into_iter().filter(|_| rank == 1);
-            let refused = calls.map(|call| group.start(call).map(drop));
-            let refused = refused.filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));
+            let refused = match rank {
+                1 => vec![
+                    group.start_all_reduce(&columns, ReduceOp::Sum),
+                    group.start_reduce_scatter(&four, &two, ReduceOp::Sum),
+                    group.start_all_gather(&two, &four),
+                    group.start_all_to_all(&columns, &four, &[4, 0, 0], &[4, 0, 0]),
+                    group.start_broadcast(&two, 3),
+                ],
+                _ => Vec::new(),
+            };
+            let refused =
+                refused.iter().filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));
             let num_refused = refused.count();
             group.barrier()?;
             Ok(num_refused)

@@ -1,7 +1,6 @@
 //! The flight recorder: the last operations of a rank, for hang reports.
 
-use crate::comm::CollectiveOp;
-use crate::comm::call_signature::CallSignature;
+use crate::comm::{CallSignature, CollectiveOp};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;

@@ -21,7 +21,7 @@ pub(super) mod tests;
     allow(unused_imports, reason = "threads share memory")
 )]
 pub(super) use control_message::ControlMessage;
-pub(super) use desync::compare;
+pub(super) use desync::{compare, compare_message};
 #[cfg(feature = "nccl")]
 pub(super) use desync_check::{CallLog, DesyncCheck};
 #[cfg_attr(

@@ -2,8 +2,7 @@
 
 use super::divergence::{Calls, divergence, mismatched_op, not_arrived, reporting_rank};
 use super::*;
-use crate::comm::ReduceOp;
-use crate::comm::call_signature::{CallSignature, Elements};
+use crate::comm::{CallSignature, Elements, ReduceOp};
 use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::Arc;

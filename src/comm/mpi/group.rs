@@ -6,11 +6,11 @@ use super::strided_all_to_all::{StridedAllToAll, all_to_all_strided};
 use super::transfers::{Members, Transfers};
 use super::{collective, message, progress};
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::args::RootedExchange;
 use crate::comm::buffer::copy_if_shared;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, Sequences};
-use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp};
+use crate::comm::{
+    Call, CallSignature, CollectiveOp, CommError, GroupStats, OpStats, Pending, ProcessGroup, ReduceOp,
+};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -30,18 +30,12 @@ impl MpiGroup {
     }
 
     /// Runs the checks that need no peer, and checks that MPI can access the tensors.
-    fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
-        let (group, world_size) = (self.members.name.as_str(), self.members.world_size());
-        let signature = call.check(group, self.members.rank, world_size)?;
-        let mut tensors = call.inputs().iter().chain(call.outputs());
-        match tensors.find(|tensor| !tensor.device().is_cpu()) {
-            None => Ok(signature),
-            Some(tensor) => {
-                let location = tensor.device().location();
-                let check = ArgCheck { group, world_size, op: call.op() };
-                Err(check.invalid(format!("MPI supports CPU tensors only, got a tensor on {location:?}")))
-            }
-        }
+    fn check_args(&self, call: &Call<'_>) -> Result<(), CommError> {
+        call.check(self)?;
+        let Some(tensor) = call.tensors().find(|tensor| !tensor.device().is_cpu()) else { return Ok(()) };
+        let reason =
+            format!("MPI supports CPU tensors only, got a tensor on {:?}", tensor.device().location());
+        Err(ArgCheck::new(self, call.op()).invalid(reason))
     }
 
     /// Starts a collective with checked arguments, after the desync check if that is
@@ -66,7 +60,7 @@ impl MpiGroup {
             let mut sequences = self.sequences.lock();
             let sequence = sequences.next(kind);
             if members.world_size() > 1 {
-                members.stats.lock().ops.entry(call.op()).or_default().calls += 1;
+                members.stats.lock().add(call.op(), OpStats { calls: 1, ..OpStats::default() });
             }
             let operation = Operation::new(members, kind, sequence, call.op(), first);
             let channel = operation.channel;
@@ -85,28 +79,13 @@ impl MpiGroup {
     fn reduce_to(
         &self,
         call: CallSignature,
-        tensor: &Tensor,
+        tensor: Tensor,
         op: ReduceOp,
         root: Option<usize>,
     ) -> Result<Pending, CommError> {
-        let tensor = tensor.clone();
         self.begin(call, move |transfers, members| {
             collective::reduce_to(transfers, members, tensor, op, root)
         })
-    }
-
-    fn start_strided(
-        &self,
-        call: CallSignature,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-    ) -> Result<Pending, CommError> {
-        let CallSignature::AllToAllStrided { dtype, plan } = &call else { return Ok(Pending::ready()) };
-        let written: Vec<&Tensor> = outputs.iter().collect();
-        let inputs = inputs.iter().map(|input| copy_if_shared(input, &written)).collect::<Result<_, _>>()?;
-        let strided =
-            StridedAllToAll { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
-        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, strided))
     }
 
     /// Waits for all members and returns their calls.
@@ -168,60 +147,47 @@ impl ProcessGroup for MpiGroup {
         }
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let signature = self.check_args(&call)?;
-        match call {
-            CollectiveArgs::AllReduce { tensor, op } => self.reduce_to(signature, tensor, op, None),
-            CollectiveArgs::Reduce { tensor, op, root } => self.reduce_to(signature, tensor, op, Some(root)),
-            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
-                let exchange = call.as_all_to_all(self.members.rank, self.members.world_size())?;
-                let Some(exchange) = exchange else { return Ok(Pending::ready()) };
-                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
-                let input = copy_if_shared(&input, &[&output])?;
-                self.begin(signature, move |transfers, members| {
-                    collective::all_to_all(
-                        transfers,
-                        members,
-                        (&input, &send_counts),
-                        (&output, &recv_counts),
-                    )
-                })
-            }
-            CollectiveArgs::ReduceScatter { input, output, op } => {
-                let (input, output) = (input.clone(), output.clone());
-                self.begin(signature, move |transfers, members| {
-                    collective::reduce_scatter(transfers, members, input, output, op)
-                })
-            }
-            CollectiveArgs::AllGather { input, output } => {
-                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        self.check_args(&call)?;
+        let [input, output] = call.input_and_output()?;
+        let Call { signature, inputs, outputs } = call;
+        match signature {
+            CallSignature::AllReduce { op, .. } => self.reduce_to(signature, output, op, None),
+            CallSignature::Reduce { op, root, .. } => self.reduce_to(signature, output, op, Some(root)),
+            CallSignature::ReduceScatter { op, .. } => self.begin(signature, move |transfers, members| {
+                collective::reduce_scatter(transfers, members, input, output, op)
+            }),
+            CallSignature::AllGather { .. } => {
+                let input = copy_if_shared(&input, outputs)?;
                 self.begin(signature, move |transfers, members| {
                     collective::all_gather(transfers, members, &input, &output)
                 })
             }
-            CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
-                let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-                let (input, output) = (copy_if_shared(input, &[output])?, output.clone());
+            CallSignature::AllToAll { .. } | CallSignature::Gather { .. } | CallSignature::Scatter { .. } => {
+                let input = copy_if_shared(&input, outputs)?;
+                let (send, recv) = signature.counts(self.members.rank, self.members.world_size());
                 self.begin(signature, move |transfers, members| {
                     collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
                 })
             }
-            CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
-                self.start_strided(signature, inputs, outputs)
-            }
-            CollectiveArgs::Broadcast { tensor, root } => {
-                let tensor = tensor.clone();
+            CallSignature::AllToAllStrided { dtype, ref plan } => {
+                let inputs = inputs.iter().map(|input| copy_if_shared(input, outputs));
+                let (inputs, plan) = (inputs.collect::<Result<_, _>>()?, plan.clone());
+                let strided = StridedAllToAll { inputs, outputs: outputs.to_vec(), plan, dtype };
                 self.begin(signature, move |transfers, members| {
-                    collective::broadcast(transfers, members, &tensor, root)
+                    all_to_all_strided(transfers, members, strided)
                 })
             }
-            CollectiveArgs::Send { tensor, dst } => {
-                self.issue(signature, ChannelKind::SendTo(dst), message::send(tensor.clone(), dst))
+            CallSignature::Broadcast { root, .. } => self.begin(signature, move |transfers, members| {
+                collective::broadcast(transfers, members, &output, root)
+            }),
+            CallSignature::Send { dst, .. } => {
+                self.issue(signature, ChannelKind::SendTo(dst), message::send(input, dst))
             }
-            CollectiveArgs::Recv { tensor, src } => {
-                self.issue(signature, ChannelKind::RecvFrom(src), message::receive(tensor.clone(), src))
+            CallSignature::Recv { src, .. } => {
+                self.issue(signature, ChannelKind::RecvFrom(src), message::receive(output, src))
             }
-            CollectiveArgs::Barrier => {
+            CallSignature::Barrier | CallSignature::Split { .. } => {
                 let first = Step::compare_then(signature.clone(), |_, _, _| Ok(None));
                 self.issue(signature, ChannelKind::Collectives, first)
             }

@@ -3,8 +3,8 @@
 
 use super::operation::Step;
 use super::transfers::Members;
-use crate::comm::call_signature::Elements;
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::diagnostics::compare_message;
+use crate::comm::{CommError, Elements};
 use candle_core::Tensor;
 
 /// Completes when the receiver has received the elements.
@@ -46,16 +46,6 @@ fn check_header(
 ) -> Result<(), CommError> {
     let sent: Elements =
         serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
-    let expected = Elements::of(output);
-    if sent == expected {
-        return Ok(());
-    }
-    Err(CommError::Desync {
-        group: members.name.clone(),
-        sequence,
-        rank: members.global_ranks[from],
-        called: format!("{}({sent})", CollectiveOp::Send),
-        others: vec![members.global_rank()],
-        others_called: format!("{}({expected})", CollectiveOp::Recv),
-    })
+    compare_message(from, sent, members.rank, Elements::of(output))
+        .map_err(|divergence| divergence.error_in(&members.label, sequence))
 }

@@ -1,10 +1,9 @@
 //! An operation in progress: its messages, and the step that follows them.
 
 use super::transfers::{Members, OpLabel, Transfers};
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, Wait, compare};
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::{CallSignature, CollectiveOp, CommError};
 use std::fmt;
 use std::sync::Arc;
 
@@ -51,11 +50,8 @@ impl Step {
                 });
                 let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
                 let label = transfers.label();
-                compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                    divergence
-                        .with_global_ranks(&members.global_ranks)
-                        .into_error(&members.name, label.sequence)
-                })?;
+                compare(&calls.iter().collect::<Vec<_>>())
+                    .map_err(|divergence| divergence.error_in(&members.label, label.sequence))?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
             })))

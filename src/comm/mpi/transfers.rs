@@ -4,7 +4,7 @@ use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
 use super::staging::Staging;
 use crate::comm::diagnostics::GroupLabel;
-use crate::comm::{CollectiveOp, CommError, GroupStats};
+use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::ffi::c_int;
@@ -246,13 +246,9 @@ impl Transfers {
 
     /// Adds the bytes moved to the group's counters.
     pub(super) fn count(&self, members: &Members) {
-        let sent_bytes: u64 = self.sent_bytes.iter().sum();
-        if members.world_size() > 1 && sent_bytes + self.received_bytes > 0 {
-            let mut stats = members.stats.lock();
-            let counters = stats.ops.entry(self.label.op).or_default();
-            counters.bytes_sent += sent_bytes;
-            counters.bytes_received += self.received_bytes;
-            drop(stats);
+        let (bytes_sent, bytes_received) = (self.sent_bytes.iter().sum(), self.received_bytes);
+        if members.world_size() > 1 && bytes_sent + bytes_received > 0 {
+            members.stats.lock().add(self.label.op, OpStats { calls: 0, bytes_sent, bytes_received });
             let mut sent_to = members.sent_to.lock();
             sent_to.iter_mut().zip(&self.sent_bytes).for_each(|(sum, sent)| *sum += sent);
         }

@@ -1,25 +1,24 @@
 //! [`ProcessGroup`] on an NCCL communicator.
 
 use super::communicator::Communicator;
-use super::operation::{Enqueue, Inner, ShutdownGuard, data_type, operator, source, target};
-use super::traffic::{MovedBytes, offsets};
+use super::operation::{Enqueue, Enqueued, Inner, ShutdownGuard, data_type, operator, source, target};
+use super::traffic::offsets;
 use crate::comm::arg_check::ArgCheck;
-use crate::comm::args::RootedExchange;
 use crate::comm::buffer::copy_if_shared;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::reduce::{is_unrounded_sum, reduce};
 use crate::comm::{
-    CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt, ReduceOp,
-    pack_exchange_unpack,
+    Call, CallSignature, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt,
+    ReduceOp, pack_exchange_unpack,
 };
 use candle_core::{DType, Device, Tensor};
 use cudarc::nccl::result;
 use parking_lot::Mutex;
 use std::ffi::c_int;
+use std::slice::from_ref;
 use std::sync::Arc;
 use std::time::Duration;
-use ulysses_kernels::tensor::{bytes, zeros};
+use ulysses_kernels::tensor::zeros;
 
 /// Interval between polls of a host that waits for the GPU.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -42,40 +41,45 @@ impl NcclGroup {
     }
 
     /// Runs the checks that need no peer, and checks that the tensors are on the rank's GPU.
-    fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
-        let (group, world_size) = (self.name(), self.world_size());
-        let signature = call.check(group, self.rank(), world_size)?;
+    fn check_args(&self, call: &Call<'_>) -> Result<(), CommError> {
+        call.check(self)?;
         let own = self.0.own.device.location();
-        let tensors = call.inputs().iter().chain(call.outputs());
-        match tensors.map(|tensor| tensor.device().location()).find(|location| *location != own) {
-            None => Ok(signature),
-            Some(got) => {
-                let check = ArgCheck { group, world_size, op: call.op() };
-                Err(check.invalid(format!("tensors must be on the rank's GPU {own:?}, got {got:?}")))
-            }
-        }
+        let mut locations = call.tensors().map(|tensor| tensor.device().location());
+        let Some(got) = locations.find(|location| *location != own) else { return Ok(()) };
+        let reason = format!("tensors must be on the rank's GPU {own:?}, got {got:?}");
+        Err(ArgCheck::new(self, call.op()).invalid(reason))
+    }
+
+    /// Enqueues a collective on checked tensors; `outputs` has at least one.
+    fn enqueue(
+        &self,
+        call: CallSignature,
+        outputs: &[&Tensor],
+        inputs: &[&Tensor],
+        enqueue: Enqueue<'_>,
+    ) -> Result<Enqueued, CommError> {
+        let op = call.op();
+        self.0.flush(op)?;
+        self.0.count(&call, outputs[0].dtype());
+        self.0.enqueue(op, [call], outputs, inputs, enqueue)
     }
 
     /// Starts a collective on checked tensors.
     fn begin(
         &self,
         call: CallSignature,
-        traffic: MovedBytes,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
     ) -> Result<Pending, CommError> {
-        let inner = &self.0;
-        inner.flush(traffic.op)?;
-        let given = inner.enqueue(traffic, [call], outputs, inputs, enqueue)?;
-        let (polling, done, completing) = (inner.clone(), given.done.clone(), inner.clone());
-        Ok(inner.pending(move || polling.is_over(&done), move || completing.complete(given)))
+        let given = self.enqueue(call, outputs, inputs, enqueue)?;
+        let (polling, done, completing) = (self.0.clone(), given.done.clone(), self.0.clone());
+        Ok(self.0.pending(move || polling.is_over(&done), move || completing.complete(given)))
     }
 
     fn all_reduce(&self, call: CallSignature, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        let traffic = MovedBytes::ring(CollectiveOp::AllReduce, bytes(tensor), self.world_size());
         let (count, of, op) = (tensor.elem_count(), data_type(tensor.dtype()), operator(op));
-        self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
+        self.begin(call, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, accessed for writing; `Enqueued` keeps the tensor until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), count, of, op, comm, stream) }
         })
@@ -91,10 +95,9 @@ impl NcclGroup {
         if is_unrounded_sum(op, &[input], output) {
             return self.reduce_scatter_unrounded(call, input, output);
         }
-        let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
         let (count, of, op) = (output.elem_count(), data_type(output.dtype()), operator(op));
-        let input = &copy_if_shared(input, &[output])?;
-        self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
+        let input = &copy_if_shared(input, from_ref(output))?;
+        self.begin(call, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the output, and `count` per rank of the input; kept as above.
             unsafe { result::reduce_scatter(source(at[1]), target(at[0]), count, of, op, comm, stream) }
         })
@@ -108,43 +111,32 @@ impl NcclGroup {
         output: &Tensor,
     ) -> Result<Pending, CommError> {
         let received = zeros(input.elem_count(), input.dtype(), input.device())?;
-        let chunk = output.elem_count();
-        let counts = vec![chunk; self.world_size()];
-        let op = CollectiveOp::ReduceScatter;
-        let pending = self.all_to_all(op, call, (input, &counts), (&received, &counts))?;
+        let (chunk, ranks) = (output.elem_count(), self.world_size());
+        let pending = self.exchange(call, input, &received)?;
         let output = output.clone();
         Ok(pending.then(move || {
-            let chunks: Vec<Tensor> = (0..counts.len())
-                .map(|rank| received.narrow(0, rank * chunk, chunk))
-                .collect::<Result<_, _>>()?;
+            let chunks: Vec<Tensor> =
+                (0..ranks).map(|rank| received.narrow(0, rank * chunk, chunk)).collect::<Result<_, _>>()?;
             Ok(reduce(ReduceOp::Sum, &chunks.iter().collect::<Vec<_>>(), 0, &output)?)
         }))
     }
 
     fn all_gather(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        let traffic = MovedBytes::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
         let (count, of) = (input.elem_count(), data_type(input.dtype()));
-        let input = &copy_if_shared(input, &[output])?;
-        self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
+        let input = &copy_if_shared(input, from_ref(output))?;
+        self.begin(call, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the input, and `count` per rank of the output; kept as above.
             unsafe { result::all_gather(source(at[1]), target(at[0]), count, of, comm, stream) }
         })
     }
 
-    /// Runs grouped sends and receives, which NCCL fuses into one kernel, and counts them as `op`.
-    fn all_to_all(
-        &self,
-        op: CollectiveOp,
-        call: CallSignature,
-        (input, send_counts): (&Tensor, &[usize]),
-        (output, recv_counts): (&Tensor, &[usize]),
-    ) -> Result<Pending, CommError> {
-        let dtype = input.dtype();
-        let moved = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
-        let traffic = MovedBytes { op, ..moved };
-        let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
-        let input = &copy_if_shared(input, &[output])?;
-        self.begin(call, traffic, &[output], &[input], &|comm, stream, at| {
+    /// Sends and receives the counts of a call, in rank order, as one group, which NCCL fuses into one kernel.
+    fn exchange(&self, call: CallSignature, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
+        let (send_counts, recv_counts) = call.counts(self.rank(), self.world_size());
+        let (send_offsets, recv_offsets) = (offsets(&send_counts), offsets(&recv_counts));
+        let of = data_type(input.dtype());
+        let input = &copy_if_shared(input, from_ref(output))?;
+        self.begin(call, &[output], &[input], &|comm, stream, at| {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
                 let (received, sent, peer) = (recv_counts[peer], send_counts[peer], peer as c_int);
@@ -167,9 +159,8 @@ impl NcclGroup {
     }
 
     fn broadcast(&self, call: CallSignature, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        let traffic = MovedBytes::broadcast(bytes(tensor), root == self.rank(), self.world_size());
         let (count, of, root) = (tensor.elem_count(), data_type(tensor.dtype()), root as c_int);
-        self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
+        self.begin(call, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, accessed for writing; kept as above.
             unsafe { result::broadcast(source(at[0]), target(at[0]), count, of, root, comm, stream) }
         })
@@ -182,10 +173,9 @@ impl NcclGroup {
         op: ReduceOp,
         root: usize,
     ) -> Result<Pending, CommError> {
-        let traffic = MovedBytes::reduce(bytes(tensor), root == self.rank(), self.world_size());
         let (count, of) = (tensor.elem_count(), data_type(tensor.dtype()));
         let (op, root) = (operator(op), root as c_int);
-        self.begin(call, traffic, &[tensor], &[], &|comm, stream, at| {
+        self.begin(call, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, accessed for writing; kept as above.
             unsafe { result::reduce(source(at[0]), target(at[0]), count, of, op, root, comm, stream) }
         })
@@ -194,11 +184,8 @@ impl NcclGroup {
     /// Unlike for other operations, `wait` makes the host wait for the GPU.
     fn barrier(&self, call: CallSignature) -> Result<Pending, CommError> {
         let token = Tensor::zeros(1, DType::U32, &self.0.own.device)?;
-        let (traffic, of) =
-            (MovedBytes::ring(CollectiveOp::Barrier, 0, self.world_size()), data_type(DType::U32));
-        let sum = operator(ReduceOp::Sum);
-        self.0.flush(CollectiveOp::Barrier)?;
-        let given = self.0.enqueue(traffic, [call], &[&token], &[], &|comm, stream, at| {
+        let (of, sum) = (data_type(DType::U32), operator(ReduceOp::Sum));
+        let given = self.enqueue(call, &[&token], &[], &|comm, stream, at| {
             // SAFETY: one element, which `Enqueued` keeps until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), 1, of, sum, comm, stream) }
         })?;
@@ -215,12 +202,6 @@ impl NcclGroup {
             waiting.complete(given)
         };
         Ok(self.0.pending(move || polling.is_over(&done), complete))
-    }
-
-    fn message(&self, op: CollectiveOp, tensor: &Tensor, peer: usize) -> Result<Pending, CommError> {
-        let bytes = bytes(tensor) as u64;
-        let (sent, received) = if op == CollectiveOp::Send { (bytes, 0) } else { (0, bytes) };
-        self.0.post(MovedBytes { op, sent, received }, tensor, peer)
     }
 }
 
@@ -249,36 +230,31 @@ impl ProcessGroup for NcclGroup {
         self.0.flush(CollectiveOp::Send)
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        // Evaluated lazily: a strided all-to-all is checked by `pack_exchange_unpack`.
-        let signature = || self.check_args(&call);
-        match call {
-            CollectiveArgs::AllReduce { tensor, op } => self.all_reduce(signature()?, tensor, op),
-            CollectiveArgs::ReduceScatter { input, output, op } => {
-                self.reduce_scatter(signature()?, input, output, op)
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        if let CallSignature::AllToAllStrided { plan, .. } = &call.signature {
+            // It checks the call.
+            return pack_exchange_unpack(self, call.inputs, call.outputs, plan);
+        }
+        self.check_args(&call)?;
+        let (inputs, outputs) = (call.inputs, call.outputs);
+        match call.signature {
+            CallSignature::AllReduce { op, .. } => self.all_reduce(call.signature, &outputs[0], op),
+            CallSignature::ReduceScatter { op, .. } => {
+                self.reduce_scatter(call.signature, &inputs[0], &outputs[0], op)
             }
-            CollectiveArgs::AllGather { input, output } => self.all_gather(signature()?, input, output),
-            CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
-                let (sent, received) = ((input, send_counts), (output, recv_counts));
-                self.all_to_all(call.op(), signature()?, sent, received)
+            CallSignature::AllGather { .. } => self.all_gather(call.signature, &inputs[0], &outputs[0]),
+            CallSignature::AllToAll { .. }
+            | CallSignature::AllToAllStrided { .. }
+            | CallSignature::Gather { .. }
+            | CallSignature::Scatter { .. } => {
+                let [input, output] = call.input_and_output()?;
+                self.exchange(call.signature, &input, &output)
             }
-            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                pack_exchange_unpack(self, inputs, outputs, plan)
-            }
-            CollectiveArgs::Broadcast { tensor, root } => self.broadcast(signature()?, tensor, root),
-            CollectiveArgs::Reduce { tensor, op, root } => self.reduce(signature()?, tensor, op, root),
-            CollectiveArgs::Gather { .. } | CollectiveArgs::Scatter { .. } => {
-                let signature = signature()?;
-                let exchange = call.as_all_to_all(self.rank(), self.world_size())?;
-                let Some(exchange) = exchange else { return Ok(Pending::ready()) };
-                let RootedExchange { input, output, send_counts, recv_counts } = exchange;
-                self.all_to_all(call.op(), signature, (&input, &send_counts), (&output, &recv_counts))
-            }
-            CollectiveArgs::Barrier => self.barrier(signature()?),
-            CollectiveArgs::Send { tensor, dst: peer } | CollectiveArgs::Recv { tensor, src: peer } => {
-                signature()?;
-                self.message(call.op(), tensor, peer)
-            }
+            CallSignature::Broadcast { root, .. } => self.broadcast(call.signature, &outputs[0], root),
+            CallSignature::Reduce { op, root, .. } => self.reduce(call.signature, &outputs[0], op, root),
+            CallSignature::Barrier | CallSignature::Split { .. } => self.barrier(call.signature),
+            CallSignature::Send { .. } => self.0.post(call.signature, &inputs[0]),
+            CallSignature::Recv { .. } => self.0.post(call.signature, &outputs[0]),
         }
     }
 

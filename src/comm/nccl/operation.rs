@@ -2,11 +2,10 @@
 
 use super::communicator::{CallResult, Communicator};
 use super::rank::{InProgress, NcclRank, Stage};
-use super::traffic::MovedBytes;
+use super::traffic::count;
 use super::watch::Watched;
-use crate::comm::call_signature::{CallSignature, Elements};
 use crate::comm::diagnostics::GroupLabel;
-use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
+use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
 use candle_core::{DType, Tensor};
 use cudarc::driver::CudaEvent;
 use cudarc::nccl::{result, sys};
@@ -40,21 +39,10 @@ pub(super) struct State {
 
 #[derive(Debug)]
 struct Message {
+    call: CallSignature,
     tensor: Tensor,
-    peer: usize,
-    traffic: MovedBytes,
     /// The completion event, once enqueued.
     done: Arc<OnceLock<Arc<CudaEvent>>>,
-}
-
-impl Message {
-    fn signature(&self) -> CallSignature {
-        let (elements, peer) = (Elements::of(&self.tensor), self.peer);
-        match self.traffic.op {
-            CollectiveOp::Send => CallSignature::Send { elements, dst: peer },
-            _ => CallSignature::Recv { elements, src: peer },
-        }
-    }
 }
 
 /// Enqueues an operation, given the communicator, the stream, and the addresses of outputs, then inputs.
@@ -163,41 +151,30 @@ impl Inner {
     /// Enqueues an operation to NCCL: a collective, or a group of messages.
     pub(super) fn enqueue(
         &self,
-        traffic: MovedBytes,
+        op: CollectiveOp,
         calls: impl IntoIterator<Item = CallSignature>,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
     ) -> Result<Enqueued, CommError> {
-        self.check(traffic.op)?;
+        self.check(op)?;
         let sequence = {
             let mut state = self.state.lock();
-            traffic.count(&mut state.stats, self.label.members.len());
-            let next = match traffic.op {
-                op if op.is_message() => &mut state.sent,
-                _ => &mut state.collectives,
-            };
+            let next = if op.is_message() { &mut state.sent } else { &mut state.collectives };
             *next += 1;
             *next - 1
         };
         let (launcher, stream) = (self.launcher()?, &self.own.communication);
         let failed = |reason: String| {
             let (group, rank) = (self.label.name.clone(), self.own.rank);
-            self.own.fail(CommError::Library {
-                library: "NCCL",
-                group,
-                op: traffic.op,
-                sequence,
-                rank,
-                reason,
-            })
+            self.own.fail(CommError::Library { library: "NCCL", group, op, sequence, rank, reason })
         };
         // At this point of the tensors' stream, inputs are complete, and outputs no longer in use.
         stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
         let reached = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let guard = TensorGuard::new(&self.own, outputs.iter().chain(inputs).copied());
         let watch = |stage: Stage| {
-            let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
+            let (group, rank) = (self.label.name.clone(), self.own.rank);
             let probe = InProgress { stage, communicator: Arc::downgrade(&self.communicator) };
             self.own.watch(Watched { group, op, sequence, rank, started: None, probe });
         };
@@ -229,24 +206,24 @@ impl Inner {
         }
     }
 
+    /// Counts a call that moves elements of `dtype`.
+    pub(super) fn count(&self, call: &CallSignature, dtype: DType) {
+        count(&mut self.state.lock().stats, call, dtype, self.rank, self.label.members.len());
+    }
+
     /// Issues a message, which is enqueued on the next wait or collective.
-    pub(super) fn post(
-        self: &Arc<Self>,
-        traffic: MovedBytes,
-        tensor: &Tensor,
-        peer: usize,
-    ) -> Result<Pending, CommError> {
-        self.check(traffic.op)?;
+    pub(super) fn post(self: &Arc<Self>, call: CallSignature, tensor: &Tensor) -> Result<Pending, CommError> {
+        let op = call.op();
+        self.check(op)?;
         let done: Arc<OnceLock<_>> = Arc::default();
-        let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
+        let message = Message { call, tensor: tensor.clone(), done: done.clone() };
         self.state.lock().messages.push(message);
         let (completing, guard) = (self.clone(), TensorGuard::new(&self.own, std::iter::once(tensor)));
         let (polling, polled) = (self.clone(), done.clone());
-        let poll = move || {
-            polling.flush(traffic.op).is_err() || polled.get().is_none_or(|done| polling.is_over(done))
-        };
+        let poll =
+            move || polling.flush(op).is_err() || polled.get().is_none_or(|done| polling.is_over(done));
         let complete = move || {
-            completing.flush(traffic.op)?;
+            completing.flush(op)?;
             if let Some(done) = done.get() {
                 completing.join(done)?;
             }
@@ -261,22 +238,16 @@ impl Inner {
         self.check(op)?;
         let messages = std::mem::take(&mut self.state.lock().messages);
         let Some(first) = messages.first() else { return Ok(()) };
-        {
-            let mut state = self.state.lock();
-            messages
-                .iter()
-                .for_each(|message| message.traffic.count(&mut state.stats, self.label.members.len()));
-        }
+        messages.iter().for_each(|message| self.count(&message.call, message.tensor.dtype()));
         let launcher = self.launcher()?;
-        let nothing = MovedBytes { sent: 0, received: 0, ..first.traffic };
         let together = |comm, stream, _: &[Address]| {
             result::group_start()?;
             let given = messages.iter().try_for_each(|message| give(&launcher, message, comm, stream));
             let ended = result::group_end();
             given.and(ended)
         };
-        let calls = messages.iter().map(Message::signature);
-        let given = self.enqueue(nothing, calls, &[], &[], &together)?;
+        let calls = messages.iter().map(|message| message.call.clone());
+        let given = self.enqueue(first.call.op(), calls, &[], &[], &together)?;
         messages.iter().for_each(|message| {
             // A message is flushed once, so the cell is empty.
             let _ = message.done.set(given.done.clone());
@@ -288,28 +259,28 @@ impl Inner {
 /// Enqueues one message of a group.
 fn give(
     launcher: &Launcher,
-    message: &Message,
+    Message { call, tensor, .. }: &Message,
     comm: sys::ncclComm_t,
     stream: sys::cudaStream_t,
 ) -> Result<(), result::NcclError> {
-    let Message { tensor, peer, traffic, .. } = message;
-    let (count, of, peer) = (tensor.elem_count(), data_type(tensor.dtype()), *peer as c_int);
+    let (count, of) = (tensor.elem_count(), data_type(tensor.dtype()));
     if count == 0 {
         return Ok(());
     }
     let mut given = Ok(());
-    let opened = if traffic.op == CollectiveOp::Send {
-        launcher.open_slices(&[], &[tensor], |at| {
+    let opened = match *call {
+        CallSignature::Send { dst, .. } => launcher.open_slices(&[], &[tensor], |at| {
             // SAFETY: `count` elements that the message keeps alive until the stream has passed the call.
-            given = unsafe { result::send(source(at[0]), count, of, peer, comm, stream) }.map(drop);
+            given = unsafe { result::send(source(at[0]), count, of, dst as c_int, comm, stream) }.map(drop);
             Ok(())
-        })
-    } else {
-        launcher.open_slices(&[tensor], &[], |at| {
+        }),
+        CallSignature::Recv { src, .. } => launcher.open_slices(&[tensor], &[], |at| {
             // SAFETY: as above, for writing.
-            given = unsafe { result::recv(target(at[0]), count, of, peer, comm, stream) }.map(drop);
+            given = unsafe { result::recv(target(at[0]), count, of, src as c_int, comm, stream) }.map(drop);
             Ok(())
-        })
+        }),
+        // Only messages are posted.
+        _ => return Ok(()),
     };
     opened.map_err(|_| result::NcclError(sys::ncclResult_t::ncclInvalidArgument))?;
     given

@@ -1,8 +1,7 @@
 //! The recorded calls of a rank, and which of them are in progress.
 
-use crate::comm::CollectiveOp;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, EntryReport, FlightRecorder, GroupLabel, Wait};
+use crate::comm::{CallSignature, CollectiveOp};
 use std::sync::Arc;
 
 /// The last calls of a rank.

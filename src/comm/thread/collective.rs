@@ -3,11 +3,10 @@
 use super::communicator::{Communicator, Round, Stage};
 use super::peer_reader::PeerReader;
 use super::progress_engine::{Operation, Step};
-use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::call_signature::{CallSignature, Elements};
 use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use crate::comm::{CallSignature, CommError, Elements};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
@@ -44,8 +43,7 @@ pub(super) struct Buffers {
 
 impl Buffers {
     /// Captures the tensors, with a fence after the work launched so far.
-    pub(super) fn new(inputs: Vec<Tensor>, outputs: &[&Tensor]) -> Result<Self, CommError> {
-        let outputs: Vec<Tensor> = outputs.iter().map(|&output| output.clone()).collect();
+    pub(super) fn new(inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> Result<Self, CommError> {
         let first = inputs.iter().chain(&outputs).next();
         let device = first.map_or(Device::Cpu, |tensor| tensor.device().clone());
         let fence = Fence::after(&device)?;
@@ -112,7 +110,7 @@ impl Collective {
                     *self.round.slots[self.rank].reduced.write() = Some(chunk);
                     return Ok(Stage::Reduced);
                 }
-                if self.is_given_the_result() {
+                if self.call.is_target(self.rank) {
                     self.result = Some(self.peer_reader().reduce(op, 0..count, &self.outputs[0])?);
                 }
             }
@@ -122,11 +120,6 @@ impl Collective {
             _ => self.pull_into_outputs(published)?,
         }
         Ok(Stage::Done)
-    }
-
-    /// Whether this rank gets the result of a reduction: all ranks do, or only the root.
-    fn is_given_the_result(&self) -> bool {
-        !matches!(self.call, CallSignature::Reduce { root, .. } if root != self.rank)
     }
 
     fn pull_into_outputs(&self, published: &[StorageId]) -> Result<(), CommError> {
@@ -222,7 +215,7 @@ impl Operation for Collective {
             self.wait_fences()?;
             if let CallSignature::AllReduce { elements, .. } | CallSignature::Reduce { elements, .. } =
                 self.call
-                && self.is_given_the_result()
+                && self.call.is_target(self.rank)
             {
                 self.peer_reader().collect_chunks(elements.count, &self.outputs[0])?;
             }

@@ -2,9 +2,8 @@
 
 use super::mailbox::Mailbox;
 use super::world::ThreadWorld;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{GroupLabel, compare};
-use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
+use crate::comm::{CallSignature, CollectiveOp, CommError, GroupStats, OpStats};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, VecDeque};
@@ -217,9 +216,8 @@ impl Round {
     /// Compares the calls of all ranks.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
         let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
-        compare(&postings.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| {
-            divergence.with_global_ranks(&comm.global_ranks).into_error(&comm.name, sequence)
-        })
+        compare(&postings.collect::<Result<Vec<_>, _>>()?)
+            .map_err(|divergence| divergence.error_in(&comm.label, sequence))
     }
 }
 

@@ -6,9 +6,8 @@ use super::mailbox::{RecvOperation, SendOperation};
 use super::progress_engine::{Operation, RankState};
 use super::progress_lane;
 use crate::comm::buffer::copy_if_shared;
-use crate::comm::call_signature::CallSignature;
 use crate::comm::ordered_channel::{ChannelKind, OrderedChannel, Sequences};
-use crate::comm::{CollectiveArgs, CommError, GroupStats, Pending, ProcessGroup};
+use crate::comm::{Call, CallSignature, CommError, GroupStats, Pending, ProcessGroup};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -34,19 +33,10 @@ impl ThreadGroup {
         &self,
         call: CallSignature,
         inputs: Vec<Tensor>,
-        outputs: &[&Tensor],
-    ) -> Result<Pending, CommError> {
-        self.publish_with(call, inputs, outputs, SplitResult::default())
-    }
-
-    fn publish_with(
-        &self,
-        call: CallSignature,
-        inputs: Vec<Tensor>,
-        outputs: &[&Tensor],
+        outputs: &[Tensor],
         split: SplitResult,
     ) -> Result<Pending, CommError> {
-        let buffers = Buffers::new(inputs, outputs)?;
+        let buffers = Buffers::new(inputs, outputs.to_vec())?;
         self.issue(ChannelKind::Collectives, |sequence| {
             Box::new(Collective::publish(&self.comm, self.rank, sequence, call, buffers, split))
         })
@@ -102,38 +92,31 @@ impl ProcessGroup for ThreadGroup {
         }
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        let signature = call.check(&self.comm.name, self.rank, self.comm.world_size())?;
-        match call {
-            CollectiveArgs::AllReduce { tensor, .. } | CollectiveArgs::Reduce { tensor, .. } => {
-                self.publish(signature, vec![tensor.clone()], &[tensor])
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        call.check(self)?;
+        let Call { signature, inputs, outputs } = call;
+        let (inputs, outputs) = match signature {
+            CallSignature::Send { dst, .. } => {
+                let fence = Fence::after(inputs[0].device())?;
+                return self.issue(ChannelKind::SendTo(dst), |sequence| {
+                    Box::new(SendOperation::publish(&self.comm, self.rank, dst, sequence, &inputs[0], fence))
+                });
             }
-            CollectiveArgs::ReduceScatter { .. }
-            | CollectiveArgs::AllGather { .. }
-            | CollectiveArgs::AllToAll { .. }
-            | CollectiveArgs::AllToAllStrided { .. }
-            | CollectiveArgs::Gather { .. }
-            | CollectiveArgs::Scatter { .. } => {
+            CallSignature::Recv { src, .. } => {
+                return self.issue(ChannelKind::RecvFrom(src), |sequence| {
+                    Box::new(RecvOperation::new(&self.comm, self.rank, src, sequence, &outputs[0]))
+                });
+            }
+            CallSignature::AllReduce { .. } | CallSignature::Reduce { .. } => (inputs.to_vec(), outputs),
+            CallSignature::Broadcast { root, .. } if root == self.rank => (inputs.to_vec(), &[][..]),
+            CallSignature::Broadcast { .. } => (Vec::new(), outputs),
+            _ => {
                 // Peers read the inputs while the outputs are being written.
-                let outputs: Vec<&Tensor> = call.outputs().iter().collect();
-                let inputs = call.inputs().iter().map(|input| copy_if_shared(input, &outputs));
-                self.publish(signature, inputs.collect::<Result<_, _>>()?, &outputs)
+                let inputs = inputs.iter().map(|input| copy_if_shared(input, outputs));
+                (inputs.collect::<Result<_, _>>()?, outputs)
             }
-            CollectiveArgs::Broadcast { tensor, root } if root == self.rank => {
-                self.publish(signature, vec![tensor.clone()], &[])
-            }
-            CollectiveArgs::Broadcast { tensor, .. } => self.publish(signature, Vec::new(), &[tensor]),
-            CollectiveArgs::Barrier => self.publish(signature, Vec::new(), &[]),
-            CollectiveArgs::Send { tensor, dst } => {
-                let fence = Fence::after(tensor.device())?;
-                self.issue(ChannelKind::SendTo(dst), |sequence| {
-                    Box::new(SendOperation::publish(&self.comm, self.rank, dst, sequence, tensor, fence))
-                })
-            }
-            CollectiveArgs::Recv { tensor, src } => self.issue(ChannelKind::RecvFrom(src), |sequence| {
-                Box::new(RecvOperation::new(&self.comm, self.rank, src, sequence, tensor))
-            }),
-        }
+        };
+        self.publish(signature, inputs, outputs, SplitResult::default())
     }
 
     fn split(
@@ -144,7 +127,7 @@ impl ProcessGroup for ThreadGroup {
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         let result: SplitResult = Arc::new(OnceLock::new());
         let call = CallSignature::Split { name: name.into(), color, key };
-        self.publish_with(call, Vec::new(), &[], result.clone())?.wait()?;
+        self.publish(call, Vec::new(), &[], result.clone())?.wait()?;
         let Some((comm, rank)) = result.get() else { return Ok(None) };
         Ok(Some(Arc::new(ThreadGroup::new(self.state.clone(), comm.clone(), *rank))))
     }

@@ -3,9 +3,8 @@
 use super::communicator::{Communicator, free_after};
 use super::progress_engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::call_signature::{CallSignature, Elements};
-use crate::comm::diagnostics::{Entry, Wait};
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::diagnostics::{Entry, Wait, compare_message};
+use crate::comm::{CallSignature, CollectiveOp, CommError, Elements};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::VecDeque;
@@ -158,16 +157,8 @@ impl RecvOperation {
 
     fn take(&self, tensor: &Tensor, published: &[StorageId]) -> Result<(), CommError> {
         let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
-        if sent != expected {
-            return Err(CommError::Desync {
-                group: self.comm.name.clone(),
-                sequence: self.sequence,
-                rank: self.comm.global_ranks[self.src],
-                called: format!("{}({sent})", CollectiveOp::Send),
-                others: vec![self.comm.global_ranks[self.rank]],
-                others_called: format!("{}({expected})", CollectiveOp::Recv),
-            });
-        }
+        compare_message(self.src, sent, self.rank, expected)
+            .map_err(|divergence| divergence.error_in(&self.comm.label, self.sequence))?;
         if published.contains(&StorageId::of(&self.output)) {
             // Peers are reading the output's storage: see `Collective::targets`.
             let between = copy_of(&self.output)?;

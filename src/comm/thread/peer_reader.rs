@@ -5,9 +5,10 @@
 //! and these are the last locks taken. No rank waits for another meanwhile.
 
 use super::communicator::{Communicator, Round};
-use crate::comm::call_signature::CallSignature;
 use crate::comm::traffic::all_reduce_chunk;
-use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan, reduce};
+use crate::comm::{
+    CallSignature, CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan, reduce,
+};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};

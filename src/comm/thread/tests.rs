@@ -7,8 +7,7 @@ use super::progress_lane;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
 use crate::comm::{
-    CollectiveArgs, CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock,
-    StridedPlan,
+    Call, CommError, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
 };
 use candle_core::{DType, Device, Tensor};
 use std::slice::from_ref;
@@ -59,10 +58,7 @@ fn a_lane_moves_the_data_of_exchanges_while_their_ranks_compute() {
             pending.push(group.start_all_to_all_strided(from_ref(&input), from_ref(output), &plan)?);
         }
         let received = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
-        let ring = [
-            CollectiveArgs::Send { tensor: &input, dst: 1 - rank },
-            CollectiveArgs::Recv { tensor: &received, src: 1 - rank },
-        ];
+        let ring = [Call::send(&input, 1 - rank), Call::recv(&received, 1 - rank)];
         pending.push(group.start_messages(&ring)?);
         let started = Instant::now();
         while group.stats().total().bytes_received < 4 * size_of::<f32>() as u64 {

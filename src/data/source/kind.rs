@@ -1,5 +1,6 @@
 //! What a file is: by its extension, then by its beginning.
 
+use super::binary::{ARROW, NUMPY};
 use super::layout::is_sample;
 use super::reader::{self, read_error};
 use crate::data::DataError;
@@ -15,15 +16,8 @@ const MAX_FIRST_LINE_BYTES: u64 = 64 << 20;
 
 /// Extensions of files that are never read, and what to do.
 const UNREADABLE: [(&[&str], &str); 6] = [
-    (
-        &["arrow", "feather", "ipc"],
-        "an Arrow file; write JSONL, as with `datasets.load_from_disk(DIR).to_json(\"train.jsonl\")` in Python",
-    ),
-    (
-        &["npy", "npz"],
-        "a NumPy file; write its token ids with `array.astype(\"uint16\").tofile(\"tokens.bin\")`, or with \"uint32\" and \
-         `ulysses.token_dtype`",
-    ),
+    (&["arrow", "feather", "ipc"], ARROW),
+    (&["npy", "npz"], NUMPY),
     (
         &["zip", "tar", "tgz", "7z", "rar", "xz", "bz2", "lz4", "br", "lzma"],
         "an archive, or compressed with a program that is not supported; extract it, or use gzip or Zstandard",
@@ -40,19 +34,6 @@ const UNREADABLE: [(&[&str], &str); 6] = [
         "a file of another program; write JSONL with `text` or `input_ids`",
     ),
     (&["doc", "docx", "epub", "odt", "pdf", "rtf"], "a formatted document; extract its text"),
-];
-
-/// First bytes of files that are not text, whatever their name, and what to do.
-const MAGIC: [(&[u8], &str); 9] = [
-    (b"PK\x03\x04", "it is a ZIP archive: extract it"),
-    (b"\xfd7zXZ\0", "it is compressed with xz: extract it, or use gzip or Zstandard"),
-    (b"BZh", "it is compressed with bzip2: extract it, or use gzip or Zstandard"),
-    (b"PAR1", "it is a Parquet file: name it `.parquet`"),
-    (b"ARROW1", UNREADABLE[0].1),
-    (b"\x93NUMPY", UNREADABLE[1].1),
-    (b"%PDF", "it is a PDF document: extract its text"),
-    (b"\xff\xfe", "it is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"),
-    (b"\xfe\xff", "it is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"),
 ];
 
 /// Extensions of settings, which are text only if they are named.
@@ -127,12 +108,6 @@ fn data_kind(path: &Path, text_field: &str) -> Result<Option<SourceKind>, DataEr
         Some(SourceKind::Tokens(FileFormat::NanoGpt)) => None,
         kind => kind,
     })
-}
-
-/// Returns what the beginning of a file that is not UTF-8 says about it.
-pub(super) fn describe_binary(beginning: &[u8]) -> &'static str {
-    let found = MAGIC.iter().find(|(magic, _)| beginning.starts_with(magic));
-    found.map_or("convert it to UTF-8, or write JSONL", |(_, advice)| advice)
 }
 
 /// Returns the extension in lower case, without that of a compressed file.

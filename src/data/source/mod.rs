@@ -1,6 +1,7 @@
 //! Reads documents: resolves paths to files, and reads and tokenizes their contents.
 
 mod array;
+mod binary;
 mod conversation;
 mod document;
 mod encoder;

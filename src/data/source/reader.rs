@@ -1,6 +1,6 @@
 //! Opens data files, and decompresses those of gzip and Zstandard.
 
-use super::kind::describe_binary;
+use super::binary::describe_binary;
 use crate::data::DataError;
 use crate::regular_file;
 use flate2::bufread::MultiGzDecoder;

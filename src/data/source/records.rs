@@ -1,8 +1,9 @@
 //! Reads untokenized documents from files, in batches, from any position.
 
 use super::array::Elements;
+use super::binary::describe_binary;
 use super::files::SourceFile;
-use super::kind::{SourceKind, describe_binary};
+use super::kind::SourceKind;
 use super::reader::{self, Reader, read_document};
 use super::record::{Content, Record};
 use super::table;

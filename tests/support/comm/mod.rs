@@ -20,7 +20,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use ulysses::comm::{
-    CollectiveArgs, CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, launch,
+    Call, CallSignature, CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, launch,
     pack_exchange_unpack,
 };
 #[cfg(feature = "cuda")]
@@ -174,12 +174,12 @@ impl ProcessGroup for DefaultsOnly {
         self.0.global_ranks()
     }
 
-    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
-        match call {
-            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                pack_exchange_unpack(self, inputs, outputs, plan)
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        match call.signature() {
+            CallSignature::AllToAllStrided { plan, .. } => {
+                pack_exchange_unpack(self, call.inputs(), call.outputs(), plan)
             }
-            other => self.0.start(other),
+            _ => self.0.start(call),
         }
     }
 

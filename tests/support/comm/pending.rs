@@ -3,7 +3,7 @@
 use super::{Backend, code, tensor, values, zeros};
 use candle_core::Tensor;
 use std::time::{Duration, Instant};
-use ulysses::comm::{CollectiveArgs, CommError, Pending, ProcessGroupExt, ReduceOp};
+use ulysses::comm::{Call, CommError, Pending, ProcessGroupExt, ReduceOp};
 
 /// Polls until the operation is complete; a broken backend must not hang.
 pub(crate) fn poll_to_the_end(pending: &Pending) {
@@ -23,10 +23,8 @@ pub(crate) fn polls_complete_operations(backend: &dyn Backend) {
         let own = tensor(2, |i| (10 * rank + i) as u32);
         let gathering = group.start_all_gather(&own, &gathered)?.then(|| Ok(()));
         let sent = tensor(500, |_| rank as f32);
-        let messages = group.start_messages(&[
-            CollectiveArgs::Send { tensor: &sent, dst: (rank + 1) % 3 },
-            CollectiveArgs::Recv { tensor: &received, src: (rank + 2) % 3 },
-        ])?;
+        let messages = group
+            .start_messages(&[Call::send(&sent, (rank + 1) % 3), Call::recv(&received, (rank + 2) % 3)])?;
         let all = [reducing, gathering, messages];
         all.iter().rev().for_each(poll_to_the_end);
         assert!(all.iter().all(Pending::is_completed), "stays complete");

@@ -1,7 +1,7 @@
 //! send and recv.
 
 use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
-use ulysses::comm::{CollectiveArgs, CommError, ProcessGroupExt, ReduceOp};
+use ulysses::comm::{Call, CommError, ProcessGroupExt, ReduceOp};
 
 pub(crate) fn a_ring_passes_tensors_on(backend: &dyn Backend) {
     fn case<T: Value>(backend: &dyn Backend) {
@@ -75,8 +75,8 @@ pub(crate) fn a_batch_of_messages_goes_around_rings_in_both_directions(backend: 
             let (next, previous) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
             let sent = [0, 1].map(|way| tensor(count, |i| (10 * (2 * rank + way) + i % 7) as f32));
             let received = [0, 1].map(|_| zeros::<f32>(count));
-            let send = |way: usize, dst| CollectiveArgs::Send { tensor: &sent[way], dst };
-            let recv = |way: usize, src| CollectiveArgs::Recv { tensor: &received[way], src };
+            let send = |way: usize, dst| Call::send(&sent[way], dst);
+            let recv = |way: usize, src| Call::recv(&received[way], src);
             // Sends first on some ranks, receives first on others; of two messages between a pair, order matters.
             let mut batch = vec![send(0, next), send(1, previous), recv(0, previous), recv(1, next)];
             batch.rotate_left(if rank % 2 == 0 { 0 } else { 2 });
@@ -101,14 +101,8 @@ pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usab
     backend.run(2, |group| {
         let (other, one) = (1 - group.rank(), tensor(1, |_| group.rank() as f32));
         let refused = [
-            group.start_messages(&[
-                CollectiveArgs::Send { tensor: &one, dst: other },
-                CollectiveArgs::Recv { tensor: &one, src: 2 },
-            ]),
-            group.start_messages(&[
-                CollectiveArgs::Send { tensor: &one, dst: other },
-                CollectiveArgs::Barrier,
-            ]),
+            group.start_messages(&[Call::send(&one, other), Call::recv(&one, 2)]),
+            group.start_messages(&[Call::send(&one, other), Call::barrier()]),
         ];
         for refused in refused {
             assert!(matches!(refused, Err(CommError::InvalidArgument { .. })), "{refused:?}");
@@ -116,10 +110,7 @@ pub(crate) fn a_batch_with_a_wrong_message_starts_none_and_leaves_the_group_usab
         group.start_messages(&[])?.wait()?;
         // A message that had been started would arrive first.
         let (two, received) = (tensor(1, |_| 10.0 + group.rank() as f32), zeros::<f32>(1));
-        let batch = [
-            CollectiveArgs::Recv { tensor: &received, src: other },
-            CollectiveArgs::Send { tensor: &two, dst: other },
-        ];
+        let batch = [Call::recv(&received, other), Call::send(&two, other)];
         group.start_messages(&batch)?.wait()?;
         assert_eq!(values::<f32>(&received), [10.0 + other as f32]);
         Ok(())

@@ -2,9 +2,7 @@
 
 use super::{Backend, code, tensor, values, zeros};
 use std::sync::Arc;
-use ulysses::comm::{
-    CollectiveArgs, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
-};
+use ulysses::comm::{Call, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 
 /// Elements per pair of ranks.
 const COUNT: usize = 1_003;
@@ -94,10 +92,7 @@ pub(crate) fn exchanges_messages_and_sub_groups(backend: &dyn Backend, ranks: us
         sending.wait()?;
         assert!(values::<u32>(&received).into_iter().eq((0..COUNT).map(|i| code::<u32>(previous, i))));
         let back = zeros::<u32>(COUNT);
-        let batch = [
-            CollectiveArgs::Send { tensor: &received, dst: previous },
-            CollectiveArgs::Recv { tensor: &back, src: next },
-        ];
+        let batch = [Call::send(&received, previous), Call::recv(&back, next)];
         let pending = group.start_messages(&batch)?;
         super::pending::poll_to_the_end(&pending);
         pending.wait()?;

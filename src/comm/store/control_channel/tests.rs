@@ -1,7 +1,7 @@
 //! Tests of control channels between threads of this machine.
 
 use super::*;
-use crate::comm::call_signature::CallSignature;
+use crate::comm::CallSignature;
 use crate::comm::diagnostics::{Entry, FlightRecorder, GroupLabel};
 use crate::comm::store::tests::{capacity, connected_stores};
 use crate::comm::store::{Change, presence};
