@@ -1,6 +1,5 @@
 //! Errors of models and weights.
 
-use crate::nn::LayerError;
 use std::path::PathBuf;
 use ulysses_kernels::OpError;
 
@@ -114,9 +113,6 @@ pub enum ModelError {
         /// The part of the model that is not supported.
         reason: &'static str,
     },
-    /// A layer failed.
-    #[error(transparent)]
-    Layer(#[from] LayerError),
     /// An operation was refused.
     #[error(transparent)]
     Op(#[from] OpError),

@@ -1,12 +1,12 @@
 //! Files that are not text.
 
 /// What to do with a file of Arrow.
-pub(super) const ARROW: &str =
-    "an Arrow file; write JSONL, as with `datasets.load_from_disk(DIR).to_json(\"train.jsonl\")` in Python";
+pub(super) const ARROW: &str = "an Arrow file; write JSONL, \
+                                 as with `datasets.load_from_disk(DIR).to_json(\"train.jsonl\")` in Python";
 
 /// What to do with a file of NumPy.
-pub(super) const NUMPY: &str = "a NumPy file; write its token ids with `array.astype(\"uint16\").tofile(\"tokens.bin\")`, or with \"uint32\" and \
-         `ulysses.token_dtype`";
+pub(super) const NUMPY: &str = "a NumPy file; write its token ids with `array.astype(\"uint16\").tofile(\"tokens.bin\")`, \
+                                 or with \"uint32\" and `ulysses.token_dtype`";
 
 /// First bytes of files that are not text, whatever their name, and what to do.
 const MAGIC: [(&[u8], &str); 9] = [
