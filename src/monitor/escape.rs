@@ -34,7 +34,8 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
 /// # Errors
 /// Those of `to`.
 pub fn write_line(to: &mut impl Write, line: &str) -> std::io::Result<()> {
-    to.write_all(format!("{}\n", escaped(&brief(line))).as_bytes())
+    // Also after the escape, which is up to six times as long.
+    to.write_all(format!("{}\n", brief(&escaped(&brief(line)))).as_bytes())
 }
 
 /// The most bytes of a message: what it quotes, such as a file or the error of a chat template, may have any length.
@@ -74,6 +75,8 @@ mod tests {
         let mut writes = Writes(Vec::new());
         write_line(&mut writes, "a\rb").unwrap();
         assert_eq!(writes.0, [b"a\\u000db\n"]);
+        write_line(&mut writes, &"\0".repeat(10_000)).unwrap();
+        assert!(writes.0[1].len() <= MAX_MESSAGE_BYTES + 1, "{}", writes.0[1].len());
     }
 
     #[test]
