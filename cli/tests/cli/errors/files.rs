@@ -169,6 +169,10 @@ fn pipes_devices_and_links_are_refused_wherever_a_file_is_expected() {
     symlink("victim", &link).unwrap();
     std::fs::hard_link(place.path("victim"), &hard).unwrap();
     std::fs::File::create(&sparse).unwrap().set_len(1 << 40).unwrap();
+    symlink("nowhere", place.path("dangling")).unwrap();
+    symlink("loop", place.path("loop")).unwrap();
+    symlink("/proc/self/mem", place.path("memory")).unwrap();
+    std::fs::create_dir(place.path("directory")).unwrap();
     let refused = |command: &[&str], path: &str| {
         let words: Vec<&str> =
             command.iter().map(|word| if *word == "PATH" { path } else { *word }).collect();
@@ -177,16 +181,12 @@ fn pipes_devices_and_links_are_refused_wherever_a_file_is_expected() {
         assert!(outcome.stderr.contains(path) && outcome.stderr.len() < 4096, "{words:?}: {outcome:?}");
     };
     for command in read {
-        ["pipe", "endless"].into_iter().for_each(|path| refused(command, path));
-    }
-    for command in &read[..2] {
-        refused(command, "sparse");
-    }
-    for command in [read[4], read[5], read[6], read[7]] {
-        refused(command, "sparse");
+        let kinds = ["pipe", "endless", "sparse", "dangling", "loop", "memory", "directory", "c.json/below"];
+        kinds.into_iter().for_each(|path| refused(command, path));
     }
     for command in written {
-        ["pipe", "endless", "link", "hard"].into_iter().for_each(|path| refused(command, path));
+        let kinds = ["pipe", "endless", "link", "hard", "loop", "memory", "directory", "c.json/below"];
+        kinds.into_iter().for_each(|path| refused(command, path));
     }
     assert_eq!(place.read("victim"), "mine");
     // The files of a run that is resumed.
