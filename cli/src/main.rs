@@ -15,7 +15,6 @@ mod doctor;
 #[cfg(test)]
 mod documented;
 mod eval;
-mod html;
 #[cfg(unix)]
 mod launch;
 mod manual;
@@ -29,6 +28,7 @@ mod ranks;
 mod report;
 mod settings;
 mod sources;
+mod template;
 mod train;
 mod verify;
 

@@ -56,7 +56,7 @@ pub struct Candidate {
 }
 
 /// The bytes by which a candidate exceeds the budget.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Excess {
     /// Of a rank.
     pub rank_bytes: u64,

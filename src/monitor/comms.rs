@@ -1,6 +1,6 @@
 //! The table of collectives of `comms_logger`, in DeepSpeed's terms.
 
-use super::table::{bytes, write_table};
+use super::table::{bytes, format_table};
 use crate::comm::{CallTimes, CollectiveOp, EachCall};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -195,14 +195,14 @@ impl Display for CommsTable<'_> {
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
         rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
-        write_table(f, &rows)?;
+        f.write_str(&format_table(&rows, 0))?;
         writeln!(f, "\nstragglers: time that a rank waited for the slowest one, mean over ranks")?;
         let header =
             ["op", "axis", "count", "total (ms)", "straggler (ms)", "slowest rank", "share of calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let stragglers = straggler_stats(self.ranks, self.groups);
         rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
-        write_table(f, &rows)?;
+        f.write_str(&format_table(&rows, 0))?;
         writeln!(
             f,
             "\nbytes sent by all ranks in total: planned for the training steps and evaluations, and measured"
@@ -214,7 +214,7 @@ impl Display for CommsTable<'_> {
             let parts = parts.collect::<Vec<_>>().join(", ");
             vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), parts]
         }));
-        write_table(f, &rows)
+        f.write_str(&format_table(&rows, 0))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The summary of a run: loss, throughput and memory, and tables of the traffic and memory of its ranks.
 
 use super::Metrics;
-use super::table::{bytes, format_bytes, write_table};
+use super::table::{bytes, format_bytes, format_table};
 use crate::comm::{CollectiveOp, GroupStats, RING_AXIS};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
@@ -103,11 +103,11 @@ impl Display for VerboseSummary<'_> {
             "data        {waited:.1} % of the time waiting for data; {padding:.2} % of the tokens are padding"
         )?;
         writeln!(f, "\nbytes sent per rank, by axis and operation; the Ulysses exchange with its formula")?;
-        write_table(f, &summary.traffic())?;
+        f.write_str(&format_table(&summary.traffic(), 0))?;
         writeln!(f, "\nbytes stored per rank, by allocator (with bookkeeping) and by ZeRO formula")?;
-        write_table(f, &summary.held())?;
+        f.write_str(&format_table(&summary.held(), 0))?;
         writeln!(f, "\npeak bytes per rank, by category")?;
-        write_table(f, &summary.peaks())
+        f.write_str(&format_table(&summary.peaks(), 0))
     }
 }
 

@@ -1,19 +1,20 @@
 //! Tables of text.
 
-use std::fmt::{self, Formatter};
-
-/// Writes right-aligned columns.
-pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+/// Formats rows as aligned columns: the first `num_left` to the left, the others to the right.
+pub fn format_table(rows: &[Vec<String>], num_left: usize) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
+    let width = |column: usize| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
     for row in rows {
-        for (cell, width) in row.iter().zip(&widths) {
-            write!(f, "  {cell:>width$}")?;
+        for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+            let is_left = column < num_left;
+            text += &if is_left { format!("  {cell:<width$}") } else { format!("  {cell:>width$}") };
         }
-        writeln!(f)?;
+        text.push('\n');
     }
-    Ok(())
+    text
 }
 
 /// Formats bytes with separators: `1_234_567`.

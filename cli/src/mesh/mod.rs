@@ -3,8 +3,9 @@
 mod propose;
 
 use super::arguments::at_least_1;
-use super::{Failure, OrFail, log_line, print};
-use anyhow::{Context, anyhow};
+use super::plan::write_file;
+use super::{Failure, OrFail, print};
+use anyhow::anyhow;
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
 use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, MeshSpec, Preset, draw, draw_nodes, svg};
@@ -63,11 +64,7 @@ pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
     let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(DEFAULT_RANKS_PER_NODE)).or_usage()?;
-    ulysses::regular_file::write(path, drawing)
-        .with_context(|| format!("--svg: cannot write {}", path.display()))
-        .or_run()?;
-    log_line(format_args!("written to {}", path.display()));
-    Ok(())
+    write_file(path, "--svg", drawing)
 }
 
 fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {

@@ -6,18 +6,18 @@ use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
 use crate::placement::likely_device;
 use crate::plan::assumed::{AssumedBatch, assumed_config, settings};
-use crate::plan::budget::{Available, MemoryFlags, per_rank};
-use crate::plan::table::bytes;
+use crate::plan::budget::MemoryFlags;
+use crate::plan::json::{choice, joined};
 use crate::plan::{longest_of_model, model, raw_config};
+use crate::template::render;
 use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
-use std::fmt::Write;
+use serde_json::{Value, json};
 use std::path::PathBuf;
-use ulysses::config::{Config, Overrides, PartitionAxes};
+use ulysses::config::Overrides;
 use ulysses::engine::check_offload_device;
-use ulysses::estimate::{Candidate, MemoryBudget, Proposal, Workload};
+use ulysses::estimate::{Candidate, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
-use ulysses::monitor::counted;
 
 #[derive(clap::Args)]
 pub(super) struct ProposeArgs {
@@ -73,29 +73,31 @@ pub(super) fn run(
     let is_of_model = config.ulysses.seq_len.is_none();
     config.ulysses.seq_len = config.ulysses.seq_len.or_else(|| longest_of_model(&name));
     let ProposeArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
-    let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
-    let Some(Available { budget, reserve_bytes }) = available else {
+    let memory = MemoryFlags { memory_gib, reserve_gib, host_memory_gib };
+    let Some(available) = memory.available(device)? else {
         return Err(Failure::Usage(anyhow!("--propose needs --memory-gib")));
     };
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
-    let proposal = workload.propose(cluster, budget).or_usage()?;
+    let proposal = workload.propose(cluster, available.budget).or_usage()?;
     let seq_len = workload.config.require_seq_len().or_usage()?;
-    let source = match &args.config {
-        Some(path) => path.display().to_string(),
-        None => "assumed".to_owned(),
-    };
-    let length = if is_of_model { " (the model's `max_position_embeddings`)" } else { "" };
-    print(format_args!(
-        "{name}, sequences of {seq_len} tokens{length}, {} of {}, {}\n\
-         {source}: {}; the batch is one micro batch per dp rank\n\n{}\n",
-        counted(nodes, "node"),
-        counted(ranks_per_node, "rank"),
-        per_rank(budget.rank_bytes, reserve_bytes),
-        settings(&workload.config, device),
-        explain(&proposal, &workload.config, budget)
-    ))?;
+    let data = json!({
+        "name": name,
+        "seq_len": seq_len,
+        "is_length_of_model": is_of_model,
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "available": available.per_rank(),
+        "budget": available.budget,
+        "config": args.config.as_ref().map(|path| path.display().to_string()),
+        "settings": settings(&workload.config, device),
+        "zero_stage": workload.config.zero.stage,
+        "zero_partition_axes": workload.config.ulysses.zero_partition_axes,
+        "tried": proposal.tried.iter().map(trial).collect::<Vec<_>>(),
+        "chosen": trial(&proposal.chosen),
+    });
+    print(render("propose.txt", data).or_run()?)?;
     if !proposal.chosen.fits() {
         let longest = proposal.chosen.max_seq_len;
         let longest = longest.map_or_else(|| "none".to_owned(), |longest| format!("{longest} tokens"));
@@ -113,79 +115,9 @@ pub(super) fn run(
     Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) })
 }
 
-fn explain(proposal: &Proposal, configured: &Config, budget: MemoryBudget) -> String {
-    let size = |amount: u64| bytes(amount as f64);
-    let mut text = String::new();
-    for trial in &proposal.tried {
-        let config = &trial.workload.config;
-        let verdict = if trial.fits() { "fits" } else { "does not fit" };
-        let place = match trial.workload.nodes_per_sequence() {
-            1 => "within a node".to_owned(),
-            nodes => format!("across {nodes} nodes"),
-        };
-        let host = match (trial.host_bytes_per_node, budget.host_bytes_per_node) {
-            (0, _) => String::new(),
-            (needed, None) => format!(", {} of host memory per node", size(needed)),
-            (needed, Some(limit)) => format!(", {} of {} of host memory per node", size(needed), size(limit)),
-        };
-        let _ = writeln!(
-            text,
-            "  {}: ZeRO stage {}, sp groups {place}, peak {} per rank, {} available{host}: {verdict}",
-            notation(config),
-            config.zero_axes().with_stage(config.zero.stage),
-            size(trial.plan.peak_bytes),
-            size(budget.rank_bytes)
-        );
-    }
-    let Candidate { workload, plan, .. } = &proposal.chosen;
-    let config = &workload.config;
-    if !proposal.chosen.fits() {
-        return text;
-    }
-    let sp = config.mesh.sp_size;
-    let why_sp = match (sp, workload.nodes_per_sequence()) {
-        (1, _) => "a whole sequence fits on one rank, so no exchange is needed".to_owned(),
-        (_, 1) => format!(
-            "sp {sp} is the smallest size that fits and divides the {} ranks of a node, so exchanges stay within a node",
-            workload.ranks_per_node
-        ),
-        (_, nodes) => {
-            format!(
-                "a sequence does not fit on one node; sp {sp}, {nodes} whole nodes, is the smallest size that fits"
-            )
-        }
-    };
-    let why_ring = match config.ulysses.ring_size {
-        1 => String::new(),
-        ring_size => format!(
-            "; {} ranks divide the heads evenly within a node, and a ring of {ring_size} divides the tokens",
-            sp / ring_size
-        ),
-    };
-    // What the config does not say.
-    let mut flags = String::new();
-    if config.zero.stage != configured.zero.stage {
-        let _ = write!(flags, " --zero-stage {}", u8::from(config.zero.stage));
-    }
-    if config.zero_axes() == PartitionAxes::DpSp
-        && configured.ulysses.zero_partition_axes == PartitionAxes::Dp
-    {
-        flags.push_str(" --zero-partition-axes dp,sp");
-    }
-    let _ = write!(
-        text,
-        "\n--mesh {}{flags}: {why_sp}{why_ring}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
-        notation(config),
-        size(plan.sent.inter_node_bytes)
-    );
-    text
-}
-
-/// The mesh of a config, as `--mesh` takes it.
-fn notation(config: &Config) -> String {
-    let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
-    match config.ulysses.ring_size {
-        1 => format!("{dp}x{sp}"),
-        ring_size => format!("dp={dp},ring={ring_size},ulysses={}", sp / ring_size),
-    }
+/// Returns what the template shows of a mesh.
+fn trial(candidate: &Candidate) -> Value {
+    let nodes_per_sequence = candidate.workload.nodes_per_sequence();
+    let verdict = json!({ "fits": candidate.fits(), "nodes_per_sequence": nodes_per_sequence });
+    joined([choice(candidate), verdict])
 }

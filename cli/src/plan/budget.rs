@@ -1,10 +1,10 @@
 //! The memory that a plan compares with: `--memory-gib`, `--reserve-gib` and `--host-memory-gib`.
 
-use super::table::bytes;
 use crate::Failure;
 use anyhow::anyhow;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::MemoryBudget;
+use ulysses::monitor::format_bytes;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -60,17 +60,19 @@ impl MemoryFlags {
     }
 }
 
-/// Formats the memory for tensors, and how it follows from the flags if a part is reserved.
-pub(crate) fn per_rank(rank_bytes: u64, reserve_bytes: u64) -> String {
-    let size = |amount: u64| bytes(amount as f64);
-    let memory = rank_bytes.saturating_add(reserve_bytes);
-    match reserve_bytes {
-        0 => format!("{} per rank", size(rank_bytes)),
-        reserve => format!(
-            "{} per rank ({} less {} for the CUDA context and libraries: --reserve-gib)",
-            size(rank_bytes),
-            size(memory),
-            size(reserve)
-        ),
+impl Available {
+    /// Formats the memory for tensors, and how it follows from the flags if a part is reserved.
+    pub(crate) fn per_rank(self) -> String {
+        let size = |amount: u64| format_bytes(amount as f64);
+        let Self { budget: MemoryBudget { rank_bytes, .. }, reserve_bytes } = self;
+        match reserve_bytes {
+            0 => format!("{} per rank", size(rank_bytes)),
+            reserve => format!(
+                "{} per rank ({} less {} for the CUDA context and libraries: --reserve-gib)",
+                size(rank_bytes),
+                size(rank_bytes.saturating_add(reserve)),
+                size(reserve)
+            ),
+        }
     }
 }

@@ -2,15 +2,12 @@
 
 pub(crate) mod assumed;
 pub(crate) mod budget;
-mod choices;
 mod fit;
-mod html;
 mod inputs;
-mod json;
+pub(crate) mod json;
 pub(crate) mod pictures;
 mod scaling;
-pub(crate) mod table;
-mod text;
+mod view;
 
 use super::arguments::at_least_1;
 use super::config::print_warnings;
@@ -18,7 +15,7 @@ use super::config_flags::ConfigFlags;
 use super::model::{check_config, resolve_ring};
 use super::placement::likely_device;
 use super::{DeviceArg, Failure, OrFail, log_line, print};
-use crate::html::chart::drawing;
+use crate::template::chart::drawing;
 use anyhow::{Context, anyhow};
 pub(crate) use budget::GPU_RESERVE_BYTES;
 use budget::{Available, MemoryFlags};
@@ -149,7 +146,7 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
     }
     let report = report(&args)?;
     if let Some(file) = &args.html {
-        write_file(file, "--html", html::page_of(&report))?;
+        write_file(file, "--html", view::page(&report).or_run()?)?;
     }
     if let Some(file) = &args.svg {
         let memory = pictures::memory(&report.planned.plan.timeline, &[]);
@@ -158,11 +155,11 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
     if args.json {
         return print(format_args!("{:#}\n", json::plan(&report)));
     }
-    print(text::Text(&report))
+    print(view::text(&report).or_run()?)
 }
 
 /// Writes the output file of a flag.
-fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
+pub(super) fn write_file(path: &Path, flag: &str, content: String) -> Result<(), Failure> {
     ulysses::regular_file::write(path, content)
         .with_context(|| format!("{flag}: cannot write {}", path.display()))
         .or_run()?;

@@ -1,6 +1,6 @@
 //! Charts of a plan: memory over a step, and traffic by number of ranks. `ulysses report` uses them too.
 
-use crate::html::chart::{Chart, INK, Scale, Series, Unit};
+use crate::template::chart::{Chart, INK, Scale, Series, Unit};
 use ulysses::estimate::MomentMemory;
 use ulysses::estimate::scaling::{ModelScaling, Point};
 use ulysses::memory::Category;
@@ -26,25 +26,22 @@ pub(crate) fn measured_memory(step: u64, held: &[ByCategory], planned: &[MomentM
 
 /// Charts the stacked memory of the parts of a step.
 fn over_step(how: &str, held: &[ByCategory], lines: Vec<Series>) -> Chart {
-    let series = Category::ALL.iter().enumerate().map(|(index, category)| Series {
-        label: category.name().to_owned(),
-        points: points(held.iter().map(|held| held[index])),
-        style: index,
-        is_dotted: false,
+    let series = Category::ALL.iter().enumerate().map(|(index, category)| {
+        Series::new(category.name(), points(held.iter().map(|held| held[index])), index)
     });
     Chart {
         title: format!("Memory over the last micro batch and the optimizer step{how}"),
         along: "part of the step",
         unit: Unit::Bytes,
-        scale: Scale::FromZero,
         is_stacked: true,
         series: series.collect(),
         lines,
+        ..Chart::default()
     }
 }
 
 fn line(label: &str, bytes: impl Iterator<Item = u64>) -> Series {
-    Series { label: label.to_owned(), points: points(bytes), style: INK, is_dotted: false }
+    Series::new(label, points(bytes), INK)
 }
 
 /// Numbers the parts of a step from 1.
@@ -72,7 +69,7 @@ pub(crate) fn scaling(model: &ModelScaling) -> Chart {
             (Some((ranks, _)), Some(last)) if *ranks < last.ranks as f64 => format!(", up to {ranks} ranks"),
             _ => String::new(),
         };
-        Series { label: format!("{label}{reach}"), points, style: *style, is_dotted: false }
+        Series::new(format!("{label}{reach}"), points, *style)
     };
     let tokens = model.points.first().map_or(0, |point| point.seq_len / point.ranks.max(1));
     Chart {
@@ -80,16 +77,15 @@ pub(crate) fn scaling(model: &ModelScaling) -> Chart {
         along: "ranks (constant tokens per rank)",
         unit: Unit::Bytes,
         scale: Scale::Logarithmic,
-        is_stacked: false,
         series: CURVES.iter().map(curve).collect(),
-        lines: Vec::new(),
+        ..Chart::default()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::html::chart::drawing;
+    use crate::template::chart::drawing;
     use ulysses::estimate::scaling::study;
 
     #[test]

@@ -1,138 +1,83 @@
-//! Communication tables, summed over all parts of a run.
+//! Collectives, summed over all parts of a run.
 
-use super::run::RunFiles;
-use crate::html::chart::{Unit, text};
-use crate::html::table;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Value, json};
 use ulysses::comm::CallTimes;
 use ulysses::monitor::{Bandwidth, StragglerStats, Volume};
 
-/// Returns the tables; empty if no part recorded any call.
-pub(super) fn tables(run: &RunFiles) -> String {
-    let parts = run.parts();
-    let calls = calls(&parts);
-    if calls.is_empty() {
-        return String::new();
-    }
-    let unrecorded = parts.iter().filter(|part| part["communication"].is_null()).count();
-    let unrecorded = match unrecorded {
-        0 => String::new(),
-        _ => format!(" {unrecorded} of {} parts did not finish and are missing.", parts.len()),
-    };
-    let mut html = format!(
-        "<p class=\"faint\">Collectives of rank 0. Times are wall times inside the calls.{unrecorded}</p>\n"
-    );
-    let head = ["operation", "ranks", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
-    html.push_str(&table(&head, calls.iter().map(call_row)));
-    html.push_str("<p></p><p class=\"faint\">Bytes sent by all ranks, measured and by formula, for the same training steps and evaluations.</p>\n");
-    let volumes = volumes(&parts);
-    html.push_str(&table(
-        &["purpose", "formula", "measured", "measured / formula"],
-        volumes.iter().map(volume_row),
-    ));
-    let straggling = straggling(&parts);
-    if !straggling.is_empty() {
-        html.push_str(
-            "<p></p><p class=\"faint\">Time spent waiting for the slowest rank, mean over ranks.</p>\n",
-        );
-        let head = ["operation", "count", "total ms", "straggler ms", "slowest rank"];
-        html.push_str(&table(&head, straggling.iter().map(|kind| straggling_row(kind))));
-    }
-    html
+/// Returns the rows of all tables.
+pub(super) fn totals(parts: &[&Value]) -> Value {
+    let calls = calls(parts).into_iter().map(|call| {
+        let Bandwidth { algbw, busbw } = Bandwidth::of(&call);
+        json!({ "kind": format!("{} {}", call.axis, call.op), "call": call, "algbw": algbw, "busbw": busbw })
+    });
+    json!({
+        "parts": parts.len(),
+        "unfinished_parts": parts.iter().filter(|part| part["communication"].is_null()).count(),
+        "calls": calls.collect::<Vec<_>>(),
+        "volumes": volumes(parts),
+        "straggling": straggling(parts).iter().map(|rows| straggling_row(rows)).collect::<Vec<_>>(),
+    })
 }
 
-fn call_row(call: &CallTimes) -> Vec<String> {
-    let Bandwidth { algbw, busbw } = Bandwidth::of(call);
-    let rate = |rate: f64| format!("{:.2}", rate / 1e9);
-    vec![
-        format!("{} {}", call.axis, call.op),
-        call.ranks.to_string(),
-        text(call.input_bytes as f64, Unit::Bytes),
-        call.calls.to_string(),
-        milliseconds(call.seconds),
-        milliseconds(call.seconds / call.calls.max(1) as f64),
-        rate(algbw),
-        rate(busbw),
-    ]
-}
-
-fn volume_row(volume: &Volume) -> Vec<String> {
-    let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
-    let ratio = match volume.planned_bytes {
-        0 => "–".to_owned(),
-        planned => format!("{:.3}", volume.sent_bytes as f64 / planned as f64),
-    };
-    vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), ratio]
-}
-
-/// Formats a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
-fn straggling_row(parts: &[StragglerStats]) -> Vec<String> {
-    let sum = |value: fn(&StragglerStats) -> f64| parts.iter().map(value).sum::<f64>();
+/// Returns a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
+fn straggling_row(parts: &[StragglerStats]) -> Value {
     let latest =
         |part: &StragglerStats| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
-    vec![
-        format!("{} {}", parts[0].axis, parts[0].op),
-        parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),
-        milliseconds(sum(|part| part.seconds)),
-        milliseconds(sum(|part| part.straggler_seconds)),
-        parts.iter().map(latest).collect::<Vec<_>>().join(", then "),
-    ]
+    json!({
+        "kind": format!("{} {}", parts[0].axis, parts[0].op),
+        "calls": parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)),
+        "seconds": parts.iter().map(|part| part.seconds).sum::<f64>(),
+        "straggler_seconds": parts.iter().map(|part| part.straggler_seconds).sum::<f64>(),
+        "slowest_ranks": parts.iter().map(latest).collect::<Vec<_>>().join(", then "),
+    })
 }
 
-fn milliseconds(seconds: f64) -> String {
-    text(1e3 * seconds, Unit::Number)
-}
-
-/// Sums equal calls over all parts.
 fn calls(parts: &[&Value]) -> Vec<CallTimes> {
-    let mut sums: Vec<CallTimes> = Vec::new();
-    for call in of_parts::<CallTimes>(parts, "calls") {
-        let kind = |call: &CallTimes| (call.axis.clone(), call.op, call.ranks, call.input_bytes);
-        match sums.iter_mut().find(|sum| kind(sum) == kind(&call)) {
-            Some(sum) => {
-                sum.calls = sum.calls.saturating_add(call.calls);
-                sum.seconds += call.seconds;
-            }
-            None => sums.push(call),
-        }
-    }
-    sums
+    let kind = |call: &CallTimes| (call.axis.clone(), call.op, call.ranks, call.input_bytes);
+    sums(grouped(parts, "calls", kind), |sum: &mut CallTimes, call| {
+        sum.calls = sum.calls.saturating_add(call.calls);
+        sum.seconds += call.seconds;
+    })
 }
 
 fn volumes(parts: &[&Value]) -> Vec<Volume> {
-    let mut sums: Vec<Volume> = Vec::new();
-    for volume in of_parts::<Volume>(parts, "volumes") {
-        match sums.iter_mut().find(|sum| sum.what == volume.what) {
-            Some(sum) => {
-                sum.planned_bytes = sum.planned_bytes.saturating_add(volume.planned_bytes);
-                sum.sent_bytes = sum.sent_bytes.saturating_add(volume.sent_bytes);
-            }
-            None => sums.push(volume),
-        }
-    }
-    sums
+    sums(grouped(parts, "volumes", |volume: &Volume| volume.what.clone()), |sum, volume| {
+        sum.planned_bytes = sum.planned_bytes.saturating_add(volume.planned_bytes);
+        sum.sent_bytes = sum.sent_bytes.saturating_add(volume.sent_bytes);
+    })
 }
 
-/// Groups the stragglers of all parts by axis and operation.
+fn sums<T: Clone>(kinds: Vec<Vec<T>>, add: impl Fn(&mut T, &T)) -> Vec<T> {
+    let sum = |kind: Vec<T>| {
+        let mut sum = kind[0].clone();
+        kind[1..].iter().for_each(|entry| add(&mut sum, entry));
+        sum
+    };
+    kinds.into_iter().map(sum).collect()
+}
+
 fn straggling(parts: &[&Value]) -> Vec<Vec<StragglerStats>> {
-    let mut kinds: Vec<Vec<StragglerStats>> = Vec::new();
-    for row in of_parts::<StragglerStats>(parts, "straggling") {
-        let is_kind = |kind: &&mut Vec<StragglerStats>| (&kind[0].axis, kind[0].op) == (&row.axis, row.op);
-        match kinds.iter_mut().find(is_kind) {
-            Some(kind) => kind.push(row),
-            None => kinds.push(vec![row]),
+    grouped(parts, "straggling", |row: &StragglerStats| (row.axis.clone(), row.op))
+}
+
+/// Groups the entries of all parts that are of one kind; records of another format have none.
+fn grouped<T: DeserializeOwned, K: PartialEq>(
+    parts: &[&Value],
+    key: &str,
+    kind: impl Fn(&T) -> K,
+) -> Vec<Vec<T>> {
+    let entries = |part: &&Value| -> Vec<T> {
+        serde_json::from_value(part["communication"][key].clone()).unwrap_or_default()
+    };
+    let mut kinds: Vec<Vec<T>> = Vec::new();
+    for entry in parts.iter().flat_map(entries) {
+        match kinds.iter_mut().find(|entries| kind(&entries[0]) == kind(&entry)) {
+            Some(entries) => entries.push(entry),
+            None => kinds.push(vec![entry]),
         }
     }
     kinds
-}
-
-/// Parses the entries of all parts; records of another format give none.
-fn of_parts<T: DeserializeOwned>(parts: &[&Value], key: &str) -> Vec<T> {
-    let of_part = |part: &&Value| -> Vec<T> {
-        serde_json::from_value(part["communication"][key].clone()).unwrap_or_default()
-    };
-    parts.iter().flat_map(of_part).collect()
 }
 
 #[cfg(test)]
@@ -180,8 +125,10 @@ mod tests {
         );
         let sent = volumes(&parts);
         assert_eq!((sent.len(), sent[0].planned_bytes, sent[0].sent_bytes), (1, 70, 77));
-        let rows: Vec<_> = straggling(&parts).iter().map(|kind| straggling_row(kind)).collect();
-        let expected = ["sp all_reduce", "7", "1000", "500", "1 (75 % of calls), then 0 (75 % of calls)"];
-        assert_eq!(rows, [expected]);
+        let data = json!({ "runs": [{ "communication": totals(&parts), "parts": [], "ranks": [] }] });
+        let page = crate::template::render("report.html", data).unwrap();
+        let row = ["sp all_reduce", "7", "1000", "500", "1 (75 % of calls), then 0 (75 % of calls)"];
+        let row = row.join("</td><td class=\"n\">");
+        assert!(page.contains(&format!("<tr><td>{row}</td></tr>")), "{page}");
     }
 }

@@ -1,14 +1,11 @@
 //! `ulysses report`: a self-contained HTML page of runs.
 
+mod charts;
 mod communication;
 mod metrics;
 mod page;
-mod parts;
 mod plan;
-mod ranks;
-mod restarts;
 mod run;
-mod sections;
 mod settings;
 
 use super::{Failure, OrFail, log_line};
@@ -31,7 +28,7 @@ pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
         args.runs.iter().map(|dir| RunFiles::read(dir)).collect::<anyhow::Result<Vec<_>>>().or_usage()?;
     make_names_unique(&mut runs);
     let output = args.output.clone().unwrap_or_else(|| args.runs[0].join("report.html"));
-    ulysses::regular_file::write(&output, page::page(&runs))
+    ulysses::regular_file::write(&output, page::page(&runs).or_run()?)
         .with_context(|| format!("--output: cannot write {}", output.display()))
         .or_run()?;
     log_line(format_args!("report      {} (open in a browser)", output.display()));

@@ -1,121 +1,112 @@
-//! The page: overview, charts of all runs, and a section per run.
+//! The page, from the template `report.html`.
 
 use super::run::RunFiles;
-use super::sections;
-use crate::html::chart::{Chart, Scale, Series, Unit, text};
-use crate::html::{duration, escape, html, tiles};
+use super::{charts, communication, plan, settings};
+use crate::template::render;
+use anyhow::Result;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use ulysses::memory::Category;
 
 /// Renders the page.
-pub(super) fn page(runs: &[RunFiles]) -> String {
+pub(super) fn page(runs: &[RunFiles]) -> Result<String> {
     let names = runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>().join(", ");
-    let mut body = match runs {
-        [run] => tiles(&facts(run)),
-        _ => overview(runs),
-    };
-    body.push_str("<section class=\"grid-of-charts\">\n");
-    curves(runs).iter().for_each(|chart| body.push_str(&chart.figure()));
-    body.push_str("</section>\n");
-    for (index, run) in runs.iter().enumerate() {
-        body.push_str(&sections::of_run(run, runs.len() > 1, index == 0));
-    }
-    html(&names, &body, "<code>ulysses report</code>; keys are documented in <code>docs/monitoring.md</code>")
+    let data = json!({
+        "title": names,
+        "charts": charts::curves(runs),
+        "has_evaluations": runs.iter().any(|run| !run.lines.evaluations.is_empty()),
+        "runs": runs.iter().map(data).collect::<Vec<_>>(),
+    });
+    render("report.html", data)
 }
 
-/// Key figures of a run with their names.
-type Facts = Vec<(&'static str, String)>;
-
-fn facts(run: &RunFiles) -> Facts {
-    let number = |value: Option<f64>| value.map_or("–".to_owned(), |value| text(value, Unit::Number));
-    let shape = &run.record["mesh"]["shape"];
-    let mesh = match (shape[0].as_u64(), shape[1].as_u64()) {
-        (Some(dp), Some(sp)) => format!("dp {dp} × sp {sp}"),
-        _ => "–".to_owned(),
-    };
-    let ranks = run.parts().into_iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
+/// Returns what the page shows of a run.
+fn data(run: &RunFiles) -> Value {
+    let (record, steps, parts) = (&run.record, &run.lines.steps, run.parts());
+    let ranks = parts.iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
     let peak = ranks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
-    let state = if run.record["totals"].is_null() { "not finished" } else { "finished" };
-    let spans_sp = run.record["mesh"]["zero_partition_axes"].as_array().is_some_and(|axes| axes.len() == 2);
-    let axes = if spans_sp { " over dp × sp" } else { "" };
-    let stage = run.config["zero_optimization"]["stage"].as_u64().map(|stage| format!("{stage}{axes}"));
-    let skipped = run.lines.steps.iter().filter(|line| line["skipped"] == true).count();
-    let steps = run.lines.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
-    let mut facts = vec![
-        ("steps", if skipped > 0 { format!("{steps}, {skipped} skipped") } else { steps.to_string() }),
-        ("last loss", run.last("loss").map_or("–".to_owned(), |loss| format!("{loss:.4}"))),
-    ];
-    if let Some((_, loss)) = run.evaluation_curve("eval_loss").last() {
-        facts.push(("evaluation loss", format!("{loss:.4}")));
+    let seconds = run.sum("step_seconds");
+    let data_share = run.sum("data_seconds") / seconds;
+    json!({
+        "name": run.name,
+        "dir": run.dir.display().to_string(),
+        "record": record,
+        "parts": parts,
+        "ranks": run.ranks().map_or(&[][..], Vec::as_slice),
+        "restarts": run.lines.restarts,
+        "steps": steps.last().map_or(0, |line| line["step"].as_u64().unwrap_or(0)),
+        "skipped": steps.iter().filter(|line| line["skipped"] == true).count(),
+        "last_loss": run.last("loss"),
+        "eval_loss": run.evaluation_curve("eval_loss").last().map(|(_, loss)| *loss),
+        "tokens_per_second": run.rate("tokens"),
+        "label_tokens_per_second": run.rate("label_tokens"),
+        "mfu": run.last("gemm_share"),
+        "padding": run.last("padding_share"),
+        "seconds": seconds,
+        // Of the training time of rank 0.
+        "data_share": Some(data_share).filter(|share| share.is_finite()),
+        "peak_bytes": Some(peak).filter(|peak| *peak > 0.0),
+        "stage": run.config["zero_optimization"]["stage"],
+        "spans_sp": record["mesh"]["zero_partition_axes"].as_array().is_some_and(|axes| axes.len() == 2),
+        "zero_note": run.parsed_config().and_then(|config| config.zero_partition_note()),
+        "categories": Category::ALL.map(Category::name),
+        "sent": sent(run),
+        "time_shares": charts::time_shares(run),
+        "plan": plan::charts(run),
+        "communication": communication::totals(&parts),
+        "settings": settings::rows(run),
+    })
+}
+
+/// Returns every operation that sent bytes on any rank.
+fn sent(run: &RunFiles) -> BTreeSet<&String> {
+    let ranks = run.ranks().into_iter().flatten();
+    ranks.filter_map(|rank| rank["sent_bytes"].as_object()).flat_map(|sent| sent.keys()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Renders the page of a run with these data.
+    fn page(name: &str, data: &Value) -> String {
+        render("report.html", json!({ "runs": [{ "parts": [], "ranks": [], name: data }] })).unwrap()
     }
-    facts.extend([
-        ("mean tokens/s", number(run.rate("tokens"))),
-        ("mean label tokens/s", number(run.rate("label_tokens"))),
-        (
-            "MFU of the last step",
-            run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent)),
-        ),
-        ("largest peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
-        ("mesh", mesh),
-        ("ZeRO stage", stage.unwrap_or_else(|| "–".to_owned())),
-        ("training time", duration(run.sum("step_seconds"))),
-        ("parameters", number(run.record["model"]["parameters"].as_f64())),
-        ("state", state.to_owned()),
-    ]);
-    facts
-}
 
-/// Renders a table with a row per run and all columns that any run has.
-fn overview(runs: &[RunFiles]) -> String {
-    let of_runs: Vec<_> = runs.iter().map(facts).collect();
-    let widest = of_runs.iter().max_by_key(|facts| facts.len());
-    let columns: Vec<&str> = widest.into_iter().flatten().map(|(name, _)| *name).collect();
-    let head: String = columns.iter().map(|name| format!("<th class=\"n\">{name}</th>")).collect();
-    let row = |(index, (run, facts)): (usize, (&RunFiles, &Facts))| {
-        let value =
-            |column: &&str| facts.iter().find(|(name, _)| name == column).map_or("–", |(_, value)| value);
-        let cells: String =
-            columns.iter().map(|column| format!("<td class=\"n\">{}</td>", escape(value(column)))).collect();
-        let name = escape(&run.name);
-        format!(
-            "<tr><td><ul class=\"legend\"><li class=\"c{}\"><i></i><b>{name}</b></li></ul></td>{cells}</tr>\n",
-            index % 6
-        )
-    };
-    let rows: String = runs.iter().zip(&of_runs).enumerate().map(row).collect();
-    format!(
-        "<div class=\"card scroll\"><table>\n<tr><th>run</th>{head}</tr>\n{rows}</table></div>\n<p></p>\n"
-    )
-}
+    #[test]
+    fn a_part_shows_its_steps_or_that_it_did_not_finish() {
+        let finished = json!({ "first_step": 6, "totals": { "steps": 7 } });
+        let killed = json!({ "first_step": 6, "totals": null });
+        let earlier_version = json!({ "totals": { "steps": 7 } });
+        let page = page("parts", &json!([finished, killed, earlier_version, {}]));
+        for steps in ["6 to 12", "from 6, not finished", "7", "not finished"] {
+            assert!(page.contains(&format!("<td class=\"n\">{steps}</td>")), "{steps}: {page}");
+        }
+    }
 
-/// Returns the charts with curves of all runs.
-fn curves(runs: &[RunFiles]) -> Vec<Chart> {
-    let series = |key: &str| -> Vec<Series> {
-        let of_run = |(style, run): (usize, &RunFiles)| Series {
-            label: run.name.clone(),
-            points: run.curve(key),
-            style,
-            is_dotted: false,
-        };
-        runs.iter().enumerate().map(of_run).collect()
-    };
-    let chart = |title: &str, key, unit, scale| {
-        let (title, series, lines) = (title.to_owned(), series(key), Vec::new());
-        Chart { title, along: "step", unit, scale, is_stacked: false, series, lines }
-    };
-    let mut loss = chart("Loss", "loss", Unit::Number, Scale::Around);
-    loss.series.extend(runs.iter().enumerate().map(|(style, run)| Series {
-        label: format!("{}, evaluation", run.name),
-        points: run.evaluation_curve("eval_loss"),
-        // A color that no other curve has.
-        style: if runs.len() == 1 { 1 } else { style },
-        is_dotted: true,
-    }));
-    vec![
-        loss,
-        chart("Tokens per second", "tokens_per_second", Unit::Number, Scale::FromZero),
-        chart("Label tokens per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
-        chart("Gradient norm before clipping", "grad_norm", Unit::Number, Scale::FromZero),
-        chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
-        chart("MFU", "gemm_share", Unit::Percent, Scale::FromZero),
-        chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
-    ]
+    #[test]
+    fn a_restart_shows_its_reason_and_both_meshes() {
+        let restart = json!({
+            "step": 40, "restart": 1, "reason": "cannot reach host <n2>", "resumed_from": "memory",
+            "dp_size_before": 3, "sp_size_before": 2, "dp_size": 2, "sp_size": 2,
+        });
+        let shown = page("restarts", &json!([restart, { "step": 0, "restart": 2 }]));
+        for expected in ["&lt;n2&gt;", "memory", "3 × 2", "2 × 2", "– × –"] {
+            assert!(shown.contains(expected), "{expected}: {shown}");
+        }
+        assert!(!page("restarts", &json!([])).contains("Restarts"));
+    }
+
+    #[test]
+    fn values_of_other_types_are_left_out() {
+        let fields =
+            ["command", "mesh", "environment", "totals", "model", "peak_bytes", "held_bytes", "rank"];
+        for value in [json!(7), json!("x"), json!([1]), json!({ "shape": 7 }), json!({ "shape": [1, "x"] })] {
+            let record: Value = fields.iter().map(|name| ((*name).to_owned(), value.clone())).collect();
+            for of in [&value, &record] {
+                let run = json!({ "categories": [], "record": of, "parts": [of, of], "ranks": [of, of], "restarts": [of] });
+                render("report.html", json!({ "runs": [run] })).unwrap();
+            }
+        }
+    }
 }

@@ -1,28 +1,35 @@
 //! The plan of a run next to its measurements.
 
 use super::run::RunFiles;
-use crate::html::chart::{Chart, Unit, text};
-use crate::html::table;
 use crate::plan::{pictures, scaling_of, use_longest_sequences};
-use serde_json::Value;
+use crate::template::chart::Chart;
+use serde_json::{Value, json};
 use ulysses::device::DeviceKind;
 use ulysses::estimate::{RankPlan, Workload};
-use ulysses::memory::ByCategory;
-use ulysses::memory::Category;
+use ulysses::memory::{ByCategory, Category};
 use ulysses::model::LlamaConfig;
 
-/// The caption of memory by category.
-const IDLE_STORAGE: &str = "Idle storage that a rank will reuse counts in the category that allocated it.";
-
-/// Renders charts of memory and traffic; empty if config or model are missing or of another version.
-pub(super) fn figures(run: &RunFiles) -> String {
-    let Some(workload) = workload(run) else { return String::new() };
-    let memory = workload.plan().map_or(String::new(), |plan| memory(run, &plan));
+/// Returns charts of memory and traffic; none if config or model are missing or of another version.
+pub(super) fn charts(run: &RunFiles) -> Value {
+    let Some(workload) = workload(run) else { return Value::Null };
     let (config, model) = (&workload.config, &workload.model);
     let name = config.require_model().unwrap_or(&run.name);
     let tokens_per_rank = config.ulysses.seq_len.unwrap_or(1).div_ceil(config.mesh.sp_size);
-    let traffic = scaling_of(name, model, tokens_per_rank);
-    memory + &traffic.map_or(String::new(), |traffic| pictures::scaling(&traffic).figure())
+    let traffic = scaling_of(name, model, tokens_per_rank).ok();
+    let traffic = traffic.map(|traffic| pictures::scaling(&traffic).content());
+    let Ok(plan) = workload.plan() else { return json!({ "traffic": traffic }) };
+    let rank = measured(run, plan.rank).filter(|rank| rank["peak_bytes"].as_u64() > Some(0));
+    let peak = rank.and_then(|rank| rank["peak_bytes"].as_u64());
+    let line = peak.map(|peak| (format!("measured peak, rank {}", plan.rank), peak));
+    let is_recorded =
+        |category: &Category| rank.is_some_and(|rank| rank["peak_by_category"][category.name()].is_number());
+    json!({
+        "memory": pictures::memory(&plan.timeline, line.as_slice()).content(),
+        "measured_rank": rank.filter(|_| Category::ALL.iter().all(is_recorded)),
+        "over_step": over_step(run, &plan).map(|chart| chart.content()),
+        "traffic": traffic,
+        "rank": plan,
+    })
 }
 
 /// Returns the workload of the run with its longest sequences.
@@ -37,19 +44,6 @@ fn workload(run: &RunFiles) -> Option<Workload> {
     // Nodes do not affect memory.
     let device = if record["environment"]["device"] == "cuda" { DeviceKind::Cuda } else { DeviceKind::Cpu };
     Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None, device })
-}
-
-fn memory(run: &RunFiles, plan: &RankPlan) -> String {
-    let rank = measured(run, plan.rank);
-    let peak = rank.and_then(|rank| rank["peak_bytes"].as_u64()).filter(|peak| *peak > 0);
-    let line = peak.map(|peak| (format!("measured peak, rank {}", plan.rank), peak));
-    let mut figure = pictures::memory(&plan.timeline, line.as_slice()).figure();
-    if let (Some(rank), Some(_)) = (rank, peak) {
-        let by_category = by_category(plan, rank);
-        figure = figure.replace("</figure>", &format!("{by_category}</figure>"));
-    }
-    let note = format!("<p class=\"faint\">{IDLE_STORAGE}</p></figure>");
-    figure + &over_step(run, plan).map_or(String::new(), |chart| chart.figure().replace("</figure>", &note))
 }
 
 /// Charts the rank's measured memory over a step, if recorded.
@@ -71,21 +65,4 @@ fn measured(run: &RunFiles, rank: usize) -> Option<&Value> {
     let is_on_host = run.record["environment"]["device"] == "cpu";
     let mut ranks = run.record["ranks"].as_array().filter(|_| is_on_host)?.iter();
     ranks.find(|measured| measured["rank"].as_u64() == Some(rank as u64))
-}
-
-/// Renders the peak by category, if recorded.
-fn by_category(plan: &RankPlan, measured: &Value) -> String {
-    let held = |category: Category| measured["peak_by_category"][category.name()].as_f64();
-    let bytes = |bytes: f64| text(bytes, Unit::Bytes);
-    let row = |(category, planned): (Category, u64)| {
-        Some(vec![category.name().to_owned(), bytes(planned as f64), bytes(held(category)?)])
-    };
-    let rows: Option<Vec<_>> = Category::ALL.into_iter().zip(plan.peak_by_category).map(row).collect();
-    let Some(mut rows) = rows else { return String::new() };
-    let all = measured["peak_bytes"].as_f64().unwrap_or_default();
-    rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
-    format!(
-        "<details><summary>Peak memory, planned and measured</summary>\n{}<p></p><p class=\"faint\">{IDLE_STORAGE}</p></details>",
-        table(&["", "planned", "measured"], rows.into_iter())
-    )
 }

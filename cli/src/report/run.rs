@@ -74,12 +74,8 @@ impl RunFiles {
     /// Returns a metric per second, over the steps that have it, if any.
     pub(super) fn rate(&self, key: &str) -> Option<f64> {
         let of_step = |line: &Value| Some((line[key].as_f64()?, line["step_seconds"].as_f64()?));
-        let (sum, seconds) = self
-            .lines
-            .steps
-            .iter()
-            .filter_map(of_step)
-            .fold((0.0, 0.0), |(sum, seconds), (value, step)| (sum + value, seconds + step));
+        let steps = self.lines.steps.iter().filter_map(of_step);
+        let (sum, seconds) = steps.fold((0.0, 0.0), |sums, step| (sums.0 + step.0, sums.1 + step.1));
         Some(sum / seconds).filter(|rate| rate.is_finite())
     }
 

@@ -1,12 +1,13 @@
 //! The settings of a run, each with its origin.
 
 use super::run::RunFiles;
-use crate::html::{escape, plain};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// The origin of a setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 enum Origin {
     File,
     Auto,
@@ -17,36 +18,31 @@ enum Origin {
 /// What `--mesh` and `mesh_param` set.
 const SIZES: [&str; 2] = ["data_parallel_size", "sequence_parallel_size"];
 
-/// Renders every key of the resolved config, if there is one.
-pub(super) fn table(run: &RunFiles) -> String {
-    if run.config.is_null() {
-        return String::new();
-    }
+/// A key of the resolved config.
+#[derive(Serialize)]
+pub(super) struct Setting {
+    key: String,
+    value: String,
+    origin: Origin,
+}
+
+/// Returns every key of the resolved config, if there is one.
+pub(super) fn rows(run: &RunFiles) -> Vec<Setting> {
     let given = flat(&run.record["given_config"]);
     let flags = flags(&run.record["command"]);
     let settings = flat(&run.config);
-    let row = |(key, value): &(String, Value)| {
-        let (class, name) = match origin(key, value, &given, &flags) {
-            Origin::File => ("file", "file"),
-            Origin::Auto => ("auto", "\"auto\""),
-            Origin::Flag => ("flag", "flag"),
-            Origin::Default => ("default", "default"),
-        };
-        format!(
-            "<tr class=\"{class}\"><td class=\"v\"><code>{}</code></td><td class=\"v\"><code>{}</code></td>\
-             <td class=\"n\"><span class=\"badge {class}\">{name}</span></td></tr>\n",
-            // Long names may wrap between words.
-            escape(key).replace('_', "_<wbr>").replace('.', ".<wbr>"),
-            escape(&shown(key, value, &given, &settings))
-        )
+    let setting = |(key, value): &(String, Value)| Setting {
+        key: key.clone(),
+        value: shown(key, value, &given, &settings),
+        origin: origin(key, value, &given, &flags),
     };
-    let rows: String = settings.iter().map(row).collect();
-    format!("<table>\n<tr><th>key</th><th>value</th><th class=\"n\">origin</th></tr>\n{rows}</table>\n")
+    settings.iter().map(setting).collect()
 }
 
 /// Formats a value. The optimizer keeps the name in the file, such as `FusedAdam`, which the resolved config normalizes.
 fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(String, Value)]) -> String {
-    let (name, lower) = (plain(value), |name: &str| name.to_ascii_lowercase());
+    let name = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let lower = |name: &str| name.to_ascii_lowercase();
     if key != "optimizer.type" {
         return name;
     }

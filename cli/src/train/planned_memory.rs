@@ -2,7 +2,6 @@
 
 use super::available::{Available, in_process, on_gpu, on_machine};
 use crate::log_line;
-use crate::plan::table::{bytes, flops};
 use crate::plan::use_longest_sequences;
 use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
 use ulysses::device::DeviceKind;
@@ -11,7 +10,7 @@ use ulysses::estimate::{RankPlan, RankStep, Workload};
 use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::counted;
+use ulysses::monitor::{counted, format_bytes as bytes, format_flops as flops};
 
 /// Minimum duration of a first step that is announced.
 const LONG_SECONDS: f64 = 10.0;

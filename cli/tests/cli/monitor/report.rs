@@ -209,7 +209,8 @@ fn a_plan_is_written_as_a_page() {
     assert_well_formed(&page);
     assert_eq!(page.matches("<polygon").count(), 6, "an area for each category");
     assert_eq!(page.matches("<polyline").count(), 5, "traffic");
-    for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"] {
+    let rows = ["<tr><td>2 × 4</td>", "<tr><td>sp 8 (twice the ranks)</td>"];
+    for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"].into_iter().chain(rows) {
         assert!(page.contains(part), "no {part:?}");
     }
 }

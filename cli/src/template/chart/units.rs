@@ -1,8 +1,9 @@
 //! Formatting of values on axes and in legends.
 
 /// The unit of an axis.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) enum Unit {
+    #[default]
     Number,
     Bytes,
     Percent,

@@ -32,6 +32,11 @@ pub(crate) struct Series {
 pub(crate) const INK: usize = usize::MAX;
 
 impl Series {
+    /// A curve that is drawn as a line.
+    pub(crate) fn new(label: impl Into<String>, points: Vec<(f64, f64)>, style: usize) -> Self {
+        Self { label: label.into(), points, style, is_dotted: false }
+    }
+
     /// Returns its class number in the style sheet.
     fn class(&self) -> usize {
         if self.style == INK { 6 } else { self.style % 6 }
@@ -39,9 +44,10 @@ impl Series {
 }
 
 /// The scale of the axes.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Scale {
     /// The value axis starts at 0.
+    #[default]
     FromZero,
     /// The value axis starts below the smallest value.
     Around,
@@ -50,6 +56,7 @@ pub(crate) enum Scale {
 }
 
 /// A chart of curves over whole numbers.
+#[derive(Default)]
 pub(crate) struct Chart {
     pub(crate) title: String,
     /// Label of the position axis.
@@ -64,19 +71,19 @@ pub(crate) struct Chart {
 }
 
 impl Chart {
-    /// Renders a figure with legend; empty without points.
-    pub(crate) fn figure(&self) -> String {
-        let Some(plot) = self.plot() else { return String::new() };
+    /// Renders the content of a figure, with legend; `None` without points.
+    pub(crate) fn content(&self) -> Option<String> {
+        let plot = self.plot()?;
         let (title, along) = (escape(&self.title), self.along);
         let entry = |(style, label, value): (usize, String, String)| {
             format!("<li class=\"c{style}\"><i></i>{label} <b>{value}</b></li>")
         };
         let legend: String = self.legend().into_iter().map(entry).collect();
-        format!(
-            "<figure><figcaption>{title}</figcaption>\n\
+        Some(format!(
+            "<figcaption>{title}</figcaption>\n\
              <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}, by {along}\">\n{plot}</svg>\n\
-             <ul class=\"legend\">{legend}</ul></figure>\n"
-        )
+             <ul class=\"legend\">{legend}</ul>"
+        ))
     }
 
     /// Renders the plot in an area of [`WIDTH`] × [`HEIGHT`]; `None` without points.
@@ -243,12 +250,7 @@ mod tests {
 
     #[test]
     fn stacked_values_are_added_at_their_positions() {
-        let series = |points: &[(f64, f64)]| Series {
-            label: String::new(),
-            points: points.to_vec(),
-            style: 0,
-            is_dotted: false,
-        };
+        let series = |points: &[(f64, f64)]| Series::new("", points.to_vec(), 0);
         // The second has no value at the first position, the first none at the last.
         let first = series(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]);
         let second = series(&[(2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]);
@@ -269,13 +271,12 @@ mod tests {
                 let chart = Chart {
                     title: "loss".to_owned(),
                     along: "step",
-                    unit: Unit::Number,
                     scale: if is_stacked { Scale::FromZero } else { Scale::Around },
                     is_stacked,
-                    series: vec![Series { label: "a".into(), points, style: 0, is_dotted: false }],
-                    lines: Vec::new(),
+                    series: vec![Series::new("a", points, 0)],
+                    ..Chart::default()
                 };
-                let figure = chart.figure();
+                let figure = chart.content().unwrap();
                 assert!(!figure.contains("NaN") && !figure.contains("inf"), "{values:?}: {figure}");
                 assert!(figure.matches("class=\"grid\"").count() <= 12 && figure.len() < 4000, "{figure}");
             }
@@ -287,14 +288,12 @@ mod tests {
         let chart = |points: Vec<(f64, f64)>| Chart {
             title: "loss".to_owned(),
             along: "step",
-            unit: Unit::Number,
             scale: Scale::Around,
-            is_stacked: false,
-            series: vec![Series { label: "a<b".into(), points, style: 0, is_dotted: false }],
-            lines: Vec::new(),
+            series: vec![Series::new("a<b", points, 0)],
+            ..Chart::default()
         };
-        assert_eq!(chart(vec![]).figure(), "");
-        let dot = chart(vec![(1.0, 2.0)]).figure();
+        assert_eq!(chart(vec![]).content(), None);
+        let dot = chart(vec![(1.0, 2.0)]).content().unwrap();
         assert!(dot.contains("<circle") && dot.contains("a&lt;b") && !dot.contains("NaN"), "{dot}");
     }
 }

@@ -1,0 +1,74 @@
+//! The charts of metrics.
+
+use super::run::RunFiles;
+use crate::template::chart::{Chart, Scale, Series, Unit};
+use serde_json::Value;
+
+/// Parts of the step time: names and metric keys. Collectives count the time inside their calls.
+const BY_ACTIVITY: [(&str, &str); 6] = [
+    ("compute", "compute_seconds"),
+    ("all-to-all", "all_to_all_seconds"),
+    ("ring", "ring_seconds"),
+    ("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
+    ("sp: all-reduce", "sp_comm_seconds"),
+    ("data loading", "data_seconds"),
+];
+
+const BY_PHASE: [(&str, &str); 4] = [
+    ("forward", "forward_seconds"),
+    ("backward, with recomputation", "backward_seconds"),
+    ("optimizer step", "update_seconds"),
+    ("data loading", "data_seconds"),
+];
+
+/// Returns the charts with curves of all runs.
+pub(super) fn curves(runs: &[RunFiles]) -> Vec<Option<String>> {
+    let chart = |title: &str, key: &str, unit, scale| {
+        let curve = |(style, run): (usize, &RunFiles)| Series::new(&run.name, run.curve(key), style);
+        let (title, series) = (title.to_owned(), runs.iter().enumerate().map(curve).collect());
+        Chart { title, along: "step", unit, scale, series, ..Chart::default() }
+    };
+    let mut loss = chart("Loss", "loss", Unit::Number, Scale::Around);
+    loss.series.extend(runs.iter().enumerate().map(|(style, run)| Series {
+        label: format!("{}, evaluation", run.name),
+        points: run.evaluation_curve("eval_loss"),
+        // A color that no other curve has.
+        style: if runs.len() == 1 { 1 } else { style },
+        is_dotted: true,
+    }));
+    let others = [
+        ("Tokens per second", "tokens_per_second", Unit::Number),
+        ("Label tokens per second", "label_tokens_per_second", Unit::Number),
+        ("Gradient norm before clipping", "grad_norm", Unit::Number),
+        ("Learning rate", "lr", Unit::Number),
+        ("MFU", "gemm_share", Unit::Percent),
+        ("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes),
+    ];
+    let others = others.map(|(title, key, unit)| chart(title, key, unit, Scale::FromZero));
+    std::iter::once(loss).chain(others).map(|chart| chart.content()).collect()
+}
+
+/// Returns stacked shares of the step time, by activity and by phase.
+pub(super) fn time_shares(run: &RunFiles) -> [Option<String>; 2] {
+    [shares(run, "activity", &BY_ACTIVITY), shares(run, "phase", &BY_PHASE)]
+}
+
+fn shares(run: &RunFiles, by: &str, parts: &[(&str, &str)]) -> Option<String> {
+    let share = |line: &Value, key: &str| {
+        let share = line[key].as_f64()? / line["step_seconds"].as_f64()?;
+        Some((line["step"].as_f64()?, share)).filter(|_| share.is_finite())
+    };
+    let timed = run.lines.steps.iter().filter(|line| line["compute_seconds"].is_number());
+    let series = parts.iter().enumerate().map(|(style, (label, key))| {
+        Series::new(*label, timed.clone().filter_map(|line| share(line, key)).collect(), style)
+    });
+    let chart = Chart {
+        title: format!("Step time of rank 0 by {by}"),
+        along: "step",
+        unit: Unit::Percent,
+        is_stacked: true,
+        series: series.collect(),
+        ..Chart::default()
+    };
+    chart.content()
+}
