@@ -119,9 +119,9 @@ impl Workload {
     /// that can be planned.
     pub(super) fn micro_batches(&self) -> Vec<usize> {
         let per_rank = self.config.train_batch_size / self.config.mesh.dp_size;
-        let below_root = (1..MAX_DOCUMENTS).take_while(|size| size * size <= per_rank);
+        let below_root = (1..MAX_DOCUMENTS).take_while(|size| *size <= per_rank / size);
         let small: Vec<usize> = below_root.filter(|size| per_rank.is_multiple_of(*size)).collect();
-        let large = small.iter().map(|size| per_rank / size).filter(|size| size * size > per_rank);
+        let large = small.iter().map(|size| per_rank / size).filter(|size| *size > per_rank / size);
         large.chain(small.iter().rev().copied()).collect()
     }
 

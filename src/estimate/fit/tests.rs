@@ -107,3 +107,15 @@ fn where_nothing_fits_the_nearest_is_the_one_that_exceeds_least() {
     assert!(found.choices.is_empty() && nearest.plan.peak_bytes > 1000);
     assert_eq!(nearest.workload.config.micro_batch_size, 1);
 }
+
+/// `size · size` of the largest has more than 64 bits.
+#[test]
+fn micro_batches_of_the_largest_batch_divide_it_in_descending_order() {
+    let mut workload = workload(1, DeviceKind::Cpu);
+    workload.config.train_batch_size = usize::MAX;
+    let sizes = workload.micro_batches();
+    assert_eq!((sizes[0], sizes.last()), (usize::MAX, Some(&1)));
+    assert!(sizes.is_sorted_by(|a, b| a > b) && sizes.iter().all(|size| usize::MAX.is_multiple_of(*size)));
+    workload.config.train_batch_size = 36;
+    assert_eq!(workload.micro_batches(), [36, 18, 12, 9, 6, 4, 3, 2, 1]);
+}
