@@ -10,7 +10,7 @@ check:
 check-fast commit="HEAD":
     .ci/check-fast {{commit}}
 
-# What CI runs, with whole test matrices instead of samples, all suites of the fake driver, and 40 times as many random inputs: hours.
+# What CI runs, with whole test matrices instead of samples, all suites of the fake driver, and 40 times as many random inputs: an hour.
 nightly:
     ULYSSES_TEST_SEED=all PROPTEST_CASES=10000 .ci/run
 
