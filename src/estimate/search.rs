@@ -45,7 +45,7 @@ pub struct Candidate {
     pub plan: RankPlan,
     /// Bytes of host memory per node that ranks on GPUs offload to.
     pub host_bytes_per_node: u64,
-    /// What exceeds the budget, if something does.
+    /// The bytes above the budget; `None` if it fits, or without a budget.
     pub excess: Option<Excess>,
     /// The step time, if there is a machine profile with all rates that the step needs.
     pub time: Option<StepTime>,

@@ -8,7 +8,6 @@ use ulysses_kernels::{Workspace, elementwise, linear};
 /// `y = x·Wᵀ`, or `x·Wᵀ + b`.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    name: String,
     out: usize,
     weight: Parameter,
     bias: Option<Parameter>,
@@ -32,12 +31,12 @@ impl Linear {
     /// Adds the parameter `name.weight`, `[out, in]`.
     pub fn new(parameters: &mut ParameterList, name: &str, [out, input]: [usize; 2], init: Init) -> Self {
         let weight = parameters.add(&format!("{name}.weight"), [out, input], init);
-        Self { name: name.to_owned(), out, weight, bias: None }
+        Self { out, weight, bias: None }
     }
 
     /// Adds the parameter `name.bias`, `[out]`, which is 0 at first.
-    pub fn add_bias(&mut self, parameters: &mut ParameterList) {
-        self.bias = Some(parameters.add(&format!("{}.bias", self.name), [self.out], Init::Zeros));
+    pub fn add_bias(&mut self, parameters: &mut ParameterList, name: &str) {
+        self.bias = Some(parameters.add(&format!("{name}.bias"), [self.out], Init::Zeros));
     }
 
     /// The weight.

@@ -84,12 +84,12 @@ impl ParameterList {
     /// # Errors
     /// Another number of tensors than parameters.
     pub fn forward<'a>(
-        &self,
+        &'a self,
         params: &'a [Tensor],
         ctx: &'a LayerContext,
     ) -> Result<ForwardPass<'a>, LayerError> {
         self.check(params.len())?;
-        Ok(ForwardPass { params, ctx })
+        Ok(ForwardPass { layer: &self.layer, params, ctx })
     }
 
     /// The views of a backward pass.
@@ -97,7 +97,7 @@ impl ParameterList {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward<'a>(
-        &self,
+        &'a self,
         params: &'a [Tensor],
         grads: &'a [Option<Tensor>],
         ctx: &'a LayerContext,
@@ -118,6 +118,8 @@ impl ParameterList {
 /// A forward pass of a layer: its parameters by handle, as `pass[self.weight]`, and its context.
 #[derive(Clone, Copy)]
 pub struct ForwardPass<'a> {
+    /// The layer's name, for errors.
+    pub layer: &'a str,
     params: &'a [Tensor],
     /// The micro batch, and the services for it.
     pub ctx: &'a LayerContext,

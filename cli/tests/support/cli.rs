@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Much longer than any of these commands takes: a command that exceeds it hangs.
-const TIMEOUT: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Makes the start of any thread fail, by a stack size of 64 TiB. (Limits do not apply to root.)
 pub const NO_THREADS: (&str, &str) = ("RUST_MIN_STACK", "70368744177664");

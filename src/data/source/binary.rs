@@ -1,10 +1,10 @@
 //! Files that are not text.
 
-/// What to do with a file of Arrow.
+/// The advice for an Arrow file.
 pub(super) const ARROW: &str = "an Arrow file; write JSONL, \
                                  as with `datasets.load_from_disk(DIR).to_json(\"train.jsonl\")` in Python";
 
-/// What to do with a file of NumPy.
+/// The advice for a NumPy file.
 pub(super) const NUMPY: &str = "a NumPy file; write its token ids with `array.astype(\"uint16\").tofile(\"tokens.bin\")`, \
                                  or with \"uint32\" and `ulysses.token_dtype`";
 

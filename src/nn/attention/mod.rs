@@ -24,6 +24,10 @@ use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::tensor;
 
+const Q_PROJ: &str = "self_attn.q_proj";
+const K_PROJ: &str = "self_attn.k_proj";
+const V_PROJ: &str = "self_attn.v_proj";
+
 /// The sizes of a layer's attention, and the tokens that it sees.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
@@ -44,7 +48,6 @@ pub struct AttentionShape {
 /// `o(attend(rope(norm_q(q(x))), rope(norm_k(k(x))), v(x)))`, causal within documents.
 #[derive(Debug)]
 pub struct SelfAttention {
-    layer: String,
     shape: AttentionShape,
     q: HeadProjection,
     k: HeadProjection,
@@ -60,18 +63,18 @@ impl SelfAttention {
             let linear = Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
             HeadProjection { linear, norm: None, head_dim }
         };
-        let q = project("self_attn.q_proj", num_heads);
-        let k = project("self_attn.k_proj", num_kv_heads);
-        let v = project("self_attn.v_proj", num_kv_heads);
+        let q = project(Q_PROJ, num_heads);
+        let k = project(K_PROJ, num_kv_heads);
+        let v = project(V_PROJ, num_kv_heads);
         let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
-        Self { layer: parameters.layer().to_owned(), shape, q, k, v, o }
+        Self { shape, q, k, v, o }
     }
 
     /// Adds biases to the projections of queries, keys and values.
     pub fn add_qkv_bias(&mut self, parameters: &mut ParameterList) {
-        [&mut self.q, &mut self.k, &mut self.v]
-            .into_iter()
-            .for_each(|projection| projection.linear.add_bias(parameters));
+        for (projection, name) in [(&mut self.q, Q_PROJ), (&mut self.k, K_PROJ), (&mut self.v, V_PROJ)] {
+            projection.linear.add_bias(parameters, name);
+        }
     }
 
     /// Adds norms over every head of the queries and of the keys, before the rotary embedding.
@@ -91,7 +94,7 @@ impl SelfAttention {
         let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
         let chunks = pass.ctx.tiling().head_chunks;
         if chunks == 0 || chunks > num_kv_heads {
-            return Err(LayerError::HeadChunks { layer: self.layer.clone(), chunks, num_kv_heads });
+            return Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, num_kv_heads });
         }
         Ok(head_chunks(num_heads, num_kv_heads, chunks))
     }
