@@ -65,6 +65,8 @@ impl ParameterList {
 
     /// Adds a parameter called `layer.name`.
     pub fn add(&mut self, name: &str, shape: impl Into<Vec<usize>>, init: Init) -> Parameter {
+        // A model keeps the list of every layer.
+        self.specs.reserve_exact(1);
         self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
         Parameter(self.specs.len() - 1)
     }
