@@ -2,8 +2,8 @@
 
 use super::LlamaConfig;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, AttentionShape, ForwardPass, GateUp, GatedMlp, Init, Layer,
-    LayerContext, LayerError, ParameterList, ParameterSpec, RmsNorm, Saved, Saves, SelfAttention,
+    AttentionExtent, AttentionSaved, AttentionShape, BackwardPass, ForwardPass, GateUp, GatedMlp, Init,
+    Layer, LayerContext, LayerError, ParameterList, ParameterSpec, RmsNorm, Saved, Saves, SelfAttention,
 };
 use candle_core::Tensor;
 
@@ -75,6 +75,19 @@ impl DecoderLayer {
     ) -> Result<Tensor, LayerError> {
         self.attention.forward(&self.input_norm, x, saves, keep, pass)
     }
+
+    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
+    fn backward_saved(
+        &self,
+        SavedDecoder { x, attention, mid, mlp }: SavedDecoder,
+        dy: Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        self.mlp.backward(&self.post_attention_norm, &mid, mlp, &dy, pass)?;
+        pass.forward.recycle([mid]);
+        self.attention.backward(&self.input_norm, &x, attention, &dy, pass)?;
+        Ok(dy)
+    }
 }
 
 impl Layer for DecoderLayer {
@@ -113,12 +126,8 @@ impl Layer for DecoderLayer {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let SavedDecoder { x, attention, mid, mlp } = saved.downcast(self.name())?;
-        let pass = self.parameters.backward(params, grads, ctx)?;
-        self.mlp.backward(&self.post_attention_norm, &mid, mlp, &dy, &pass)?;
-        pass.forward.recycle([mid]);
-        self.attention.backward(&self.input_norm, &x, attention, &dy, &pass)?;
-        Ok(dy)
+        let saved = saved.downcast(self.name())?;
+        self.backward_saved(saved, dy, &self.parameters.backward(params, grads, ctx)?)
     }
 
     /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
@@ -173,10 +182,7 @@ impl Layer for DecoderLayer {
         } else {
             self.attend(&x, Saves::Whole, |saved| attention.push(saved), &pass.forward)?
         };
-        self.mlp.backward(&self.post_attention_norm, &mid, None, &dy, &pass)?;
-        pass.forward.recycle([mid]);
-        self.attention.backward(&self.input_norm, &x, attention, &dy, &pass)?;
-        Ok(dy)
+        self.backward_saved(SavedDecoder { x, attention, mid, mlp: None }, dy, &pass)
     }
 }
 
