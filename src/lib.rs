@@ -41,7 +41,7 @@
 //! | read a config | [`Config`] |
 //! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
-//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`] |
+//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`], [`objective::AutogradObjective`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
 //! | predict memory and time | [`estimate`] |
@@ -58,7 +58,7 @@
 //!    - for each layer, [`zero`] gathers its parameters, [`nn`] computes it with [`kernels`], and
 //!      [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
 //!      during attention);
-//!    - the loss, in tiles of tokens;
+//!    - the [`objective`]: the loss, in tiles of tokens;
 //!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;
 //!    - normalize, clip, update the own partition.
 //! 6. [`checkpoint`]: the state that outlives the run, for any other mesh.
@@ -89,6 +89,7 @@ pub mod mesh;
 pub mod model;
 pub mod monitor;
 pub mod nn;
+pub mod objective;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;
@@ -118,7 +119,10 @@ pub mod prelude {
     pub use crate::mesh::DeviceMesh;
     pub use crate::model::{HfModel, LlamaConfig, Model, RandomWeights, WeightSource, preset};
     pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
-    pub use crate::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
+    pub use crate::nn::{
+        AutogradLayer, BlockContext, Embedding, Features, Init, Layer, LocalBatch, ParameterSpec,
+    };
+    pub use crate::objective::{AutogradObjective, CausalLm, LossTerms, Objective};
     pub use crate::trainer::{
         Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
     };

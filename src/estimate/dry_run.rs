@@ -14,6 +14,7 @@ use crate::nn::ParameterSpec;
 use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::{self, Allocation, DryDevice};
@@ -148,6 +149,7 @@ impl Workload {
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
+            values: BTreeMap::new(),
             cu_seqlens: Arc::new(vec![boundaries; batch_size]),
             batch_hash: 0,
             flexible: None,

@@ -73,10 +73,58 @@ pub struct AutogradLayer<F> {
     block: F,
 }
 
-struct SavedGraph {
+/// A graph of candle's autograd, from copies of parameters and input to an output.
+pub(crate) struct AutogradGraph {
     x: Var,
     params: Vec<Var>,
     y: Tensor,
+}
+
+impl AutogradGraph {
+    /// Runs `work` on copies: the engine may release the gathered parameters before the backward pass, and later updates
+    /// must not change the graph's values.
+    pub(crate) fn record(
+        params: &[Tensor],
+        x: &Tensor,
+        work: impl FnOnce(&[Tensor], &Tensor) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
+        let x = Var::from_tensor(&x.copy()?)?;
+        let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
+        let y = work(&views, x.as_tensor())?;
+        Ok(Self { x, params, y })
+    }
+
+    pub(crate) fn output(&self) -> &Tensor {
+        &self.y
+    }
+
+    /// Bytes of parameters, input and output.
+    pub(crate) fn bytes(&self) -> usize {
+        let saved = self.params.iter().chain([&self.x]).map(|var| var.as_tensor()).chain([&self.y]);
+        saved.map(ulysses_kernels::tensor::bytes).sum()
+    }
+
+    /// Backward of `scalar`, which was computed from the output: adds to `grads` and returns the gradient of the input.
+    pub(crate) fn backward(
+        self,
+        layer: &str,
+        scalar: Tensor,
+        specs: &[ParameterSpec],
+        grads: &[Option<Tensor>],
+    ) -> std::result::Result<Tensor, LayerError> {
+        let store = scalar.backward()?;
+        let gradient = |var: &Var, name: &str| {
+            let missing = || LayerError::NoGradient { layer: layer.to_owned(), parameter: name.to_owned() };
+            Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
+        };
+        for ((var, spec), grad) in self.params.iter().zip(specs).zip(grads) {
+            if let Some(grad) = grad {
+                elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
+            }
+        }
+        gradient(&self.x, "(the layer's input)")
+    }
 }
 
 impl<F> AutogradLayer<F>
@@ -107,13 +155,12 @@ where
         x: &Tensor,
         ctx: &LayerContext,
     ) -> std::result::Result<(Tensor, Saved), LayerError> {
-        // Copies: the engine may release the gathered parameters before the backward pass, and later updates
-        // must not change the graph's values.
-        let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
-        let x = Var::from_tensor(&x.copy()?)?;
-        let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
-        let y = (self.block)(&views, x.as_tensor(), &BlockContext { layer: ctx })?;
-        if y.dims() != x.dims() || y.dtype() != x.dtype() {
+        let graph = AutogradGraph::record(params, x, |params, x| {
+            (self.block)(params, x, &BlockContext { layer: ctx })
+        })?;
+        let y = graph.output();
+        // Another width is another hidden size.
+        if y.rank() != 3 || y.dims()[..2] != x.dims()[..2] || y.dtype() != x.dtype() {
             return Err(LayerError::BlockOutput {
                 layer: self.name.clone(),
                 expected: x.dims().to_vec(),
@@ -122,9 +169,8 @@ where
         }
         // The engine recycles the result; the graph keeps its own output.
         let result = y.detach().contiguous()?.copy()?;
-        let saved = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
-        let bytes = saved.map(ulysses_kernels::tensor::bytes).sum();
-        Ok((result, Saved::new(SavedGraph { x, params, y }, bytes)))
+        let bytes = graph.bytes();
+        Ok((result, Saved::new(graph, bytes)))
     }
 
     fn backward(
@@ -135,18 +181,9 @@ where
         grads: &[Option<Tensor>],
         _ctx: &LayerContext,
     ) -> std::result::Result<Tensor, LayerError> {
-        let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
+        let graph: AutogradGraph = saved.downcast(&self.name)?;
         // The gradient of Σ y·dy with respect to y is exactly dy.
-        let store = (y * dy)?.sum_all()?.backward()?;
-        let gradient = |var: &Var, name: &str| {
-            let missing = || LayerError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };
-            Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
-        };
-        for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
-            if let Some(grad) = grad {
-                elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
-            }
-        }
-        gradient(&x, "(the layer's input)")
+        let scalar = (graph.output() * dy)?.sum_all()?;
+        graph.backward(&self.name, scalar, &self.parameters, grads)
     }
 }

@@ -1,6 +1,4 @@
-//! Layers under autograd, the head, and the context of a micro batch.
-
-mod masks;
+//! Layers under autograd, and the context of a micro batch.
 
 use super::*;
 use crate::model::{RandomWeights, WeightSource};
@@ -39,17 +37,6 @@ fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
     let (y, saved) = layer.forward(&params, &random(&[1, 3, 4], 2), &ctx).unwrap();
     let error = layer.backward(&params, saved, y, &grads, &ctx).err().unwrap().to_string();
     assert!(error.contains("no gradient reaches unused"), "{error}");
-}
-
-#[test]
-fn logits_recycle_their_workspace_tensors() {
-    let (batch, seq_len, hidden, vocab) = (2, 3, 8, 5);
-    let head = LossHead::new("lm_head.weight", vocab, hidden, 1e-6, 0.02);
-    let ctx = context(batch, seq_len);
-    let x = random(&[batch, seq_len, hidden], 0);
-    head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
-    // The normalized tokens, and a reciprocal root mean square of each.
-    assert_eq!(ctx.workspace().free_bytes(), batch * seq_len * (hidden + 1) * size_of::<f32>());
 }
 
 #[test]

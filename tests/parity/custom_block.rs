@@ -3,6 +3,9 @@
 #[path = "../../examples/05_own_candle_block.rs"]
 #[allow(dead_code, reason = "the example's main")]
 mod example;
+#[path = "../../examples/12_hsdp_toy.rs"]
+#[allow(dead_code, reason = "the example's main")]
+mod toy;
 
 use crate::support::compare::{assert_all_close, assert_scalar_close};
 use crate::support::device::test_device;
@@ -14,6 +17,7 @@ use crate::support::problems::{CONFIG, main_problem, packed_batch};
 use crate::support::reference::{Batch, ReferenceConfig};
 use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
+use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
@@ -25,17 +29,21 @@ fn layouts() -> impl Iterator<Item = Layout> {
     meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
 }
 
-/// Three clipped SGD steps of `model` on four packed sequences.
-fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
+/// Four packed sequences.
+fn packed() -> GlobalBatch {
     let rows: [&[usize]; 4] = [&[22], &[9, 13], &[1, 4, 17], &[11, 11]];
-    let global = global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap();
+    global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap()
+}
+
+/// Three clipped SGD steps of `model`.
+fn run(layout: Layout, model: fn() -> Model, global: &GlobalBatch) -> BatchOutcome {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.5));
-    let config = problem.json_config(layout, rows.len()).unwrap();
+    let config = problem.json_config(layout, global.batch_size()).unwrap();
     let outcomes = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention::default()));
         let mut engine =
             Engine::with_attention(model(), &weights, &config, groups, attention, &test_device())?;
-        let outcome = engine.run_global_batch(&global, 3)?;
+        let outcome = engine.run_global_batch(global, 3)?;
         engine.check_replicas()?;
         Ok(outcome)
     });
@@ -43,13 +51,13 @@ fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
 }
 
 /// Compares every layout with the single rank.
-fn check(model: fn() -> Model) {
-    let expected = run(layout(1, 1, 0), model);
+fn check(model: fn() -> Model, global: &GlobalBatch) {
+    let expected = run(layout(1, 1, 0), model, global);
     assert!(expected.gradients.iter().all(|(_, gradient)| {
         gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0
     }));
     for layout in layouts() {
-        let outcome = run(layout, model);
+        let outcome = run(layout, model, global);
         for (report, expected) in outcome.reports.iter().zip(&expected.reports) {
             assert_scalar_close(&format!("{layout:?}: loss"), report.loss, expected.loss, TOLERANCE);
             let (norm, expected) = (report.grad_norm, expected.grad_norm);
@@ -67,7 +75,12 @@ fn check(model: fn() -> Model) {
 
 #[test]
 fn the_block_of_the_example_is_the_same_on_every_mesh() {
-    check(example::model);
+    check(example::model, &packed());
+}
+
+#[test]
+fn a_model_without_a_vocabulary_and_with_its_own_loss_is_the_same_on_every_mesh() {
+    check(toy::toy, &toy::batch(4, 22).unwrap());
 }
 
 /// A block of the example, a decoder layer of the same width, another block.
@@ -83,7 +96,7 @@ fn mixed() -> Model {
 
 #[test]
 fn autograd_and_fused_layers_mix() {
-    check(mixed);
+    check(mixed, &packed());
 }
 
 /// A Llama model whose first layer uses candle's autograd.

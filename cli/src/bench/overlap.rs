@@ -155,7 +155,7 @@ impl<'a> SlowLayer<'a> {
                 false => Arc::new(UlyssesAttention::new(local, group)),
             }
         };
-        let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks() };
+        let tiling = Tiling { head_chunks: args.head_chunks(), ..Tiling::default() };
         let context = |overlaps, link| {
             LayerContext::new(tokens.clone(), attention(link), Arc::new(Workspace::new()))
                 .with_tiling(tiling)

@@ -19,7 +19,8 @@ impl Losses {
         Self { summed, on_device: Vec::new() }
     }
 
-    pub(super) fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
+    /// Losses that may still be computed, f32 of shape `[n]`, and the number that divides their sum in the end.
+    pub fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
         Self { summed: LossSum { sum: 0.0, valid_tokens }, on_device: vec![losses] }
     }
 
