@@ -6,7 +6,7 @@
 //! ```
 
 use anyhow::Result;
-use ulysses::candle::{self, bail};
+use ulysses::candle::{self, D, bail};
 use ulysses::prelude::*;
 
 const CONFIG: &str = r#"{
@@ -24,10 +24,10 @@ fn net(params: &[Tensor], x: &Tensor, _: &BlockContext<'_>) -> candle::Result<Te
     hidden.matmul(&weight2.t()?)?.broadcast_add(bias2)?.reshape((rows, samples, ()))
 }
 
-/// The mean squared error: a sum of terms, and their number over all ranks as the divisor.
+/// The mean squared error: the sum over this rank's samples, and their number.
 fn squared_error(_: &[Tensor], y: &Tensor, batch: &LocalBatch<'_>) -> candle::Result<LossTerms> {
     let error = (y - batch.tensor("target", y.dtype(), y.device())?)?;
-    Ok(LossTerms { sum: error.sqr()?.sum_all()?, count: error.elem_count() as u64 })
+    Ok(LossTerms { sum: error.sqr()?.mean(D::Minus1)?.sum_all()?, tokens: batch.num_labels() })
 }
 
 pub(crate) fn toy() -> Model {
@@ -40,7 +40,7 @@ pub(crate) fn toy() -> Model {
     ];
     Model {
         input: Box::new(Features::new("x")),
-        layers: vec![Box::new(AutogradLayer::new("net", parameters, net))],
+        layers: vec![Box::new(AutogradLayer::new("net", parameters, net).with_output_width(5))],
         objective: Box::new(AutogradObjective::new("mse", vec![], squared_error)),
     }
 }

@@ -130,13 +130,17 @@ impl GlobalBatch {
         Ok(Self { batch_size, seq_len, input_ids, shift_labels, position_ids, cu_seqlens, values })
     }
 
-    /// Creates a batch of tokens without ids and labels, for values that [`with_values`](Self::with_values) adds.
+    /// Creates a batch of tokens without ids, for values that [`with_values`](Self::with_values) adds. Every token has the
+    /// label 0; that of padding is [`IGNORED_LABEL`].
     ///
     /// # Errors
-    /// When there is no sequence, or `seq_len` is invalid.
+    /// When there is no sequence, `seq_len` is invalid, or their product does not fit memory.
     pub fn without_ids(batch_size: usize, seq_len: usize) -> Result<Self, DataError> {
-        let tokens = batch_size.saturating_mul(seq_len);
-        Self::new(batch_size, seq_len, vec![0; tokens], None, Some(vec![IGNORED_LABEL; tokens]))
+        check_seq_len(seq_len)?;
+        let too_large = DataError::WrongLength { tensor: "input_ids", found: 0, batch_size, seq_len };
+        let tokens = batch_size.checked_mul(seq_len).filter(|tokens| isize::try_from(tokens * 8).is_ok());
+        let tokens = tokens.ok_or(too_large)?;
+        Self::new(batch_size, seq_len, vec![0; tokens], None, Some(vec![0; tokens]))
     }
 
     /// Adds values of the tokens: `width` numbers for each.
@@ -313,8 +317,9 @@ impl GlobalBatch {
         hash.add(self.shift_labels[elements.clone()].iter().map(|label| label.cast_unsigned()));
         hash.add(self.position_ids[elements.clone()].iter().copied().map(u64::from));
         hash.add(self.cu_seqlens[sequences].iter().flatten().copied().map(u64::from));
-        for values in self.values.values() {
+        for (name, values) in &self.values {
             let width = self.width(values);
+            hash.add(name.bytes().map(u64::from).chain([width as u64]));
             let of_sequences = &values[elements.start * width..elements.end * width];
             hash.add(of_sequences.iter().map(|value| u64::from(value.to_bits())));
         }

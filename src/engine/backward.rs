@@ -95,7 +95,7 @@ impl Engine {
         if num_layers > 1 {
             self.zero.read_ahead(num_layers - 1)?;
         }
-        let (params, grads) = (self.model.objective_values(params), self.model.objective_values(grads));
+        let (params, grads) = (self.model.objective_views(params), self.model.objective_views(grads));
         let begin = self.timer.now()?;
         let dx = self.model.objective.backward(&params, saved, scale, &grads, ctx)?;
         self.timer.add(Timed::BackwardOfPart(num_layers), begin)?;

@@ -2,14 +2,14 @@
 
 use super::EngineError;
 use super::blocks::BlockAttention;
-use super::initialize::{check_mesh, warn_about_candle_threads, zero_optimizer};
+use super::initialize::{attention, check_mesh, warn_about_candle_threads, zero_optimizer};
 use super::loss_scale::LossScaler;
 use super::memory::{PartPeak, PeakRecorder};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, storage};
 use super::step::Accumulation;
 use super::times::{StepPhase, StepTimer, StepTimes, Timed};
-use crate::comm::{CallTimes, CommTimer, EachCall, ProcessGroup};
+use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
 use crate::model::{Model, WeightSource};
 use crate::nn::TokenLayout;
@@ -53,6 +53,26 @@ pub struct Engine {
     pub(super) memory: Option<PeakRecorder>,
     /// The part of a step that began last.
     pub(super) part: Option<Moment>,
+}
+
+/// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
+/// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
+/// `groups` belong to a mesh with the axes `dp` and `sp`, and determine the device.
+///
+/// # Errors
+/// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
+pub fn initialize(
+    model: Model,
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: &MeshGroups,
+) -> Result<Engine, EngineError> {
+    let device = groups.device();
+    let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
+    let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
+    let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
+    let attention = Arc::new(attention(config, device)?);
+    Engine::with_attention(model, weights, config, groups, attention, device)
 }
 
 impl Engine {

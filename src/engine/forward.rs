@@ -128,7 +128,7 @@ impl Engine {
     /// The objective's parameters. They stay gathered until the release of their unit.
     fn objective_parameters(&mut self) -> Result<Vec<Tensor>, EngineError> {
         let params = self.zero.parameters(self.objective_unit())?;
-        Ok(self.model.objective_values(params))
+        Ok(self.model.objective_views(params))
     }
 
     /// Checks the size of a micro batch. With flexible sequence parallelism, it is one row; all ranks must agree on the step
@@ -280,6 +280,11 @@ impl Engine {
         // A dry batch has no tokens.
         if let Some((what, got, expected)) = differs.filter(|_| !dry::is_dry()) {
             return Err(EngineError::MicroBatch { what, got, expected });
+        }
+        for (name, values) in &batch.values {
+            if values.is_empty() || !values.len().is_multiple_of(tokens) {
+                return Err(EngineError::MicroBatchValues { name: name.clone(), got: values.len(), tokens });
+            }
         }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, attention, self.workspace.clone());

@@ -1,36 +1,15 @@
-//! Creates an engine from a config, a model and its weights.
+//! The parts of an engine that its config decides, with their checks.
 
+use super::EngineError;
 use super::parameter_groups::check_parameter_groups;
-use super::{Engine, EngineError};
-use crate::comm::{MeshGroups, ProcessGroup};
+use crate::comm::ProcessGroup;
 use crate::config::{AttentionChoice, Config};
 use crate::mesh::{RING_AXIS, SHARD_AXIS};
 use crate::model::{Model, WeightSource};
 use crate::zero::{FlatLayout, Storage, ZeroGroups, ZeroOptimizer};
 use candle_core::Device;
 use std::collections::HashSet;
-use std::sync::Arc;
 use ulysses_kernels::attention::{AttentionKernels, FlashAttention};
-
-/// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
-/// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
-/// `groups` belong to a mesh with the axes `dp` and `sp`, and determine the device.
-///
-/// # Errors
-/// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
-pub fn initialize(
-    model: Model,
-    weights: &dyn WeightSource,
-    config: &Config,
-    groups: &MeshGroups,
-) -> Result<Engine, EngineError> {
-    let device = groups.device();
-    let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
-    let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
-    let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
-    let attention = Arc::new(attention(config, device)?);
-    Engine::with_attention(model, weights, config, groups, attention, device)
-}
 
 /// The attention of a config on a device.
 pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttention, EngineError> {
@@ -57,6 +36,11 @@ pub(super) fn zero_optimizer(
     if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
         return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
     }
+    let mut names = HashSet::new();
+    if let Some(duplicate) = units.iter().map(|unit| &unit.name).find(|name| !names.insert(*name)) {
+        return Err(EngineError::DuplicateUnit { name: duplicate.clone() });
+    }
+    check_tied_shapes(model)?;
     check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
     let layout = |unit: &crate::model::UnitSpec| {
         let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
@@ -105,4 +89,16 @@ pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), Eng
 fn check_axis(axis: &'static str, configured: usize, group: &dyn ProcessGroup) -> Result<(), EngineError> {
     let actual = group.world_size();
     if configured == actual { Ok(()) } else { Err(EngineError::MeshMismatch { axis, configured, actual }) }
+}
+
+/// Checks that a parameter that input and objective share has the same shape in both.
+fn check_tied_shapes(model: &Model) -> Result<(), EngineError> {
+    for parameter in model.objective.parameters() {
+        let shared = model.input.parameters().iter().find(|of_input| of_input.name == parameter.name);
+        if let Some(of_input) = shared.filter(|of_input| of_input.shape != parameter.shape) {
+            let (of_input, of_objective) = (of_input.shape.clone(), parameter.shape.clone());
+            return Err(EngineError::TiedShapes { name: parameter.name.clone(), of_input, of_objective });
+        }
+    }
+    Ok(())
 }

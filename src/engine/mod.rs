@@ -31,11 +31,10 @@ mod step;
 mod times;
 mod train;
 
-pub use engine::Engine;
+pub use engine::{Engine, initialize};
 pub use error::EngineError;
 pub use forward::Loss;
 pub(crate) use initialize::attention;
-pub use initialize::initialize;
 pub use memory::PartPeak;
 pub use moment::Moment;
 pub use offload::{check_offload, check_offload_device};

@@ -60,10 +60,10 @@ impl Model {
 
     /// Returns whether the objective has a parameter of the input, judged by its name, such as the embedding matrix.
     pub fn is_tied(&self) -> bool {
-        self.objective.parameters().iter().any(|parameter| self.is_of_input(parameter))
+        self.objective.parameters().iter().any(|parameter| self.is_shared_with_input(parameter))
     }
 
-    fn is_of_input(&self, parameter: &ParameterSpec) -> bool {
+    fn is_shared_with_input(&self, parameter: &ParameterSpec) -> bool {
         self.input.parameters().iter().any(|of_input| of_input.name == parameter.name)
     }
 
@@ -78,7 +78,7 @@ impl Model {
         units.extend(self.layers.iter().map(|layer| unit(layer.name(), layer.parameters())));
         let objective = self.objective.parameters();
         if self.is_tied() {
-            let others = objective.iter().filter(|parameter| !self.is_of_input(parameter));
+            let others = objective.iter().filter(|parameter| !self.is_shared_with_input(parameter));
             units[0].parameters.extend(others.cloned());
         } else {
             units.push(unit(self.objective.name(), objective));
@@ -86,8 +86,8 @@ impl Model {
         units
     }
 
-    /// The values of the objective's parameters, from those of its unit.
-    pub(crate) fn objective_values<T: Clone>(&self, unit: Vec<T>) -> Vec<T> {
+    /// The views of the objective's parameters or gradients, from those of its unit.
+    pub(crate) fn objective_views<T: Clone>(&self, unit: Vec<T>) -> Vec<T> {
         if !self.is_tied() {
             return unit;
         }

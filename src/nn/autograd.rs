@@ -70,6 +70,7 @@ impl BlockContext<'_> {
 pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,
+    output_width: Option<usize>,
     block: F,
 }
 
@@ -81,15 +82,15 @@ pub(crate) struct AutogradGraph {
 }
 
 impl AutogradGraph {
-    /// Runs `work` on copies: the engine may release the gathered parameters before the backward pass, and later updates
-    /// must not change the graph's values.
+    /// Runs `work` on variables, which are copies: the engine may release the gathered parameters before the backward
+    /// pass, and later updates must not change the graph's values.
     pub(crate) fn record(
         params: &[Tensor],
         x: &Tensor,
         work: impl FnOnce(&[Tensor], &Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
-        let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
-        let x = Var::from_tensor(&x.copy()?)?;
+        let params = params.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        let x = Var::from_tensor(x)?;
         let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
         let y = work(&views, x.as_tensor())?;
         Ok(Self { x, params, y })
@@ -105,17 +106,22 @@ impl AutogradGraph {
         saved.map(ulysses_kernels::tensor::bytes).sum()
     }
 
+    pub(crate) fn input(&self) -> &Tensor {
+        &self.x
+    }
+
     /// Backward of `scalar`, which was computed from the output: adds to `grads` and returns the gradient of the input.
+    /// Errors call the graph `owner`.
     pub(crate) fn backward(
         self,
-        layer: &str,
+        owner: &str,
         scalar: Tensor,
         specs: &[ParameterSpec],
         grads: &[Option<Tensor>],
     ) -> std::result::Result<Tensor, LayerError> {
         let store = scalar.backward()?;
         let gradient = |var: &Var, name: &str| {
-            let missing = || LayerError::NoGradient { layer: layer.to_owned(), parameter: name.to_owned() };
+            let missing = || LayerError::NoGradient { owner: owner.to_owned(), parameter: name.to_owned() };
             Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
         };
         for ((var, spec), grad) in self.params.iter().zip(specs).zip(grads) {
@@ -123,7 +129,7 @@ impl AutogradGraph {
                 elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
             }
         }
-        gradient(&self.x, "(the layer's input)")
+        gradient(&self.x, "its input")
     }
 }
 
@@ -133,7 +139,13 @@ where
 {
     /// Creates a layer with `parameters` that computes `block(parameters, x, context)`.
     pub fn new(name: impl Into<String>, parameters: Vec<ParameterSpec>, block: F) -> Self {
-        Self { name: name.into(), parameters, block }
+        Self { name: name.into(), parameters, output_width: None, block }
+    }
+
+    /// Sets the width of the hidden states that the block returns; by default that of its input.
+    #[must_use]
+    pub fn with_output_width(self, width: usize) -> Self {
+        Self { output_width: Some(width), ..self }
     }
 }
 
@@ -159,11 +171,12 @@ where
             (self.block)(params, x, &BlockContext { layer: ctx })
         })?;
         let y = graph.output();
-        // Another width is another hidden size.
-        if y.rank() != 3 || y.dims()[..2] != x.dims()[..2] || y.dtype() != x.dtype() {
+        let (batch, seq_len, hidden) = x.dims3()?;
+        let expected = [batch, seq_len, self.output_width.unwrap_or(hidden)];
+        if y.dims() != expected || y.dtype() != x.dtype() {
             return Err(LayerError::BlockOutput {
                 layer: self.name.clone(),
-                expected: x.dims().to_vec(),
+                expected: expected.to_vec(),
                 got: y.dims().to_vec(),
             });
         }
@@ -184,6 +197,6 @@ where
         let graph: AutogradGraph = saved.downcast(&self.name)?;
         // The gradient of Σ y·dy with respect to y is exactly dy.
         let scalar = (graph.output() * dy)?.sum_all()?;
-        graph.backward(&self.name, scalar, &self.parameters, grads)
+        graph.backward(&format!("layer {}", self.name), scalar, &self.parameters, grads)
     }
 }

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::BTreeMap;
+use ulysses_kernels::lm_head_loss::IGNORED;
 
 /// This rank's tokens of a micro batch, as the input and the objective of a model read them.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +25,24 @@ impl LocalBatch<'_> {
         self.batch_size * self.seq_len_local
     }
 
+    /// Number of this rank's tokens that have a label, which padding does not.
+    pub fn num_labels(&self) -> u64 {
+        self.labels.iter().filter(|label| **label != IGNORED).count() as u64
+    }
+
+    /// 1 for each token that has a label, 0 for others, such as padding.
+    ///
+    /// # Shapes
+    /// Result: `[batch, seq_local, 1]`.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn has_label(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        let has_label = self.labels.iter().map(|label| f32::from(*label != IGNORED)).collect();
+        let shape = (self.batch_size, self.seq_len_local, 1);
+        Tensor::from_vec(has_label, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+    }
+
     /// The values called `name` on a device.
     ///
     /// # Shapes
@@ -34,7 +53,8 @@ impl LocalBatch<'_> {
     pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let Some(values) = self.values.get(name) else {
             let known: Vec<_> = self.values.keys().map(String::as_str).collect();
-            bail!("the batch has no values called {name:?}; it has: {}", known.join(", "))
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            bail!("the batch has no values called {name:?}; it has {known}")
         };
         let width = values.len() / self.num_tokens().max(1);
         let shape = (self.batch_size, self.seq_len_local, width);

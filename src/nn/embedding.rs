@@ -51,7 +51,8 @@ impl InputLayer for Embedding {
         let ids: Ids = saved.downcast(self.name())?;
         match grads {
             [Some(dweight)] => Ok(embedding::backward(&ids, dx, dweight)?),
-            _ => Ok(()),
+            [None] => Ok(()),
+            _ => Err(LayerError::parameter_count(self.name(), 1, grads.len())),
         }
     }
 }

@@ -38,13 +38,12 @@ pub enum LayerError {
     },
     /// A user-defined block returned a tensor of the wrong shape or type.
     #[error(
-        "layer {layer}: the block must return the dtype and, up to the last dimension, the shape of its input, \
-         {expected:?}; it returned {got:?}"
+        "layer {layer}: the block must return the dtype of its input and the shape {expected:?}, it returned {got:?}"
     )]
     BlockOutput {
         /// The layer.
         layer: String,
-        /// Shape of its input.
+        /// The shape that it must return.
         expected: Vec<usize>,
         /// Shape of its output.
         got: Vec<usize>,
@@ -57,11 +56,11 @@ pub enum LayerError {
         /// Shape of the sum.
         got: Vec<usize>,
     },
-    /// candle's autograd found no path from a user-defined block's output to a parameter.
-    #[error("layer {layer}: no gradient reaches {parameter}; is every op of the block differentiable?")]
+    /// candle's autograd found no path from the output of a user-defined block or loss to a parameter.
+    #[error("{owner}: no gradient reaches {parameter}; is every op differentiable?")]
     NoGradient {
-        /// The layer.
-        layer: String,
+        /// The layer or the objective.
+        owner: String,
         /// The parameter.
         parameter: String,
     },

@@ -40,12 +40,17 @@ fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
 }
 
 #[test]
-fn blocks_must_keep_the_shape() {
+fn blocks_must_return_the_shape_that_the_layer_promises() {
     let layer =
         AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
     let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
     let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
     assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");
+    let narrow = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.narrow(2, 0, 2);
+    let layer = AutogradLayer::new("narrow", vec![], narrow).with_output_width(2);
+    assert_eq!(layer.forward(&[], &x, &context(1, 3)).unwrap().0.dims(), [1, 3, 2]);
+    let error = layer.with_output_width(3).forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
+    assert!(error.contains("[1, 3, 3]") && error.contains("[1, 3, 2]"), "{error}");
 }
 
 #[test]

@@ -15,12 +15,18 @@ pub use autograd::{AutogradObjective, LossTerms};
 pub use causal_lm::CausalLm;
 pub use labeled_tokens::LabeledTokens;
 
+pub use ulysses_kernels::lm_head_loss::Losses;
+
 use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
 use candle_core::Tensor;
-use ulysses_kernels::lm_head_loss::Losses;
 
-/// The last part of a model, with its loss. With sequence parallelism it gets only this rank's tokens, and its
-/// loss must be a sum of terms of single tokens.
+/// The last part of a model, with its loss.
+///
+/// With sequence parallelism it gets only this rank's tokens, so its loss must be a sum of terms of single tokens. A token
+/// that is labeled −100 must have no term: it may be padding. A rank without terms contributes zeros.
+///
+/// The engine owns the parameters, as for a [`Layer`](crate::nn::Layer): the saved state may hold `x`, but no view of a
+/// parameter. The losses must not share storage with `x`.
 pub trait Objective: Send + Sync {
     /// Name for messages, reports and checkpoints.
     fn name(&self) -> &str;

@@ -16,11 +16,14 @@ use crate::support::mesh_run::{
 use crate::support::problems::{CONFIG, main_problem, packed_batch};
 use crate::support::reference::{Batch, ReferenceConfig};
 use std::sync::Arc;
+use ulysses::candle::{Tensor, bail};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
+use ulysses::nn::{Init, LocalBatch, ParameterSpec};
+use ulysses::objective::{AutogradObjective, LossTerms};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -81,6 +84,32 @@ fn the_block_of_the_example_is_the_same_on_every_mesh() {
 #[test]
 fn a_model_without_a_vocabulary_and_with_its_own_loss_is_the_same_on_every_mesh() {
     check(toy::toy, &toy::batch(4, 22).unwrap());
+}
+
+/// The toy with a readout of its objective's own, on labeled tokens.
+fn with_readout() -> Model {
+    let loss = |params: &[Tensor], x: &Tensor, batch: &LocalBatch<'_>| {
+        let [readout] = params else { bail!("the loss has one parameter") };
+        let y = x.broadcast_mul(readout)?;
+        let error = (y - batch.tensor("target", x.dtype(), x.device())?)?;
+        let terms = (error.sqr()?.mean_keepdim(2)? * batch.has_label(x.dtype(), x.device())?)?;
+        Ok(LossTerms { sum: terms.sum_all()?, tokens: batch.num_labels() })
+    };
+    let readout = ParameterSpec::new("readout", [5], Init::Ones);
+    Model { objective: Box::new(AutogradObjective::new("readout", vec![readout], loss)), ..toy::toy() }
+}
+
+#[test]
+fn an_objective_with_parameters_is_the_same_on_every_mesh_also_where_a_rank_has_no_label() {
+    let values = toy::batch(4, 22).unwrap();
+    // The second half of every sequence has no label, which is the whole shard of the last sp rank.
+    let labels = (0..4 * 22).map(|token| if token % 22 < 10 + token / 44 { 0 } else { -100 }).collect();
+    let mut batch = GlobalBatch::new(4, 22, vec![0; 4 * 22], None, Some(labels)).unwrap();
+    for (name, width) in [("x", 10), ("target", 5)] {
+        let elements = values.micro_batch(0..4, 1, 0).unwrap().values[name].clone();
+        batch = batch.with_values(name, width, elements).unwrap();
+    }
+    check(with_readout, &batch);
 }
 
 /// A block of the example, a decoder layer of the same width, another block.

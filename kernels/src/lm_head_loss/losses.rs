@@ -19,8 +19,8 @@ impl Losses {
         Self { summed, on_device: Vec::new() }
     }
 
-    /// Losses that may still be computed, f32 of shape `[n]`, and the number that divides their sum in the end.
-    pub fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
+    /// Losses that a device may still be computing, f32 of shape `[n]`, of a number of tokens with a label.
+    pub fn from_tensor(losses: Tensor, valid_tokens: u64) -> Self {
         Self { summed: LossSum { sum: 0.0, valid_tokens }, on_device: vec![losses] }
     }
 
