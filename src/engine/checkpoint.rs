@@ -31,7 +31,7 @@ pub struct RunRecord {
 
 impl RunRecord {
     /// The record of a run that reads from `loader`. `model` describes the model as Hugging Face's
-    /// `config.json` does ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)); an export
+    /// `config.json` does ([`ModelConfig::to_hf_json`](crate::model::ModelConfig::to_hf_json)); an export
     /// needs it, otherwise it may be null. A run that started from a model directory also sets `source`.
     ///
     /// # Errors

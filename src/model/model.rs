@@ -1,6 +1,6 @@
 //! A whole model: embedding, layers, head.
 
-use super::{DecoderLayer, LlamaConfig, ModelError};
+use super::{ModelConfig, ModelError};
 use crate::nn::{Embedding, Layer, LossHead, ParameterSpec};
 
 /// An embedding, a stack of layers, and a head with its loss.
@@ -37,21 +37,21 @@ impl Model {
     /// Creates a Llama-style decoder.
     ///
     /// # Errors
-    /// A description that [`LlamaConfig::validate`] refuses.
-    pub fn llama(config: &LlamaConfig) -> Result<Self, ModelError> {
+    /// A description that [`ModelConfig::validate`] refuses.
+    pub fn llama(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
         Ok(Self::layers_of(config))
     }
 
     /// As [`llama`](Self::llama), for an unchecked description; allocates nothing.
-    pub(super) fn layers_of(config: &LlamaConfig) -> Self {
-        let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
+    pub(super) fn layers_of(config: &ModelConfig) -> Self {
+        let ModelConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
         let embedding = Embedding::new(vocab_size, hidden_size, std);
         let projection =
             if config.tie_word_embeddings { &embedding.parameter().name } else { "lm_head.weight" };
         let head = LossHead::new(projection, vocab_size, hidden_size, rms_norm_eps, std);
-        let layer = |index| Box::new(DecoderLayer::new(config, index)) as Box<dyn Layer>;
-        Self { layers: (0..config.num_layers).map(layer).collect(), embedding, head }
+        let layer = |index| (config.family.block)(config, index);
+        Self { layers: (0..config.num_layers()).map(layer).collect(), embedding, head }
     }
 
     /// Returns whether the head's projection is the embedding matrix, judged by its name.

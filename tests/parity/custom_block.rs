@@ -16,7 +16,7 @@ use std::sync::Arc;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
+use ulysses::model::{DecoderLayer, Model, ModelConfig, RandomWeights};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -72,7 +72,7 @@ fn the_block_of_the_example_is_the_same_on_every_mesh() {
 
 /// A block of the example, a decoder layer of the same width, another block.
 fn mixed() -> Model {
-    let config = LlamaConfig {
+    let config = ModelConfig {
         vocab_size: example::VOCAB_SIZE,
         hidden_size: example::HIDDEN,
         ..llama_config(&CONFIG)
@@ -87,7 +87,7 @@ fn autograd_and_fused_layers_mix() {
 }
 
 /// A Llama model whose first layer uses candle's autograd.
-fn half_autograd(config: &LlamaConfig) -> Model {
+fn half_autograd(config: &ModelConfig) -> Model {
     let mut model = llama(config);
     model.layers[0] = autograd_decoder_layer(config, 0);
     model
