@@ -17,7 +17,7 @@ use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedSequences, Tokenizer, unigram_entropy_nats};
 use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, draw};
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 use ulysses::monitor::{Progress, RankSummary, RunSummary, RunTotals};
 use ulysses::trainer::{Trainer, TrainerOptions, TrainingData};
 
@@ -44,7 +44,7 @@ fn main() -> Result<()> {
     // 3. The mesh: dp × sp ranks; sp peers are consecutive ranks.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     println!("{}", draw(&mesh));
-    let model = LlamaConfig { vocab_size: tokenizer.vocab_size(), ..preset(config.require_model()?)? };
+    let model = ModelConfig { vocab_size: tokenizer.vocab_size(), ..preset(config.require_model()?)? };
     println!(
         "{:.2} M parameters, {} sequences of {} tokens, ZeRO stage {}, {} sequences per step\n",
         model.num_parameters() as f64 / 1e6,
@@ -79,7 +79,7 @@ fn train(
     rank: &RankContext,
     config: &Config,
     mesh: &DeviceMesh,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     data: TrainingData,
 ) -> Result<(RunTotals, RankSummary)> {
     let groups = MeshGroups::new(mesh, rank.group.clone())?;

@@ -84,6 +84,7 @@ pub mod config;
 pub mod data;
 pub mod engine;
 pub mod estimate;
+mod families;
 mod fnv1a;
 pub mod mesh;
 pub mod model;
@@ -117,7 +118,7 @@ pub mod prelude {
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedSequences, Tokenizer};
     pub use crate::engine::{Engine, initialize};
     pub use crate::mesh::DeviceMesh;
-    pub use crate::model::{HfModel, LlamaConfig, Model, RandomWeights, WeightSource, preset};
+    pub use crate::model::{HfModel, Model, ModelConfig, RandomWeights, WeightSource, preset};
     pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
     pub use crate::nn::{
         AutogradLayer, BlockContext, Embedding, Features, Init, Layer, LocalBatch, ParameterSpec,

@@ -10,14 +10,14 @@ use ulysses::estimate::ulysses_limits;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::kernels::rope::Scaling;
 use ulysses::model::{
-    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
+    HfDescription, HfModel, HfSource, HfWeights, Model, ModelConfig, ModelError, PRESETS, RandomWeights,
     WeightSource, max_positions, preset, shape,
 };
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
 
 /// A model's shape and the source of its weights.
 pub(super) struct ModelSource {
-    pub(super) config: LlamaConfig,
+    pub(super) config: ModelConfig,
     pub(super) weights: Box<dyn WeightSource>,
     /// Files of a model directory that an export copies.
     pub(super) hf_source: Option<HfSource>,
@@ -29,7 +29,7 @@ pub(super) struct ModelSource {
 pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSource, Failure> {
     let Some(dir) = directory(model) else {
         let config =
-            LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
+            ModelConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
         if Path::new(model).is_dir() {
             log_line(format_args!(
@@ -54,7 +54,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
 }
 
 /// Returns the shape of a preset or a published model; `None` for a directory.
-pub(super) fn named_shape(model: &str) -> Result<Option<LlamaConfig>, Failure> {
+pub(super) fn named_shape(model: &str) -> Result<Option<ModelConfig>, Failure> {
     match directory(model) {
         Some(_) => Ok(None),
         None => shape(model).map(Some).map_err(|error| unknown(model, error)).or_usage(),
@@ -63,7 +63,7 @@ pub(super) fn named_shape(model: &str) -> Result<Option<LlamaConfig>, Failure> {
 
 /// Reads the shape of a model from a directory or file, for commands that need no weights. If weights exist, they decide
 /// whether the head is tied, as in training.
-pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
+pub(super) fn describe(path: &Path) -> Result<ModelConfig, Failure> {
     let mut description = match path.is_file() {
         true => HfDescription::from_file(path),
         false => HfDescription::from_dir(path),
@@ -145,7 +145,7 @@ fn directory(model: &str) -> Option<&Path> {
 
 impl ModelSource {
     /// Creates a model with random weights.
-    pub(super) fn random(config: LlamaConfig, seed: u64) -> Self {
+    pub(super) fn random(config: ModelConfig, seed: u64) -> Self {
         Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None, max_positions: None }
     }
 
@@ -158,10 +158,10 @@ impl ModelSource {
 
     fn length_warning(&self, seq_len: usize) -> Option<String> {
         let max_positions = self.max_positions.filter(|max_positions| seq_len > *max_positions)?;
-        let remedy = match self.config.rope_scaling {
+        let remedy = match self.config.layers.first().map(|layer| layer.rope.scaling) {
             // Scales whatever is longer.
-            Scaling::Dynamic { .. } => return None,
-            Scaling::None => "set `rope_scaling` in its config.json",
+            Some(Scaling::Dynamic { .. }) => return None,
+            None | Some(Scaling::None) => "set `rope_scaling` in its config.json",
             _ => "its `rope_scaling` is for that length: raise the factor in its config.json",
         };
         Some(format!(
@@ -187,8 +187,8 @@ impl ModelSource {
 }
 
 /// Rejects settings for layers or parameters that the model does not have.
-pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
-    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers);
+pub(super) fn check_config(model: &ModelConfig, config: &Config) -> Result<(), Failure> {
+    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers());
     if interval > layers {
         return Err(Failure::Usage(anyhow!(
             "`ulysses.activation_checkpointing_interval` is {interval}, but the model has {layers} layers: expected at \
@@ -200,40 +200,41 @@ pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), F
 }
 
 /// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.
-pub(super) fn resolve_ring(model: &LlamaConfig, config: &mut Config, ranks_per_node: usize) {
+pub(super) fn resolve_ring(model: &ModelConfig, config: &mut Config, ranks_per_node: usize) {
     config.resolve_ring(ulysses_limits(model, config.ulysses.head_chunks, ranks_per_node));
 }
 
 /// Checks before ranks start that each sp rank gets a head and a token.
 pub(super) fn check_exchange(
-    model: &LlamaConfig,
+    model: &ModelConfig,
     batch: usize,
     seq_len: usize,
     config: &Config,
 ) -> Result<(), Failure> {
-    let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
+    let (num_kv_heads, chunks) = (model.fewest_kv_heads(), config.ulysses.head_chunks);
     let sharding = config.seq_sharding();
-    let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(
             "`ulysses.head_chunks` is {chunks}, but the model has {num_kv_heads} KV heads: expected at most \
                  {num_kv_heads}"
         )));
     }
-    for chunk in model.head_chunks(chunks) {
-        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-        // Of the ring rank with the fewest tokens.
-        let of_ring_rank = seq_len / sharding.ring_size;
-        let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
-        let plan =
-            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
-                .map_err(|error| error.within(sharding, seq_len));
-        let with_chunks = || format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks})");
-        if chunks > 1 {
-            plan.with_context(with_chunks).or_usage()?
-        } else {
-            plan.or_usage()?
-        };
+    for layer in model.distinct_layers() {
+        for chunk in layer.head_chunks(chunks) {
+            let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+            // Of the ring rank with the fewest tokens.
+            let of_ring_rank = seq_len / sharding.ring_size;
+            let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
+            let plan =
+                ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
+                    .map_err(|error| error.within(sharding, seq_len));
+            let with_chunks = || format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks})");
+            if chunks > 1 {
+                plan.with_context(with_chunks).or_usage()?
+            } else {
+                plan.or_usage()?
+            };
+        }
     }
     Ok(())
 }
@@ -246,8 +247,8 @@ mod tests {
     #[test]
     fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
         let config = preset("nano").unwrap();
-        let with = |rope_scaling| {
-            let config = LlamaConfig { rope_scaling, ..config.clone() };
+        let with = |scaling| {
+            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
             ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
         };
         let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));

@@ -19,7 +19,7 @@ use tracing_subscriber::{EnvFilter, Layer};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{Tracer, brief};
 
 /// Maximum number of threads of all ranks. More is a typing error that would block the machine for minutes.
@@ -138,7 +138,7 @@ pub(super) fn launch_options(requested: Option<usize>, world_size: usize) -> Res
 /// are f32 whatever the dtype.
 pub(super) fn check_memory(
     config: &Config,
-    llama: &LlamaConfig,
+    llama: &ModelConfig,
     seq_len: usize,
     local_ranks: usize,
 ) -> Result<(), Failure> {
@@ -156,7 +156,7 @@ pub(super) fn check_memory(
     let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
     let values = share * (stored * frozen + (gradient + stored) * trained);
     let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
-    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers };
+    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers() };
     let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
     if values + inputs <= available {
         return Ok(());

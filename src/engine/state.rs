@@ -8,7 +8,7 @@ use crate::checkpoint::{
 };
 use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
-use crate::model::{HfSource, LlamaConfig};
+use crate::model::{HfSource, ModelConfig};
 use crate::monitor::RankSummary;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use crate::zero::{RingGroups, StateBytes};
@@ -39,7 +39,7 @@ pub struct RunRecord {
 
 impl RunRecord {
     /// The record of a run that reads from `loader`. `model` describes the model as Hugging Face's
-    /// `config.json` does ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)); an export
+    /// `config.json` does ([`ModelConfig::to_hf_json`](crate::model::ModelConfig::to_hf_json)); an export
     /// needs it, otherwise it may be null. A run that started from a model directory also sets `source`.
     ///
     /// # Errors
@@ -237,7 +237,7 @@ impl Engine {
     ///
     /// # Errors
     /// Failed communication.
-    pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
+    pub fn summary(&self, model: &ModelConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
         // The count of sent bytes is complete once all other ranks have received them.
         let groups = self.groups.by_axis();
         groups.iter().try_for_each(|(_, group)| group.barrier())?;
@@ -266,9 +266,8 @@ impl Engine {
     }
 
     /// Bytes that this rank sends in the Ulysses exchanges of some passes, by formula.
-    fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
+    fn exchange_bytes(&self, model: &ModelConfig, passes: Passes) -> Result<u64, EngineError> {
         let Passes { seq_len, block_size, trained, evaluated } = passes;
-        let head_dim = model.head_dim;
         let sp = &self.groups.sp;
         let (ring_rank, group) = match (&self.groups.ring, block_size.filter(|size| *size < sp.world_size()))
         {
@@ -284,17 +283,20 @@ impl Engine {
         let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
         let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
-        let num_layers = model.num_layers as u64;
-        let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count() as u64;
         let mut bytes = 0;
-        for chunk in model.head_chunks(self.config.ulysses.head_chunks) {
-            let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-            let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-            let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
-            let again = volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes);
-            bytes += trained * (num_layers * volume.total_elems() * elem_bytes + recomputed * again);
-            bytes += evaluated * num_layers * volume.forward_elems * elem_bytes;
+        for (index, layer) in model.layers.iter().enumerate() {
+            for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
+                let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+                let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+                let q_to_kv = grouped_heads(num_heads, num_kv_heads);
+                let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
+                let again = match self.is_recomputed(index) {
+                    true => volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes),
+                    false => 0,
+                };
+                bytes += trained * (volume.total_elems() * elem_bytes + again);
+                bytes += evaluated * volume.forward_elems * elem_bytes;
+            }
         }
         Ok(bytes)
     }

@@ -1,6 +1,6 @@
 //! A whole model: input, layers, objective.
 
-use super::{DecoderLayer, LlamaConfig, ModelError};
+use super::{ModelConfig, ModelError};
 use crate::nn::{Embedding, InputLayer, Layer, ParameterSpec};
 use crate::objective::{CausalLm, Objective};
 
@@ -38,23 +38,23 @@ impl Model {
     /// Creates a Llama-style decoder.
     ///
     /// # Errors
-    /// A description that [`LlamaConfig::validate`] refuses.
-    pub fn llama(config: &LlamaConfig) -> Result<Self, ModelError> {
+    /// A description that [`ModelConfig::validate`] refuses.
+    pub fn llama(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
         Ok(Self::layers_of(config))
     }
 
     /// As [`llama`](Self::llama), for an unchecked description; allocates nothing.
-    pub(super) fn layers_of(config: &LlamaConfig) -> Self {
-        let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
+    pub(super) fn layers_of(config: &ModelConfig) -> Self {
+        let ModelConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
         let input = Embedding::new(vocab_size, hidden_size, std);
         let projection = match config.tie_word_embeddings {
             true => &input.parameters()[0].name,
             false => "lm_head.weight",
         };
         let objective = CausalLm::new(projection, vocab_size, hidden_size, rms_norm_eps, std);
-        let layer = |index| Box::new(DecoderLayer::new(config, index)) as Box<dyn Layer>;
-        let layers = (0..config.num_layers).map(layer).collect();
+        let layer = |index| (config.family.block)(config, index);
+        let layers = (0..config.num_layers()).map(layer).collect();
         Self { input: Box::new(input), layers, objective: Box::new(objective) }
     }
 

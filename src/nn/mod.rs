@@ -25,7 +25,7 @@ mod rms_norm;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use attention::{AttentionSaved, AttentionShape, HeadChunk, Saves, SelfAttention, head_chunks};
+pub use attention::{AttentionConfig, AttentionSaved, HeadChunk, Saves, SelfAttention, head_chunks};
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
 pub use autograd::{AutogradLayer, BlockContext};

@@ -21,7 +21,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
+use ulysses::model::{DecoderLayer, Model, ModelConfig, RandomWeights};
 use ulysses::nn::{Init, LocalBatch, ParameterSpec};
 use ulysses::objective::{AutogradObjective, LossTerms};
 
@@ -114,7 +114,7 @@ fn an_objective_with_parameters_is_the_same_on_every_mesh_also_where_a_rank_has_
 
 /// A block of the example, a decoder layer of the same width, another block.
 fn mixed() -> Model {
-    let config = LlamaConfig {
+    let config = ModelConfig {
         vocab_size: example::VOCAB_SIZE,
         hidden_size: example::HIDDEN,
         ..llama_config(&CONFIG)
@@ -129,7 +129,7 @@ fn autograd_and_fused_layers_mix() {
 }
 
 /// A Llama model whose first layer uses candle's autograd.
-fn half_autograd(config: &LlamaConfig) -> Model {
+fn half_autograd(config: &ModelConfig) -> Model {
     let mut model = llama(config);
     model.layers[0] = autograd_decoder_layer(config, 0);
     model

@@ -5,11 +5,11 @@ use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;
 use ulysses::mesh::{DeviceMesh, MeshSpec, PlacedMesh, RankHosts, SpGroups};
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{counted, format_bytes};
 
 /// Logs how ranks are ordered, if not row-major, and what sp groups that span more nodes than they must cost.
-pub(super) fn log(config: &Config, model: &LlamaConfig, hosts: Option<&RankHosts>, placed: &PlacedMesh) {
+pub(super) fn log(config: &Config, model: &ModelConfig, hosts: Option<&RankHosts>, placed: &PlacedMesh) {
     if let Some(spec @ MeshSpec::Hybrid { .. }) = &config.ulysses.mesh {
         log_line(format_args!("placement: {spec}"));
     }
@@ -45,7 +45,7 @@ fn scattered(spans: &str, bytes: Option<[u64; 2]>) -> String {
 /// the step cannot be planned.
 fn bytes_between_nodes(
     config: &Config,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     hosts: &RankHosts,
     mesh: &DeviceMesh,
 ) -> Option<[u64; 2]> {

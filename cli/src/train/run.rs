@@ -6,7 +6,7 @@ use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::mesh::SeqSharding;
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{Tracer, counted};
 
 /// The state that all ranks share.
@@ -21,7 +21,7 @@ pub(super) struct Run {
 impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Prepared { config, model, data, launch, .. } = &self.prepared;
-        let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
+        let (llama, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
