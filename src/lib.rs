@@ -66,7 +66,8 @@
 //! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.
 //! 9. [`estimate`]: the same engine run dry, to predict a step on machines that are not at hand.
 //!
-//! [`tensor`] (candle tensors as slices) and [`memory`] (bytes per thread and category) serve all of them.
+//! [`placement`] (where a tensor lies on the mesh, and what moves it elsewhere), [`tensor`] (candle tensors as slices) and
+//! [`memory`] (bytes per thread and category) serve all of them.
 //!
 //! # Conventions
 //!
@@ -91,6 +92,7 @@ pub mod model;
 pub mod monitor;
 pub mod nn;
 pub mod objective;
+pub mod placement;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;

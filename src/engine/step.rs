@@ -2,12 +2,13 @@
 
 use super::moment::Moment;
 use super::{Engine, EngineError, StepReport};
-use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
-use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use crate::model::Model;
 use crate::nn::ParameterSpec;
+use crate::placement::{Placement, ledger};
+use crate::zero::{Buffer, ZeroAxis, ZeroError};
 use candle_core::Tensor;
 use std::collections::HashSet;
 use ulysses_kernels::OpError;
@@ -214,6 +215,7 @@ impl Engine {
         // The scale that the backward passes used: only `step` changes it, after this.
         let factor = factor / self.scaler.scale();
         let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
+        ledger::close_norm().map_err(ZeroError::from)?;
         Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
     }
 
@@ -248,36 +250,35 @@ impl Engine {
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        let (shard, replicas) = match &self.groups.sharding {
-            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
-            None => ("dp", "sp"),
-        };
-        self.check_replicas_along(replicas, &**self.groups.replicas(), true)?;
-        let stage = self.zero.stage();
-        if stage.partitions_parameters() {
-            return Ok(());
+        let buffers = [("parameters", Buffer::Parameters), ("optimizer state", Buffer::OptimizerState)];
+        let layout = |buffer| self.groups.layout(buffer, self.zero.stage());
+        let [shard, replicas] = layout(Buffer::Parameters);
+        let mut compared = Vec::new();
+        for (index, axis) in [(1, replicas), (0, shard)] {
+            let is_replicated = |buffer: Buffer| layout(buffer)[index].placement == Placement::Replicate;
+            let replicated: Vec<_> =
+                buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
+            self.check_replicas_along(&axis, &replicated)?;
+            compared.extend(replicated.into_iter().map(|(_, buffer)| (buffer, axis.group)));
         }
-        self.check_replicas_along(shard, &**self.groups.shard(), !stage.partitions_optimizer())
+        Ok(buffers.into_iter().try_for_each(|(_, buffer)| self.zero.check_compared(buffer, &compared))?)
     }
 
+    /// Compares buffers, each with its name, along an axis that replicates them.
     fn check_replicas_along(
         &self,
-        axis: &'static str,
-        group: &dyn ProcessGroup,
-        with_optimizer: bool,
+        ZeroAxis { name: axis, group, .. }: &ZeroAxis<'_>,
+        buffers: &[(&'static str, Buffer)],
     ) -> Result<(), EngineError> {
-        if group.world_size() == 1 {
+        if group.world_size() == 1 || buffers.is_empty() {
             return Ok(());
         }
-        let mut hashes = vec![("parameters", self.zero.parameter_hash()?)];
-        if with_optimizer {
-            hashes.push(("optimizer state", self.zero.optimizer_hash()?));
-        }
-        let values: Vec<u64> = hashes.iter().map(|(_, hash)| *hash).collect();
-        match group.find_disagreement(&values)? {
+        let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer));
+        let hashes = hashes.collect::<Result<Vec<u64>, ZeroError>>()?;
+        match group.find_disagreement(&hashes)? {
             None => Ok(()),
             Some((rank, index)) => {
-                let (what, first) = (hashes[index].0, group.global_ranks()[0]);
+                let (what, first) = (buffers[index].0, group.global_ranks()[0]);
                 Err(EngineError::ReplicasDiffer { what, axis, rank, first })
             }
         }

@@ -4,13 +4,14 @@ use super::Workload;
 use super::event::{Axis, Event};
 use super::recorder::{Phase, Recorder};
 use crate::comm::ProcessGroup;
-use crate::comm::fake::FakeGroup;
+use crate::comm::fake::{FakeCollective, FakeGroup};
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
 use crate::mesh::DeviceMesh;
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::ParameterSpec;
+use crate::placement::ledger::{self, LedgerGroup};
 use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
@@ -75,7 +76,9 @@ impl Workload {
             rank.step(accumulation)?;
             rank.engine.watch_memory();
             let step = rank.step(accumulation)?;
-            Ok(DryStep { persistent_bytes, parts: rank.engine.take_part_peaks(), ..step })
+            let parts = rank.engine.take_part_peaks();
+            rank.engine.check_replicas()?;
+            Ok(DryStep { persistent_bytes, parts, ..step })
         })
     }
 
@@ -131,8 +134,9 @@ impl Workload {
         };
         // Logs and traces of the dry run are dropped.
         let silent = tracing::subscriber::NoSubscriber::default();
+        let axes = axes_of_groups(&config, mesh)?;
         tracing::subscriber::with_default(silent, || {
-            dry::run(device, move |event| sink.lock().record(event), run)
+            dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, run))
         })?
     }
 
@@ -219,6 +223,11 @@ impl DryStep {
     }
 }
 
+/// The mesh with the smallest axes that any group spans.
+fn axes_of_groups(config: &Config, mesh: &DeviceMesh) -> Result<DeviceMesh, EngineError> {
+    Ok(mesh.split(config.zero_shards(), config.seq_sharding().ring_size)?)
+}
+
 /// Creates the fake groups of one rank.
 fn fake_groups(
     config: &Config,
@@ -226,10 +235,12 @@ fn fake_groups(
     rank: usize,
     recorder: &Arc<Mutex<Recorder>>,
 ) -> Result<ZeroGroups, EngineError> {
+    let axes = axes_of_groups(config, mesh)?;
     let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
-        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().record_collective(axis, call)))))
+        let observer = move |call: FakeCollective<'_>| recorder.lock().record_collective(axis, call);
+        Ok(Arc::new(LedgerGroup::new(Arc::new(group.observed(Arc::new(observer))), &axes)))
     };
     let sharding = match config.zero_shards() {
         None => None,
@@ -253,41 +264,4 @@ fn fake_groups(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::tests::workload;
-    use super::*;
-    use serde_json::json;
-    use ulysses_kernels::device::DeviceKind;
-
-    #[test]
-    fn checkpoints_of_an_earlier_length_are_not_offloaded_any_more() {
-        let config = json!({
-            "activation_checkpointing": { "cpu_checkpointing": true },
-            "ulysses": { "activation_checkpointing": true },
-        });
-        for device in [DeviceKind::Cuda, DeviceKind::Cpu] {
-            let workload = workload(&config, device, 1);
-            let mesh = workload.mesh().unwrap();
-            let most = |lengths: &[usize], frees: bool| {
-                let steps = |rank: &mut DryRank, accumulation| {
-                    let mut last = 0;
-                    for length in lengths {
-                        let mut workload = workload.clone();
-                        workload.config.ulysses.seq_len = Some(*length);
-                        rank.batch = workload.batch(0)?;
-                        last = rank.step(accumulation)?.offloaded_bytes;
-                        if frees {
-                            rank.engine.free_recycled_storage()?;
-                        }
-                    }
-                    Ok(last)
-                };
-                workload.dry((&mesh, 0), MAX_MICRO_BATCHES, steps).unwrap()
-            };
-            let longest = most(&[26], false);
-            assert!(longest > 0);
-            assert_eq!(most(&[20, 24, 26], true), longest, "{device:?}");
-            assert!(most(&[20, 24, 26], false) > 2 * longest, "{device:?}: storage is recycled by size");
-        }
-    }
-}
+mod tests;

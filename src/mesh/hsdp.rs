@@ -91,14 +91,32 @@ impl DeviceMesh {
         self.unflatten("sp", &[(RING_AXIS, size), (ULYSSES_AXIS, -1)])
     }
 
+    /// Returns a `dp`, `sp` mesh with both axes split into the parts that groups of ZeRO and of attention span: no group of
+    /// theirs spans a part of an axis.
+    ///
+    /// # Errors
+    /// As [`sharded`](Self::sharded) and [`ring`](Self::ring).
+    pub fn split(&self, shape: Option<ShardShape>, ring_size: usize) -> Result<Self, MeshError> {
+        let mesh = if ring_size == 1 { self.clone() } else { self.ring(ring_size)? };
+        match shape {
+            Some(shape) if shape.dp_size != self.axis_size("dp")? => mesh.replicated(shape.dp_size),
+            _ => Ok(mesh),
+        }
+    }
+
+    /// Returns the mesh with `dp` split into the axes [`DP_REPLICATE_AXIS`] and [`DP_SHARD_AXIS`].
+    fn replicated(&self, shard_size: usize) -> Result<Self, MeshError> {
+        let size = i64::try_from(shard_size).unwrap_or(i64::MAX);
+        self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (DP_SHARD_AXIS, size)])
+    }
+
     /// Returns ZeRO's view of a `dp`, `sp` mesh: the axes [`REPLICAS_AXIS`] and [`SHARD_AXIS`], both row-major over
     /// their parts of dp and sp. Partitions over less than dp are PyTorch's HSDP and DeepSpeed's MiCS.
     ///
     /// # Errors
     /// Fails if the mesh lacks an axis or the shape's `dp_size` does not divide dp.
     pub fn sharded(&self, shape: ShardShape) -> Result<Self, MeshError> {
-        let size = i64::try_from(shape.dp_size).unwrap_or(i64::MAX);
-        let mesh = self.unflatten("dp", &[(DP_REPLICATE_AXIS, -1), (DP_SHARD_AXIS, size)])?;
+        let mesh = self.replicated(shape.dp_size)?;
         let (replicas, shard): (&[&str], &[&str]) = match shape.spans_sp {
             true => (&[DP_REPLICATE_AXIS], &[DP_SHARD_AXIS, "sp"]),
             false => (&[DP_REPLICATE_AXIS, "sp"], &[DP_SHARD_AXIS]),

@@ -1,6 +1,7 @@
 //! Errors of the partitioned optimizer.
 
 use crate::comm::CommError;
+use crate::placement::ledger::LedgerError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::offload::OffloadError;
 
@@ -14,6 +15,9 @@ pub enum ZeroError {
         /// The unit.
         unit: String,
     },
+    /// In a dry run: a reduction or gather that is missing, or one too many.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),

@@ -3,7 +3,8 @@
 use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
 };
-use crate::config::CommunicationDtype;
+use crate::config::{CommunicationDtype, ZeroStage};
+use crate::placement::Placement::{self, Replicate, Shard};
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -41,6 +42,26 @@ pub struct RingGroups {
     pub ring: Arc<dyn ProcessGroup>,
     /// Ranks with the same tokens and other heads.
     pub ulysses: Arc<dyn ProcessGroup>,
+}
+
+/// A persistent buffer of a unit, by its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Buffer {
+    /// Parameters, between their uses.
+    Parameters,
+    /// Optimizer state with the master copy of 16-bit parameters. Reduced gradients are placed as it.
+    OptimizerState,
+}
+
+/// One of ZeRO's two axes, and the placement of a buffer along it.
+#[derive(Debug, Clone)]
+pub struct ZeroAxis<'a> {
+    /// Name of the axis.
+    pub name: &'static str,
+    /// The ranks along it.
+    pub group: &'a Arc<dyn ProcessGroup>,
+    /// The placement.
+    pub placement: Placement,
 }
 
 impl ZeroGroups {
@@ -116,6 +137,24 @@ impl ZeroGroups {
     /// Ranks with the same partition.
     pub fn replicas(&self) -> &Arc<dyn ProcessGroup> {
         self.sharding.as_ref().map_or(&self.sp, |groups| &groups.replicas)
+    }
+
+    /// The layout of a buffer at a stage: along the ranks with the other partitions, then along those with the same one.
+    ///
+    /// The rest follows. A gradient, of which every rank has a summand, is reduced to the layout of the optimizer state: scattered
+    /// where that is sharded, as a whole where it is replicated. The norm adds up shards. Replicas are compared.
+    pub fn layout(&self, buffer: Buffer, stage: ZeroStage) -> [ZeroAxis<'_>; 2] {
+        let is_sharded = match buffer {
+            Buffer::Parameters => stage.partitions_parameters(),
+            Buffer::OptimizerState => stage.partitions_optimizer(),
+        };
+        let (shard, replicas) =
+            if self.sharding.is_some() { (SHARD_AXIS, REPLICAS_AXIS) } else { ("dp", "sp") };
+        let placement = if is_sharded { Shard(0) } else { Replicate };
+        [
+            ZeroAxis { name: shard, group: self.shard(), placement },
+            ZeroAxis { name: replicas, group: self.replicas(), placement: Replicate },
+        ]
     }
 
     /// This rank's partition, if this rank is the one that writes it to a checkpoint.

@@ -5,9 +5,10 @@ use super::reduce::{self, Reduction};
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::update::optimizer_step;
-use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
+use super::{Buffer, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
+use crate::placement::{Placement, ledger};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -119,6 +120,7 @@ impl ZeroOptimizer {
                 &this.storage.options.device,
             )?;
         }
+        this.units.iter().for_each(|unit| unit.place_state(&this.groups, stage));
         this.initialize(initialize)?;
         Ok(this)
     }
@@ -328,8 +330,9 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
+        ledger::open_norm(self.trained_units().map(Unit::placed_gradient))?;
         if let Some(own) = self.known_sum_of_squares() {
-            return Ok(self.groups.shard().all_gather_values(&[own])?.into_iter().sum());
+            return self.sum_over_shards(vec![own]);
         }
         let of_partition = |rank: usize| {
             let of_units = self.units.iter().filter_map(|unit| unit.gradient_partition(rank).transpose());
@@ -345,11 +348,17 @@ impl ZeroOptimizer {
         let of_partitions = partitions
             .iter()
             .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
-        if is_partitioned {
-            let own: Vec<f64> = of_partitions.collect();
-            return Ok(self.groups.shard().all_gather_values(&own)?.into_iter().sum());
+        self.sum_over_shards(of_partitions.collect())
+    }
+
+    /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded.
+    fn sum_over_shards(&self, mut of_partitions: Vec<f64>) -> Result<f64, ZeroError> {
+        for axis in self.groups.layout(Buffer::OptimizerState, self.stage) {
+            if axis.placement != Placement::Replicate {
+                of_partitions = axis.group.all_gather_values(&of_partitions)?;
+            }
         }
-        Ok(of_partitions.sum())
+        Ok(of_partitions.into_iter().sum())
     }
 
     /// The sum over the units of this rank's partition, if it is known without loading offloaded gradients.

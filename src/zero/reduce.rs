@@ -4,9 +4,10 @@
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{Storage, ZeroError, ZeroGroups};
+use super::{Buffer, Storage, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::{CommunicationDtype, ZeroStage};
+use crate::placement::{Placement, ledger};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::{cast, strided_copy};
@@ -34,10 +35,11 @@ pub(super) fn start(
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
     let shard = &**groups.shard();
+    let is_replicated = is_replicated(groups, stage);
     let whole = match &mut unit.gradients {
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
-        Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() && !rounds(shard, groups) => {
+        Some(Gradients::Whole(whole)) if is_replicated && !rounds(shard, groups) => {
             let pending = shard.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
@@ -74,13 +76,14 @@ pub(super) fn complete(
     match (&mut unit.gradients, received) {
         (None, _) => {}
         (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, groups)?,
-        (Some(Gradients::Whole(whole)), Some(received)) if !stage.partitions_optimizer() => {
+        (Some(Gradients::Whole(whole)), Some(received)) if is_replicated(groups, stage) => {
             sum_over_replicas(&received, groups)?;
             groups.shard().all_gather(&received, &whole.flat)?;
         }
         (Some(Gradients::Whole(whole)), Some(received)) => {
             sum_over_replicas(&received, groups)?;
             strided_copy::copy(&received, &whole.flat.narrow(0, own.start, own.len())?)?;
+            ledger::copy(&received, &whole.flat)?;
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
             let sum = partition.plus(received)?;
@@ -93,6 +96,12 @@ pub(super) fn complete(
         (Some(Gradients::Partitioned { .. }), None) => unreachable!("partitions are received"),
     }
     Ok(())
+}
+
+/// Returns whether all ranks that share the partitions get the whole reduced gradient.
+fn is_replicated(groups: &ZeroGroups, stage: ZeroStage) -> bool {
+    let [shard, _] = groups.layout(Buffer::OptimizerState, stage);
+    shard.placement == Placement::Replicate
 }
 
 fn sum_over_replicas(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
@@ -117,6 +126,7 @@ fn rounded(gradient: &Tensor, numel: usize) -> Result<Tensor, ZeroError> {
         ulysses_kernels::tensor::zeros(numel, DType::BF16, gradient.device())
     })?;
     cast::cast(gradient, &rounded.narrow(0, 0, gradient.elem_count())?)?;
+    ledger::copy(gradient, &rounded)?;
     Ok(rounded)
 }
 
@@ -132,5 +142,6 @@ fn sum_rounded(gradient: &Tensor, group: &dyn ProcessGroup) -> Result<(), ZeroEr
     }
     let padded = empty(padded_numel)?;
     group.all_gather(&chunk, &padded)?;
-    Ok(strided_copy::copy(&padded.narrow(0, 0, numel)?, gradient)?)
+    strided_copy::copy(&padded.narrow(0, 0, numel)?, gradient)?;
+    Ok(ledger::copy(&padded, gradient)?)
 }

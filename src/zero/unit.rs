@@ -2,9 +2,10 @@
 
 use super::state::{GradientPartition, StateTensor};
 use super::update::param_group_ranges::ParamGroupRange;
-use super::{FlatLayout, ZeroError};
+use super::{Buffer, FlatLayout, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
+use crate::placement::ledger::{self, Placed};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
@@ -23,6 +24,17 @@ impl Viewed {
         let flat = ulysses_kernels::tensor::zeros(layout.padded_numel(), dtype, device)?;
         Ok(Self { views: layout.views(&flat)?, flat })
     }
+
+    /// The views, for a use of the whole.
+    fn gathered_views(&self) -> Result<Vec<Tensor>, ZeroError> {
+        ledger::placed(&self.flat).iter().try_for_each(Placed::check_gathered)?;
+        Ok(self.views.clone())
+    }
+}
+
+/// The name of a unit's tensor in a dry run.
+fn label(what: &str, layout: &FlatLayout) -> String {
+    format!("the {what} of `{}`", layout.name())
 }
 
 /// A flat buffer of a unit on this rank, by stage: whole, or its partition and, while in use, a buffer for
@@ -113,14 +125,14 @@ impl Unit {
     pub(super) fn gather(&mut self, shard: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
         self.start_gather(shard)?;
         match &mut self.parameters {
-            Parameters::Whole(whole) => Ok(whole.views.clone()),
+            Parameters::Whole(whole) => whole.gathered_views(),
             Parameters::Partitioned { transient, .. } => {
                 // Removed during the wait, so that a failed gather is not used.
                 let Some(Gathered { whole, pending }) = transient.take() else {
                     unreachable!("a gather was started above")
                 };
                 pending.map_or(Ok(()), Pending::wait)?;
-                Ok(transient.insert(Gathered { whole, pending: None }).whole.views.clone())
+                transient.insert(Gathered { whole, pending: None }).whole.gathered_views()
             }
         }
     }
@@ -180,9 +192,9 @@ impl Unit {
 
     /// Views for the gradients of a backward pass: one per parameter, `None` for frozen ones.
     pub(super) fn gradient_views(&mut self) -> Result<Vec<Option<Tensor>>, ZeroError> {
-        let views = match &mut self.gradients {
+        let whole = match &mut self.gradients {
             None => return Ok(vec![None; self.layout.parameters().len()]),
-            Some(Gradients::Whole(whole)) => &whole.views,
+            Some(Gradients::Whole(whole)) => whole,
             Some(Gradients::Partitioned { transient, partition }) => {
                 let whole = match transient.take() {
                     Some(whole) => whole,
@@ -190,10 +202,11 @@ impl Unit {
                         Viewed::zeros(&self.layout, DType::F32, partition.device())
                     })?,
                 };
-                &transient.insert(whole).views
+                transient.insert(whole)
             }
         };
-        Ok(views.iter().cloned().map(Some).collect())
+        ledger::add_tokens(&whole.flat, || label("gradient", &self.layout))?;
+        Ok(whole.views.iter().cloned().map(Some).collect())
     }
 
     /// The gradients of the elements that this rank updates; a copy of offloaded ones.
@@ -238,9 +251,48 @@ impl Unit {
     pub(super) fn zero_gradients(&mut self) -> Result<(), ZeroError> {
         match &mut self.gradients {
             None => {}
-            Some(Gradients::Whole(whole)) => elementwise::fill(&whole.flat, 0.0)?,
+            Some(Gradients::Whole(whole)) => {
+                elementwise::fill(&whole.flat, 0.0)?;
+                ledger::place(&whole.flat, Placed::unwritten(|| label("gradient", &self.layout)));
+            }
             Some(Gradients::Partitioned { partition, .. }) => partition.set_to_zero(),
         }
+        Ok(())
+    }
+}
+
+/// The placements of the unit's tensors in a dry run.
+impl Unit {
+    /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
+    pub(super) fn place_state(&self, groups: &ZeroGroups, stage: ZeroStage) {
+        let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
+            let layout = groups.layout(buffer, stage);
+            let axes = layout.each_ref().map(|axis| (&**axis.group, axis.placement));
+            tensor.place(Placed::along(|| label(what, &self.layout), &axes));
+        };
+        place(&self.parameters.persistent(), "parameter buffer", Buffer::Parameters);
+        self.master.iter().for_each(|master| place(master, "master copy", Buffer::OptimizerState));
+        self.state.iter().for_each(|state| place(state, "optimizer state", Buffer::OptimizerState));
+    }
+
+    /// Those of the gradient; `None` for frozen parameters.
+    pub(super) fn placed_gradient(&self) -> Option<Placed> {
+        let placed = match &self.gradients {
+            None => return None,
+            Some(_) if self.layout.numel() == 0 => return None,
+            Some(Gradients::Whole(whole)) => ledger::placed(&whole.flat),
+            Some(Gradients::Partitioned { partition, .. }) => partition.placed(),
+        };
+        placed.or_else(|| Placed::unwritten(|| label("gradient", &self.layout)))
+    }
+
+    /// Sets those of the parameters that an update changes: where the gradient is. It must be reduced, and placed as the state.
+    pub(super) fn place_updated(&self) -> Result<(), ZeroError> {
+        let Some(gradient) = self.placed_gradient() else { return Ok(()) };
+        gradient.check_summed()?;
+        let state = self.master.iter().chain(&self.state).filter_map(StateTensor::placed);
+        state.into_iter().try_for_each(|state| state.check_equal(&gradient))?;
+        self.parameters.persistent().place(Some(gradient.named(|| label("parameter buffer", &self.layout))));
         Ok(())
     }
 }

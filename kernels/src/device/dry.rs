@@ -16,6 +16,7 @@
 use super::DeviceKind;
 use crate::memory::{self, Category};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, Var, bail};
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -81,10 +82,16 @@ struct State {
     sink: Box<dyn FnMut(Event)>,
     /// The tensor that candle considers this thread's tensors to be derived from.
     seed: Tensor,
-    /// Allocations by the addresses of their empty storages.
-    live: HashMap<usize, Weak<Allocation>>,
+    /// The tensors by the addresses of their empty storages.
+    live: HashMap<usize, Live>,
     /// Persistent working memory, by purpose.
     persistent: HashMap<&'static str, usize>,
+}
+
+/// What is known about a storage.
+struct Live {
+    allocation: Weak<Allocation>,
+    attached: Option<Box<dyn Any>>,
 }
 
 thread_local! {
@@ -289,7 +296,7 @@ fn tensor_of(allocation: Arc<Allocation>, shape: Shape, dtype: DType) -> Result<
     let tensor = seed.apply_op1(Root { _allocation: allocation, shape, dtype, address: address.clone() })?;
     let at = address_of(&tensor);
     address.store(at, Ordering::Relaxed);
-    with_state(|state| state.live.insert(at, known));
+    with_state(|state| state.live.insert(at, Live { allocation: known, attached: None }));
     Ok(tensor)
 }
 
@@ -299,7 +306,20 @@ fn address_of(tensor: &Tensor) -> usize {
 
 fn allocation_of(tensor: &Tensor) -> Option<Arc<Allocation>> {
     let address = address_of(tensor);
-    with_state(|state| state.live.get(&address).and_then(Weak::upgrade)).flatten()
+    with_state(|state| state.live.get(&address)?.allocation.upgrade()).flatten()
+}
+
+/// Keeps a value with the storage of a dry tensor, in place of one that was attached before. Views share it. Does nothing
+/// for other tensors.
+pub fn attach<T: 'static>(tensor: &Tensor, value: T) {
+    let address = address_of(tensor);
+    with_state(|state| state.live.get_mut(&address).map(|live| live.attached.replace(Box::new(value))));
+}
+
+/// Returns the value of this type that is [attached](attach) to the storage of a tensor.
+pub fn attached<T: Clone + 'static>(tensor: &Tensor) -> Option<T> {
+    let address = address_of(tensor);
+    with_state(|state| state.live.get(&address)?.attached.as_ref()?.downcast_ref::<T>().cloned()).flatten()
 }
 
 /// A tensor that is counted and has no elements.

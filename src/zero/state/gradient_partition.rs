@@ -1,6 +1,7 @@
 //! The reduced gradient of a partition, accumulated over micro steps.
 
 use super::state_tensor::StateTensor;
+use crate::placement::ledger::{self, Placed};
 use crate::zero::ZeroError;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -77,11 +78,13 @@ impl GradientPartition {
         if !self.is_zero() {
             let sum = self.stored.fetch()?;
             elementwise::accumulate(&sum, &received)?;
+            ledger::add(&received, &sum)?;
             return Ok(sum);
         }
         match &self.stored {
             StateTensor::Resident(sum) => {
                 strided_copy::copy(&received, sum)?;
+                ledger::copy(&received, sum)?;
                 Ok(sum.clone())
             }
             StateTensor::Offloaded(_) => Ok(received),
@@ -94,6 +97,11 @@ impl GradientPartition {
         let sum_of_squares = has_left.then(|| elementwise::sum_of_squares(&sum)).transpose()?;
         self.content = Content::Stored { sum_of_squares };
         self.stored.put(sum)
+    }
+
+    /// The placements of the gradient in a dry run, unless it is zero.
+    pub(in crate::zero) fn placed(&self) -> Option<Placed> {
+        if self.is_zero() { None } else { self.stored.placed() }
     }
 
     /// Writes back a fetched gradient that an update has overwritten.

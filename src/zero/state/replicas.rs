@@ -1,30 +1,48 @@
 //! Hashes of replicated state. If they differ, the replicas have drifted apart.
 
 use super::state_tensor::StateTensor;
+use crate::comm::ProcessGroup;
 use crate::fnv1a::{OFFSET_BASIS, step};
-use crate::zero::{ZeroError, ZeroOptimizer};
+use crate::zero::{Buffer, ZeroError, ZeroOptimizer};
 use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+use ulysses_kernels::device::dry;
 
 /// Independent hashes, so that multiplications do not wait for each other and memory bandwidth is the limit.
 const LANES: usize = 8;
 
 impl ZeroOptimizer {
-    /// Hash of the parameters that this rank keeps. Equal on all ranks of the replica group, and below stage 3 on all
-    /// ranks of the shard group.
+    /// Hash of what this rank keeps of a buffer, over all units. Equal on all ranks along an axis that replicates it by
+    /// [`ZeroGroups::layout`](crate::zero::ZeroGroups::layout). 0 in a dry run, which has no elements.
     ///
     /// # Errors
     /// A tensor that cannot be read.
-    pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().map(|unit| unit.parameters.persistent().fetch()))
+    pub fn hash(&self, buffer: Buffer) -> Result<u64, ZeroError> {
+        if dry::is_dry() { Ok(0) } else { hash(self.persistent(buffer).map(|tensor| tensor.fetch())) }
     }
 
-    /// Hash of the optimizer state that this rank keeps, including the master copy of 16-bit parameters. Equal on all
-    /// ranks of the replica group, and at stage 0 on all ranks of the shard group.
+    /// In a dry run, checks that a buffer is among those that are `compared`, each along a group, with all groups that
+    /// replicate it.
     ///
     /// # Errors
-    /// A tensor that cannot be read.
-    pub fn optimizer_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(StateTensor::fetch))
+    /// A comparison that is missing, or one of shards.
+    pub(crate) fn check_compared(
+        &self,
+        buffer: Buffer,
+        compared: &[(Buffer, &Arc<dyn ProcessGroup>)],
+    ) -> Result<(), ZeroError> {
+        let groups = compared.iter().filter(|(other, _)| *other == buffer).map(|(_, group)| &***group);
+        let groups: Vec<_> = groups.collect();
+        let mut placed = self.persistent(buffer).filter_map(|tensor| tensor.placed());
+        Ok(placed.try_for_each(|placed| placed.check_compared(&groups))?)
+    }
+
+    /// What this rank keeps of a buffer.
+    fn persistent(&self, buffer: Buffer) -> impl Iterator<Item = StateTensor> {
+        self.units.iter().flat_map(move |unit| match buffer {
+            Buffer::Parameters => vec![unit.parameters.persistent()],
+            Buffer::OptimizerState => unit.master.iter().chain(&unit.state).cloned().collect(),
+        })
     }
 }
 

@@ -1,7 +1,9 @@
 //! Persistent tensors, resident or offloaded between their uses.
 
+use crate::placement::ledger::{self, Placed};
 use crate::zero::ZeroError;
 use candle_core::{DType, Device, Tensor};
+use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::memory::{Category, with_category};
@@ -25,6 +27,8 @@ pub(in crate::zero) struct Slot {
     dtype: DType,
     device: Device,
     category: Category,
+    /// The placements of the tensor in a dry run.
+    placed: Mutex<Option<Placed>>,
 }
 
 /// Consecutive elements of a slot.
@@ -45,7 +49,7 @@ impl Slot {
     fn like(tensor: &Tensor, category: Category, store: &Arc<OffloadStore>) -> Self {
         let extent = store.reserve(ulysses_kernels::tensor::bytes(tensor));
         let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
-        Self { store: store.clone(), extent, numel, dtype, device, category }
+        Self { store: store.clone(), extent, numel, dtype, device, category, placed: Mutex::default() }
     }
 
     fn empty(&self) -> Result<Tensor, ZeroError> {
@@ -87,7 +91,27 @@ impl StateTensor {
     pub(in crate::zero) fn fetch(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
-            Self::Offloaded(slot) => slot.store.read(&slot.extent, || slot.empty()),
+            Self::Offloaded(slot) => {
+                let tensor = slot.store.read(&slot.extent, || slot.empty())?;
+                ledger::place(&tensor, self.placed());
+                Ok(tensor)
+            }
+        }
+    }
+
+    /// The placements of the tensor in a dry run.
+    pub(in crate::zero) fn placed(&self) -> Option<Placed> {
+        match self {
+            Self::Resident(tensor) => ledger::placed(tensor),
+            Self::Offloaded(slot) => slot.placed.lock().clone(),
+        }
+    }
+
+    /// Sets the placements of the tensor in a dry run.
+    pub(in crate::zero) fn place(&self, placed: Option<Placed>) {
+        match self {
+            Self::Resident(tensor) => ledger::place(tensor, placed),
+            Self::Offloaded(slot) => *slot.placed.lock() = placed,
         }
     }
 
@@ -111,7 +135,12 @@ impl StateTensor {
     pub(in crate::zero) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
-            Self::Offloaded(slot) => Ok(slot.store.write(&slot.extent, tensor)?),
+            Self::Offloaded(slot) => {
+                if let placed @ Some(_) = ledger::placed(&tensor) {
+                    self.place(placed);
+                }
+                Ok(slot.store.write(&slot.extent, tensor)?)
+            }
         }
     }
 }

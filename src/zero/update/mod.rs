@@ -10,6 +10,7 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
+use crate::placement::ledger;
 use candle_core::{DType, Tensor};
 pub use optimizer_step::state_kinds;
 use optimizer_step::{Step, UpdateTensors};
@@ -40,6 +41,7 @@ impl ZeroOptimizer {
         let step = Step { number: step, lr, grad_scale };
         // Parameters that were gathered before the update are stale.
         self.release_all();
+        self.trained_units().try_for_each(Unit::place_updated)?;
         tracing::trace_span!("optimizer").in_scope(|| match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
             _ => match self.host_store() {
@@ -167,6 +169,7 @@ impl ZeroOptimizer {
                 // A copy: input and output of the gather must not share storage.
                 let own = unit.updated_parameters(self.stage)?.fetch()?;
                 let own = with_category(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
+                ledger::copy(&whole.flat, &own)?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),

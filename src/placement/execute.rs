@@ -1,0 +1,133 @@
+//! Runs the steps of a redistribution as collectives on the groups of a mesh.
+
+use super::{Layout, PlacementError, Plan, Step, StepKind};
+use crate::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedPlan};
+use candle_core::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+use ulysses_kernels::strided_copy::{self, BlockCopy, StridedBlock};
+use ulysses_kernels::tensor;
+
+impl Plan {
+    /// Redistributes a tensor of which this rank has `local`. Collective over the groups of the plan's axes, which are
+    /// found in `groups` by name. The result may share the storage of `local` if no step changes this rank's elements.
+    ///
+    /// # Shapes
+    /// `local`: the local shape by [`from`](Self::from), contiguous → the local shape by [`to`](Self::to).
+    ///
+    /// # Errors
+    /// A tensor or a mesh that does not fit the plan, or failed communication.
+    pub fn execute(&self, groups: &MeshGroups, local: &Tensor) -> Result<Tensor, PlacementError> {
+        let groups = self.from.axes().iter().map(|axis| groups.get_group(&axis.name));
+        let groups = groups.collect::<Result<Vec<_>, _>>()?;
+        let coordinate: Vec<usize> = groups.iter().map(|group| group.rank()).collect();
+        let fits = |what, expected: Vec<usize>, got: Vec<usize>| match expected == got {
+            true => Ok(()),
+            false => Err(PlacementError::Local { what, layout: self.from.to_string(), expected, got }),
+        };
+        let sizes = self.from.axes().iter().map(|axis| axis.size).collect();
+        fits("the mesh", sizes, groups.iter().map(|group| group.world_size()).collect())?;
+        fits("the shape", self.from.local_shape(&coordinate)?, local.dims().to_vec())?;
+        self.steps
+            .iter()
+            .try_fold(local.clone(), |local, step| step.execute(&*groups[step.axis], &coordinate, &local))
+    }
+}
+
+/// The slices of the ranks along a step's axis, by rank, in one layout.
+type SlicesByRank = Vec<Vec<Range<usize>>>;
+
+impl Step {
+    fn execute(
+        &self,
+        group: &dyn ProcessGroup,
+        coordinate: &[usize],
+        local: &Tensor,
+    ) -> Result<Tensor, PlacementError> {
+        let shape = self.after.local_shape(coordinate)?;
+        let zeros = |shape: &[usize]| tensor::zeros(shape, local.dtype(), local.device());
+        let (rank, held, needed) = (
+            group.rank(),
+            self.along_axis(&self.before, coordinate)?,
+            self.along_axis(&self.after, coordinate)?,
+        );
+        match self.kind {
+            StepKind::ZeroOthers if rank == 0 => Ok(local.clone()),
+            StepKind::ZeroOthers => Ok(zeros(&shape)?),
+            StepKind::Slice { .. } => {
+                let own = zeros(&shape)?;
+                let copies = Vec::from_iter(transfer(&held[rank], &needed[rank]));
+                strided_copy::copy_blocks(&[local], &[&own], &copies)?;
+                Ok(own)
+            }
+            StepKind::AllReduce => {
+                let sum = zeros(&shape)?;
+                strided_copy::copy(local, &sum)?;
+                group.all_reduce(&sum, ReduceOp::Sum)?;
+                Ok(sum)
+            }
+            StepKind::ReduceScatter { .. } => {
+                let chunk = self.chunk_numel(coordinate)?;
+                let (padded, sum) = (zeros(&[group.world_size() * chunk])?, zeros(&[chunk])?);
+                let pack = |(peer, needed): (usize, &Vec<_>)| {
+                    let copy = transfer(&held[rank], needed)?;
+                    Some(BlockCopy { to: copy.from.packed_at(peer * chunk), ..copy })
+                };
+                let copies: Vec<_> = needed.iter().enumerate().filter_map(pack).collect();
+                strided_copy::copy_blocks(&[local], &[&padded], &copies)?;
+                group.reduce_scatter(&padded, &sum, ReduceOp::Sum)?;
+                Ok(sum.narrow(0, 0, shape.iter().product())?.reshape(shape)?)
+            }
+            StepKind::AllGather { .. } | StepKind::AllToAll { .. } => {
+                let received = zeros(&shape)?;
+                let to_peers = needed.iter().map(|needed| transfer(&held[rank], needed));
+                let from_peers = held.iter().map(|held| transfer(held, &needed[rank]));
+                let recv = |copy: BlockCopy| RecvBlock { block: copy.to, accumulate: false };
+                let plan = StridedPlan {
+                    send: to_peers.map(|copy| copy.map(|copy| copy.from).into_iter().collect()).collect(),
+                    recv: from_peers.map(|copy| copy.map(recv).into_iter().collect()).collect(),
+                };
+                group.all_to_all_strided(&[local.clone()], &[received.clone()], &Arc::new(plan))?;
+                Ok(received)
+            }
+        }
+    }
+
+    /// The slices of the ranks that differ from `coordinate` only along the step's axis.
+    fn along_axis(&self, layout: &Layout, coordinate: &[usize]) -> Result<SlicesByRank, PlacementError> {
+        let of_rank = |rank| {
+            let mut coordinate = coordinate.to_vec();
+            coordinate[self.axis] = rank;
+            layout.local_slices(&coordinate)
+        };
+        (0..layout.axes()[self.axis].size).map(of_rank).collect()
+    }
+}
+
+/// The elements that a rank with the slices `held` has for one that needs the slices `needed`: from where in the one's
+/// tensor, to where in the other's. Each tensor may have more than them in one dimension.
+fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<BlockCopy> {
+    let both = held.iter().zip(needed);
+    let part: Vec<Range<usize>> =
+        both.map(|(held, needed)| held.start.max(needed.start)..held.end.min(needed.end)).collect();
+    if part.iter().any(Range::is_empty) {
+        return None;
+    }
+    let is_cut = |dim: &usize| part[*dim] != held[*dim] || part[*dim] != needed[*dim];
+    let first = (0..part.len()).find(is_cut).unwrap_or(0);
+    let last = (0..part.len()).rfind(is_cut).unwrap_or(first);
+    let numel = |slices: &[Range<usize>]| slices.iter().map(ExactSizeIterator::len).product::<usize>();
+    let within = |slices: &[Range<usize>]| {
+        let offset = |dim: usize| (part[dim].start - slices[dim].start) * numel(&slices[dim + 1..]);
+        StridedBlock {
+            tensor: 0,
+            offset: (0..part.len()).map(offset).sum(),
+            batch: numel(&part[..first]),
+            batch_stride: numel(&slices[first..]),
+            rows: numel(&part[first..last]),
+            row_stride: numel(&slices[last..]),
+            run: numel(&part[last..]),
+        }
+    };
+    Some(BlockCopy { from: within(held), to: within(needed), accumulate: false })
+}

@@ -1,0 +1,157 @@
+//! Where the elements of a tensor lie on a mesh.
+
+use super::PlacementError;
+use crate::mesh::shard_range;
+use std::fmt;
+use std::ops::Range;
+
+/// Placement of a tensor along one axis of a mesh, in the words of PyTorch's `DTensor`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// The ranks of the axis divide this dimension, as [`shard_range`] does.
+    Shard(usize),
+    /// Every rank of the axis has the same elements.
+    Replicate,
+    /// Every rank of the axis has a summand of the elements.
+    Partial,
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shard(dim) => write!(f, "Shard({dim})"),
+            Self::Replicate => f.write_str("Replicate"),
+            Self::Partial => f.write_str("Partial"),
+        }
+    }
+}
+
+/// An axis of a mesh, and the placement of a tensor along it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct LayoutAxis {
+    /// Name of the axis.
+    pub name: String,
+    /// Number of ranks along it.
+    pub size: usize,
+    /// Placement of the tensor.
+    pub placement: Placement,
+}
+
+impl LayoutAxis {
+    /// An axis with its size and placement.
+    pub fn new(name: impl Into<String>, size: usize, placement: Placement) -> Self {
+        Self { name: name.into(), size, placement }
+    }
+}
+
+/// A logical tensor on a mesh: its shape, and its placement along every axis.
+///
+/// Several axes may shard one dimension: the first divides it, the next one divides each of its shards. Shards differ by
+/// at most one item per division, and may be empty.
+///
+/// ```
+/// use ulysses::placement::{Layout, LayoutAxis, Placement::Shard};
+///
+/// let axes = [LayoutAxis::new("dp", 2, Shard(0)), LayoutAxis::new("sp", 2, Shard(0))];
+/// let layout = Layout::new([7, 3], axes)?;
+/// assert_eq!(layout.local_slices(&[0, 1])?, [2..4, 0..3]);
+/// assert_eq!(layout.local_slices(&[1, 1])?, [6..7, 0..3]);
+/// # Ok::<(), ulysses::placement::PlacementError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Layout {
+    shape: Vec<usize>,
+    axes: Vec<LayoutAxis>,
+}
+
+impl Layout {
+    /// Creates the layout of a tensor of this `shape`; `axes` in the order of the mesh.
+    ///
+    /// # Errors
+    /// An axis without ranks, two axes with one name, or a sharded dimension that the shape lacks.
+    pub fn new(
+        shape: impl Into<Vec<usize>>,
+        axes: impl IntoIterator<Item = LayoutAxis>,
+    ) -> Result<Self, PlacementError> {
+        let (shape, axes) = (shape.into(), Vec::from_iter(axes));
+        for (index, LayoutAxis { name, size, placement }) in axes.iter().enumerate() {
+            let is_repeated = axes[..index].iter().any(|other| other.name == *name);
+            if is_repeated || *size == 0 {
+                return Err(PlacementError::Axis { axis: name.clone(), size: *size, is_repeated });
+            }
+            if let Placement::Shard(dim) = *placement
+                && dim >= shape.len()
+            {
+                return Err(PlacementError::Dimension { axis: name.clone(), dim, shape });
+            }
+        }
+        Ok(Self { shape, axes })
+    }
+
+    /// Shape of the logical tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The axes of the mesh, with the tensor's placements.
+    pub fn axes(&self) -> &[LayoutAxis] {
+        &self.axes
+    }
+
+    /// The range of each dimension that the rank at a mesh coordinate has. `coordinate` has one entry per axis.
+    ///
+    /// # Errors
+    /// A coordinate outside of the mesh.
+    pub fn local_slices(&self, coordinate: &[usize]) -> Result<Vec<Range<usize>>, PlacementError> {
+        let is_inside = coordinate.len() == self.axes.len()
+            && self.axes.iter().zip(coordinate).all(|(axis, &index)| index < axis.size);
+        if !is_inside {
+            let mesh = self.axes.iter().map(|axis| axis.size).collect();
+            return Err(PlacementError::Coordinate { coordinate: coordinate.to_vec(), mesh });
+        }
+        let mut slices: Vec<Range<usize>> = self.shape.iter().map(|&len| 0..len).collect();
+        for (axis, &index) in self.axes.iter().zip(coordinate) {
+            if let Placement::Shard(dim) = axis.placement {
+                let Range { start, end } = slices[dim];
+                let own = shard_range(end - start, axis.size, index);
+                slices[dim] = start + own.start..start + own.end;
+            }
+        }
+        Ok(slices)
+    }
+
+    /// Shape of the tensor of the rank at a mesh coordinate.
+    ///
+    /// # Errors
+    /// As [`local_slices`](Self::local_slices).
+    pub fn local_shape(&self, coordinate: &[usize]) -> Result<Vec<usize>, PlacementError> {
+        Ok(self.local_slices(coordinate)?.iter().map(ExactSizeIterator::len).collect())
+    }
+
+    /// Number of elements of the rank at a mesh coordinate.
+    ///
+    /// # Errors
+    /// As [`local_slices`](Self::local_slices).
+    pub fn local_numel(&self, coordinate: &[usize]) -> Result<usize, PlacementError> {
+        Ok(self.local_shape(coordinate)?.iter().product())
+    }
+
+    /// Placement along the axis with this index.
+    pub(super) fn placement(&self, axis: usize) -> Placement {
+        self.axes[axis].placement
+    }
+
+    /// The layout with another placement along an axis. The caller guarantees that its dimension exists.
+    pub(super) fn with(&self, axis: usize, placement: Placement) -> Self {
+        let mut layout = self.clone();
+        layout.axes[axis].placement = placement;
+        layout
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.shape)?;
+        self.axes.iter().try_for_each(|axis| write!(f, " {}={}: {}", axis.name, axis.size, axis.placement))
+    }
+}

@@ -1,0 +1,219 @@
+//! Mistakes in the use of collectives, each with what the ledger says.
+
+use super::*;
+use crate::comm::fake::FakeGroup;
+use crate::comm::{ProcessGroupExt, ReduceOp};
+use candle_core::{DType, Device};
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::device::dry::DryDevice;
+use ulysses_kernels::tensor::zeros;
+
+/// The groups of rank 0 by the axes of a mesh.
+struct Groups {
+    mesh: DeviceMesh,
+}
+
+impl Groups {
+    fn along(&self, axis: &str) -> LedgerGroup {
+        self.over(&self.mesh, axis)
+    }
+
+    /// A group of a derived mesh, over several axes.
+    fn over(&self, mesh: &DeviceMesh, axis: &str) -> LedgerGroup {
+        let group = FakeGroup::new(axis, mesh.group_of(axis, 0).unwrap(), 0).unwrap();
+        let group = group.observed(Arc::new(|_| {}));
+        LedgerGroup::new(Arc::new(group), &self.mesh)
+    }
+}
+
+fn with_ledger(mesh: &str, work: impl FnOnce(&Groups)) {
+    let groups = Groups { mesh: DeviceMesh::parse(mesh, None).unwrap() };
+    let device = DryDevice { kind: DeviceKind::Cpu, threads: 1 };
+    dry::run(device, |_| {}, || run(groups.mesh.clone(), || work(&groups))).unwrap();
+}
+
+fn tensor() -> Tensor {
+    zeros(8, DType::F32, &Device::Cpu).unwrap()
+}
+
+/// A gradient that a backward pass has added to.
+fn gradient() -> Tensor {
+    let gradient = tensor();
+    add_tokens(&gradient, || "the gradient of `model.layers.3`".to_owned()).unwrap();
+    gradient
+}
+
+fn check_summed(gradient: &Tensor) -> Result<(), LedgerError> {
+    placed(gradient).unwrap().check_summed()
+}
+
+#[track_caller]
+fn assert_fault<E: ToString>(outcome: Result<(), E>, expected: &str) {
+    let error = outcome.map_err(|error| error.to_string()).unwrap_err();
+    assert!(error.ends_with(expected), "{error}");
+}
+
+#[test]
+fn a_sum_that_is_missing_or_done_twice_is_named_with_unit_and_axis() {
+    with_ledger("2x2", |groups| {
+        let gradient = gradient();
+        assert_fault(
+            check_summed(&gradient),
+            "the gradient of `model.layers.3` is used without its sum over `dp`",
+        );
+        groups.along("dp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        assert_fault(check_summed(&gradient), "is used without its sum over `sp`");
+        groups.along("sp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        check_summed(&gradient).unwrap();
+        let twice = groups.along("sp").all_reduce(&gradient, ReduceOp::Sum);
+        assert_fault(twice, "the gradient of `model.layers.3` is summed over `sp` twice");
+    });
+}
+
+#[test]
+fn a_sum_over_a_part_of_sp_leaves_the_other_part() {
+    with_ledger("ring=2,ulysses=2", |groups| {
+        for (part, rest) in [("ring", "ulysses"), ("ulysses", "ring")] {
+            let gradient = gradient();
+            groups.along(part).all_reduce(&gradient, ReduceOp::Sum).unwrap();
+            assert_fault(check_summed(&gradient), &format!("without its sum over `{rest}`"));
+        }
+        let whole = groups.mesh.flatten(&["ring", "ulysses"], "sp").unwrap();
+        let gradient = gradient();
+        groups.over(&whole, "sp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        check_summed(&gradient).unwrap();
+    });
+}
+
+#[test]
+fn partitions_over_dp_and_sp_are_not_summed_over_sp_again() {
+    with_ledger("2x2", |groups| {
+        let whole = groups.mesh.flatten(&["dp", "sp"], "shard").unwrap();
+        let (gradient, partition) = (gradient(), zeros(2, DType::F32, &Device::Cpu).unwrap());
+        groups.over(&whole, "shard").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
+        check_summed(&partition).unwrap();
+        assert_fault(groups.along("sp").all_reduce(&partition, ReduceOp::Sum), "summed over `sp` twice");
+    });
+}
+
+#[test]
+fn a_copy_in_bf16_is_still_a_summand_of_the_replicas() {
+    with_ledger("2x2", |groups| {
+        let (gradient, rounded) = (gradient(), zeros(8, DType::BF16, &Device::Cpu).unwrap());
+        copy(&gradient, &rounded).unwrap();
+        let partition = zeros(4, DType::F32, &Device::Cpu).unwrap();
+        groups.along("dp").reduce_scatter(&rounded, &partition, ReduceOp::Sum).unwrap();
+        assert_fault(check_summed(&partition), "without its sum over `sp`");
+    });
+}
+
+#[test]
+fn a_backward_pass_must_not_add_to_a_sum() {
+    with_ledger("2x1", |groups| {
+        let gradient = gradient();
+        groups.along("dp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        let tied = add_tokens(&gradient, || unreachable!("it has a name"));
+        assert_fault(tied, "is added to by a backward pass after its sum over `dp`");
+    });
+}
+
+#[test]
+fn a_reduction_in_flight_is_not_used() {
+    with_ledger("2x1", |groups| {
+        let gradient = gradient();
+        let pending = groups.along("dp").start_all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        assert_fault(check_summed(&gradient), "is used before the collective over `dp` is complete");
+        assert_fault(copy(&gradient, &tensor()), "is used before the collective over `dp` is complete");
+        pending.wait().unwrap();
+        check_summed(&gradient).unwrap();
+    });
+}
+
+#[test]
+fn micro_steps_are_added_up_before_or_after_their_sum_but_not_mixed() {
+    with_ledger("1x2", |groups| {
+        let (first, second) = (gradient(), gradient());
+        add(&second, &first).unwrap();
+        groups.along("sp").all_reduce(&first, ReduceOp::Sum).unwrap();
+        assert_fault(add(&second, &first), "is combined with a tensor that is placed differently over `sp`");
+    });
+}
+
+#[test]
+fn a_gradient_without_a_backward_pass_is_neither_summed_nor_used() {
+    with_ledger("2x1", |groups| {
+        let frozen = tensor();
+        place(&frozen, Placed::unwritten(|| "the gradient of `model.embed_tokens (frozen)`".to_owned()));
+        let reduced = groups.along("dp").all_reduce(&frozen, ReduceOp::Sum);
+        assert_fault(reduced, "(frozen)` is summed over `dp`, but no backward pass has added to it");
+        assert_fault(check_summed(&frozen), "(frozen)` is used without its sum over `dp`");
+    });
+}
+
+#[test]
+fn a_norm_is_summed_over_shards_and_not_over_replicas() {
+    with_ledger("2x2", |groups| {
+        let (gradient, partition) = (gradient(), zeros(4, DType::F32, &Device::Cpu).unwrap());
+        let open = || open_norm([placed(&partition)].into_iter());
+        groups.along("dp").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
+        assert_fault(open(), "the gradient of `model.layers.3` is used without its sum over `sp`");
+        groups.along("sp").all_reduce(&partition, ReduceOp::Sum).unwrap();
+        open().unwrap();
+        assert_fault(close_norm(), "the norm of the gradients is used without its sum over `dp`");
+        open().unwrap();
+        groups.along("dp").all_gather_values(&[1.0]).unwrap();
+        close_norm().unwrap();
+        // Not of a norm.
+        groups.along("dp").all_reduce_values(&[1.0], ReduceOp::Sum).unwrap();
+        for axis in ["sp", "dp"] {
+            open().unwrap();
+            groups.along("dp").all_gather_values(&[1.0]).unwrap();
+            let twice = groups.along(axis).all_reduce_values(&[1.0], ReduceOp::Sum).map(drop);
+            assert_fault(twice, &format!("the norm of the gradients is summed over `{axis}` twice"));
+        }
+    });
+}
+
+#[test]
+fn parameters_are_gathered_before_their_use() {
+    with_ledger("2x2", |groups| {
+        let dp = groups.along("dp");
+        let name = || "the parameter buffer of `lm_head`".to_owned();
+        let (own, whole) = (tensor(), zeros(16, DType::F32, &Device::Cpu).unwrap());
+        place(&own, Placed::along(name, &[(&dp as &dyn ProcessGroup, Shard(0))]));
+        let used = placed(&own).unwrap().check_gathered();
+        assert_fault(used, "the parameter buffer of `lm_head` is used without its gather over `dp`");
+        assert_fault(
+            groups.along("sp").all_gather(&own, &whole),
+            "is gathered over `sp`, but not sharded over it",
+        );
+        dp.all_gather(&own, &whole).unwrap();
+        placed(&whole).unwrap().check_gathered().unwrap();
+    });
+}
+
+#[test]
+fn replicas_are_compared_along_exactly_the_axes_that_replicate() {
+    with_ledger("2x2", |groups| {
+        let (dp, sp) = (groups.along("dp"), groups.along("sp"));
+        let [dp, sp] = [&dp, &sp].map(|group| group as &dyn ProcessGroup);
+        let state =
+            Placed::along(|| "the optimizer state of `lm_head`".to_owned(), &[(dp, Shard(0))]).unwrap();
+        state.check_compared(&[sp]).unwrap();
+        let of_shards = state.check_compared(&[sp, dp]);
+        assert_fault(
+            of_shards,
+            "the optimizer state of `lm_head` is compared over `dp`, but sharded over it",
+        );
+        assert_fault(state.check_compared(&[]), "is not compared over `sp`, but replicated over it");
+    });
+}
+
+#[test]
+fn outside_of_a_dry_run_nothing_is_recorded() {
+    let gradient = tensor();
+    add_tokens(&gradient, || unreachable!("no name is made")).unwrap();
+    assert_eq!(placed(&gradient), None);
+    open_norm(std::iter::empty()).unwrap();
+    close_norm().unwrap();
+}

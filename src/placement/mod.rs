@@ -1,0 +1,20 @@
+//! Layouts: where the elements of a tensor lie on a mesh, and what moves them into another layout.
+//!
+//! A [`Layout`] has a [`Placement`] along every axis of a mesh, as PyTorch's `DTensor`: `Shard(dim)`, `Replicate` or
+//! `Partial`, a pending sum. [`redistribute`] plans the [`Step`]s between two layouts of a tensor as integers, and
+//! [`Plan::execute`] runs them on the process groups of the mesh.
+//!
+//! In a dry run, gradients and parameters carry their placements: the [`ledger`] refuses a reduction that is missing or
+//! done twice.
+
+mod error;
+mod execute;
+mod layout;
+pub mod ledger;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+pub use error::PlacementError;
+pub use layout::{Layout, LayoutAxis, Placement};
+pub use plan::{Plan, Step, StepKind, redistribute};
