@@ -3,7 +3,8 @@
 use super::arguments::at_least_1;
 use super::model::{self, ModelSource};
 use super::sources::tokenizer_file;
-use super::{Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
 use serde_json::Value;

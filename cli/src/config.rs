@@ -1,7 +1,9 @@
 //! `ulysses config`.
 
 use super::config_flags::ConfigFlags;
-use super::{Failure, OrFail, log_line, mesh_overrides, print, stated_mesh};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::output::{log_line, print};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
     Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,

@@ -2,7 +2,10 @@
 
 use super::ranks::Joined;
 use super::sources::{Sources, open_tokenizer, parse_choice};
-use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
+use super::{DeviceArg, model, settings};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::unreplicated;
+use crate::output::print;
 use anyhow::anyhow;
 use serde_json::json;
 use ulysses::comm::MeshGroups;

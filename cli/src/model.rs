@@ -1,6 +1,7 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
-use super::{Failure, OrFail, log_line};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, read_pointer, saved_steps};

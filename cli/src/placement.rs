@@ -1,6 +1,8 @@
 //! The device and the backend of a command's ranks, from its flags, the build and the GPUs of the machine.
 
-use super::{DeviceArg, Failure, OrFail, log_line};
+use super::DeviceArg;
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::anyhow;
 use candle_core::Device;
 use std::fmt::Display;

@@ -1,6 +1,7 @@
 //! This process as one rank of a job of several processes.
 
-use super::{Failure, OrFail, mute};
+use crate::failure::{Failure, OrFail};
+use crate::output::mute;
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};

@@ -1,8 +1,9 @@
 //! The ranks of a command: threads of this process, or processes of a job; and the flag `--backend`.
 
+use super::DeviceArg;
 use super::placement::{Placement, Request};
 use super::process::{self, Process, ProcessArgs};
-use super::{DeviceArg, Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::anyhow;
 use candle_core::Device;
 use clap::ValueEnum;

@@ -1,7 +1,7 @@
 //! Process-wide settings and resource limits.
 
-use super::Failure;
 use super::progress::above_progress;
+use crate::failure::Failure;
 use anyhow::anyhow;
 use serde::Serialize;
 use std::fmt;

@@ -1,6 +1,8 @@
 //! Datasets of `ulysses.data`, for all commands that read data.
 
-use super::{Failure, OrFail, log_line, model};
+use super::model;
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::{Context, ensure};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

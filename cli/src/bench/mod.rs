@@ -27,7 +27,10 @@ pub(super) use training::TrainingArgs;
 
 use super::process::Process;
 use super::ranks::{BackendArgs, Joined, Ranks};
-use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
+use super::{DeviceArg, settings};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::dp_sp;
+use crate::output::print;
 use candle_core::DType;
 use clap::Subcommand;
 use clap::builder::{PossibleValuesParser, TypedValueParser};

@@ -8,8 +8,8 @@ use super::{
     dtype_name, dtype_parser, settings,
 };
 use crate::config_flags::SetFlags;
+use crate::mesh_flag::unreplicated;
 use crate::model::{self, ModelSource};
-use crate::unreplicated;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use clap::Parser;

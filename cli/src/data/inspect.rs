@@ -1,7 +1,8 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use crate::sources::{failure, log_notes, parse_choice, tokenizer_file};
-use crate::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use std::fmt::Write;
 use std::ops::Range;

@@ -3,7 +3,8 @@
 mod inspect;
 
 use super::sources::{failure, log_notes, parse_choice, tokenizer_file};
-use super::{Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use inspect::{InspectArgs, inspect_text};

@@ -2,8 +2,8 @@
 
 use super::machine::REPEATS;
 use super::{Finding, State};
-use crate::Failure;
 use crate::bench::{BenchRanks, Figure, collectives};
+use crate::failure::Failure;
 use crate::placement::Placement;
 use crate::ranks::{Ranks, run_threads};
 use anyhow::{Context, Result};

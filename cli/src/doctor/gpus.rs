@@ -2,9 +2,10 @@
 
 use super::machine::{feature, output};
 use super::{DoctorArgs, Finding, State, collectives};
+use crate::DeviceArg;
 use crate::bench::TrainingArgs;
+use crate::failure::Failure;
 use crate::placement::{Placement, Request};
-use crate::{DeviceArg, Failure};
 use anyhow::Result;
 use candle_core::DType;
 use std::path::Path;

@@ -2,9 +2,10 @@
 
 use super::{Finding, State};
 use crate::bench::{BenchRank, BenchRanks, Case, Figure, cores, cpu_name, scratch_dir, square_gemm};
+use crate::failure::Failure;
 use crate::placement::Placement;
 use crate::ranks::Ranks;
-use crate::{Failure, settings};
+use crate::settings;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use std::io::Write;

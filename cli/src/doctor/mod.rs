@@ -5,7 +5,9 @@ mod gpus;
 mod machine;
 
 use super::placement::Placement;
-use super::{Failure, OrFail, print, settings};
+use super::settings;
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use serde::Serialize;
 use serde_json::json;
 use std::fmt::{self, Display, Formatter};

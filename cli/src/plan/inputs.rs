@@ -2,9 +2,10 @@
 
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::{mesh_overrides, stated_mesh};
 use crate::model::{check_config, check_exchange, describe, max_positions_of};
 use crate::sources::tokenizer_file;
-use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};

@@ -9,12 +9,14 @@ pub(crate) mod pictures;
 mod scaling;
 mod view;
 
+use super::DeviceArg;
 use super::arguments::at_least_1;
 use super::config::print_warnings;
 use super::config_flags::ConfigFlags;
 use super::model::{check_config, resolve_ring};
 use super::placement::likely_device;
-use super::{DeviceArg, Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use crate::template::chart::drawing;
 use anyhow::{Context, anyhow};
 pub(crate) use budget::GPU_RESERVE_BYTES;

@@ -1,10 +1,12 @@
 //! The ranks of a run: threads of this process, or processes of a job.
 
 use super::overrides::resolve;
+use crate::DeviceArg;
+use crate::failure::{Failure, OrFail};
+use crate::output::mute;
 use crate::placement::{Placement, Request};
 use crate::process::{self, Process, ProcessArgs, all_gather};
 use crate::ranks::{check_backend, run_threads};
-use crate::{DeviceArg, Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};

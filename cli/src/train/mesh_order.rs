@@ -1,6 +1,6 @@
 //! The order of the ranks on the mesh, for the log: where it differs from row-major, and its cost.
 
-use crate::log_line;
+use crate::output::log_line;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;

@@ -22,7 +22,9 @@ mod signals;
 mod trace;
 mod writable;
 
-use super::{Failure, Process, log_line};
+use super::Process;
+use crate::failure::Failure;
+use crate::output::log_line;
 pub(super) use args::TrainArgs;
 use host::Host;
 use run::Run;

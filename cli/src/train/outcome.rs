@@ -3,7 +3,8 @@
 use super::rank_outcome::{RankOutcome, Reported};
 use super::record;
 use super::run::Run;
-use crate::{Failure, OrFail, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use anyhow::{Context, anyhow};
 use std::path::Path;
 use ulysses::checkpoint::{BEST, EvaluationResult, EvaluationSummary, step_name};

@@ -3,7 +3,8 @@
 use super::record::{self, EarlierRecord};
 use super::run::Run;
 use super::{profile, trace};
-use crate::{Failure, OrFail, log_line};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use std::io;

@@ -1,9 +1,11 @@
 //! The config of a run: the file, overridden by flags.
 
 use super::args::TrainArgs;
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::output::log_line;
 #[cfg(unix)]
 use crate::placement::likely_device;
-use crate::{Failure, OrFail, log_line, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::comm::host_name;

@@ -1,7 +1,7 @@
 //! Log lines before the first step: planned and available memory, and the expected duration of a long step.
 
 use super::available::{Available, in_process, on_gpu, on_machine};
-use crate::log_line;
+use crate::output::log_line;
 use crate::plan::use_longest_sequences;
 use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
 use ulysses::device::DeviceKind;

@@ -2,8 +2,9 @@
 
 use super::prepare::Prepared;
 use super::writable::check_writable;
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use crate::progress::above_progress;
-use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;

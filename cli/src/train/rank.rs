@@ -8,7 +8,7 @@ use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
 use super::{gemm_peak, node_bytes, output, record};
 use crate::launch::{MEMORY_DIR_VARIABLE, Restart};
-use crate::log;
+use crate::output::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
 use std::collections::BTreeMap;

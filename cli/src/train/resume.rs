@@ -1,6 +1,6 @@
 //! Checks of `--resume` before anything is written.
 
-use crate::{Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::anyhow;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, StepDirectory, step_directories};

@@ -1,9 +1,9 @@
 //! Memory of a step: planned, allocated, and mapped by the process.
 
 use super::DOCUMENT_TOKENS;
+use crate::failure::{Failure, OrFail};
 use crate::plan::model;
 use crate::settings::{self, WritableMemory};
-use crate::{Failure, OrFail};
 use anyhow::Context;
 use serde::Serialize;
 use serde_json::Value;
