@@ -1,5 +1,7 @@
 //! A failed command, and its exit code.
 
+use ulysses::trainer::JobError;
+
 /// A failed command, with its exit code.
 pub(crate) enum Failure {
     /// Bad arguments, config, model description or batch file: exit code 2.
@@ -18,6 +20,19 @@ pub(crate) enum Failure {
         /// The exit code.
         exit_code: u8,
     },
+}
+
+impl Failure {
+    /// Returns whether the arguments or the files that they name are the cause.
+    pub(crate) fn is_usage(&self) -> bool {
+        matches!(self, Self::Usage(_))
+    }
+}
+
+impl From<JobError> for Failure {
+    fn from(error: JobError) -> Self {
+        if error.is_usage() { Self::Usage(error.into()) } else { Self::Run(error.into()) }
+    }
 }
 
 /// Assigns an exit code to an error.

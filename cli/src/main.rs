@@ -23,9 +23,7 @@ mod mesh;
 mod mesh_flag;
 mod model;
 mod output;
-mod placement;
 mod plan;
-mod process;
 mod progress;
 mod ranks;
 mod report;
@@ -41,14 +39,14 @@ use clap_complete::Shell;
 use device::DeviceArg;
 use failure::{Failure, OrFail, causes};
 use mimalloc::MiMalloc;
-use output::log_line;
-use process::Process;
+use output::{LOG, log_line};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use ulysses::data::Tokenizer;
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
 use ulysses::monitor::Tracer;
+use ulysses::trainer::job::JobRanks;
 
 /// Counts the bytes that each rank's thread has allocated. mimalloc reuses freed blocks without unmapping their pages;
 /// glibc unmaps blocks above 32 MiB.
@@ -124,8 +122,8 @@ fn main() -> ExitCode {
     settings::start_logging(tracer.as_ref());
     // Leaves the job at the end of `main`: as soon as a process has ended with an error, the launcher ends the others, and
     // the one that reports must have done so.
-    let mut process = None;
-    let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer, &mut process));
+    let mut ranks = JobRanks::new(LOG);
+    let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer, &mut ranks));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Stopped { step, is_saved }) => {
@@ -144,23 +142,23 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-fn dispatch(command: Command, tracer: Option<Tracer>, process: &mut Option<Process>) -> Result<(), Failure> {
+fn dispatch(command: Command, tracer: Option<Tracer>, ranks: &mut JobRanks) -> Result<(), Failure> {
     match command {
-        Command::Train(args) => train::run(args, tracer, process),
+        Command::Train(args) => train::run(args, tracer, ranks),
         #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
         #[cfg(unix)]
         Command::LaunchWatchdog(args) => launch::watch(&args),
         #[cfg(unix)]
         Command::TokenizerWorker(args) => sources::serve_tokenizer(&args),
-        Command::Verify(args) => verify::run(args, process),
+        Command::Verify(args) => verify::run(args, &mut ranks.session),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => data::run(command),
-        Command::Bench(args) => bench::run(args, process),
+        Command::Bench(args) => bench::run(args, &mut ranks.session),
         Command::Mesh(args) => mesh::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions { shell } => manual::completions(shell),

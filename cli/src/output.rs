@@ -7,12 +7,16 @@ use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::monitor::{escaped, write_line};
+use ulysses::trainer::job::JobLog;
 
 /// Whether this process prints nothing, because another process of the job reports to the user.
 static IS_MUTED: AtomicBool = AtomicBool::new(false);
 
+/// [`log_line`] and [`mute`] for the library.
+pub(crate) const LOG: JobLog = JobLog { line: log, mute };
+
 /// Turns the output of [`print`] and [`log_line`] off or on: one process of a job reports to the user.
-pub(crate) fn mute(is_muted: bool) {
+fn mute(is_muted: bool) {
     IS_MUTED.store(is_muted, Ordering::Relaxed);
 }
 

@@ -4,12 +4,13 @@ use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::{mesh_overrides, stated_mesh};
-use crate::model::{check_config, check_exchange, describe, max_positions_of};
+use crate::model::{describe, max_positions_of};
 use crate::sources::tokenizer_file;
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};
 use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
+use ulysses::trainer::job::{check_exchange, check_layers};
 
 /// Reads a config file, or without one the assumed config.
 pub(crate) fn raw_config(
@@ -67,9 +68,9 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
 
 /// Checks that the config fits the model, as training does.
 pub(super) fn check_model(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
-    check_config(model, config)?;
+    check_layers(model, config)?;
     let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
-    check_exchange(model, config.micro_batch_size, seq_len, config)
+    Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
 }
 
 /// Sets the sequence length to the longest of the schedule, which needs the most memory.

@@ -11,6 +11,7 @@ use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::{counted, format_bytes as bytes, format_flops as flops};
+use ulysses::trainer::job::PreparedJob;
 
 /// Minimum duration of a first step that is announced.
 const LONG_SECONDS: f64 = 10.0;
@@ -29,18 +30,12 @@ impl PlannedMemory {
     ///
     /// # Errors
     /// A step whose size overflows.
-    pub(super) fn of(
-        config: &Config,
-        model: &LlamaConfig,
-        device: DeviceKind,
-        threads_per_rank: usize,
-        local_ranks: usize,
-    ) -> Result<Option<Self>, EngineError> {
+    pub(super) fn of(job: &PreparedJob, local_ranks: usize) -> Result<Option<Self>, EngineError> {
         // The value that the ranks are started with.
-        let mut config = config.clone();
-        config.ulysses.threads_per_rank = Some(threads_per_rank);
+        let mut config = job.config.clone();
+        config.ulysses.threads_per_rank = Some(job.launch.threads_per_rank);
         use_longest_sequences(&mut config);
-        let model = model.clone();
+        let (model, device) = (job.model.config.clone(), job.placement.device);
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
         match workload.plan() {
             Ok(plan) => Ok(Some(Self { plan, device })),

@@ -1,6 +1,6 @@
 //! A run that all processes can start.
 
-use super::prepare::Prepared;
+use super::planned_memory::PlannedMemory;
 use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
@@ -8,10 +8,13 @@ use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::mesh::SeqSharding;
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::{Tracer, counted};
+use ulysses::trainer::job::PreparedJob;
 
 /// The state that all ranks share.
 pub(super) struct Run {
-    pub(super) prepared: Prepared,
+    pub(super) job: PreparedJob,
+    /// The memory plan, if the model can be planned.
+    pub(super) planned: Option<PlannedMemory>,
     pub(super) output: PathBuf,
     pub(super) tracer: Option<Tracer>,
     /// The content of `run.json` before the run starts.
@@ -20,7 +23,7 @@ pub(super) struct Run {
 
 impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Prepared { config, model, data, launch, .. } = &self.prepared;
+        let PreparedJob { config, model, data, launch, .. } = &self.job;
         let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let partitions = config.zero_world_size();

@@ -1,24 +1,22 @@
-//! Checks of `--resume` before anything is written.
+//! Checks of the checkpoint to resume, and of the output directory, before anything is written.
 
-use crate::failure::{Failure, OrFail};
-use anyhow::anyhow;
+use super::error::{JobError, OrJobError};
+use crate::checkpoint::{CheckpointError, MANIFEST, StepDirectory, step_directories};
+use crate::config::Config;
+use crate::trainer::{Resume, TrainerError, TrainingData, is_same_dir};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{MANIFEST, StepDirectory, step_directories};
-use ulysses::config::Config;
-use ulysses::trainer::{Resume, TrainerError, TrainingData, is_same_dir};
 
 /// Resolves the value of the flag.
-pub(super) fn open_resume(dir: Option<PathBuf>) -> Result<Resume, Failure> {
-    let named = |error| match error {
-        error @ TrainerError::NothingToResume { .. } => anyhow!("--resume {error}"),
-        error => error.into(),
-    };
-    Resume::new(dir).map_err(named).or_usage()
+pub(super) fn open_resume(dir: Option<PathBuf>) -> Result<Resume, JobError> {
+    Resume::new(dir).map_err(|error| match error {
+        error @ TrainerError::NothingToResume { .. } => JobError::usage(format!("--resume {error}")),
+        error => JobError::usage(error),
+    })
 }
 
 /// Rejects mixing the checkpoints of two runs in one directory.
-pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(), Failure> {
-    let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
+pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(), JobError> {
+    let refuse = |message: String| Err(JobError::usage(message));
     let Some(output) = config.ulysses.output.as_deref() else {
         return match resume {
             Some(Resume::Newest(None)) => refuse(
@@ -64,7 +62,7 @@ pub(super) fn check_candidate(
     resume: Option<&Resume>,
     config: &Config,
     data: &TrainingData,
-) -> Result<(), Failure> {
+) -> Result<(), JobError> {
     let candidate = resume
         .map(|resume| resume.candidate(config.ulysses.output.as_deref().map(Path::new)))
         .transpose()
@@ -78,5 +76,6 @@ pub(super) fn check_candidate(
     let added = directory.map_or(String::new(), |dir| {
         format!(". {dir} is a directory: all text files in it are data, also a log file that was added")
     });
-    data.check_resumes(&checkpoint, config.seed).map_err(|cause| anyhow!("{cause}: {HINT}{added}")).or_usage()
+    let named = |cause: CheckpointError| format!("{cause}: {HINT}{added}");
+    data.check_resumes(&checkpoint, config.seed).map_err(named).or_usage()
 }
