@@ -43,6 +43,7 @@
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
 //! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
+//! | train a config file | [`trainer::Job`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
 //! | predict memory and time | [`estimate`] |
 //!
@@ -120,7 +121,7 @@ pub mod prelude {
     pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
     pub use crate::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
     pub use crate::trainer::{
-        Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
+        Job, Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
     };
 }
 

@@ -22,6 +22,8 @@ mod prepared;
 mod ranks;
 mod resume;
 mod sources;
+#[cfg(test)]
+mod tests;
 
 pub use devices::{DevicePlacement, DeviceRequest, likely_device};
 pub use error::JobError;
