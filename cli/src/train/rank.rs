@@ -5,18 +5,16 @@ use super::planned_memory::{explain_out_of_memory, log_first_step};
 use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
-use super::{gemm_peak, node_bytes, output, record};
+use super::{comms, gemm_peak, output, record};
 use crate::launch::Restart;
 use crate::output::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
-use std::collections::BTreeMap;
 use ulysses::comm::RankContext;
 use ulysses::device::gpu_memory;
-use ulysses::engine::{Engine, Passes};
-use ulysses::estimate::{PlannedCalls, RankStep};
+use ulysses::engine::Engine;
 use ulysses::memory::peak_bytes;
-use ulysses::monitor::{PlannedVolume, RankComms, RankSummary, RunTotals};
+use ulysses::monitor::RunTotals;
 use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{MemoryWatch, MetricsFiles, TrainerError};
 
@@ -56,7 +54,7 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     let report = trainer.train();
     let report = report.map_err(|error| explain(error, Some(trainer.engine())))?;
     let summary = trainer.engine().summary(&model.config, trainer.data().passes())?;
-    let comms = comms(&run.job, trainer.engine(), &summary, trainer.data().passes());
+    let comms = comms::measure(&run.job, trainer.engine(), &summary, trainer.data().passes());
     drop(trainer);
     Ok(RankOutcome {
         reported: record.map(|record| Reported { totals, record }),
@@ -71,54 +69,4 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
         peak_flops: Some(peak_flops),
         summary,
     })
-}
-
-/// Returns this rank's collectives, measured and planned over the same steps and evaluations.
-fn comms(job: &PreparedJob, engine: &Engine, summary: &RankSummary, passes: &[Passes]) -> RankComms {
-    let PreparedJob { config, mesh, model, .. } = job;
-    let (llama, rank) = (&model.config, summary.rank);
-    let sent = summary.groups.iter().flat_map(|(axis, stats)| {
-        stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
-    });
-    let mut planned_to = BTreeMap::new();
-    // Rows of flexible sequence parallelism have no plan.
-    let planned: Vec<_> = passes
-        .iter()
-        .filter(|passes| passes.block_size.is_none())
-        .flat_map(|passes| {
-            let steps = passes.trained / config.gradient_accumulation_steps as u64;
-            let config = config.clone().with_seq_len(passes.seq_len);
-            let plans = [
-                (steps, RankStep::of(&config, llama, mesh, rank)),
-                (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),
-            ];
-            // Without a plan only the measured volume is reported.
-            let plans: Vec<_> =
-                plans.into_iter().filter_map(|(times, plan)| Some((times, plan.ok()?))).collect();
-            for (times, plan) in &plans {
-                plan.sent_to
-                    .iter()
-                    .for_each(|(peer, bytes)| *planned_to.entry(*peer).or_default() += times * bytes);
-            }
-            plans.into_iter().flat_map(|(times, plan)| {
-                plan.collectives.into_iter().map(
-                    move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| PlannedVolume {
-                        axis,
-                        op,
-                        purpose,
-                        sent_bytes: times.saturating_mul(sent_bytes),
-                    },
-                )
-            })
-        })
-        .collect();
-    let sent_to = node_bytes::sent_to(engine.groups());
-    let by_node = job.hosts.as_ref().map(|hosts| node_bytes::by_node(hosts, rank, &planned_to, &sent_to));
-    RankComms {
-        calls: engine.comm_calls(),
-        each: engine.each_comm_call(),
-        planned,
-        sent: sent.collect(),
-        by_node: by_node.unwrap_or_default(),
-    }
 }

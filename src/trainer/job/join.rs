@@ -13,19 +13,21 @@ pub fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
     (info.world_size > 1).then_some(by_launcher)
 }
 
+/// Returns the feature of a backend that this build lacks.
+fn missing_feature(backend: Backend) -> Option<&'static str> {
+    match backend {
+        Backend::Mpi if !cfg!(feature = "mpi") => Some("mpi"),
+        Backend::Nccl if !cfg!(feature = "nccl") => Some("nccl"),
+        _ => None,
+    }
+}
+
 /// Checks that this build supports the launcher's backend.
 ///
 /// # Errors
 /// A build without it, where each process would train by itself.
 pub fn check_build(info: &ProcessInfo) -> Result<(), JobError> {
-    let (feature, is_there) = match launched_backend(info) {
-        Some(Backend::Mpi) => ("mpi", cfg!(feature = "mpi")),
-        Some(_) => ("nccl", cfg!(feature = "nccl")),
-        None => return Ok(()),
-    };
-    if is_there {
-        return Ok(());
-    }
+    let Some(feature) = launched_backend(info).and_then(missing_feature) else { return Ok(()) };
     let ProcessInfo { launcher, world_size, .. } = info;
     Err(JobError::usage(format!(
         "{launcher} started {world_size} processes, but this build lacks the feature `{feature}` that connects them: \
@@ -51,14 +53,7 @@ pub fn check_threads(info: &ProcessInfo, stated: &str, log: JobLog) -> Result<()
 /// # Errors
 /// A build without it.
 pub fn check_backend(backend: Backend, is_flag: bool) -> Result<(), JobError> {
-    let (name, is_built) = match backend {
-        Backend::Mpi => ("mpi", cfg!(feature = "mpi")),
-        Backend::Nccl => ("nccl", cfg!(feature = "nccl")),
-        _ => return Ok(()),
-    };
-    if is_built {
-        return Ok(());
-    }
+    let Some(name) = missing_feature(backend) else { return Ok(()) };
     let place =
         if is_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
     Err(JobError::usage(format!(
@@ -70,10 +65,7 @@ pub fn check_backend(backend: Backend, is_flag: bool) -> Result<(), JobError> {
 ///
 /// # Errors
 /// When the processes do not find each other, or the launcher and the library disagree on rank and world size.
-#[cfg_attr(
-    not(any(feature = "mpi", feature = "nccl")),
-    allow(unused_variables, reason = "no backend connects processes")
-)]
+#[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI has its own timeout"))]
 pub fn join(
     info: &ProcessInfo,
     backend: Backend,
