@@ -2,7 +2,7 @@
 
 use super::DeviceArg;
 use super::ranks::Joined;
-use super::sources::{open_tokenizer_file, parse_choice};
+use super::sources::{parse_choice, tokenizer_file};
 use crate::failure::{Failure, OrFail};
 use crate::mesh_flag::unreplicated;
 use crate::output::{LOG, print};
@@ -55,7 +55,7 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let mut ranks = Joined::threads().place(args.device, config.world_size())?;
-    let tokenizer = open_tokenizer(&mut config.ulysses, open_tokenizer_file, LOG.line)?;
+    let tokenizer = open_tokenizer(&mut config.ulysses, tokenizer_file, LOG.line)?;
     let source = ModelSource::open(&args.model, config.seed, tokenizer.vocab_size(), LOG.line)?;
     let ranks_per_node = config.world_size();
     resolve_ring(&source.config, &mut config, ranks_per_node);

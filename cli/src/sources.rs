@@ -3,30 +3,22 @@
 use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use anyhow::Context;
-use std::error::Error;
 use std::path::{Path, PathBuf};
 use ulysses::config::ChatDate;
 use ulysses::data::{DataError, FileError, Notes, Tokenizer};
-
-/// [`tokenizer_file`] as the function that a job takes.
-pub(super) fn open_tokenizer_file(
-    path: Option<&Path>,
-    chat_date: ChatDate,
-) -> Result<Tokenizer, Box<dyn Error + Send + Sync>> {
-    Ok(tokenizer_file(path, chat_date)?)
-}
+use ulysses::trainer::JobError;
 
 /// Opens a tokenizer file, or that of bytes.
-pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> anyhow::Result<Tokenizer> {
+pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result<Tokenizer, JobError> {
     let Some(path) = path else { return Ok(Tokenizer::bytes()) };
     #[cfg(unix)]
     let tokenizer = {
-        let program = std::env::current_exe().context("cannot find the path of this program")?;
-        Tokenizer::in_worker(path, chat_date, &program)
+        let program = std::env::current_exe().context("cannot find the path of this program");
+        Tokenizer::in_worker(path, chat_date, &program.map_err(JobError::usage)?)
     };
     #[cfg(not(unix))]
     let tokenizer = Tokenizer::from_file_with_date(path, chat_date);
-    Ok(tokenizer?)
+    tokenizer.map_err(JobError::usage)
 }
 
 /// Answers the requests of [`tokenizer_file`] in another process.

@@ -115,6 +115,11 @@ impl Job {
         });
     }
 
+    /// Returns whether this process reports to the user; if ranks are processes, it is rank 0.
+    pub fn is_first(&self) -> bool {
+        self.ranks.is_first()
+    }
+
     /// Returns the config, mesh, model and data.
     pub fn prepared(&self) -> &PreparedJob {
         &self.prepared

@@ -48,7 +48,7 @@ pub(crate) struct InspectArgs {
 }
 
 pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
-    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date).or_usage()?;
+    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date)?;
     let token_files = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
     let options = SourceOptions {
         text_field: &args.text_field,

@@ -75,7 +75,7 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
 
 fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     let PrepareArgs { inputs, output, tokenizer, text_field, chat_date, append_eod, on_bad_line } = args;
-    let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date).or_usage()?;
+    let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date)?;
     let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
     let options =
         PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field, append_eod, on_bad_line };

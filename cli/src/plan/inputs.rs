@@ -88,10 +88,8 @@ pub(crate) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
         let model = shape(name).or_usage()?;
         match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
             Some(tokenizer) => {
-                let vocab_size = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)
-                    .or_usage()?
-                    .vocab_size();
-                LlamaConfig { vocab_size, ..model }
+                let tokenizer = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)?;
+                LlamaConfig { vocab_size: tokenizer.vocab_size(), ..model }
             }
             None => model,
         }

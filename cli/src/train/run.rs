@@ -6,7 +6,7 @@ use super::planned_memory::PlannedMemory;
 use super::{mesh_order, signals};
 use crate::failure::{Failure, OrFail};
 use crate::launch::MEMORY_DIR_VARIABLE;
-use crate::sources::open_tokenizer_file;
+use crate::sources::tokenizer_file;
 use anyhow::Context;
 use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
@@ -89,7 +89,7 @@ fn options(args: &TrainArgs) -> JobOptions {
         resume: args.resume.clone(),
         reset_data: args.reset_data,
         memory_dir: std::env::var_os(MEMORY_DIR_VARIABLE).map(PathBuf::from),
-        open_tokenizer: open_tokenizer_file,
+        open_tokenizer: tokenizer_file,
     }
 }
 

@@ -1,5 +1,6 @@
 //! [`JobOptions`]: what the config of a job does not say; and [`JobLog`].
 
+use super::error::JobError;
 use super::sources::OpenTokenizer;
 use crate::comm::ProcessFlags;
 use crate::config::{Backend, Settings};
@@ -39,7 +40,7 @@ impl Default for JobOptions {
             reset_data: false,
             memory_dir: None,
             open_tokenizer: |path, date| match path {
-                Some(path) => Ok(Tokenizer::from_file_with_date(path, date)?),
+                Some(path) => Tokenizer::from_file_with_date(path, date).map_err(JobError::usage),
                 None => Ok(Tokenizer::bytes()),
             },
         }

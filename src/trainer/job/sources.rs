@@ -11,8 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Opens a tokenizer file, or for `None` the tokenizer of bytes.
-pub type OpenTokenizer =
-    fn(Option<&Path>, ChatDate) -> Result<Tokenizer, Box<dyn std::error::Error + Send + Sync>>;
+pub type OpenTokenizer = fn(Option<&Path>, ChatDate) -> Result<Tokenizer, JobError>;
 
 /// Documents before packing.
 pub struct Sources {
@@ -48,7 +47,7 @@ pub fn open_tokenizer(
         log(&format!("tokenizer: {}", path.display()));
         *tokenizer = Some(path.display().to_string());
     }
-    open(tokenizer.as_deref().map(Path::new), *chat_date).or_usage()
+    open(tokenizer.as_deref().map(Path::new), *chat_date)
 }
 
 impl Sources {
@@ -63,11 +62,10 @@ impl Sources {
         log: fn(&str),
     ) -> Result<Self, JobError> {
         let reader = Reader { config, tokenizer, vocab_size, log };
-        let packing = config.ulysses.packing;
-        let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
-        let long_conversations = config.ulysses.long_conversations;
-        let (training, held_out_documents) = (Vec::new(), Vec::new());
-        let mut sources = Self { packing, long_conversations, training, held_out: held_out_documents, log };
+        let UlyssesConfig { packing, long_conversations, ref validation, .. } = config.ulysses;
+        let held_out = validation.as_ref().map(|validation| &validation.data);
+        let mut sources =
+            Self { packing, long_conversations, training: Vec::new(), held_out: Vec::new(), log };
         // Paths without weights are one corpus.
         for group in config.require_data().or_usage()?.chunk_by(|source, _| source.weight.is_none()) {
             let paths: Vec<&str> = group.iter().map(|DataSource { path, .. }| path.as_str()).collect();
