@@ -12,30 +12,27 @@
 //!    starts.
 //! 3. [`PreparedJob::run`] starts the ranks, and [`PreparedJob::trainer`] creates the trainer of each.
 
+mod checks;
 mod devices;
-mod error;
 mod join;
-mod limits;
 mod model_source;
 mod options;
 mod prepared;
 mod ranks;
-mod resume;
 mod sources;
 #[cfg(test)]
 mod tests;
 
+pub use checks::{check_memory, launch_options, meminfo_bytes};
 pub use devices::{DevicePlacement, DeviceRequest, likely_device};
-pub use error::JobError;
 pub use join::{
     backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
 };
-pub use limits::{check_memory, launch_options, meminfo_bytes};
 pub use model_source::{ModelSource, check_exchange, check_layers, max_positions, named_shape, resolve_ring};
-pub use options::{JobLog, JobOptions};
+pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
 pub use prepared::{PreparedJob, config_warnings};
 pub use ranks::{JobRanks, located, resolve};
-pub use sources::{OpenTokenizer, Sources, open_tokenizer};
+pub use sources::{Sources, open_tokenizer};
 
 use super::{Observer, TrainReport, Trainer, TrainerError};
 use crate::comm::RankContext;

@@ -1,6 +1,6 @@
 //! The device and the backend of a job's ranks, from its settings, the build and the GPUs of the machine.
 
-use super::error::JobError;
+use super::options::JobError;
 use crate::comm::nccl::may_share_gpus;
 use crate::comm::{LaunchError, LaunchOptions, RankContext, launch};
 use crate::config::Backend;

@@ -1,9 +1,8 @@
 //! Joining a job of several processes, each of which is a rank.
 
-use super::error::JobError;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use super::error::OrJobError;
-use super::options::JobLog;
+use super::options::OrJobError;
+use super::options::{JobError, JobLog};
 use crate::comm::{LaunchOptions, Launcher, ProcessInfo, Session};
 use crate::config::Backend;
 

@@ -1,6 +1,6 @@
 //! The model of a job: a preset by name, or a directory in Hugging Face's layout.
 
-use super::error::{JobError, OrJobError};
+use super::options::{JobError, OrJobError};
 use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use crate::config::Config;
 use crate::engine::check_parameter_groups;

@@ -1,12 +1,10 @@
 //! [`PreparedJob`]: everything that is read and checked before ranks start.
 
+use super::checks::{check_candidate, check_memory, check_output, launch_options, open_resume};
 use super::devices::DevicePlacement;
-use super::error::{JobError, OrJobError};
-use super::limits::{check_memory, launch_options};
 use super::model_source::{ModelSource, check_exchange, check_layers, resolve_ring};
-use super::options::JobOptions;
+use super::options::{JobError, JobOptions, OrJobError};
 use super::ranks::JobRanks;
-use super::resume::{check_candidate, check_output, open_resume};
 use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
 use crate::config::{Config, Overrides, RawConfig, Severity};

@@ -1,11 +1,10 @@
 //! The ranks of a job: threads of this process, or processes of which this is one.
 
 use super::devices::{DevicePlacement, DeviceRequest, likely_device};
-use super::error::{JobError, OrJobError};
 use super::join::{
     backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
 };
-use super::options::{JobLog, JobOptions};
+use super::options::{JobError, JobLog, JobOptions, OrJobError};
 use crate::checkpoint::CheckpointError;
 use crate::comm::{
     CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather, host_name,

@@ -1,17 +1,14 @@
 //! The datasets of a job: the documents of `ulysses.data` and `ulysses.validation`, packed into sequences.
 
-use super::error::{JobError, OrJobError};
 use super::model_source::{own_tokenizer, unread_tokenizer};
-use crate::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
+use super::options::{JobError, OpenTokenizer, OrJobError};
+use crate::config::{Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
 use crate::data::{
     Corpus, DataError, Dataset, Documents, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
 use anyhow::Context;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Opens a tokenizer file, or for `None` the tokenizer of bytes.
-pub type OpenTokenizer = fn(Option<&Path>, ChatDate) -> Result<Tokenizer, JobError>;
 
 /// Documents before packing.
 pub struct Sources {
