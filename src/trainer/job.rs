@@ -31,7 +31,7 @@ pub use join::{
 pub use model_source::{ModelSource, check_exchange, check_layers, max_positions, named_shape, resolve_ring};
 pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
 pub use prepared::{PreparedJob, config_warnings};
-pub use ranks::{JobRanks, located, resolve};
+pub use ranks::{JobRanks, resolve, with_location};
 pub use sources::{Sources, open_tokenizer};
 
 use super::{Observer, TrainReport, Trainer, TrainerError};

@@ -11,7 +11,7 @@ use ulysses::config::{DataSource, Overrides, RawConfig};
 use ulysses::mesh::Cluster;
 use ulysses::trainer::JobError;
 #[cfg(unix)]
-use ulysses::trainer::job::{likely_device, located, resolve};
+use ulysses::trainer::job::{likely_device, resolve, with_location};
 
 #[cfg(unix)]
 impl TrainArgs {
@@ -20,7 +20,8 @@ impl TrainArgs {
         let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
         let backend = self.backend.map(Backend::from).or(raw.backend());
         let device = likely_device(self.device.kind(), backend);
-        let overrides = located(overrides(self.clone(), &raw, Some(cluster))?, &raw, Some(cluster), device);
+        let overrides =
+            with_location(overrides(self.clone(), &raw, Some(cluster))?, &raw, Some(cluster), device);
         Ok((resolve(&raw, &overrides).or_usage()?, backend))
     }
 }

@@ -36,6 +36,9 @@ pub fn check_build(info: &ProcessInfo) -> Result<(), JobError> {
 
 /// Checks that no launcher started several processes, each of which would run all ranks as threads. `stated` is the flag or
 /// key of the backend.
+///
+/// # Errors
+/// Such a launcher.
 pub fn check_threads(info: &ProcessInfo, stated: &str, log: JobLog) -> Result<(), JobError> {
     let ProcessInfo { launcher, world_size, rank, .. } = info;
     let Some(backend) = launched_backend(info) else { return Ok(()) };

@@ -20,7 +20,8 @@ pub struct JobOptions {
     pub backend: Option<Backend>,
     /// This process's rank in a job without a launcher.
     pub process: ProcessFlags,
-    /// The checkpoint to resume, as a path for [`Resume::new`](crate::trainer::Resume::new); `Some(None)` is the newest in the output directory.
+    /// The checkpoint to resume, as a path for [`Resume::new`](crate::trainer::Resume::new); `Some(None)` is the newest in
+    /// the output directory.
     pub resume: Option<Option<PathBuf>>,
     /// As in [`TrainerOptions::reset_data`](crate::trainer::TrainerOptions::reset_data).
     pub reset_data: bool,

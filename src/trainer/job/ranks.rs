@@ -39,7 +39,7 @@ pub fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, ConfigE
 }
 
 /// Adds what follows from where a job runs: its size, and the text that the config's mesh rules are matched with.
-pub fn located(
+pub fn with_location(
     overrides: Overrides,
     raw: &RawConfig,
     cluster: Option<Cluster>,
@@ -114,7 +114,7 @@ impl JobRanks {
         }
         let cluster = self.cluster();
         let overrides = overrides(&raw, cluster)?;
-        let overrides = located(overrides, &raw, cluster, likely_device(device, backend));
+        let overrides = with_location(overrides, &raw, cluster, likely_device(device, backend));
         let mut config = resolve(&raw, &Overrides { backend, ..overrides }).or_usage()?;
         self.check_size(&config)?;
         if self.session.is_none() {
@@ -188,7 +188,8 @@ impl JobRanks {
         self.session.as_ref().is_none_or(|session| session.rank() == 0)
     }
 
-    /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports. Collective.
+    /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports.
+    /// Collective.
     ///
     /// # Errors
     /// The failure of this process or of another. `is_usage`: whether settings caused it, as in [`JobError::is_usage`].
