@@ -43,6 +43,7 @@
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
 //! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`], [`objective::AutogradObjective`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
+//! | train a config file | [`trainer::Job`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
 //! | predict memory and time | [`estimate`] |
 //!
@@ -127,7 +128,7 @@ pub mod prelude {
     };
     pub use crate::objective::{AutogradObjective, CausalLm, LossTerms, Objective};
     pub use crate::trainer::{
-        Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
+        Job, Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
     };
 }
 

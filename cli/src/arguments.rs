@@ -1,6 +1,7 @@
 //! Parsing of the command line, with error messages for invalid numbers.
 
-use super::{Cli, log_line};
+use super::Cli;
+use crate::output::log_line;
 use clap::builder::Styles;
 use clap::error::{ContextKind, Error, ErrorKind};
 use clap::{Arg, Command, CommandFactory, FromArgMatches};

@@ -1,9 +1,9 @@
 //! `ulysses checkpoint`.
 
 use super::arguments::at_least_1;
-use super::model::{self, ModelSource};
 use super::sources::tokenizer_file;
-use super::{Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{LOG, log_line, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
 use serde_json::Value;
@@ -16,6 +16,7 @@ use ulysses::checkpoint::{
 use ulysses::config::ChatDate;
 use ulysses::model::{HfSource, Model, PRESETS};
 use ulysses::monitor::{counted, format_bytes};
+use ulysses::trainer::job::ModelSource;
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -247,8 +248,13 @@ fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
     manifest.progress.precision.as_ref().filter(|_| manifest.units.iter().any(|unit| unit.frozen))?;
     let config = &manifest.config;
     let vocab_size = usize::try_from(manifest.model["vocab_size"].as_u64()?).ok()?;
-    let source =
-        model::open(config["ulysses"]["model"].as_str()?, config["seed"].as_u64()?, vocab_size).ok()?;
+    let source = ModelSource::open(
+        config["ulysses"]["model"].as_str()?,
+        config["seed"].as_u64()?,
+        vocab_size,
+        LOG.line,
+    )
+    .ok()?;
     Some((Model::llama(&source.config).ok()?, source))
 }
 

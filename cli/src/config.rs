@@ -1,15 +1,15 @@
 //! `ulysses config`.
 
 use super::config_flags::ConfigFlags;
-use super::{Failure, OrFail, log_line, mesh_overrides, print, stated_mesh};
-use std::path::{Path, PathBuf};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::output::{log_line, print};
+use std::path::PathBuf;
 use ulysses::config::{
-    Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,
+    Config, Overrides, PartiallyResolved, RawConfig, UnresolvedValue, explain, json_schema,
     reference_markdown,
 };
-use ulysses::device::DeviceKind;
 use ulysses::kernels::linear::bf16_gemm_deprecation;
-use ulysses::monitor::counted;
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -66,39 +66,13 @@ fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
 fn print_notes(config: &Config) {
     config.notes.iter().for_each(log_line);
     bf16_gemm_deprecation().iter().for_each(log_warning);
-    print_partition_note(config);
+    config.zero_partition_note().iter().for_each(log_warning);
     for auto in &config.autos {
         match &auto.value {
             Some(value) => log_line(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
             None => log_line(format_args!("auto: `{}` ({})", auto.key, auto.source)),
         }
     }
-}
-
-/// Prints the config's warnings to standard error: settings whose effect differs from the file at `path`. Other notes and
-/// `"auto"` values are counted in one line.
-pub(super) fn print_warnings(config: &Config, path: &Path, device: DeviceKind) {
-    let (warnings, others): (Vec<_>, Vec<_>) =
-        config.notes.iter().partition(|note| note.severity == Severity::Warning);
-    warnings.iter().for_each(log_line);
-    bf16_gemm_deprecation().iter().for_each(log_warning);
-    config.offload_note(device).iter().for_each(log_warning);
-    let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
-    let counts = [
-        (others.len(), counted(others.len(), "note")),
-        (autos, format!("{} set by \"auto\"", counted(autos, "value"))),
-    ];
-    let more: Vec<String> =
-        counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();
-    if !more.is_empty() {
-        let (more, path) = (more.join(", "), path.display());
-        log_line(format_args!("config: {more}; list them with `ulysses config resolve {path}`"));
-    }
-}
-
-/// Prints a warning if ZeRO partitions nothing.
-pub(super) fn print_partition_note(config: &Config) {
-    config.zero_partition_note().iter().for_each(log_warning);
 }
 
 fn log_warning(text: &String) {

@@ -1,6 +1,7 @@
 //! The flag `--device`.
 
 use clap::ValueEnum;
+use ulysses::device::DeviceKind;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum DeviceArg {
@@ -11,4 +12,15 @@ pub(super) enum DeviceArg {
     Cpu,
     /// NVIDIA GPUs; needs a build with the feature `cuda`.
     Cuda,
+}
+
+impl DeviceArg {
+    /// Returns the stated kind of device; `None` for `auto`.
+    pub(super) fn kind(self) -> Option<DeviceKind> {
+        match self {
+            Self::Auto => None,
+            Self::Cpu => Some(DeviceKind::Cpu),
+            Self::Cuda => Some(DeviceKind::Cuda),
+        }
+    }
 }

@@ -1,8 +1,11 @@
 //! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
+use super::DeviceArg;
 use super::ranks::Joined;
-use super::sources::{Sources, open_tokenizer, parse_choice};
-use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
+use super::sources::{parse_choice, tokenizer_file};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::unreplicated;
+use crate::output::{LOG, print};
 use anyhow::anyhow;
 use serde_json::json;
 use ulysses::comm::MeshGroups;
@@ -11,6 +14,9 @@ use ulysses::data::{Dataset, Tokenizer, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
+use ulysses::trainer::job::{
+    ModelSource, Sources, check_exchange, check_memory, launch_options, open_tokenizer, resolve_ring,
+};
 use ulysses::trainer::{Evaluation, evaluate};
 
 #[derive(clap::Args)]
@@ -49,17 +55,17 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let mut ranks = Joined::threads().place(args.device, config.world_size())?;
-    let tokenizer = open_tokenizer(&mut config.ulysses)?;
-    let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
+    let tokenizer = open_tokenizer(&mut config.ulysses, tokenizer_file, LOG.line)?;
+    let source = ModelSource::open(&args.model, config.seed, tokenizer.vocab_size(), LOG.line)?;
     let ranks_per_node = config.world_size();
-    model::resolve_ring(&source.config, &mut config, ranks_per_node);
-    source.warn_of_length(args.seq_len);
-    source.check_exchange(config.micro_batch_size, args.seq_len, &config)?;
-    settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
+    resolve_ring(&source.config, &mut config, ranks_per_node);
+    source.warn_of_length(args.seq_len, LOG.line);
+    check_exchange(&source.config, config.micro_batch_size, args.seq_len, &config)?;
+    check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
-    let options = settings::launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
-    let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
-    let data = sources.training(args.seq_len).or_run()?;
+    let options = launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
+    let sources = Sources::read(&config, &tokenizer, source.config.vocab_size, LOG.line)?;
+    let data = sources.training(args.seq_len)?;
     let evaluation = ranks.run(mesh.world_size(), &options, |rank, device| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
         let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;

@@ -1,7 +1,8 @@
 //! `ulysses completions` and `ulysses man`.
 
 use super::arguments::command;
-use super::{Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use anyhow::{Context, anyhow};
 use clap_complete::Shell;
 use std::path::Path;

@@ -1,15 +1,16 @@
-//! The ranks of a command: threads of this process, or processes of a job; and the flag `--backend`.
+//! The ranks of a command that does not train: threads of this process, or processes of a job; and the flag `--backend`.
 
-use super::placement::{Placement, Request};
-use super::process::{self, Process, ProcessArgs};
-use super::{DeviceArg, Failure, OrFail};
-use anyhow::anyhow;
+use super::DeviceArg;
+use crate::failure::{Failure, OrFail};
+use crate::output::LOG;
 use candle_core::Device;
 use clap::ValueEnum;
-use ulysses::comm::{LaunchError, LaunchOptions, RankContext, launch};
+use ulysses::comm::{LaunchOptions, ProcessFlags, ProcessInfo, RankContext, Session};
 use ulysses::config::Backend;
-#[cfg(feature = "nccl")]
-use ulysses::device::DeviceError;
+use ulysses::trainer::job::{
+    DevicePlacement, DeviceRequest, check_backend, check_build, check_processes, check_threads, join,
+    launched_backend,
+};
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum BackendArg {
@@ -31,44 +32,23 @@ impl From<BackendArg> for Backend {
     }
 }
 
-/// Rejects a backend that this build lacks.
-pub(super) fn check_backend(backend: Backend, is_flag: bool) -> Result<(), Failure> {
-    let (name, is_built) = match backend {
-        Backend::Mpi => ("mpi", cfg!(feature = "mpi")),
-        Backend::Nccl => ("nccl", cfg!(feature = "nccl")),
-        _ => return Ok(()),
-    };
-    if is_built {
-        return Ok(());
-    }
-    let place =
-        if is_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
-    Err(Failure::Usage(anyhow!(
-        "{place}: this build lacks the feature `{name}`; use `thread`, or build with --features {name}"
-    )))
+/// Flags for jobs without a launcher.
+#[derive(clap::Args, Clone, Copy, Default)]
+pub(super) struct ProcessArgs {
+    /// Global rank of this process [default: set by the launcher].
+    #[arg(long, requires = "world_size")]
+    rank: Option<usize>,
+    /// Number of processes in the job [default: set by the launcher].
+    #[arg(long)]
+    world_size: Option<usize>,
+    /// Index of this process on its node: its GPU, unless it sees a single one [default: set by the launcher].
+    #[arg(long)]
+    local_rank: Option<usize>,
 }
 
-/// Runs `run` on ranks that are threads of this process.
-pub(super) fn run_threads<T: Send>(
-    placement: &Placement,
-    world_size: usize,
-    options: &LaunchOptions,
-    run: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
-) -> Result<Vec<T>, LaunchError> {
-    match placement.backend {
-        #[cfg(feature = "nccl")]
-        Backend::Nccl => {
-            let gpus = placement.gpus(world_size);
-            ulysses::comm::nccl::launch(&gpus, options, |rank| run(&rank, rank.group.value_device())).map_err(
-                |error| match error {
-                    LaunchError::Failed { rank, source } if source.is::<DeviceError>() => {
-                        LaunchError::Failed { rank, source: placement.explain(source).into() }
-                    }
-                    other => other,
-                },
-            )
-        }
-        _ => launch(world_size, options, |rank| run(&rank, placement.open()?)),
+impl ProcessArgs {
+    pub(super) fn flags(self) -> ProcessFlags {
+        ProcessFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
     }
 }
 
@@ -82,13 +62,13 @@ pub(super) struct BackendArgs {
 
 /// A process that has joined its job, if it has one.
 pub(super) struct Joined<'a> {
-    process: Option<&'a mut Process>,
+    process: Option<&'a mut Box<dyn Session>>,
     backend: Option<Backend>,
 }
 
 impl BackendArgs {
     /// Joins the other processes, if ranks are processes.
-    pub(super) fn join<'a>(&self, process: &'a mut Option<Process>) -> Result<Joined<'a>, Failure> {
+    pub(super) fn join<'a>(&self, process: &'a mut Option<Box<dyn Session>>) -> Result<Joined<'a>, Failure> {
         self.join_with(None, process)
     }
 
@@ -96,24 +76,24 @@ impl BackendArgs {
     pub(super) fn join_with<'a>(
         &self,
         of_file: Option<Backend>,
-        process: &'a mut Option<Process>,
+        process: &'a mut Option<Box<dyn Session>>,
     ) -> Result<Joined<'a>, Failure> {
         let by_flag = self.backend.map(Backend::from).or(of_file);
         if by_flag == Some(Backend::Thread) {
             // Variables that contradict each other do not matter to threads.
-            if let Ok(info) = process::discover(ProcessArgs::default()) {
-                process::check_threads(&info, "--backend thread")?;
+            if let Ok(info) = ProcessInfo::from_env() {
+                check_threads(&info, "--backend thread", LOG)?;
             }
             return Ok(Joined { process: None, backend: by_flag });
         }
-        let info = process::discover(ProcessArgs::default())?;
+        let info = ProcessInfo::from_env().or_usage()?;
         match by_flag {
             Some(backend) => check_backend(backend, true)?,
-            None => process::check_build(&info)?,
+            None => check_build(&info)?,
         }
-        let backend = by_flag.or(process::launched_backend(&info));
+        let backend = by_flag.or(launched_backend(&info));
         if let Some(backend) = backend {
-            *process = Process::join(&info, backend, &LaunchOptions::default())?;
+            *process = join(&info, backend, &LaunchOptions::default(), LOG)?;
         }
         Ok(Joined { process: process.as_mut(), backend })
     }
@@ -139,7 +119,8 @@ impl<'a> Joined<'a> {
     pub(super) fn place(self, device: DeviceArg, world_size: usize) -> Result<Ranks<'a>, Failure> {
         let Self { process, backend } = self;
         let threads = process.is_none().then_some(world_size);
-        let ranks = Ranks { placement: Placement::of(Request { device, backend, threads })?, process };
+        let request = DeviceRequest { device: device.kind(), backend, threads };
+        let ranks = Ranks { placement: DevicePlacement::new(request, LOG.line)?, process };
         ranks.check_count(world_size)?;
         Ok(ranks)
     }
@@ -147,17 +128,17 @@ impl<'a> Joined<'a> {
 
 /// The ranks of a command that does not train.
 pub(super) struct Ranks<'a> {
-    process: Option<&'a mut Process>,
-    placement: Placement,
+    process: Option<&'a mut Box<dyn Session>>,
+    placement: DevicePlacement,
 }
 
 impl Ranks<'_> {
     /// Returns ranks that are threads.
-    pub(super) fn threads(placement: Placement) -> Self {
+    pub(super) fn threads(placement: DevicePlacement) -> Self {
         Self { process: None, placement }
     }
 
-    pub(super) fn placement(&self) -> &Placement {
+    pub(super) fn placement(&self) -> &DevicePlacement {
         &self.placement
     }
 
@@ -173,16 +154,7 @@ impl Ranks<'_> {
 
     fn check_count(&self, ranks: usize) -> Result<(), Failure> {
         let Some(process) = &self.process else { return Ok(()) };
-        let (started, command) = match process.backend() {
-            Backend::Mpi => ("MPI", "mpirun -np"),
-            _ => ("the launcher", "ulysses launch --nproc"),
-        };
-        match process.world_size() {
-            processes if processes == ranks => Ok(()),
-            processes => Err(Failure::Usage(anyhow!(
-                "{ranks} rank(s) requested, but {started} started {processes} process(es): use `{command} {ranks}`"
-            ))),
-        }
+        Ok(check_processes(&***process, ranks, &format!("{ranks} rank(s) requested"), "")?)
     }
 
     /// Runs `run` on all ranks. Returns the result of this process's rank, or of rank 0 if ranks are threads.
@@ -195,7 +167,7 @@ impl Ranks<'_> {
         self.check_count(world_size)?;
         match &mut self.process {
             Some(process) => process.run(options, run).or_run(),
-            None => Ok(run_threads(&self.placement, world_size, options, run).or_run()?.swap_remove(0)),
+            None => Ok(self.placement.launch(world_size, options, run).or_run()?.swap_remove(0)),
         }
     }
 }

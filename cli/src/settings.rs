@@ -1,7 +1,7 @@
 //! Process-wide settings and resource limits.
 
-use super::Failure;
 use super::progress::above_progress;
+use crate::failure::Failure;
 use anyhow::anyhow;
 use serde::Serialize;
 use std::fmt;
@@ -16,14 +16,9 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
-use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
-use ulysses::model::ModelConfig;
 use ulysses::monitor::{Tracer, brief};
-
-/// Maximum number of threads of all ranks. More is a typing error that would block the machine for minutes.
-const MAX_THREADS: usize = 4096;
+use ulysses::trainer::job::meminfo_bytes;
 
 /// The planned peak memory per rank, for out-of-memory errors.
 pub(crate) static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
@@ -120,63 +115,11 @@ impl Write for LogLine {
     }
 }
 
-/// Returns options with the requested threads per rank, or an equal share of the cores.
-pub(super) fn launch_options(requested: Option<usize>, world_size: usize) -> Result<LaunchOptions, Failure> {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let threads_per_rank = requested.unwrap_or((cores / world_size.max(1)).max(1));
-    if world_size.saturating_mul(threads_per_rank) > MAX_THREADS {
-        return Err(Failure::Usage(anyhow!(
-            "too many threads: {world_size} rank(s) × {threads_per_rank} thread(s) per rank exceed the limit of \
-             {MAX_THREADS}; choose a smaller mesh or fewer --threads-per-rank"
-        )));
-    }
-    Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
-}
-
-/// Rejects runs whose lower bound on memory exceeds this machine's. `local_ranks` ranks together store at least their
-/// share of one copy of parameters and gradients and of the input of every layer, unless these are offloaded. Gradients
-/// are f32 whatever the dtype.
-pub(super) fn check_memory(
-    config: &Config,
-    llama: &ModelConfig,
-    seq_len: usize,
-    local_ranks: usize,
-) -> Result<(), Failure> {
-    const GIB: f64 = (1_u64 << 30) as f64;
-    let Some(available) = physical_memory_bytes() else { return Ok(()) };
-    let dtype = config.precision.dtype().size_in_bytes() as f64;
-    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
-    let frozen = llama.num_parameters_where(is_frozen) as f64;
-    let trained = llama.num_parameters() as f64 - frozen;
-    // The gradient, which is offloaded with the optimizer state where it is partitioned.
-    let are_gradients_in_file =
-        config.zero.offload_optimizer.is_in_file() && config.zero.stage.partitions_gradients();
-    let gradient = if are_gradients_in_file { 0.0 } else { 4.0 };
-    let share = local_ranks as f64 / config.world_size() as f64;
-    let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
-    let values = share * (stored * frozen + (gradient + stored) * trained);
-    let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
-    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers() };
-    let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
-    if values + inputs <= available {
-        return Ok(());
-    }
-    Err(Failure::Usage(anyhow!(
-        "not enough memory: this machine has {:.1} GiB, but parameters and gradients take {:.1} GiB and layer inputs \
-         {:.1} GiB ({rows} sequences of {seq_len} tokens, {local_ranks} of {} ranks on this machine); choose a smaller \
-         model, seq_len or batch",
-        available / GIB,
-        values / GIB,
-        inputs / GIB,
-        config.world_size()
-    )))
-}
-
 /// Rejects benchmarks whose `elems` f32 elements in total exceed the host's memory.
 pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failure> {
     const GIB: f64 = (1_u64 << 30) as f64;
     let bytes = elems * size_of::<f32>() as f64;
-    match physical_memory_bytes() {
+    match meminfo_bytes("MemTotal:") {
         Some(available) if device == DeviceKind::Cpu && bytes > available => Err(Failure::Usage(anyhow!(
             "not enough memory: this machine has {:.1} GiB, but the benchmark's tensors take {:.1} GiB; choose smaller ones",
             available / GIB,
@@ -184,15 +127,6 @@ pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failur
         ))),
         _ => Ok(()),
     }
-}
-
-fn physical_memory_bytes() -> Option<f64> {
-    memory_bytes("MemTotal:")
-}
-
-/// Reads a line of `/proc/meminfo`, in bytes; `None` on systems without it.
-pub(super) fn memory_bytes(label: &str) -> Option<f64> {
-    kib_line("/proc/meminfo", label).map(|kib| kib * 1024.0)
 }
 
 /// Writable memory of a process (`self` is this one).

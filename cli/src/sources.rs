@@ -1,47 +1,24 @@
-//! Datasets of `ulysses.data`, for all commands that read data.
+//! Tokenizers and data files, for all commands that read data.
 
-use super::{Failure, OrFail, log_line, model};
-use anyhow::{Context, ensure};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
+use anyhow::Context;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use ulysses::config::{ChatDate, Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
-use ulysses::data::{
-    Corpus, DataError, Dataset, Documents, FileError, Notes, PackedSequences, SourceOptions,
-    TokenFileOptions, Tokenizer,
-};
-
-/// Documents before packing.
-pub(super) struct Sources {
-    packing: Packing,
-    long_conversations: LongConversations,
-    /// Training documents and their weights; either all or none have one.
-    training: Vec<(Documents, Option<f64>)>,
-    held_out: Vec<Documents>,
-}
-
-/// Opens the given tokenizer, else the model's own, else one of bytes. Sets `tokenizer` to the path that it opens.
-pub(super) fn open_tokenizer(config: &mut UlyssesConfig) -> Result<Tokenizer, Failure> {
-    let UlyssesConfig { model, tokenizer, chat_date, .. } = config;
-    if tokenizer.is_none()
-        && let Some(path) = model.as_deref().and_then(model::own_tokenizer)
-    {
-        log_line(format_args!("tokenizer: {}", path.display()));
-        *tokenizer = Some(path.display().to_string());
-    }
-    tokenizer_file(tokenizer.as_deref().map(Path::new), *chat_date).or_usage()
-}
+use ulysses::config::ChatDate;
+use ulysses::data::{DataError, FileError, Notes, Tokenizer};
+use ulysses::trainer::JobError;
 
 /// Opens a tokenizer file, or that of bytes.
-pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> anyhow::Result<Tokenizer> {
+pub(super) fn tokenizer_file(path: Option<&Path>, chat_date: ChatDate) -> Result<Tokenizer, JobError> {
     let Some(path) = path else { return Ok(Tokenizer::bytes()) };
     #[cfg(unix)]
     let tokenizer = {
-        let program = std::env::current_exe().context("cannot find the path of this program")?;
-        Tokenizer::in_worker(path, chat_date, &program)
+        let program = std::env::current_exe().context("cannot find the path of this program");
+        Tokenizer::in_worker(path, chat_date, &program.map_err(JobError::usage)?)
     };
     #[cfg(not(unix))]
     let tokenizer = Tokenizer::from_file_with_date(path, chat_date);
-    Ok(tokenizer?)
+    tokenizer.map_err(JobError::usage)
 }
 
 /// Answers the requests of [`tokenizer_file`] in another process.
@@ -69,121 +46,6 @@ pub(super) fn parse_choice<T: Copy>(choices: &[(&str, T)], name: &str) -> Result
     })
 }
 
-impl Sources {
-    /// Reads the config's data and checks its token ids against the model's vocabulary.
-    pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
-        let packing = config.ulysses.packing;
-        let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
-        let long_conversations = config.ulysses.long_conversations;
-        let mut sources = Self { packing, long_conversations, training: Vec::new(), held_out: Vec::new() };
-        // Paths without weights are one corpus.
-        for group in config.require_data()?.chunk_by(|source, _| source.weight.is_none()) {
-            let paths: Vec<&str> = group.iter().map(|DataSource { path, .. }| path.as_str()).collect();
-            let name = paths.join(", ");
-            let corpus = read_corpus(&paths, config, tokenizer, vocab_size)?;
-            let training = match held_out {
-                Some(HeldOut::Fraction(fraction)) => {
-                    let [training, held_out] =
-                        Documents::split(corpus, *fraction).with_context(|| name.clone())?;
-                    check(&held_out, packing, &format!("validation split of {name}"))?;
-                    sources.held_out.push(held_out);
-                    training
-                }
-                _ => corpus.into(),
-            };
-            check(&training, packing, &name)?;
-            sources.training.push((training, group[0].weight));
-        }
-        if let Some(HeldOut::Path(path)) = held_out {
-            let documents = read_corpus(&[path], config, tokenizer, vocab_size)?.into();
-            check(&documents, packing, path)?;
-            sources.held_out.push(documents);
-        }
-        sources.log_label_share()?;
-        Ok(sources)
-    }
-
-    /// Prints the share of tokens with labels, unless all have one.
-    fn log_label_share(&self) -> anyhow::Result<()> {
-        let documents = || self.training.iter().map(|(documents, _)| documents);
-        if documents().all(|documents| !documents.corpus().has_labels()) {
-            return Ok(());
-        }
-        let (mut num_documents, mut num_tokens, mut num_labeled) = (0, 0, 0.0);
-        for documents in documents() {
-            num_documents += documents.num_documents();
-            num_tokens += documents.num_tokens();
-            num_labeled += documents.labeled_share()? * documents.num_tokens() as f64;
-        }
-        let share = 100.0 * num_labeled / num_tokens as f64;
-        log_line(format_args!(
-            "data: {num_documents} documents; {share:.1} % of their {num_tokens} tokens have labels"
-        ));
-        Ok(())
-    }
-
-    /// Returns the token that ends an answer of the training data, if it has conversations.
-    pub(super) fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
-        self.training.iter().find_map(|(documents, _)| documents.corpus().end_of_turn(tokenizer))
-    }
-
-    /// Packs the training data into sequences of `seq_len` tokens.
-    pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
-        let (mut sequences, mut num_long) = (Vec::new(), 0);
-        for (documents, weight) in &self.training {
-            let (packed, long) = self.pack(documents, seq_len)?;
-            sequences.push((packed, *weight));
-            num_long += long;
-        }
-        if num_long > 0 {
-            log_line(format_args!(
-                "data: {num_long} conversations are longer than {seq_len} tokens: {} (`ulysses.long_conversations`)",
-                match self.long_conversations {
-                    LongConversations::Truncate => "cut there",
-                    LongConversations::Drop => "left out",
-                    _ => "split, so that the rest does not see its prompt",
-                }
-            ));
-        }
-        let weights: Option<Vec<f64>> = sequences.iter().map(|(_, weight)| *weight).collect();
-        let sequences = sequences.into_iter().map(|(sequences, _)| sequences);
-        let dataset = match weights {
-            Some(weights) => Dataset::mixture(sequences.zip(weights)),
-            None => Dataset::concatenated(sequences),
-        };
-        let dataset = dataset?;
-        let num_tokens: usize =
-            dataset.sources().iter().map(|sequences| sequences.documents().num_tokens()).sum();
-        if num_tokens < seq_len {
-            tracing::warn!(
-                "the data has only {num_tokens} tokens, so its only sequence, of {seq_len} tokens, is mostly padding"
-            );
-        }
-        log_line(format_args!(
-            "data: {} sequences of {seq_len} tokens, {:.2} % padding",
-            dataset.num_sequences(),
-            100.0 * dataset.padding_share()
-        ));
-        Ok(dataset)
-    }
-
-    /// Packs documents, and returns how many conversations are longer than a sequence.
-    fn pack(&self, documents: &Documents, seq_len: usize) -> Result<(PackedSequences, usize), DataError> {
-        let (documents, num_long) = documents.limited(seq_len, self.long_conversations)?;
-        Ok((PackedSequences::with_packing(documents, seq_len, self.packing)?, num_long))
-    }
-
-    /// Packs the validation data into sequences of `seq_len` tokens.
-    pub(super) fn held_out(&self, seq_len: usize) -> anyhow::Result<Option<Dataset>> {
-        if self.held_out.is_empty() {
-            return Ok(None);
-        }
-        let pack = |documents| Ok(self.pack(documents, seq_len)?.0);
-        let sequences = self.held_out.iter().map(pack).collect::<Result<Vec<_>, DataError>>()?;
-        Ok(Some(Dataset::concatenated(sequences)?))
-    }
-}
-
 /// Prints what the user should know about lines.
 pub(super) fn log_notes(notes: &Notes) {
     if !notes.is_empty() {
@@ -202,93 +64,4 @@ pub(super) fn failure(error: DataError) -> Failure {
             | DataError::File(FileError::NotRead { .. })
     );
     if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
-}
-
-/// Prints what was found in the files, and refuses text without a tokenizer that the model's files would need.
-fn describe(
-    corpus: &Corpus,
-    config: &Config,
-    tokenizer: &Tokenizer,
-    vocab_size: usize,
-) -> anyhow::Result<()> {
-    let (contents, skipped) = (corpus.contents(), corpus.skipped());
-    log_line(format_args!("data: {contents}; the first begins {}", beginning(corpus, tokenizer)?));
-    if skipped.total() > 0 {
-        log_line(format_args!("data: {skipped}"));
-    }
-    if let Some(first) = corpus.bad_lines().first() {
-        log_line(format_args!("warning: the first bad line is {first}"));
-    }
-    if contents.has_text() && config.ulysses.tokenizer.is_none() {
-        let unread = config.ulysses.model.as_deref().and_then(model::unread_tokenizer);
-        ensure!(unread.is_none(), "{}", unread.unwrap_or_default());
-        if vocab_size > tokenizer.vocab_size() {
-            log_line(format_args!(
-                "warning: the model has {vocab_size} ids, but without a tokenizer each byte of the text is a token: give the \
-                 model's tokenizer.json with `ulysses.tokenizer`"
-            ));
-        }
-    }
-    if contents.texts > 0 {
-        log_line(match (tokenizer.end_of_text(), config.ulysses.append_eod) {
-            (Some(end), true) => {
-                format!("data: each document of text ends with {end} (`ulysses.append_eod`)")
-            }
-            (Some(end), false) => {
-                format!("data: no {end} is added to documents of text (`ulysses.append_eod` is false)")
-            }
-            (None, _) => {
-                "data: documents of text end without a token of their own: the tokenizer has no `eos_token`"
-                    .to_owned()
-            }
-        });
-    }
-    Ok(())
-}
-
-/// Returns the first line of the first document, in quotes.
-fn beginning(corpus: &Corpus, tokenizer: &Tokenizer) -> anyhow::Result<String> {
-    const TOKENS: usize = 64;
-    const CHARS: usize = 80;
-    let (mut tokens, document) = (Vec::new(), corpus.document(0)?);
-    corpus.read_tokens(document.start..document.end.min(document.start + TOKENS), &mut tokens)?;
-    let text = tokenizer.decode(&tokens, Path::new("the first document"))?;
-    let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
-    Ok(format!("{:?}", line.chars().take(CHARS).collect::<String>()))
-}
-
-/// Checks that some token has a next one to predict.
-fn check(documents: &Documents, packing: Packing, what: &str) -> anyhow::Result<()> {
-    ensure!(
-        documents.num_predicted_tokens(packing) > 0,
-        "{what}: every document has a single token, so there is no next token to predict"
-    );
-    Ok(())
-}
-
-/// Reads a corpus and checks its token ids against `vocab_size`.
-fn read_corpus(
-    paths: &[&str],
-    config: &Config,
-    tokenizer: &Tokenizer,
-    vocab_size: usize,
-) -> anyhow::Result<Arc<Corpus>> {
-    let UlyssesConfig { end_of_document, token_dtype, text_field, append_eod, on_bad_line, .. } =
-        &config.ulysses;
-    let token_files = TokenFileOptions {
-        vocab_size: Some(vocab_size),
-        end_of_document: *end_of_document,
-        token_dtype: *token_dtype,
-    };
-    let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
-    let options = SourceOptions { tokenizer, text_field, token_files, append_eod, on_bad_line };
-    let corpus = Corpus::open(paths, &options).context("cannot read the data")?;
-    describe(&corpus, config, tokenizer, vocab_size)?;
-    let corpus = Arc::new(corpus);
-    Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
-        let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("(bytes)");
-        let model = config.ulysses.model.as_deref().unwrap_or_default();
-        format!("the tokenizer {tokenizer} does not fit the model {model}")
-    })?;
-    Ok(corpus)
 }

@@ -18,7 +18,8 @@
 //! 9. [`MeshGroups`] (`mesh_groups/`): the process groups along the axes of a device mesh.
 //! 10. [`GroupWrapper`]: a group around another group; [`CommTimer`]: a wrapper that measures the time of
 //!     a rank's calls.
-//! 11. [`ProcessInfo`]: rank and world size of this process, from flags and launchers.
+//! 11. [`ProcessInfo`]: rank and world size of this process, from flags and launchers. [`Session`]: this process as a rank,
+//!     whatever connects it to the others.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -50,6 +51,7 @@ mod pending;
 mod plan;
 pub mod reduce;
 mod serde_arc;
+mod session;
 mod stats;
 pub mod store;
 mod strided;
@@ -71,6 +73,7 @@ pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use reduce::ReduceOp;
+pub use session::{RankMain, Session, all_gather};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use strided::pack_exchange_unpack;
 pub use thread::launch;

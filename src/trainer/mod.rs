@@ -12,6 +12,7 @@
 //!   [`Progress`](crate::monitor::Progress) and [`RunTotals`](crate::monitor::RunTotals) are observers.
 //! - [`Resume`]: the checkpoint that a run resumes from.
 //! - [`evaluate`]: the loss of held-out data.
+//! - [`Job`]: a config file, from its data and its model to the trained ranks.
 //!
 //! The engine's config determines steps or epochs, seed, evaluations, early stopping and checkpoints.
 
@@ -23,6 +24,7 @@ mod error;
 mod evaluate;
 mod evaluation_tracker;
 mod event_files;
+pub mod job;
 mod memory_checkpoints;
 mod memory_watch;
 mod metrics_files;
@@ -39,6 +41,7 @@ pub use data_stream::{DataStream, Phase, TrainingData};
 pub use error::TrainerError;
 pub use evaluate::{Evaluation, evaluate};
 pub use event_files::check_event_files;
+pub use job::{Job, JobError, JobOptions, JobReport};
 pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
 pub use metrics_files::MetricsFiles;
 pub use observer::{Observer, ObserverError, StepEnd};

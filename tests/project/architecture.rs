@@ -59,7 +59,22 @@ const MAY_IMPORT: [(&str, &[&str]); 16] = [
             "engine",
         ],
     ),
-    ("trainer", &["comm", "config", "kernels", "model", "data", "checkpoint", "monitor", "engine"]),
+    (
+        "trainer",
+        &[
+            "mesh",
+            "comm",
+            "config",
+            "kernels",
+            "sequence_parallel",
+            "model",
+            "data",
+            "checkpoint",
+            "monitor",
+            "engine",
+            "estimate",
+        ],
+    ),
 ];
 
 /// Modules that import no others and that all may import, and the basic tensor modules of the kernels.

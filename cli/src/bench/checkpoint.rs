@@ -3,7 +3,7 @@
 use super::case::{Case, Figure};
 use super::report::{BYTES, Report};
 use super::training::{Training, TrainingArgs};
-use super::{BenchRank, Benchmark, Failure, Joined, OrFail, Process};
+use super::{BenchRank, Benchmark, Failure, Joined, OrFail, Session};
 use anyhow::{Context, Result};
 use serde_json::json;
 use std::cell::Cell;
@@ -29,7 +29,7 @@ pub(super) struct Saves {
 }
 
 impl Benchmark for Saves {
-    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+    fn report<'a>(&self, repeats: u32, _: &'a mut Option<Box<dyn Session>>) -> Result<Report<'a>, Failure> {
         let training = self.training.prepare(SEQ_LEN)?;
         let output = self.output.clone().unwrap_or_else(std::env::temp_dir);
         let scratch = scratch_dir(&output).context("--output").or_usage()?;

@@ -2,7 +2,7 @@
 
 use super::case::{Case, Figure};
 use super::report::{BYTES, Report};
-use super::{BenchRank, BenchRanks, Benchmark, Failure, Process, RankArgs};
+use super::{BenchRank, BenchRanks, Benchmark, Failure, RankArgs, Session};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -31,7 +31,11 @@ pub(super) struct AllToAll {
 }
 
 impl Benchmark for AllToAll {
-    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+    fn report<'a>(
+        &self,
+        repeats: u32,
+        process: &'a mut Option<Box<dyn Session>>,
+    ) -> Result<Report<'a>, Failure> {
         let mut ranks = self.rank_args.place(self.ranks, process)?;
         let count = ranks.count;
         if count > NUM_HEADS {
@@ -106,7 +110,11 @@ pub(super) struct Collectives {
 }
 
 impl Benchmark for Collectives {
-    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+    fn report<'a>(
+        &self,
+        repeats: u32,
+        process: &'a mut Option<Box<dyn Session>>,
+    ) -> Result<Report<'a>, Failure> {
         let mut ranks = self.rank_args.place(self.ranks, process)?;
         if ranks.count < 2 {
             return Err(Failure::Usage(anyhow!(

@@ -6,7 +6,7 @@ mod memory;
 use super::report::{cores, cpu_name};
 use super::{Failure, OrFail, dp_sp, print};
 use crate::config_flags::SetFlags;
-use crate::log_line;
+use crate::output::log_line;
 use crate::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
 use memory::{StepMemory, run_watched, workload};

@@ -25,14 +25,18 @@ pub(super) use gemm::square_gemm;
 pub(super) use report::{cores, cpu_name};
 pub(super) use training::TrainingArgs;
 
-use super::process::Process;
 use super::ranks::{BackendArgs, Joined, Ranks};
-use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
+use super::{DeviceArg, settings};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::dp_sp;
+use crate::output::print;
 use candle_core::DType;
 use clap::Subcommand;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use report::Report;
 use ulysses::comm::LaunchOptions;
+use ulysses::comm::Session;
+use ulysses::trainer::job::launch_options;
 
 #[derive(clap::Args)]
 pub(super) struct BenchArgs {
@@ -62,7 +66,7 @@ enum Bench {
     MaxSeqLen(max_seq_len::Args),
 }
 
-pub(super) fn run(args: BenchArgs, process: &mut Option<Process>) -> Result<(), Failure> {
+pub(super) fn run(args: BenchArgs, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
     match args.bench {
         Bench::Checkpoint(args) => args.run(process),
         Bench::AllToAll(args) => args.run(process),
@@ -79,7 +83,11 @@ pub(super) fn run(args: BenchArgs, process: &mut Option<Process>) -> Result<(), 
 /// The flags of a benchmark, which place its ranks and choose its cases.
 trait Benchmark: clap::Args {
     /// Measures each case `repeats` times.
-    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure>;
+    fn report<'a>(
+        &self,
+        repeats: u32,
+        process: &'a mut Option<Box<dyn Session>>,
+    ) -> Result<Report<'a>, Failure>;
 }
 
 /// The flags of a benchmark, then those that all have.
@@ -96,7 +104,7 @@ struct Repeated<B: Benchmark> {
 }
 
 impl<B: Benchmark> Repeated<B> {
-    fn run(&self, process: &mut Option<Process>) -> Result<(), Failure> {
+    fn run(&self, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
         let report = self.benchmark.report(self.repeats, process)?;
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
     }
@@ -139,7 +147,7 @@ impl RankArgs {
     fn place<'a>(
         &self,
         requested: Option<u16>,
-        process: &'a mut Option<Process>,
+        process: &'a mut Option<Box<dyn Session>>,
     ) -> Result<BenchRanks<'a>, Failure> {
         let joined = self.backend.join(process)?;
         let count = joined.count(requested.map(usize::from), 2);
@@ -162,7 +170,7 @@ impl<'a> BenchRanks<'a> {
         threads_per_rank: Option<usize>,
     ) -> Result<Self, Failure> {
         let on = joined.place(device, count)?;
-        let options = settings::launch_options(threads_per_rank, on.local(count))?;
+        let options = launch_options(threads_per_rank, on.local(count))?;
         Ok(Self { on, count, options })
     }
 

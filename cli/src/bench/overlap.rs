@@ -3,7 +3,7 @@
 use super::case::{Case, Figure, median};
 use super::report::{FLOPS, Report};
 use super::slow_link::SlowLink;
-use super::{BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, OrFail, Process};
+use super::{BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, OrFail, Session};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -47,7 +47,11 @@ pub(super) struct Overlap {
 }
 
 impl Benchmark for Overlap {
-    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+    fn report<'a>(
+        &self,
+        repeats: u32,
+        process: &'a mut Option<Box<dyn Session>>,
+    ) -> Result<Report<'a>, Failure> {
         let joined = self.backend.join(process)?;
         let count = joined.count(self.ranks.map(usize::from), 2);
         let chunks = self.head_chunks();

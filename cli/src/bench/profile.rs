@@ -6,7 +6,7 @@ use super::communication::collectives;
 use super::gemm::{gemms, square_gemm};
 use super::report::{cores, cpu_name};
 use super::{BenchRank, BenchRanks, DeviceArg, Failure, Joined, OrFail, print};
-use crate::log_line;
+use crate::output::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::path::PathBuf;

@@ -4,12 +4,12 @@ use super::case::{Case, Figure};
 use super::gemm::{SQUARE, square_gemm};
 use super::report::{FLOPS, Report};
 use super::{
-    BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Process, Ranks,
-    dtype_name, dtype_parser, settings,
+    BackendArgs, BenchRank, BenchRanks, Benchmark, DeviceArg, Failure, Joined, OrFail, Ranks, Session,
+    dtype_name, dtype_parser,
 };
 use crate::config_flags::SetFlags;
-use crate::model::{self, ModelSource};
-use crate::unreplicated;
+use crate::mesh_flag::unreplicated;
+use crate::output::LOG;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use clap::Parser;
@@ -22,6 +22,9 @@ use ulysses::engine::{Engine, initialize};
 use ulysses::estimate::model_flops;
 use ulysses::mesh::{DeviceMesh, TrainingShape};
 use ulysses::model::Model;
+use ulysses::trainer::job::{
+    ModelSource, check_exchange, check_memory, launch_options, named_shape, resolve_ring,
+};
 
 const SEED: u64 = 1;
 
@@ -83,7 +86,7 @@ impl TrainingArgs {
     /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
     pub(crate) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
         let shape = unreplicated(&self.mesh)?;
-        let launch = settings::launch_options(self.threads_per_rank, shape.dp * shape.sp)?;
+        let launch = launch_options(self.threads_per_rank, shape.dp * shape.sp)?;
         self.prepare_on(shape, launch, seq_len, None)
     }
 
@@ -122,9 +125,9 @@ impl TrainingArgs {
         let overrides = Overrides { seq_len: Some(seq_len), ring_size, ..Overrides::default() };
         let mut config = raw.resolve(&overrides).or_usage()?;
         let source = self.source()?;
-        model::resolve_ring(&source.config, &mut config, mesh.world_size());
-        source.check_exchange(config.micro_batch_size, seq_len, &config)?;
-        settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
+        resolve_ring(&source.config, &mut config, mesh.world_size());
+        check_exchange(&source.config, config.micro_batch_size, seq_len, &config)?;
+        check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens =
             config.train_batch_size.checked_mul(seq_len).and_then(|tokens| u32::try_from(tokens).ok());
@@ -148,13 +151,13 @@ impl TrainingArgs {
     }
 
     fn source(&self) -> Result<ModelSource, Failure> {
-        let Some(mut config) = model::named_shape(&self.model)? else {
+        let Some(mut config) = named_shape(&self.model)? else {
             if self.num_layers.or(self.vocab_size).is_some() {
                 let message =
                     format!("{}: --num-layers and --vocab-size need a preset or a shape", self.model);
                 return Err(Failure::Usage(anyhow!(message)));
             }
-            return model::open(&self.model, SEED, 256);
+            return Ok(ModelSource::open(&self.model, SEED, 256, LOG.line)?);
         };
         config.vocab_size = self.vocab_size.map_or(config.vocab_size, |size| size as usize);
         let num_layers = self.num_layers.map_or(config.num_layers(), |layers| layers as usize);
@@ -208,7 +211,11 @@ pub(super) struct Steps {
 }
 
 impl Benchmark for Steps {
-    fn report<'a>(&self, repeats: u32, process: &'a mut Option<Process>) -> Result<Report<'a>, Failure> {
+    fn report<'a>(
+        &self,
+        repeats: u32,
+        process: &'a mut Option<Box<dyn Session>>,
+    ) -> Result<Report<'a>, Failure> {
         let seq_len = self.seq_len as usize;
         let joined = self.backend.join(process)?;
         if self.against_single && joined.are_processes() {

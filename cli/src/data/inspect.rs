@@ -1,7 +1,8 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use crate::sources::{failure, log_notes, parse_choice, tokenizer_file};
-use crate::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use std::fmt::Write;
 use std::ops::Range;
@@ -47,7 +48,7 @@ pub(crate) struct InspectArgs {
 }
 
 pub(super) fn inspect_text(args: &InspectArgs) -> Result<(), Failure> {
-    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date).or_usage()?;
+    let tokenizer = tokenizer_file(args.tokenizer.as_deref(), args.chat_date)?;
     let token_files = TokenFileOptions { token_dtype: args.token_dtype, ..TokenFileOptions::default() };
     let options = SourceOptions {
         text_field: &args.text_field,

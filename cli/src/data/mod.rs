@@ -3,7 +3,8 @@
 mod inspect;
 
 use super::sources::{failure, log_notes, parse_choice, tokenizer_file};
-use super::{Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use inspect::{InspectArgs, inspect_text};
@@ -74,7 +75,7 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
 
 fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     let PrepareArgs { inputs, output, tokenizer, text_field, chat_date, append_eod, on_bad_line } = args;
-    let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date).or_usage()?;
+    let tokenizer = tokenizer_file(tokenizer.as_deref(), *chat_date)?;
     let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
     let options =
         PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field, append_eod, on_bad_line };

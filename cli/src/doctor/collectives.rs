@@ -2,10 +2,9 @@
 
 use super::machine::REPEATS;
 use super::{Finding, State};
-use crate::Failure;
 use crate::bench::{BenchRanks, Figure, collectives};
-use crate::placement::Placement;
-use crate::ranks::{Ranks, run_threads};
+use crate::failure::Failure;
+use crate::ranks::Ranks;
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -14,6 +13,7 @@ use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, SeqSharded};
 use ulysses::tensor::{TensorOptions, from_slice, to_vec};
+use ulysses::trainer::job::DevicePlacement;
 
 /// More elements than one block of a reduction, and not a multiple of any block size.
 const ELEMS: usize = 5001;
@@ -21,12 +21,12 @@ const ELEMS: usize = 5001;
 /// Tests each collective.
 pub(super) fn check(
     section: &'static str,
-    placement: Placement,
+    placement: DevicePlacement,
     ranks: usize,
     options: &LaunchOptions,
     mib: u16,
 ) -> Vec<Finding> {
-    let outcomes = run_threads(&placement, ranks, options, |rank, device| check_all(&rank.group, &device));
+    let outcomes = placement.launch(ranks, options, |rank, device| check_all(&rank.group, &device));
     let checked = match outcomes.map_err(anyhow::Error::from) {
         Ok(checked) => checked,
         Err(error) => return vec![Finding::new(section, "all", State::Failed, format!("{error:#}"))],

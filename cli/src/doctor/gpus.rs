@@ -3,8 +3,7 @@
 use super::machine::{feature, output};
 use super::{DoctorArgs, Finding, State, collectives};
 use crate::bench::TrainingArgs;
-use crate::placement::{Placement, Request};
-use crate::{DeviceArg, Failure};
+use crate::failure::Failure;
 use anyhow::Result;
 use candle_core::DType;
 use std::path::Path;
@@ -12,8 +11,9 @@ use std::process::Command;
 use std::time::Duration;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
 use ulysses::config::Backend;
-use ulysses::device::{Gpu, driver_cuda_version, gpu, gpu_count, open_gpu};
+use ulysses::device::{DeviceKind, Gpu, driver_cuda_version, gpu, gpu_count, open_gpu};
 use ulysses::kernels::attention::{AttentionKernels, CheckedKernels};
+use ulysses::trainer::job::{DevicePlacement, DeviceRequest};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -195,14 +195,11 @@ fn communication(num_gpus: usize, args: &DoctorArgs) -> Vec<Finding> {
     let section = "collectives on GPUs";
     let ranks = usize::from(args.ranks).min(num_gpus.max(2));
     let backend = (num_gpus == 1).then_some(Backend::Thread);
-    let request = Request { device: DeviceArg::Cuda, backend, threads: Some(ranks) };
+    let request = DeviceRequest { device: Some(DeviceKind::Cuda), backend, threads: Some(ranks) };
     let options = LaunchOptions { timeout: TIMEOUT, ..LaunchOptions::default() };
-    match Placement::quiet(request) {
+    match DevicePlacement::new(request, |_| ()) {
         Ok(placement) => collectives::check(section, placement, ranks, &options, args.mib),
-        Err(Failure::Usage(error) | Failure::Run(error)) => {
-            vec![Finding::new(section, "all", State::Warning, error.to_string())]
-        }
-        Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
+        Err(error) => vec![Finding::new(section, "all", State::Warning, error.to_string())],
     }
 }
 

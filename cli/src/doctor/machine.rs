@@ -2,9 +2,8 @@
 
 use super::{Finding, State};
 use crate::bench::{BenchRank, BenchRanks, Case, Figure, cores, cpu_name, scratch_dir, square_gemm};
-use crate::placement::Placement;
+use crate::failure::Failure;
 use crate::ranks::Ranks;
-use crate::{Failure, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use std::io::Write;
@@ -13,6 +12,7 @@ use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
 use ulysses::kernels::linear::bf16_gemm;
 use ulysses::kernels::strided_copy;
+use ulysses::trainer::job::{DevicePlacement, launch_options, meminfo_bytes};
 
 /// Measured repetitions of a rate.
 pub(super) const REPEATS: u32 = 5;
@@ -64,7 +64,7 @@ pub(super) fn memory() -> Vec<Finding> {
     let lines = [("installed", "MemTotal:"), ("available", "MemAvailable:")];
     lines
         .into_iter()
-        .map(|(name, label)| match settings::memory_bytes(label) {
+        .map(|(name, label)| match meminfo_bytes(label) {
             Some(bytes) => finding(name, bytes),
             None => Finding::new("memory", name, State::Absent, "unknown on this system"),
         })
@@ -102,9 +102,9 @@ pub(super) fn feature(section: &'static str, name: &'static str) -> Finding {
 
 /// Measures the GEMM rate and the copy rate on all threads.
 pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
-    let options = settings::launch_options(None, 1)?;
+    let options = launch_options(None, 1)?;
     let elems = usize::from(mib) << 18;
-    let mut ranks = BenchRanks { on: Ranks::threads(Placement::cpu()), count: 1, options };
+    let mut ranks = BenchRanks { on: Ranks::threads(DevicePlacement::cpu()), count: 1, options };
     let figures = ranks.run(REPEATS, |bench| {
         let ones = || Tensor::ones(elems, DType::F32, &bench.device);
         let (from, to) = (ones()?, ones()?);

@@ -4,12 +4,13 @@ mod collectives;
 mod gpus;
 mod machine;
 
-use super::placement::Placement;
-use super::{Failure, OrFail, print, settings};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use serde::Serialize;
 use serde_json::json;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
+use ulysses::trainer::job::{DevicePlacement, launch_options};
 
 /// Maximum number of ranks in one process; more is a typing error.
 const MAX_RANKS: i64 = 64;
@@ -108,14 +109,14 @@ impl Display for Examination {
 
 pub(super) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let ranks = usize::from(args.ranks);
-    let options = settings::launch_options(None, ranks)?;
+    let options = launch_options(None, ranks)?;
     let mut findings = machine::cpu();
     findings.extend(machine::memory());
     findings.extend(machine::mpi());
     findings.extend(gpus::check(args));
     findings.extend(machine::rates(args.mib)?);
     findings.push(machine::disk(&args.dir, args.mib));
-    findings.extend(collectives::check("collectives", Placement::cpu(), ranks, &options, args.mib));
+    findings.extend(collectives::check("collectives", DevicePlacement::cpu(), ranks, &options, args.mib));
     let examination = Examination(findings);
     let can_train = examination.of(State::Failed).next().is_none();
     if args.json {

@@ -2,7 +2,7 @@
 
 use super::mpi::hosts::{Host, parse_hosts, read_hostfile};
 use super::nodes::Meeting;
-use crate::{Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::anyhow;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use super::rank_failure::RankFailure;
 use super::running::{Running, drain_outputs};
 use super::signals::Signals;
 use super::watchdog::Watchdog;
-use crate::log_line;
+use crate::output::log_line;
 use anyhow::anyhow;
 use rustix::process::Signal;
 use std::os::unix::process::CommandExt;

@@ -20,7 +20,7 @@ mod signals;
 mod training;
 mod watchdog;
 
-use super::{Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 pub(super) use args::LaunchArgs;
 use job_spec::JobSpec;

@@ -5,7 +5,7 @@ use super::job_spec::JobSpec;
 use super::ranks::{NodeRanks, free_port};
 use super::signals::Signals;
 use super::training::Variation;
-use crate::{Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::Context;
 use ulysses::comm::store::JobStore;
 

@@ -1,8 +1,9 @@
 //! The `train` command that `launch` starts: its backend, its restarts and its meshes.
 
 use super::restart::Restart;
+use crate::failure::Failure;
 use crate::train::TrainArgs;
-use crate::{Command, Failure, arguments};
+use crate::{Command, arguments};
 use anyhow::anyhow;
 use std::fmt;
 use std::path::Path;

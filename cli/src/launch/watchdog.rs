@@ -5,7 +5,7 @@
 //! the pipe, all children are in the group.
 
 use super::processes::{kill_tree, processes, tree};
-use crate::{Failure, OrFail};
+use crate::failure::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use rustix::process::{Pid, Signal, getpgrp, kill_current_process_group, kill_process_group};
 use std::io::ErrorKind::NotFound;

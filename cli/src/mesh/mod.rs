@@ -4,7 +4,8 @@ mod propose;
 
 use super::arguments::at_least_1;
 use super::plan::write_file;
-use super::{Failure, OrFail, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use anyhow::anyhow;
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};

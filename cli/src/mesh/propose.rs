@@ -4,13 +4,13 @@ use super::Drawn;
 use crate::arguments::at_least_1;
 use crate::config_flags::SetFlags;
 use crate::device::DeviceArg;
-use crate::placement::likely_device;
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use crate::plan::assumed::{AssumedBatch, assumed_config, settings};
 use crate::plan::budget::MemoryFlags;
 use crate::plan::json::{choice, joined};
 use crate::plan::{longest_of_model, model, raw_config};
 use crate::template::render;
-use crate::{Failure, OrFail, print};
 use anyhow::anyhow;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -18,6 +18,7 @@ use ulysses::config::Overrides;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::{Candidate, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
+use ulysses::trainer::job::likely_device;
 
 #[derive(clap::Args)]
 pub(super) struct ProposeArgs {
@@ -67,7 +68,7 @@ pub(super) fn run(
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The config's mesh does not matter.
     let mut config = raw.without_replicas().resolve(&overrides).or_usage()?;
-    let device = likely_device(args.device, Some(config.ulysses.backend));
+    let device = likely_device(args.device.kind(), Some(config.ulysses.backend));
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let is_of_model = config.ulysses.seq_len.is_none();

@@ -1,6 +1,6 @@
 //! The memory that a plan compares with: `--memory-gib`, `--reserve-gib` and `--host-memory-gib`.
 
-use crate::Failure;
+use crate::failure::Failure;
 use anyhow::anyhow;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::MemoryBudget;

@@ -3,8 +3,9 @@
 use super::budget::Available;
 use super::json::{choice, joined, memory};
 use super::{Inputs, PlanArgs, assumed};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use crate::template::render;
-use crate::{Failure, OrFail, print};
 use anyhow::{Context, anyhow};
 use serde_json::{Value, json};
 use ulysses::config::{Backend, Config};

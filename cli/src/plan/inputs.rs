@@ -2,13 +2,15 @@
 
 use super::PlanArgs;
 use super::assumed::{ASSUMED, AssumedBatch, assumed_config};
-use crate::model::{check_config, check_exchange, describe, max_positions_of};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::{mesh_overrides, stated_mesh};
+use crate::model::{describe, max_positions_of};
 use crate::sources::tokenizer_file;
-use crate::{Failure, OrFail, mesh_overrides, stated_mesh};
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};
 use ulysses::model::{ModelConfig, PRESETS, max_positions, shape};
+use ulysses::trainer::job::{check_exchange, check_layers};
 
 /// Reads a config file, or without one the assumed config.
 pub(crate) fn raw_config(
@@ -66,9 +68,9 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
 
 /// Checks that the config fits the model, as training does.
 pub(super) fn check_model(model: &ModelConfig, config: &Config) -> Result<(), Failure> {
-    check_config(model, config)?;
+    check_layers(model, config)?;
     let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
-    check_exchange(model, config.micro_batch_size, seq_len, config)
+    Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
 }
 
 /// Sets the sequence length to the longest of the schedule, which needs the most memory.
@@ -86,10 +88,8 @@ pub(crate) fn model(config: &Config) -> Result<(String, ModelConfig), Failure> {
         let model = shape(name).or_usage()?;
         match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
             Some(tokenizer) => {
-                let vocab_size = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)
-                    .or_usage()?
-                    .vocab_size();
-                ModelConfig { vocab_size, ..model }
+                let tokenizer = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)?;
+                ModelConfig { vocab_size: tokenizer.vocab_size(), ..model }
             }
             None => model,
         }

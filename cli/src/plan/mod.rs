@@ -9,12 +9,11 @@ pub(crate) mod pictures;
 mod scaling;
 mod view;
 
+use super::DeviceArg;
 use super::arguments::at_least_1;
-use super::config::print_warnings;
 use super::config_flags::ConfigFlags;
-use super::model::{check_config, resolve_ring};
-use super::placement::likely_device;
-use super::{DeviceArg, Failure, OrFail, log_line, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::{log_line, print};
 use crate::template::chart::drawing;
 use anyhow::{Context, anyhow};
 pub(crate) use budget::GPU_RESERVE_BYTES;
@@ -27,6 +26,7 @@ use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
 use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, Workload};
 use ulysses::model::ModelConfig;
+use ulysses::trainer::job::{check_layers, config_warnings, likely_device, resolve_ring};
 
 /// The error where there is no sequence length to plan.
 const NO_SEQUENCE_FITS: &str =
@@ -194,15 +194,15 @@ impl Inputs {
         let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
         resolve_ring(&model, &mut config, ranks_per_node);
         match args.fit {
-            true => check_config(&model, &config)?,
+            true => check_layers(&model, &config)?,
             false => check_model(&model, &config)?,
         }
-        let device = likely_device(args.device, Some(config.ulysses.backend));
+        let device = likely_device(args.device.kind(), Some(config.ulysses.backend));
         let PlanArgs { memory_gib, reserve_gib, host_memory_gib, .. } = *args;
         let available = MemoryFlags { memory_gib, reserve_gib, host_memory_gib }.available(device)?;
         check_offload_device(&config, device).or_usage()?;
         if let Some(path) = &args.config {
-            print_warnings(&config, path, device);
+            config_warnings(&config, path, device).iter().for_each(log_line);
         }
         let workload = Workload { config, model, document_len, ranks_per_node, device };
         Ok(Self { name, workload, machine, available, seq_len })

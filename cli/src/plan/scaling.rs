@@ -1,9 +1,10 @@
 //! `ulysses plan --scaling`: the study as a table, as JSON and as charts.
 
 use super::{pictures, write_file};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use crate::template::chart::{Chart, drawing};
 use crate::template::render;
-use crate::{Failure, OrFail, print};
 use serde_json::json;
 use std::path::Path;
 use ulysses::estimate::scaling::study;

@@ -1,6 +1,6 @@
 //! Reads and validates `metrics.jsonl`.
 
-use crate::log_line;
+use crate::output::log_line;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use std::path::Path;

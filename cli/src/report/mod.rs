@@ -8,7 +8,8 @@ mod plan;
 mod run;
 mod settings;
 
-use super::{Failure, OrFail, log_line};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::Context;
 use run::RunFiles;
 use std::path::PathBuf;

@@ -2,8 +2,7 @@
 
 use crate::arguments::at_least_1;
 use crate::config_flags::ConfigFlags;
-use crate::process::ProcessArgs;
-use crate::ranks::BackendArg;
+use crate::ranks::{BackendArg, ProcessArgs};
 use crate::{DeviceArg, sources};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::read_pointer;

@@ -1,10 +1,11 @@
 //! Available memory of this machine and of this process.
 
 use crate::plan::GPU_RESERVE_BYTES;
-use crate::settings::{kib_line, memory_bytes};
+use crate::settings::kib_line;
 use std::fmt;
 use std::path::Path;
 use ulysses::device::gpu;
+use ulysses::trainer::job::meminfo_bytes;
 
 /// Bytes that can still be allocated, and the limit that applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +54,7 @@ fn read(path: &Path) -> Option<String> {
 
 /// Returns the memory that all processes of this machine can still allocate, if the system reports it.
 pub(super) fn on_machine() -> Option<Available> {
-    let machine = memory_bytes("MemAvailable:").map(|bytes| (bytes as u64, Limit::Machine));
+    let machine = meminfo_bytes("MemAvailable:").map(|bytes| (bytes as u64, Limit::Machine));
     let group = left_in_groups(&read).map(|bytes| (bytes, Limit::ControlGroup));
     least(machine.into_iter().chain(group))
 }

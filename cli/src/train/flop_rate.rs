@@ -1,27 +1,27 @@
 //! The model's FLOP rate as a metric.
 
-use super::prepare::Prepared;
 use ulysses::engine::Engine;
 use ulysses::estimate::{ModelFlops, model_flops};
+use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Adds the model's FLOP rate to the metrics, and its share of the peak (MFU).
 pub(super) struct FlopRate<'a> {
-    run: &'a Prepared,
+    run: &'a PreparedJob,
     /// Peak FLOP rate of all ranks together.
     peak_flops: f64,
     step_flops: StepFlops,
 }
 
 impl<'a> FlopRate<'a> {
-    pub(super) fn new(run: &'a Prepared, peak_flops: f64) -> Self {
+    pub(super) fn new(run: &'a PreparedJob, peak_flops: f64) -> Self {
         Self { run, peak_flops, step_flops: StepFlops::default() }
     }
 }
 
 impl Observer for FlopRate<'_> {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        let Prepared { config, model, mesh, .. } = self.run;
+        let PreparedJob { config, model, mesh, .. } = self.run;
         let flops = self.step_flops.of_length(step.seq_len, || {
             let config = config.clone().with_seq_len(step.seq_len);
             model_flops(&config, &model.config, mesh).ok()

@@ -1,26 +1,28 @@
 //! The order of the ranks on the mesh, for the log: where it differs from row-major, and its cost.
 
-use crate::log_line;
+use crate::output::log_line;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;
-use ulysses::mesh::{DeviceMesh, MeshSpec, PlacedMesh, RankHosts, SpGroups};
+use ulysses::mesh::{DeviceMesh, MeshSpec, RankHosts, SpGroups};
 use ulysses::model::ModelConfig;
 use ulysses::monitor::{counted, format_bytes};
+use ulysses::trainer::job::PreparedJob;
 
 /// Logs how ranks are ordered, if not row-major, and what sp groups that span more nodes than they must cost.
-pub(super) fn log(config: &Config, model: &ModelConfig, hosts: Option<&RankHosts>, placed: &PlacedMesh) {
+pub(super) fn log(job: &PreparedJob, hosts: Option<&RankHosts>) {
+    let PreparedJob { config, model, mesh, sp_groups, .. } = job;
     if let Some(spec @ MeshSpec::Hybrid { .. }) = &config.ulysses.mesh {
         log_line(format_args!("placement: {spec}"));
     }
-    match (placed.sp_groups, hosts) {
+    match (*sp_groups, hosts) {
         (SpGroups::Reordered { before, after }, _) => log_line(format_args!(
             "placement: ranks are ordered by node, so that an sp group spans {} instead of {before}",
             counted(after, "node")
         )),
         (SpGroups::Scattered { nodes, needed }, Some(hosts)) => {
             let spans = format!("an sp group spans {nodes} nodes; {needed} would be enough");
-            log_line(scattered(&spans, bytes_between_nodes(config, model, hosts, &placed.mesh)));
+            log_line(scattered(&spans, bytes_between_nodes(config, &model.config, hosts, mesh)));
         }
         _ => {}
     }

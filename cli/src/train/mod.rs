@@ -2,64 +2,53 @@
 
 mod args;
 mod available;
+mod comms;
 mod flop_rate;
 mod gemm_peak;
-mod host;
 mod mesh_order;
-mod node_bytes;
 mod outcome;
 mod output;
 mod overrides;
 mod planned_memory;
-mod prepare;
 mod profile;
 mod rank;
 mod rank_outcome;
 mod record;
-mod resume;
 mod run;
 mod signals;
 mod trace;
 mod writable;
 
-use super::{Failure, Process, log_line};
+use crate::failure::Failure;
+use crate::output::log_line;
 pub(super) use args::TrainArgs;
-use host::Host;
 use run::Run;
 use ulysses::monitor::Tracer;
+use ulysses::trainer::job::JobRanks;
 
-pub(super) fn run(
-    args: TrainArgs,
-    tracer: Option<Tracer>,
-    process: &mut Option<Process>,
-) -> Result<(), Failure> {
-    let mut host = Host::new(process);
+pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks) -> Result<(), Failure> {
     let (config_path, is_verbose) = (args.config().to_owned(), args.verbose);
-    let trace = args.trace.clone().zip(tracer);
-    let prepared = prepare::prepare(args, &mut host);
-    let mut prepared = host.agree(prepared)?;
-    prepared.decide(&mut host)?;
+    let trace = args.trace.clone().zip(tracer.clone());
+    let prepared = Run::prepare(args, tracer, ranks);
+    let mut run = ranks.agree(prepared, Failure::is_usage)?;
+    run.decide(ranks)?;
     // Nothing is written unless all processes can start.
-    let trace_path = trace.as_ref().map(|(path, _)| &**path);
-    let acquired =
-        host.is_first().then(|| output::acquire(&config_path, &prepared.config, trace_path)).transpose();
-    let (output, _lock) = host.agree(acquired)?.unzip();
-    let output = host.value_of_first(output.unwrap_or_default())?;
-    let record = record::begin(&prepared, &config_path);
-    let run = Run { prepared, output, tracer: trace.as_ref().map(|(_, tracer)| tracer.clone()), record };
+    let acquire = || output::acquire(&config_path, &run.job.config, trace.as_ref().map(|(path, _)| &**path));
+    let acquired = ranks.is_first().then(acquire).transpose();
+    let (output, _lock) = ranks.agree(acquired, Failure::is_usage)?.unzip();
+    run.output = ranks.value_of_first(output.unwrap_or_default())?;
+    run.job.output = Some(run.output.clone());
+    run.record = record::begin(&run.job, &config_path);
     log_line(&run);
-    let Run { prepared, .. } = &run;
-    if let Some(planned) = &prepared.planned {
-        planned.log(prepared.ranks_together(&host));
+    if let Some(planned) = &run.planned {
+        planned.log(run.ranks_together(ranks));
     }
-    let results = host.launch(&prepared.config, &prepared.placement, &prepared.launch, |rank, device| {
-        rank::train(&run, rank, device)
-    });
-    let traced = trace.filter(|_| host.is_first()).map_or(Ok(()), |(path, tracer)| {
-        trace::write(&path, &prepared.mesh, &tracer, results.as_deref().unwrap_or_default())
+    let results = run.job.run(ranks, |rank, device| rank::train(&run, rank, device));
+    let traced = trace.filter(|_| ranks.is_first()).map_or(Ok(()), |(path, tracer)| {
+        trace::write(&path, &run.job.mesh, &tracer, results.as_deref().unwrap_or_default())
     });
     // A failed run takes precedence over an unwritable trace.
     let results = results?;
     traced?;
-    outcome::report(&run, results, host.is_first(), is_verbose)
+    outcome::report(&run, results, ranks.is_first(), is_verbose)
 }

@@ -3,7 +3,8 @@
 use super::rank_outcome::{RankOutcome, Reported};
 use super::record;
 use super::run::Run;
-use crate::{Failure, OrFail, print};
+use crate::failure::{Failure, OrFail};
+use crate::output::print;
 use anyhow::{Context, anyhow};
 use std::path::Path;
 use ulysses::checkpoint::{BEST, EvaluationResult, EvaluationSummary, step_name};
@@ -31,7 +32,7 @@ pub(super) fn report(
         ));
     };
     if is_first {
-        record::finish(&run.prepared, &mut record, &ranks);
+        record::finish(&run.job, &mut record, &ranks);
         record::write(&run.output, &record).or_run()?;
     }
     let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
@@ -42,7 +43,7 @@ pub(super) fn report(
         print(&summary)?
     }
     print_comms(run, &ranks)?;
-    if is_verbose || run.prepared.config.monitoring.comms_logger.enabled {
+    if is_verbose || run.job.config.monitoring.comms_logger.enabled {
         print("\n")?;
     }
     print_evaluations(run, *evaluations)?;
@@ -51,7 +52,7 @@ pub(super) fn report(
         print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
     }
     if *stopped {
-        return Err(Failure::Stopped { step: *step, is_saved: run.prepared.config.checkpoint.is_some() });
+        return Err(Failure::Stopped { step: *step, is_saved: run.job.config.checkpoint.is_some() });
     }
     if nothing_trained {
         let message = format!("nothing was trained: all {steps} steps were skipped (reasons above)");
@@ -83,7 +84,7 @@ fn print_evaluations(run: &Run, evaluations: EvaluationSummary) -> Result<(), Fa
 
 /// Prints the table of `comms_logger`.
 fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
-    let logger = &run.prepared.config.monitoring.comms_logger;
+    let logger = &run.job.config.monitoring.comms_logger;
     if !logger.enabled {
         return Ok(());
     }
@@ -91,6 +92,6 @@ fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
     let shows = |op: CollectiveOp| logger.logs(&op.to_string());
     print(format_args!(
         "\n{}",
-        CommsTable { ranks: &ranks, groups: &record::groups(&run.prepared), shows: &shows }
+        CommsTable { ranks: &ranks, groups: &record::groups(&run.job), shows: &shows }
     ))
 }

@@ -3,7 +3,8 @@
 use super::record::{self, EarlierRecord};
 use super::run::Run;
 use super::{profile, trace};
-use crate::{Failure, OrFail, log_line};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use std::io;
@@ -66,14 +67,14 @@ fn create_numbered(name: &str, created: &mut CreatedDirs) -> io::Result<PathBuf>
 /// metrics.
 pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
     let output = &run.output;
-    let is_new_here = run.prepared.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
+    let is_new_here = run.job.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
     let earlier = if first_step > 0 {
         EarlierRecord::read(output, run_id, is_new_here)?
     } else {
         EarlierRecord::OtherRun
     };
     let path = output.join("config.json");
-    let json = serde_json::to_string_pretty(&run.prepared.config)?;
+    let json = serde_json::to_string_pretty(&run.job.config)?;
     let is_same = regular_file::read_to_string(&path).is_ok_and(|earlier| earlier == json);
     let archived: &[(&str, &str)] = match earlier {
         EarlierRecord::Parts(_) if is_same => &[],

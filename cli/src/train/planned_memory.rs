@@ -1,7 +1,7 @@
 //! Log lines before the first step: planned and available memory, and the expected duration of a long step.
 
 use super::available::{Available, in_process, on_gpu, on_machine};
-use crate::log_line;
+use crate::output::log_line;
 use crate::plan::use_longest_sequences;
 use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};
 use ulysses::device::DeviceKind;
@@ -11,6 +11,7 @@ use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::ModelConfig;
 use ulysses::monitor::{counted, format_bytes as bytes, format_flops as flops};
+use ulysses::trainer::job::PreparedJob;
 
 /// Minimum duration of a first step that is announced.
 const LONG_SECONDS: f64 = 10.0;
@@ -29,18 +30,12 @@ impl PlannedMemory {
     ///
     /// # Errors
     /// A step whose size overflows.
-    pub(super) fn of(
-        config: &Config,
-        model: &ModelConfig,
-        device: DeviceKind,
-        threads_per_rank: usize,
-        local_ranks: usize,
-    ) -> Result<Option<Self>, EngineError> {
+    pub(super) fn of(job: &PreparedJob, local_ranks: usize) -> Result<Option<Self>, EngineError> {
         // The value that the ranks are started with.
-        let mut config = config.clone();
-        config.ulysses.threads_per_rank = Some(threads_per_rank);
+        let mut config = job.config.clone();
+        config.ulysses.threads_per_rank = Some(job.launch.threads_per_rank);
         use_longest_sequences(&mut config);
-        let model = model.clone();
+        let (model, device) = (job.model.config.clone(), job.placement.device);
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
         match workload.plan() {
             Ok(plan) => Ok(Some(Self { plan, device })),

@@ -1,9 +1,9 @@
 //! The FLOPs profile of a step (`flops_profiler`).
 
-use super::prepare::Prepared;
 use super::writable::check_writable;
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use crate::progress::above_progress;
-use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;
@@ -15,6 +15,7 @@ use ulysses::engine::{Engine, PartTimes, StepTimes};
 use ulysses::estimate::RankStep;
 use ulysses::estimate::event::Pass;
 use ulysses::monitor::{Metrics, escaped};
+use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Checks in advance that the profile's file can be written.
@@ -27,12 +28,12 @@ pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
 
 /// Profiles the step that `flops_profiler` names. An observer of rank 0.
 pub(super) struct Profiler<'a> {
-    run: &'a Prepared,
+    run: &'a PreparedJob,
 }
 
 impl<'a> Profiler<'a> {
     /// Prints a note if the step to profile is not in `steps` (exclusive start, inclusive end).
-    pub(super) fn new(run: &'a Prepared, steps: &Range<u64>) -> Self {
+    pub(super) fn new(run: &'a PreparedJob, steps: &Range<u64>) -> Self {
         let profiler = &run.config.monitoring.flops_profiler;
         let (step, Range { start, end }) = (profiler.profile_step, steps);
         if profiler.enabled && !(start + 1..=*end).contains(&step) {
@@ -47,7 +48,7 @@ impl<'a> Profiler<'a> {
 
 impl Observer for Profiler<'_> {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        let Prepared { config, model, mesh, .. } = self.run;
+        let PreparedJob { config, model, mesh, .. } = self.run;
         let profiler = &config.monitoring.flops_profiler;
         if !profiler.enabled || step.metrics.step != profiler.profile_step {
             return Ok(());
@@ -66,7 +67,7 @@ fn cannot_write(path: &Path) -> String {
 /// Rank 0's planned FLOPs and measured times of a step. FLOPs of the LM head are those of the share of all
 /// ranks' tokens that have a label.
 struct Profile<'a> {
-    run: &'a Prepared,
+    run: &'a PreparedJob,
     metrics: &'a Metrics,
     times: &'a StepTimes,
     planned: RankStep,

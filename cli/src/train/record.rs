@@ -1,10 +1,10 @@
 //! `run.json`: environment, settings and results of a run, for `ulysses report`.
 
-use super::prepare::Prepared;
 use super::rank_outcome::RankOutcome;
 use super::run::Run;
 use crate::launch::Restart;
-use crate::{log_line, settings};
+use crate::output::log_line;
+use crate::settings;
 use anyhow::Context;
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
@@ -13,6 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::config::{Config, MeshConfig};
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
+use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{StepMemory, Trainer};
 
 const FILE: &str = "run.json";
@@ -74,8 +75,8 @@ impl EarlierRecord {
 }
 
 /// Returns the record as far as it is known before ranks start.
-pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
-    let Prepared { config, mesh, model, .. } = prepared;
+pub(super) fn begin(prepared: &PreparedJob, config_path: &Path) -> Value {
+    let PreparedJob { config, mesh, model, .. } = prepared;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     // The user's file, before flags.
     let given = ulysses::regular_file::read_to_string(config_path).unwrap_or_default();
@@ -129,7 +130,7 @@ pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &
 }
 
 /// Adds the results of all ranks to the record.
-pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOutcome]) {
+pub(super) fn finish(prepared: &PreparedJob, record: &mut Value, outcomes: &[RankOutcome]) {
     let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
     let first = outcomes.first();
     record["totals"] =
@@ -175,8 +176,8 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
 }
 
 /// Returns the groups of each axis.
-pub(super) fn groups(prepared: &Prepared) -> Groups {
-    let Prepared { config, mesh, .. } = prepared;
+pub(super) fn groups(prepared: &PreparedJob) -> Groups {
+    let PreparedJob { config, mesh, .. } = prepared;
     let sharded = config.zero_shards().and_then(|shape| mesh.sharded(shape).ok());
     let ring_size = config.seq_sharding().ring_size;
     let ring = if ring_size > 1 { mesh.ring(ring_size).ok() } else { None };
@@ -196,7 +197,7 @@ pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn environment(run: &Prepared) -> Value {
+fn environment(run: &PreparedJob) -> Value {
     let of_file = |path: &str| std::fs::read_to_string(path).ok();
     let field = |text: Option<String>, name: &str| {
         let line = text?.lines().find(|line| line.starts_with(name))?.to_owned();

@@ -1,7 +1,7 @@
 //! Signals that make a run save and stop.
 
 #[cfg(unix)]
-use crate::log_line;
+use crate::output::log_line;
 #[cfg(unix)]
 use std::io::Read;
 use std::sync::Arc;

@@ -2,7 +2,8 @@
 
 use super::rank_outcome::RankOutcome;
 use super::writable::check_writable;
-use crate::{Failure, OrFail, log_line};
+use crate::failure::{Failure, OrFail};
+use crate::output::log_line;
 use anyhow::Context;
 use std::io::{BufWriter, Write};
 use std::path::Path;

@@ -3,23 +3,28 @@
 mod batch;
 mod results;
 
+use super::DeviceArg;
 use super::config_flags::SetFlags;
-use super::placement::Placement;
-use super::process::Process;
 use super::ranks::{BackendArgs, Ranks};
-use super::{DeviceArg, Failure, OrFail, model, print, settings, unreplicated};
+use crate::failure::{Failure, OrFail};
+use crate::mesh_flag::unreplicated;
+use crate::output::{LOG, print};
 use anyhow::{anyhow, bail, ensure};
 use results::ErrorRule;
 use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::comm::MeshGroups;
+use ulysses::comm::Session;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, initialize};
 use ulysses::mesh::{DeviceMesh, TrainingShape};
 use ulysses::model::Model;
+use ulysses::trainer::job::{
+    DevicePlacement, ModelSource, check_exchange, check_layers, launch_options, resolve_ring,
+};
 
 #[derive(clap::Args)]
 pub(super) struct VerifyArgs {
@@ -67,7 +72,7 @@ fn parse_tolerance(text: &str) -> Result<f64, String> {
 
 /// A model and a batch to run on a mesh.
 struct Check {
-    source: model::ModelSource,
+    source: ModelSource,
     batch: GlobalBatch,
     /// Micro batches of a dp rank.
     accumulation: usize,
@@ -75,7 +80,7 @@ struct Check {
     raw: RawConfig,
 }
 
-pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(), Failure> {
+pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> Result<(), Failure> {
     let shape = unreplicated(&args.mesh)?;
     if let Some(path) = &args.output {
         results::check_output(path).or_usage()?;
@@ -97,7 +102,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Process>) -> Result<(),
     }
     let alone = TrainingShape { dp: 1, sp: 1, ring_size: Some(1), shard_size: None };
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
-    let single = check.run(&mut Ranks::threads(Placement::cpu()), &config)?;
+    let single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
     let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
     let rule = ErrorRule { tolerance, config: &config };
     let errors = rule.compare(&on_mesh, &single, batch_size).or_run()?;
@@ -135,7 +140,7 @@ fn read_config(args: &VerifyArgs) -> Result<RawConfig, Failure> {
 
 impl Check {
     fn read(args: &VerifyArgs, raw: RawConfig) -> Result<Self, Failure> {
-        let source = model::open(&args.model, raw.seed(), 256)?;
+        let source = ModelSource::open(&args.model, raw.seed(), 256, LOG.line)?;
         let batch = batch::read(&args.batch, source.config.vocab_size).or_usage()?;
         let accumulation = raw.gradient_accumulation_steps().unwrap_or(1);
         if accumulation > batch.batch_size() {
@@ -155,11 +160,11 @@ impl Check {
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
         batch.pad_to_multiple(config.train_batch_size).or_usage()?;
         let mut config = config.clone();
-        crate::model::resolve_ring(&self.source.config, &mut config, mesh.world_size());
-        self.source.check_config(&config)?;
-        self.source.check_exchange(batch_size, seq_len, &config)?;
+        resolve_ring(&self.source.config, &mut config, mesh.world_size());
+        check_layers(&self.source.config, &config)?;
+        check_exchange(&self.source.config, batch_size, seq_len, &config)?;
         let world_size = mesh.world_size();
-        let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
+        let options = launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
         let comm = &config.ulysses.comm;
         let options = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..options };
         ranks.run(world_size, &options, |rank, device| {

@@ -1,9 +1,9 @@
 //! Memory of a step: planned, allocated, and mapped by the process.
 
 use super::DOCUMENT_TOKENS;
+use crate::failure::{Failure, OrFail};
 use crate::plan::model;
 use crate::settings::{self, WritableMemory};
-use crate::{Failure, OrFail};
 use anyhow::Context;
 use serde::Serialize;
 use serde_json::Value;
@@ -15,6 +15,7 @@ use std::time::Duration;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;
+use ulysses::trainer::job::launch_options;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
@@ -25,7 +26,7 @@ const POLL: Duration = Duration::from_millis(5);
 pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Result<Workload, Failure> {
     let mut config = config.clone();
     let threads = threads_per_rank.or(config.ulysses.threads_per_rank);
-    let launch = settings::launch_options(threads, config.world_size())?;
+    let launch = launch_options(threads, config.world_size())?;
     config.ulysses.threads_per_rank = Some(launch.threads_per_rank);
     let (_, model) = model(&config)?;
     let (ranks_per_node, document_len) = (config.world_size(), Some(DOCUMENT_TOKENS));

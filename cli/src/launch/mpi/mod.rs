@@ -4,6 +4,7 @@ pub(in crate::launch) mod hosts;
 pub(in crate::launch) mod mpirun;
 mod probe;
 
+use crate::failure::{Failure, OrFail};
 use crate::launch::job::{NoOtherNodes, Outcome};
 use crate::launch::job_spec::JobSpec;
 use crate::launch::output::Source;
@@ -11,7 +12,7 @@ use crate::launch::rank_failure::RankFailure;
 use crate::launch::restart::Cause;
 use crate::launch::signals::Signals;
 use crate::launch::training::Variation;
-use crate::{Failure, OrFail, log_line, print};
+use crate::output::{log_line, print};
 use anyhow::{Context, anyhow};
 use hosts::{Host, first_slots};
 use mpirun::{Placement, command, installed, shown};

@@ -6,7 +6,7 @@ use super::super::restart::Cause;
 use super::super::training::{SmallerMesh, Variation};
 use super::messages::{Ended, JobResult, NodeFailure, NodeInfo, StartPlan};
 use super::{read, text};
-use crate::log_line;
+use crate::output::log_line;
 use anyhow::Context;
 use std::collections::{BTreeMap, BTreeSet};
 use ulysses::comm::store::{JobStore, NodeEndpoint, NodeLoss, NodeStore};

@@ -4,7 +4,7 @@ use super::super::job::Outcome;
 use super::super::job_spec::JobSpec;
 use super::super::rank_failure::RankFailure;
 use super::super::training::Variation;
-use crate::Failure;
+use crate::failure::Failure;
 use anyhow::anyhow;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -1,0 +1,154 @@
+//! [`Job`]: a config file, from its data and its model to the trained ranks, as `ulysses train` does it.
+//!
+//! ```no_run
+//! let report = ulysses::trainer::Job::from_config("configs/long_sequence.json")?.train()?;
+//! println!("{}", report.summary);
+//! # Ok::<(), ulysses::trainer::JobError>(())
+//! ```
+//!
+//! 1. [`JobRanks`] joins the processes of a launcher's job, if there is one ([`join()`]), resolves the config for it, and
+//!    decides the devices of the ranks ([`DevicePlacement`]).
+//! 2. [`PreparedJob`] reads the model ([`ModelSource`]) and the data ([`Sources`]), and checks everything before any rank
+//!    starts.
+//! 3. [`PreparedJob::run`] starts the ranks, and [`PreparedJob::trainer`] creates the trainer of each.
+
+mod checks;
+mod devices;
+mod join;
+mod model_source;
+mod options;
+mod prepared;
+mod ranks;
+mod sources;
+#[cfg(test)]
+mod tests;
+
+pub use checks::{check_memory, launch_options, meminfo_bytes};
+pub use devices::{DevicePlacement, DeviceRequest, likely_device};
+pub use join::{
+    backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
+};
+pub use model_source::{ModelSource, check_exchange, check_layers, max_positions, named_shape, resolve_ring};
+pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
+pub use prepared::{PreparedJob, config_warnings};
+pub use ranks::{JobRanks, resolve, with_location};
+pub use sources::{Sources, open_tokenizer};
+
+use super::{Observer, TrainReport, Trainer, TrainerError};
+use crate::comm::RankContext;
+use crate::config::Overrides;
+use crate::monitor::{Progress, RankSummary, RunSummary, RunTotals};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// Adds an observer to the trainer of a rank, if the rank has it.
+type AddObserver = Box<dyn Fn(&mut Trainer<'_>) + Send + Sync>;
+
+/// A checked job whose ranks have not started: threads of this process, or the processes of the job that a launcher has
+/// started, of which this is one.
+///
+/// It writes what the config asks for, that is checkpoints, and nothing else: metrics and other files are observers'.
+pub struct Job {
+    ranks: JobRanks,
+    prepared: PreparedJob,
+    observers: Vec<AddObserver>,
+}
+
+/// The result of a job.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JobReport {
+    /// The end of the run.
+    pub train: TrainReport,
+    /// Loss, throughput, traffic and memory of all ranks; its `verbose` has more.
+    pub summary: RunSummary,
+}
+
+/// The result of a rank.
+#[derive(Serialize, Deserialize)]
+struct RankReport {
+    train: TrainReport,
+    totals: RunTotals,
+    summary: RankSummary,
+}
+
+impl Job {
+    /// Prepares what `ulysses train FILE` trains.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the config, the model, the data or the machine.
+    pub fn from_config(file: impl AsRef<Path>) -> Result<Self, JobError> {
+        Self::new(file.as_ref(), JobOptions::default(), Overrides::default())
+    }
+
+    /// As [`from_config`](Self::from_config), with the flags of the command.
+    ///
+    /// # Errors
+    /// As for [`from_config`](Self::from_config).
+    pub fn new(file: &Path, options: JobOptions, overrides: Overrides) -> Result<Self, JobError> {
+        let mut ranks = JobRanks::default();
+        let prepared = PreparedJob::new(&mut ranks, file, options, |_, _| Ok(overrides));
+        let prepared = ranks.agree(prepared, JobError::is_usage)?;
+        Ok(Self { ranks, prepared, observers: Vec::new() })
+    }
+
+    /// Adds an observer to the ranks for which `new_observer` returns one.
+    pub fn observe<O: Observer + 'static>(
+        &mut self,
+        new_observer: impl Fn(&Trainer<'_>) -> Option<O> + Send + Sync + 'static,
+    ) {
+        self.observers.push(Box::new(move |trainer| {
+            if let Some(observer) = new_observer(trainer) {
+                trainer.observe(observer);
+            }
+        }));
+    }
+
+    /// Prints the lines of [`Progress`] while the job trains.
+    pub fn show_progress(&mut self) {
+        let steps_per_print = self.prepared.config.steps_per_print;
+        self.observe(move |trainer| {
+            (trainer.group().rank() == 0).then(|| Progress::new(trainer.steps(), steps_per_print))
+        });
+    }
+
+    /// Returns whether this process reports to the user; if ranks are processes, it is rank 0.
+    pub fn is_first(&self) -> bool {
+        self.ranks.is_first()
+    }
+
+    /// Returns the config, mesh, model and data.
+    pub fn prepared(&self) -> &PreparedJob {
+        &self.prepared
+    }
+
+    /// Trains on all ranks. Every process gets the results of all.
+    ///
+    /// # Errors
+    /// The failure of a rank.
+    pub fn train(self) -> Result<JobReport, JobError> {
+        let Self { mut ranks, prepared, observers } = self;
+        let reports = prepared.run(&mut ranks, |rank, device| train(&prepared, &observers, rank, device))?;
+        let summaries = reports.iter().map(|report| report.summary.clone()).collect();
+        let first = reports.into_iter().next().ok_or_else(|| JobError::run("a mesh has a rank"))?;
+        Ok(JobReport { train: first.train, summary: RunSummary { totals: first.totals, ranks: summaries } })
+    }
+}
+
+/// Trains on one rank.
+fn train(
+    prepared: &PreparedJob,
+    observers: &[AddObserver],
+    rank: &RankContext,
+    device: Device,
+) -> Result<RankReport, TrainerError> {
+    let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
+    let mut totals = RunTotals::default();
+    let mut trainer = prepared.trainer(rank, device)?;
+    trainer.observe(&mut totals);
+    observers.iter().for_each(|add| add(&mut trainer));
+    let train = trainer.train()?;
+    let summary = trainer.engine().summary(&prepared.model.config, trainer.data().passes())?;
+    drop(trainer);
+    Ok(RankReport { train, totals, summary })
+}

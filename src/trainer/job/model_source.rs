@@ -1,0 +1,247 @@
+//! The model of a job: a preset by name, or a directory in Hugging Face's layout.
+
+use super::options::{JobError, OrJobError};
+use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
+use crate::config::Config;
+use crate::engine::check_parameter_groups;
+use crate::estimate::ulysses_limits;
+use crate::kernels::attention::grouped_heads;
+use crate::kernels::rope::Scaling;
+use crate::model::{
+    self, HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights,
+    WeightSource, preset, shape,
+};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use std::path::{Path, PathBuf};
+
+/// A model's shape and the source of its weights.
+pub struct ModelSource {
+    /// The shape.
+    pub config: ModelConfig,
+    /// The source of the weights.
+    pub weights: Box<dyn WeightSource>,
+    /// Files of a model directory that an export copies.
+    pub hf_source: Option<HfSource>,
+    /// `max_position_embeddings` of a model directory, if it has one.
+    max_positions: Option<usize>,
+}
+
+/// Returns the shape of a preset or a published model; `None` for a directory.
+///
+/// # Errors
+/// An unknown name.
+pub fn named_shape(model: &str) -> Result<Option<ModelConfig>, JobError> {
+    match directory(model) {
+        Some(_) => Ok(None),
+        None => shape(model).map(Some).map_err(|error| unknown(model, error)),
+    }
+}
+
+/// Returns `max_position_embeddings` of a description, if it has it.
+pub fn max_positions(description: &HfDescription) -> Option<usize> {
+    usize::try_from(description.json["max_position_embeddings"].as_u64()?).ok()
+}
+
+/// Explains an unknown model name.
+fn unknown(name: &str, error: ModelError) -> JobError {
+    let ModelError::UnknownPreset { presets, .. } = error else { return JobError::usage(error) };
+    if let Err(unsupported @ ModelError::UnsupportedModel { .. }) = shape(name) {
+        return JobError::usage(unsupported);
+    }
+    let hint = match model::max_positions(name).is_some() {
+        true => "; only `ulysses plan` knows this shape: give a directory with weights",
+        false => "",
+    };
+    JobError::usage(format!("`{name}` is neither a directory nor a preset ({}){hint}", presets.join(", ")))
+}
+
+/// Returns the tokenizer in the model's directory, if any.
+pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
+    directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
+}
+
+/// Returns why the model's own tokenizer is not read, if its directory has one in another format only.
+pub(super) fn unread_tokenizer(model: &str) -> Option<String> {
+    const FILES: [&str; 6] = [
+        "tokenizer.model",
+        "tekken.json",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "tokenizer_config.json",
+    ];
+    let dir = directory(model).filter(|dir| !dir.join("tokenizer.json").exists())?;
+    let found = FILES.iter().find(|name| dir.join(name).exists())?;
+    Some(format!(
+        "{}: {found} is not read, only tokenizer.json; write one with Python's transformers, \
+         `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`, or give one with `ulysses.tokenizer`",
+        dir.display()
+    ))
+}
+
+/// Returns whether `dir` is a checkpoint or contains one.
+fn holds_checkpoints(dir: &Path) -> bool {
+    read_pointer(dir).is_some()
+        || dir.join(MANIFEST).exists()
+        || saved_steps(dir).is_ok_and(|steps| !steps.is_empty())
+}
+
+/// Returns the directory that `model` names, unless it names a preset.
+fn directory(model: &str) -> Option<&Path> {
+    let dir = Path::new(model);
+    (!PRESETS.contains(&model) && dir.exists()).then_some(dir)
+}
+
+impl ModelSource {
+    /// Opens a model. Presets get random weights from `seed` and the tokenizer's vocabulary size; a directory has its own.
+    /// `log` receives what the user should know about it.
+    ///
+    /// # Errors
+    /// An unknown name, or a directory that cannot be read.
+    pub fn open(model: &str, seed: u64, vocab_size: usize, log: fn(&str)) -> Result<Self, JobError> {
+        let Some(dir) = directory(model) else {
+            let config = ModelConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error))? };
+            config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
+            if Path::new(model).is_dir() {
+                log(&format!("note: the model is the preset `{model}`; for the directory give ./{model}"));
+            }
+            return Ok(Self::random(config, seed));
+        };
+        let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
+            _ if dir.is_file() && read_pointer(dir).is_none() => JobError::usage(format!(
+                "{model}: expected a model directory with config.json and weights, found a file"
+            )),
+            true => JobError::usage(format!(
+                "{model}: expected a model, found a checkpoint or an output directory; convert it with `ulysses checkpoint \
+                 export {model} --output DIR`"
+            )),
+            false => JobError::usage(error),
+        });
+        let description = description?;
+        let max_positions = max_positions(&description);
+        let HfModel { config, weights, notes, source } =
+            HfModel::with_weights(description, dir).or_usage()?;
+        notes.iter().for_each(|text| log(&format!("note: {text}")));
+        Ok(Self { config, weights: Box::new(weights), hf_source: Some(source), max_positions })
+    }
+
+    /// Creates a model with random weights.
+    pub fn random(config: ModelConfig, seed: u64) -> Self {
+        Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None, max_positions: None }
+    }
+
+    /// Warns of sequences of `seq_len` tokens if the model was made for shorter ones.
+    pub fn warn_of_length(&self, seq_len: usize, log: fn(&str)) {
+        if let Some(warning) = self.length_warning(seq_len) {
+            log(&format!("warning: {warning}"));
+        }
+    }
+
+    fn length_warning(&self, seq_len: usize) -> Option<String> {
+        let max_positions = self.max_positions.filter(|max_positions| seq_len > *max_positions)?;
+        let remedy = match self.config.layers.first().map(|layer| layer.rope.scaling) {
+            // Scales whatever is longer.
+            Some(Scaling::Dynamic { .. }) => return None,
+            None | Some(Scaling::None) => "set `rope_scaling` in its config.json",
+            _ => "its `rope_scaling` is for that length: raise the factor in its config.json",
+        };
+        Some(format!(
+            "sequences of {seq_len} tokens exceed the model's `max_position_embeddings`, {max_positions}: {remedy}, or it must \
+             learn the positions beyond"
+        ))
+    }
+}
+
+/// Rejects settings for layers or parameters that the model does not have.
+///
+/// # Errors
+/// [`JobError::Usage`], which names the setting.
+pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError> {
+    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers());
+    if interval > layers {
+        return Err(JobError::usage(format!(
+            "`ulysses.activation_checkpointing_interval` is {interval}, but the model has {layers} layers: expected at \
+             most {layers}"
+        )));
+    }
+    let units = Model::llama(model).or_usage()?.units();
+    check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
+}
+
+/// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.
+pub fn resolve_ring(model: &ModelConfig, config: &mut Config, ranks_per_node: usize) {
+    config.resolve_ring(ulysses_limits(model, config.ulysses.head_chunks, ranks_per_node));
+}
+
+/// Checks before ranks start that each sp rank gets a head and a token.
+///
+/// # Errors
+/// [`JobError::Usage`] with the numbers.
+pub fn check_exchange(
+    model: &ModelConfig,
+    batch: usize,
+    seq_len: usize,
+    config: &Config,
+) -> Result<(), JobError> {
+    let (num_kv_heads, chunks) = (model.fewest_kv_heads(), config.ulysses.head_chunks);
+    let sharding = config.seq_sharding();
+    if chunks > num_kv_heads {
+        return Err(JobError::usage(format!(
+            "`ulysses.head_chunks` is {chunks}, but the model has {num_kv_heads} KV heads: expected at most \
+                 {num_kv_heads}"
+        )));
+    }
+    let layers = model.distinct_layers();
+    let chunks_of_layers = layers
+        .iter()
+        .flat_map(|layer| layer.head_chunks(chunks).into_iter().map(|chunk| (layer.head_dim, chunk)));
+    for (head_dim, chunk) in chunks_of_layers {
+        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
+        // Of the ring rank with the fewest tokens.
+        let of_ring_rank = seq_len / sharding.ring_size;
+        let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
+        let plan =
+            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
+                .map_err(|error| error.within(sharding, seq_len));
+        plan.map_err(|error| match chunks {
+            1 => JobError::usage(error),
+            _ => JobError::usage(format!(
+                "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
+            )),
+        })?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Overrides, RawConfig};
+
+    #[test]
+    fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
+        let config = preset("nano").unwrap();
+        let with = |rope_scaling| {
+            let config = config.clone().with_attention(|layer| layer.rope.scaling = rope_scaling);
+            ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
+        };
+        let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));
+        assert_eq!((plain.length_warning(64), scaled.length_warning(64)), (None, None));
+        assert_eq!(with(Scaling::Dynamic { factor: 2.0, original_len: 64 }).length_warning(65), None);
+        assert!(plain.length_warning(65).unwrap().contains("64: set `rope_scaling`"));
+        assert!(scaled.length_warning(65).unwrap().contains("raise the factor"));
+    }
+
+    #[test]
+    fn a_sequence_too_short_for_a_ring_is_refused_with_its_own_length() {
+        let text = r#"{"train_batch_size": 1, "mesh_param": [1, 8], "ulysses": {"ring_size": 4}}"#;
+        let config =
+            RawConfig::from_json_str(text, "c.json").unwrap().resolve(&Overrides::default()).unwrap();
+        let model = preset("nano").unwrap();
+        assert!(check_exchange(&model, 1, 8, &config).is_ok());
+        let Err(JobError::Usage(refusal)) = check_exchange(&model, 1, 7, &config) else {
+            panic!("7 tokens on 8 ranks")
+        };
+        assert!(refusal.to_string().contains("seq_len = 7 cannot be split over sp = 8 ranks"), "{refusal}");
+    }
+}

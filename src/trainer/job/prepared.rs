@@ -1,0 +1,216 @@
+//! [`PreparedJob`]: everything that is read and checked before ranks start.
+
+use super::checks::{check_candidate, check_memory, check_output, launch_options, open_resume};
+use super::devices::DevicePlacement;
+use super::model_source::{ModelSource, check_exchange, check_layers, resolve_ring};
+use super::options::{JobError, JobOptions, OrJobError};
+use super::ranks::JobRanks;
+use super::sources::{Sources, open_tokenizer};
+use crate::comm::{LaunchOptions, MeshGroups, RankContext};
+use crate::config::{Config, Overrides, RawConfig, Severity};
+use crate::data::Tokenizer;
+use crate::engine::{EngineError, check_offload, initialize};
+use crate::kernels::device::DeviceKind;
+use crate::kernels::linear::bf16_gemm_deprecation;
+use crate::mesh::{Cluster, DeviceMesh, RankHosts, SpGroups};
+use crate::model::Model;
+use crate::monitor::counted;
+use crate::trainer::{Phase, Resume, Trainer, TrainerError, TrainerOptions, TrainingData, check_config};
+use candle_core::Device;
+use serde::{Serialize, de::DeserializeOwned};
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A checked job. Nothing has been written for it yet.
+pub struct PreparedJob {
+    /// The resolved config.
+    pub config: Config,
+    /// The mesh.
+    pub mesh: DeviceMesh,
+    /// The nodes that an sp group spans.
+    pub sp_groups: SpGroups,
+    /// The hosts of all ranks, if they are several.
+    pub hosts: Option<RankHosts>,
+    /// Threads and timeout of the ranks.
+    pub launch: LaunchOptions,
+    /// The devices of the ranks.
+    pub placement: DevicePlacement,
+    /// The model and its weights.
+    pub model: ModelSource,
+    /// Training and held-out data.
+    pub data: TrainingData,
+    /// The output directory; from the config, if it has one.
+    pub output: Option<PathBuf>,
+    /// The checkpoint to resume.
+    pub resume: Option<Resume>,
+    /// Set it to save and stop after the step.
+    pub stop: Arc<AtomicBool>,
+    reset_data: bool,
+    memory_dir: Option<PathBuf>,
+    log: fn(&str),
+}
+
+impl PreparedJob {
+    /// Joins the job of `ranks`, and reads and checks what it needs. `overrides` receives the config as in the file, and
+    /// the cluster if a launcher has started processes; where the job runs is added to the result.
+    ///
+    /// The other processes wait in [`JobRanks::agree`], also after an error of this one.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the config, the model, the data or the machine.
+    pub fn new(
+        ranks: &mut JobRanks,
+        file: &Path,
+        options: JobOptions,
+        overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
+    ) -> Result<Self, JobError> {
+        let log = ranks.log();
+        let (mut config, placement) = ranks.join_and_resolve(file, &options, overrides)?;
+        let resume = options.resume.map(open_resume).transpose()?;
+        config_warnings(&config, file, placement.device).iter().for_each(|line| log(line));
+        config.zero_partition_note().iter().for_each(|note| log(&format!("warning: {note}")));
+        check_config(&config).or_usage()?;
+        let seq_lens = seq_lens(&config)?;
+        config.require_data().or_usage()?;
+        check_output(&config, resume.as_ref())?;
+        let placed = config.placed_mesh(ranks.rank_hosts()).or_usage()?;
+        let launch = launch_options(config.ulysses.threads_per_rank, ranks.local_ranks(config.world_size()))?;
+        let comm = &config.ulysses.comm;
+        let launch = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..launch };
+        let tokenizer = open_tokenizer(&mut config.ulysses, options.open_tokenizer, log)?;
+        let vocab_size = tokenizer.vocab_size();
+        let mut model = ModelSource::open(config.require_model().or_usage()?, config.seed, vocab_size, log)?;
+        check_model(&mut config, &model, &seq_lens, ranks)?;
+        let data = read_data(&config, &seq_lens, &tokenizer, &mut model, log)?;
+        if let Some(steps) = data.steps_of_epochs(&config) {
+            config.resolve_steps(steps);
+        }
+        check_candidate(resume.as_ref().filter(|_| !options.reset_data), &config, &data)?;
+        check_offload(&config, placement.device).or_usage()?;
+        Ok(Self {
+            output: config.ulysses.output.as_ref().map(PathBuf::from),
+            config,
+            mesh: placed.mesh,
+            sp_groups: placed.sp_groups,
+            hosts: ranks.rank_hosts().filter(|hosts| hosts.num_nodes() > 1).cloned(),
+            launch,
+            placement,
+            model,
+            data,
+            resume,
+            stop: Arc::default(),
+            reset_data: options.reset_data,
+            memory_dir: options.memory_dir,
+            log,
+        })
+    }
+
+    /// Runs `run` on all ranks, with the device of their tensors, and returns the results of all of them in every process.
+    ///
+    /// # Errors
+    /// The failure of a rank. A checkpoint that does not fit the config is [`JobError::Usage`].
+    pub fn run<T: Serialize + DeserializeOwned + Send, E: Into<Box<dyn Error + Send + Sync>>>(
+        &self,
+        ranks: &mut JobRanks,
+        run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, JobError> {
+        ranks.launch(self.mesh.world_size(), &self.placement, &self.launch, run)
+    }
+
+    /// Returns the trainer of a rank, which resumes the checkpoint of the job, if it has one. Collective.
+    ///
+    /// # Errors
+    /// As for [`initialize`] and [`Trainer::new`].
+    pub fn trainer<'a>(&self, rank: &RankContext, device: Device) -> Result<Trainer<'a>, TrainerError> {
+        let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
+        let model = Model::llama(&self.model.config).map_err(EngineError::from)?;
+        let engine = initialize(model, &*self.model.weights, &self.config, &groups)?;
+        let options = TrainerOptions {
+            output: self.output.clone(),
+            resume: self.resume.clone(),
+            memory_dir: self.memory_dir.clone(),
+            reset_data: self.reset_data,
+            model: self.model.config.to_hf_json(),
+            source: self.model.hf_source.clone(),
+            stop: self.stop.clone(),
+            log: self.log,
+        };
+        Trainer::new(engine, &groups, self.data.clone(), options)
+    }
+}
+
+/// Returns the config's warnings: settings whose effect differs from the file at `path`. Other notes and `"auto"` values
+/// are counted in one line.
+pub fn config_warnings(config: &Config, path: &Path, device: DeviceKind) -> Vec<String> {
+    let (warnings, others): (Vec<_>, Vec<_>) =
+        config.notes.iter().partition(|note| note.severity == Severity::Warning);
+    let mut lines: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    let more = [bf16_gemm_deprecation(), config.offload_note(device)];
+    lines.extend(more.into_iter().flatten().map(|text| format!("warning: {text}")));
+    let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
+    let counts = [
+        (others.len(), counted(others.len(), "note")),
+        (autos, format!("{} set by \"auto\"", counted(autos, "value"))),
+    ];
+    let more: Vec<String> =
+        counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();
+    if !more.is_empty() {
+        let (more, path) = (more.join(", "), path.display());
+        lines.push(format!("config: {more}; list them with `ulysses config resolve {path}`"));
+    }
+    lines
+}
+
+/// Returns every sequence length of the job, with the number of steps before it.
+fn seq_lens(config: &Config) -> Result<Vec<(u64, usize)>, JobError> {
+    let first = (0, config.require_seq_len().or_usage()?);
+    let later = config.ulysses.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
+    Ok(std::iter::once(first).chain(later).collect())
+}
+
+/// Checks that the model fits the config and the machine, and resolves what depends on the model.
+fn check_model(
+    config: &mut Config,
+    model: &ModelSource,
+    seq_lens: &[(u64, usize)],
+    ranks: &JobRanks,
+) -> Result<(), JobError> {
+    check_layers(&model.config, config)?;
+    let world_size = config.world_size();
+    let cluster = ranks.rank_hosts().and_then(|hosts| hosts.cluster().ok());
+    let ranks_per_node = cluster.map_or(world_size, |cluster| cluster.ranks_per_node);
+    resolve_ring(&model.config, config, ranks_per_node);
+    let longest = seq_lens.iter().map(|(_, seq_len)| *seq_len).max();
+    model.warn_of_length(longest.unwrap_or_default(), ranks.log());
+    for (_, seq_len) in seq_lens {
+        check_exchange(&model.config, config.micro_batch_size, *seq_len, config)?;
+        check_memory(config, &model.config, *seq_len, ranks.local_ranks(world_size))?;
+    }
+    Ok(())
+}
+
+/// Reads the data and packs it for every sequence length. An exported model ends its answers as the data does.
+fn read_data(
+    config: &Config,
+    seq_lens: &[(u64, usize)],
+    tokenizer: &Tokenizer,
+    model: &mut ModelSource,
+    log: fn(&str),
+) -> Result<TrainingData, JobError> {
+    let sources = Sources::read(config, tokenizer, model.config.vocab_size, log)?;
+    if let (Some(end), Some(source)) = (sources.end_of_turn(tokenizer), &mut model.hf_source)
+        && source.stop_at(end)
+    {
+        let text = tokenizer.decode(&[end], Path::new("end of turn"))?;
+        log(&format!(
+            "note: generation with an exported model also stops at the end of a turn, {text} ({end}): it is added to `eos_token_id`"
+        ));
+    }
+    let phase = |(first_step, seq_len): &(u64, usize)| -> Result<Phase, JobError> {
+        Ok(Phase::new(*first_step, sources.training(*seq_len)?, sources.held_out(*seq_len)?)?)
+    };
+    let phases = seq_lens.iter().map(phase).collect::<Result<Vec<_>, _>>()?;
+    TrainingData::by_phase(phases, config).or_run()
+}

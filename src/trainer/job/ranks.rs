@@ -1,0 +1,290 @@
+//! The ranks of a job: threads of this process, or processes of which this is one.
+
+use super::devices::{DevicePlacement, DeviceRequest, likely_device};
+use super::join::{
+    backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
+};
+use super::options::{JobError, JobLog, JobOptions, OrJobError};
+use crate::checkpoint::CheckpointError;
+use crate::comm::{
+    CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather, host_name,
+    stated_hosts,
+};
+use crate::config::{Backend, Config, ConfigError, Overrides, RawConfig};
+use crate::kernels::device::DeviceKind;
+use crate::mesh::{Cluster, RankHosts};
+use candle_core::Device;
+use serde::{Serialize, de::DeserializeOwned};
+use std::error::Error;
+use std::path::Path;
+
+/// The ranks of a job. They are threads of this process until it joins other processes.
+#[derive(Default)]
+pub struct JobRanks {
+    /// This process's connection to the others, if it has joined any. It ends when it is dropped.
+    pub session: Option<Box<dyn Session>>,
+    /// The hosts of all ranks, if they are processes.
+    rank_hosts: Option<RankHosts>,
+    log: JobLog,
+}
+
+/// Resolves the config of a job. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
+/// later.
+///
+/// # Errors
+/// A config that cannot be resolved.
+pub fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, ConfigError> {
+    let unfilled = || Overrides { world_size: None, ..overrides.clone() };
+    raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error))
+}
+
+/// Adds what follows from where a job runs: its size, and the text that the config's mesh rules are matched with.
+pub fn with_location(
+    overrides: Overrides,
+    raw: &RawConfig,
+    cluster: Option<Cluster>,
+    device: DeviceKind,
+) -> Overrides {
+    // A GPU that does not report its name fails later, when it is opened.
+    let machine = || {
+        let device = device.describe().unwrap_or_else(|_| "cuda".to_owned());
+        format!("{}/{device}", host_name())
+    };
+    Overrides {
+        mesh_selector: overrides.mesh_selector.clone().or_else(|| raw.has_mesh_rules().then(machine)),
+        world_size: cluster.map(Cluster::world_size),
+        ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
+        ..overrides
+    }
+}
+
+impl JobRanks {
+    /// Creates ranks whose lines go to `log`.
+    pub fn new(log: JobLog) -> Self {
+        Self { log, ..Self::default() }
+    }
+
+    /// Logs a line, unless another process reports.
+    pub(super) fn log(&self) -> fn(&str) {
+        self.log.line
+    }
+
+    /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
+    /// places its ranks. The placement's backend is the config's from then on.
+    pub(super) fn join_and_resolve(
+        &mut self,
+        file: &Path,
+        options: &JobOptions,
+        overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
+    ) -> Result<(Config, DevicePlacement), JobError> {
+        let (device, by_flag, log) = (options.device, options.backend, self.log);
+        // Variables that contradict each other do not matter to threads.
+        let discovered = ProcessInfo::discover(&options.process, variable).or_usage();
+        let info = match by_flag {
+            Some(Backend::Thread) => discovered.ok(),
+            _ => Some(discovered?),
+        };
+        if let (Some(Backend::Thread), Some(info)) = (by_flag, &info) {
+            check_threads(info, "--backend thread", log)?;
+        }
+        let launched = info.as_ref().and_then(launched_backend);
+        // Errors in the file are reported once, after all have joined. Until then only its timeout is used.
+        let raw = RawConfig::from_file_with(file, &options.settings);
+        let timeout = raw.as_ref().map_or(LaunchOptions::default().timeout, RawConfig::comm_timeout);
+        let launch = LaunchOptions { timeout, ..LaunchOptions::default() };
+        if let (Some(info), Some(backend)) = (&info, by_flag.or(launched)) {
+            self.join(info, backend, &launch)?;
+        }
+        let raw = raw.or_usage()?;
+        let stated = by_flag.or(raw.backend());
+        match (stated, &info) {
+            (None, Some(info)) => check_build(info)?,
+            (Some(Backend::Thread), Some(info)) => {
+                check_threads(info, "`ulysses.backend` is \"thread\"", log)?
+            }
+            _ => {}
+        }
+        let backend = stated.or(launched);
+        check_backend(backend.unwrap_or_default(), by_flag.is_some())?;
+        if let Some(info) = &info {
+            self.join(info, backend.unwrap_or_default(), &launch)?;
+        }
+        if self.session.is_none() {
+            self.rank_hosts = stated_hosts(None, variable).or_usage()?.map(|hosts| RankHosts::new(&hosts));
+        }
+        let cluster = self.cluster();
+        let overrides = overrides(&raw, cluster)?;
+        let overrides = with_location(overrides, &raw, cluster, likely_device(device, backend));
+        let mut config = resolve(&raw, &Overrides { backend, ..overrides }).or_usage()?;
+        self.check_size(&config)?;
+        if self.session.is_none() {
+            stated_hosts(Some(config.world_size()), variable).or_usage()?;
+        }
+        let threads = self.session.is_none().then_some(config.world_size());
+        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, log.line)?;
+        config.ulysses.backend = placement.backend;
+        Ok((config, placement))
+    }
+
+    fn join(
+        &mut self,
+        info: &ProcessInfo,
+        backend: Backend,
+        options: &LaunchOptions,
+    ) -> Result<(), JobError> {
+        if self.session.as_ref().is_none_or(|session| backend_of(&**session) != backend) {
+            (self.log.mute)(false);
+            // The old session ends before the next one starts.
+            self.session = None;
+            self.session = join(info, backend, options, self.log)?;
+            self.gather_hosts()?;
+        }
+        Ok(())
+    }
+
+    /// Gathers the host of every process. Collective.
+    fn gather_hosts(&mut self) -> Result<(), JobError> {
+        let Some(session) = self.session.as_mut() else { return Ok(()) };
+        let stated = stated_hosts(Some(session.world_size()), variable);
+        let of_variable = |hosts: &Vec<String>| hosts.get(session.rank()).cloned();
+        let own = stated.as_ref().ok().and_then(|hosts| hosts.as_ref().and_then(of_variable));
+        let hosts = session.all_gather(&own.unwrap_or_else(host_name)).or_run()?;
+        self.rank_hosts = Some(RankHosts::new(&hosts));
+        // Only now, so that the others do not wait for this process.
+        stated.map(|_| ()).or_usage()
+    }
+
+    /// Returns the hosts of all ranks, if they are known.
+    pub fn rank_hosts(&self) -> Option<&RankHosts> {
+        self.rank_hosts.as_ref()
+    }
+
+    /// Returns the job's cluster; one node if nodes have different numbers of ranks.
+    fn cluster(&self) -> Option<Cluster> {
+        let hosts = self.rank_hosts.as_ref()?;
+        let one_node = Cluster { nodes: 1, ranks_per_node: hosts.world_size() };
+        Some(hosts.cluster().unwrap_or(one_node))
+    }
+
+    fn check_size(&self, config: &Config) -> Result<(), JobError> {
+        let Some(session) = &self.session else { return Ok(()) };
+        let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
+        let job = format!("the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks");
+        check_processes(&**session, ranks, &job, ", or choose another --mesh")
+    }
+
+    /// Returns how many of `world_size` ranks run on this machine.
+    pub fn local_ranks(&self, world_size: usize) -> usize {
+        self.session.as_ref().map_or(world_size, |session| session.local_size())
+    }
+
+    /// Returns how many of `world_size` ranks are threads of this process.
+    pub fn ranks_in_process(&self, world_size: usize) -> usize {
+        if self.session.is_some() { 1 } else { world_size }
+    }
+
+    /// Returns whether this process owns the output directory.
+    pub fn is_first(&self) -> bool {
+        self.session.as_ref().is_none_or(|session| session.rank() == 0)
+    }
+
+    /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports.
+    /// Collective.
+    ///
+    /// # Errors
+    /// The failure of this process or of another. `is_usage`: whether settings caused it, as in [`JobError::is_usage`].
+    pub fn agree<T, E: From<JobError>>(
+        &mut self,
+        own: Result<T, E>,
+        is_usage: impl Fn(&E) -> bool,
+    ) -> Result<T, E> {
+        let Some(session) = self.session.as_mut() else { return own };
+        let failed: Vec<Option<bool>> = session.all_gather(&own.as_ref().err().map(is_usage)).or_run()?;
+        let Some(rank) = failed.iter().position(Option::is_some) else { return own };
+        (self.log.mute)(rank != session.rank());
+        own.and_then(|_| {
+            let elsewhere = format!("rank {rank} cannot start");
+            Err(E::from(match failed[rank] {
+                Some(true) => JobError::usage(elsewhere),
+                _ => JobError::run(elsewhere),
+            }))
+        })
+    }
+
+    /// Returns whether `own` is true in all processes. Collective.
+    ///
+    /// # Errors
+    /// When the processes cannot communicate.
+    pub fn all(&mut self, own: bool) -> Result<bool, JobError> {
+        let Some(session) = self.session.as_mut() else { return Ok(own) };
+        Ok(session.all_gather(&own).or_run()?.into_iter().all(|of_process| of_process))
+    }
+
+    /// Returns the value of rank 0. Collective.
+    ///
+    /// # Errors
+    /// When the processes cannot communicate.
+    pub fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, JobError> {
+        let Some(session) = self.session.as_mut() else { return Ok(own) };
+        session.all_gather(&own).or_run()?.into_iter().next().ok_or("a job has a process").or_run()
+    }
+
+    /// Runs `run` on all ranks, with the device of their tensors, and returns the results of all of them in every process.
+    pub(super) fn launch<T: Serialize + DeserializeOwned + Send, E: Into<Box<dyn Error + Send + Sync>>>(
+        &mut self,
+        world_size: usize,
+        placement: &DevicePlacement,
+        options: &LaunchOptions,
+        run: impl Fn(&RankContext, Device) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, JobError> {
+        let Some(session) = self.session.as_mut() else {
+            return placement.launch(world_size, options, run).map_err(failure);
+        };
+        let own = session.rank();
+        let outcomes = session.run(options, |rank, device| {
+            let outcome = run(rank, device).map_err(Into::into)?;
+            all_gather(&*rank.group, &outcome)
+        });
+        outcomes.map_err(|error| {
+            (self.log.mute)(reporting_rank(&error, own) != own);
+            failure(error)
+        })
+    }
+}
+
+/// Returns a variable of the environment.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// Classifies an error: a checkpoint that does not fit the config is a usage error.
+fn failure(error: LaunchError) -> JobError {
+    let is_mismatch = |cause: &&(dyn Error + 'static)| {
+        matches!(cause.downcast_ref(), Some(CheckpointError::Mismatch { .. }))
+    };
+    // All ranks report the same cause; the context adds nothing.
+    let mismatch = causes(&error).find(is_mismatch).map(ToString::to_string);
+    match mismatch {
+        Some(mismatch) => JobError::usage(mismatch),
+        None => JobError::run(error),
+    }
+}
+
+/// Returns an error and its causes.
+fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |cause| (*cause).source())
+}
+
+/// Returns the rank that reports a failure to the user: the failed one; for missing ranks, the first of the others; for
+/// calls that differ, rank 0; else this rank.
+fn reporting_rank(error: &LaunchError, own: usize) -> usize {
+    let LaunchError::Failed { source, .. } = error else { return own };
+    let first_but = |absent: &[usize]| (0..).find(|rank| !absent.contains(rank)).unwrap_or(own);
+    match causes(&**source).filter_map(|cause| cause.downcast_ref::<CommError>()).next() {
+        Some(CommError::PeerFailed { rank, .. }) => *rank,
+        Some(CommError::PeerLeft { rank, .. }) => first_but(&[*rank]),
+        Some(CommError::Timeout { missing, .. }) => first_but(missing),
+        Some(CommError::Desync { .. }) => 0,
+        _ => own,
+    }
+}
