@@ -134,7 +134,7 @@ impl Workload {
         };
         // Logs and traces of the dry run are dropped.
         let silent = tracing::subscriber::NoSubscriber::default();
-        let axes = axes_of_groups(&config, mesh)?;
+        let axes = mesh.split(config.zero_shards(), config.seq_sharding().ring_size)?;
         tracing::subscriber::with_default(silent, || {
             dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, run))
         })?
@@ -223,11 +223,6 @@ impl DryStep {
     }
 }
 
-/// The mesh with the smallest axes that any group spans.
-fn axes_of_groups(config: &Config, mesh: &DeviceMesh) -> Result<DeviceMesh, EngineError> {
-    Ok(mesh.split(config.zero_shards(), config.seq_sharding().ring_size)?)
-}
-
 /// Creates the fake groups of one rank.
 fn fake_groups(
     config: &Config,
@@ -235,12 +230,11 @@ fn fake_groups(
     rank: usize,
     recorder: &Arc<Mutex<Recorder>>,
 ) -> Result<ZeroGroups, EngineError> {
-    let axes = axes_of_groups(config, mesh)?;
     let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
         let observer = move |call: FakeCollective<'_>| recorder.lock().record_collective(axis, call);
-        Ok(Arc::new(LedgerGroup::new(Arc::new(group.observed(Arc::new(observer))), &axes)))
+        Ok(Arc::new(LedgerGroup::new(Arc::new(group.observed(Arc::new(observer))))))
     };
     let sharding = match config.zero_shards() {
         None => None,

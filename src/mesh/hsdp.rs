@@ -148,6 +148,19 @@ mod tests {
     }
 
     #[test]
+    fn a_split_mesh_has_the_axes_that_no_group_divides() {
+        let mesh = DeviceMesh::dp_sp(4, 4).unwrap();
+        let split = |dp_size, spans_sp, ring_size| {
+            mesh.split(Some(ShardShape { dp_size, spans_sp }), ring_size).unwrap().to_string()
+        };
+        assert_eq!(split(4, true, 1), mesh.to_string());
+        assert_eq!(mesh.split(None, 2).unwrap().axis_names(), ["dp", "ring", "ulysses"]);
+        let whole = mesh.split(Some(ShardShape { dp_size: 2, spans_sp: false }), 2).unwrap();
+        assert_eq!(whole.axis_names(), ["dp_replicate", "dp_shard", "ring", "ulysses"]);
+        assert_eq!((whole.shape(), whole.ranks()), (&[2; 4][..], mesh.ranks()));
+    }
+
+    #[test]
     fn dp_replicate_and_dp_shard_may_replace_dp_and_ring_and_ulysses_sp() {
         let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
         let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, ring_size: None, shard_size });

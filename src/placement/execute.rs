@@ -4,6 +4,7 @@ use super::{Layout, PlacementError, Plan, Step, StepKind};
 use crate::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedPlan};
 use candle_core::Tensor;
 use std::ops::Range;
+use std::slice::from_ref;
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{self, BlockCopy, StridedBlock};
 use ulysses_kernels::tensor;
@@ -87,7 +88,7 @@ impl Step {
                     send: to_peers.map(|copy| copy.map(|copy| copy.from).into_iter().collect()).collect(),
                     recv: from_peers.map(|copy| copy.map(recv).into_iter().collect()).collect(),
                 };
-                group.all_to_all_strided(&[local.clone()], &[received.clone()], &Arc::new(plan))?;
+                group.all_to_all_strided(from_ref(local), from_ref(&received), &Arc::new(plan))?;
                 Ok(received)
             }
         }

@@ -2,10 +2,9 @@
 
 use super::{Fault, LedgerError, Placed, fault, place, placed, spanned_axes, with};
 use crate::comm::{Call, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
-use crate::mesh::DeviceMesh;
 use crate::placement::Placement::Shard;
 use candle_core::{DType, Tensor};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The name of the norm in errors.
 const NORM: &str = "the norm of the gradients";
@@ -39,13 +38,19 @@ pub fn close_norm() -> Result<(), LedgerError> {
 #[derive(Debug)]
 pub struct LedgerGroup {
     inner: Arc<dyn ProcessGroup>,
-    axes: Vec<usize>,
+    /// The axes of the ledger's mesh that it spans, once they are needed.
+    axes: OnceLock<Vec<usize>>,
 }
 
 impl LedgerGroup {
-    /// Wraps a group along some axes of the ledger's mesh.
-    pub fn new(inner: Arc<dyn ProcessGroup>, mesh: &DeviceMesh) -> Self {
-        Self { axes: spanned_axes(mesh, &*inner), inner }
+    /// Wraps a group.
+    pub fn new(inner: Arc<dyn ProcessGroup>) -> Self {
+        Self { inner, axes: OnceLock::new() }
+    }
+
+    fn axes(&self) -> &[usize] {
+        let spanned = || with(|ledger| spanned_axes(&ledger.mesh, &*self.inner)).unwrap_or_default();
+        self.axes.get_or_init(spanned)
     }
 
     fn record(&self, call: &Call<'_>) -> Result<(), LedgerError> {
@@ -55,7 +60,7 @@ impl LedgerGroup {
             return Ok(());
         }
         match placed(input) {
-            Some(placed) => place(output, Some(placed.after(op, &self.axes)?)),
+            Some(placed) => place(output, Some(placed.after(op, self.axes())?)),
             None if input.dtype() == DType::F64 => self.record_sum_of_norm()?,
             None => {}
         }
@@ -63,10 +68,11 @@ impl LedgerGroup {
     }
 
     fn record_sum_of_norm(&self) -> Result<(), LedgerError> {
+        let axes = self.axes();
         let twice = with(|ledger| {
             let missing = ledger.norm.as_mut()?;
-            let twice = self.axes.iter().find(|axis| !missing.contains(axis));
-            missing.retain(|axis| !self.axes.contains(axis));
+            let twice = axes.iter().find(|axis| !missing.contains(axis));
+            missing.retain(|axis| !axes.contains(axis));
             twice.copied()
         });
         twice.flatten().map_or(Ok(()), |axis| Err(fault(NORM, axis, Fault::SummedTwice)))

@@ -15,14 +15,14 @@ struct Groups {
 
 impl Groups {
     fn along(&self, axis: &str) -> LedgerGroup {
-        self.over(&self.mesh, axis)
+        Self::over(&self.mesh, axis)
     }
 
     /// A group of a derived mesh, over several axes.
-    fn over(&self, mesh: &DeviceMesh, axis: &str) -> LedgerGroup {
+    fn over(mesh: &DeviceMesh, axis: &str) -> LedgerGroup {
         let group = FakeGroup::new(axis, mesh.group_of(axis, 0).unwrap(), 0).unwrap();
         let group = group.observed(Arc::new(|_| {}));
-        LedgerGroup::new(Arc::new(group), &self.mesh)
+        LedgerGroup::new(Arc::new(group))
     }
 }
 
@@ -80,7 +80,7 @@ fn a_sum_over_a_part_of_sp_leaves_the_other_part() {
         }
         let whole = groups.mesh.flatten(&["ring", "ulysses"], "sp").unwrap();
         let gradient = gradient();
-        groups.over(&whole, "sp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
+        Groups::over(&whole, "sp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
         check_summed(&gradient).unwrap();
     });
 }
@@ -90,7 +90,7 @@ fn partitions_over_dp_and_sp_are_not_summed_over_sp_again() {
     with_ledger("2x2", |groups| {
         let whole = groups.mesh.flatten(&["dp", "sp"], "shard").unwrap();
         let (gradient, partition) = (gradient(), zeros(2, DType::F32, &Device::Cpu).unwrap());
-        groups.over(&whole, "shard").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
+        Groups::over(&whole, "shard").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
         check_summed(&partition).unwrap();
         assert_fault(groups.along("sp").all_reduce(&partition, ReduceOp::Sum), "summed over `sp` twice");
     });
