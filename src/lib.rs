@@ -90,6 +90,7 @@ pub mod mesh;
 pub mod model;
 pub mod monitor;
 pub mod nn;
+mod optim;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;

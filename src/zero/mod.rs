@@ -39,4 +39,3 @@ pub use groups::{RingGroups, ShardGroups, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use state::{RestoreState, StateBytes, StateSlice, Storage};
-pub use update::state_kinds;
