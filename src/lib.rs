@@ -93,6 +93,7 @@ pub mod model;
 pub mod monitor;
 pub mod nn;
 pub mod objective;
+mod optim;
 pub mod placement;
 pub mod regular_file;
 mod safetensors_file;

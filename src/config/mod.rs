@@ -37,7 +37,7 @@ mod auto;
 mod batch;
 #[expect(clippy::module_inception, reason = "the module is named after its type")]
 mod config;
-mod define;
+pub(crate) mod define;
 mod describe;
 mod error;
 mod machine;
@@ -45,16 +45,17 @@ mod mesh_shape;
 mod overrides;
 mod partial;
 mod raw;
-mod reader;
+pub(crate) mod reader;
 mod resolve;
 mod rule_keys;
 mod sections;
 mod settings;
-mod vocabulary;
+pub(crate) mod vocabulary;
 
 #[cfg(test)]
 mod tests;
 
+pub use crate::optim::{Adagrad, Adam, Lamb, Lion, OptimizerConfig, Sgd};
 pub use batch::{BatchError, BatchSizes};
 pub use config::{Config, LossNormalization, ResolvedAuto};
 pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
@@ -75,7 +76,6 @@ pub use sections::mesh::MeshConfig;
 pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;
 pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
-pub use sections::optimizer::OptimizerConfig;
 pub use sections::parameter_groups::{GroupRate, NamePattern, ParameterGroup};
 pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, Precision};
 pub use sections::scheduler::{

@@ -39,4 +39,3 @@ pub use groups::{Buffer, RingGroups, ShardGroups, ZeroAxis, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use state::{RestoreState, StateBytes, StateSlice, Storage};
-pub use update::state_kinds;

@@ -4,7 +4,6 @@ use super::frozen_split::{FrozenSplit, split_frozen};
 use super::reduce::{self, Reduction};
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
-use super::update::optimizer_step;
 use super::{Buffer, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
@@ -218,7 +217,7 @@ impl ZeroOptimizer {
             layouts.map(FlatLayout::padded_numel).sum()
         };
         let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.storage.options.dtype);
-        let state_tensors = optimizer_step::state_kinds(&self.config).len();
+        let state_tensors = self.config.params().state_kinds().len();
         let all = StateBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
             + StateBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
         all.without(stage, self.storage.parameters.is_some(), self.storage.optimizer.is_some())
@@ -399,7 +398,6 @@ fn optimizer_state(
         StateTensor::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };
     let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
-    let initial = optimizer_step::initial_state(config);
-    let state = optimizer_step::state_kinds(config).iter().map(|_| initially(initial));
+    let state = config.params().state_kinds().iter().map(|_| initially(config.params().initial_state()));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))
 }

@@ -3,7 +3,9 @@
 use super::update::param_group_ranges::{ParamGroupRange, Settings};
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
-use crate::config::{CommunicationDtype, GroupRate, OptimizerConfig, ZeroStage};
+use crate::config::{
+    Adagrad, Adam, CommunicationDtype, GroupRate, Lamb, Lion, OptimizerConfig, Sgd, ZeroStage,
+};
 use crate::mesh::DeviceMesh;
 use candle_core::DType;
 use parking_lot::Mutex;
@@ -55,7 +57,7 @@ fn on_mesh(mesh: (usize, usize), stage: ZeroStage, check: impl Fn(&mut ZeroOptim
 }
 
 fn momentum() -> OptimizerConfig {
-    OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 }
+    OptimizerConfig::Sgd(Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 })
 }
 
 /// The same with another optimizer and other storage.
@@ -225,7 +227,7 @@ fn cut_into_groups(zero: &mut ZeroOptimizer) {
 /// Host copies that complete as late as a device may, and updates on the host of all optimizers but LAMB.
 #[test]
 fn offloaded_state_comes_back_bit_for_bit() {
-    let lamb = OptimizerConfig::Lamb {
+    let lamb = OptimizerConfig::Lamb(Lamb {
         lr: 0.01,
         betas: [0.9, 0.99],
         eps: 1e-8,
@@ -233,24 +235,24 @@ fn offloaded_state_comes_back_bit_for_bit() {
         bias_correction: true,
         min_coeff: 0.01,
         max_coeff: 10.0,
-    };
+    });
     let (lr, betas, weight_decay) = (0.01, [0.9, 0.99], 0.1);
-    let adam = OptimizerConfig::Adam {
+    let adam = OptimizerConfig::Adam(Adam {
         lr,
         betas,
         eps: 1e-8,
         weight_decay,
         adam_w_mode: true,
         bias_correction: true,
-    };
-    let lion = OptimizerConfig::Lion { lr, betas, weight_decay };
-    let adagrad = OptimizerConfig::Adagrad {
+    });
+    let lion = OptimizerConfig::Lion(Lion { lr, betas, weight_decay });
+    let adagrad = OptimizerConfig::Adagrad(Adagrad {
         lr,
         lr_decay: 0.1,
         eps: 1e-8,
         weight_decay,
         initial_accumulator_value: 0.5,
-    };
+    });
     let stages = [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters];
     for (mesh, stage) in
         [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| stages.map(|stage| (mesh, stage)))

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::{
     Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
-    RawConfig, ZeroStage,
+    RawConfig, Sgd, ZeroStage,
 };
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::initialize;
@@ -173,7 +173,7 @@ fn the_settings_of_a_file_reach_training() {
     assert_eq!((tuned.gradient_clipping, tuned.train_batch_size), (0.5, 4));
     let mesh = resolve("ulysses_mesh.json").unwrap();
     assert_eq!((mesh.mesh.dp_size, mesh.mesh.sp_size, mesh.micro_batch_size), (2, 2, 1));
-    assert!(matches!(mesh.optimizer, OptimizerConfig::Sgd { lr: 0.1, momentum: 0.9, .. }));
+    assert!(matches!(mesh.optimizer, OptimizerConfig::Sgd(Sgd { lr: 0.1, momentum: 0.9, .. })));
     let auto = resolve("hf_auto_zero3.json").unwrap();
     assert_eq!((auto.optimizer.lr(), auto.gradient_clipping, auto.autos.len()), (5e-5, 1.0, 17));
     assert_eq!((auto.train_batch_size, auto.precision), (8, Precision::F32));

@@ -109,7 +109,7 @@ impl ErrorRule<'_> {
     /// The learning rate of a parameter over the optimizer's; 0 if updates are proportional to gradients.
     fn rate_factor(&self, parameter: &str) -> f64 {
         match (&self.config.optimizer, ParameterGroup::of(&self.config.ulysses.parameter_groups, parameter)) {
-            (OptimizerConfig::Sgd { .. }, _) => 0.0,
+            (OptimizerConfig::Sgd(_), _) => 0.0,
             (_, None) => 1.0,
             (optimizer, Some(group)) => match group.rate() {
                 GroupRate::Scaled(scale) => scale,

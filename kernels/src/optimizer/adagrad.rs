@@ -47,18 +47,7 @@ pub fn step(
     elementwise::step(params, [param, state_sum], grad)
 }
 
-/// As [`step`], on slices in host memory of equal length.
-///
-/// # Errors
-/// As [`step`].
-pub fn step_on_host(
-    param: &mut [f32],
-    grad: &[f32],
-    state_sum: &mut [f32],
-    params: &AdagradParams,
-) -> Result<(), OpError> {
-    elementwise::step_on_host(params, [param, state_sum], grad)
-}
+elementwise::element_step!(AdagradParams, state_sum);
 
 #[derive(Clone, Copy, NoUninit)]
 #[repr(C)]

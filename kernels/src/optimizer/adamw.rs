@@ -55,19 +55,7 @@ pub fn step(
     elementwise::step(params, [param, exp_avg, exp_avg_sq], grad)
 }
 
-/// As [`step`], on slices in host memory of equal length.
-///
-/// # Errors
-/// As [`step`].
-pub fn step_on_host(
-    param: &mut [f32],
-    grad: &[f32],
-    exp_avg: &mut [f32],
-    exp_avg_sq: &mut [f32],
-    params: &AdamParams,
-) -> Result<(), OpError> {
-    elementwise::step_on_host(params, [param, exp_avg, exp_avg_sq], grad)
-}
+elementwise::element_step!(AdamParams, exp_avg, exp_avg_sq);
 
 #[derive(Clone, Copy, NoUninit)]
 #[repr(C)]

@@ -70,6 +70,34 @@ pub(super) fn step_on_host<R: Rule<T>, const T: usize>(
     Ok(())
 }
 
+/// Implements [`ElementStep`](super::ElementStep) for a rule with these state tensors.
+macro_rules! element_step {
+    ($params:ty, $($state:ident),+) => {
+        impl super::ElementStep for $params {
+            fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
+                match state {
+                    [$($state),+] => elementwise::step(self, [param, $($state),+], grad),
+                    _ => super::refuse_state(Self::OP, state.len()),
+                }
+            }
+
+            fn step_on_host(
+                &self,
+                param: &mut [f32],
+                grad: &[f32],
+                state: &mut [&mut [f32]],
+            ) -> Result<(), OpError> {
+                match state {
+                    [$($state),+] => elementwise::step_on_host(self, [param, $($state),+], grad),
+                    _ => super::refuse_state(Self::OP, state.len()),
+                }
+            }
+        }
+    };
+}
+
+pub(super) use element_step;
+
 fn on_cpu<R: Rule<T>, const T: usize>(rule: &R, mut tensors: [&mut [f32]; T], grad: &[f32]) {
     let constants = rule.constants();
     let block_elems = rows_per_block(grad.len(), 1);

@@ -39,18 +39,7 @@ pub fn step(param: &Tensor, grad: &Tensor, exp_avg: &Tensor, params: &LionParams
     elementwise::step(params, [param, exp_avg], grad)
 }
 
-/// As [`step`], on slices in host memory of equal length.
-///
-/// # Errors
-/// As [`step`].
-pub fn step_on_host(
-    param: &mut [f32],
-    grad: &[f32],
-    exp_avg: &mut [f32],
-    params: &LionParams,
-) -> Result<(), OpError> {
-    elementwise::step_on_host(params, [param, exp_avg], grad)
-}
+elementwise::element_step!(LionParams, exp_avg);
 
 #[derive(Clone, Copy, NoUninit)]
 #[repr(C)]

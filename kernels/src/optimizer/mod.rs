@@ -25,6 +25,56 @@ mod tests;
 
 use crate::OpError;
 use crate::arg_check::ArgCheck;
+use candle_core::Tensor;
+use lamb::{Segments, SquaredNorms};
+
+/// One step of a rule that updates elements independently of each other.
+pub trait ElementStep {
+    /// Updates parameters and state, which has one tensor for each entry of the table above.
+    ///
+    /// # Errors
+    /// As the `step` of the rule's module.
+    fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError>;
+
+    /// The same on slices in host memory.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step); slices that do not have equal length.
+    fn step_on_host(&self, param: &mut [f32], grad: &[f32], state: &mut [&mut [f32]]) -> Result<(), OpError>;
+}
+
+/// One step of a rule with norms of whole parameter tensors, in two passes. In between, the norms of a tensor's parts
+/// are added.
+pub trait TensorStep {
+    /// Replaces the gradients by the directions of the step, and returns the norms of every segment.
+    ///
+    /// # Errors
+    /// As the function of the rule's module.
+    fn find_directions(
+        &self,
+        param: &Tensor,
+        grad: &Tensor,
+        state: &[Tensor],
+        segments: &Segments,
+    ) -> Result<Vec<SquaredNorms>, OpError>;
+
+    /// Updates the parameters, with the norms of the whole tensor for every segment.
+    ///
+    /// # Errors
+    /// As the function of the rule's module.
+    fn apply_directions(
+        &self,
+        param: &Tensor,
+        direction: &Tensor,
+        segments: &Segments,
+        norms: &[SquaredNorms],
+    ) -> Result<(), OpError>;
+}
+
+/// Refuses another number of state tensors than a rule has.
+fn refuse_state(op: &'static str, num_tensors: usize) -> Result<(), OpError> {
+    ArgCheck::new(op).expect_value("state", num_tensors as f64, false, "one tensor of each kind")
+}
 
 /// Steps are counted from 1.
 fn check_step(call: ArgCheck, step: u64) -> Result<(), OpError> {

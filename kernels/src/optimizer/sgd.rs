@@ -1,7 +1,7 @@
 //! Stochastic gradient descent with momentum, in the form of `torch.optim.SGD` (dampening 0).
 
-use super::check_step;
 use super::elementwise::{self, Rule};
+use super::{ElementStep, check_step};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::simd::Isa;
@@ -49,20 +49,17 @@ pub fn step(
     }
 }
 
-/// As [`step`], on slices in host memory of equal length.
-///
-/// # Errors
-/// As [`step`].
-pub fn step_on_host(
-    param: &mut [f32],
-    grad: &[f32],
-    momentum_buffer: Option<&mut [f32]>,
-    params: &SgdParams,
-) -> Result<(), OpError> {
-    match momentum_buffer {
-        Some(buffer) if params.momentum > 0.0 => elementwise::step_on_host(params, [param, buffer], grad),
-        None if params.momentum > 0.0 => params.refuse_momentum(),
-        _ => elementwise::step_on_host(params, [param], grad),
+impl ElementStep for SgdParams {
+    fn step(&self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<(), OpError> {
+        step(param, grad, state.first(), self)
+    }
+
+    fn step_on_host(&self, param: &mut [f32], grad: &[f32], state: &mut [&mut [f32]]) -> Result<(), OpError> {
+        match state {
+            [buffer, ..] if self.momentum > 0.0 => elementwise::step_on_host(self, [param, buffer], grad),
+            [] if self.momentum > 0.0 => self.refuse_momentum(),
+            _ => elementwise::step_on_host(self, [param], grad),
+        }
     }
 }
 

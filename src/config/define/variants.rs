@@ -25,53 +25,62 @@ pub(crate) fn write_variant(object: &mut Map<String, Json>, name: &str, params: 
     object.extend([("type".to_owned(), json!(name)), ("params".to_owned(), Json::Object(params))]);
 }
 
-/// Defines an enum of types, each with its names in a file (the first one is written) and its parameters, which are
-/// keys as in [`keys!`](super).
+/// Defines an enum of types, each with its parameters, a section by [`keys!`](super), and its names in a file, of which
+/// the first one is written. The parameters of all may have a trait in common.
 macro_rules! variants {
-    ($(#[$meta:meta])* $vis:vis enum $enum:ident { $(
-        $(#[doc = $variant_doc:literal])+
-        $variant:ident: $($name:literal),+ {
-            $( $(#[doc = $doc:literal])+ $field:ident: $type:ty = $key:expr, )*
-        }
+    ($(#[$meta:meta])* $vis:vis enum $enum:ident $(: $trait:path)? { $(
+        $(#[doc = $doc:literal])+
+        $variant:ident($params:ty) = $($name:literal)|+,
     )* }) => {
         $(#[$meta])*
-        $vis enum $enum { $(
-            $(#[doc = $variant_doc])+
-            $variant { $( $(#[doc = $doc])+ $field: $type, )* },
-        )* }
+        $vis enum $enum { $( $(#[doc = $doc])+ $variant($params), )* }
 
         impl $enum {
             /// Returns the types of the section at `path`.
             fn variants(path: &str) -> Vec<$crate::config::vocabulary::Variant> {
                 let mut variants = Vec::new();
-                $(
-                    let mut params = Vec::new();
-                    $( keys!(@declare params, path, $type, $field, [$($doc)+], $key); )*
-                    for name in [$($name),+] {
-                        variants.push($crate::config::define::variant(name, path, &params));
-                    }
-                )*
+                $( for name in [$($name),+] {
+                    let params = <$params as $crate::config::define::Keys>::declare(path);
+                    variants.push($crate::config::define::variant(name, path, &params));
+                } )*
                 variants
             }
 
-            /// Reads the type `name` with these parameters.
-            fn of_type(name: &str, params: &$crate::config::reader::Section<'_>) -> Self {
+            /// Reads the type `name` with these parameters; `None` if there is no such type.
+            fn of_type(name: &str, params: &$crate::config::reader::Section<'_>) -> Option<Self> {
                 match name {
-                    $( $($name)|+ => Self::$variant { $( $field: keys!(@read params, $type, $field, $key), )* }, )*
-                    _ => Self::default(), // the error has been reported
+                    $( $($name)|+ => {
+                        Some(Self::$variant(<$params as $crate::config::define::Keys>::from_section(params)))
+                    } )*
+                    _ => None,
                 }
             }
 
             /// Returns the name and the parameters.
             fn name_and_params(&self) -> (&'static str, serde_json::Map<String, serde_json::Value>) {
-                let mut params = serde_json::Map::new();
+                let mut object = serde_json::Map::new();
                 let name = match self { $(
-                    Self::$variant { $( $field, )* } => {
-                        $( keys!(@write $field, params, $type, $field, $key); )*
+                    Self::$variant(params) => {
+                        $crate::config::define::Keys::write_into(params, &mut object);
                         [$($name),+][0]
                     }
                 )* };
-                (name, params)
+                (name, object)
+            }
+        }
+
+        variants!(@params [$($trait)?] $enum $($variant)*);
+    };
+    (@params [] $enum:ident $($variant:ident)*) => {};
+    (@params [$trait:path] $enum:ident $($variant:ident)*) => {
+        impl $enum {
+            /// Returns the parameters.
+            pub(crate) fn params(&self) -> &dyn $trait {
+                match self { $( Self::$variant(params) => params, )* }
+            }
+
+            fn params_mut(&mut self) -> &mut dyn $trait {
+                match self { $( Self::$variant(params) => params, )* }
             }
         }
     };

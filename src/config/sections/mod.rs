@@ -8,7 +8,6 @@ pub(crate) mod mesh;
 pub(crate) mod mesh_rules;
 pub(crate) mod mesh_spec;
 pub(crate) mod monitoring;
-pub(crate) mod optimizer;
 pub(crate) mod parameter_groups;
 pub(crate) mod precision;
 pub(crate) mod scheduler;

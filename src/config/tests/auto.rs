@@ -20,14 +20,14 @@ fn auto_becomes_what_the_trainer_fills_in() {
             "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
         "ulysses": {"steps": 70}"#,
     );
-    let adam = OptimizerConfig::Adam {
+    let adam = OptimizerConfig::Adam(Adam {
         lr: 5e-5,
         betas: [0.9, 0.999],
         eps: 1e-8,
         weight_decay: 0.0,
         adam_w_mode: true,
         bias_correction: true,
-    };
+    });
     let decay = WarmupDecayLr {
         total_num_steps: 70,
         warmup_min_lr: 0.0,

@@ -50,7 +50,9 @@ fn the_names_of_deepspeeds_classes_select_the_optimizer() {
     }
     // Decoupled weight decay unless a file says otherwise, as the classes themselves.
     let is_decoupled = |name, params| {
-        let OptimizerConfig::Adam { adam_w_mode, .. } = config(name, params).optimizer else { panic!() };
+        let OptimizerConfig::Adam(Adam { adam_w_mode, .. }) = config(name, params).optimizer else {
+            panic!()
+        };
         adam_w_mode
     };
     assert!(is_decoupled("DeepSpeedCPUAdam", "") && is_decoupled("FusedAdam", "\"torch_adam\": true"));

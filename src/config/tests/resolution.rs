@@ -31,14 +31,14 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         train_batch_size: 1,
         micro_batch_size: 1,
         gradient_accumulation_steps: 1,
-        optimizer: OptimizerConfig::Adam {
+        optimizer: OptimizerConfig::Adam(Adam {
             lr: 1e-3,
             betas: [0.9, 0.999],
             eps: 1e-8,
             weight_decay: 0.0,
             adam_w_mode: true,
             bias_correction: true,
-        },
+        }),
         scheduler: None,
         gradient_clipping: 0.0,
         precision: Precision::F32,
@@ -105,13 +105,13 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
 fn optimizers_have_the_defaults_of_deepspeeds_own() {
     let adam_w = config_with(r#""optimizer": {"type": "ADAMW"}"#).optimizer;
     assert_eq!(adam_w, OptimizerConfig::default());
-    assert!(matches!(adam_w, OptimizerConfig::Adam { weight_decay: 0.0, adam_w_mode: true, .. }));
+    assert!(matches!(adam_w, OptimizerConfig::Adam(Adam { weight_decay: 0.0, adam_w_mode: true, .. })));
     let lion = config_with(r#""optimizer": {"type": "Lion"}"#).optimizer;
-    assert_eq!(lion, OptimizerConfig::Lion { lr: 1e-3, betas: [0.9, 0.999], weight_decay: 0.0 });
+    assert_eq!(lion, OptimizerConfig::Lion(Lion { lr: 1e-3, betas: [0.9, 0.999], weight_decay: 0.0 }));
     let l2 = config_with(r#""optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}"#).optimizer;
-    assert!(matches!(l2, OptimizerConfig::Adam { weight_decay: 0.0, adam_w_mode: false, .. }));
+    assert!(matches!(l2, OptimizerConfig::Adam(Adam { weight_decay: 0.0, adam_w_mode: false, .. })));
     let sgd = config_with(r#""optimizer": {"type": "sgd", "params": {"momentum": 0.9, "nesterov": true}}"#);
-    let expected = OptimizerConfig::Sgd { lr: 1e-3, momentum: 0.9, nesterov: true, weight_decay: 0.0 };
+    let expected = OptimizerConfig::Sgd(Sgd { lr: 1e-3, momentum: 0.9, nesterov: true, weight_decay: 0.0 });
     assert_eq!(sgd.optimizer, expected);
 }
 
@@ -137,14 +137,14 @@ fn every_key_of_a_full_file_arrives() {
         on_error,
     };
     assert_eq!(config.checkpoint, Some(checkpoint));
-    let expected = OptimizerConfig::Adam {
+    let expected = OptimizerConfig::Adam(Adam {
         lr: 3e-4,
         betas: [0.8, 0.95],
         eps: 1e-6,
         weight_decay: 0.02,
         adam_w_mode: false,
         bias_correction: false,
-    };
+    });
     assert_eq!(config.optimizer, expected);
     assert_eq!(
         (config.require_model().unwrap(), config.require_data().unwrap()),

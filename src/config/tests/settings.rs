@@ -38,7 +38,7 @@ fn settings_apply_in_order_and_other_flags_come_last() {
     assert_eq!((config.ulysses.model.as_deref(), config.ulysses.steps), (Some("nano"), Some(7)));
     assert_eq!((config.ulysses.data.len(), config.ulysses.output.as_deref()), (2, Some("10=x")));
     assert_eq!(config.precision.dtype(), candle_core::DType::BF16);
-    assert!(matches!(config.optimizer, OptimizerConfig::Adam { betas: [0.8, 0.9], .. }));
+    assert!(matches!(config.optimizer, OptimizerConfig::Adam(Adam { betas: [0.8, 0.9], .. })));
     let flags = Settings { zero_stage: Some(3), batch_size: Some(4), lr: Some(0.5), ..settings };
     let config = resolved(FILE, &flags);
     assert_eq!((config.train_batch_size, u8::from(config.zero.stage), config.optimizer.lr()), (4, 3, 0.5));

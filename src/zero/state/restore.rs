@@ -2,7 +2,6 @@
 
 use super::state_tensor::{StateSlice, StateTensor};
 use crate::zero::unit::Unit;
-use crate::zero::update::optimizer_step;
 use crate::zero::{ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
@@ -16,7 +15,7 @@ impl ZeroOptimizer {
     /// optimizer's own state. Other methods take the index of a kind in this list. Frozen parameters have
     /// only the first kind.
     pub fn state_kinds(&self) -> Vec<&'static str> {
-        [&["parameters"], optimizer_step::state_kinds(&self.config)].concat()
+        [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
     /// Returns the bytes of each partition in a checkpoint, over all units and kinds, without padding.

@@ -1,8 +1,7 @@
 //! The optimizer step on this rank's elements, and access to whole parameters and gradients.
 
-mod lamb;
+mod by_tensor;
 mod on_host;
-pub(super) mod optimizer_step;
 pub(super) mod param_group_ranges;
 
 use super::state::StateTensor;
@@ -10,12 +9,33 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
+use crate::optim::Step;
 use crate::placement::ledger;
 use candle_core::{DType, Tensor};
-pub use optimizer_step::state_kinds;
-use optimizer_step::{Step, UpdateTensors};
+use std::ops::Range;
 use ulysses_kernels::cast;
 use ulysses_kernels::memory::{Category, with_category};
+
+/// The elements to update, with their gradients and optimizer state: tensors of equal length.
+pub(super) struct UpdateTensors {
+    /// Parameters, or their master copy if there is one.
+    parameters: Tensor,
+    gradients: Tensor,
+    /// One tensor of each kind.
+    state: Vec<Tensor>,
+}
+
+impl UpdateTensors {
+    /// A range of the elements.
+    fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
+        let narrow = |tensor: &Tensor| tensor.narrow(0, elements.start, elements.len());
+        Ok(Self {
+            parameters: narrow(&self.parameters)?,
+            gradients: narrow(&self.gradients)?,
+            state: self.state.iter().map(narrow).collect::<Result<_, _>>()?,
+        })
+    }
+}
 
 impl ZeroOptimizer {
     /// Updates this rank's elements. If parameters are whole but the optimizer is partitioned, then all-gathers the
@@ -42,12 +62,10 @@ impl ZeroOptimizer {
         // Parameters that were gathered before the update are stale.
         self.release_all();
         self.trained_units().try_for_each(Unit::place_updated)?;
-        tracing::trace_span!("optimizer").in_scope(|| match config {
-            OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
-            _ => match self.host_store() {
-                Some(store) => self.update_on_host(store, &config, step),
-                None => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
-            },
+        tracing::trace_span!("optimizer").in_scope(|| match self.host_store() {
+            _ if !config.is_by_element() => self.update_by_tensor(&config, step),
+            Some(store) => self.update_on_host(store, &config, step),
+            None => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
         })?;
         self.storage.settle()?;
         let _publish = tracing::trace_span!("publish").entered();
@@ -109,8 +127,8 @@ impl ZeroOptimizer {
     fn update_unit(&self, unit: &Unit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let update = self.update_tensors(unit)?;
         for range in &unit.param_group_ranges {
-            let (config, step) = range.settings.applied(config, step);
-            optimizer_step::update(&config, &update.narrow(&range.elements)?, step)?;
+            let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
+            range.settings.rule(config, step).by_element().step(&parameters, &gradients, &state)?;
         }
         self.put_back(unit, update)
     }

@@ -5,8 +5,8 @@
 //! the update, and updated parameters after it. A unit is updated in pieces, so that its temporary copies are small;
 //! the copies of one piece overlap with the update of another.
 
-use super::optimizer_step::{self, Step};
 use crate::config::OptimizerConfig;
+use crate::optim::Step;
 use crate::zero::state::{SlotSlice, StateTensor, with_bytes};
 use crate::zero::unit::{Gradients, Unit};
 use crate::zero::{ZeroError, ZeroOptimizer};
@@ -30,14 +30,13 @@ struct Piece<'a> {
 
 impl ZeroOptimizer {
     /// The store of the optimizer state, if updates run on the host. They do if that moves less: not for an optimizer
-    /// without state and master copy. LAMB exchanges norms between the halves of its step, and runs on the device.
+    /// without state and master copy. Rules by tensors exchange norms between the halves of a step, on the device.
     pub(in crate::zero) fn host_store(&self) -> Option<&Arc<OffloadStore>> {
         let has_state = self.trained_units().any(|unit| unit.master.is_some() || !unit.state.is_empty());
-        let is_elementwise = !matches!(self.config, OptimizerConfig::Lamb { .. });
         let are_parameters_near =
             self.storage.parameters.as_ref().is_none_or(|store| store.is_in_host_memory());
         let store = self.storage.optimizer.as_ref().filter(|store| store.is_in_host_memory());
-        store.filter(|_| has_state && is_elementwise && are_parameters_near)
+        store.filter(|_| has_state && self.config.is_by_element() && are_parameters_near)
     }
 
     /// Updates this rank's elements in host memory.
@@ -121,15 +120,14 @@ impl ZeroOptimizer {
             unreachable!("the tensors of `Piece`")
         };
         for range in &unit.param_group_ranges {
-            let (config, step) = range.settings.applied(config, step);
             let (start, end) = (range.elements.start.max(piece.start), range.elements.end.min(piece.end));
             if start >= end {
                 continue;
             }
             let at = || start - piece.start..end - piece.start;
-            let state = state.iter_mut().map(|tensor| &mut tensor[at()]).collect();
-            let (parameters, gradients) = (&mut parameters[at()], &gradients[at()]);
-            optimizer_step::update_on_host(&config, (parameters, gradients, state), step)?;
+            let mut state: Vec<_> = state.iter_mut().map(|tensor| &mut tensor[at()]).collect();
+            let rule = range.settings.rule(config, step).by_element();
+            rule.step_on_host(&mut parameters[at()], &gradients[at()], &mut state)?;
         }
         match rounded {
             Some(rounded) => Ok(cast::round_on_host(parameters, rounded, self.storage.options.dtype)?),

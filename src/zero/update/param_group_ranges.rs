@@ -1,7 +1,7 @@
 //! Splits the elements that a rank updates into ranges with the settings of one parameter group.
 
-use super::optimizer_step::Step;
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
+use crate::optim::{Rule, Step};
 use crate::zero::unit::Unit;
 use crate::zero::{FlatLayout, ZeroError};
 use candle_core::Device;
@@ -23,15 +23,15 @@ impl Settings {
         }
     }
 
-    /// Applies these settings to the optimizer's config and the step.
-    pub(in crate::zero) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
+    /// The optimizer's step with these settings.
+    pub(in crate::zero) fn rule(self, config: &OptimizerConfig, step: Step) -> Rule {
         let lr = self.rate.at(step.lr, config.lr());
         let config = config.clone();
         let config = match self.weight_decay {
             Some(weight_decay) => config.with_weight_decay(weight_decay),
             None => config,
         };
-        (config, Step { lr, ..step })
+        config.params().rule(Step { lr, ..step })
     }
 }
 
@@ -40,7 +40,7 @@ pub(in crate::zero) struct ParamGroupRange {
     /// Range within the elements that this rank updates.
     pub(in crate::zero) elements: Range<usize>,
     pub(in crate::zero) settings: Settings,
-    /// For LAMB, the parameter tensors of the elements.
+    /// For a rule by tensors, the parameter tensors of the elements.
     pub(in crate::zero) tensors: Option<Tensors>,
 }
 
@@ -64,7 +64,7 @@ impl Unit {
         let names = layout.parameters().iter().map(|parameter| &parameter.name);
         let settings: Vec<_> = names.map(|name| Settings::of(groups, name)).collect();
         let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.shard_rank) };
-        if !matches!(config, OptimizerConfig::Lamb { .. }) {
+        if config.is_by_element() {
             let runs = equal_settings(layout, updated, &settings);
             return Ok(runs.into_iter().map(|run| run.into_range(0, None)).collect());
         }

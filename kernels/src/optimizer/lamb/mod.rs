@@ -15,6 +15,7 @@ mod tests;
 
 pub use segments::{Segments, SquaredNorms};
 
+use super::{TensorStep, refuse_state};
 use crate::OpError;
 use crate::arg_check::ArgCheck;
 use crate::device::{Target, dry};
@@ -43,6 +44,31 @@ pub struct LambParams {
     pub step: u64,
     /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
+}
+
+impl TensorStep for LambParams {
+    fn find_directions(
+        &self,
+        param: &Tensor,
+        grad: &Tensor,
+        state: &[Tensor],
+        segments: &Segments,
+    ) -> Result<Vec<SquaredNorms>, OpError> {
+        match state {
+            [exp_avg, exp_avg_sq] => direction(param, grad, exp_avg, exp_avg_sq, segments, self),
+            _ => refuse_state("lamb::direction", state.len()).map(|()| Vec::new()),
+        }
+    }
+
+    fn apply_directions(
+        &self,
+        param: &Tensor,
+        direction: &Tensor,
+        segments: &Segments,
+        norms: &[SquaredNorms],
+    ) -> Result<(), OpError> {
+        apply(param, direction, segments, norms, self)
+    }
 }
 
 impl LambParams {

@@ -15,68 +15,45 @@ pub use one_cycle::OneCycle;
 pub use range_test::LrRangeTest;
 pub use warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType};
 
-use super::optimizer::OptimizerConfig;
-use crate::config::define::{Keys, declare_variants, variant, write_variant};
+use crate::config::define::{Keys, declare_variants, variants, write_variant};
 use crate::config::error::ConfigError;
 use crate::config::reader::Section;
-use crate::config::vocabulary::{Key, Variant};
+use crate::config::vocabulary::Key;
+use crate::optim::OptimizerConfig;
 use serde_json::{Map, Value as Json};
 
-/// The `scheduler` section.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum SchedulerConfig {
-    /// Warm-up, then constant.
-    WarmupLr(WarmupLr),
-    /// Warm-up, then linear decay.
-    WarmupDecayLr(WarmupDecayLr),
-    /// Warm-up, then cosine decay.
-    WarmupCosineLr(WarmupCosineLr),
-    /// One cycle up and down, then decay.
-    OneCycle(OneCycle),
-    /// Unbounded growth, to find the largest usable rate.
-    LrRangeTest(LrRangeTest),
+variants! {
+    /// The `scheduler` section.
+    #[derive(Clone, Debug, PartialEq)]
+    #[non_exhaustive]
+    pub enum SchedulerConfig {
+        /// Warm-up, then constant.
+        WarmupLr(WarmupLr) = "WarmupLR",
+        /// Warm-up, then linear decay.
+        WarmupDecayLr(WarmupDecayLr) = "WarmupDecayLR",
+        /// Warm-up, then cosine decay.
+        WarmupCosineLr(WarmupCosineLr) = "WarmupCosineLR",
+        /// One cycle up and down, then decay.
+        OneCycle(OneCycle) = "OneCycle",
+        /// Unbounded growth, to find the largest usable rate.
+        LrRangeTest(LrRangeTest) = "LRRangeTest",
+    }
 }
 
 impl Keys for SchedulerConfig {
     fn declare(path: &str) -> Vec<Key> {
-        fn rule<T: Keys>(name: &'static str, path: &str) -> Variant {
-            variant(name, path, &T::declare(path))
-        }
-        let variants = vec![
-            rule::<WarmupLr>("WarmupLR", path),
-            rule::<WarmupDecayLr>("WarmupDecayLR", path),
-            rule::<WarmupCosineLr>("WarmupCosineLR", path),
-            rule::<OneCycle>("OneCycle", path),
-            rule::<LrRangeTest>("LRRangeTest", path),
-        ];
-        declare_variants(path, "The schedule.", variants)
+        declare_variants(path, "The schedule.", Self::variants(path))
     }
 
     fn from_section(section: &Section<'_>) -> Self {
         let params = &section.section("params");
-        match section.variant() {
-            Some("WarmupDecayLR") => Self::WarmupDecayLr(WarmupDecayLr::from_section(params)),
-            Some("WarmupCosineLR") => Self::WarmupCosineLr(WarmupCosineLr::from_section(params)),
-            Some("OneCycle") => Self::OneCycle(OneCycle::from_section(params)),
-            Some("LRRangeTest") => Self::LrRangeTest(LrRangeTest::from_section(params)),
-            _ => Self::WarmupLr(WarmupLr::from_section(params)),
-        }
+        let named = section.variant().and_then(|name| Self::of_type(name, params));
+        // The error of another type has been reported.
+        named.unwrap_or_else(|| Self::WarmupLr(WarmupLr::from_section(params)))
     }
 
     fn write_into(&self, object: &mut Map<String, Json>) {
-        fn params(rule: &impl Keys) -> Map<String, Json> {
-            let mut params = Map::new();
-            rule.write_into(&mut params);
-            params
-        }
-        let (name, params) = match self {
-            Self::WarmupLr(rule) => ("WarmupLR", params(rule)),
-            Self::WarmupDecayLr(rule) => ("WarmupDecayLR", params(rule)),
-            Self::WarmupCosineLr(rule) => ("WarmupCosineLR", params(rule)),
-            Self::OneCycle(rule) => ("OneCycle", params(rule)),
-            Self::LrRangeTest(rule) => ("LRRangeTest", params(rule)),
-        };
+        let (name, params) = self.name_and_params();
         write_variant(object, name, params);
     }
 }
@@ -131,22 +108,16 @@ impl SchedulerConfig {
                 )
             })
         };
-        let no_betas = |optimizer: &str| {
-            format!(
-                "`scheduler.params.cycle_momentum` has no effect: it cycles betas, which {optimizer} does not have"
-            )
-        };
         let note = match self {
             Self::WarmupDecayLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
             Self::WarmupCosineLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
-            Self::OneCycle(rule) if rule.cycle_momentum => match optimizer {
-                OptimizerConfig::Adam { .. } | OptimizerConfig::Lion { .. } | OptimizerConfig::Lamb { .. } => {
-                    rule.first_step_with_invalid_momentum().map(|step| {
-                        format!("`scheduler.params.decay_mom_rate` raises the first beta to 1 at step {step}: train fewer steps")
-                    })
-                }
-                OptimizerConfig::Sgd { .. } => Some(no_betas("SGD")),
-                OptimizerConfig::Adagrad { .. } => Some(no_betas("Adagrad")),
+            Self::OneCycle(rule) if rule.cycle_momentum => match optimizer.name_without_betas() {
+                None => rule.first_step_with_invalid_momentum().map(|step| {
+                    format!("`scheduler.params.decay_mom_rate` raises the first beta to 1 at step {step}: train fewer steps")
+                }),
+                Some(name) => Some(format!(
+                    "`scheduler.params.cycle_momentum` has no effect: it cycles betas, which {name} does not have"
+                )),
             },
             _ => None,
         };

@@ -1,15 +1,16 @@
-//! The LAMB update of a rank's elements. The trust ratio needs the norm of each whole parameter tensor, but
+//! The update of a rank's elements by a rule that needs the norm of each whole parameter tensor (LAMB). But
 //! partition boundaries cut through tensors. So every rank sums the squares of its parts, and the parts are
 //! added in partition order. A rank that holds everything sums the same parts, so all stages give the same
 //! bits.
 
-use super::optimizer_step::{Step, UpdateTensors};
+use super::UpdateTensors;
 use super::param_group_ranges::{ParamGroupRange, Tensors};
 use crate::comm::ProcessGroupExt;
 use crate::config::OptimizerConfig;
+use crate::optim::Step;
 use crate::zero::unit::Unit;
 use crate::zero::{ZeroError, ZeroOptimizer};
-use ulysses_kernels::optimizer::lamb::{self, LambParams, SquaredNorms};
+use ulysses_kernels::optimizer::lamb::SquaredNorms;
 
 /// The squared norms of every parameter tensor of a unit.
 type UnitNorms = Vec<SquaredNorms>;
@@ -17,7 +18,7 @@ type UnitNorms = Vec<SquaredNorms>;
 impl ZeroOptimizer {
     /// Replaces the gradients by the directions of the step, then updates the parameters. If the optimizer is
     /// partitioned, one collective over the shard group runs in between.
-    pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
+    pub(super) fn update_by_tensor(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {
             let update = self.update_tensors(unit)?;
@@ -53,38 +54,6 @@ impl ZeroOptimizer {
     }
 }
 
-fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
-    let OptimizerConfig::Lamb {
-        betas: [beta1, beta2],
-        eps,
-        weight_decay,
-        bias_correction,
-        min_coeff,
-        max_coeff,
-        ..
-    } = config
-    else {
-        unreachable!("only LAMB is updated per tensor")
-    };
-    let Step { number, lr, grad_scale } = step;
-    // DeepSpeed's FusedLamb corrects the step size instead of the moments, so trust ratio and weight decay
-    // use the uncorrected moments.
-    let t = number as f64;
-    let correction = if bias_correction { (1.0 - beta2.powf(t)).sqrt() / (1.0 - beta1.powf(t)) } else { 1.0 };
-    LambParams {
-        lr: lr * correction,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        bias_correction: false,
-        min_coeff,
-        max_coeff,
-        step: number,
-        grad_scale,
-    }
-}
-
 /// This rank's part of the norms of each parameter of the unit.
 fn find_directions(
     unit: &Unit,
@@ -95,12 +64,8 @@ fn find_directions(
     let mut norms = vec![SquaredNorms::default(); unit.layout.parameters().len()];
     for (range, tensors) in group_ranges(unit) {
         let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
-        let [exp_avg, exp_avg_sq] = state.as_slice() else {
-            unreachable!("LAMB has two moments by `state_kinds`")
-        };
-        let params = params_of(range.settings.applied(config, step));
-        let of_parts =
-            lamb::direction(&parameters, &gradients, exp_avg, exp_avg_sq, &tensors.segments, &params)?;
+        let rule = range.settings.rule(config, step).by_tensor();
+        let of_parts = rule.find_directions(&parameters, &gradients, &state, &tensors.segments)?;
         for (&parameter, of_part) in tensors.parameters.iter().zip(of_parts) {
             norms[parameter] += of_part;
         }
@@ -118,8 +83,8 @@ fn apply_directions(
     for (range, tensors) in group_ranges(unit) {
         let UpdateTensors { parameters, gradients, .. } = update.narrow(&range.elements)?;
         let norms: Vec<_> = tensors.parameters.iter().map(|&parameter| norms[parameter]).collect();
-        let params = params_of(range.settings.applied(config, step));
-        lamb::apply(&parameters, &gradients, &tensors.segments, &norms, &params)?;
+        let rule = range.settings.rule(config, step).by_tensor();
+        rule.apply_directions(&parameters, &gradients, &tensors.segments, &norms)?;
     }
     Ok(())
 }
