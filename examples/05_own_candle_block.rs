@@ -15,7 +15,8 @@ use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights};
-use ulysses::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
+use ulysses::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, ParameterSpec};
+use ulysses::objective::CausalLm;
 
 pub(crate) const VOCAB_SIZE: usize = 256;
 pub(crate) const HIDDEN: usize = 64;
@@ -80,9 +81,9 @@ pub(crate) fn layer(index: usize) -> Box<dyn Layer> {
 // 3. The model: the library's embedding, two blocks, the library's head with its tiled loss.
 pub(crate) fn model() -> Model {
     Model {
-        embedding: Embedding::new(VOCAB_SIZE, HIDDEN, STD),
+        input: Box::new(Embedding::new(VOCAB_SIZE, HIDDEN, STD)),
         layers: (0..2).map(layer).collect(),
-        head: LossHead::new("lm_head.weight", VOCAB_SIZE, HIDDEN, 1e-5, STD),
+        objective: Box::new(CausalLm::new("lm_head.weight", VOCAB_SIZE, HIDDEN, 1e-5, STD)),
     }
 }
 

@@ -17,7 +17,7 @@ use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedSequences, Tokenizer};
 use ulysses::engine::{RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{HfModel, HfSource, LlamaConfig, Model, RandomWeights, WeightSource, preset};
+use ulysses::model::{HfModel, HfSource, Model, ModelConfig, RandomWeights, WeightSource, preset};
 
 /// Each sequence is sharded over two ranks; low learning rate, frozen embedding.
 const FINE_TUNE: &str = r#"{
@@ -69,7 +69,7 @@ fn main() -> Result<()> {
 
 /// The model that a training starts from.
 struct Start<'a> {
-    llama: &'a LlamaConfig,
+    llama: &'a ModelConfig,
     weights: &'a dyn WeightSource,
     /// The files to copy into exports: token ids, generation settings, lengths.
     source: Option<HfSource>,

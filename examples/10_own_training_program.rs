@@ -78,9 +78,9 @@ fn main() -> Result<()> {
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model {
-            embedding: Embedding::new(256, HIDDEN, 0.02),
+            input: Box::new(Embedding::new(256, HIDDEN, 0.02)),
             layers: (0..2).map(layer).collect(),
-            head: LossHead::new("lm_head.weight", 256, HIDDEN, 1e-5, 0.02),
+            objective: Box::new(CausalLm::new("lm_head.weight", 256, HIDDEN, 1e-5, 0.02)),
         };
         let engine = initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
         let (output, resume) = (Some(output.clone()), Some(Resume::Newest(None)));

@@ -41,7 +41,7 @@
 //! | read a config | [`Config`] |
 //! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
-//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`] |
+//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`], [`objective::AutogradObjective`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
 //! | train a config file | [`trainer::Job`] |
 //! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
@@ -59,7 +59,7 @@
 //!    - for each layer, [`zero`] gathers its parameters, [`nn`] computes it with [`kernels`], and
 //!      [`sequence_parallel`] exchanges tokens for heads around attention (with a ring, keys and values also travel
 //!      during attention);
-//!    - the loss, in tiles of tokens;
+//!    - the [`objective`]: the loss, in tiles of tokens;
 //!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;
 //!    - normalize, clip, update the own partition.
 //! 6. [`checkpoint`]: the state that outlives the run, for any other mesh.
@@ -85,11 +85,13 @@ pub mod config;
 pub mod data;
 pub mod engine;
 pub mod estimate;
+mod families;
 mod fnv1a;
 pub mod mesh;
 pub mod model;
 pub mod monitor;
 pub mod nn;
+pub mod objective;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;
@@ -117,9 +119,12 @@ pub mod prelude {
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedSequences, Tokenizer};
     pub use crate::engine::{Engine, initialize};
     pub use crate::mesh::DeviceMesh;
-    pub use crate::model::{HfModel, LlamaConfig, Model, RandomWeights, WeightSource, preset};
+    pub use crate::model::{HfModel, Model, ModelConfig, RandomWeights, WeightSource, preset};
     pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
-    pub use crate::nn::{AutogradLayer, BlockContext, Embedding, Init, Layer, LossHead, ParameterSpec};
+    pub use crate::nn::{
+        AutogradLayer, BlockContext, Embedding, Features, Init, Layer, LocalBatch, ParameterSpec,
+    };
+    pub use crate::objective::{AutogradObjective, CausalLm, LossTerms, Objective};
     pub use crate::trainer::{
         Job, Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
     };

@@ -3,12 +3,12 @@
 use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use std::path::Path;
-use ulysses::model::{HfDescription, HfWeights, LlamaConfig};
+use ulysses::model::{HfDescription, HfWeights, ModelConfig};
 use ulysses::trainer::job::max_positions;
 
 /// Reads the shape of a model from a directory or file, for commands that need no weights. If weights exist, they decide
 /// whether the head is tied, as in training.
-pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
+pub(super) fn describe(path: &Path) -> Result<ModelConfig, Failure> {
     let mut description = match path.is_file() {
         true => HfDescription::from_file(path),
         false => HfDescription::from_dir(path),

@@ -23,7 +23,7 @@ use ulysses::config::Config;
 use ulysses::data::{DataError, GlobalBatch, IGNORED_LABEL};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 
 const SP: usize = 4;
 const SEQ_LEN: usize = 256;
@@ -88,7 +88,8 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
     let counted = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         // One layer is enough to look something up.
-        let llama = LlamaConfig { num_layers: 1, initializer_range: 0.1, rope_theta: 1e5, ..preset("nano")? };
+        let one_layer = preset("nano")?.with_num_layers(1).with_attention(|layer| layer.rope.theta = 1e5);
+        let llama = ModelConfig { initializer_range: 0.1, ..one_layer };
         let mut engine = initialize(Model::llama(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
         for step in 0..STEPS {
             // This rank's tokens of every sequence, for each micro step.

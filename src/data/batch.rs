@@ -4,6 +4,7 @@ use super::documents::RunningHash;
 use super::packing::check_seq_len;
 use super::{DataError, IGNORED_LABEL, PackedSequence};
 use crate::mesh::{SeqSharding, TokenRanges};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ use std::sync::Arc;
 /// assert_eq!(second_half.labels, [5, 6, -100]);
 /// # Ok::<(), ulysses::data::DataError>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct GlobalBatch {
     batch_size: usize,
     seq_len: usize,
@@ -32,14 +33,16 @@ pub struct GlobalBatch {
     position_ids: Vec<u32>,
     /// For each sequence: the starts of its documents, then `seq_len`.
     cu_seqlens: Vec<Vec<u32>>,
+    /// By name, `[batch_size, seq_len, width]`.
+    values: BTreeMap<String, Vec<f32>>,
 }
 
 /// The micro batch of one rank: its shard of some sequences.
 ///
 /// # Shapes
 /// `input_ids`, `labels` and `position_ids` are `[batch_size, seq_len_local]`, row-major, where `seq_len_local` is
-/// the length of `shard`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// the length of `shard`; each of `values` is `[batch_size, seq_len_local, width]`.
+#[derive(Debug, Clone, PartialEq)]
 pub struct MicroBatch {
     /// Number of sequences.
     pub batch_size: usize,
@@ -53,6 +56,8 @@ pub struct MicroBatch {
     pub labels: Vec<i64>,
     /// The position of each token in its document.
     pub position_ids: Vec<u32>,
+    /// Other values of the tokens by name, such as the features and targets of a model without a vocabulary.
+    pub values: BTreeMap<String, Vec<f32>>,
     /// For each whole sequence: the starts of its documents, then `seq_len`.
     pub cu_seqlens: Arc<Vec<Vec<u32>>>,
     /// Hash of the whole sequences, or of all documents of a flexible step and the ranks that compute them. Ranks of an sp
@@ -121,7 +126,37 @@ impl GlobalBatch {
         let cu_seqlens: Vec<_> = position_ids.chunks(seq_len).map(document_bounds).collect();
         let shift_labels = shift_labels.unwrap_or_else(|| shifted(&input_ids, &cu_seqlens));
         check("shift_labels", shift_labels.len())?;
-        Ok(Self { batch_size, seq_len, input_ids, shift_labels, position_ids, cu_seqlens })
+        let values = BTreeMap::new();
+        Ok(Self { batch_size, seq_len, input_ids, shift_labels, position_ids, cu_seqlens, values })
+    }
+
+    /// Creates a batch of tokens without ids, for values that [`with_values`](Self::with_values) adds. Every token has the
+    /// label 0; that of padding is [`IGNORED_LABEL`].
+    ///
+    /// # Errors
+    /// When there is no sequence, `seq_len` is invalid, or their product does not fit memory.
+    pub fn without_ids(batch_size: usize, seq_len: usize) -> Result<Self, DataError> {
+        check_seq_len(seq_len)?;
+        let too_large = DataError::WrongLength { tensor: "input_ids", found: 0, batch_size, seq_len };
+        let tokens = batch_size.checked_mul(seq_len).filter(|tokens| isize::try_from(tokens * 8).is_ok());
+        let tokens = tokens.ok_or(too_large)?;
+        Self::new(batch_size, seq_len, vec![0; tokens], None, Some(vec![0; tokens]))
+    }
+
+    /// Adds values of the tokens: `width` numbers for each.
+    ///
+    /// # Shapes
+    /// `values`: `[batch_size, seq_len, width]`, row-major.
+    ///
+    /// # Errors
+    /// Another number of values.
+    pub fn with_values(mut self, name: &str, width: usize, values: Vec<f32>) -> Result<Self, DataError> {
+        let (found, batch_size, seq_len) = (values.len(), self.batch_size, self.seq_len);
+        if width == 0 || found / width != batch_size * seq_len || !found.is_multiple_of(width) {
+            return Err(DataError::WrongValues { name: name.to_owned(), found, batch_size, seq_len, width });
+        }
+        self.values.insert(name.to_owned(), values);
+        Ok(self)
     }
 
     /// Stacks packed sequences of equal length.
@@ -134,6 +169,7 @@ impl GlobalBatch {
             shift_labels: Vec::with_capacity(batch_size * seq_len),
             position_ids: Vec::with_capacity(batch_size * seq_len),
             cu_seqlens: Vec::with_capacity(batch_size),
+            values: BTreeMap::new(),
         };
         for sequence in sequences {
             stacked.input_ids.extend(sequence.input_ids);
@@ -221,6 +257,9 @@ impl GlobalBatch {
         self.batch_size += missing;
         self.input_ids.resize(self.batch_size * self.seq_len, 0);
         self.shift_labels.resize(self.batch_size * self.seq_len, IGNORED_LABEL);
+        for values in self.values.values_mut() {
+            values.resize(values.len() / (self.batch_size - missing) * self.batch_size, 0.0);
+        }
         Ok(missing)
     }
 
@@ -250,14 +289,24 @@ impl GlobalBatch {
         Ok(MicroBatch {
             batch_size: sequences.len(),
             seq_len: self.seq_len,
-            input_ids: cut.of(&self.input_ids),
-            labels: cut.of(&self.shift_labels),
-            position_ids: cut.of(&self.position_ids),
+            input_ids: cut.of(&self.input_ids, 1),
+            labels: cut.of(&self.shift_labels, 1),
+            position_ids: cut.of(&self.position_ids, 1),
+            values: self
+                .values
+                .iter()
+                .map(|(name, all)| (name.clone(), cut.of(all, self.width(all))))
+                .collect(),
             batch_hash: self.hash_sequences(sequences.clone()),
             cu_seqlens: Arc::new(self.cu_seqlens[sequences].to_vec()),
             shard,
             flexible: None,
         })
+    }
+
+    /// Number of values per token.
+    fn width(&self, values: &[f32]) -> usize {
+        values.len() / (self.batch_size * self.seq_len)
     }
 
     fn hash_sequences(&self, sequences: Range<usize>) -> u64 {
@@ -266,13 +315,19 @@ impl GlobalBatch {
         hash.add([sequences.len() as u64, self.seq_len as u64]);
         hash.add(self.input_ids[elements.clone()].iter().copied().map(u64::from));
         hash.add(self.shift_labels[elements.clone()].iter().map(|label| label.cast_unsigned()));
-        hash.add(self.position_ids[elements].iter().copied().map(u64::from));
+        hash.add(self.position_ids[elements.clone()].iter().copied().map(u64::from));
         hash.add(self.cu_seqlens[sequences].iter().flatten().copied().map(u64::from));
+        for (name, values) in &self.values {
+            let width = self.width(values);
+            hash.add(name.bytes().map(u64::from).chain([width as u64]));
+            let of_sequences = &values[elements.start * width..elements.end * width];
+            hash.add(of_sequences.iter().map(|value| u64::from(value.to_bits())));
+        }
         hash.finish()
     }
 }
 
-/// A block of a row-major `[batch_size, seq_len]` tensor.
+/// A block of a row-major `[batch_size, seq_len, width]` tensor.
 struct Cut {
     sequences: Range<usize>,
     seq_len: usize,
@@ -280,10 +335,13 @@ struct Cut {
 }
 
 impl Cut {
-    fn of<T: Copy>(&self, tensor: &[T]) -> Vec<T> {
-        let mut block = Vec::with_capacity(self.sequences.len() * self.shard.len());
-        for sequence in tensor.chunks(self.seq_len).skip(self.sequences.start).take(self.sequences.len()) {
-            self.shard.ranges().iter().for_each(|range| block.extend_from_slice(&sequence[range.clone()]));
+    fn of<T: Copy>(&self, tensor: &[T], width: usize) -> Vec<T> {
+        let mut block = Vec::with_capacity(self.sequences.len() * self.shard.len() * width);
+        let sequences = tensor.chunks(self.seq_len * width);
+        for sequence in sequences.skip(self.sequences.start).take(self.sequences.len()) {
+            for range in self.shard.ranges() {
+                block.extend_from_slice(&sequence[range.start * width..range.end * width]);
+            }
         }
         block
     }

@@ -1,5 +1,6 @@
 //! [`Documents`]: all documents of a corpus, or one part of a split.
 
+use super::order::ordered;
 use super::{Corpus, DataError, IGNORED_LABEL, epoch_order};
 use crate::config::{LongConversations, Packing};
 use crate::fnv1a;
@@ -73,8 +74,9 @@ impl Documents {
             parts[1].push(cut..num_tokens);
         } else {
             let mut is_held_out = vec![false; num_documents];
-            for document in &epoch_order(0, 0, num_documents)[..held_out(num_documents)] {
-                is_held_out[*document] = true;
+            let to_order = ordered("documents", num_documents)?;
+            for document in &epoch_order(0, 0, to_order)[..held_out(num_documents)] {
+                is_held_out[*document as usize] = true;
             }
             for (index, is_held_out) in is_held_out.into_iter().enumerate() {
                 parts[usize::from(is_held_out)].push(corpus.document(index)?);

@@ -266,6 +266,33 @@ pub enum DataError {
         /// Tokens per sequence.
         seq_len: usize,
     },
+    /// More documents or sequences than can be ordered.
+    #[error(
+        "the data has {count} {what}, at most {} can be ordered: use a larger `seq_len`, and check that the data is no filler",
+        u32::MAX
+    )]
+    TooManyToOrder {
+        /// Documents or sequences.
+        what: &'static str,
+        /// Their number.
+        count: usize,
+    },
+    /// Values of a batch's tokens with another number than the shape takes.
+    #[error(
+        "{name:?} has {found} values; [batch_size, seq_len, width] = [{batch_size}, {seq_len}, {width}] takes another number"
+    )]
+    WrongValues {
+        /// The name of the values.
+        name: String,
+        /// Their number.
+        found: usize,
+        /// Sequences of the batch.
+        batch_size: usize,
+        /// Tokens per sequence.
+        seq_len: usize,
+        /// Values per token.
+        width: usize,
+    },
     /// A document index that is out of range.
     #[error("document {index} does not exist; there are {available}, counted from 0")]
     NoDocument {

@@ -50,10 +50,11 @@ impl DataLoader {
     /// Creates a loader at the start of the data, shuffled by the seed.
     ///
     /// # Errors
-    /// When a count is 0 or overflows, the rank does not exist, or a sequence has fewer tokens than there are sp ranks.
+    /// When a count is 0 or overflows, the rank does not exist, or a sequence has fewer tokens than there are sp ranks, or
+    /// there are 2³² sequences or more.
     pub fn new(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let data = data.into();
-        let order = SampleOrder::shuffled(&data, options.seed);
+        let order = SampleOrder::shuffled(&data, options.seed)?;
         Self::with_order(data, options, order)
     }
 

@@ -1,8 +1,8 @@
 //! The endless sequence of samples of a dataset.
 
-use super::Dataset;
 use super::mixture::Mixture;
-use super::order::epoch_order;
+use super::order::{epoch_order, ordered};
+use super::{DataError, Dataset};
 use std::sync::Arc;
 
 /// The endless sequence of samples of a dataset, as (source, sequence).
@@ -21,17 +21,20 @@ pub(super) enum SampleOrder {
 }
 
 impl SampleOrder {
-    pub(super) fn shuffled(data: &Dataset, seed: u64) -> Self {
+    /// # Errors
+    /// Sequences whose number exceeds 32 bits.
+    pub(super) fn shuffled(data: &Dataset, seed: u64) -> Result<Self, DataError> {
         let Some(weights) = data.weights() else {
-            return Self::Shuffled { ends: ends(data), epochs: EpochOrder::new(seed, data.num_sequences()) };
+            let epochs = EpochOrder::new(seed, data.num_sequences())?;
+            return Ok(Self::Shuffled { ends: ends(data), epochs });
         };
         // Sources of equal size, such as a text and its translation, must not have the same order.
         let seeds = (0..).map(|index| seed.wrapping_add(index));
         let sources = seeds
             .zip(data.sources())
             .map(|(seed, sequences)| EpochOrder::new(seed, sequences.num_sequences()));
-        let sources = sources.collect();
-        Self::Mixed { mixture: Mixture::new(weights, seed), sources }
+        let sources = sources.collect::<Result<_, _>>()?;
+        Ok(Self::Mixed { mixture: Mixture::new(weights, seed), sources })
     }
 
     pub(super) fn in_order(data: &Dataset) -> Self {
@@ -70,25 +73,27 @@ fn ends(data: &Dataset) -> Vec<usize> {
 #[derive(Debug, Clone)]
 pub(super) struct EpochOrder {
     seed: u64,
-    num_sequences: usize,
+    num_sequences: u32,
     /// The current epoch: a rank's samples ascend, so each epoch is ordered once.
     epoch: u64,
-    /// The order, 8 bytes per sequence, shared by clones of a loader.
-    sequences: Arc<[usize]>,
+    /// The order, 4 bytes per sequence, shared by clones of a loader.
+    sequences: Arc<Vec<u32>>,
 }
 
 impl EpochOrder {
     /// Creates the order; `num_sequences` must not be 0.
-    fn new(seed: u64, num_sequences: usize) -> Self {
-        Self { seed, num_sequences, epoch: 0, sequences: epoch_order(seed, 0, num_sequences).into() }
+    pub(super) fn new(seed: u64, num_sequences: usize) -> Result<Self, DataError> {
+        let num_sequences = ordered("sequences", num_sequences)?;
+        Ok(Self { seed, num_sequences, epoch: 0, sequences: epoch_order(seed, 0, num_sequences).into() })
     }
 
     fn sequence(&mut self, sample: u64) -> usize {
-        let epoch = sample / self.num_sequences as u64;
+        let num_sequences = u64::from(self.num_sequences);
+        let epoch = sample / num_sequences;
         if epoch != self.epoch {
             self.epoch = epoch;
             self.sequences = epoch_order(self.seed, epoch, self.num_sequences).into();
         }
-        self.sequences[(sample % self.num_sequences as u64) as usize]
+        self.sequences[(sample % num_sequences) as usize] as usize
     }
 }

@@ -1,13 +1,13 @@
 //! The backward pass.
 
-use super::forward::{LayerTape, Loss, Tape, head_views};
+use super::forward::{LayerTape, Loss, Tape};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, OffloadedTensor};
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::nn::{HeadSaved, LabeledTokens, LayerContext, LayerError};
+use crate::nn::{LayerContext, LayerError, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::Workspace;
 
@@ -44,13 +44,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs the backward pass of head, layers and embedding.
+    /// Runs the backward pass of objective, layers and input.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
-        let Tape { ctx, input_ids, labels, mut layers, hidden, head, .. } = tape;
+        let Tape { ctx, input, mut layers, hidden, objective, .. } = tape;
         self.read_ahead(layers.last())?;
-        let mut dx = self.backward_head(head, &labels, scale, &ctx)?;
+        let mut dx = self.backward_objective(objective, scale, &ctx)?;
         if !self.model.is_tied() {
-            self.zero.reduce(self.head_unit(), boundary)?;
+            self.zero.reduce(self.objective_unit(), boundary)?;
         }
         let mut output = Some(hidden);
         while let Some(layer_tape) = layers.pop() {
@@ -68,26 +68,24 @@ impl Engine {
         }
         self.begin_part(Moment::EmbeddingBackward);
         let grads = self.zero.gradients(0)?;
-        if let Some(dweight) = &grads[0] {
-            let _embedding = tracing::trace_span!("embedding backward").entered();
-            self.model.embedding.backward(&input_ids, &dx, dweight)?;
-        }
+        tracing::trace_span!("embedding backward").in_scope(|| {
+            self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()])
+        })?;
         [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
         self.zero.reduce(0, boundary)?;
         Ok(self.zero.finish_reductions()?)
     }
 
-    /// Backward of the loss and the head. The views are dropped here. Otherwise they would keep the
-    /// head's full parameters and gradients alive through the backward pass of all layers.
-    fn backward_head(
+    /// Backward of the objective. The views are dropped here. Otherwise they would keep its full parameters and
+    /// gradients alive through the backward pass of all layers.
+    fn backward_objective(
         &mut self,
-        saved: HeadSaved,
-        labels: &LabeledTokens,
+        saved: Saved,
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
         let _head = tracing::trace_span!("head backward").entered();
-        let (unit, tied) = (self.head_unit(), self.model.is_tied());
+        let unit = self.objective_unit();
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
         let num_layers = self.model.layers.len();
@@ -97,10 +95,9 @@ impl Engine {
         if num_layers > 1 {
             self.zero.read_ahead(num_layers - 1)?;
         }
-        let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
-        let grads = (dnorm.as_ref(), dprojection.as_ref());
+        let (params, grads) = (self.model.objective_views(params), self.model.objective_views(grads));
         let begin = self.timer.now()?;
-        let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
+        let dx = self.model.objective.backward(&params, saved, scale, &grads, ctx)?;
         self.timer.add(Timed::BackwardOfPart(num_layers), begin)?;
         self.zero.release(unit);
         Ok(dx)

@@ -227,6 +227,35 @@ pub enum EngineError {
         /// The name.
         name: String,
     },
+    /// Values of a micro batch whose number does not fit its tokens on this rank.
+    #[error("the micro batch has {got} values {name:?}, which is no multiple of its {tokens} local tokens")]
+    MicroBatchValues {
+        /// The name of the values.
+        name: String,
+        /// Their number.
+        got: usize,
+        /// Number of local tokens.
+        tokens: usize,
+    },
+    /// Two units of the model have the same name, by which checkpoints store them.
+    #[error("two of the model's input, layers and objective are called {name:?}: each needs its own name")]
+    DuplicateUnit {
+        /// The name.
+        name: String,
+    },
+    /// Input and objective share a parameter by its name, with different shapes.
+    #[error(
+        "parameter {name} has the shape {of_input:?} in the model's input and {of_objective:?} in its objective; \
+         parameters of one name are one parameter"
+    )]
+    TiedShapes {
+        /// The name.
+        name: String,
+        /// Shape in the input.
+        of_input: Vec<usize>,
+        /// Shape in the objective.
+        of_objective: Vec<usize>,
+    },
     /// The kernels of `ulysses.attention` do not run on the device.
     #[error("`ulysses.attention`: {0}")]
     Attention(Box<AttentionError>),

@@ -5,12 +5,12 @@ use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
+use crate::config::UlyssesConfig;
 use crate::data::{FlexibleStep, MicroBatch};
-use crate::nn::{HeadSaved, LabeledTokens, LayerContext, LayerError, Saved, Tiling, TokenLayout};
+use crate::nn::{LayerContext, LocalBatch, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
-use ulysses_kernels::embedding::Ids;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
 /// The loss of a micro batch on this rank, with the saved state for its backward pass.
@@ -29,13 +29,12 @@ pub(super) struct Tape {
     /// Tokens of the micro batch, over the sp group.
     pub(super) tokens: u64,
     pub(super) flexible: Option<FlexibleStep>,
-    pub(super) input_ids: Ids,
-    pub(super) labels: LabeledTokens,
+    pub(super) input: Saved,
     /// One tape per layer.
     pub(super) layers: Vec<LayerTape>,
     /// Output of the last layer.
     pub(super) hidden: Tensor,
-    pub(super) head: HeadSaved,
+    pub(super) objective: Saved,
 }
 
 /// Tensors that the forward pass of a layer saves.
@@ -75,7 +74,7 @@ impl Loss {
     /// Bytes of the tensors saved for the backward pass; a tensor saved twice counts twice.
     pub fn saved_bytes(&self) -> usize {
         let layers: usize = self.tape.layers.iter().map(LayerTape::bytes).sum();
-        layers + self.tape.head.bytes()
+        layers + self.tape.objective.bytes()
     }
 }
 
@@ -93,8 +92,8 @@ impl Engine {
         self.check_batch(batch)?;
         let ctx = self.context(batch)?.with_saved_attention_output(self.config.saves_attention_output());
         let mut layers = Vec::with_capacity(self.model.layers.len());
-        let input_ids = input_ids(batch);
-        let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
+        let local = local(batch);
+        let (hidden, input) = self.run_layers(&local, &ctx, |engine, index, params, x| {
             let begin = engine.timer.now()?;
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
@@ -114,19 +113,22 @@ impl Engine {
             // Free the layers' working memory, which the head cannot use.
             self.workspace.trim();
         }
-        let head_unit = self.head_unit();
-        let params = self.zero.parameters(head_unit)?;
-        let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = labels(batch, self.model.head.vocab_size())?;
+        let params = self.objective_parameters()?;
         let begin = self.timer.now()?;
-        let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
+        let (losses, objective) = self.model.objective.forward(&params, &hidden, &local, &ctx)?;
         self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
         let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
         let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {
-            local,
-            tape: Tape { ctx, step, batch_hash, tokens, flexible, input_ids, labels, layers, hidden, head },
+            local: losses,
+            tape: Tape { ctx, step, batch_hash, tokens, flexible, input, layers, hidden, objective },
         })
+    }
+
+    /// The objective's parameters. They stay gathered until the release of their unit.
+    fn objective_parameters(&mut self) -> Result<Vec<Tensor>, EngineError> {
+        let params = self.zero.parameters(self.objective_unit())?;
+        Ok(self.model.objective_views(params))
     }
 
     /// Checks the size of a micro batch. With flexible sequence parallelism, it is one row; all ranks must agree on the step
@@ -160,35 +162,30 @@ impl Engine {
         let sent = self.bytes_sent();
         self.check_sequences(batch.batch_hash)?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&input_ids(batch), &ctx)?;
-        let head_unit = self.head_unit();
-        let params = self.zero.parameters(head_unit)?;
-        let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = labels(batch, self.model.head.vocab_size())?;
-        let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
-        self.zero.release(head_unit);
-        head.recycle(&ctx);
-        let local = local.sum()?;
+        let tokens = local(batch);
+        let hidden = self.run_without_tape(&tokens, &ctx)?;
+        let params = self.objective_parameters()?;
+        let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx)?;
+        self.zero.release(self.objective_unit());
+        let local = losses.sum()?;
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
         // The bytes sent by an evaluation do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
         Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
     }
 
-    /// Returns the logits of this rank's tokens, `[batch, seq_local, vocab]`, for checks; training never
-    /// holds all of them. Collective.
+    /// Returns the model's output for this rank's tokens, for checks: the logits of a language model, `[batch, seq_local,
+    /// vocab]`, of which training never holds all. Collective.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&Ids::new(&*batch.input_ids), &ctx)?;
-        let head_unit = self.head_unit();
-        let params = self.zero.parameters(head_unit)?;
-        let (norm, projection) = head_views(&params, self.model.is_tied());
-        let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
-        self.zero.release(head_unit);
+        let hidden = self.run_without_tape(&local(batch), &ctx)?;
+        let params = self.objective_parameters()?;
+        let logits = self.model.objective.output(&params, &hidden, &ctx)?;
+        self.zero.release(self.objective_unit());
         self.workspace.recycle(hidden);
         Ok(logits)
     }
@@ -201,12 +198,17 @@ impl Engine {
     }
 
     /// Runs the layers without saving anything for a backward pass.
-    fn run_without_tape(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
-        self.run_layers(input_ids, ctx, |engine, index, params, x| {
+    fn run_without_tape(
+        &mut self,
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<Tensor, EngineError> {
+        let (hidden, _) = self.run_layers(batch, ctx, |engine, index, params, x| {
             let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
             checkpoint.into_iter().for_each(|tensor| engine.workspace.recycle(tensor));
             Ok(y)
-        })
+        })?;
+        Ok(hidden)
     }
 
     /// Returns whether layer `index` saves only a checkpoint.
@@ -215,15 +217,15 @@ impl Engine {
             && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)
     }
 
-    /// Runs embedding and layers; `run` gets each layer's index, parameters and input. A layer's
+    /// Runs input and layers; `run` gets each layer's index, parameters and input. A layer's
     /// parameters are gathered before it and released after it, while the gather of the next layer runs.
     fn run_layers(
         &mut self,
-        input_ids: &Ids,
+        batch: &LocalBatch<'_>,
         ctx: &LayerContext,
         mut run: impl FnMut(&mut Self, usize, &[Tensor], Tensor) -> Result<Tensor, EngineError>,
-    ) -> Result<Tensor, EngineError> {
-        let mut x = self.embed(input_ids, ctx)?;
+    ) -> Result<(Tensor, Saved), EngineError> {
+        let (mut x, input) = self.run_input(batch, ctx)?;
         for index in 0..self.model.layers.len() {
             self.begin_part(Moment::Forward { layer: index });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
@@ -235,22 +237,27 @@ impl Engine {
             x = run(self, index, &params, x)?;
             self.zero.release(index + 1);
         }
-        Ok(x)
+        Ok((x, input))
     }
 
-    /// Looks up the embedding. The views are dropped here, or they would keep the gathered matrix alive
-    /// after its release.
-    fn embed(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
+    /// Runs the input. The views are dropped here, or they would keep its gathered parameters alive after their
+    /// release.
+    fn run_input(
+        &mut self,
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Saved), EngineError> {
         let _embedding = tracing::trace_span!("embedding").entered();
         let params = self.zero.parameters(0)?;
-        let next = if self.model.layers.is_empty() { self.head_unit() } else { 1 };
+        let next = if self.model.layers.is_empty() { self.objective_unit() } else { 1 };
         self.zero.prefetch(next)?;
         if next == 1 {
             self.zero.read_ahead(self.unit_after(0))?;
         }
-        let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
+        let own = &params[..self.model.input.parameters().len()];
+        let (x, saved) = self.model.input.forward(own, batch, ctx)?;
         self.zero.release(0);
-        Ok(x)
+        Ok((x, saved))
     }
 
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
@@ -274,10 +281,15 @@ impl Engine {
         if let Some((what, got, expected)) = differs.filter(|_| !dry::is_dry()) {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
+        for (name, values) in &batch.values {
+            if values.is_empty() || !values.len().is_multiple_of(tokens) {
+                return Err(EngineError::MicroBatchValues { name: name.clone(), got: values.len(), tokens });
+            }
+        }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, attention, self.workspace.clone());
-        let (tile_tokens, head_chunks) = (self.config.ulysses.tile_tokens, self.config.ulysses.head_chunks);
-        let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks });
+        let UlyssesConfig { tile_tokens, head_chunks, loss_tile_tokens, .. } = self.config.ulysses;
+        let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks, loss_tile_tokens });
         Ok(ctx.with_overlapped_exchange(self.config.overlaps_exchange()))
     }
 
@@ -295,24 +307,13 @@ impl Engine {
     }
 }
 
-/// The batch's token ids; a dry batch has only their number.
-fn input_ids(batch: &MicroBatch) -> Ids {
-    match dry::is_dry() {
-        true => Ids::dry(batch.batch_size * batch.seq_len_local()),
-        false => Ids::new(&*batch.input_ids),
+/// The tokens of this rank, as the model reads them.
+fn local(batch: &MicroBatch) -> LocalBatch<'_> {
+    LocalBatch {
+        batch_size: batch.batch_size,
+        seq_len_local: batch.seq_len_local(),
+        input_ids: &batch.input_ids,
+        labels: &batch.labels,
+        values: &batch.values,
     }
-}
-
-/// The batch's tokens with a label: all of a dry batch.
-fn labels(batch: &MicroBatch, vocab_size: usize) -> Result<LabeledTokens, LayerError> {
-    match dry::is_dry() {
-        true => Ok(LabeledTokens::dry(batch.batch_size * batch.seq_len_local())),
-        false => LabeledTokens::new(&batch.labels, vocab_size),
-    }
-}
-
-/// Norm and projection among the parameters (or gradients) of the head's unit, which is the embedding's
-/// unit if the two are tied.
-pub(super) fn head_views<T>(views: &[T], tied: bool) -> (&T, &T) {
-    if tied { (&views[1], &views[0]) } else { (&views[0], &views[1]) }
 }

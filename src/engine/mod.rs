@@ -13,12 +13,10 @@
 //! counted. So `backward` scales by the constant `1/C` (`C = train_batch_size · seq_len`), and `step`
 //! multiplies by `C/N` before it computes the norm. A rank without a valid label contributes zeros.
 
-mod assemble;
 mod backward;
 mod blocks;
-mod checkpoint;
-mod consistency;
-mod document_cost;
+#[expect(clippy::module_inception, reason = "`Engine` is the main type of this module")]
+mod engine;
 mod error;
 mod forward;
 mod initialize;
@@ -28,21 +26,20 @@ mod moment;
 mod offload;
 mod parameter_groups;
 mod report;
+mod state;
 mod step;
 mod times;
 mod train;
-mod verify;
 
-pub use checkpoint::RunRecord;
+pub use engine::{Engine, initialize};
 pub use error::EngineError;
 pub use forward::Loss;
 pub(crate) use initialize::attention;
-pub use initialize::{Engine, initialize};
 pub use memory::PartPeak;
 pub use moment::Moment;
 pub use offload::{check_offload, check_offload_device};
 pub use parameter_groups::check_parameter_groups;
-pub use report::Passes;
-pub use step::StepReport;
+pub use report::{Passes, StepReport};
+pub use state::RunRecord;
 pub use times::{PartTimes, PhaseTimes, StepTimes};
-pub use verify::BatchOutcome;
+pub use train::BatchOutcome;

@@ -1,14 +1,9 @@
 //! Metrics and summaries of an engine.
 
-use super::{Engine, EngineError, StepReport};
-use crate::comm::{GroupStats, ProcessGroup, ProcessGroupExt};
-use crate::model::LlamaConfig;
-use crate::monitor::{Metrics, RankSummary};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::{RingGroups, StateBytes};
+use crate::comm::{GroupStats, ProcessGroup};
+use crate::monitor::Metrics;
+use crate::zero::StateBytes;
 use std::sync::Arc;
-use ulysses_kernels::attention::grouped_heads;
-use ulysses_kernels::device::gpu_memory;
 use ulysses_kernels::memory;
 
 /// Number of passes that a rank has run over micro batches of one length and one number of ranks.
@@ -23,6 +18,32 @@ pub struct Passes {
     pub trained: u64,
     /// Micro batches that ran forward only.
     pub evaluated: u64,
+}
+
+/// The result of a step. Equal on all ranks, except for `comm_bytes`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepReport {
+    /// Number of the step, from 1, counting skipped steps.
+    pub step: u64,
+    /// Loss of the global batch before the update; 0 if no token had a label.
+    pub loss: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Norm of the global gradient before clipping.
+    pub grad_norm: f64,
+    /// Tokens of the global batch (sequences × length), including masked tokens and padding.
+    pub tokens: u64,
+    /// Tokens of the global batch with a label.
+    pub label_tokens: u64,
+    /// Whether nothing was updated and the schedule did not advance: no token had a label, or the
+    /// gradient overflowed.
+    pub skipped: bool,
+    /// Whether loss or gradient was not finite, which skips a step of 16-bit training.
+    pub overflow: bool,
+    /// The loss scale: 1 unless in fp16. Loss and norm are unscaled.
+    pub loss_scale: f64,
+    /// Bytes that this rank sent since the last report.
+    pub comm_bytes: u64,
 }
 
 impl StepReport {
@@ -53,77 +74,8 @@ impl StepReport {
     }
 }
 
-impl Engine {
-    /// Returns the bytes that this rank sent and holds, next to the formulas for a Llama-style model and all `passes` of
-    /// the run. Collective.
-    ///
-    /// # Errors
-    /// Failed communication.
-    pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
-        // The count of sent bytes is complete once all other ranks have received them.
-        let groups = self.groups.by_axis();
-        groups.iter().try_for_each(|(_, group)| group.barrier())?;
-        let (measured, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
-        Ok(RankSummary {
-            rank: self.global_rank,
-            // By axis: a group that spans the world is the world group and has its name.
-            groups: by_axis(&groups),
-            expected_exchange_bytes: passes
-                .iter()
-                .map(|passes| self.exchange_bytes(model, *passes))
-                .sum::<Result<u64, EngineError>>()?,
-            held_bytes: pairs(measured, expected),
-            peak_by_category: match gpu_memory(&self.workspace.options().device) {
-                Some(gpu) => self.state_by_category().with_rest_of(gpu.peak),
-                None => memory::peak_by_category(),
-            },
-        })
-    }
-
-    /// Returns the bytes of the state that this rank stores on its device: parameters, gradients and optimizer state. The
-    /// driver of a GPU knows no categories, so all else there is other memory.
-    pub fn state_by_category(&self) -> memory::ByCategory {
-        let StateBytes { parameters, gradients, optimizer, .. } = self.zero.state_bytes();
-        memory::ByCategory { parameters, gradients, optimizer, ..memory::ByCategory::default() }
-    }
-
-    /// Bytes that this rank sends in the Ulysses exchanges of some passes, by formula.
-    fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
-        let Passes { seq_len, block_size, trained, evaluated } = passes;
-        let head_dim = model.head_dim;
-        let sp = &self.groups.sp;
-        let (ring_rank, group) = match (&self.groups.ring, block_size.filter(|size| *size < sp.world_size()))
-        {
-            (None, None) => (0, sp),
-            (Some(RingGroups { ring, ulysses }), _) => (ring.rank(), ulysses),
-            (None, Some(size)) => match self.groups.sp_blocks.iter().find(|group| group.world_size() == size)
-            {
-                Some(group) => (0, group),
-                // A block of one rank exchanges nothing.
-                None => return Ok(0),
-            },
-        };
-        let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
-        let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
-        let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
-        let num_layers = model.num_layers as u64;
-        let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count() as u64;
-        let mut bytes = 0;
-        for chunk in model.head_chunks(self.config.ulysses.head_chunks) {
-            let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-            let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-            let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
-            let again = volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes);
-            bytes += trained * (num_layers * volume.total_elems() * elem_bytes + recomputed * again);
-            bytes += evaluated * num_layers * volume.forward_elems * elem_bytes;
-        }
-        Ok(bytes)
-    }
-}
-
 /// The counters of the groups along each axis; those of the blocks of sp are added to sp's.
-fn by_axis(groups: &[(&'static str, &Arc<dyn ProcessGroup>)]) -> Vec<(String, GroupStats)> {
+pub(super) fn by_axis(groups: &[(&'static str, &Arc<dyn ProcessGroup>)]) -> Vec<(String, GroupStats)> {
     let mut sums: Vec<(String, GroupStats)> = Vec::new();
     for (axis, group) in groups {
         match sums.iter_mut().find(|(known, _)| known == axis) {
@@ -134,7 +86,7 @@ fn by_axis(groups: &[(&'static str, &Arc<dyn ProcessGroup>)]) -> Vec<(String, Gr
     sums
 }
 
-fn pairs(measured: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
+pub(super) fn pairs(measured: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
     [
         (measured.parameters, expected.parameters),
         (measured.gradients, expected.gradients),

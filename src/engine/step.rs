@@ -1,11 +1,13 @@
 //! The optimizer step.
 
 use super::moment::Moment;
-use super::{Engine, EngineError, consistency};
+use super::{Engine, EngineError, StepReport};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use crate::model::Model;
+use crate::nn::ParameterSpec;
 use candle_core::Tensor;
 use std::collections::HashSet;
 use ulysses_kernels::OpError;
@@ -47,7 +49,7 @@ impl Accumulation {
     pub(super) fn add(&mut self, losses: Losses, batch_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
         self.tokens += tokens;
-        self.batch_hash = consistency::combine(self.batch_hash, batch_hash);
+        self.batch_hash = combine(self.batch_hash, batch_hash);
     }
 
     /// The weighted sum of the token losses, and the number of tokens with a label. Synchronizes with a
@@ -61,32 +63,6 @@ impl Accumulation {
         }
         Ok(total)
     }
-}
-
-/// The result of a step. Equal on all ranks, except for `comm_bytes`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepReport {
-    /// Number of the step, from 1, counting skipped steps.
-    pub step: u64,
-    /// Loss of the global batch before the update; 0 if no token had a label.
-    pub loss: f64,
-    /// Learning rate of the step.
-    pub lr: f64,
-    /// Norm of the global gradient before clipping.
-    pub grad_norm: f64,
-    /// Tokens of the global batch (sequences × length), including masked tokens and padding.
-    pub tokens: u64,
-    /// Tokens of the global batch with a label.
-    pub label_tokens: u64,
-    /// Whether nothing was updated and the schedule did not advance: no token had a label, or the
-    /// gradient overflowed.
-    pub skipped: bool,
-    /// Whether loss or gradient was not finite, which skips a step of 16-bit training.
-    pub overflow: bool,
-    /// The loss scale: 1 unless in fp16. Loss and norm are unscaled.
-    pub loss_scale: f64,
-    /// Bytes that this rank sent since the last report.
-    pub comm_bytes: u64,
 }
 
 /// Loss and gradient of a whole global batch, before the update.
@@ -178,21 +154,23 @@ impl Engine {
         let own = own.map_or(i64::MAX, |part| part as i64);
         let first = self.groups.shard().all_reduce_values(&[own], ReduceOp::Min)?[0];
         let part = usize::try_from(first).ok().and_then(|part| parts.get(part));
-        Ok(part.map_or("the loss", |(part, _)| *part).to_owned())
+        Ok(part.map_or("the loss", |(part, _)| part).to_owned())
     }
 
-    /// Head, layers from last to first, embedding; each with the names of its parameters.
-    fn parts_in_backward_order(&self) -> Vec<(&str, Vec<&str>)> {
-        let (head, embedding) = (&self.model.head, self.model.embedding.parameter().name.as_str());
-        // The gradient of a tied matrix is complete with the embedding's.
-        let projection = (!self.model.is_tied()).then_some(head.projection().name.as_str());
-        let head = [head.norm().name.as_str()].into_iter().chain(projection).collect();
-        let layers = self.model.layers.iter().rev().map(|layer| {
-            (layer.name(), layer.parameters().iter().map(|parameter| parameter.name.as_str()).collect())
-        });
-        std::iter::once(("the head", head))
+    /// Objective, layers from last to first, input; each with the names of its parameters.
+    fn parts_in_backward_order(&self) -> Vec<(String, Vec<&str>)> {
+        fn names(parameters: &[ParameterSpec]) -> Vec<&str> {
+            parameters.iter().map(|parameter| parameter.name.as_str()).collect()
+        }
+        let Model { input, layers, objective } = &self.model;
+        let of_input = names(input.parameters());
+        // The gradient of a tied parameter is complete with the input's.
+        let of_objective =
+            names(objective.parameters()).into_iter().filter(|name| !of_input.contains(name)).collect();
+        let layers = layers.iter().rev().map(|layer| (layer.name().to_owned(), names(layer.parameters())));
+        std::iter::once((format!("the {}", objective.name()), of_objective))
             .chain(layers)
-            .chain([("the embedding", vec![embedding])])
+            .chain([(format!("the {}", input.name()), of_input)])
             .collect()
     }
 
@@ -320,4 +298,41 @@ impl Engine {
     pub(super) fn bytes_sent(&self) -> u64 {
         self.groups.by_axis().into_iter().map(|(_, group)| group.stats().total().bytes_sent).sum()
     }
+
+    /// Compares hashes of whole sequences along sp. If the loaders of a group had diverged, the loss
+    /// would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
+    pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
+        let sp = &self.groups.sp;
+        if sp.world_size() == 1 {
+            return Ok(());
+        }
+        match sp.find_disagreement(&[hash])? {
+            None => Ok(()),
+            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: sp.global_ranks()[0] }),
+        }
+    }
+
+    /// Compares values that must be equal on all ranks, each with a name. Ranks that disagree on the last
+    /// step, for example, would wait for each other forever. Collective; all ranks pass the same names.
+    ///
+    /// # Errors
+    /// Ranks with different values, or failed communication.
+    pub fn check_agreement(&mut self, numbers: &[(&'static str, u64)]) -> Result<(), EngineError> {
+        let sent = self.bytes_sent();
+        let values: Vec<u64> = numbers.iter().map(|(_, value)| *value).collect();
+        for group in [&self.groups.sp, &self.groups.dp] {
+            if let Some((rank, index)) = group.find_disagreement(&values)? {
+                let (what, first) = (numbers[index].0, group.global_ranks()[0]);
+                return Err(EngineError::Disagreement { what, rank, first });
+            }
+        }
+        // The bytes sent by this check do not count toward a step's metrics.
+        self.reported_bytes += self.bytes_sent() - sent;
+        Ok(())
+    }
+}
+
+/// Combines the hashes of a step's micro batches, in order.
+pub(super) fn combine(hashes: u64, batch_hash: u64) -> u64 {
+    hashes.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ batch_hash
 }

@@ -1,7 +1,6 @@
 //! Time of a step by phase, on this rank.
 
-use super::{Engine, EngineError};
-use crate::comm::{CallTimes, CommSeconds, EachCall};
+use crate::comm::CommSeconds;
 use crate::monitor::TimeShares;
 use candle_core::Device;
 use ulysses_kernels::device::{DeviceTimes, TimeStamp};
@@ -75,7 +74,7 @@ pub(super) enum StepPhase {
 }
 
 impl StepPhase {
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
@@ -121,7 +120,7 @@ impl StepTimer {
         self.running.add(of, [interval], |of, [seconds]| times.count(of, seconds))
     }
 
-    fn take(&mut self) -> candle_core::Result<StepTimes> {
+    pub(super) fn take(&mut self) -> candle_core::Result<StepTimes> {
         let times = &mut self.times;
         self.running.settle(|of, [seconds]| times.count(of, seconds))?;
         Ok(std::mem::take(times))
@@ -137,51 +136,5 @@ impl StepTimes {
             Timed::ForwardOfPart(part) => &mut self.parts[part].forward,
             Timed::BackwardOfPart(part) => &mut self.parts[part].backward,
         } += seconds;
-    }
-}
-
-impl Engine {
-    /// Returns the times of the steps that [`train_batch`](Self::train_batch) has run since the last
-    /// call. Waits for a GPU to finish them.
-    ///
-    /// # Errors
-    /// A GPU that failed.
-    pub fn take_times(&mut self) -> Result<StepTimes, EngineError> {
-        let mut times = self.timer.take()?;
-        let mut comm = self.comm_timer.take_seconds()?;
-        let mut comm_in = |phase: StepPhase| comm.remove(phase.name()).unwrap_or_default();
-        times.forward.comm = comm_in(StepPhase::Forward);
-        times.backward.comm = comm_in(StepPhase::Backward);
-        times.update.comm = comm_in(StepPhase::Update);
-        Ok(times)
-    }
-
-    /// Totals of this rank's collectives so far, by axis, operation and size, with their time.
-    pub fn comm_calls(&self) -> Vec<CallTimes> {
-        self.comm_timer.calls()
-    }
-
-    /// Every collective so far, if the config enables the communication log.
-    pub fn each_comm_call(&self) -> Vec<EachCall> {
-        self.comm_timer.each_call()
-    }
-
-    pub(super) fn timed<T>(
-        &mut self,
-        phase: StepPhase,
-        run: impl FnOnce(&mut Self) -> Result<T, EngineError>,
-    ) -> Result<T, EngineError> {
-        let begin = self.timer.now()?;
-        let span = match phase {
-            StepPhase::Forward => tracing::debug_span!("forward"),
-            StepPhase::Backward => tracing::debug_span!("backward"),
-            StepPhase::Update => tracing::debug_span!("update"),
-        };
-        self.comm_timer.set_phase(phase.name());
-        let value = span.in_scope(|| run(self));
-        self.comm_timer.set_phase("");
-        let value = value?;
-        self.timer.add(Timed::Phase(phase), begin)?;
-        Ok(value)
     }
 }

@@ -2,8 +2,30 @@
 
 use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
-use crate::data::{DataError, DataLoader, Dataset, GlobalBatch, LoaderOptions, MicroBatch, Placement};
+use crate::data::{
+    DataError, DataLoader, Dataset, DocumentCost, GlobalBatch, LoaderOptions, MicroBatch, Placement,
+};
+use crate::model::Model;
+use crate::nn::{AttentionExtent, ParameterSpec};
+use candle_core::Tensor;
 use std::error::Error;
+
+/// The results of a global batch, assembled over the mesh: the same on all ranks and for every mesh.
+#[derive(Debug)]
+pub struct BatchOutcome {
+    /// Logits before the first step, `[batch, seq, vocab]`.
+    pub logits: Tensor,
+    /// Loss before the first step.
+    pub loss: f64,
+    /// Gradients of the first step by parameter name, normalized and unclipped.
+    pub gradients: Vec<(String, Tensor)>,
+    /// Loss scale of the first step; 1 unless the precision is fp16.
+    pub loss_scale: f64,
+    /// Reports of the optimizer steps.
+    pub reports: Vec<StepReport>,
+    /// Parameters after the last step, by name.
+    pub parameters: Vec<(String, Tensor)>,
+}
 
 impl Engine {
     /// Creates this rank's loader of `data`, with the config's seed and batch sizes and the engine's
@@ -78,5 +100,70 @@ impl Engine {
         }
         let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
         self.timed(StepPhase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
+    }
+
+    /// Returns the FLOPs of a document in a forward and backward pass of the model, without recomputation, by its length;
+    /// `None` unless `ulysses.flexible_sp` divides documents among the ranks by them.
+    pub fn document_cost(&self) -> Option<DocumentCost> {
+        self.config.ulysses.flexible_sp.then(|| document_cost(&self.model))
+    }
+
+    /// Runs `batch` forward and backward and takes `steps` optimizer steps on it. Collective.
+    ///
+    /// # Errors
+    /// A batch that the config's batch sizes do not divide, or any error of a step.
+    pub fn run_global_batch(
+        &mut self,
+        batch: &GlobalBatch,
+        steps: usize,
+    ) -> Result<BatchOutcome, EngineError> {
+        let micro_batches = self.shard(batch)?;
+        let mut logits = Vec::new();
+        for micro_batch in &micro_batches {
+            let local = self.logits(micro_batch)?;
+            logits.push(self.assemble_tokens(&local)?);
+        }
+        let logits = Tensor::cat(&logits, 0)?;
+        self.accumulate(&micro_batches)?;
+        let loss = self.global_loss()?;
+        let gradients = self.gather_gradients()?;
+        let (loss_scale, mut reports) = (self.scaler.scale(), Vec::new());
+        for step in 0..steps {
+            if step > 0 {
+                self.accumulate(&micro_batches)?;
+            }
+            reports.extend(self.step()?);
+        }
+        self.zero_grad();
+        let parameters = self.gather_parameters()?;
+        Ok(BatchOutcome { logits, loss, gradients, loss_scale, reports, parameters })
+    }
+
+    fn accumulate(&mut self, micro_batches: &[MicroBatch]) -> Result<(), EngineError> {
+        for micro_batch in micro_batches {
+            let loss = self.forward(micro_batch)?;
+            self.backward(loss)?;
+        }
+        Ok(())
+    }
+}
+
+/// 6 FLOPs per token and weight of a matrix product, 12 per visible pair and query element of a head (two products forward,
+/// four backward, 2 FLOPs per multiplication). Layers with different windows count as having the widest.
+fn document_cost(model: &Model) -> DocumentCost {
+    let weights = |parameters: &[ParameterSpec]| -> u64 {
+        let matrices = parameters.iter().filter(|parameter| parameter.shape.len() == 2);
+        matrices.map(|parameter| parameter.numel() as u64).sum()
+    };
+    let of_layers: u64 = model.layers.iter().map(|layer| weights(layer.parameters())).sum();
+    let of_objective = weights(model.objective.parameters());
+    let extents: Vec<AttentionExtent> =
+        model.layers.iter().filter_map(|layer| layer.attention_extent()).collect();
+    let widths: u64 = extents.iter().map(|extent| extent.width as u64).sum();
+    let windows: Option<Vec<usize>> = extents.iter().map(|extent| extent.window).collect();
+    DocumentCost {
+        per_token: 6 * (of_layers + of_objective),
+        per_pair: 12 * widths,
+        window: windows.and_then(|windows| windows.into_iter().max()),
     }
 }

@@ -14,6 +14,7 @@ use crate::nn::ParameterSpec;
 use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::{self, Allocation, DryDevice};
@@ -148,6 +149,7 @@ impl Workload {
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
+            values: BTreeMap::new(),
             cu_seqlens: Arc::new(vec![boundaries; batch_size]),
             batch_hash: 0,
             flexible: None,
@@ -160,10 +162,10 @@ impl Workload {
         const BYTES: f64 = 64.0;
         let (config, model) = (&self.config, &self.model);
         let seq_len = config.require_seq_len()?;
-        let heads = model.num_heads * model.head_dim;
+        let heads = model.layers.iter().map(|layer| layer.num_heads * layer.head_dim).max().unwrap_or(0);
         let widths = [model.hidden_size, model.intermediate_size, model.vocab_size, heads];
         let of_token =
-            widths.into_iter().map(|width| width as f64).sum::<f64>() * (model.num_layers + 1) as f64;
+            widths.into_iter().map(|width| width as f64).sum::<f64>() * (model.num_layers() + 1) as f64;
         let bytes = BYTES * config.micro_batch_size as f64 * seq_len as f64 * of_token;
         let tokens = config.train_batch_size.checked_mul(seq_len);
         // Sequences and documents are listed one by one.

@@ -6,7 +6,7 @@ use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload};
 use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use crate::nn::HeadChunk;
 use std::cmp::Ordering;
 
@@ -159,9 +159,11 @@ impl Workload {
 }
 
 /// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk.
-pub fn ulysses_limits(model: &LlamaConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
+pub fn ulysses_limits(model: &ModelConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
     // More are refused elsewhere, with the key.
-    let chunks = model.head_chunks(head_chunks.min(model.num_kv_heads));
+    let num_chunks = head_chunks.min(model.fewest_kv_heads());
+    let layers = model.distinct_layers();
+    let chunks: Vec<_> = layers.iter().flat_map(|layer| layer.head_chunks(num_chunks)).collect();
     let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
     UlyssesLimits {
         num_heads: fewest(&|chunk| chunk.q.len()),

@@ -45,7 +45,7 @@ pub use time::StepTime;
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::DeviceMesh;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use crate::nn::{HeadChunk, LayerError};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use dry_run::DryStep;
@@ -90,7 +90,7 @@ pub struct Workload {
     /// Mesh, batch, ZeRO stage and precision. `seq_len` must be set, except for [`max_seq_len`](Self::max_seq_len).
     pub config: Config,
     /// The model.
-    pub model: LlamaConfig,
+    pub model: ModelConfig,
     /// Tokens per document in a packed sequence; `None` for sequences of one document.
     pub document_len: Option<usize>,
     /// Ranks per node; consecutive ranks share a node.
@@ -149,7 +149,7 @@ impl Workload {
         let mut classes: Vec<RankClass> = Vec::new();
         // A zigzag over one causal document gives every ring rank as much to attend and to pass on.
         let is_balanced = self.document_len.is_none()
-            && self.model.architecture.sliding_window().is_none()
+            && self.model.layers.iter().all(|layer| layer.window.is_none())
             && seq_len.is_multiple_of(2 * sharding.ring_size);
         let ring_ranks = if is_balanced { 1 } else { sharding.ring_size };
         for ring_rank in 0..ring_ranks {
@@ -175,28 +175,31 @@ impl Workload {
         Ok(classes)
     }
 
-    /// Returns the exchange plan of each head chunk, for sequences of which a Ulysses group has `tokens` tokens.
+    /// Returns the exchange plan of each head chunk of the layers that differ, for sequences of which a Ulysses group has `tokens` tokens.
     ///
     /// # Errors
     /// When there are more chunks than KV heads, or a chunk has fewer heads or a sequence fewer tokens than ranks.
     fn chunk_plans(&self, tokens: usize) -> Result<Vec<ExchangePlan>, EngineError> {
         let (config, model) = (&self.config, &self.model);
-        let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
+        let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.fewest_kv_heads());
         if chunks == 0 || chunks > num_kv_heads {
             let layer = "model.layers.0".to_owned();
             return Err(LayerError::HeadChunks { layer, chunks, num_kv_heads }.into());
         }
         let ranks = config.seq_sharding().ulysses_size;
-        let plan = |HeadChunk { q, kv }: HeadChunk| {
-            let (num_heads, num_kv_heads) = (q.len(), kv.len());
-            let (batch, head_dim) = (config.micro_batch_size, model.head_dim);
-            let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
-            let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
-            Ok(plan.map_err(|error| {
-                error.within(config.seq_sharding(), config.ulysses.seq_len.unwrap_or(tokens))
-            })?)
-        };
-        model.head_chunks(chunks).into_iter().map(plan).collect()
+        let mut plans = Vec::new();
+        for layer in model.distinct_layers() {
+            for HeadChunk { q, kv } in layer.head_chunks(chunks) {
+                let (num_heads, num_kv_heads) = (q.len(), kv.len());
+                let (batch, head_dim) = (config.micro_batch_size, layer.head_dim);
+                let shape = AttentionShape { batch, seq_len: tokens, num_heads, num_kv_heads, head_dim };
+                let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), ranks, 0);
+                plans.push(plan.map_err(|error| {
+                    error.within(config.seq_sharding(), config.ulysses.seq_len.unwrap_or(tokens))
+                })?);
+            }
+        }
+        Ok(plans)
     }
 
     /// Returns the workload with another `seq_len`.

@@ -138,7 +138,9 @@ mod tests {
     fn a_model_with_few_heads_gets_a_ring_across_nodes() {
         let four_of_8 = Cluster { nodes: 4, ranks_per_node: 8 };
         let mut few = workload(1 << 22);
-        (few.model.num_heads, few.model.num_kv_heads, few.model.head_dim) = (16, 2, 256);
+        few.model = few.model.with_attention(|layer| {
+            (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (16, 2, 256);
+        });
         few.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
         let of_two_nodes = few.on_cluster(four_of_8, 16).plan().unwrap().peak_bytes;
         let proposal = few.propose(four_of_8, of_two_nodes - 1).unwrap();

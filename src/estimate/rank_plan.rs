@@ -117,7 +117,7 @@ fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, SentBytes>, serializer: S)
 mod tests {
     use crate::config::Config;
     use crate::estimate::{RankPlan, Workload};
-    use crate::model::{LlamaConfig, preset};
+    use crate::model::{ModelConfig, preset};
     use serde_json::{Value, json};
     use ulysses_kernels::device::DeviceKind;
 
@@ -143,10 +143,10 @@ mod tests {
         let [on_gpu, offloaded] = [false, true].map(|offloads| plan(DeviceKind::Cuda, offloads, stage()));
         assert_eq!(
             (on_gpu.offloaded_bytes, offloaded.offloaded_bytes),
-            (0, model.num_layers as u64 * checkpoint)
+            (0, model.num_layers() as u64 * checkpoint)
         );
         // One is copied in while one is used, and one is copied out while the next layer runs.
-        assert!(on_gpu.peak_bytes - offloaded.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
+        assert!(on_gpu.peak_bytes - offloaded.peak_bytes >= (model.num_layers() as u64 - 3) * checkpoint);
         // A file needs a buffer, but no tensor for prefetching.
         let in_file = plan(DeviceKind::Cpu, true, stage());
         assert_eq!(in_file.offloaded_bytes, offloaded.offloaded_bytes);
@@ -161,7 +161,7 @@ mod tests {
             "ulysses": { "seq_len": 8 },
         });
         let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
-        let model = LlamaConfig { vocab_size: 8 << 20, num_layers: 1, ..preset("nano").unwrap() };
+        let model = ModelConfig { vocab_size: 8 << 20, ..preset("nano").unwrap().with_num_layers(1) };
         let numel = model.num_parameters() as u64;
         let embedding = (model.vocab_size * model.hidden_size * 4) as u64;
         assert!(embedding >= 2 << 30);

@@ -6,7 +6,7 @@ use crate::comm::CollectiveOp;
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::DeviceMesh;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use ulysses_kernels::device::DeviceKind;
@@ -47,7 +47,7 @@ impl RankStep {
     /// As [`Workload::plan`].
     pub fn of(
         config: &Config,
-        model: &LlamaConfig,
+        model: &ModelConfig,
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
@@ -62,7 +62,7 @@ impl RankStep {
     /// As [`of`](Self::of).
     pub fn of_evaluation(
         config: &Config,
-        model: &LlamaConfig,
+        model: &ModelConfig,
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
@@ -149,7 +149,7 @@ impl ModelFlops {
 }
 
 /// Returns the workload on a CPU and one node: compute and communication do not depend on device and nodes.
-fn workload(config: &Config, model: &LlamaConfig) -> Workload {
+fn workload(config: &Config, model: &ModelConfig) -> Workload {
     let (config, model) = (config.clone(), model.clone());
     Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
 }
@@ -160,7 +160,7 @@ fn workload(config: &Config, model: &LlamaConfig) -> Workload {
 /// As [`Workload::plan`].
 pub fn model_flops(
     config: &Config,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     mesh: &DeviceMesh,
 ) -> Result<ModelFlops, EngineError> {
     let mut total = ModelFlops::default();

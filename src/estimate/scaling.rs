@@ -15,7 +15,8 @@
 
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
-use crate::model::{LlamaConfig, shape};
+use crate::model::{ModelConfig, shape};
+use crate::nn::AttentionConfig;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, RingVolume};
 use serde::Serialize;
 
@@ -72,7 +73,9 @@ pub struct Point {
 /// None for the models here.
 pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
     // Of Llama 70B's width, with as many heads as the largest number of ranks.
-    let synthetic = LlamaConfig { num_heads: 1024, num_kv_heads: 1024, head_dim: 8, ..shape("llama3-70b")? };
+    let synthetic = shape("llama3-70b")?.with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (1024, 1024, 8);
+    });
     let real = |name: &str| Ok::<_, EngineError>((name.to_owned(), shape(name)?));
     let models = [
         ("synthetic MHA".to_owned(), synthetic),
@@ -83,37 +86,41 @@ pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
     models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank, &RANKS)).collect()
 }
 
-/// Runs the study for one model.
+/// Runs the study for the first layer of a model.
 ///
 /// # Errors
 /// When there are fewer tokens than ranks.
 pub fn of_model(
     name: String,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     tokens_per_rank: usize,
     ranks: &[usize],
 ) -> Result<ModelScaling, EngineError> {
-    let points = ranks.iter().map(|&ranks| point(model, ranks, ranks * tokens_per_rank));
+    let layer = &model.layers[0];
+    let point = |&ranks: &usize| point(model.hidden_size, layer, ranks, ranks * tokens_per_rank);
+    let points = ranks.iter().map(point);
     Ok(ModelScaling {
         model: name,
         hidden_size: model.hidden_size,
-        num_heads: model.num_heads,
-        num_kv_heads: model.num_kv_heads,
+        num_heads: layer.num_heads,
+        num_kv_heads: layer.num_kv_heads,
         points: points.collect::<Result<_, EngineError>>()?,
     })
 }
 
-fn point(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<Point, EngineError> {
-    let (tokens, hidden) = (seq_len as f64, model.hidden_size as f64);
-    let kv = (model.num_kv_heads * model.head_dim) as f64;
+fn point(
+    hidden_size: usize,
+    layer: &AttentionConfig,
+    ranks: usize,
+    seq_len: usize,
+) -> Result<Point, EngineError> {
+    let (tokens, hidden) = (seq_len as f64, hidden_size as f64);
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
+    let kv = (num_kv_heads * head_dim) as f64;
     let to_others = (ranks - 1) as f64 / ranks as f64;
-    let limits = UlyssesLimits {
-        num_heads: model.num_heads,
-        num_kv_heads: model.num_kv_heads,
-        ranks_per_node: RANKS_PER_NODE,
-    };
+    let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE };
     let sharding = SeqSharding::auto(ranks, limits);
-    let exchange = (model.num_heads >= ranks).then(|| exchanged(model, ranks, seq_len)).transpose()?;
+    let exchange = (num_heads >= ranks).then(|| exchanged(layer, ranks, seq_len)).transpose()?;
     Ok(Point {
         ranks,
         seq_len,
@@ -123,17 +130,21 @@ fn point(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<Point, Eng
         megatron_bytes: ELEMENT_BYTES * 8.0 * tokens * hidden * to_others,
         ring_bytes: ELEMENT_BYTES * 6.0 * tokens * kv * to_others,
         combined_ring_size: sharding.ring_size,
-        combined_bytes: combined_bytes(model, sharding, seq_len)?,
+        combined_bytes: combined_bytes(layer, sharding, seq_len)?,
     })
 }
 
 /// Returns the bytes that the rank with the most traffic sends in Ulysses × ring.
-fn combined_bytes(model: &LlamaConfig, sharding: SeqSharding, seq_len: usize) -> Result<f64, EngineError> {
+fn combined_bytes(
+    layer: &AttentionConfig,
+    sharding: SeqSharding,
+    seq_len: usize,
+) -> Result<f64, EngineError> {
     let shared = sharding.ring_tokens(seq_len, 0).len();
-    let (exchanged, _) = exchanged(model, sharding.ulysses_size, shared)?;
+    let (exchanged, _) = exchanged(layer, sharding.ulysses_size, shared)?;
     // The Ulysses rank with the most KV heads: at least one, since ranks share one if there are too few.
-    let num_kv_heads = model.num_kv_heads.div_ceil(sharding.ulysses_size);
-    let LlamaConfig { num_heads, head_dim, .. } = *model;
+    let num_kv_heads = layer.num_kv_heads.div_ceil(sharding.ulysses_size);
+    let AttentionConfig { num_heads, head_dim, .. } = *layer;
     let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
     let RingVolume { block_elems, gradient_elems } = RingVolume::causal(sharding, 0, shape);
     // Forward and backward.
@@ -142,12 +153,12 @@ fn combined_bytes(model: &LlamaConfig, sharding: SeqSharding, seq_len: usize) ->
 }
 
 /// Returns the elements that the rank with the most traffic exchanges, and those of K, V and their gradients.
-fn exchanged(model: &LlamaConfig, ranks: usize, seq_len: usize) -> Result<(f64, f64), EngineError> {
-    let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = *model;
+fn exchanged(layer: &AttentionConfig, ranks: usize, seq_len: usize) -> Result<(f64, f64), EngineError> {
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
     let shape = AttentionShape { batch: 1, seq_len, num_heads, num_kv_heads, head_dim };
     let mut most = (0.0, 0.0);
     for rank in 0..ranks {
-        let plan = ExchangePlan::new(shape, &model.q_to_kv(), ranks, rank)?;
+        let plan = ExchangePlan::new(shape, &layer.q_to_kv(), ranks, rank)?;
         let all = plan.volume().total_elems() as f64;
         let (seq, kv) = (plan.seq_ranges(), plan.kv_head_ranges());
         let peers = (0..ranks).filter(|peer| *peer != rank);

@@ -3,7 +3,7 @@
 use super::{RankPlan, RankStep, Workload};
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::model::{LlamaConfig, preset, shape};
+use crate::model::{ModelConfig, preset, shape};
 use serde_json::{Value, json};
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::memory::Category;
@@ -48,8 +48,8 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
     ]
 }
 
-fn model() -> LlamaConfig {
-    LlamaConfig { num_layers: 3, ..preset("nano").unwrap() }
+fn model() -> ModelConfig {
+    preset("nano").unwrap().with_num_layers(3)
 }
 
 pub(super) fn workload(config: &Value, device: DeviceKind, accumulation: usize) -> Workload {

@@ -1,9 +1,10 @@
-//! A whole model: embedding, layers, head.
+//! A whole model: input, layers, objective.
 
-use super::{DecoderLayer, LlamaConfig, ModelError};
-use crate::nn::{Embedding, Layer, LossHead, ParameterSpec};
+use super::{ModelConfig, ModelError};
+use crate::nn::{Embedding, InputLayer, Layer, ParameterSpec};
+use crate::objective::{CausalLm, Objective};
 
-/// An embedding, a stack of layers, and a head with its loss.
+/// An input, a stack of layers, and an objective: for a language model, embedding, blocks, and head with loss.
 ///
 /// # Examples
 ///
@@ -16,12 +17,12 @@ use crate::nn::{Embedding, Layer, LossHead, ParameterSpec};
 /// # Ok::<(), ulysses::model::ModelError>(())
 /// ```
 pub struct Model {
-    /// From token ids to hidden states.
-    pub embedding: Embedding,
+    /// From a micro batch to hidden states.
+    pub input: Box<dyn InputLayer>,
     /// From hidden states to hidden states.
     pub layers: Vec<Box<dyn Layer>>,
     /// From hidden states to a loss.
-    pub head: LossHead,
+    pub objective: Box<dyn Objective>,
 }
 
 /// Parameters that are partitioned, gathered and reduced as a whole.
@@ -37,44 +38,64 @@ impl Model {
     /// Creates a Llama-style decoder.
     ///
     /// # Errors
-    /// A description that [`LlamaConfig::validate`] refuses.
-    pub fn llama(config: &LlamaConfig) -> Result<Self, ModelError> {
+    /// A description that [`ModelConfig::validate`] refuses.
+    pub fn llama(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
         Ok(Self::layers_of(config))
     }
 
     /// As [`llama`](Self::llama), for an unchecked description; allocates nothing.
-    pub(super) fn layers_of(config: &LlamaConfig) -> Self {
-        let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
-        let embedding = Embedding::new(vocab_size, hidden_size, std);
-        let projection =
-            if config.tie_word_embeddings { &embedding.parameter().name } else { "lm_head.weight" };
-        let head = LossHead::new(projection, vocab_size, hidden_size, rms_norm_eps, std);
-        let layer = |index| Box::new(DecoderLayer::new(config, index)) as Box<dyn Layer>;
-        Self { layers: (0..config.num_layers).map(layer).collect(), embedding, head }
+    pub(super) fn layers_of(config: &ModelConfig) -> Self {
+        let ModelConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
+        let input = Embedding::new(vocab_size, hidden_size, std);
+        let projection = match config.tie_word_embeddings {
+            true => &input.parameters()[0].name,
+            false => "lm_head.weight",
+        };
+        let objective = CausalLm::new(projection, vocab_size, hidden_size, rms_norm_eps, std);
+        let layer = |index| (config.family.block)(config, index);
+        let layers = (0..config.num_layers()).map(layer).collect();
+        Self { input: Box::new(input), layers, objective: Box::new(objective) }
     }
 
-    /// Returns whether the head's projection is the embedding matrix, judged by its name.
+    /// Returns whether the objective has a parameter of the input, judged by its name, such as the embedding matrix.
     pub fn is_tied(&self) -> bool {
-        self.head.projection().name == self.embedding.parameter().name
+        self.objective.parameters().iter().any(|parameter| self.is_shared_with_input(parameter))
     }
 
-    /// All parameters by unit: the embedding, every layer, the head. With a tied head, the first unit also
-    /// has the head's norm and there is no last unit, so that the shared matrix is gathered and reduced once.
+    fn is_shared_with_input(&self, parameter: &ParameterSpec) -> bool {
+        self.input.parameters().iter().any(|of_input| of_input.name == parameter.name)
+    }
+
+    /// All parameters by unit: the input, every layer, the objective. If input and objective are tied, the first unit
+    /// also has the objective's other parameters and there is no last unit, so that a shared one is gathered and reduced once.
     pub fn units(&self) -> Vec<UnitSpec> {
-        let embedding = self.embedding.parameter().clone();
-        let (norm, projection) = (self.head.norm().clone(), self.head.projection().clone());
-        let mut units = vec![UnitSpec { name: "embedding".into(), parameters: vec![embedding] }];
-        units.extend(
-            self.layers
-                .iter()
-                .map(|layer| UnitSpec { name: layer.name().into(), parameters: layer.parameters().to_vec() }),
-        );
+        let unit = |name: &str, parameters: &[_]| UnitSpec {
+            name: name.to_owned(),
+            parameters: parameters.to_vec(),
+        };
+        let mut units = vec![unit(self.input.name(), self.input.parameters())];
+        units.extend(self.layers.iter().map(|layer| unit(layer.name(), layer.parameters())));
+        let objective = self.objective.parameters();
         if self.is_tied() {
-            units[0].parameters.push(norm);
+            let others = objective.iter().filter(|parameter| !self.is_shared_with_input(parameter));
+            units[0].parameters.extend(others.cloned());
         } else {
-            units.push(UnitSpec { name: "head".into(), parameters: vec![norm, projection] });
+            units.push(unit(self.objective.name(), objective));
         }
         units
+    }
+
+    /// The views of the objective's parameters or gradients, from those of its unit.
+    pub(crate) fn objective_views<T: Clone>(&self, unit: Vec<T>) -> Vec<T> {
+        if !self.is_tied() {
+            return unit;
+        }
+        let (input, objective) = (self.input.parameters(), self.objective.parameters());
+        let mut others = input.len()..;
+        let place = |parameter: &ParameterSpec| {
+            input.iter().position(|of_input| of_input.name == parameter.name).or_else(|| others.next())
+        };
+        objective.iter().filter_map(place).map(|place| unit[place].clone()).collect()
     }
 }

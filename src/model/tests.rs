@@ -1,17 +1,13 @@
 //! The fused layer against the same block under autograd; weights and descriptions.
 
-mod families;
 mod shards;
 
 use super::*;
+use crate::families::tests::config;
 use crate::nn::tests::{context, random};
 use crate::nn::*;
 use candle_core::{D, Result, Tensor};
 use ulysses_kernels::tensor::to_vec;
-
-fn config() -> LlamaConfig {
-    LlamaConfig { hidden_size: 24, intermediate_size: 20, head_dim: 6, ..preset("nano").unwrap() }
-}
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
@@ -32,16 +28,17 @@ fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Result<Tensor> {
 }
 
 /// The Llama block in plain candle ops.
-fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
+fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
     let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else {
         candle_core::bail!("nine parameters")
     };
-    let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, config.head_dim));
+    let layer = config.layers[0];
+    let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
-    let tables = ctx.rope_tables(config.head_dim, config.rope_theta)?;
-    let q = rotate(&heads(linear(&normed, q)?, config.num_heads)?, &tables)?;
-    let k = rotate(&heads(linear(&normed, k)?, config.num_kv_heads)?, &tables)?;
-    let v = heads(linear(&normed, v)?, config.num_kv_heads)?;
+    let tables = ctx.rope_tables(layer.head_dim, layer.rope.theta)?;
+    let q = rotate(&heads(linear(&normed, q)?, layer.num_heads)?, &tables)?;
+    let k = rotate(&heads(linear(&normed, k)?, layer.num_kv_heads)?, &tables)?;
+    let v = heads(linear(&normed, v)?, layer.num_kv_heads)?;
     let mid = (x + linear(&ctx.attention(&q, &k, &v)?.flatten_from(2)?, o)?)?;
     let normed = rms_norm(&mid, norm_mid, config.rms_norm_eps)?;
     let (gate, up) = (linear(&normed, gate)?, linear(&normed, up)?);
@@ -91,7 +88,7 @@ fn fused_decoder_layer_is_the_block_under_autograd() {
 
 #[test]
 fn saved_state_of_another_layer_is_refused() {
-    let config = config();
+    let config = config().with_num_layers(4);
     let layer = DecoderLayer::new(&config, 3);
     let params: Vec<Tensor> = layer.parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
     let dy = random(&[1, 2, config.hidden_size], 1);
@@ -130,19 +127,19 @@ fn random_weights_have_the_requested_mean_and_deviation() {
 }
 
 /// `config.json` of a directory, changed by one key.
-fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<LlamaConfig, ModelError> {
+fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<ModelConfig, ModelError> {
     let dir = tempfile::tempdir().unwrap();
     let mut json = config().to_hf_json();
     json[key] = value;
     std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
-    LlamaConfig::from_hf_dir(dir.path())
+    ModelConfig::from_hf_dir(dir.path())
 }
 
 #[test]
 fn hugging_face_descriptions_round_trip() {
     assert_eq!(hf_config("use_cache", true.into()).unwrap(), config());
     let theta = serde_json::json!({ "rope_type": "default", "rope_theta": 5e5 });
-    assert_eq!(hf_config("rope_parameters", theta).unwrap().rope_theta, 5e5);
+    assert_eq!(hf_config("rope_parameters", theta).unwrap().layers[0].rope.theta, 5e5);
 }
 
 #[test]
@@ -167,7 +164,7 @@ fn models_that_would_be_computed_wrongly_are_refused_by_key() {
 #[test]
 fn tied_models_have_one_unit_less() {
     let units = |tied| {
-        let model = Model::llama(&LlamaConfig { tie_word_embeddings: tied, ..config() }).unwrap();
+        let model = Model::llama(&ModelConfig { tie_word_embeddings: tied, ..config() }).unwrap();
         model.units().into_iter().map(|unit| (unit.name, unit.parameters.len())).collect::<Vec<_>>()
     };
     let layer = |index| (format!("model.layers.{index}"), 9);
@@ -184,10 +181,11 @@ fn an_unknown_preset_lists_the_known_ones() {
 #[test]
 fn absurd_descriptions_are_refused() {
     let absurd = [
-        LlamaConfig { num_kv_heads: 3, ..config() },
-        LlamaConfig { num_heads: 0, ..config() },
-        LlamaConfig { hidden_size: usize::MAX / 2, ..config() },
-        LlamaConfig { rope_theta: f64::NAN, ..config() },
+        config().with_attention(|layer| layer.num_kv_heads = 3),
+        config().with_attention(|layer| layer.num_heads = 0),
+        config().with_num_layers(0),
+        ModelConfig { hidden_size: usize::MAX / 2, ..config() },
+        config().with_attention(|layer| layer.rope.theta = f64::NAN),
     ];
     for description in absurd {
         assert!(Model::llama(&description).is_err(), "{description:?}");

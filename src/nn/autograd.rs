@@ -70,13 +70,67 @@ impl BlockContext<'_> {
 pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,
+    output_width: Option<usize>,
     block: F,
 }
 
-struct SavedGraph {
+/// A graph of candle's autograd, from copies of parameters and input to an output.
+pub(crate) struct AutogradGraph {
     x: Var,
     params: Vec<Var>,
     y: Tensor,
+}
+
+impl AutogradGraph {
+    /// Runs `work` on variables, which are copies: the engine may release the gathered parameters before the backward
+    /// pass, and later updates must not change the graph's values.
+    pub(crate) fn record(
+        params: &[Tensor],
+        x: &Tensor,
+        work: impl FnOnce(&[Tensor], &Tensor) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let params = params.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        let x = Var::from_tensor(x)?;
+        let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
+        let y = work(&views, x.as_tensor())?;
+        Ok(Self { x, params, y })
+    }
+
+    pub(crate) fn output(&self) -> &Tensor {
+        &self.y
+    }
+
+    /// Bytes of parameters, input and output.
+    pub(crate) fn bytes(&self) -> usize {
+        let saved = self.params.iter().chain([&self.x]).map(|var| var.as_tensor()).chain([&self.y]);
+        saved.map(ulysses_kernels::tensor::bytes).sum()
+    }
+
+    pub(crate) fn input(&self) -> &Tensor {
+        &self.x
+    }
+
+    /// Backward of `scalar`, which was computed from the output: adds to `grads` and returns the gradient of the input.
+    /// Errors call the graph `owner`.
+    pub(crate) fn backward(
+        self,
+        owner: &str,
+        scalar: Tensor,
+        specs: &[ParameterSpec],
+        grads: &[Option<Tensor>],
+    ) -> std::result::Result<Tensor, LayerError> {
+        let store = scalar.backward()?;
+        let gradient = |var: &Var, name: &str| {
+            let missing = || LayerError::NoGradient { owner: owner.to_owned(), parameter: name.to_owned() };
+            Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
+        };
+        for ((var, spec), grad) in self.params.iter().zip(specs).zip(grads) {
+            if let Some(grad) = grad {
+                elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
+            }
+        }
+        gradient(&self.x, "its input")
+    }
 }
 
 impl<F> AutogradLayer<F>
@@ -85,7 +139,13 @@ where
 {
     /// Creates a layer with `parameters` that computes `block(parameters, x, context)`.
     pub fn new(name: impl Into<String>, parameters: Vec<ParameterSpec>, block: F) -> Self {
-        Self { name: name.into(), parameters, block }
+        Self { name: name.into(), parameters, output_width: None, block }
+    }
+
+    /// Sets the width of the hidden states that the block returns; by default that of its input.
+    #[must_use]
+    pub fn with_output_width(self, width: usize) -> Self {
+        Self { output_width: Some(width), ..self }
     }
 }
 
@@ -107,24 +167,23 @@ where
         x: &Tensor,
         ctx: &LayerContext,
     ) -> std::result::Result<(Tensor, Saved), LayerError> {
-        // Copies: the engine may release the gathered parameters before the backward pass, and later updates
-        // must not change the graph's values.
-        let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
-        let x = Var::from_tensor(&x.copy()?)?;
-        let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
-        let y = (self.block)(&views, x.as_tensor(), &BlockContext { layer: ctx })?;
-        if y.dims() != x.dims() || y.dtype() != x.dtype() {
+        let graph = AutogradGraph::record(params, x, |params, x| {
+            (self.block)(params, x, &BlockContext { layer: ctx })
+        })?;
+        let y = graph.output();
+        let (batch, seq_len, hidden) = x.dims3()?;
+        let expected = [batch, seq_len, self.output_width.unwrap_or(hidden)];
+        if y.dims() != expected || y.dtype() != x.dtype() {
             return Err(LayerError::BlockOutput {
                 layer: self.name.clone(),
-                expected: x.dims().to_vec(),
+                expected: expected.to_vec(),
                 got: y.dims().to_vec(),
             });
         }
         // The engine recycles the result; the graph keeps its own output.
         let result = y.detach().contiguous()?.copy()?;
-        let saved = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
-        let bytes = saved.map(ulysses_kernels::tensor::bytes).sum();
-        Ok((result, Saved::new(SavedGraph { x, params, y }, bytes)))
+        let bytes = graph.bytes();
+        Ok((result, Saved::new(graph, bytes)))
     }
 
     fn backward(
@@ -135,18 +194,9 @@ where
         grads: &[Option<Tensor>],
         _ctx: &LayerContext,
     ) -> std::result::Result<Tensor, LayerError> {
-        let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
+        let graph: AutogradGraph = saved.downcast(&self.name)?;
         // The gradient of Σ y·dy with respect to y is exactly dy.
-        let store = (y * dy)?.sum_all()?.backward()?;
-        let gradient = |var: &Var, name: &str| {
-            let missing = || LayerError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };
-            Ok::<_, LayerError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
-        };
-        for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
-            if let Some(grad) = grad {
-                elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
-            }
-        }
-        gradient(&x, "(the layer's input)")
+        let scalar = (graph.output() * dy)?.sum_all()?;
+        graph.backward(&format!("layer {}", self.name), scalar, &self.parameters, grads)
     }
 }

@@ -23,12 +23,14 @@ pub struct Tiling {
     pub tile_tokens: Option<NonZero<usize>>,
     /// Number of chunks in which the heads run through attention; at most the number of KV heads.
     pub head_chunks: usize,
+    /// Tokens whose logits exist at a time; `None` for a number that suits the device.
+    pub loss_tile_tokens: Option<NonZero<usize>>,
 }
 
 impl Default for Tiling {
     /// No tiling: all tokens, all heads.
     fn default() -> Self {
-        Self { tile_tokens: None, head_chunks: 1 }
+        Self { tile_tokens: None, head_chunks: 1, loss_tile_tokens: None }
     }
 }
 

@@ -1,14 +1,15 @@
 //! The token embedding: from token ids to hidden states.
 
-use super::{Init, LayerContext, LayerError, ParameterSpec};
+use super::{Init, InputLayer, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
 use candle_core::Tensor;
+use ulysses_kernels::device::dry;
 use ulysses_kernels::embedding::{self, Ids};
 
 /// The token embedding. With a tied head, both use its matrix.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     hidden_size: usize,
-    parameter: ParameterSpec,
+    parameters: [ParameterSpec; 1],
 }
 
 impl Embedding {
@@ -16,41 +17,42 @@ impl Embedding {
     /// `std`.
     pub fn new(vocab_size: usize, hidden_size: usize, std: f64) -> Self {
         let name = "model.embed_tokens.weight";
-        let parameter = ParameterSpec::new(name, [vocab_size, hidden_size], Init::Normal { std });
-        Self { hidden_size, parameter }
+        let parameters = [ParameterSpec::new(name, [vocab_size, hidden_size], Init::Normal { std })];
+        Self { hidden_size, parameters }
+    }
+}
+
+impl InputLayer for Embedding {
+    fn name(&self) -> &str {
+        "embedding"
     }
 
-    /// The embedding matrix.
-    pub fn parameter(&self) -> &ParameterSpec {
-        &self.parameter
+    fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
     }
 
-    /// Looks up this rank's tokens.
-    ///
-    /// # Shapes
-    /// `input_ids`: `[batch, seq_local]` → `[batch, seq_local, hidden]`.
-    ///
-    /// # Errors
-    /// A token id outside the vocabulary.
-    pub fn forward(
+    fn forward(
         &self,
-        weight: &Tensor,
-        input_ids: &Ids,
+        params: &[Tensor],
+        batch: &LocalBatch<'_>,
         ctx: &LayerContext,
-    ) -> Result<Tensor, LayerError> {
+    ) -> Result<(Tensor, Saved), LayerError> {
+        let [weight] = params else { return Err(LayerError::parameter_count(self.name(), 1, params.len())) };
+        let ids = match dry::is_dry() {
+            true => Ids::dry(batch.num_tokens()),
+            false => Ids::new(batch.input_ids),
+        };
         let y = ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
-        embedding::forward(input_ids, weight, &y)?;
-        Ok(y)
+        embedding::forward(&ids, weight, &y)?;
+        Ok((y, Saved::new(ids, 0)))
     }
 
-    /// Adds to the matrix's gradient.
-    ///
-    /// # Shapes
-    /// `dy`: `[batch, seq_local, hidden]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit.
-    pub fn backward(&self, input_ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), LayerError> {
-        Ok(embedding::backward(input_ids, dy, dweight)?)
+    fn backward(&self, saved: Saved, dx: &Tensor, grads: &[Option<Tensor>]) -> Result<(), LayerError> {
+        let ids: Ids = saved.downcast(self.name())?;
+        match grads {
+            [Some(dweight)] => Ok(embedding::backward(&ids, dx, dweight)?),
+            [None] => Ok(()),
+            _ => Err(LayerError::parameter_count(self.name(), 1, grads.len())),
+        }
     }
 }

@@ -37,20 +37,30 @@ pub enum LayerError {
         got: usize,
     },
     /// A user-defined block returned a tensor of the wrong shape or type.
-    #[error("layer {layer}: the block must return f32 of shape {expected:?}, it returned {got:?}")]
+    #[error(
+        "layer {layer}: the block must return the dtype of its input and the shape {expected:?}, it returned {got:?}"
+    )]
     BlockOutput {
         /// The layer.
         layer: String,
-        /// Shape of its input.
+        /// The shape that it must return.
         expected: Vec<usize>,
         /// Shape of its output.
         got: Vec<usize>,
     },
-    /// candle's autograd found no path from a user-defined block's output to a parameter.
-    #[error("layer {layer}: no gradient reaches {parameter}; is every op of the block differentiable?")]
+    /// A user-defined loss returned a tensor of another shape.
+    #[error("objective {objective}: the sum of its terms must be a scalar, its shape is {got:?}")]
+    LossOutput {
+        /// The objective.
+        objective: String,
+        /// Shape of the sum.
+        got: Vec<usize>,
+    },
+    /// candle's autograd found no path from the output of a user-defined block or loss to a parameter.
+    #[error("{owner}: no gradient reaches {parameter}; is every op differentiable?")]
     NoGradient {
-        /// The layer.
-        layer: String,
+        /// The layer or the objective.
+        owner: String,
         /// The parameter.
         parameter: String,
     },
@@ -63,4 +73,11 @@ pub enum LayerError {
     /// A candle operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+impl LayerError {
+    /// A layer got `got` instead of `expected` parameters.
+    pub(crate) fn parameter_count(layer: &str, expected: usize, got: usize) -> Self {
+        Self::ParameterCount { layer: layer.to_owned(), expected, got }
+    }
 }

@@ -66,7 +66,7 @@ pub trait Layer: Send + Sync {
     /// state may hold them.
     ///
     /// # Shapes
-    /// `x`, result: `[batch, seq_local, hidden]`.
+    /// `x`: `[batch, seq_local, hidden]`, result: `[batch, seq_local, output width]`, by default `hidden`.
     ///
     /// # Errors
     /// A refused operation or failed communication.
@@ -81,7 +81,7 @@ pub trait Layer: Send + Sync {
     /// `dy`, or return it as the result.
     ///
     /// # Shapes
-    /// `dy`, result: `[batch, seq_local, hidden]`; `grads`: as `params`, `None` for frozen parameters.
+    /// `dy`: as the result of [`forward`](Self::forward), result: as its `x`; `grads`: as `params`, `None` for frozen parameters.
     ///
     /// # Errors
     /// A refused operation or failed communication.

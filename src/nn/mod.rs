@@ -3,7 +3,7 @@
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
 //! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`GatedMlp`]: the modules of a block.
-//! - [`Embedding`] before and [`LossHead`] after the layers; the head computes only [`LabeledTokens`].
+//! - [`InputLayer`]: what comes before the layers, an [`Embedding`] or [`Features`] of the [`LocalBatch`].
 //! - [`LayerContext`]: the micro batch, and the services that a layer may use.
 //!
 //! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
@@ -12,30 +12,31 @@
 mod attention;
 mod attention_node;
 mod autograd;
+mod batch;
 mod context;
 mod embedding;
 mod error;
 mod gated_mlp;
-mod labeled_tokens;
+mod input;
 mod layer;
 mod linear;
-mod lm_head;
 mod parameters;
 mod rms_norm;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use attention::{AttentionSaved, AttentionShape, HeadChunk, Saves, SelfAttention, head_chunks};
+pub use attention::{AttentionConfig, AttentionSaved, HeadChunk, Saves, SelfAttention, head_chunks};
 pub use attention_node::autograd_attention;
+pub(crate) use autograd::AutogradGraph;
 pub use autograd::{AutogradLayer, BlockContext};
+pub use batch::LocalBatch;
 pub use context::{LayerContext, Tiling, TokenLayout};
 pub use embedding::Embedding;
 pub use error::LayerError;
 pub use gated_mlp::{GateUp, GatedMlp};
-pub use labeled_tokens::LabeledTokens;
+pub use input::{Features, InputLayer};
 pub use layer::{AttentionExtent, Layer, Saved};
 pub use linear::Linear;
-pub use lm_head::{HeadSaved, LossHead};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::RmsNorm;
 

@@ -109,11 +109,10 @@ impl ParameterList {
     }
 
     fn check(&self, got: usize) -> Result<(), LayerError> {
-        let expected = self.specs.len();
-        if got == expected {
-            return Ok(());
+        match self.specs.len() {
+            expected if got == expected => Ok(()),
+            expected => Err(LayerError::parameter_count(&self.layer, expected, got)),
         }
-        Err(LayerError::ParameterCount { layer: self.layer.clone(), expected, got })
     }
 }
 

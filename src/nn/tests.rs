@@ -1,6 +1,4 @@
-//! Layers under autograd, the head, and the context of a micro batch.
-
-mod masks;
+//! Layers under autograd, and the context of a micro batch.
 
 use super::*;
 use crate::model::{RandomWeights, WeightSource};
@@ -42,23 +40,17 @@ fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
 }
 
 #[test]
-fn logits_recycle_their_workspace_tensors() {
-    let (batch, seq_len, hidden, vocab) = (2, 3, 8, 5);
-    let head = LossHead::new("lm_head.weight", vocab, hidden, 1e-6, 0.02);
-    let ctx = context(batch, seq_len);
-    let x = random(&[batch, seq_len, hidden], 0);
-    head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
-    // The normalized tokens, and a reciprocal root mean square of each.
-    assert_eq!(ctx.workspace().free_bytes(), batch * seq_len * (hidden + 1) * size_of::<f32>());
-}
-
-#[test]
-fn blocks_must_keep_the_shape() {
+fn blocks_must_return_the_shape_that_the_layer_promises() {
     let layer =
         AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
     let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
     let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
     assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");
+    let narrow = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.narrow(2, 0, 2);
+    let layer = AutogradLayer::new("narrow", vec![], narrow).with_output_width(2);
+    assert_eq!(layer.forward(&[], &x, &context(1, 3)).unwrap().0.dims(), [1, 3, 2]);
+    let error = layer.with_output_width(3).forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
+    assert!(error.contains("[1, 3, 3]") && error.contains("[1, 3, 2]"), "{error}");
 }
 
 #[test]

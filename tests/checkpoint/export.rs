@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use ulysses::checkpoint::{
     Checkpoint, Comparison, Difference, ExportDtype, ExportOptions, LocalStorage, diff, export, step_name,
 };
-use ulysses::model::{HfWeights, LlamaConfig, Model, WeightSource};
+use ulysses::model::{HfWeights, Model, ModelConfig, WeightSource};
 use ulysses::tensor::to_vec;
 
 /// Returns a trained checkpoint and its parameters by name.
@@ -42,7 +42,7 @@ fn an_export_round_trips() {
     let companions = ["tekken.json", "additional_chat_templates/tool_use.jinja"];
     companions.iter().for_each(|file| fs::write(dir.path().join(file), file).unwrap());
     export_to(dir.path(), &output, ExportDtype::F32, u64::MAX, Some(&dir.path().join("tok.json")));
-    let config = LlamaConfig::from_hf_dir(&output).unwrap();
+    let config = ModelConfig::from_hf_dir(&output).unwrap();
     assert_eq!(config, model());
     let weights = HfWeights::open(&output).unwrap();
     assert_eq!(weights.names().count(), expected.len());

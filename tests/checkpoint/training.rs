@@ -12,9 +12,8 @@ use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences};
 use ulysses::engine::{Engine, RunRecord, StepReport, initialize};
-use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
+use ulysses::model::{Model, ModelConfig, RandomWeights, family};
 
 /// A multiple of every tested dp size.
 const ROWS_PER_STEP: usize = 60;
@@ -157,20 +156,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
 }
 
 /// Returns a model whose unit sizes no tested dp size divides.
-pub(crate) fn model() -> LlamaConfig {
-    LlamaConfig {
-        architecture: Architecture::Llama,
-        vocab_size: 29,
-        hidden_size: 11,
-        intermediate_size: 13,
-        num_layers: 2,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 2,
-        rope_theta: 10_000.0,
-        rope_scaling: Scaling::None,
-        rms_norm_eps: 1e-6,
-        initializer_range: 0.02,
-        tie_word_embeddings: false,
-    }
+pub(crate) fn model() -> ModelConfig {
+    let sizes = ModelConfig::with_sizes(family("llama").unwrap(), [11, 2, 4, 2, 13]);
+    ModelConfig { vocab_size: 29, rms_norm_eps: 1e-6, ..sizes }
 }

@@ -9,9 +9,8 @@ use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::{EngineError, RunRecord, initialize};
-use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
+use ulysses::model::{Model, ModelConfig, RandomWeights, family};
 
 pub(crate) const STEPS: u64 = 4;
 const STEPS_PER_SAVE: u64 = 2;
@@ -134,20 +133,8 @@ fn train_rank(
     Ok(())
 }
 
-fn model() -> LlamaConfig {
-    LlamaConfig {
-        architecture: Architecture::Llama,
-        vocab_size: 31,
-        hidden_size: 8,
-        intermediate_size: 12,
-        num_layers: 1,
-        num_heads: 2,
-        num_kv_heads: 1,
-        head_dim: 4,
-        rope_theta: 10_000.0,
-        rope_scaling: Scaling::None,
-        rms_norm_eps: 1e-6,
-        initializer_range: 0.02,
-        tie_word_embeddings: false,
-    }
+fn model() -> ModelConfig {
+    let llama = family("llama").expect("it is registered");
+    let sizes = ModelConfig::with_sizes(llama, [8, 1, 2, 1, 12]);
+    ModelConfig { vocab_size: 31, rms_norm_eps: 1e-6, ..sizes }
 }

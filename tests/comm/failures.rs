@@ -14,7 +14,7 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{DecoderLayer, LlamaConfig, Model};
+use ulysses::model::{DecoderLayer, Model, ModelConfig};
 use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 
 /// Far more than a step takes, far less than the limit of a test.
@@ -34,7 +34,7 @@ struct Outcome {
 /// Runs `train` on every rank of a mesh.
 fn run(
     layout: Layout,
-    model: impl Fn(usize, &LlamaConfig) -> Model + Sync,
+    model: impl Fn(usize, &ModelConfig) -> Model + Sync,
     train: impl Fn(usize, &mut Engine, MicroBatch) -> Result<()> + Sync,
 ) -> Outcome {
     let problem = main_problem(Rule::AdamW(ADAMW), None);
@@ -65,7 +65,7 @@ fn run(
     Outcome { launched, errors: errors.into_inner().unwrap() }
 }
 
-fn llama(_rank: usize, config: &LlamaConfig) -> Model {
+fn llama(_rank: usize, config: &ModelConfig) -> Model {
     Model::llama(config).unwrap()
 }
 
@@ -166,7 +166,7 @@ impl Layer for Faulty {
 #[test]
 fn a_layer_that_panics_on_one_rank() {
     for (layout, panics_in) in LAYOUTS.into_iter().flat_map(|l| [(l, Pass::Forward), (l, Pass::Backward)]) {
-        let model = |rank: usize, config: &LlamaConfig| {
+        let model = |rank: usize, config: &ModelConfig| {
             let mut model = Model::llama(config).unwrap();
             if rank == CULPRIT {
                 // The first layer: in the backward pass, reductions and gathers are in progress.

@@ -20,7 +20,7 @@ use ulysses::estimate::event::{Axis, Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::mesh::{DeviceMesh, ShardShape};
-use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights, preset, shape};
+use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset, shape};
 use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
@@ -29,32 +29,26 @@ type Moved = BTreeMap<(&'static str, CollectiveOp), (u64, u64)>;
 /// A model, a mesh and further config.
 struct Case {
     label: &'static str,
-    model: LlamaConfig,
+    model: ModelConfig,
     mesh: (usize, usize),
     seq_len: usize,
     config: Value,
 }
 
-fn tiny(num_heads: usize, num_kv_heads: usize) -> LlamaConfig {
-    LlamaConfig {
-        hidden_size: 8 * num_heads,
-        intermediate_size: 40,
-        num_heads,
-        num_kv_heads,
-        head_dim: 8,
-        vocab_size: 96,
-        num_layers: 3,
-        ..preset("nano").unwrap()
-    }
+fn tiny(num_heads: usize, num_kv_heads: usize) -> ModelConfig {
+    let nano = preset("nano").unwrap().with_num_layers(3).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (num_heads, num_kv_heads, 8);
+    });
+    ModelConfig { hidden_size: 8 * num_heads, intermediate_size: 40, vocab_size: 96, ..nano }
 }
 
-fn tied(model: LlamaConfig) -> LlamaConfig {
-    LlamaConfig { tie_word_embeddings: true, ..model }
+fn tied(model: ModelConfig) -> ModelConfig {
+    ModelConfig { tie_word_embeddings: true, ..model }
 }
 
 fn case(
     label: &'static str,
-    model: LlamaConfig,
+    model: ModelConfig,
     mesh: (usize, usize),
     seq_len: usize,
     config: Value,
@@ -163,8 +157,8 @@ fn ring_cases() -> Vec<Case> {
     };
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
     let chunks = json!({ "head_chunks": 2, "overlap_exchange": true });
-    let architecture = Architecture::Mistral { sliding_window: Some(4) };
-    let windowed = LlamaConfig { architecture, ..tiny(8, 4) };
+    let mistral = ModelConfig { family: family("mistral").unwrap(), ..tiny(8, 4) };
+    let windowed = mistral.with_attention(|layer| layer.window = Some(4));
     vec![
         case("ring 2", tiny(8, 4), (1, 2), 24, of(2, 0, json!({}))),
         case("ring 3, two heads, uneven", tiny(2, 1), (1, 3), 25, of(3, 0, recompute(true))),
@@ -429,7 +423,7 @@ fn what_a_rank_sends_its_peer_receives() {
 #[test]
 fn kernels_of_very_long_sequences_have_valid_grids() {
     // Norms over heads have the most rows: 64 per token.
-    let model = LlamaConfig { num_layers: 1, vocab_size: 256, ..shape("qwen3-32b").unwrap() };
+    let model = ModelConfig { vocab_size: 256, ..shape("qwen3-32b").unwrap().with_num_layers(1) };
     let config = json!({
         "train_batch_size": 1, "bf16": { "enabled": true },
         "ulysses": { "seq_len": 8 << 20, "activation_checkpointing": true, "loss_tile_tokens": 8192 },

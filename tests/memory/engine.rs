@@ -7,37 +7,23 @@ use anyhow::Result;
 use candle_core::Tensor;
 use serde_json::json;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, PartitionAxes};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::kernels::rope::Scaling;
 use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
-use ulysses::model::{
-    Architecture, DecoderLayer, LlamaConfig, Model, ModelError, RandomWeights, WeightSource,
-};
+use ulysses::model::{DecoderLayer, Model, ModelConfig, ModelError, RandomWeights, WeightSource, family};
 use ulysses::nn::{Layer, LayerContext, LayerError, ParameterSpec, Saved};
 use ulysses::zero::ZeroGroups;
 
 /// Wide enough that names, views and plans are below 1 % of its tensors on every rank.
-const MODEL: LlamaConfig = LlamaConfig {
-    architecture: Architecture::Llama,
-    vocab_size: 1024,
-    hidden_size: 128,
-    intermediate_size: 320,
-    num_layers: 4,
-    num_heads: 8,
-    num_kv_heads: 4,
-    head_dim: 16,
-    rope_theta: 10_000.0,
-    rope_scaling: Scaling::None,
-    rms_norm_eps: 1e-5,
-    initializer_range: 0.02,
-    tie_word_embeddings: false,
-};
+static MODEL: LazyLock<ModelConfig> = LazyLock::new(|| {
+    let sizes = ModelConfig::with_sizes(family("llama").unwrap(), [128, 4, 8, 4, 320]);
+    ModelConfig { vocab_size: 1024, ..sizes }
+});
 
 /// Bytes of one decoder layer: q and o, k and v, the MLP, two norms.
 const LAYER: usize = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 320 * 128 + 2 * 128);
@@ -327,7 +313,7 @@ struct Probe {
 impl Probe {
     fn model(held: &Arc<Mutex<Vec<i64>>>) -> Model {
         let probe = |index| Probe { layer: DecoderLayer::new(&MODEL, index), held: held.clone() };
-        let layers = (0..MODEL.num_layers).map(|index| Box::new(probe(index)) as Box<dyn Layer>);
+        let layers = (0..MODEL.num_layers()).map(|index| Box::new(probe(index)) as Box<dyn Layer>);
         Model { layers: layers.collect(), ..Model::llama(&MODEL).unwrap() }
     }
 }
@@ -387,7 +373,7 @@ fn stage_3_has_at_most_two_gathered_layers_and_two_whole_gradients() {
     // Names, views, pending operations.
     let bookkeeping = LAYER / 16;
     for (rank, (activations, held)) in ranks.unwrap().into_iter().enumerate() {
-        let (forward, backward) = held.split_at(MODEL.num_layers);
+        let (forward, backward) = held.split_at(MODEL.num_layers());
         // Backward: two gathered layers, the layer's own gradient, and the gradient being reduced with the
         // partition it is reduced into. A layer's backward computes as much again as its activations.
         let limits =

@@ -15,16 +15,16 @@ use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
 use ulysses::estimate::{RankStep, SentBytes, Workload};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 use ulysses::zero::ZeroGroups;
 
 const SEQ_LEN: usize = 25;
 
 /// Uneven shards and heads.
-fn model() -> LlamaConfig {
+fn model() -> ModelConfig {
     let sizes =
-        LlamaConfig { hidden_size: 40, intermediate_size: 40, vocab_size: 96, ..preset("nano").unwrap() };
-    LlamaConfig { num_heads: 5, num_kv_heads: 5, head_dim: 8, num_layers: 2, ..sizes }
+        ModelConfig { hidden_size: 40, intermediate_size: 40, vocab_size: 96, ..preset("nano").unwrap() };
+    sizes.with_attention(|layer| (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (5, 5, 8))
 }
 
 fn config(mesh: &Value, stage: usize, zero_axes: &[&str]) -> Config {

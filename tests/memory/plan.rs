@@ -21,7 +21,7 @@ use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
 use ulysses::kernels::attention::{AttentionKernels, FlashAttention};
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 
 /// Tolerance of the plan. It is exact except for bookkeeping, if reductions complete when they are waited
 /// for. At stages 2 and 3, a wait for something else may complete them earlier and free a unit's whole
@@ -30,23 +30,25 @@ const TOLERANCE: f64 = 0.10;
 
 struct Case {
     label: &'static str,
-    model: LlamaConfig,
+    model: ModelConfig,
     mesh: (usize, usize),
     rows: usize,
     seq_len: usize,
     config: Value,
 }
 
-fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfig {
-    let head_dim = 256 / num_heads;
-    LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
+fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> ModelConfig {
+    let small = preset("small").unwrap().with_num_layers(2).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (num_heads, num_kv_heads, 256 / num_heads);
+    });
+    ModelConfig { vocab_size, ..small }
 }
 
 /// Small cases that differ in a GPU's memory.
 #[cfg(feature = "nccl")]
 fn cases_of_gpus() -> Vec<Case> {
     let case = |label, heads: (usize, usize), vocab_size, mesh, seq_len, config| {
-        let model = LlamaConfig { num_layers: 2, ..model(heads.0, heads.1, vocab_size) };
+        let model = model(heads.0, heads.1, vocab_size).with_num_layers(2);
         Case { label, model, mesh, rows: 1, seq_len, config }
     };
     let checkpointing = json!({ "activation_checkpointing": true });
@@ -82,7 +84,7 @@ fn cases() -> Vec<Case> {
     let bf16 = json!({ "enabled": true });
     let stage = |stage: usize| json!({ "stage": stage });
     let checkpointing = json!({ "activation_checkpointing": true });
-    let tied = LlamaConfig { tie_word_embeddings: true, ..model(8, 4, 4000) };
+    let tied = ModelConfig { tie_word_embeddings: true, ..model(8, 4, 4000) };
     vec![
         case("one rank", model(8, 8, 256), (1, 1), 1, 600, json!({})),
         case("checkpointing", model(8, 8, 256), (1, 1), 1, 900, json!({ "ulysses": checkpointing })),
@@ -210,7 +212,7 @@ fn cases() -> Vec<Case> {
 /// Features that reduce a step's memory: intervals, tiles, head chunks, offload, frozen parameters.
 fn memory_cases() -> Vec<Case> {
     let case = |label, mesh, config| {
-        let model = LlamaConfig { num_layers: 4, ..model(8, 4, 256) };
+        let model = model(8, 4, 256).with_num_layers(4);
         Case { label, model, mesh, rows: 1, seq_len: 1100 * mesh.1, config }
     };
     let with = |features: Value| {
@@ -450,7 +452,7 @@ fn the_planned_peak_is_that_of_the_pool_on_a_gpu() {
 #[test]
 fn masked_tokens_need_no_more_memory_than_labels_everywhere() {
     let case = |label, mesh: (usize, usize), ulysses: Value| {
-        let model = LlamaConfig { vocab_size: 256, ..preset("nano").unwrap() };
+        let model = ModelConfig { vocab_size: 256, ..preset("nano").unwrap() };
         let config = json!({ "gradient_accumulation_steps": 2, "ulysses": ulysses });
         Case { label, model, mesh, rows: 1, seq_len: 400 * mesh.1, config }
     };

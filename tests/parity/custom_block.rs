@@ -3,6 +3,9 @@
 #[path = "../../examples/05_own_candle_block.rs"]
 #[allow(dead_code, reason = "the example's main")]
 mod example;
+#[path = "../../examples/12_hsdp_toy.rs"]
+#[allow(dead_code, reason = "the example's main")]
+mod toy;
 
 use crate::support::compare::{assert_all_close, assert_scalar_close};
 use crate::support::device::test_device;
@@ -13,10 +16,14 @@ use crate::support::mesh_run::{
 use crate::support::problems::{CONFIG, main_problem, packed_batch};
 use crate::support::reference::{Batch, ReferenceConfig};
 use std::sync::Arc;
+use ulysses::candle::{Tensor, bail};
 use ulysses::comm::thread::LaunchOptions;
+use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
+use ulysses::model::{DecoderLayer, Model, ModelConfig, RandomWeights};
+use ulysses::nn::{Init, LocalBatch, ParameterSpec};
+use ulysses::objective::{AutogradObjective, LossTerms};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -25,17 +32,21 @@ fn layouts() -> impl Iterator<Item = Layout> {
     meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
 }
 
-/// Three clipped SGD steps of `model` on four packed sequences.
-fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
+/// Four packed sequences.
+fn packed() -> GlobalBatch {
     let rows: [&[usize]; 4] = [&[22], &[9, 13], &[1, 4, 17], &[11, 11]];
-    let global = global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap();
+    global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap()
+}
+
+/// Three clipped SGD steps of `model`.
+fn run(layout: Layout, model: fn() -> Model, global: &GlobalBatch) -> BatchOutcome {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.5));
-    let config = problem.json_config(layout, rows.len()).unwrap();
+    let config = problem.json_config(layout, global.batch_size()).unwrap();
     let outcomes = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention::default()));
         let mut engine =
             Engine::with_attention(model(), &weights, &config, groups, attention, &test_device())?;
-        let outcome = engine.run_global_batch(&global, 3)?;
+        let outcome = engine.run_global_batch(global, 3)?;
         engine.check_replicas()?;
         Ok(outcome)
     });
@@ -43,13 +54,13 @@ fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
 }
 
 /// Compares every layout with the single rank.
-fn check(model: fn() -> Model) {
-    let expected = run(layout(1, 1, 0), model);
+fn check(model: fn() -> Model, global: &GlobalBatch) {
+    let expected = run(layout(1, 1, 0), model, global);
     assert!(expected.gradients.iter().all(|(_, gradient)| {
         gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0
     }));
     for layout in layouts() {
-        let outcome = run(layout, model);
+        let outcome = run(layout, model, global);
         for (report, expected) in outcome.reports.iter().zip(&expected.reports) {
             assert_scalar_close(&format!("{layout:?}: loss"), report.loss, expected.loss, TOLERANCE);
             let (norm, expected) = (report.grad_norm, expected.grad_norm);
@@ -67,12 +78,43 @@ fn check(model: fn() -> Model) {
 
 #[test]
 fn the_block_of_the_example_is_the_same_on_every_mesh() {
-    check(example::model);
+    check(example::model, &packed());
+}
+
+#[test]
+fn a_model_without_a_vocabulary_and_with_its_own_loss_is_the_same_on_every_mesh() {
+    check(toy::toy, &toy::batch(4, 22).unwrap());
+}
+
+/// The toy with a readout of its objective's own, on labeled tokens.
+fn with_readout() -> Model {
+    let loss = |params: &[Tensor], x: &Tensor, batch: &LocalBatch<'_>| {
+        let [readout] = params else { bail!("the loss has one parameter") };
+        let y = x.broadcast_mul(readout)?;
+        let error = (y - batch.tensor("target", x.dtype(), x.device())?)?;
+        let terms = (error.sqr()?.mean_keepdim(2)? * batch.has_label(x.dtype(), x.device())?)?;
+        Ok(LossTerms { sum: terms.sum_all()?, tokens: batch.num_labels() })
+    };
+    let readout = ParameterSpec::new("readout", [5], Init::Ones);
+    Model { objective: Box::new(AutogradObjective::new("readout", vec![readout], loss)), ..toy::toy() }
+}
+
+#[test]
+fn an_objective_with_parameters_is_the_same_on_every_mesh_also_where_a_rank_has_no_label() {
+    let values = toy::batch(4, 22).unwrap();
+    // The second half of every sequence has no label, which is the whole shard of the last sp rank.
+    let labels = (0..4 * 22).map(|token| if token % 22 < 10 + token / 44 { 0 } else { -100 }).collect();
+    let mut batch = GlobalBatch::new(4, 22, vec![0; 4 * 22], None, Some(labels)).unwrap();
+    for (name, width) in [("x", 10), ("target", 5)] {
+        let elements = values.micro_batch(0..4, 1, 0).unwrap().values[name].clone();
+        batch = batch.with_values(name, width, elements).unwrap();
+    }
+    check(with_readout, &batch);
 }
 
 /// A block of the example, a decoder layer of the same width, another block.
 fn mixed() -> Model {
-    let config = LlamaConfig {
+    let config = ModelConfig {
         vocab_size: example::VOCAB_SIZE,
         hidden_size: example::HIDDEN,
         ..llama_config(&CONFIG)
@@ -83,11 +125,11 @@ fn mixed() -> Model {
 
 #[test]
 fn autograd_and_fused_layers_mix() {
-    check(mixed);
+    check(mixed, &packed());
 }
 
 /// A Llama model whose first layer uses candle's autograd.
-fn half_autograd(config: &LlamaConfig) -> Model {
+fn half_autograd(config: &ModelConfig) -> Model {
     let mut model = llama(config);
     model.layers[0] = autograd_decoder_layer(config, 0);
     model

@@ -12,7 +12,7 @@ use ulysses::data::{Corpus, IGNORED_LABEL, PackedSequences, Packing, Tokenizer};
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::peak_bytes;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
 
 const SEQ_LEN: usize = 45;
 const MESHES: [(usize, usize); 5] = [(1, 2), (1, 4), (2, 2), (1, 8), (2, 4)];
@@ -57,8 +57,10 @@ fn data(packing: Packing, masks: bool) -> Result<Arc<PackedSequences>> {
 }
 
 /// The preset `nano` with eight heads and two KV heads.
-fn model() -> Result<LlamaConfig> {
-    Ok(LlamaConfig { num_heads: 8, num_kv_heads: 2, head_dim: 8, ..preset("nano")? })
+fn model() -> Result<ModelConfig> {
+    Ok(preset("nano")?.with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (8, 2, 8);
+    }))
 }
 
 fn config((dp, sp): (usize, usize), stage: u8, flexible: bool, extra: &Value) -> Result<Config> {

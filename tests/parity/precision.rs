@@ -21,7 +21,7 @@ use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
 };
-use ulysses::model::{LlamaConfig, Model};
+use ulysses::model::{Model, ModelConfig};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
 
@@ -57,7 +57,7 @@ fn in_format(format: &str, rule: Rule) -> Problem {
 }
 
 /// The same model written with candle ops, each of which rounds its result.
-fn naive(config: &LlamaConfig) -> Model {
+fn naive(config: &ModelConfig) -> Model {
     let mut model = llama(config);
     for (index, layer) in model.layers.iter_mut().enumerate() {
         *layer = autograd_decoder_layer(config, index);

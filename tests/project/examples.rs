@@ -209,3 +209,12 @@ fn mesh_recipes_create_one_group_per_list_of_ranks() {
     let custom = "  my dp      [4, 5]\n  my sp      [1, 3, 5, 7]\n  2 splits";
     assert_says(&text, &[slices, custom]);
 }
+
+#[test]
+fn a_model_without_a_vocabulary_trains_over_hsdp() {
+    let text = output("12_hsdp_toy", &[]);
+    let errors = numbers_after(&text, "mean squared error ");
+    assert!(errors.len() == 5 && errors[4][0] < 0.1 * errors[0][0], "{text}");
+    // A quarter of 165, with padding.
+    assert_says(&text, &["rank 0 holds 42 of 165 elements"]);
+}

@@ -1,25 +1,26 @@
 //! The Llama block in plain candle ops, as a user would write it.
 
 use candle_core::{D, Result, Tensor, bail};
-use ulysses::model::{DecoderLayer, LlamaConfig};
+use ulysses::model::{DecoderLayer, ModelConfig};
 use ulysses::nn::{AutogradLayer, BlockContext, Layer};
 
 /// Layer `index` with the parameters of [`DecoderLayer`], under candle's autograd.
-pub fn autograd_decoder_layer(config: &LlamaConfig, index: usize) -> Box<dyn Layer> {
+pub fn autograd_decoder_layer(config: &ModelConfig, index: usize) -> Box<dyn Layer> {
     let specs = DecoderLayer::new(config, index).parameters().to_vec();
     let config = config.clone();
     let block = move |params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| block(&config, params, x, ctx);
     Box::new(AutogradLayer::new(format!("model.layers.{index}"), specs, block))
 }
 
-fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
+fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
     let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else { bail!("nine parameters") };
-    let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, config.head_dim));
+    let layer = config.layers[0];
+    let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
-    let tables = ctx.rope_tables(config.head_dim, config.rope_theta)?;
-    let q = rotate(&heads(linear(&normed, q)?, config.num_heads)?, &tables)?;
-    let k = rotate(&heads(linear(&normed, k)?, config.num_kv_heads)?, &tables)?;
-    let v = heads(linear(&normed, v)?, config.num_kv_heads)?;
+    let tables = ctx.rope_tables(layer.head_dim, layer.rope.theta)?;
+    let q = rotate(&heads(linear(&normed, q)?, layer.num_heads)?, &tables)?;
+    let k = rotate(&heads(linear(&normed, k)?, layer.num_kv_heads)?, &tables)?;
+    let v = heads(linear(&normed, v)?, layer.num_kv_heads)?;
     let mid = (x + linear(&ctx.attention(&q, &k, &v)?.flatten_from(2)?, o)?)?;
     let normed = rms_norm(&mid, norm_mid, config.rms_norm_eps)?;
     let (gate, up) = (linear(&normed, gate)?, linear(&normed, up)?);

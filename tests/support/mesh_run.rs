@@ -17,9 +17,9 @@ use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
-use ulysses::kernels::rope::Scaling;
-use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, WeightSource};
-use ulysses::nn::ParameterSpec;
+use ulysses::kernels::rope::{Rope, Scaling};
+use ulysses::model::{Model, ModelConfig, ModelError, WeightSource, family};
+use ulysses::nn::{AttentionConfig, ParameterSpec};
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.
@@ -113,7 +113,7 @@ pub struct Problem {
     /// Additional keys for the JSON config.
     pub extra: serde_json::Value,
     /// Creates the model: [`llama`], unless a test uses its own layers.
-    pub model: fn(&LlamaConfig) -> Model,
+    pub model: fn(&ModelConfig) -> Model,
     pub threads_per_rank: usize,
 }
 
@@ -310,29 +310,31 @@ pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
 }
 
 /// Creates the library's model.
-pub fn llama(config: &LlamaConfig) -> Model {
+pub fn llama(config: &ModelConfig) -> Model {
     Model::llama(config).expect("a valid description")
 }
 
-pub fn llama_config(config: &ReferenceConfig) -> LlamaConfig {
-    let architecture = match (config.qkv_bias, config.qk_norm, config.sliding_window) {
-        (false, false, None) => Architecture::Llama,
-        (false, false, sliding_window) => Architecture::Mistral { sliding_window },
-        (true, false, None) => Architecture::Qwen2,
-        (false, true, None) => Architecture::Qwen3,
+pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
+    let model_type = match (config.qkv_bias, config.qk_norm, config.sliding_window) {
+        (false, false, None) => "llama",
+        (false, false, Some(_)) => "mistral",
+        (true, false, None) => "qwen2",
+        (false, true, None) => "qwen3",
         other => panic!("no family has {other:?}"),
     };
-    LlamaConfig {
-        architecture,
-        vocab_size: config.vocab_size,
-        hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
-        num_layers: config.num_layers,
+    let layer = AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
-        rope_theta: config.rope_theta,
-        rope_scaling: scaling(config.rope_scaling),
+        window: config.sliding_window,
+        rope: Rope { theta: config.rope_theta, scaling: scaling(config.rope_scaling) },
+    };
+    ModelConfig {
+        family: family(model_type).expect("it is registered"),
+        vocab_size: config.vocab_size,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        layers: vec![layer; config.num_layers],
         rms_norm_eps: config.rms_norm_eps,
         initializer_range: 0.02,
         tie_word_embeddings: config.tie_word_embeddings,

@@ -16,7 +16,7 @@ use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::{Engine, EngineError, PartTimes, PhaseTimes, StepTimes};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::model::{LlamaConfig, Model, RandomWeights};
+use ulysses::model::{Model, ModelConfig, RandomWeights};
 use ulysses::nn::{AutogradLayer, BlockContext, Init, Layer, LayerContext, LayerError, ParameterSpec, Saved};
 use ulysses::zero::ZeroGroups;
 
@@ -48,7 +48,7 @@ fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
 }
 
 /// A Llama between a block that uses autograd and a layer that saves its output.
-fn mixed_model(config: &LlamaConfig) -> Model {
+fn mixed_model(config: &ModelConfig) -> Model {
     let mut model = llama(config);
     let double = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x + x.sin()?;
     model.layers.insert(0, Box::new(AutogradLayer::new("sine", vec![], double)));
@@ -118,7 +118,7 @@ impl Layer for Tanh {
 
 #[test]
 fn a_layer_may_keep_its_own_output() {
-    let models: [fn(&LlamaConfig) -> Model; 2] = [
+    let models: [fn(&ModelConfig) -> Model; 2] = [
         |config| with_tanh_layers(config, || Box::new(Tanh)),
         |config| with_tanh_layers(config, autograd_tanh),
     ];
@@ -133,7 +133,7 @@ fn a_layer_may_keep_its_own_output() {
     }
 }
 
-fn with_tanh_layers(config: &LlamaConfig, tanh: fn() -> Box<dyn Layer>) -> Model {
+fn with_tanh_layers(config: &ModelConfig, tanh: fn() -> Box<dyn Layer>) -> Model {
     let mut model = llama(config);
     model.layers.insert(1, tanh());
     model.layers.push(tanh());
@@ -208,7 +208,7 @@ impl Layer for FailsOnce {
 
 #[test]
 fn after_a_failed_backward_nothing_trains_on_half_a_gradient() {
-    let model = |config: &LlamaConfig| {
+    let model = |config: &ModelConfig| {
         let mut model = llama(config);
         model.layers.insert(1, Box::new(FailsOnce(AtomicBool::new(false))));
         model

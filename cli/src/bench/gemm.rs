@@ -10,7 +10,8 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::rc::Rc;
 use ulysses::kernels::linear;
-use ulysses::model::{LlamaConfig, shape};
+use ulysses::model::{ModelConfig, shape};
+use ulysses::nn::AttentionConfig;
 
 /// Name of the square GEMM in reports.
 pub(super) const SQUARE: &str = "square_gemm";
@@ -111,8 +112,9 @@ struct WeightShape {
 }
 
 /// Returns the weights of a layer and the LM head.
-fn weight_shapes(model: &LlamaConfig) -> [WeightShape; 6] {
-    let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
+fn weight_shapes(model: &ModelConfig) -> [WeightShape; 6] {
+    let ModelConfig { hidden_size: d, intermediate_size: f, .. } = *model;
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = model.layers[0];
     [
         WeightShape { name: "q_proj", inputs: d, outputs: num_heads * head_dim },
         WeightShape { name: "k_proj, v_proj", inputs: d, outputs: num_kv_heads * head_dim },
@@ -133,7 +135,7 @@ struct Weight {
 
 /// Returns the GEMM of the forward and the two of the backward pass for every weight of a layer and for the LM head.
 pub(super) fn gemms(
-    model: &LlamaConfig,
+    model: &ModelConfig,
     tokens: usize,
     dtype: DType,
     device: &Device,

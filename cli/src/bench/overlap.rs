@@ -13,7 +13,7 @@ use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
 use ulysses::mesh::SeqSharding;
-use ulysses::model::{DecoderLayer, LlamaConfig, RandomWeights, WeightSource, preset};
+use ulysses::model::{DecoderLayer, ModelConfig, RandomWeights, WeightSource, preset};
 use ulysses::nn::{Layer, LayerContext, Tiling, TokenLayout};
 use ulysses::sequence_parallel::{RingAttention, UlyssesAttention};
 
@@ -126,15 +126,10 @@ struct SlowLayer<'a> {
 impl<'a> SlowLayer<'a> {
     fn new(bench: &'a BenchRank<'a>, args: &Overlap) -> Result<Self> {
         let BenchRank { rank, device, .. } = bench;
-        let config = LlamaConfig {
-            hidden_size: HIDDEN,
-            intermediate_size: HIDDEN,
-            num_layers: 1,
-            num_heads: NUM_HEADS,
-            num_kv_heads: NUM_HEADS,
-            head_dim: HEAD_DIM,
-            ..preset("nano")?
-        };
+        let one_layer = preset("nano")?.with_num_layers(1).with_attention(|layer| {
+            (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (NUM_HEADS, NUM_HEADS, HEAD_DIM);
+        });
+        let config = ModelConfig { hidden_size: HIDDEN, intermediate_size: HIDDEN, ..one_layer };
         let layer = DecoderLayer::new(&config, 0);
         let (mut params, mut grads) = (Vec::new(), Vec::new());
         for spec in layer.parameters() {
@@ -159,7 +154,7 @@ impl<'a> SlowLayer<'a> {
                 false => Arc::new(UlyssesAttention::new(local, group)),
             }
         };
-        let tiling = Tiling { tile_tokens: None, head_chunks: args.head_chunks() };
+        let tiling = Tiling { head_chunks: args.head_chunks(), ..Tiling::default() };
         let context = |overlaps, link| {
             LayerContext::new(tokens.clone(), attention(link), Arc::new(Workspace::new()))
                 .with_tiling(tiling)

@@ -14,10 +14,10 @@ use std::rc::Rc;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::{AttentionKernels, AttentionLayout, grouped_heads};
+use ulysses::kernels::attention::{AttentionKernels, AttentionLayout};
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
-use ulysses::model::{LlamaConfig, shape};
+use ulysses::model::{ModelConfig, shape};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 use ulysses::tensor::TensorOptions;
 
@@ -61,7 +61,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let mut ranks = BenchRanks::place(Joined::threads(), args.device, count, args.threads_per_rank)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     ranks.check_tensors((count * (tensors + 8 * args.elems())) as f64)?;
-    let heads = grouped_heads(model.num_heads, model.num_kv_heads);
+    let heads = model.layers[0].q_to_kv();
     let layout = AttentionLayout::causal(1, args.tokens, heads).or_usage()?;
     let mut measured =
         |dtype| ranks.run(args.repeats, |bench| args.rates(bench, &model, &layout, dtype)).map(Some);
@@ -109,12 +109,13 @@ impl Args {
     fn rates(
         &self,
         bench: &BenchRank<'_>,
-        model: &LlamaConfig,
+        model: &ModelConfig,
         layout: &AttentionLayout,
         dtype: DType,
     ) -> Result<Rates> {
         let (tokens, options) = (self.tokens as usize, TensorOptions { device: bench.device.clone(), dtype });
-        let attention = AttentionPasses::new(layout, model.head_dim, &options, AttentionKernels::Auto)?;
+        let attention =
+            AttentionPasses::new(layout, model.layers[0].head_dim, &options, AttentionKernels::Auto)?;
         let [forward, backward, _] = attention.cases();
         let groups = [
             vec![square_gemm(dtype, &bench.device)?],
@@ -230,7 +231,7 @@ struct Elementwise {
 }
 
 /// Returns a copy, norms and SwiGLU with their gradients, each with the bytes that it reads and writes.
-fn elementwise(model: &LlamaConfig, tokens: usize, options: &TensorOptions) -> Result<Vec<Case<'static>>> {
+fn elementwise(model: &ModelConfig, tokens: usize, options: &TensorOptions) -> Result<Vec<Case<'static>>> {
     let TensorOptions { device, dtype } = options;
     let ones = |width: usize| Tensor::ones((tokens, width), *dtype, device);
     let narrow = || ones(model.hidden_size);

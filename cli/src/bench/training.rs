@@ -160,8 +160,8 @@ impl TrainingArgs {
             return Ok(ModelSource::open(&self.model, SEED, 256, LOG.line)?);
         };
         config.vocab_size = self.vocab_size.map_or(config.vocab_size, |size| size as usize);
-        config.num_layers = self.num_layers.map_or(config.num_layers, |layers| layers as usize);
-        Ok(ModelSource::random(config, SEED))
+        let num_layers = self.num_layers.map_or(config.num_layers(), |layers| layers as usize);
+        Ok(ModelSource::random(config.with_num_layers(num_layers), SEED))
     }
 
     /// Returns the settings for reports.
@@ -171,7 +171,7 @@ impl TrainingArgs {
         let dtype = dtype_name(training.config.precision.dtype());
         let shape = &training.source.config;
         json!({
-            "model": model, "num_layers": shape.num_layers, "vocab_size": shape.vocab_size, "mesh": mesh,
+            "model": model, "num_layers": shape.num_layers(), "vocab_size": shape.vocab_size, "mesh": mesh,
             "zero_stage": stage, "dtype": dtype,
         })
     }

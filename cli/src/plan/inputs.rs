@@ -9,7 +9,7 @@ use crate::sources::tokenizer_file;
 use anyhow::anyhow;
 use std::path::Path;
 use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};
-use ulysses::model::{LlamaConfig, PRESETS, max_positions, shape};
+use ulysses::model::{ModelConfig, PRESETS, max_positions, shape};
 use ulysses::trainer::job::{check_exchange, check_layers};
 
 /// Reads a config file, or without one the assumed config.
@@ -67,7 +67,7 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
 }
 
 /// Checks that the config fits the model, as training does.
-pub(super) fn check_model(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
+pub(super) fn check_model(model: &ModelConfig, config: &Config) -> Result<(), Failure> {
     check_layers(model, config)?;
     let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
     Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
@@ -80,7 +80,7 @@ pub(crate) fn use_longest_sequences(config: &mut Config) {
 }
 
 /// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.
-pub(crate) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
+pub(crate) fn model(config: &Config) -> Result<(String, ModelConfig), Failure> {
     let name = config.require_model().or_usage()?;
     let model = if is_on_disk(name) {
         describe(Path::new(name))?
@@ -89,7 +89,7 @@ pub(crate) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
         match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
             Some(tokenizer) => {
                 let tokenizer = tokenizer_file(Some(Path::new(tokenizer)), config.ulysses.chat_date)?;
-                LlamaConfig { vocab_size: tokenizer.vocab_size(), ..model }
+                ModelConfig { vocab_size: tokenizer.vocab_size(), ..model }
             }
             None => model,
         }

@@ -12,6 +12,7 @@ const OPTIONAL: [&str; 4] = ["assumed", "zero_note", "copies_in_memory", "step_t
 pub(super) fn plan(report: &Report) -> Value {
     let Candidate { workload, decided, plan, .. } = &report.planned;
     let (config, model) = (&workload.config, &workload.model);
+    let layer = &model.layers[0];
     let (ulysses, zero) = (&config.ulysses, &config.zero);
     let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&ulysses.parameter_groups, name);
@@ -24,8 +25,8 @@ pub(super) fn plan(report: &Report) -> Value {
         "frozen_parameters": model.num_parameters_where(is_frozen),
     });
     let model = json!({
-        "name": report.name, "parameters": model.num_parameters(), "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size, "num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads,
+        "name": report.name, "parameters": model.num_parameters(), "num_layers": model.num_layers(),
+        "hidden_size": model.hidden_size, "num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads,
         "vocab_size": model.vocab_size,
     });
     let budget = report.available.map(|available| {

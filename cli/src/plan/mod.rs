@@ -25,7 +25,7 @@ use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
 use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, Workload};
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::trainer::job::{check_layers, config_warnings, likely_device, resolve_ring};
 
 /// The error where there is no sequence length to plan.
@@ -244,10 +244,10 @@ fn report(args: &PlanArgs) -> Result<Report, Failure> {
 /// Returns the traffic of a model from two ranks to four times its number of heads.
 pub(super) fn scaling_of(
     name: &str,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     tokens_per_rank: usize,
 ) -> Result<ModelScaling, Failure> {
-    let max_ranks = (4 * model.num_heads).next_power_of_two();
+    let max_ranks = (4 * model.layers[0].num_heads).next_power_of_two();
     let ranks: Vec<usize> = std::iter::successors(Some(2), |ranks| Some(2 * ranks))
         .take_while(|ranks| *ranks <= max_ranks)
         .collect();

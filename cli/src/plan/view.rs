@@ -36,7 +36,7 @@ fn data(report: &Report) -> Value {
 
 /// Returns first and last layer, everything outside of layers, and the peak.
 fn shown_moments(Candidate { workload, plan, .. }: &Candidate) -> Vec<&MomentMemory> {
-    let last = workload.model.num_layers.saturating_sub(1);
+    let last = workload.model.num_layers().saturating_sub(1);
     let is_shown = |moment: &&MomentMemory| match moment.at {
         at if at == plan.peak_at => true,
         Moment::Forward { layer } | Moment::Backward { layer } => layer == 0 || layer == last,

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use ulysses::device::DeviceKind;
 use ulysses::estimate::{RankPlan, Workload};
 use ulysses::memory::{ByCategory, Category};
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 
 /// Returns charts of memory and traffic; none if config or model are missing or of another version.
 pub(super) fn charts(run: &RunFiles) -> Value {
@@ -40,7 +40,7 @@ fn workload(run: &RunFiles) -> Option<Workload> {
     let threads = record["environment"]["threads_per_rank"].as_u64();
     config.ulysses.threads_per_rank =
         threads.and_then(|threads| usize::try_from(threads).ok()).or(config.ulysses.threads_per_rank);
-    let model = LlamaConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
+    let model = ModelConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
     // Nodes do not affect memory.
     let device = if record["environment"]["device"] == "cuda" { DeviceKind::Cuda } else { DeviceKind::Cpu };
     Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None, device })

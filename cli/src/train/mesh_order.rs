@@ -5,7 +5,7 @@ use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::Workload;
 use ulysses::mesh::{DeviceMesh, MeshSpec, RankHosts, SpGroups};
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{counted, format_bytes};
 use ulysses::trainer::job::PreparedJob;
 
@@ -47,7 +47,7 @@ fn scattered(spans: &str, bytes: Option<[u64; 2]>) -> String {
 /// the step cannot be planned.
 fn bytes_between_nodes(
     config: &Config,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     hosts: &RankHosts,
     mesh: &DeviceMesh,
 ) -> Option<[u64; 2]> {

@@ -9,7 +9,7 @@ use ulysses::engine::{Engine, EngineError};
 use ulysses::estimate::{RankPlan, RankStep, Workload};
 use ulysses::memory::{ByCategory, Category};
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{counted, format_bytes as bytes, format_flops as flops};
 use ulysses::trainer::job::PreparedJob;
 
@@ -124,7 +124,7 @@ impl PlannedMemory {
 /// Prints the expected duration of the first step if it is long. `peak` is the GEMM rate of all ranks.
 pub(super) fn log_first_step(
     config: &Config,
-    model: &LlamaConfig,
+    model: &ModelConfig,
     mesh: &DeviceMesh,
     seq_len: usize,
     peak: f64,

@@ -100,7 +100,7 @@ impl Profile<'_> {
     /// Writes a forward and a backward row for each layer and for the LM head.
     fn parts(&self, f: &mut Formatter<'_>) -> fmt::Result {
         const LAYER: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention];
-        let num_layers = self.run.model.config.num_layers;
+        let num_layers = self.run.model.config.num_layers();
         writeln!(
             f,
             "  per layer, without overlapped gathers and reductions; FLOPs are split evenly over the layers"

@@ -13,7 +13,7 @@ use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::mesh::SeqSharding;
-use ulysses::model::LlamaConfig;
+use ulysses::model::ModelConfig;
 use ulysses::monitor::{Tracer, counted};
 use ulysses::trainer::job::{JobOptions, JobRanks, PreparedJob};
 
@@ -96,7 +96,7 @@ fn options(args: &TrainArgs) -> JobOptions {
 impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let PreparedJob { config, model, data, launch, .. } = &self.job;
-        let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
+        let (llama, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {

@@ -27,7 +27,7 @@ pub(super) fn forward(
     let losses = crate::tensor::empty(sizes.tokens, DType::F32, device)?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {
-        return Ok(Losses::on_device(losses, sizes.tokens as u64));
+        return Ok(Losses::from_tensor(losses, sizes.tokens as u64));
     }
     let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
     launcher.open(
@@ -56,7 +56,7 @@ pub(super) fn forward(
         },
     )?;
     let valid_tokens = labels.iter().filter(|label| **label != super::IGNORED).count() as u64;
-    Ok(Losses::on_device(losses, valid_tokens))
+    Ok(Losses::from_tensor(losses, valid_tokens))
 }
 
 /// The tensors of a backward pass, with the names of `lm_head_loss::backward`.

@@ -19,7 +19,8 @@ impl Losses {
         Self { summed, on_device: Vec::new() }
     }
 
-    pub(super) fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
+    /// Losses that a device may still be computing, f32 of shape `[n]`, of a number of tokens with a label.
+    pub fn from_tensor(losses: Tensor, valid_tokens: u64) -> Self {
         Self { summed: LossSum { sum: 0.0, valid_tokens }, on_device: vec![losses] }
     }
 

@@ -20,7 +20,7 @@ const ABSENT: &[(&[&str], &str)] = &[
             "z_loss",
             "distillation",
         ],
-        "the loss is cross-entropy of the next token; the library has no other either (`loss_normalization` sets its mean)",
+        "the loss is cross-entropy of the next token (`loss_normalization` sets its mean); a program of yours may have another, by `objective::AutogradObjective`",
     ),
     (
         &["generate", "generation", "max_new_tokens", "temperature", "top_p", "predict_with_generate"],

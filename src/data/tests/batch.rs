@@ -160,3 +160,38 @@ fn ids_outside_the_vocabulary_are_located() {
         assert_eq!((sequence, position, found), (0, 2, label));
     }
 }
+
+#[test]
+fn values_are_sharded_and_hashed_with_their_tokens() {
+    // 100·sequence + 10·position + column.
+    let values: Vec<f32> = (0..2)
+        .flat_map(|sequence| {
+            (0..6).flat_map(move |at| (0..3).map(move |column| (100 * sequence + 10 * at + column) as f32))
+        })
+        .collect();
+    let with_values = |values| GlobalBatch::without_ids(2, 6).unwrap().with_values("x", 3, values);
+    let batch = with_values(values.clone()).unwrap();
+    let part = batch.micro_batch(1..2, 4, 1).unwrap();
+    assert_eq!(part.values["x"], [120.0, 121.0, 122.0, 130.0, 131.0, 132.0]);
+    assert_eq!((part.num_valid_tokens(), part.input_ids.len()), (2, 2));
+    let mut padded = batch.clone();
+    padded.pad_to_multiple(4).unwrap();
+    let padding = padded.micro_batch(3..4, 1, 0).unwrap();
+    assert_eq!((&padding.values["x"][..], padding.num_valid_tokens()), (&[0.0; 18][..], 0));
+    let mut other = values.clone();
+    other[17] += 1.0;
+    let other = with_values(other).unwrap();
+    let hashes = |sequences: std::ops::Range<usize>| {
+        [&batch, &other].map(|batch| batch.micro_batch(sequences.clone(), 1, 0).unwrap().batch_hash)
+    };
+    let ([first, first_of_other], [second, second_of_other]) = (hashes(0..1), hashes(1..2));
+    assert!(first != first_of_other && second == second_of_other);
+    for (width, len) in [(3, 35), (3, 37), (0, 36), (2, 36)] {
+        let error =
+            GlobalBatch::without_ids(2, 6).unwrap().with_values("x", width, vec![0.0; len]).unwrap_err();
+        assert!(error.to_string().starts_with(&format!("\"x\" has {len} values")), "{error}");
+    }
+    for (batch_size, seq_len) in [(0, 2), (2, 0), (usize::MAX, 2), (1 << 31, u32::MAX as usize)] {
+        assert!(GlobalBatch::without_ids(batch_size, seq_len).is_err(), "{batch_size} x {seq_len}");
+    }
+}

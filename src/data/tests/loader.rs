@@ -1,4 +1,5 @@
 use super::*;
+use crate::data::sample_order::EpochOrder;
 use crate::mesh::{DeviceMesh, MeshError};
 use std::sync::Arc;
 
@@ -61,11 +62,15 @@ fn whole_sequence(shards: &[MicroBatch], sequence: usize) -> PackedSequence {
     }
 }
 
+fn order_of_eleven(epoch: u64) -> Vec<usize> {
+    epoch_order(SEED, epoch, 11).into_iter().map(|sequence| sequence as usize).collect()
+}
+
 #[test]
 fn every_mesh_sees_the_same_sequences_in_the_same_order() {
     let sequences = eleven_sequences();
     // 8 steps of 4 samples cross two epoch boundaries in the middle of a step.
-    let order: Vec<usize> = (0..3).flat_map(|epoch| epoch_order(SEED, epoch, 11)).take(32).collect();
+    let order: Vec<usize> = (0..3).flat_map(order_of_eleven).take(32).collect();
     let expected: Vec<_> = order.into_iter().map(|sequence| sequences.sequence(sequence).unwrap()).collect();
     for (dp, sp, accumulation) in
         [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 4, 2), (2, 2, 2), (2, 5, 1), (4, 6, 1)]
@@ -94,7 +99,7 @@ fn an_epoch_sees_every_token_of_every_document_once() {
 #[test]
 fn ranks_take_contiguous_sequences_of_each_micro_step() {
     let sequences = eleven_sequences();
-    let order = epoch_order(SEED, 0, 11);
+    let order = order_of_eleven(0);
     let options = |dp_rank| LoaderOptions {
         seed: SEED,
         micro_batch: 2,
@@ -146,7 +151,7 @@ fn sequences_that_fill_the_last_batch_are_not_counted_as_consumed() {
     let mut resumed = loader.ending_at(22);
     assert_eq!(resumed.steps_left(), Some(3));
     let part = resumed.next_micro_batch().unwrap();
-    let second_epoch = epoch_order(SEED, 1, 11);
+    let second_epoch = order_of_eleven(1);
     for (sequence, &expected) in second_epoch[..4].iter().enumerate() {
         assert_eq!(
             whole_sequence(std::slice::from_ref(&part), sequence),
@@ -169,6 +174,12 @@ fn a_micro_batch_may_be_larger_than_the_corpus() {
 }
 
 #[test]
+fn more_sequences_than_an_epoch_can_order_are_an_error() {
+    let error = EpochOrder::new(0, 1 << 32).unwrap_err().to_string();
+    assert!(error.contains("4294967296 sequences") && error.contains("`seq_len`"), "{error}");
+}
+
+#[test]
 fn the_order_is_pinned_and_depends_on_seed_and_epoch() {
     // Computed by another implementation of ChaCha8. A changed order would break every run that resumes.
     assert_eq!(epoch_order(0, 0, 8), [3, 2, 7, 5, 0, 1, 4, 6]);
@@ -188,7 +199,7 @@ fn every_sequence_reaches_every_position_about_equally_often() {
     let mut counts = [[0_u32; 4]; 4];
     for epoch in 0..4000 {
         for (place, sequence) in epoch_order(3, epoch, 4).into_iter().enumerate() {
-            counts[place][sequence] += 1;
+            counts[place][sequence as usize] += 1;
         }
     }
     // 1000 expected, standard deviation 27.

@@ -91,10 +91,14 @@ impl Grid {
         let num_axes = if sp_size > 1 { 2 } else { 1 };
         // All ranks of a Ulysses group share every chunk.
         let ulysses_size = config.seq_sharding().ulysses_size;
-        let is_shared =
-            |chunks: &usize| model.head_chunks(*chunks).iter().all(|chunk| chunk.q.len() >= ulysses_size);
+        let layers = model.distinct_layers();
+        let is_shared = |chunks: &usize| {
+            let mut chunks = layers.iter().flat_map(|layer| layer.head_chunks(*chunks));
+            chunks.all(|chunk| chunk.q.len() >= ulysses_size)
+        };
         let head_chunks = std::iter::successors(Some(1), |chunks| Some(2 * chunks));
-        let head_chunks = head_chunks.take_while(|chunks| *chunks <= model.num_kv_heads).filter(is_shared);
+        let head_chunks =
+            head_chunks.take_while(|chunks| *chunks <= model.fewest_kv_heads()).filter(is_shared);
         let micro_batches = base.micro_batches();
         let largest = micro_batches.first().copied().unwrap_or(1);
         let tokens = config.require_seq_len()?.div_ceil(sp_size).saturating_mul(largest);
@@ -175,7 +179,7 @@ impl Value {
             Self::Recomputation { interval, saves_attention, offloads_inputs } => {
                 config.ulysses.activation_checkpointing = interval.is_some();
                 config.ulysses.activation_checkpointing_interval =
-                    interval.unwrap_or(1).min(workload.model.num_layers);
+                    interval.unwrap_or(1).min(workload.model.num_layers());
                 config.ulysses.save_attention_output = saves_attention;
                 config.activation_checkpointing.cpu_checkpointing = offloads_inputs;
             }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::{Config, PartitionAxes};
-use crate::model::{LlamaConfig, preset, shape};
+use crate::model::{preset, shape};
 use serde_json::json;
 use ulysses_kernels::device::DeviceKind;
 
@@ -11,7 +11,7 @@ fn workload(ranks: usize, device: DeviceKind) -> Workload {
         "ulysses": { "seq_len": 512 },
     });
     let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
-    let model = LlamaConfig { num_layers: 4, ..preset("tiny").unwrap() };
+    let model = preset("tiny").unwrap().with_num_layers(4);
     Workload { config, model, document_len: None, ranks_per_node: ranks, device }
 }
 

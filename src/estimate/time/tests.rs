@@ -284,7 +284,7 @@ fn the_exchange_of_a_chunk_hides_behind_the_attention_of_its_neighbor() {
     rates.attention_backward_flops_per_second = 2080.0 * 16.0;
     let of = |ulysses: Value| {
         let mut workload = nano(1, 2, json!({ "ulysses": ulysses }));
-        workload.model.num_layers = 1;
+        workload.model = workload.model.with_num_layers(1);
         workload.step_time(&machine).unwrap()
     };
     let apart = of(json!({ "head_chunks": 2 }));

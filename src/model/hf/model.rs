@@ -1,9 +1,9 @@
 //! A model directory in Hugging Face's layout: description, weights, and the files for an export.
 
 use super::HfWeights;
-use super::config::HfConfig;
 use super::weights::other_weights;
-use crate::model::{LlamaConfig, Model, ModelError};
+use crate::families::{HfConfig, ModelError, read_config};
+use crate::model::{Model, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
@@ -16,7 +16,7 @@ const HEAD: &str = "lm_head.weight";
 #[derive(Debug, Clone, PartialEq)]
 pub struct HfDescription {
     /// The model.
-    pub config: LlamaConfig,
+    pub config: ModelConfig,
     /// Notes for the user, one line each.
     pub notes: Vec<String>,
     /// The whole content of the file.
@@ -39,7 +39,7 @@ pub struct HfDescription {
 /// ```
 pub struct HfModel {
     /// The model description. Its head is tied only if the weights agree.
-    pub config: LlamaConfig,
+    pub config: ModelConfig,
     /// Its weights, which have every parameter in the right shape.
     pub weights: HfWeights,
     /// Notes for the user, one line each.
@@ -64,7 +64,7 @@ impl HfDescription {
     /// Reads the `config.json` of a directory.
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_hf_dir`].
+    /// As [`ModelConfig::from_hf_dir`].
     pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
         if let Some(advice) = other_weights(dir).filter(|_| !path.exists()) {
@@ -76,7 +76,7 @@ impl HfDescription {
     /// As [`from_dir`](Self::from_dir), for a file of any name.
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_hf_dir`].
+    /// As [`ModelConfig::from_hf_dir`].
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         Self::from_json(read_json(path)?, &path.display().to_string())
     }
@@ -84,16 +84,17 @@ impl HfDescription {
     /// As [`from_dir`](Self::from_dir), for JSON that was already read; errors and notes call it `origin`.
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_hf_dir`], except for reading.
+    /// As [`ModelConfig::from_hf_dir`], except for reading.
     pub fn from_json(json: Value, origin: &str) -> Result<Self, ModelError> {
         if !json.is_object() {
             return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
         }
-        let file = HfConfig { origin: origin.to_owned(), value: json };
-        let (config, notes) = file.llama()?;
+        let file = HfConfig::new(origin, &json);
+        let config = read_config(&file)?;
+        let notes = file.check_fields(config.family.class)?;
         config.validate(origin)?;
         let notes = notes.into_iter().map(|note| format!("{origin}: {note}")).collect();
-        Ok(Self { config, notes, json: file.value })
+        Ok(Self { config, notes, json })
     }
 
     /// Unties the head if `weights` have a head that differs from the embedding, as transformers 5 does.
@@ -119,7 +120,7 @@ impl HfModel {
     /// Opens a model directory.
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_hf_dir`] and [`HfWeights::open`]; a parameter that is missing or has another shape.
+    /// As [`ModelConfig::from_hf_dir`] and [`HfWeights::open`]; a parameter that is missing or has another shape.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         Self::with_weights(HfDescription::from_dir(dir)?, dir)
     }
@@ -209,8 +210,8 @@ impl HfSource {
     /// Returns whether its `config.json` describes `model`, apart from whether the head is tied.
     pub fn describes(&self, model: &Value) -> bool {
         let untied = |json: &Value| {
-            let config = LlamaConfig::from_hf_json(json.clone(), "config.json").ok()?;
-            Some(LlamaConfig { tie_word_embeddings: false, ..config })
+            let config = ModelConfig::from_hf_json(json.clone(), "config.json").ok()?;
+            Some(ModelConfig { tie_word_embeddings: false, ..config })
         };
         untied(&self.config).is_some_and(|config| untied(model) == Some(config))
     }

@@ -19,7 +19,7 @@ use super::{AttentionExtent, ForwardPass, Init, LayerError, Linear, ParameterLis
 use candle_core::Tensor;
 use head_projection::HeadProjection;
 use std::sync::Arc;
-use ulysses_kernels::attention::AttentionLayout;
+use ulysses_kernels::attention::{AttentionLayout, grouped_heads};
 use ulysses_kernels::rope::{self, Rope};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::tensor;
@@ -28,11 +28,9 @@ const Q_PROJ: &str = "self_attn.q_proj";
 const K_PROJ: &str = "self_attn.k_proj";
 const V_PROJ: &str = "self_attn.v_proj";
 
-/// The sizes of a layer's attention, and the tokens that it sees.
+/// The heads of a layer's attention, the tokens that it sees, and its rotary embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionShape {
-    /// Width of the residual stream.
-    pub hidden_size: usize,
+pub struct AttentionConfig {
     /// Query heads.
     pub num_heads: usize,
     /// Key/value heads; a divisor of `num_heads`.
@@ -45,10 +43,22 @@ pub struct AttentionShape {
     pub rope: Rope,
 }
 
+impl AttentionConfig {
+    /// The KV head of each query head.
+    pub fn q_to_kv(&self) -> Vec<usize> {
+        grouped_heads(self.num_heads, self.num_kv_heads)
+    }
+
+    /// Splits the heads into `chunks` parts of whole KV groups, as [`head_chunks`] does.
+    pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
+        head_chunks(self.num_heads, self.num_kv_heads, chunks)
+    }
+}
+
 /// `o(attend(rope(norm_q(q(x))), rope(norm_k(k(x))), v(x)))`, causal within documents.
 #[derive(Debug)]
 pub struct SelfAttention {
-    shape: AttentionShape,
+    shape: AttentionConfig,
     q: HeadProjection,
     k: HeadProjection,
     v: HeadProjection,
@@ -57,8 +67,14 @@ pub struct SelfAttention {
 
 impl SelfAttention {
     /// Adds `self_attn.q_proj`, `k_proj` and `v_proj`, with initial values `init`, and `o_proj` with `o_init`.
-    pub fn new(parameters: &mut ParameterList, shape: AttentionShape, init: Init, o_init: Init) -> Self {
-        let AttentionShape { hidden_size, num_heads, num_kv_heads, head_dim, .. } = shape;
+    pub fn new(
+        parameters: &mut ParameterList,
+        hidden_size: usize,
+        shape: AttentionConfig,
+        init: Init,
+        o_init: Init,
+    ) -> Self {
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
         let mut project = |name: &str, heads: usize| {
             let linear = Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
             HeadProjection { linear, norm: None, head_dim }
@@ -91,12 +107,11 @@ impl SelfAttention {
 
     /// The chunks, as even as KV heads allow.
     fn head_chunks(&self, pass: &ForwardPass<'_>) -> Result<Vec<HeadChunk>, LayerError> {
-        let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
-        let chunks = pass.ctx.tiling().head_chunks;
+        let (num_kv_heads, chunks) = (self.shape.num_kv_heads, pass.ctx.tiling().head_chunks);
         if chunks == 0 || chunks > num_kv_heads {
             return Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, num_kv_heads });
         }
-        Ok(head_chunks(num_heads, num_kv_heads, chunks))
+        Ok(self.shape.head_chunks(chunks))
     }
 
     /// The attention layout of a chunk.
@@ -124,7 +139,8 @@ impl SelfAttention {
 
     /// A chunk's columns of the output projection.
     fn o_blocks(&self, chunk: &HeadChunk) -> ColumnBlocks {
-        let AttentionShape { hidden_size: rows, num_heads, head_dim, .. } = self.shape;
+        let AttentionConfig { num_heads, head_dim, .. } = self.shape;
+        let rows = self.o.num_outputs();
         let run = chunk.q.len() * head_dim;
         let packed =
             StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run };

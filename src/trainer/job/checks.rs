@@ -5,7 +5,7 @@ use super::options::{JobError, OrJobError};
 use crate::checkpoint::{CheckpointError, MANIFEST, StepDirectory, step_directories};
 use crate::comm::LaunchOptions;
 use crate::config::{Config, ParameterGroup};
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use crate::trainer::{Resume, TrainerError, TrainingData, is_same_dir};
 use std::path::{Path, PathBuf};
 
@@ -36,7 +36,7 @@ pub fn launch_options(requested: Option<usize>, world_size: usize) -> Result<Lau
 /// A machine with less memory.
 pub fn check_memory(
     config: &Config,
-    llama: &LlamaConfig,
+    llama: &ModelConfig,
     seq_len: usize,
     local_ranks: usize,
 ) -> Result<(), JobError> {
@@ -54,7 +54,7 @@ pub fn check_memory(
     let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
     let values = share * (stored * frozen + (gradient + stored) * trained);
     let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
-    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers };
+    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers() };
     let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
     if values + inputs <= available {
         return Ok(());

@@ -8,7 +8,7 @@ use crate::estimate::ulysses_limits;
 use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
 use crate::model::{
-    self, HfDescription, HfModel, HfSource, LlamaConfig, Model, ModelError, PRESETS, RandomWeights,
+    self, HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights,
     WeightSource, preset, shape,
 };
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// A model's shape and the source of its weights.
 pub struct ModelSource {
     /// The shape.
-    pub config: LlamaConfig,
+    pub config: ModelConfig,
     /// The source of the weights.
     pub weights: Box<dyn WeightSource>,
     /// Files of a model directory that an export copies.
@@ -30,7 +30,7 @@ pub struct ModelSource {
 ///
 /// # Errors
 /// An unknown name.
-pub fn named_shape(model: &str) -> Result<Option<LlamaConfig>, JobError> {
+pub fn named_shape(model: &str) -> Result<Option<ModelConfig>, JobError> {
     match directory(model) {
         Some(_) => Ok(None),
         None => shape(model).map(Some).map_err(|error| unknown(model, error)),
@@ -100,7 +100,7 @@ impl ModelSource {
     /// An unknown name, or a directory that cannot be read.
     pub fn open(model: &str, seed: u64, vocab_size: usize, log: fn(&str)) -> Result<Self, JobError> {
         let Some(dir) = directory(model) else {
-            let config = LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error))? };
+            let config = ModelConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error))? };
             config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
             if Path::new(model).is_dir() {
                 log(&format!("note: the model is the preset `{model}`; for the directory give ./{model}"));
@@ -126,7 +126,7 @@ impl ModelSource {
     }
 
     /// Creates a model with random weights.
-    pub fn random(config: LlamaConfig, seed: u64) -> Self {
+    pub fn random(config: ModelConfig, seed: u64) -> Self {
         Self { config, weights: Box::new(RandomWeights { seed }), hf_source: None, max_positions: None }
     }
 
@@ -139,10 +139,10 @@ impl ModelSource {
 
     fn length_warning(&self, seq_len: usize) -> Option<String> {
         let max_positions = self.max_positions.filter(|max_positions| seq_len > *max_positions)?;
-        let remedy = match self.config.rope_scaling {
+        let remedy = match self.config.layers.first().map(|layer| layer.rope.scaling) {
             // Scales whatever is longer.
-            Scaling::Dynamic { .. } => return None,
-            Scaling::None => "set `rope_scaling` in its config.json",
+            Some(Scaling::Dynamic { .. }) => return None,
+            None | Some(Scaling::None) => "set `rope_scaling` in its config.json",
             _ => "its `rope_scaling` is for that length: raise the factor in its config.json",
         };
         Some(format!(
@@ -156,8 +156,8 @@ impl ModelSource {
 ///
 /// # Errors
 /// [`JobError::Usage`], which names the setting.
-pub fn check_layers(model: &LlamaConfig, config: &Config) -> Result<(), JobError> {
-    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers);
+pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError> {
+    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers());
     if interval > layers {
         return Err(JobError::usage(format!(
             "`ulysses.activation_checkpointing_interval` is {interval}, but the model has {layers} layers: expected at \
@@ -169,7 +169,7 @@ pub fn check_layers(model: &LlamaConfig, config: &Config) -> Result<(), JobError
 }
 
 /// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.
-pub fn resolve_ring(model: &LlamaConfig, config: &mut Config, ranks_per_node: usize) {
+pub fn resolve_ring(model: &ModelConfig, config: &mut Config, ranks_per_node: usize) {
     config.resolve_ring(ulysses_limits(model, config.ulysses.head_chunks, ranks_per_node));
 }
 
@@ -178,34 +178,34 @@ pub fn resolve_ring(model: &LlamaConfig, config: &mut Config, ranks_per_node: us
 /// # Errors
 /// [`JobError::Usage`] with the numbers.
 pub fn check_exchange(
-    model: &LlamaConfig,
+    model: &ModelConfig,
     batch: usize,
     seq_len: usize,
     config: &Config,
 ) -> Result<(), JobError> {
-    let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
+    let (num_kv_heads, chunks) = (model.fewest_kv_heads(), config.ulysses.head_chunks);
     let sharding = config.seq_sharding();
-    let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(JobError::usage(format!(
             "`ulysses.head_chunks` is {chunks}, but the model has {num_kv_heads} KV heads: expected at most \
                  {num_kv_heads}"
         )));
     }
-    for chunk in model.head_chunks(chunks) {
-        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-        // Of the ring rank with the fewest tokens.
-        let of_ring_rank = seq_len / sharding.ring_size;
-        let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
-        let plan =
-            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
-                .map_err(|error| error.within(sharding, seq_len));
-        plan.map_err(|error| match chunks {
-            1 => JobError::usage(error),
-            _ => JobError::usage(format!(
-                "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
-            )),
-        })?;
+    for layer in model.distinct_layers() {
+        for chunk in layer.head_chunks(chunks) {
+            let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+            // Of the ring rank with the fewest tokens.
+            let of_ring_rank = seq_len / sharding.ring_size;
+            let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
+            let kv_heads = grouped_heads(num_heads, num_kv_heads);
+            let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
+            plan.map_err(|error| error.within(sharding, seq_len)).map_err(|error| match chunks {
+                1 => JobError::usage(error),
+                _ => JobError::usage(format!(
+                    "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
+                )),
+            })?;
+        }
     }
     Ok(())
 }
@@ -218,8 +218,8 @@ mod tests {
     #[test]
     fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
         let config = preset("nano").unwrap();
-        let with = |rope_scaling| {
-            let config = LlamaConfig { rope_scaling, ..config.clone() };
+        let with = |scaling| {
+            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
             ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
         };
         let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));

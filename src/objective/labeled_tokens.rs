@@ -1,6 +1,6 @@
 //! The tokens of a micro batch that have a label.
 
-use super::LayerError;
+use crate::nn::LayerError;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
 use ulysses_kernels::embedding::{self, Rows};
@@ -83,7 +83,7 @@ impl LabeledTokens {
         let (batch, seq_len, hidden) = x.dims3()?;
         let (got, expected) = (self.num_tokens, batch * seq_len);
         if got != expected {
-            return Err(OpError::TokenCount { op: "LossHead", argument: "labels", expected, got }.into());
+            return Err(OpError::TokenCount { op: "CausalLm", argument: "labels", expected, got }.into());
         }
         Ok(x.reshape((expected, hidden))?)
     }

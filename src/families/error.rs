@@ -111,7 +111,7 @@ pub enum ModelError {
         /// Its name.
         name: String,
         /// The part of the model that is not supported.
-        reason: &'static str,
+        reason: String,
     },
     /// An operation was refused.
     #[error(transparent)]

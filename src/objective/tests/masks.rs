@@ -1,8 +1,15 @@
 //! The head on masked tokens: results of the f64 reference over all tokens, work and memory.
 
 use super::*;
+use crate::nn::{Tiling, TokenLayout};
 use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::num::NonZero;
 use std::rc::Rc;
+use std::slice::from_ref;
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::FlashAttention;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::{self, DryDevice, Event, MatmulOp};
 use ulysses_kernels::lm_head_loss::{self, IGNORED, LossSum};
@@ -40,16 +47,26 @@ fn labels(mask: &[bool]) -> Vec<i64> {
         .collect()
 }
 
-fn head(tile_tokens: usize) -> LossHead {
-    LossHead::new("lm_head.weight", VOCAB, HIDDEN, EPS, 0.02).with_tile_tokens(tile_tokens)
+fn head() -> CausalLm {
+    CausalLm::new("lm_head.weight", VOCAB, HIDDEN, EPS, 0.02)
+}
+
+/// A batch with these labels.
+fn labeled<'a>(labels: &'a [i64], ctx: &LayerContext) -> LocalBatch<'a> {
+    static NO_VALUES: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+    let (batch_size, seq_len_local) = (ctx.batch(), ctx.seq_len_local());
+    LocalBatch { batch_size, seq_len_local, input_ids: &[], labels, values: &NO_VALUES }
+}
+
+fn tiles(tile_tokens: usize) -> Tiling {
+    Tiling { loss_tile_tokens: NonZero::new(tile_tokens), ..Tiling::default() }
 }
 
 /// Inputs of a head in one element type: norm, projection, hidden states.
 struct Inputs {
-    norm: Tensor,
-    projection: Tensor,
+    params: [Tensor; 2],
     x: Tensor,
-    ctx: LayerContext,
+    workspace: Arc<Workspace>,
 }
 
 /// Sum of the losses; the gradients of hidden states, norm and projection.
@@ -67,32 +84,37 @@ impl Inputs {
         let [norm, projection, x] = [&[HIDDEN][..], &[VOCAB, HIDDEN], &[batch, seq_len, HIDDEN]]
             .map(|dims| random(dims, dims.len() as u64).to_dtype(dtype).unwrap().to_device(device).unwrap());
         let workspace = Workspace::with_options(TensorOptions { dtype, device: device.clone() });
+        Self { params: [norm, projection], x, workspace: Arc::new(workspace) }
+    }
+
+    fn ctx(&self, tile_tokens: usize) -> LayerContext {
+        let (batch, seq_len, _) = self.x.dims3().unwrap();
         let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
         let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
         let tokens = TokenLayout::new(from_ref(&(0..seq_len)), position_ids, cu_seqlens).unwrap();
-        let ctx =
-            LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention::default()), Arc::new(workspace));
-        Self { norm, projection, x, ctx }
+        let attention = Arc::new(FlashAttention::default());
+        LayerContext::new(Arc::new(tokens), attention, self.workspace.clone()).with_tiling(tiles(tile_tokens))
     }
 
     /// Runs head and loss, without gradients of norm and projection if they are frozen.
     fn run(&self, labels: &[i64], tile_tokens: usize, is_frozen: bool) -> Outputs {
-        let Self { norm, projection, x, ctx } = self;
-        let (head, labels) = (head(tile_tokens), LabeledTokens::new(labels, VOCAB).unwrap());
+        let Self { params, x, .. } = self;
+        let (head, ctx) = (head(), self.ctx(tile_tokens));
         let [dnorm, dprojection] =
-            [norm, projection].map(|weight| Tensor::zeros(weight.dims(), DType::F32, x.device()).unwrap());
-        let gradients = if is_frozen { (None, None) } else { (Some(&dnorm), Some(&dprojection)) };
-        let (losses, saved) = head.forward(norm, projection, x, &labels, ctx).unwrap();
-        let dx = head.backward((norm, projection), saved, &labels, SCALE, gradients, ctx).unwrap();
+            params.each_ref().map(|weight| Tensor::zeros(weight.dims(), DType::F32, x.device()).unwrap());
+        let gradients = [&dnorm, &dprojection].map(|gradient| (!is_frozen).then(|| gradient.clone()));
+        let (losses, saved) = head.forward(params, x, &labeled(labels, &ctx), &ctx).unwrap();
+        let dx = head.backward(params, saved, SCALE, &gradients, &ctx).unwrap();
         assert_eq!(dx.dims(), x.dims());
         let gradients = [&dx, &dnorm, &dprojection].map(to_f64);
-        ctx.workspace().recycle(dx);
+        self.workspace.recycle(dx);
         Outputs { loss: losses.sum().unwrap(), gradients }
     }
 
     /// The same over all tokens, in f64.
     fn reference(&self, labels: &[i64]) -> Outputs {
-        let [norm, projection, x] = [&self.norm, &self.projection, &self.x].map(to_f64);
+        let [norm, projection] = self.params.each_ref().map(to_f64);
+        let x = to_f64(&self.x);
         let (normed, _) = rms_norm::reference::forward(&x, &norm, EPS);
         let (loss, _) = lm_head_loss::reference::forward(&normed, &projection, labels, HIDDEN);
         let (dnormed, dprojection) =
@@ -188,11 +210,11 @@ fn masks_need_no_more_memory_than_labels_everywhere() {
     for (num_tokens, tile_tokens) in [(24, 1024), (25, 24), (25, 4)] {
         let inputs = Inputs::new(1, num_tokens, DType::F32);
         inputs.run(&labels(&vec![true; num_tokens]), tile_tokens, false);
-        let unmasked = inputs.ctx.workspace().free_bytes();
+        let unmasked = inputs.workspace.free_bytes();
         assert!(unmasked > 0);
         for (name, mask) in masks(num_tokens) {
             inputs.run(&labels(&mask), tile_tokens, false);
-            let bytes = inputs.ctx.workspace().free_bytes();
+            let bytes = inputs.workspace.free_bytes();
             assert_eq!(bytes, unmasked, "{num_tokens} tokens, tiles of {tile_tokens}, {name}");
         }
     }
@@ -214,15 +236,14 @@ fn work(labels: &[i64]) -> (f64, u64) {
     };
     let device = DryDevice { kind: DeviceKind::Cpu, threads: 1 };
     dry::run(device, sink, || {
-        let ctx = context(1, labels.len());
+        let ctx = context(1, labels.len()).with_tiling(tiles(16));
         let zeros = |dims: &[usize]| zeros(dims, DType::F32, &Device::Cpu).unwrap();
-        let (norm, projection, x) =
-            (zeros(&[HIDDEN]), zeros(&[VOCAB, HIDDEN]), zeros(&[1, labels.len(), HIDDEN]));
-        let gradients = (zeros(&[HIDDEN]), zeros(&[VOCAB, HIDDEN]));
-        let (head, labels) = (head(16), LabeledTokens::new(labels, VOCAB).unwrap());
-        let (_, saved) = head.forward(&norm, &projection, &x, &labels, &ctx).unwrap();
-        let gradients = (Some(&gradients.0), Some(&gradients.1));
-        head.backward((&norm, &projection), saved, &labels, SCALE, gradients, &ctx).unwrap();
+        let (params, x) = ([zeros(&[HIDDEN]), zeros(&[VOCAB, HIDDEN])], zeros(&[1, labels.len(), HIDDEN]));
+        let gradients = [zeros(&[HIDDEN]), zeros(&[VOCAB, HIDDEN])].map(Some);
+        let tokens = LabeledTokens::new(labels, VOCAB).unwrap();
+        let (_, saved) = head().losses(&params, &x, tokens, &ctx).unwrap();
+        let saved = Saved::new(saved, 0);
+        head().backward(&params, saved, SCALE, &gradients, &ctx).unwrap();
     })
     .unwrap();
     counted.get()
@@ -248,8 +269,7 @@ fn a_label_outside_the_vocabulary_is_named_with_its_place_among_all_tokens() {
     let expected = "lm_head_loss::forward: `labels[3]` is 11, valid are 0..11 and -100 (ignored)";
     assert_eq!(error.to_string(), expected);
     let inputs = Inputs::new(1, 3, DType::F32);
-    let labels = LabeledTokens::new(&[1, 2], VOCAB).unwrap();
-    let Inputs { norm, projection, x, ctx } = &inputs;
-    let error = head(4).forward(norm, projection, x, &labels, ctx).unwrap_err();
+    let ctx = inputs.ctx(4);
+    let error = head().forward(&inputs.params, &inputs.x, &labeled(&[1, 2], &ctx), &ctx).err().unwrap();
     assert!(error.to_string().contains("labels"), "{error}");
 }

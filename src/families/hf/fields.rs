@@ -1,36 +1,9 @@
-//! The allow-list of fields in `config.json`. Other fields are refused, since they could change what the
-//! model computes.
+//! The allow-list of fields in `config.json`: those that the model's family asked for, and those without effect. Others
+//! are refused, since they could change what the model computes.
 
 use super::config::HfConfig;
-use crate::model::{Architecture, ModelError};
+use crate::families::ModelError;
 use serde_json::Value;
-
-/// Fields that are read, and checked there.
-const READ: &[&str] = &[
-    "architectures",
-    "attention_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "mlp_bias",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "rms_norm_eps",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-];
-
-/// Fields of the rotary embedding.
-const ROPE: &[&str] = &["rope_parameters", "rope_scaling", "rope_theta"];
 
 /// Fields without effect on logits, loss and gradients. So are fields that begin with `_`, which are internal
 /// to transformers.
@@ -160,23 +133,18 @@ const FIXED: &[Fixed] = &[
 const DROPOUT: &[&str] =
     &["attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"];
 
-impl HfConfig {
-    /// Returns notes on fields that are known but not applied.
-    ///
-    /// # Errors
-    /// A field that is unknown, or has a value that would change the model.
-    pub(super) fn check_fields(&self, architecture: Architecture) -> Result<Vec<String>, ModelError> {
+impl HfConfig<'_> {
+    /// Returns notes on fields that are known but not applied, once the family of the model called `class` has read its own.
+    pub(crate) fn check_fields(&self, class: &str) -> Result<Vec<String>, ModelError> {
         let fields = self.value.as_object().into_iter().flatten();
-        let notes = fields.map(|(field, value)| self.check_field(architecture, field, value));
+        let notes = fields.map(|(field, value)| self.check_field(class, field, value));
         Ok(notes.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
     }
 
-    fn check_field(
-        &self,
-        architecture: Architecture,
-        field: &str,
-        value: &Value,
-    ) -> Result<Option<String>, ModelError> {
+    fn check_field(&self, class: &str, field: &str, value: &Value) -> Result<Option<String>, ModelError> {
+        if self.is_known(field) {
+            return Ok(None);
+        }
         if let Some((key, harmless, expected)) = FIXED.iter().find(|(key, ..)| *key == field) {
             let is_harmless = harmless.contains(&value.to_string().as_str());
             return if is_harmless { Ok(None) } else { Err(self.error(key, expected)) };
@@ -186,19 +154,17 @@ impl HfConfig {
             let note = || format!("`{key}` is {probability}, which is not applied: there is no dropout");
             return Ok((probability != 0.0).then(note));
         }
-        let is_known = [READ, ROPE, HARMLESS].iter().any(|fields| fields.contains(&field));
         match field {
-            _ if value.is_null() || field.starts_with('_') || is_known => Ok(None),
+            _ if value.is_null() || field.starts_with('_') || HARMLESS.contains(&field) => Ok(None),
             "auto_map" => Ok(Some(format!(
-                "`auto_map` names code of the model's own, which is not run: the model is computed as {}",
-                architecture.hf_names().1
+                "`auto_map` names code of the model's own, which is not run: the model is computed as {class}"
             ))),
             // `torch.nn.Embedding(padding_idx)`
             "pad_token_id" => Ok(Some(format!(
                 "`pad_token_id` is {value}: its embedding is trained like any other; transformers gives it no gradient"
             ))),
             _ => Err(ModelError::UnknownField {
-                origin: self.origin.clone(),
+                origin: self.origin.to_owned(),
                 key: field.to_owned(),
                 got: value.to_string().chars().take(80).collect(),
             }),

@@ -1,26 +1,37 @@
-//! Descriptions and parameters of the families other than Llama.
+//! Descriptions and parameters of the families.
 
 use super::*;
+use crate::model::Model;
+use crate::nn::tests::{context, random};
+use crate::nn::{AttentionConfig, Init, LayerError};
+use candle_core::Tensor;
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Scaling;
 
-const FAMILIES: [Architecture; 5] = [
-    Architecture::Llama,
-    Architecture::Mistral { sliding_window: None },
-    Architecture::Mistral { sliding_window: Some(7) },
-    Architecture::Qwen2,
-    Architecture::Qwen3,
-];
+pub(crate) fn config() -> ModelConfig {
+    let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 6);
+    ModelConfig { hidden_size: 24, intermediate_size: 20, ..nano }
+}
 
-fn read(json: &Value) -> std::result::Result<LlamaConfig, ModelError> {
+fn of_family(model_type: &str) -> ModelConfig {
+    ModelConfig { family: family(model_type).unwrap(), ..config() }
+}
+
+/// A description of each family, and one with windows.
+fn descriptions() -> Vec<ModelConfig> {
+    let windowed = of_family("mistral").with_attention(|layer| layer.window = Some(7));
+    FAMILIES.iter().map(|family| of_family(family.model_type)).chain([windowed]).collect()
+}
+
+fn read(json: &Value) -> std::result::Result<ModelConfig, ModelError> {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
-    LlamaConfig::from_hf_dir(dir.path())
+    ModelConfig::from_hf_dir(dir.path())
 }
 
 /// A family's description, changed by one key; `None` removes it.
-fn changed(architecture: Architecture, key: &str, value: Option<Value>) -> Value {
-    let mut json = LlamaConfig { architecture, ..config() }.to_hf_json();
+fn changed(model_type: &str, key: &str, value: Option<Value>) -> Value {
+    let mut json = of_family(model_type).to_hf_json();
     let object = json.as_object_mut().unwrap();
     match value {
         Some(value) => drop(object.insert(key.to_owned(), value)),
@@ -52,9 +63,9 @@ fn every_family_and_scaling_round_trips() {
             original_len,
         },
     ];
-    for architecture in FAMILIES {
-        for rope_scaling in scalings {
-            let config = LlamaConfig { architecture, rope_scaling, ..config() };
+    for config in descriptions() {
+        for scaling in scalings {
+            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
             assert_eq!(read(&config.to_hf_json()).unwrap(), config);
         }
     }
@@ -62,30 +73,25 @@ fn every_family_and_scaling_round_trips() {
 
 #[test]
 fn the_families_differ_in_their_parameters() {
-    let added = |architecture| {
-        let layer = DecoderLayer::new(&LlamaConfig { architecture, ..config() }, 1);
+    let added = |config: &ModelConfig| {
+        let layer = (config.family.block)(config, 1);
         let added = layer.parameters()[9..].iter();
         added.map(|spec| (spec.name.clone(), spec.shape.clone(), spec.init)).collect::<Vec<_>>()
     };
     let spec = |part: &str, size, init| (format!("model.layers.1.self_attn.{part}"), vec![size], init);
-    let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = config();
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = config().layers[1];
     let (q, kv) = (num_heads * head_dim, num_kv_heads * head_dim);
     let biases =
         [("q_proj.bias", q), ("k_proj.bias", kv), ("v_proj.bias", kv)].map(|(p, n)| spec(p, n, Init::Zeros));
-    assert_eq!(added(Architecture::Llama), []);
-    assert_eq!(added(Architecture::Mistral { sliding_window: Some(7) }), []);
-    assert_eq!(added(Architecture::Qwen2), biases);
-    assert_eq!(
-        added(Architecture::Qwen3),
-        ["q_norm.weight", "k_norm.weight"].map(|p| spec(p, head_dim, Init::Ones))
-    );
+    let norms = ["q_norm.weight", "k_norm.weight"].map(|p| spec(p, head_dim, Init::Ones));
+    let found = descriptions().iter().map(added).collect::<Vec<_>>();
+    assert_eq!(found, [vec![], vec![], biases.to_vec(), norms.to_vec(), vec![]]);
 }
 
 #[test]
 fn another_number_of_parameters_is_refused() {
-    for architecture in FAMILIES {
-        let config = LlamaConfig { architecture, ..config() };
-        let layer = DecoderLayer::new(&config, 0);
+    for config in descriptions() {
+        let layer = (config.family.block)(&config, 0);
         let mut params: Vec<Tensor> = layer.parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
         let x = random(&[1, 3, config.hidden_size], 1);
         layer.forward(&params, &x, &context(1, 3)).unwrap();
@@ -94,62 +100,63 @@ fn another_number_of_parameters_is_refused() {
         params.truncate(params.len() - 2);
         let fewer = layer.forward(&params, &x, &context(1, 3)).err().unwrap();
         for error in [more, fewer] {
-            assert!(matches!(error, LayerError::ParameterCount { .. }), "{architecture:?}: {error}");
+            assert!(matches!(error, LayerError::ParameterCount { .. }), "{:?}: {error}", config.family);
         }
     }
 }
 
 #[test]
 fn an_unused_window_of_qwen_is_none() {
-    for architecture in [Architecture::Qwen2, Architecture::Qwen3] {
-        let mut json = changed(architecture, "sliding_window", Some(json!(4096)));
-        assert_eq!(read(&json).unwrap().architecture, architecture);
+    for family in ["qwen2", "qwen3"] {
+        let mut json = changed(family, "sliding_window", Some(json!(4096)));
+        assert_eq!(read(&json).unwrap(), of_family(family));
         json["layer_types"] = json!(["full_attention", "full_attention"]);
-        assert_eq!(read(&json).unwrap().architecture, architecture);
+        assert_eq!(read(&json).unwrap(), of_family(family));
         json["use_sliding_window"] = json!(true);
         assert_refused(&json, "use_sliding_window");
         let mixed = json!(["full_attention", "sliding_attention"]);
-        assert_refused(&changed(architecture, "layer_types", Some(mixed)), "layer_types");
+        assert_refused(&changed(family, "layer_types", Some(mixed)), "layer_types");
     }
 }
 
 #[test]
 fn mistral_has_the_window_of_its_first_model_by_default() {
-    let mistral = Architecture::Mistral { sliding_window: None };
-    let window = |json: &Value| read(json).unwrap().architecture.sliding_window();
-    assert_eq!(window(&changed(mistral, "sliding_window", None)), Some(4096));
-    assert_eq!(window(&changed(mistral, "sliding_window", Some(Value::Null))), None);
-    assert_refused(&changed(mistral, "sliding_window", Some(json!(0))), "sliding_window");
+    let window = |value: Option<Value>| {
+        read(&changed("mistral", "sliding_window", value)).unwrap().distinct_layers()[0].window
+    };
+    assert_eq!(window(None), Some(4096));
+    assert_eq!(window(Some(Value::Null)), None);
+    assert_refused(&changed("mistral", "sliding_window", Some(json!(0))), "sliding_window");
 }
 
 #[test]
 fn sizes_that_a_family_takes_from_its_first_model_must_be_given() {
-    assert_refused(&changed(Architecture::Qwen2, "num_key_value_heads", None), "num_key_value_heads");
-    assert_refused(&changed(Architecture::Qwen3, "head_dim", None), "head_dim");
-    assert!(read(&changed(Architecture::Qwen2, "head_dim", None)).is_ok());
+    assert_refused(&changed("qwen2", "num_key_value_heads", None), "num_key_value_heads");
+    assert_refused(&changed("qwen3", "head_dim", None), "head_dim");
+    assert!(read(&changed("qwen2", "head_dim", None)).is_ok());
 }
 
 #[test]
 fn a_class_that_is_not_the_familys_is_refused() {
     let classes = json!(["Qwen2ForSequenceClassification"]);
-    assert_refused(&changed(Architecture::Qwen2, "architectures", Some(classes)), "architectures");
-    assert_refused(&changed(Architecture::Qwen2, "model_type", Some(json!("llama"))), "architectures");
+    assert_refused(&changed("qwen2", "architectures", Some(classes)), "architectures");
+    assert_refused(&changed("qwen2", "model_type", Some(json!("llama"))), "architectures");
 }
 
 #[test]
 fn scaling_is_read_as_written_by_every_version_of_transformers() {
-    let llama = |key: &str, value: Value| read(&changed(Architecture::Llama, key, Some(value)));
+    let llama = |key: &str, value: Value| read(&changed("llama", key, Some(value)));
     let old = llama("rope_scaling", json!({ "type": "linear", "factor": 2 })).unwrap();
-    assert_eq!(old.rope_scaling, Scaling::Linear { factor: 2.0 });
+    assert_eq!(old.layers[0].rope.scaling, Scaling::Linear { factor: 2.0 });
     let new = json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 });
-    let new = llama("rope_parameters", new).unwrap();
-    assert_eq!((new.rope_theta, new.rope_scaling), (5e5, Scaling::Linear { factor: 2.0 }));
+    let new = llama("rope_parameters", new).unwrap().layers[1].rope;
+    assert_eq!((new.theta, new.scaling), (5e5, Scaling::Linear { factor: 2.0 }));
 
     // What yarn leaves out has the paper's values, and the model's own length.
-    let mut json = changed(Architecture::Qwen3, "max_position_embeddings", Some(json!(2048)));
+    let mut json = changed("qwen3", "max_position_embeddings", Some(json!(2048)));
     json["rope_scaling"] = json!({ "rope_type": "yarn", "factor": 4.0, "beta_fast": null });
     let Scaling::Yarn { beta_fast, beta_slow, truncate, attention_factor, original_len, .. } =
-        read(&json).unwrap().rope_scaling
+        read(&json).unwrap().layers[0].rope.scaling
     else {
         panic!("yarn was asked for")
     };
@@ -173,10 +180,10 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
         json!({ "rope_type": "linear", "factor": 2.0, "attn_factor": 1.5 }),
         json!({ "full_attention": { "rope_type": "linear", "factor": 2.0 } }),
     ] {
-        assert_refused(&changed(Architecture::Llama, "rope_scaling", Some(scaling)), "rope_scaling");
+        assert_refused(&changed("llama", "rope_scaling", Some(scaling)), "rope_scaling");
     }
     let dynamic = json!({ "rope_type": "dynamic", "factor": 2.0 });
-    assert_refused(&changed(Architecture::Llama, "rope_scaling", Some(dynamic)), "max_position_embeddings");
+    assert_refused(&changed("llama", "rope_scaling", Some(dynamic)), "max_position_embeddings");
 }
 
 #[test]
@@ -185,7 +192,7 @@ fn an_invalid_top_level_length_is_refused_where_it_is_used() {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64
     });
-    let mut json = changed(Architecture::Llama, "rope_scaling", Some(llama3));
+    let mut json = changed("llama", "rope_scaling", Some(llama3));
     for length in [json!(null), json!(0), json!("64"), json!(-1)] {
         json["original_max_position_embeddings"] = length;
         assert_refused(&json, "original_max_position_embeddings");
@@ -196,8 +203,41 @@ fn an_invalid_top_level_length_is_refused_where_it_is_used() {
 
 #[test]
 fn a_theta_in_the_object_replaces_a_missing_top_level_one() {
-    let mut json = changed(Architecture::Llama, "rope_theta", Some(Value::Null));
+    let mut json = changed("llama", "rope_theta", Some(Value::Null));
     assert_refused(&json, "rope_theta");
     json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 5e5 });
-    assert_eq!(read(&json).unwrap().rope_theta, 5e5);
+    assert_eq!(read(&json).unwrap().layers[0].rope.theta, 5e5);
+}
+
+/// A family of which every other layer has a window.
+static ALTERNATING: Family = Family {
+    model_type: "alternating",
+    class: "AlternatingForCausalLM",
+    read: |file| {
+        let mut config = file.decoder(&ALTERNATING, file.attention()?)?;
+        let window = file.optional_size("sliding_window")?;
+        config.layers.iter_mut().step_by(2).for_each(|layer| layer.window = window);
+        Ok(config)
+    },
+    write: |config, json| json["sliding_window"] = json!(config.layers[0].window),
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
+    models: &[],
+};
+
+#[test]
+fn layers_may_differ_as_far_as_the_familys_file_says_so() {
+    let mut config = ModelConfig { family: &ALTERNATING, ..config() }.with_num_layers(3);
+    config.layers[0].window = Some(5);
+    config.layers[2].window = Some(5);
+    config.validate("alternating").unwrap();
+    assert_eq!(config.distinct_layers().len(), 2);
+    let model = Model::llama(&config).unwrap();
+    let windows: Vec<_> = model.layers.iter().map(|layer| layer.attention_extent().unwrap().window).collect();
+    assert_eq!(windows, [Some(5), None, Some(5)]);
+
+    config.layers[1].window = Some(6);
+    let error = config.validate("alternating").unwrap_err().to_string();
+    assert!(error.contains("`model_type` is alternating"), "{error}");
+    config.family = family("llama").unwrap();
+    assert!(config.validate("llama").is_err());
 }

@@ -1,14 +1,14 @@
 //! The Llama decoder block.
 
-use super::LlamaConfig;
+use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, AttentionShape, BackwardPass, ForwardPass, GateUp, GatedMlp, Init,
-    Layer, LayerContext, LayerError, ParameterList, ParameterSpec, RmsNorm, Saved, Saves, SelfAttention,
+    AttentionExtent, AttentionSaved, BackwardPass, ForwardPass, GateUp, GatedMlp, Init, Layer, LayerContext,
+    LayerError, ParameterList, ParameterSpec, RmsNorm, Saved, Saves, SelfAttention,
 };
 use candle_core::Tensor;
 
-/// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with the additions of
-/// its [`Architecture`](super::Architecture).
+/// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971). Families with the same order of
+/// modules add their parts to it.
 ///
 /// ```text
 /// mid = x + attention(input_norm(x))
@@ -35,34 +35,38 @@ struct SavedDecoder {
 
 impl DecoderLayer {
     /// Creates layer `index` of a model.
-    pub fn new(config: &LlamaConfig, index: usize) -> Self {
-        let LlamaConfig { architecture, hidden_size, rms_norm_eps: eps, initializer_range: std, .. } =
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn new(config: &ModelConfig, index: usize) -> Self {
+        let ModelConfig { hidden_size, intermediate_size, rms_norm_eps: eps, initializer_range: std, .. } =
             *config;
         let normal = Init::Normal { std };
         // The two projections that write to the residual stream start smaller, by the square root of their number
         // (GPT-2, section 2.3), so that the variance does not grow with depth.
-        let residual = Init::Normal { std: std / (2.0 * config.num_layers as f64).sqrt() };
-        let shape = AttentionShape {
-            hidden_size,
-            num_heads: config.num_heads,
-            num_kv_heads: config.num_kv_heads,
-            head_dim: config.head_dim,
-            window: architecture.sliding_window(),
-            rope: config.rope(),
-        };
+        let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         // Partitions and checkpoints depend on this order.
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let mut attention = SelfAttention::new(&mut parameters, shape, normal, residual);
-        let mlp = GatedMlp::new(&mut parameters, hidden_size, config.intermediate_size, normal, residual);
+        let attention =
+            SelfAttention::new(&mut parameters, hidden_size, config.layers[index], normal, residual);
+        let mlp = GatedMlp::new(&mut parameters, hidden_size, intermediate_size, normal, residual);
         let [input_norm, post_attention_norm] = ["input_layernorm", "post_attention_layernorm"]
             .map(|name| RmsNorm::new(&mut parameters, name, hidden_size, eps));
-        if architecture.has_qkv_bias() {
-            attention.add_qkv_bias(&mut parameters);
-        }
-        if architecture.has_qk_norm() {
-            attention.add_qk_norm(&mut parameters, eps);
-        }
         Self { parameters, input_norm, attention, post_attention_norm, mlp }
+    }
+
+    /// Adds biases to the projections of queries, keys and values.
+    #[must_use]
+    pub fn with_qkv_bias(mut self) -> Self {
+        self.attention.add_qkv_bias(&mut self.parameters);
+        self
+    }
+
+    /// Adds norms over every head of the queries and of the keys, before the rotary embedding.
+    #[must_use]
+    pub fn with_qk_norm(mut self, eps: f64) -> Self {
+        self.attention.add_qk_norm(&mut self.parameters, eps);
+        self
     }
 
     /// The input of the MLP. Passes the state of every head chunk to `keep`.

@@ -4,9 +4,9 @@
 //! `rope_scaling` with the scaling. If both exist, `rope_scaling` counts, unless it is empty.
 
 use super::config::HfConfig;
-use crate::model::ModelError;
+use crate::families::ModelError;
 use serde_json::{Map, Value, json};
-use ulysses_kernels::rope::Scaling;
+use ulysses_kernels::rope::{Rope, Scaling};
 
 /// Keys of the object for all types of scaling; `finetuned` describes the weights.
 const FIELDS: [&str; 17] = [
@@ -33,23 +33,28 @@ const ORIGINAL_LEN: &str = "original_max_position_embeddings";
 
 /// The object that describes the scaling, with its key.
 struct RopeObject<'a> {
-    config: &'a HfConfig,
+    config: &'a HfConfig<'a>,
     key: &'static str,
     object: &'a Map<String, Value>,
 }
 
-impl HfConfig {
-    /// θ and the scaling.
-    pub(super) fn rope(&self) -> Result<(f64, Scaling), ModelError> {
+/// Fields of the rotary embedding. Which of them count depends on the others.
+const TOP_LEVEL: [&str; 5] =
+    ["max_position_embeddings", ORIGINAL_LEN, "rope_parameters", "rope_scaling", "rope_theta"];
+
+impl HfConfig<'_> {
+    /// The rotary embedding.
+    pub(crate) fn rope(&self) -> Result<Rope, ModelError> {
+        self.accept(&TOP_LEVEL);
         let theta = || self.number("rope_theta", 10_000.0);
-        let is_given = |key: &&str| self.get(key).is_some_and(|value| *value != json!({}));
+        let is_given = |key: &&'static str| self.get(key).is_some_and(|value| *value != json!({}));
         let used = ["rope_scaling", "rope_parameters"].into_iter().find(is_given);
-        let Some(key) = used else { return Ok((theta()?, Scaling::None)) };
+        let Some(key) = used else { return Ok(Rope { theta: theta()?, scaling: Scaling::None }) };
         let object = self.get(key).and_then(Value::as_object);
         let object = object.ok_or_else(|| self.error(key, "it must be an object"))?;
         let rope = RopeObject { config: self, key, object };
         rope.check_fields()?;
-        Ok((rope.number("rope_theta")?.map_or_else(theta, Ok)?, rope.scaling()?))
+        Ok(Rope { theta: rope.number("rope_theta")?.map_or_else(theta, Ok)?, scaling: rope.scaling()? })
     }
 }
 

@@ -1,18 +1,26 @@
-//! Saves and restores an engine.
+//! The state of an engine that leaves it: checkpoints, tensors of the whole mesh, and the summary.
 
-use super::{Engine, EngineError};
+use super::report::{by_axis, pairs};
+use super::{Engine, EngineError, Passes};
 use crate::checkpoint::{
     Checkpoint, DataCursor, EvaluationSummary, FORMAT_VERSION, LocalStorage, Manifest, MemoryCheckpoint,
     MemoryCopies, MeshSizes, SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
 };
-use crate::comm::ProcessGroup;
+use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
-use crate::model::HfSource;
+use crate::model::{HfSource, ModelConfig};
+use crate::monitor::RankSummary;
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use crate::zero::{RingGroups, StateBytes};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use ulysses_kernels::attention::grouped_heads;
+use ulysses_kernels::device::gpu_memory;
+use ulysses_kernels::memory;
 
 /// Data about a run in its checkpoints that the engine does not know.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,7 +39,7 @@ pub struct RunRecord {
 
 impl RunRecord {
     /// The record of a run that reads from `loader`. `model` describes the model as Hugging Face's
-    /// `config.json` does ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)); an export
+    /// `config.json` does ([`ModelConfig::to_hf_json`](crate::model::ModelConfig::to_hf_json)); an export
     /// needs it, otherwise it may be null. A run that started from a model directory also sets `source`.
     ///
     /// # Errors
@@ -195,5 +203,101 @@ impl Engine {
         // The bytes sent by a restore do not count toward the next step's metrics.
         self.reported_bytes = self.bytes_sent();
         Ok(())
+    }
+
+    /// Gathers a per-token tensor of the global batch on every rank. Collective.
+    ///
+    /// # Shapes
+    /// `local`: `[micro_batch, seq_local, width]` → `[micro_batch · dp, seq, width]`.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn assemble_tokens(&self, local: &Tensor) -> Result<Tensor, EngineError> {
+        let (batch, _, width) = local.dims3()?;
+        let local = ulysses_kernels::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
+        let shards = self.groups.sp.all_gather_varied(&local)?;
+        let shards = shards.into_iter().map(|shard| {
+            let seq_len_local = shard.len() / (batch * width).max(1);
+            Tensor::from_vec(shard, (batch, seq_len_local, width), &Device::Cpu)
+        });
+        let sequences = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
+        let seq_len = sequences.dim(1)?;
+        let sharding = self.config.seq_sharding();
+        let in_rank_order = (0..sharding.sp_size())
+            .flat_map(|rank| sharding.tokens(seq_len, rank).positions().collect::<Vec<_>>());
+        let mut index = vec![0; seq_len];
+        in_rank_order.zip(0u32..).for_each(|(position, at)| index[position] = at);
+        let sequences = sequences.index_select(&Tensor::new(index, &Device::Cpu)?, 1)?;
+        let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&sequences)?)?;
+        Ok(Tensor::from_vec(all, (batch * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
+    }
+
+    /// Returns the bytes that this rank sent and holds, next to the formulas for a Llama-style model and all `passes` of
+    /// the run. Collective.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn summary(&self, model: &ModelConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
+        // The count of sent bytes is complete once all other ranks have received them.
+        let groups = self.groups.by_axis();
+        groups.iter().try_for_each(|(_, group)| group.barrier())?;
+        let (measured, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
+        Ok(RankSummary {
+            rank: self.global_rank,
+            // By axis: a group that spans the world is the world group and has its name.
+            groups: by_axis(&groups),
+            expected_exchange_bytes: passes
+                .iter()
+                .map(|passes| self.exchange_bytes(model, *passes))
+                .sum::<Result<u64, EngineError>>()?,
+            held_bytes: pairs(measured, expected),
+            peak_by_category: match gpu_memory(&self.workspace.options().device) {
+                Some(gpu) => self.state_by_category().with_rest_of(gpu.peak),
+                None => memory::peak_by_category(),
+            },
+        })
+    }
+
+    /// Returns the bytes of the state that this rank stores on its device: parameters, gradients and optimizer state. The
+    /// driver of a GPU knows no categories, so all else there is other memory.
+    pub fn state_by_category(&self) -> memory::ByCategory {
+        let StateBytes { parameters, gradients, optimizer, .. } = self.zero.state_bytes();
+        memory::ByCategory { parameters, gradients, optimizer, ..memory::ByCategory::default() }
+    }
+
+    /// Bytes that this rank sends in the Ulysses exchanges of some passes, by formula.
+    fn exchange_bytes(&self, model: &ModelConfig, passes: Passes) -> Result<u64, EngineError> {
+        let Passes { seq_len, block_size, trained, evaluated } = passes;
+        let sp = &self.groups.sp;
+        let (ring_rank, group) = match (&self.groups.ring, block_size.filter(|size| *size < sp.world_size()))
+        {
+            (None, None) => (0, sp),
+            (Some(RingGroups { ring, ulysses }), _) => (ring.rank(), ulysses),
+            (None, Some(size)) => match self.groups.sp_blocks.iter().find(|group| group.world_size() == size)
+            {
+                Some(group) => (0, group),
+                // A block of one rank exchanges nothing.
+                None => return Ok(0),
+            },
+        };
+        let seq_len = self.config.seq_sharding().ring_tokens(seq_len, ring_rank).len();
+        let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
+        let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
+        let mut bytes = 0;
+        for (index, layer) in model.layers.iter().enumerate() {
+            for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
+                let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+                let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+                let q_to_kv = grouped_heads(num_heads, num_kv_heads);
+                let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
+                let again = match self.is_recomputed(index) {
+                    true => volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes),
+                    false => 0,
+                };
+                bytes += trained * (volume.total_elems() * elem_bytes + again);
+                bytes += evaluated * volume.forward_elems * elem_bytes;
+            }
+        }
+        Ok(bytes)
     }
 }

@@ -1,0 +1,286 @@
+//! [`Engine`]: its parts, and what a caller may read of them.
+
+use super::EngineError;
+use super::blocks::BlockAttention;
+use super::initialize::{attention, check_mesh, warn_about_candle_threads, zero_optimizer};
+use super::loss_scale::LossScaler;
+use super::memory::{PartPeak, PeakRecorder};
+use super::moment::Moment;
+use super::offload::{ActivationOffload, storage};
+use super::step::Accumulation;
+use super::times::{StepPhase, StepTimer, StepTimes, Timed};
+use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup};
+use crate::config::{Config, LrSchedule};
+use crate::model::{Model, WeightSource};
+use crate::nn::TokenLayout;
+use crate::zero::{ZeroGroups, ZeroOptimizer};
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::AttentionCompute;
+use ulysses_kernels::device::dry;
+use ulysses_kernels::linear::bf16_gemm;
+use ulysses_kernels::tensor::TensorOptions;
+
+/// A model in training on one rank of the mesh.
+pub struct Engine {
+    pub(super) config: Config,
+    pub(super) model: Model,
+    pub(super) zero: ZeroOptimizer,
+    pub(super) groups: ZeroGroups,
+    pub(super) global_rank: usize,
+    pub(super) attention: BlockAttention,
+    pub(super) workspace: Arc<Workspace>,
+    /// The last micro batch's, which usually fits the next one too.
+    pub(super) token_layout: Option<Arc<TokenLayout>>,
+    /// Storage for offloaded activation checkpoints, if configured.
+    pub(super) activation_offload: Option<ActivationOffload>,
+    pub(super) schedule: LrSchedule,
+    pub(super) accumulation: Accumulation,
+    /// Updates done.
+    pub(super) step: u64,
+    /// Steps done, including skipped ones.
+    pub(super) attempted_steps: u64,
+    pub(super) scaler: LossScaler,
+    pub(super) consecutive_skips: u64,
+    /// Set while gradients or parameters are incomplete; stays set after an error.
+    pub(super) is_broken: bool,
+    /// Bytes sent up to the last report.
+    pub(super) reported_bytes: u64,
+    pub(super) comm_timer: Arc<CommTimer>,
+    pub(super) timer: StepTimer,
+    /// Records memory peaks while they are watched.
+    pub(super) memory: Option<PeakRecorder>,
+    /// The part of a step that began last.
+    pub(super) part: Option<Moment>,
+}
+
+/// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
+/// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
+/// `groups` belong to a mesh with the axes `dp` and `sp`, and determine the device.
+///
+/// # Errors
+/// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
+pub fn initialize(
+    model: Model,
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: &MeshGroups,
+) -> Result<Engine, EngineError> {
+    let device = groups.device();
+    let zero_groups = ZeroGroups::new(groups, config.zero_shards())?;
+    let zero_groups = zero_groups.with_ring(groups, config.seq_sharding().ring_size)?;
+    let groups = zero_groups.with_sp_blocks(groups, config.ulysses.flexible_sp)?;
+    let attention = Arc::new(attention(config, device)?);
+    Engine::with_attention(model, weights, config, groups, attention, device)
+}
+
+impl Engine {
+    /// As [`initialize`], with another local attention and given groups. The attention sees whole sequences, or
+    /// blocks of a ring: it is wrapped here in the [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) and, if the
+    /// config says so, the [`RingAttention`](crate::sequence_parallel::RingAttention) of the config.
+    ///
+    /// # Errors
+    /// As [`initialize`].
+    pub fn with_attention(
+        model: Model,
+        weights: &dyn WeightSource,
+        config: &Config,
+        groups: ZeroGroups,
+        local_attention: Arc<dyn AttentionCompute>,
+        device: &Device,
+    ) -> Result<Self, EngineError> {
+        // Reports an invalid environment variable early.
+        bf16_gemm()?;
+        let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
+        let comm_timer = Arc::new(match &config.monitoring.comms_logger {
+            logger if logger.enabled => CommTimer::recording_calls(device, logger.verbose),
+            _ => CommTimer::new(device),
+        });
+        let groups = groups.map(|axis, group| comm_timer.wrap(axis, group));
+        let groups = ZeroGroups { gradient_dtype: config.gradient_communication(), ..groups };
+        if !dry::is_dry() {
+            warn_about_candle_threads();
+        }
+        check_mesh(config, &groups)?;
+        let activation_offload = ActivationOffload::of(config, device)?;
+        let zero =
+            zero_optimizer(&model, weights, config, groups.clone(), storage(config, options.clone())?)?;
+        tracing::debug!(
+            stage = u8::from(config.zero.stage),
+            dp_rank = groups.dp.rank(),
+            sp_rank = groups.sp.rank(),
+            held_bytes = zero.state_bytes().total(),
+            "initialized"
+        );
+        let workspace = Arc::new(Workspace::with_options(options));
+        let attention = BlockAttention::new(config, &groups, local_attention);
+        let timer = StepTimer::new(device, model.layers.len());
+        Ok(Self {
+            schedule: config.lr_schedule(),
+            config: config.clone(),
+            model,
+            zero,
+            global_rank: groups.dp.global_ranks()[groups.dp.rank()],
+            groups,
+            attention,
+            workspace,
+            token_layout: None,
+            activation_offload,
+            accumulation: Accumulation::default(),
+            step: 0,
+            attempted_steps: 0,
+            scaler: LossScaler::of(config.precision),
+            consecutive_skips: 0,
+            is_broken: false,
+            reported_bytes: 0,
+            comm_timer,
+            timer,
+            memory: None,
+            part: None,
+        })
+    }
+
+    /// The resolved config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The partitioned optimizer, with its layouts and state bytes.
+    pub fn zero(&self) -> &ZeroOptimizer {
+        &self.zero
+    }
+
+    /// Gathers every parameter, whole and by name, on every rank. Collective.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, EngineError> {
+        Ok(self.zero.gather_parameters()?)
+    }
+
+    /// The data-parallel group. It is the ZeRO world by default.
+    pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.groups.dp
+    }
+
+    /// The sequence-parallel group.
+    pub fn sp_group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.groups.sp
+    }
+
+    /// All groups that this engine communicates over.
+    pub fn groups(&self) -> &ZeroGroups {
+        &self.groups
+    }
+
+    /// Updates done so far; skipped steps do not count.
+    pub fn global_step(&self) -> u64 {
+        self.step
+    }
+
+    /// Steps done so far, including skipped ones.
+    pub fn attempted_steps(&self) -> u64 {
+        self.attempted_steps
+    }
+
+    /// The recycled storage of layers and steps.
+    pub fn workspace(&self) -> &Workspace {
+        &self.workspace
+    }
+
+    /// Frees the recycled storage of layers and steps, and that of offloaded activations. It serves tensors of the same
+    /// sizes only: call this between steps if the sequence length changes.
+    ///
+    /// # Errors
+    /// A failed copy of an offloaded activation.
+    pub fn free_recycled_storage(&self) -> Result<(), EngineError> {
+        self.workspace.clear();
+        Ok(self.activation_offload.as_ref().map_or(Ok(()), ActivationOffload::trim)?)
+    }
+
+    /// Index of the objective's unit. The units are in forward order: the input is 0, layer i is i + 1.
+    pub(super) fn objective_unit(&self) -> usize {
+        if self.model.is_tied() { 0 } else { self.model.layers.len() + 1 }
+    }
+
+    /// The unit that follows layer `index` in the forward pass.
+    pub(super) fn unit_after(&self, index: usize) -> usize {
+        if index + 1 < self.model.layers.len() { index + 2 } else { self.objective_unit() }
+    }
+
+    /// Starts to record the memory peak of each part of a step ([`Moment`]). This costs a clock read and
+    /// some counter reads per part, and a few bytes of memory.
+    pub fn watch_memory(&mut self) {
+        self.memory = Some(PeakRecorder::start(false));
+    }
+
+    /// As [`watch_memory`](Self::watch_memory), but records only the last micro batch and the update, so
+    /// that the record does not grow with the accumulation.
+    pub fn watch_last_micro_batch(&mut self) {
+        self.memory = Some(PeakRecorder::start(true));
+    }
+
+    /// Stops [`watch_memory`](Self::watch_memory) and returns the recorded parts in order. Anything
+    /// before the first part counts toward it, anything after the last part toward that one.
+    pub fn take_part_peaks(&mut self) -> Vec<PartPeak> {
+        self.memory.take().map_or_else(Vec::new, PeakRecorder::finish)
+    }
+
+    /// Marks the beginning of a part of the step.
+    pub(super) fn begin_part(&mut self, at: Moment) {
+        self.part = Some(at);
+        if let Some(memory) = &mut self.memory {
+            memory.begin(at);
+        }
+    }
+
+    /// The part of a step that began last; `None` before the first step.
+    pub fn part(&self) -> Option<Moment> {
+        self.part
+    }
+
+    /// Returns the times of the steps that [`train_batch`](Self::train_batch) has run since the last
+    /// call. Waits for a GPU to finish them.
+    ///
+    /// # Errors
+    /// A GPU that failed.
+    pub fn take_times(&mut self) -> Result<StepTimes, EngineError> {
+        let mut times = self.timer.take()?;
+        let mut comm = self.comm_timer.take_seconds()?;
+        let mut comm_in = |phase: StepPhase| comm.remove(phase.name()).unwrap_or_default();
+        times.forward.comm = comm_in(StepPhase::Forward);
+        times.backward.comm = comm_in(StepPhase::Backward);
+        times.update.comm = comm_in(StepPhase::Update);
+        Ok(times)
+    }
+
+    /// Totals of this rank's collectives so far, by axis, operation and size, with their time.
+    pub fn comm_calls(&self) -> Vec<CallTimes> {
+        self.comm_timer.calls()
+    }
+
+    /// Every collective so far, if the config enables the communication log.
+    pub fn each_comm_call(&self) -> Vec<EachCall> {
+        self.comm_timer.each_call()
+    }
+
+    pub(super) fn timed<T>(
+        &mut self,
+        phase: StepPhase,
+        run: impl FnOnce(&mut Self) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        let begin = self.timer.now()?;
+        let span = match phase {
+            StepPhase::Forward => tracing::debug_span!("forward"),
+            StepPhase::Backward => tracing::debug_span!("backward"),
+            StepPhase::Update => tracing::debug_span!("update"),
+        };
+        self.comm_timer.set_phase(phase.name());
+        let value = span.in_scope(|| run(self));
+        self.comm_timer.set_phase("");
+        let value = value?;
+        self.timer.add(Timed::Phase(phase), begin)?;
+        Ok(value)
+    }
+}

@@ -1,0 +1,254 @@
+//! The description of a model, and the family that it belongs to.
+
+use super::ModelError;
+use super::hf::{HfConfig, scaling_to_hf};
+use crate::nn::{AttentionConfig, Layer};
+use serde_json::{Value, json};
+use std::fmt;
+use ulysses_kernels::rope::{Rope, Scaling};
+
+/// A model family: what differs between models that are composed of the same modules.
+pub struct Family {
+    /// `model_type` in a Hugging Face `config.json`.
+    pub model_type: &'static str,
+    /// The class in its `architectures`.
+    pub(crate) class: &'static str,
+    /// Reads a `config.json`. Fields that it does not ask for are refused, unless they change no model.
+    pub(crate) read: fn(&HfConfig<'_>) -> Result<ModelConfig, ModelError>,
+    /// Adds the fields that not all families have to a `config.json`.
+    pub(crate) write: fn(&ModelConfig, &mut Value),
+    /// Composes the layer of this index.
+    pub(crate) block: fn(&ModelConfig, usize) -> Box<dyn Layer>,
+    /// Published models, for plans.
+    pub(crate) models: &'static [KnownModel],
+}
+
+/// The shape of a published model, which has no weights.
+pub struct KnownModel {
+    /// Its name at Hugging Face, without the organization.
+    pub name: &'static str,
+    /// Its number of parameters, as it is known to have.
+    pub num_parameters: usize,
+    /// `max_position_embeddings`.
+    pub max_positions: usize,
+    /// Its description.
+    pub config: fn() -> ModelConfig,
+}
+
+impl KnownModel {
+    pub(super) const fn new(
+        name: &'static str,
+        num_parameters: usize,
+        max_positions: usize,
+        config: fn() -> ModelConfig,
+    ) -> Self {
+        Self { name, num_parameters, max_positions, config }
+    }
+}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.model_type)
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.model_type == other.model_type
+    }
+}
+
+/// Shape of a decoder. Engine, plans and exports read it; only its family knows what else its layers have.
+///
+/// # Examples
+///
+/// ```
+/// use ulysses::model::{ModelConfig, preset};
+///
+/// let config = ModelConfig { vocab_size: 32_000, ..preset("nano")?.with_num_layers(4) };
+/// config.validate("my model")?;
+/// assert_eq!(config.layers[3].q_to_kv(), [0, 0, 1, 1]);
+/// # Ok::<(), ulysses::model::ModelError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// The model family.
+    pub family: &'static Family,
+    /// Size of the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// The decoder layers, by their attention.
+    pub layers: Vec<AttentionConfig>,
+    /// Epsilon of the RMSNorm, added to the mean square.
+    pub rms_norm_eps: f64,
+    /// Standard deviation of random initial weights.
+    pub initializer_range: f64,
+    /// Whether the output projection is the embedding matrix.
+    pub tie_word_embeddings: bool,
+}
+
+/// Hidden size, layers, query heads, KV heads and intermediate size of a model.
+pub type Sizes = [usize; 5];
+
+/// Larger than the number of layers of any model.
+pub(super) const MAX_LAYERS: usize = 1 << 14;
+
+impl ModelConfig {
+    /// A decoder of equal layers. All else is as in Llama 2.
+    pub fn with_sizes(family: &'static Family, sizes: Sizes) -> Self {
+        let [hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size] = sizes;
+        let rope = Rope { theta: 10_000.0, scaling: Scaling::None };
+        let head_dim = hidden_size / num_heads.max(1);
+        let layer = AttentionConfig { num_heads, num_kv_heads, head_dim, window: None, rope };
+        Self {
+            family,
+            vocab_size: 32_000,
+            hidden_size,
+            intermediate_size,
+            layers: vec![layer; num_layers],
+            rms_norm_eps: 1e-5,
+            initializer_range: 0.02,
+            tie_word_embeddings: false,
+        }
+    }
+
+    /// Number of layers.
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// The fewest KV heads of a layer, and so the largest number of head chunks.
+    pub fn fewest_kv_heads(&self) -> usize {
+        self.layers.iter().map(|layer| layer.num_kv_heads).min().unwrap_or(0)
+    }
+
+    /// The same model with another number of layers: the first ones, repeated if there are not as many.
+    #[must_use]
+    pub fn with_num_layers(self, num_layers: usize) -> Self {
+        let layers = self.layers.iter().copied().cycle().take(num_layers).collect();
+        Self { layers, ..self }
+    }
+
+    /// The same model with a change in the attention of all layers.
+    #[must_use]
+    pub fn with_attention(mut self, change: impl Fn(&mut AttentionConfig)) -> Self {
+        self.layers.iter_mut().for_each(change);
+        self
+    }
+
+    /// The layers that differ in their attention, each once.
+    pub fn distinct_layers(&self) -> Vec<AttentionConfig> {
+        let mut distinct = Vec::new();
+        for layer in &self.layers {
+            if !distinct.contains(layer) {
+                distinct.push(*layer);
+            }
+        }
+        distinct
+    }
+
+    /// The same description as a Hugging Face `config.json`.
+    pub fn to_hf_json(&self) -> Value {
+        let Family { model_type, class, write, .. } = self.family;
+        let first = self.layers.first();
+        let mut json = json!({
+            "architectures": [class], "model_type": model_type, "hidden_act": "silu",
+            "vocab_size": self.vocab_size, "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers(),
+            "num_attention_heads": first.map(|layer| layer.num_heads),
+            "num_key_value_heads": first.map(|layer| layer.num_kv_heads),
+            "head_dim": first.map(|layer| layer.head_dim), "rope_theta": first.map(|layer| layer.rope.theta),
+            "rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+        });
+        if let Some((scaling, max_positions)) = first.and_then(|layer| scaling_to_hf(layer.rope.scaling)) {
+            json["rope_scaling"] = scaling;
+            if let Some(positions) = max_positions {
+                json["max_position_embeddings"] = json!(positions);
+            }
+        }
+        write(self, &mut json);
+        json
+    }
+
+    /// Checks the constraints of the layers; errors call the description `origin`.
+    ///
+    /// # Errors
+    /// Sizes that are zero or unrealistically large, an odd `head_dim`, KV heads that do not divide the query
+    /// heads, or layers that the family does not have.
+    pub fn validate(&self, origin: &str) -> Result<(), ModelError> {
+        // No model comes near these limits; within them no element count overflows.
+        check_sizes(
+            origin,
+            &[
+                ("vocab_size", self.vocab_size, 1 << 32),
+                ("hidden_size", self.hidden_size, 1 << 18),
+                ("intermediate_size", self.intermediate_size, 1 << 20),
+                ("num_hidden_layers", self.num_layers(), MAX_LAYERS),
+            ],
+        )?;
+        check_number(origin, "rms_norm_eps", self.rms_norm_eps, 0.0)?;
+        self.distinct_layers().iter().try_for_each(|layer| check_attention(origin, layer))?;
+        // Otherwise an export would be another model.
+        let json = self.to_hf_json();
+        match (self.family.read)(&HfConfig::new(origin, &json)) {
+            Ok(written) if written == *self => Ok(()),
+            _ => {
+                let expected = "its config.json cannot describe these layers";
+                Err(refused(origin, "model_type", self.family.model_type.to_owned(), expected.to_owned()))
+            }
+        }
+    }
+}
+
+fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), ModelError> {
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope } = *attention;
+    let error = |key, got: String, expected: String| Err(refused(origin, key, got, expected));
+    check_sizes(
+        origin,
+        &[
+            ("num_attention_heads", num_heads, 1 << 12),
+            ("num_key_value_heads", num_kv_heads, 1 << 12),
+            ("head_dim", head_dim, 1 << 12),
+        ],
+    )?;
+    check_number(origin, "rope_theta", rope.theta, 1.0)?;
+    if !head_dim.is_multiple_of(2) {
+        return error("head_dim", head_dim.to_string(), "rotary embedding needs an even one".into());
+    }
+    if let Some((argument, value, expected)) = rope.refused(head_dim) {
+        return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));
+    }
+    if window == Some(0) {
+        return error("sliding_window", "0".into(), "a token sees at least itself: from 1, or null".into());
+    }
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        let expected = format!("it must divide num_attention_heads = {num_heads}");
+        return error("num_key_value_heads", num_kv_heads.to_string(), expected);
+    }
+    Ok(())
+}
+
+/// Refuses the first size that is not from 1 to its limit.
+fn check_sizes(origin: &str, sizes: &[(&'static str, usize, usize)]) -> Result<(), ModelError> {
+    match sizes.iter().find(|(_, size, limit)| !(1..=*limit).contains(size)) {
+        None => Ok(()),
+        Some((key, got, limit)) => {
+            Err(refused(origin, key, got.to_string(), format!("it must be from 1 to {limit}")))
+        }
+    }
+}
+
+fn check_number(origin: &str, key: &'static str, number: f64, least: f64) -> Result<(), ModelError> {
+    if number.is_finite() && number >= least {
+        return Ok(());
+    }
+    Err(refused(origin, key, number.to_string(), format!("it must be at least {least}")))
+}
+
+fn refused(origin: &str, key: &'static str, got: String, expected: String) -> ModelError {
+    ModelError::Config { origin: origin.to_owned(), key, got, expected }
+}

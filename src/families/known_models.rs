@@ -1,0 +1,97 @@
+//! Shapes of published models, for plans. They have no weights.
+
+use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, listed, preset};
+
+/// Published models that this version does not support: the beginning of the name, and the reason.
+const UNSUPPORTED: [(&str, &str); 8] = [
+    ("gpt-oss", "it has a mixture of experts and attention sinks"),
+    ("mixtral", "it has a mixture of experts"),
+    ("llama-4", "it has a mixture of experts"),
+    ("qwen3-30b-a3b", "it has a mixture of experts"),
+    ("qwen3-235b-a22b", "it has a mixture of experts"),
+    ("deepseek-v", "it has a mixture of experts and latent attention"),
+    ("deepseek-r1", "it has a mixture of experts and latent attention"),
+    ("gemma", "it has other norms, another activation, and windows in some layers only"),
+];
+
+/// Returns the shape of a published model or a preset by name.
+///
+/// The values are those of the models' `config.json`. A name may have its organization (`Qwen/Qwen3-8B`) and the ending
+/// `-Instruct`, in any case.
+///
+/// # Errors
+/// An unknown name; the error lists the known ones. A published model of an unsupported family; the error says why.
+pub fn shape(name: &str) -> Result<ModelConfig, ModelError> {
+    if let Some(known) = known(name) {
+        return Ok((known.config)());
+    }
+    if PRESETS.contains(&name) {
+        return preset(name);
+    }
+    let plain = plain(name);
+    let of_other_family = || {
+        let families = listed(FAMILIES.iter().map(|family| family.model_type), "and");
+        plain.starts_with("phi-").then(|| format!("it is not among the families {families}"))
+    };
+    let known = UNSUPPORTED.iter().find(|(begin, _)| plain.starts_with(begin));
+    if let Some(reason) = known.map(|(_, reason)| (*reason).to_owned()).or_else(of_other_family) {
+        return Err(ModelError::UnsupportedModel { name: name.to_owned(), reason });
+    }
+    let presets = PRESETS.into_iter().chain(known_models().map(|model| model.name)).collect();
+    Err(ModelError::UnknownPreset { name: name.to_owned(), presets })
+}
+
+/// Returns the published models whose names [`shape`] accepts in addition to the [`PRESETS`].
+pub fn known_models() -> impl Iterator<Item = &'static KnownModel> {
+    FAMILIES.iter().flat_map(|family| family.models)
+}
+
+/// Returns the longest sequence that a published model is made for, `max_position_embeddings`; `None` for other names.
+pub fn max_positions(name: &str) -> Option<usize> {
+    known(name).map(|known| known.max_positions)
+}
+
+/// Returns a name without organization and `-instruct`, in lower case.
+fn plain(name: &str) -> String {
+    let model = name.rsplit('/').next().unwrap_or(name).to_lowercase();
+    model.strip_suffix("-instruct").unwrap_or(&model).to_owned()
+}
+
+fn known(name: &str) -> Option<&'static KnownModel> {
+    let name = plain(name);
+    known_models().find(|model| model.name.to_lowercase() == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_have_as_many_parameters_as_the_models_are_known_to() {
+        for model in known_models() {
+            let config = (model.config)();
+            assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
+            config.validate(model.name).unwrap();
+        }
+        assert_eq!(known_models().count(), 18);
+    }
+
+    #[test]
+    fn names_are_those_of_hugging_face() {
+        for name in ["Qwen3-8B", "Qwen/Qwen3-8B", "qwen3-8b"] {
+            assert_eq!(shape(name).unwrap(), shape("Qwen3-8B").unwrap());
+        }
+        let instruct = shape("meta-llama/Llama-3.2-1B-Instruct").unwrap();
+        assert!(instruct.tie_word_embeddings && instruct.layers[0].head_dim == 64);
+        assert_eq!((max_positions("Qwen/Qwen3-8B"), max_positions("nano")), (Some(40_960), None));
+    }
+
+    #[test]
+    fn presets_have_shapes_and_unknown_names_are_answered_with_the_known_ones() {
+        assert_eq!(shape("nano").unwrap(), preset("nano").unwrap());
+        let message = shape("llama9").unwrap_err().to_string();
+        assert!(message.contains("base") && message.contains("llama3-405b"), "{message}");
+        let message = shape("openai/gpt-oss-20b").unwrap_err().to_string();
+        assert!(message.contains("`openai/gpt-oss-20b`") && message.contains("attention sinks"), "{message}");
+    }
+}

@@ -1,0 +1,26 @@
+//! Llama 2 and 3.
+
+mod block;
+mod shapes;
+
+pub use block::DecoderLayer;
+
+use super::{Family, HfConfig, ModelConfig, ModelError};
+
+pub(super) static LLAMA: Family = Family {
+    model_type: "llama",
+    class: "LlamaForCausalLM",
+    read,
+    write: |_, _| {},
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
+    models: shapes::MODELS,
+};
+
+fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
+    file.check_block()?;
+    if file.get("sliding_window").is_some() {
+        return Err(file.error("sliding_window", "Llama attends to the whole document: leave it out"));
+    }
+    file.check_full_attention()?;
+    file.decoder(&LLAMA, file.attention()?)
+}

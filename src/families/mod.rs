@@ -1,0 +1,44 @@
+//! Model families. Each has a folder that reads its `config.json`, composes its layers of the modules of
+//! [`nn`](crate::nn), and knows the shapes of its published models. Nothing else asks which family a model is of.
+//!
+//! - [`ModelConfig`]: the description of a model.
+//! - [`FAMILIES`]: the registry.
+//! - [`HfConfig`]: access to a `config.json`, with diagnostics.
+//! - [`preset`], [`shape`]: descriptions by name.
+
+mod config;
+mod error;
+mod hf;
+mod known_models;
+mod preset;
+mod read;
+#[cfg(test)]
+pub(crate) mod tests;
+
+mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+
+/// The families, by `model_type`.
+pub static FAMILIES: [&Family; 4] = [&llama::LLAMA, &mistral::MISTRAL, &qwen2::QWEN2, &qwen3::QWEN3];
+
+pub use config::{Family, KnownModel, ModelConfig, Sizes};
+pub use error::ModelError;
+pub(crate) use hf::HfConfig;
+pub use known_models::{known_models, max_positions, shape};
+pub use llama::DecoderLayer;
+pub use preset::{PRESETS, preset};
+pub(crate) use read::read_config;
+
+/// Returns the family of a `model_type`.
+pub fn family(model_type: &str) -> Option<&'static Family> {
+    FAMILIES.into_iter().find(|family| family.model_type == model_type)
+}
+
+/// Names as `a, b or c`.
+fn listed(names: impl Iterator<Item = impl ToString>, conjunction: &str) -> String {
+    let mut names: Vec<String> = names.map(|name| name.to_string()).collect();
+    let last = names.pop().unwrap_or_default();
+    format!("{} {conjunction} {last}", names.join(", "))
+}

@@ -1,0 +1,74 @@
+//! The first part of a model: from a micro batch to hidden states.
+
+use super::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use candle_core::Tensor;
+
+/// The first part of a model. [`Embedding`](super::Embedding) looks up token ids, [`Features`] passes values on.
+pub trait InputLayer: Send + Sync {
+    /// Name for messages, reports and checkpoints.
+    fn name(&self) -> &str;
+
+    /// The parameters, in the order of `params` and `grads`.
+    fn parameters(&self) -> &[ParameterSpec];
+
+    /// Computes the input of the first layer.
+    ///
+    /// # Shapes
+    /// Result: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A batch that does not fit, or a refused operation.
+    fn forward(
+        &self,
+        params: &[Tensor],
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Saved), LayerError>;
+
+    /// **Adds** the parameters' gradients to `grads`, if there are any that are not frozen.
+    ///
+    /// # Shapes
+    /// `dx`: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A refused operation.
+    fn backward(&self, saved: Saved, dx: &Tensor, grads: &[Option<Tensor>]) -> Result<(), LayerError>;
+}
+
+/// Values of the batch as hidden states, for models without a vocabulary.
+#[derive(Debug, Clone)]
+pub struct Features {
+    name: String,
+}
+
+impl Features {
+    /// Reads the batch's values called `name`, `[batch, seq, width]`.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into() }
+    }
+}
+
+impl InputLayer for Features {
+    fn name(&self) -> &str {
+        "features"
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &[]
+    }
+
+    fn forward(
+        &self,
+        _: &[Tensor],
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Saved), LayerError> {
+        let options = ctx.workspace().options();
+        let x = batch.tensor(&self.name, options.dtype, &options.device)?;
+        Ok((x, Saved::new((), 0)))
+    }
+
+    fn backward(&self, _: Saved, _: &Tensor, _: &[Option<Tensor>]) -> Result<(), LayerError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,232 @@
+//! The final norm, the output projection and the loss, in tiles of labeled tokens.
+
+use super::labeled_tokens::Chunk;
+use super::{LabeledTokens, Objective};
+use crate::nn::{Init, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use candle_core::Tensor;
+use std::num::NonZero;
+use ulysses_kernels::device::dry;
+use ulysses_kernels::lm_head_loss::{self, Losses, default_tile_tokens};
+use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
+
+/// RMSNorm, linear head and cross-entropy of the next token, for the tokens that have a label.
+///
+/// Training never holds all logits, `[tokens, vocab]`. They exist for
+/// [`Tiling::loss_tile_tokens`](crate::nn::Tiling::loss_tile_tokens) tokens at a time, in the forward and in the backward pass.
+#[derive(Debug, Clone)]
+pub struct CausalLm {
+    /// The norm's weight, `[hidden]`, then the projection, `[vocab, hidden]`.
+    parameters: [ParameterSpec; 2],
+    rms_norm_eps: f64,
+}
+
+/// State saved for the backward pass.
+pub(super) struct SavedHead {
+    x: Tensor,
+    /// Logsumexp, in the first rows of each chunk's region.
+    lse: Tensor,
+    tokens: LabeledTokens,
+}
+
+/// Tensors of a chunk's backward pass.
+struct ChunkTensors<'a> {
+    /// Hidden states of the region.
+    x: Tensor,
+    /// Their gradient.
+    dx: Tensor,
+    /// Statistics of the labeled tokens.
+    lse: Tensor,
+    rstd: Tensor,
+    /// Rows for temporary values, as many as the shard has.
+    buffer: &'a Tensor,
+    /// Number of tokens whose logits exist at a time.
+    tile: usize,
+}
+
+/// A value for each parameter.
+struct Head<T> {
+    norm: T,
+    projection: T,
+}
+
+impl CausalLm {
+    /// Creates a head over `vocab_size` classes whose matrix is called `projection_name`.
+    pub fn new(
+        projection_name: &str,
+        vocab_size: usize,
+        hidden_size: usize,
+        rms_norm_eps: f64,
+        std: f64,
+    ) -> Self {
+        let norm = ParameterSpec::new("model.norm.weight", [hidden_size], Init::Ones);
+        let projection = ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std });
+        Self { parameters: [norm, projection], rms_norm_eps }
+    }
+
+    /// Number of classes.
+    pub fn vocab_size(&self) -> usize {
+        self.parameters[1].shape[0]
+    }
+
+    fn head<'a, T>(&self, values: &'a [T]) -> Result<Head<&'a T>, LayerError> {
+        match values {
+            [norm, projection] => Ok(Head { norm, projection }),
+            _ => Err(LayerError::parameter_count(self.name(), 2, values.len())),
+        }
+    }
+
+    /// Number of tokens in a tile. It does not depend on the masks, so that all micro batches recycle the same
+    /// memory.
+    fn tile_tokens(&self, tokens: &LabeledTokens, ctx: &LayerContext) -> Result<usize, LayerError> {
+        let tile = match ctx.tiling().loss_tile_tokens.map(NonZero::get) {
+            Some(tile) => tile,
+            None => default_tile_tokens(self.vocab_size(), &ctx.workspace().options().device)?,
+        };
+        Ok(tile.min(tokens.num_tokens()).max(1))
+    }
+
+    fn tokens(&self, batch: &LocalBatch<'_>) -> Result<LabeledTokens, LayerError> {
+        match dry::is_dry() {
+            true => Ok(LabeledTokens::dry(batch.num_tokens())),
+            false => LabeledTokens::new(batch.labels, self.vocab_size()),
+        }
+    }
+
+    /// The token losses of this rank, and the state for their backward pass.
+    pub(super) fn losses(
+        &self,
+        params: &[Tensor],
+        x: &Tensor,
+        tokens: LabeledTokens,
+        ctx: &LayerContext,
+    ) -> Result<(Losses, SavedHead), LayerError> {
+        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
+        let rows = tokens.rows_of(x)?;
+        tokens.upload(x.device())?;
+        let [rstd, lse] = [ws.alloc_f32(tokens.num_tokens())?, ws.alloc_f32(tokens.num_tokens())?];
+        let normed = ws.alloc(rows.dims())?;
+        let gathered = tokens.is_compacted().then(|| ws.alloc(rows.dims())).transpose()?;
+        let tile = self.tile_tokens(&tokens, ctx)?;
+        let mut losses = Losses::default();
+        for chunk in &tokens.chunks {
+            let labeled = chunk.labels.len();
+            let x = match (&chunk.compaction, &gathered) {
+                (Some(compaction), Some(buffer)) => compaction.compact(&chunk.region_of(&rows)?, buffer)?,
+                _ => chunk.region_of(&rows)?,
+            };
+            let [normed, rstd] = [normed.narrow(0, 0, labeled)?, rstd.narrow(0, 0, labeled)?];
+            rms_norm::forward(&x, norm, self.rms_norm_eps, &normed, &rstd)?;
+            let lse = chunk.region_of(&lse)?.narrow(0, 0, labeled)?;
+            losses.append(lm_head_loss::forward(&normed, projection, &chunk.labels, tile, &lse, ws)?);
+        }
+        [Some(rstd), Some(normed), gathered].into_iter().flatten().for_each(|tensor| ws.recycle(tensor));
+        Ok((losses, SavedHead { x: x.clone(), lse, tokens }))
+    }
+
+    /// Writes the gradient of a chunk's region.
+    fn backward_chunk(
+        &self,
+        chunk: &Chunk,
+        ChunkTensors { x: region, dx, lse, rstd, buffer, tile }: ChunkTensors<'_>,
+        Head { norm, projection }: &Head<&Tensor>,
+        scale: f32,
+        gradients: &Head<&Option<Tensor>>,
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
+        let Chunk { labels, compaction, .. } = chunk;
+        let (dnorm, dprojection) = (gradients.norm.as_ref(), gradients.projection.as_ref());
+        // The buffer has the gathered hidden states, if any are, and then the gradient of the normalized ones.
+        let (x, dnormed_at) = match compaction {
+            Some(compaction) => (compaction.compact(&region, buffer)?, labels.len()),
+            None => (region, 0),
+        };
+        let dnormed = buffer.narrow(0, dnormed_at, labels.len())?;
+        // First the normalized hidden states, then the gradient of `x`.
+        let compact = dx.narrow(0, 0, labels.len())?;
+        rms_norm::forward(&x, norm, self.rms_norm_eps, &compact, &rstd)?;
+        lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
+        rms_norm::backward(&dnormed, &x, norm, &rstd, &compact, false, dnorm)?;
+        compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
+    }
+}
+
+impl Objective for CausalLm {
+    fn name(&self) -> &str {
+        "head"
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
+    }
+
+    /// Tokens without a label cost nothing.
+    fn forward(
+        &self,
+        params: &[Tensor],
+        x: &Tensor,
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<(Losses, Saved), LayerError> {
+        let (losses, saved) = self.losses(params, x, self.tokens(batch)?, ctx)?;
+        let bytes = [&saved.x, &saved.lse].into_iter().map(ulysses_kernels::tensor::bytes).sum();
+        Ok((losses, Saved::new(saved, bytes)))
+    }
+
+    /// The gradient of `x` is 0 for tokens without a label.
+    fn backward(
+        &self,
+        params: &[Tensor],
+        saved: Saved,
+        scale: f32,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, LayerError> {
+        let ws = ctx.workspace();
+        let (params, grads) = (self.head(params)?, self.head(grads)?);
+        let SavedHead { x, lse, tokens } = saved.downcast(self.name())?;
+        let tile = self.tile_tokens(&tokens, ctx)?;
+        let (rows, dx, buffer) = (tokens.rows_of(&x)?, ws.alloc(x.dims())?, ws.alloc(x.dims())?);
+        let (dx_rows, buffer_rows) = (tokens.rows_of(&dx)?, tokens.rows_of(&buffer)?);
+        let rstd = ws.alloc_f32(tokens.num_tokens())?;
+        if tokens.chunks.is_empty() {
+            elementwise::fill(&dx, 0.0)?;
+        }
+        for chunk in &tokens.chunks {
+            let tensors = ChunkTensors {
+                x: chunk.region_of(&rows)?,
+                dx: chunk.region_of(&dx_rows)?,
+                lse: chunk.region_of(&lse)?.narrow(0, 0, chunk.labels.len())?,
+                rstd: rstd.narrow(0, 0, chunk.labels.len())?,
+                buffer: &buffer_rows,
+                tile,
+            };
+            self.backward_chunk(chunk, tensors, &params, scale, &grads, ws)?;
+        }
+        [rstd, lse, buffer].into_iter().for_each(|tensor| ws.recycle(tensor));
+        Ok(dx)
+    }
+
+    fn evaluate(
+        &self,
+        params: &[Tensor],
+        x: Tensor,
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> Result<Losses, LayerError> {
+        let (losses, SavedHead { lse, .. }) = self.losses(params, &x, self.tokens(batch)?, ctx)?;
+        [x, lse].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
+        Ok(losses)
+    }
+
+    /// The logits.
+    fn output(&self, params: &[Tensor], x: &Tensor, ctx: &LayerContext) -> Result<Tensor, LayerError> {
+        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
+        let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((ctx.batch(), ctx.seq_len_local()))?);
+        rms_norm::forward(x, norm, self.rms_norm_eps, &normed, &rstd)?;
+        let dims = (ctx.batch(), ctx.seq_len_local(), self.vocab_size());
+        let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
+        linear::forward(&normed, projection, &logits, false)?;
+        [normed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
+        Ok(logits)
+    }
+}
