@@ -191,24 +191,21 @@ pub fn check_exchange(
                  {num_kv_heads}"
         )));
     }
-    let layers = model.distinct_layers();
-    let chunks_of_layers = layers
-        .iter()
-        .flat_map(|layer| layer.head_chunks(chunks).into_iter().map(|chunk| (layer.head_dim, chunk)));
-    for (head_dim, chunk) in chunks_of_layers {
-        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-        // Of the ring rank with the fewest tokens.
-        let of_ring_rank = seq_len / sharding.ring_size;
-        let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
-        let plan =
-            ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sharding.ulysses_size, 0)
-                .map_err(|error| error.within(sharding, seq_len));
-        plan.map_err(|error| match chunks {
-            1 => JobError::usage(error),
-            _ => JobError::usage(format!(
-                "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
-            )),
-        })?;
+    for layer in model.distinct_layers() {
+        for chunk in layer.head_chunks(chunks) {
+            let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
+            // Of the ring rank with the fewest tokens.
+            let of_ring_rank = seq_len / sharding.ring_size;
+            let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
+            let kv_heads = grouped_heads(num_heads, num_kv_heads);
+            let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
+            plan.map_err(|error| error.within(sharding, seq_len)).map_err(|error| match chunks {
+                1 => JobError::usage(error),
+                _ => JobError::usage(format!(
+                    "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
+                )),
+            })?;
+        }
     }
     Ok(())
 }
@@ -221,8 +218,8 @@ mod tests {
     #[test]
     fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
         let config = preset("nano").unwrap();
-        let with = |rope_scaling| {
-            let config = config.clone().with_attention(|layer| layer.rope.scaling = rope_scaling);
+        let with = |scaling| {
+            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
             ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
         };
         let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));
