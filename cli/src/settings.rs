@@ -18,7 +18,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 use ulysses::device::DeviceKind;
 use ulysses::monitor::{Tracer, brief};
-use ulysses::trainer::job::meminfo_bytes;
+use ulysses::trainer::job::{meminfo_bytes, proc_bytes};
 
 /// The planned peak memory per rank, for out-of-memory errors.
 pub(crate) static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
@@ -148,12 +148,6 @@ impl WritableMemory {
 /// Reads the writable memory of a process; `None` on systems without `/proc`.
 pub(super) fn writable_memory(process: &str) -> Option<WritableMemory> {
     let path = format!("/proc/{process}/status");
-    let bytes = |label| kib_line(&path, label).map(|kib| kib as u64 * 1024);
+    let bytes = |label| proc_bytes(&path, label);
     Some(WritableMemory { mapped: bytes("VmData:")?, resident: bytes("RssAnon:")? })
-}
-
-pub(super) fn kib_line(path: &str, label: &str) -> Option<f64> {
-    let text = std::fs::read_to_string(path).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
-    line.trim().strip_suffix("kB")?.trim().parse().ok()
 }

@@ -281,6 +281,12 @@ impl Config {
         })
     }
 
+    /// Returns the longest sequence length of the job; `None` without `ulysses.seq_len`.
+    pub fn longest_seq_len(&self) -> Option<usize> {
+        let scheduled = self.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
+        scheduled.chain(self.ulysses.seq_len).max()
+    }
+
     /// Returns the config with another `seq_len`.
     #[must_use]
     pub fn with_seq_len(mut self, seq_len: usize) -> Self {

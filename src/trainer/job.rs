@@ -12,24 +12,28 @@
 //!    starts.
 //! 3. [`PreparedJob::run`] starts the ranks, and [`PreparedJob::trainer`] creates the trainer of each.
 
+mod available;
 mod checks;
 mod devices;
 mod join;
 mod model_source;
 mod options;
+mod planned_memory;
 mod prepared;
 mod ranks;
 mod sources;
 #[cfg(test)]
 mod tests;
 
-pub use checks::{check_memory, launch_options, meminfo_bytes};
+pub use available::{GPU_RESERVE_BYTES, meminfo_bytes, proc_bytes};
+pub use checks::{check_memory, launch_options};
 pub use devices::{DevicePlacement, DeviceRequest, likely_device};
 pub use join::{
     backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
 };
 pub use model_source::{ModelSource, check_exchange, check_layers, max_positions, named_shape, resolve_ring};
 pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
+pub use planned_memory::PlannedMemory;
 pub use prepared::{PreparedJob, config_warnings};
 pub use ranks::{JobRanks, resolve, with_location};
 pub use sources::{Sources, open_tokenizer};
@@ -88,7 +92,8 @@ impl Job {
     pub fn new(file: &Path, options: JobOptions, overrides: Overrides) -> Result<Self, JobError> {
         let mut ranks = JobRanks::default();
         let prepared = PreparedJob::new(&mut ranks, file, options, |_, _| Ok(overrides));
-        let prepared = ranks.agree(prepared, JobError::is_usage)?;
+        let mut prepared = ranks.agree(prepared, JobError::is_usage)?;
+        prepared.decide_attention_output(&mut ranks)?;
         Ok(Self { ranks, prepared, observers: Vec::new() })
     }
 
@@ -128,6 +133,7 @@ impl Job {
     /// The failure of a rank.
     pub fn train(self) -> Result<JobReport, JobError> {
         let Self { mut ranks, prepared, observers } = self;
+        prepared.log_planned_memory(&ranks);
         let reports = prepared.run(&mut ranks, |rank, device| train(&prepared, &observers, rank, device))?;
         let summaries = reports.iter().map(|report| report.summary.clone()).collect();
         let first = reports.into_iter().next().ok_or_else(|| JobError::run("a mesh has a rank"))?;

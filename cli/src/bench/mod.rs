@@ -176,7 +176,7 @@ impl<'a> BenchRanks<'a> {
 
     /// Rejects tensors of `elems` f32 elements in total that exceed the host's memory.
     fn check_tensors(&self, elems: f64) -> Result<(), Failure> {
-        settings::check_tensors(self.on.placement().device, elems)
+        settings::check_tensors(self.on.placement().device(), elems)
     }
 
     /// Measures on all ranks.

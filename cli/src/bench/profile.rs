@@ -162,7 +162,7 @@ impl Args {
 
     /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
     fn file(&self, ranks: &mut BenchRanks<'_>) -> Result<Option<f64>, Failure> {
-        if ranks.on.placement().device != DeviceKind::Cpu {
+        if ranks.on.placement().device() != DeviceKind::Cpu {
             return Ok(None);
         }
         let label = StoreLabel { holds: "the benchmark", key: "--offload-path" };

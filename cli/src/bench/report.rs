@@ -33,8 +33,8 @@ impl Report<'_> {
     /// Returns the settings with the ranks' backend, device and GPU.
     fn all_settings(&self) -> Value {
         let (mut settings, placement) = (self.settings.clone(), self.ranks.on.placement());
-        settings["backend"] = json!(placement.backend);
-        settings["device"] = json!(placement.device.name());
+        settings["backend"] = json!(placement.backend());
+        settings["device"] = json!(placement.device().name());
         if let Some(gpu) = placement.gpu_name() {
             settings["gpu"] = json!(gpu);
         }

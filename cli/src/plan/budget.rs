@@ -5,14 +5,9 @@ use anyhow::anyhow;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::MemoryBudget;
 use ulysses::monitor::format_bytes;
+use ulysses::trainer::job::GPU_RESERVE_BYTES;
 
 const GIB: f64 = (1_u64 << 30) as f64;
-
-/// Default reserve on a GPU.
-const GPU_RESERVE_GIB: f64 = 4.0;
-
-/// The same in bytes.
-pub(crate) const GPU_RESERVE_BYTES: u64 = (GPU_RESERVE_GIB * GIB) as u64;
 
 /// The values of the flags.
 #[derive(Clone, Copy)]
@@ -47,7 +42,7 @@ impl MemoryFlags {
         };
         let reserve_gib = self.reserve_gib.unwrap_or(match device {
             DeviceKind::Cpu => 0.0,
-            DeviceKind::Cuda => GPU_RESERVE_GIB,
+            DeviceKind::Cuda => GPU_RESERVE_BYTES as f64 / GIB,
         });
         if !(reserve_gib.is_finite() && (0.0..memory_gib).contains(&reserve_gib)) {
             return Err(Failure::Usage(anyhow!(

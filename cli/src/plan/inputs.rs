@@ -55,9 +55,7 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         None => Err(error),
     });
     let config = config.or_usage()?;
-    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
-    let longest = scheduled.chain(config.ulysses.seq_len).max();
-    match longest.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
+    match config.longest_seq_len().filter(|&seq_len| u32::try_from(seq_len).is_err()) {
         Some(seq_len) => Err(Failure::Usage(anyhow!(
             "`ulysses.seq_len` (--seq-len): expected at most {} tokens, found {seq_len}",
             u32::MAX
@@ -71,12 +69,6 @@ pub(super) fn check_model(model: &ModelConfig, config: &Config) -> Result<(), Fa
     check_layers(model, config)?;
     let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
     Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
-}
-
-/// Sets the sequence length to the longest of the schedule, which needs the most memory.
-pub(crate) fn use_longest_sequences(config: &mut Config) {
-    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
-    config.ulysses.seq_len = scheduled.chain(config.ulysses.seq_len).max();
 }
 
 /// Returns the model's name and shape. Presets use the vocabulary of the config's tokenizer, as in training.

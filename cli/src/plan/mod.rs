@@ -16,10 +16,9 @@ use crate::failure::{Failure, OrFail};
 use crate::output::{log_line, print};
 use crate::template::chart::drawing;
 use anyhow::{Context, anyhow};
-pub(crate) use budget::GPU_RESERVE_BYTES;
 use budget::{Available, MemoryFlags};
 use inputs::{check_model, resolve};
-pub(crate) use inputs::{longest_of_model, model, raw_config, use_longest_sequences};
+pub(crate) use inputs::{longest_of_model, model, raw_config};
 use std::path::{Path, PathBuf};
 use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;
@@ -183,7 +182,7 @@ impl Inputs {
         let mut config = resolve(args)?;
         let seq_len = config.ulysses.seq_len;
         if args.seq_len.is_none() {
-            use_longest_sequences(&mut config);
+            config.ulysses.seq_len = config.longest_seq_len();
         }
         let (name, model) = model(&config)?;
         let machine = args.machine.as_deref().map(MachineProfile::from_file);

@@ -1,7 +1,7 @@
 //! The plan of a run next to its measurements.
 
 use super::run::RunFiles;
-use crate::plan::{pictures, scaling_of, use_longest_sequences};
+use crate::plan::{pictures, scaling_of};
 use crate::template::chart::Chart;
 use serde_json::{Value, json};
 use ulysses::device::DeviceKind;
@@ -35,7 +35,7 @@ pub(super) fn charts(run: &RunFiles) -> Value {
 /// Returns the workload of the run with its longest sequences.
 fn workload(run: &RunFiles) -> Option<Workload> {
     let mut config = run.parsed_config()?;
-    use_longest_sequences(&mut config);
+    config.ulysses.seq_len = config.longest_seq_len();
     let record = &run.record;
     let threads = record["environment"]["threads_per_rank"].as_u64();
     config.ulysses.threads_per_rank =

@@ -1,15 +1,14 @@
 //! `ulysses train`: arguments, processes and output of a [`Trainer`](ulysses::trainer::Trainer).
 
 mod args;
-mod available;
 mod comms;
+mod explain;
 mod flop_rate;
 mod gemm_peak;
 mod mesh_order;
 mod outcome;
 mod output;
 mod overrides;
-mod planned_memory;
 mod profile;
 mod rank;
 mod rank_outcome;
@@ -31,7 +30,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     let trace = args.trace.clone().zip(tracer.clone());
     let prepared = Run::prepare(args, tracer, ranks);
     let mut run = ranks.agree(prepared, Failure::is_usage)?;
-    run.decide(ranks)?;
+    run.job.decide_attention_output(ranks)?;
     // Nothing is written unless all processes can start.
     let acquire = || output::acquire(&config_path, &run.job.config, trace.as_ref().map(|(path, _)| &**path));
     let acquired = ranks.is_first().then(acquire).transpose();
@@ -40,9 +39,11 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     run.job.output = Some(run.output.clone());
     run.record = record::begin(&run.job, &config_path);
     log_line(&run);
-    if let Some(planned) = &run.planned {
-        planned.log(run.ranks_together(ranks));
+    if let Some(planned) = &run.job.planned {
+        // A process trains once.
+        let _ = crate::settings::PLANNED_PEAK.set(planned.clause());
     }
+    run.job.log_planned_memory(ranks);
     let results = run.job.run(ranks, |rank, device| rank::train(&run, rank, device));
     let traced = trace.filter(|_| ranks.is_first()).map_or(Ok(()), |(path, tracer)| {
         trace::write(&path, &run.job.mesh, &tracer, results.as_deref().unwrap_or_default())

@@ -1,7 +1,7 @@
 //! One rank: from its engine to its result.
 
+use super::explain::{explain_out_of_memory, log_first_step};
 use super::flop_rate::FlopRate;
-use super::planned_memory::{explain_out_of_memory, log_first_step};
 use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
@@ -15,14 +15,19 @@ use ulysses::device::gpu_memory;
 use ulysses::engine::Engine;
 use ulysses::memory::peak_bytes;
 use ulysses::monitor::RunTotals;
-use ulysses::trainer::job::PreparedJob;
+use ulysses::trainer::job::{PlannedMemory, PreparedJob};
 use ulysses::trainer::{MemoryWatch, MetricsFiles, TrainerError};
 
 pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Result<RankOutcome> {
     let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
     let PreparedJob { config, mesh, model, placement, .. } = &run.job;
     let explain = |error: TrainerError, engine: Option<&Engine>| match error {
-        TrainerError::Engine(_) => explain_out_of_memory(error.into(), config, engine, run.planned.as_ref()),
+        TrainerError::Engine(_) => explain_out_of_memory(
+            error.into(),
+            config,
+            engine,
+            run.job.planned.as_ref().map(PlannedMemory::clause),
+        ),
         error => error.into(),
     };
     let mut memory = MemoryWatch::new(run.tracer.clone(), rank.rank, device.clone());

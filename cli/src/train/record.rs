@@ -216,7 +216,7 @@ fn environment(run: &PreparedJob) -> Value {
         "cores": std::thread::available_parallelism().map_or(1, |cores| cores.get()),
         "memory_bytes": memory,
         "threads_per_rank": run.launch.threads_per_rank,
-        "device": run.placement.device.name(),
+        "device": run.placement.device().name(),
         "backend": run.config.ulysses.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
     });

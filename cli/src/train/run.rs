@@ -2,7 +2,6 @@
 
 use super::args::TrainArgs;
 use super::overrides::overrides;
-use super::planned_memory::PlannedMemory;
 use super::{mesh_order, signals};
 use crate::failure::{Failure, OrFail};
 use crate::launch::MEMORY_DIR_VARIABLE;
@@ -20,8 +19,6 @@ use ulysses::trainer::job::{JobOptions, JobRanks, PreparedJob};
 /// The state that all ranks share.
 pub(super) struct Run {
     pub(super) job: PreparedJob,
-    /// The memory plan, if the model can be planned.
-    pub(super) planned: Option<PlannedMemory>,
     pub(super) output: PathBuf,
     pub(super) tracer: Option<Tracer>,
     /// The content of `run.json` before the run starts.
@@ -47,35 +44,8 @@ impl Run {
         };
         let message = ranks.is_first().then_some(message);
         job.stop = signals::watch(message).context("cannot handle signals").or_run()?;
-        let planned = PlannedMemory::of(&job, ranks.local_ranks(job.mesh.world_size())).or_usage()?;
         mesh_order::log(&job, ranks.rank_hosts());
-        Ok(Self { job, planned, output: PathBuf::new(), tracer, record: Value::Null })
-    }
-
-    /// Returns how many ranks share this machine, this process and a GPU.
-    pub(super) fn ranks_together(&self, ranks: &JobRanks) -> [usize; 3] {
-        let world_size = self.job.mesh.world_size();
-        let in_process = ranks.ranks_in_process(world_size);
-        [ranks.local_ranks(world_size), in_process, self.job.placement.ranks_per_gpu(in_process)]
-    }
-
-    /// Decides `ulysses.save_attention_output` if the config leaves it open: on if the planned memory fits on all
-    /// machines. Collective.
-    pub(super) fn decide(&mut self, ranks: &mut JobRanks) -> Result<(), Failure> {
-        if !self.job.config.saves_attention_output_if_it_fits() {
-            return Ok(());
-        }
-        let together = self.ranks_together(ranks);
-        let fits = ranks.all(self.planned.as_ref().is_none_or(|planned| planned.fits(together)))?;
-        self.job.config.ulysses.save_attention_output = Some(fits);
-        if fits {
-            return Ok(());
-        }
-        let recomputed = PlannedMemory::of(&self.job, together[0]).or_usage()?;
-        if let Some(planned) = std::mem::replace(&mut self.planned, recomputed) {
-            planned.log_recomputed_attention();
-        }
-        Ok(())
+        Ok(Self { job, output: PathBuf::new(), tracer, record: Value::Null })
     }
 }
 
@@ -96,14 +66,14 @@ fn options(args: &TrainArgs) -> JobOptions {
 impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let PreparedJob { config, model, data, launch, .. } = &self.job;
-        let (llama, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
+        let (model, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
             format!(" ({} of {})", counted(dp_size / size, "replica"), counted(partitions, "partition"))
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
-        let frozen = match llama.num_parameters_where(is_frozen) {
+        let frozen = match model.num_parameters_where(is_frozen) {
             0 => String::new(),
             frozen => format!(" ({:.2} M frozen)", frozen as f64 / 1e6),
         };
@@ -118,7 +88,7 @@ impl Display for Run {
             "mesh dp {dp_size} × sp {sp_size}{ring}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
              {} per rank",
             config.zero_axes().with_stage(config.zero.stage),
-            llama.num_parameters() as f64 / 1e6,
+            model.num_parameters() as f64 / 1e6,
             counted(data.num_sequences(), "sequence"),
             data.seq_len(),
             counted(launch.threads_per_rank, "thread"),

@@ -1,6 +1,7 @@
 //! Checks before a job starts: the threads and the memory of the machine, the checkpoint to resume, and the output
 //! directory.
 
+use super::available::meminfo_bytes;
 use super::options::{JobError, OrJobError};
 use crate::checkpoint::{CheckpointError, MANIFEST, StepDirectory, step_directories};
 use crate::comm::LaunchOptions;
@@ -36,7 +37,7 @@ pub fn launch_options(requested: Option<usize>, world_size: usize) -> Result<Lau
 /// A machine with less memory.
 pub fn check_memory(
     config: &Config,
-    llama: &ModelConfig,
+    model: &ModelConfig,
     seq_len: usize,
     local_ranks: usize,
 ) -> Result<(), JobError> {
@@ -44,8 +45,8 @@ pub fn check_memory(
     let Some(available) = meminfo_bytes("MemTotal:") else { return Ok(()) };
     let dtype = config.precision.dtype().size_in_bytes() as f64;
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
-    let frozen = llama.num_parameters_where(is_frozen) as f64;
-    let trained = llama.num_parameters() as f64 - frozen;
+    let frozen = model.num_parameters_where(is_frozen) as f64;
+    let trained = model.num_parameters() as f64 - frozen;
     // The gradient, which is offloaded with the optimizer state where it is partitioned.
     let are_gradients_in_file =
         config.zero.offload_optimizer.is_in_file() && config.zero.stage.partitions_gradients();
@@ -54,8 +55,8 @@ pub fn check_memory(
     let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
     let values = share * (stored * frozen + (gradient + stored) * trained);
     let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
-    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers() };
-    let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
+    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { model.num_layers() };
+    let inputs = share * dtype * rows * seq_len as f64 * model.hidden_size as f64 * layers as f64;
     if values + inputs <= available {
         return Ok(());
     }
@@ -68,13 +69,6 @@ pub fn check_memory(
         inputs / GIB,
         config.world_size()
     )))
-}
-
-/// Reads a line of `/proc/meminfo`, such as `MemTotal:`, in bytes; `None` on systems without it.
-pub fn meminfo_bytes(label: &str) -> Option<f64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
-    line.trim().strip_suffix("kB")?.trim().parse().ok().map(|kib: f64| kib * 1024.0)
 }
 
 /// Resolves the value of the flag.

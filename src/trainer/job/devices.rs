@@ -50,10 +50,8 @@ impl Machine {
 /// Where ranks run, and how they communicate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DevicePlacement {
-    /// The kind of device.
-    pub device: DeviceKind,
-    /// The backend.
-    pub backend: Backend,
+    device: DeviceKind,
+    backend: Backend,
     /// Number of GPUs among which NCCL's ranks are divided.
     num_gpus: usize,
     /// The explanation, unless the user asked for the CPU.
@@ -88,6 +86,16 @@ impl DevicePlacement {
     /// A single rank on the same kind of device.
     pub fn alone(&self) -> Self {
         Self { device: self.device, is_auto: self.is_auto, ..Self::cpu() }
+    }
+
+    /// Returns the kind of device.
+    pub fn device(&self) -> DeviceKind {
+        self.device
+    }
+
+    /// Returns the backend.
+    pub fn backend(&self) -> Backend {
+        self.backend
     }
 
     /// Opens the device of a rank of the backend `thread`.

@@ -4,6 +4,7 @@ use super::checks::{check_candidate, check_memory, check_output, launch_options,
 use super::devices::DevicePlacement;
 use super::model_source::{ModelSource, check_exchange, check_layers, resolve_ring};
 use super::options::{JobError, JobOptions, OrJobError};
+use super::planned_memory::{PlannedMemory, Sharing};
 use super::ranks::JobRanks;
 use super::sources::{Sources, open_tokenizer};
 use crate::comm::{LaunchOptions, MeshGroups, RankContext};
@@ -41,6 +42,8 @@ pub struct PreparedJob {
     pub model: ModelSource,
     /// Training and held-out data.
     pub data: TrainingData,
+    /// The memory that it is planned to need, if the model can be planned.
+    pub planned: Option<PlannedMemory>,
     /// The output directory; from the config, if it has one.
     pub output: Option<PathBuf>,
     /// The checkpoint to resume.
@@ -69,7 +72,7 @@ impl PreparedJob {
         let log = ranks.log();
         let (mut config, placement) = ranks.join_and_resolve(file, &options, overrides)?;
         let resume = options.resume.map(open_resume).transpose()?;
-        config_warnings(&config, file, placement.device).iter().for_each(|line| log(line));
+        config_warnings(&config, file, placement.device()).iter().for_each(|line| log(line));
         config.zero_partition_note().iter().for_each(|note| log(&format!("warning: {note}")));
         check_config(&config).or_usage()?;
         let seq_lens = seq_lens(&config)?;
@@ -88,8 +91,8 @@ impl PreparedJob {
             config.resolve_steps(steps);
         }
         check_candidate(resume.as_ref().filter(|_| !options.reset_data), &config, &data)?;
-        check_offload(&config, placement.device).or_usage()?;
-        Ok(Self {
+        check_offload(&config, placement.device()).or_usage()?;
+        let mut job = Self {
             output: config.ulysses.output.as_ref().map(PathBuf::from),
             config,
             mesh: placed.mesh,
@@ -99,12 +102,57 @@ impl PreparedJob {
             placement,
             model,
             data,
+            planned: None,
             resume,
             stop: Arc::default(),
             reset_data: options.reset_data,
             memory_dir: options.memory_dir,
             log,
-        })
+        };
+        job.planned = job.plan_memory(ranks).or_usage()?;
+        Ok(job)
+    }
+
+    fn plan_memory(&self, ranks: &JobRanks) -> Result<Option<PlannedMemory>, EngineError> {
+        PlannedMemory::new(self, ranks.local_ranks(self.mesh.world_size()))
+    }
+
+    fn sharing(&self, ranks: &JobRanks) -> Sharing {
+        let world_size = self.mesh.world_size();
+        let process = ranks.ranks_in_process(world_size);
+        Sharing {
+            machine: ranks.local_ranks(world_size),
+            process,
+            gpu: self.placement.ranks_per_gpu(process),
+        }
+    }
+
+    /// Decides `ulysses.save_attention_output` if the config leaves it open: on if the planned memory fits on all
+    /// machines. Collective.
+    ///
+    /// # Errors
+    /// When the processes cannot communicate.
+    pub fn decide_attention_output(&mut self, ranks: &mut JobRanks) -> Result<(), JobError> {
+        if !self.config.saves_attention_output_if_it_fits() {
+            return Ok(());
+        }
+        let sharing = self.sharing(ranks);
+        let fits = ranks.all(self.planned.as_ref().is_none_or(|planned| planned.fits(sharing)))?;
+        self.config.ulysses.save_attention_output = Some(fits);
+        if fits {
+            return Ok(());
+        }
+        let recomputed = self.plan_memory(ranks).or_usage()?;
+        if let Some(planned) = std::mem::replace(&mut self.planned, recomputed) {
+            (self.log)(&planned.recomputed_attention());
+        }
+        Ok(())
+    }
+
+    /// Logs the planned memory next to the available memory, with a warning if it exceeds it.
+    pub fn log_planned_memory(&self, ranks: &JobRanks) {
+        let lines = self.planned.iter().flat_map(|planned| planned.lines(self.sharing(ranks)));
+        lines.for_each(|line| (self.log)(&line));
     }
 
     /// Runs `run` on all ranks, with the device of their tensors, and returns the results of all of them in every process.
@@ -182,8 +230,7 @@ fn check_model(
     let cluster = ranks.rank_hosts().and_then(|hosts| hosts.cluster().ok());
     let ranks_per_node = cluster.map_or(world_size, |cluster| cluster.ranks_per_node);
     resolve_ring(&model.config, config, ranks_per_node);
-    let longest = seq_lens.iter().map(|(_, seq_len)| *seq_len).max();
-    model.warn_of_length(longest.unwrap_or_default(), ranks.log());
+    model.warn_of_length(config.longest_seq_len().unwrap_or_default(), ranks.log());
     for (_, seq_len) in seq_lens {
         check_exchange(&model.config, config.micro_batch_size, *seq_len, config)?;
         check_memory(config, &model.config, *seq_len, ranks.local_ranks(world_size))?;

@@ -122,7 +122,7 @@ impl JobRanks {
         }
         let threads = self.session.is_none().then_some(config.world_size());
         let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, log.line)?;
-        config.ulysses.backend = placement.backend;
+        config.ulysses.backend = placement.backend();
         Ok((config, placement))
     }
 

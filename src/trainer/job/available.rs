@@ -1,11 +1,12 @@
 //! Available memory of this machine and of this process.
 
-use crate::plan::GPU_RESERVE_BYTES;
-use crate::settings::kib_line;
+use crate::kernels::device::gpu;
 use std::fmt;
 use std::path::Path;
-use ulysses::device::gpu;
-use ulysses::trainer::job::meminfo_bytes;
+
+/// The memory of a GPU that is not for tensors, unless the user says otherwise.
+#[doc(hidden)]
+pub const GPU_RESERVE_BYTES: u64 = 4 << 30;
 
 /// Bytes that can still be allocated, and the limit that applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,9 +53,23 @@ fn read(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }
 
+/// Returns the bytes of a line of a file of `/proc`, such as `MemTotal:`; `None` on systems without it.
+#[doc(hidden)]
+pub fn proc_bytes(path: &str, label: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok().map(|kib: u64| kib * 1024)
+}
+
+/// Reads a line of `/proc/meminfo`.
+#[doc(hidden)]
+pub fn meminfo_bytes(label: &str) -> Option<f64> {
+    proc_bytes("/proc/meminfo", label).map(|bytes| bytes as f64)
+}
+
 /// Returns the memory that all processes of this machine can still allocate, if the system reports it.
 pub(super) fn on_machine() -> Option<Available> {
-    let machine = meminfo_bytes("MemAvailable:").map(|bytes| (bytes as u64, Limit::Machine));
+    let machine = proc_bytes("/proc/meminfo", "MemAvailable:").map(|bytes| (bytes, Limit::Machine));
     let group = left_in_groups(&read).map(|bytes| (bytes, Limit::ControlGroup));
     least(machine.into_iter().chain(group))
 }
@@ -62,7 +77,7 @@ pub(super) fn on_machine() -> Option<Available> {
 /// Returns the memory that this process can still allocate, if it has its own limit.
 pub(super) fn in_process() -> Option<Available> {
     let limit = address_space(&read(Path::new("/proc/self/limits"))?)?;
-    let mapped = kib_line("/proc/self/status", "VmSize:").map_or(0, |kib| kib as u64 * 1024);
+    let mapped = proc_bytes("/proc/self/status", "VmSize:").unwrap_or(0);
     least([(limit.saturating_sub(mapped), Limit::AddressSpace)])
 }
 
