@@ -2,7 +2,9 @@
 
 use super::created_dirs::CreatedDirs;
 use super::error::TrainerError;
+use super::observer::{Observer, ObserverError, StepEnd};
 use crate::config::{Config, EventFilesConfig, MonitoringConfig};
+use crate::engine::Engine;
 use crate::monitor::{CsvFiles, EvalMetrics, EventFile, Metrics};
 use serde_json::Value;
 use std::io;
@@ -115,6 +117,21 @@ impl EventFiles {
         let events = self.event_file.as_mut().map_or(Ok(()), EventFile::flush).map_err(cannot(EVENT_FILE));
         let csv = self.csv.as_mut().map_or(Ok(()), CsvFiles::flush);
         events.and(csv.map_err(cannot("cannot write the CSV files")))
+    }
+}
+
+/// Of a job without `metrics.jsonl`; [`MetricsFiles`](super::MetricsFiles) writes both.
+impl Observer for EventFiles {
+    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        Ok(self.record(&step.metrics)?)
+    }
+
+    fn on_evaluate(&mut self, metrics: &EvalMetrics) -> Result<(), ObserverError> {
+        Ok(self.record_evaluation(metrics)?)
+    }
+
+    fn on_train_end(&mut self) -> Result<(), ObserverError> {
+        Ok(self.flush()?)
     }
 }
 

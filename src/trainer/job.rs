@@ -18,6 +18,7 @@ mod devices;
 mod join;
 mod model_source;
 mod options;
+mod output;
 mod planned_memory;
 mod prepared;
 mod ranks;
@@ -38,21 +39,23 @@ pub use prepared::{PreparedJob, config_warnings};
 pub use ranks::{JobRanks, resolve, with_location};
 pub use sources::{Sources, open_tokenizer};
 
-use super::{Observer, TrainReport, Trainer, TrainerError};
+use super::event_files::EventFiles;
+use super::{Observer, ObserverError, TrainReport, Trainer, TrainerError};
 use crate::comm::RankContext;
 use crate::config::Overrides;
 use crate::monitor::{Progress, RankSummary, RunSummary, RunTotals};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Adds an observer to the trainer of a rank, if the rank has it.
-type AddObserver = Box<dyn Fn(&mut Trainer<'_>) + Send + Sync>;
+type AddObserver = Box<dyn Fn(&mut Trainer<'_>) -> Result<(), ObserverError> + Send + Sync>;
 
 /// A checked job whose ranks have not started: threads of this process, or the processes of the job that a launcher has
 /// started, of which this is one.
 ///
-/// It writes what the config asks for, that is checkpoints, and nothing else: metrics and other files are observers'.
+/// It writes what the config asks for, that is checkpoints and the files of `tensorboard` and `csv_monitor`, and nothing
+/// else: other files are observers'. While it trains, it has the lock of its output directory.
 pub struct Job {
     ranks: JobRanks,
     prepared: PreparedJob,
@@ -64,6 +67,8 @@ pub struct Job {
 pub struct JobReport {
     /// The end of the run.
     pub train: TrainReport,
+    /// The output directory, if the config asks for files; without `ulysses.output` it is a new one, `runs/NAME-N`.
+    pub output: Option<PathBuf>,
     /// Loss, throughput, traffic and memory of all ranks; its `verbose` has more.
     pub summary: RunSummary,
 }
@@ -97,15 +102,16 @@ impl Job {
         Ok(Self { ranks, prepared, observers: Vec::new() })
     }
 
-    /// Adds an observer to the ranks for which `new_observer` returns one.
+    /// Adds an observer to the ranks for which `new_observer` returns one. Its error ends the job.
     pub fn observe<O: Observer + 'static>(
         &mut self,
-        new_observer: impl Fn(&Trainer<'_>) -> Option<O> + Send + Sync + 'static,
+        new_observer: impl Fn(&Trainer<'_>) -> Result<Option<O>, ObserverError> + Send + Sync + 'static,
     ) {
         self.observers.push(Box::new(move |trainer| {
-            if let Some(observer) = new_observer(trainer) {
+            if let Some(observer) = new_observer(trainer)? {
                 trainer.observe(observer);
             }
+            Ok(())
         }));
     }
 
@@ -113,7 +119,7 @@ impl Job {
     pub fn show_progress(&mut self) {
         let steps_per_print = self.prepared.config.steps_per_print;
         self.observe(move |trainer| {
-            (trainer.group().rank() == 0).then(|| Progress::new(trainer.steps(), steps_per_print))
+            Ok((trainer.group().rank() == 0).then(|| Progress::new(trainer.steps(), steps_per_print)))
         });
     }
 
@@ -130,14 +136,17 @@ impl Job {
     /// Trains on all ranks. Every process gets the results of all.
     ///
     /// # Errors
-    /// The failure of a rank.
+    /// An output directory that cannot be used, or the failure of a rank.
     pub fn train(self) -> Result<JobReport, JobError> {
-        let Self { mut ranks, prepared, observers } = self;
+        let Self { mut ranks, mut prepared, observers } = self;
+        let acquired = prepared.writes_output().then(|| prepared.acquire_output(&mut ranks, |_| Ok(())));
+        let _lock = acquired.transpose()?;
         prepared.log_planned_memory(&ranks);
         let reports = prepared.run(&mut ranks, |rank, device| train(&prepared, &observers, rank, device))?;
         let summaries = reports.iter().map(|report| report.summary.clone()).collect();
         let first = reports.into_iter().next().ok_or_else(|| JobError::run("a mesh has a rank"))?;
-        Ok(JobReport { train: first.train, summary: RunSummary { totals: first.totals, ranks: summaries } })
+        let summary = RunSummary { totals: first.totals, ranks: summaries };
+        Ok(JobReport { train: first.train, output: prepared.output, summary })
     }
 }
 
@@ -152,7 +161,11 @@ fn train(
     let mut totals = RunTotals::default();
     let mut trainer = prepared.trainer(rank, device)?;
     trainer.observe(&mut totals);
-    observers.iter().for_each(|add| add(&mut trainer));
+    observers.iter().try_for_each(|add| add(&mut trainer)).map_err(TrainerError::Observer)?;
+    // The last one, since observers may change the metrics.
+    if let Some(output) = prepared.output.as_ref().filter(|_| rank.rank == 0 && !trainer.is_done()) {
+        trainer.observe(EventFiles::new(&prepared.config, output)?);
+    }
     let train = trainer.train()?;
     let summary = trainer.engine().summary(&prepared.model.config, trainer.data().passes())?;
     drop(trainer);

@@ -32,11 +32,11 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>, ranks: &mut JobRanks)
     let mut run = ranks.agree(prepared, Failure::is_usage)?;
     run.job.decide_attention_output(ranks)?;
     // Nothing is written unless all processes can start.
-    let acquire = || output::acquire(&config_path, &run.job.config, trace.as_ref().map(|(path, _)| &**path));
-    let acquired = ranks.is_first().then(acquire).transpose();
-    let (output, _lock) = ranks.agree(acquired, Failure::is_usage)?.unzip();
-    run.output = ranks.value_of_first(output.unwrap_or_default())?;
-    run.job.output = Some(run.output.clone());
+    let _lock = run.job.acquire_output(ranks, |config| {
+        trace.as_ref().map_or(Ok(()), |(path, _)| trace::check(path))?;
+        profile::check(&config.monitoring.flops_profiler)
+    })?;
+    run.output = run.job.output.clone().unwrap_or_default();
     run.record = record::begin(&run.job, &config_path);
     log_line(&run);
     if let Some(planned) = &run.job.planned {

@@ -1,7 +1,6 @@
 //! The FLOPs profile of a step (`flops_profiler`).
 
 use super::writable::check_writable;
-use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use crate::progress::above_progress;
 use anyhow::Context;
@@ -15,15 +14,16 @@ use ulysses::engine::{Engine, PartTimes, StepTimes};
 use ulysses::estimate::RankStep;
 use ulysses::estimate::event::Pass;
 use ulysses::monitor::{Metrics, escaped};
+use ulysses::trainer::JobError;
 use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Checks in advance that the profile's file can be written.
-pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
+pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), JobError> {
     let Some(path) = profiler.output_file.as_deref().map(Path::new).filter(|_| profiler.enabled) else {
         return Ok(());
     };
-    check_writable(path).with_context(|| cannot_write(path)).or_usage()
+    check_writable(path).with_context(|| cannot_write(path)).map_err(JobError::usage)
 }
 
 /// Profiles the step that `flops_profiler` names. An observer of rank 0.

@@ -9,10 +9,12 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 use ulysses::mesh::DeviceMesh;
 use ulysses::monitor::{TraceData, Tracer, write_trace};
+use ulysses::trainer::JobError;
 
 /// Checks in advance that the file can be written.
-pub(super) fn check(path: &Path) -> Result<(), Failure> {
-    check_writable(path).with_context(|| format!("--trace: cannot write {}", path.display())).or_usage()
+pub(super) fn check(path: &Path) -> Result<(), JobError> {
+    let writable = check_writable(path).with_context(|| format!("--trace: cannot write {}", path.display()));
+    writable.map_err(JobError::usage)
 }
 
 /// Writes the traces of all ranks, including those of failed ranks in this process.

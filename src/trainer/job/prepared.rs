@@ -50,6 +50,8 @@ pub struct PreparedJob {
     pub resume: Option<Resume>,
     /// Set it to save and stop after the step.
     pub stop: Arc<AtomicBool>,
+    /// The config file.
+    pub(super) file: PathBuf,
     reset_data: bool,
     memory_dir: Option<PathBuf>,
     log: fn(&str),
@@ -105,6 +107,7 @@ impl PreparedJob {
             planned: None,
             resume,
             stop: Arc::default(),
+            file: file.to_owned(),
             reset_data: options.reset_data,
             memory_dir: options.memory_dir,
             log,

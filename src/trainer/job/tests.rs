@@ -1,6 +1,7 @@
 //! A job as a program runs it.
 
 use super::{Job, JobError, JobOptions};
+use crate::checkpoint::OutputLock;
 use crate::config::Overrides;
 use crate::engine::Engine;
 use crate::trainer::{Observer, ObserverError, StepEnd};
@@ -44,13 +45,33 @@ fn a_config_file_trains_with_observers_on_the_ranks_that_want_them() {
     let mut job = Job::from_config(config_in(dir.path(), 4)).unwrap();
     let losses = Arc::new(Mutex::new(Vec::new()));
     let of_first = losses.clone();
-    job.observe(move |trainer| (trainer.group().rank() == 0).then(|| Losses(of_first.clone())));
+    job.observe(move |trainer| Ok((trainer.group().rank() == 0).then(|| Losses(of_first.clone()))));
     let report = job.train().unwrap();
     let losses = losses.lock().unwrap();
     assert_eq!((report.train.steps, report.summary.ranks.len(), losses.len()), (4, 2, 4));
     assert!(losses[3] < losses[0], "{losses:?}");
     assert_eq!(report.summary.totals.last_loss, Some((4, losses[3])));
     assert!(report.train.evaluations.best.is_some(), "it evaluates the held-out data");
+}
+
+#[test]
+fn a_job_locks_its_output_directory_and_writes_event_files_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, output) = (config_in(dir.path(), 2), dir.path().join("out"));
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    config["ulysses"]["output"] = serde_json::json!(output);
+    config["csv_monitor"] = serde_json::json!({ "enabled": true, "job_name": "csv" });
+    std::fs::write(&file, config.to_string()).unwrap();
+    std::fs::create_dir(&output).unwrap();
+    let held = OutputLock::acquire(&output, "job 17").unwrap();
+    let in_use = error_of(&file).to_string();
+    assert!(in_use.ends_with("out is in use by job 17"), "{in_use}");
+    assert!(!output.join("csv").exists(), "a rejected job leaves nothing behind");
+    drop(held);
+    let report = Job::from_config(&file).unwrap().train().unwrap();
+    assert_eq!(report.output, Some(output.clone()));
+    let losses = std::fs::read_to_string(output.join("csv/Train_Samples_train_loss.csv")).unwrap();
+    assert_eq!(losses.lines().count(), 3, "a title and two steps: {losses}");
 }
 
 #[test]
