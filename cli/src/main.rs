@@ -39,7 +39,7 @@ use clap_complete::Shell;
 use device::DeviceArg;
 use failure::{Failure, OrFail, causes};
 use mimalloc::MiMalloc;
-use output::{LOG, log_line};
+use output::log_line;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use ulysses::data::Tokenizer;
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
     settings::start_logging(tracer.as_ref());
     // Leaves the job at the end of `main`: as soon as a process has ended with an error, the launcher ends the others, and
     // the one that reports must have done so.
-    let mut ranks = JobRanks::new(LOG);
+    let mut ranks = JobRanks::default();
     let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer, &mut ranks));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 use super::error::ConfigError;
 use super::sections::data::{DataSource, Packing};
 use super::sections::mesh_spec::StatedMesh;
-use super::sections::ulysses::{Backend, UlyssesConfig};
+use super::sections::ulysses::UlyssesConfig;
 use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
 
 /// Values of command-line flags. Flags override the file; sizes of a mesh that differ are noted.
@@ -46,8 +46,6 @@ pub struct Overrides {
     pub tokenizer: Option<String>,
     /// `--output`.
     pub output: Option<String>,
-    /// `--backend`.
-    pub backend: Option<Backend>,
 }
 
 impl Overrides {
@@ -77,7 +75,6 @@ impl Overrides {
             ulysses.data.clone_from(&self.data);
         }
         ulysses.packing = self.packing.unwrap_or(ulysses.packing);
-        ulysses.backend = self.backend.unwrap_or(ulysses.backend);
     }
 
     /// Returns the job's cluster, if a launcher sets it; one node if the ranks do not divide into nodes.

@@ -41,7 +41,7 @@ pub use data_stream::{DataStream, Phase, TrainingData};
 pub use error::TrainerError;
 pub use evaluate::{Evaluation, evaluate};
 pub use event_files::check_event_files;
-pub use job::{Job, JobError, JobOptions, JobReport};
+pub use job::{Job, JobError, JobLog, JobOptions, JobReport};
 pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
 pub use metrics_files::MetricsFiles;
 pub use observer::{Observer, ObserverError, StepEnd};

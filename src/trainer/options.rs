@@ -44,8 +44,16 @@ impl Default for TrainerOptions {
             model: Value::Null,
             source: None,
             stop: Arc::default(),
-            log: |line| tracing::info!("{line}"),
+            log: log_event,
         }
+    }
+}
+
+/// The default log: a line is a `tracing` event, and a warning if it begins with `warning: `.
+pub(super) fn log_event(line: &str) {
+    match line.strip_prefix("warning: ") {
+        Some(warning) => tracing::warn!("{warning}"),
+        None => tracing::info!("{line}"),
     }
 }
 

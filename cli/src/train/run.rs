@@ -5,6 +5,7 @@ use super::overrides::overrides;
 use super::{mesh_order, signals};
 use crate::failure::{Failure, OrFail};
 use crate::launch::MEMORY_DIR_VARIABLE;
+use crate::output::LOG;
 use crate::sources::tokenizer_file;
 use anyhow::Context;
 use serde_json::Value;
@@ -60,6 +61,7 @@ fn options(args: &TrainArgs) -> JobOptions {
         reset_data: args.reset_data,
         memory_dir: std::env::var_os(MEMORY_DIR_VARIABLE).map(PathBuf::from),
         open_tokenizer: tokenizer_file,
+        log: LOG,
     }
 }
 

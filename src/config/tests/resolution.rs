@@ -242,7 +242,6 @@ fn flags_override_the_file() {
         packing: Some(Packing::Cut),
         tokenizer: Some("t".into()),
         output: Some("o".into()),
-        backend: Some(Backend::Thread),
     };
     let ulysses = UlyssesConfig {
         seq_len: Some(77),

@@ -4,6 +4,7 @@ use crate::comm::ProcessFlags;
 use crate::config::{Backend, ChatDate, Settings};
 use crate::data::{DataError, Tokenizer};
 use crate::kernels::device::DeviceKind;
+use crate::trainer::options::log_event;
 use std::path::{Path, PathBuf};
 
 /// Opens a tokenizer file, or for `None` the tokenizer of bytes.
@@ -16,7 +17,7 @@ pub struct JobOptions {
     pub settings: Settings,
     /// The kind of device; `None`: GPUs if the build and the machine have them, else the CPU.
     pub device: Option<DeviceKind>,
-    /// The backend, instead of the config's or the launcher's.
+    /// The backend, instead of the config's or the launcher's: the flag `--backend`.
     pub backend: Option<Backend>,
     /// This process's rank in a job without a launcher.
     pub process: ProcessFlags,
@@ -29,6 +30,8 @@ pub struct JobOptions {
     pub memory_dir: Option<PathBuf>,
     /// Opens the tokenizer; by default in this process.
     pub open_tokenizer: OpenTokenizer,
+    /// Receives the lines of the job.
+    pub log: JobLog,
 }
 
 impl Default for JobOptions {
@@ -45,6 +48,7 @@ impl Default for JobOptions {
                 Some(path) => Tokenizer::from_file_with_date(path, date).map_err(JobError::usage),
                 None => Ok(Tokenizer::bytes()),
             },
+            log: JobLog::default(),
         }
     }
 }
@@ -52,15 +56,17 @@ impl Default for JobOptions {
 /// Where the lines of a process go. In a job of several processes one of them reports to the user.
 #[derive(Debug, Clone, Copy)]
 pub struct JobLog {
-    /// Receives the lines of the job. By default they are `tracing` events.
+    /// Receives the lines of the job, in the process that reports. A line that begins with `warning: ` is a warning. By
+    /// default they are `tracing` events.
     pub line: fn(&str),
-    /// Told whether another process reports from now on, so that this one stays silent. By default it does nothing.
+    /// Told whether another process reports from now on, also failures, so that this one stays silent. By default it does
+    /// nothing.
     pub mute: fn(bool),
 }
 
 impl Default for JobLog {
     fn default() -> Self {
-        Self { line: |line| tracing::info!("{line}"), mute: |_| () }
+        Self { line: log_event, mute: |_| () }
     }
 }
 

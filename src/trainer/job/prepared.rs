@@ -71,8 +71,8 @@ impl PreparedJob {
         options: JobOptions,
         overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
     ) -> Result<Self, JobError> {
-        let log = ranks.log();
         let (mut config, placement) = ranks.join_and_resolve(file, &options, overrides)?;
+        let log = ranks.log();
         let resume = options.resume.map(open_resume).transpose()?;
         config_warnings(&config, file, placement.device()).iter().for_each(|line| log(line));
         config.zero_partition_note().iter().for_each(|note| log(&format!("warning: {note}")));

@@ -52,21 +52,16 @@ pub fn with_location(
     };
     Overrides {
         mesh_selector: overrides.mesh_selector.clone().or_else(|| raw.has_mesh_rules().then(machine)),
-        world_size: cluster.map(Cluster::world_size),
-        ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
+        world_size: overrides.world_size.or(cluster.map(Cluster::world_size)),
+        ranks_per_node: overrides.ranks_per_node.or(cluster.map(|cluster| cluster.ranks_per_node)),
         ..overrides
     }
 }
 
 impl JobRanks {
-    /// Creates ranks whose lines go to `log`.
-    pub fn new(log: JobLog) -> Self {
-        Self { log, ..Self::default() }
-    }
-
-    /// Logs a line, unless another process reports.
+    /// Returns what receives the lines of this process: nothing, if another process reports.
     pub(super) fn log(&self) -> fn(&str) {
-        self.log.line
+        if self.is_first() { self.log.line } else { |_| () }
     }
 
     /// Joins the launcher's job, if any, resolves the config, so that other processes learn of an invalid config, and then
@@ -77,7 +72,8 @@ impl JobRanks {
         options: &JobOptions,
         overrides: impl FnOnce(&RawConfig, Option<Cluster>) -> Result<Overrides, JobError>,
     ) -> Result<(Config, DevicePlacement), JobError> {
-        let (device, by_flag, log) = (options.device, options.backend, self.log);
+        let (device, by_flag, log) = (options.device, options.backend, options.log);
+        self.log = log;
         // Variables that contradict each other do not matter to threads.
         let discovered = ProcessInfo::discover(&options.process, variable).or_usage();
         let info = match by_flag {
@@ -115,13 +111,13 @@ impl JobRanks {
         let cluster = self.cluster();
         let overrides = overrides(&raw, cluster)?;
         let overrides = with_location(overrides, &raw, cluster, likely_device(device, backend));
-        let mut config = resolve(&raw, &Overrides { backend, ..overrides }).or_usage()?;
+        let mut config = resolve(&raw, &overrides).or_usage()?;
         self.check_size(&config)?;
         if self.session.is_none() {
             stated_hosts(Some(config.world_size()), variable).or_usage()?;
         }
         let threads = self.session.is_none().then_some(config.world_size());
-        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, log.line)?;
+        let placement = DevicePlacement::new(DeviceRequest { device, backend, threads }, self.log())?;
         config.ulysses.backend = placement.backend();
         Ok((config, placement))
     }

@@ -145,9 +145,9 @@ impl Sources {
         let num_tokens: usize =
             dataset.sources().iter().map(|sequences| sequences.documents().num_tokens()).sum();
         if num_tokens < seq_len {
-            tracing::warn!(
-                "the data has only {num_tokens} tokens, so its only sequence, of {seq_len} tokens, is mostly padding"
-            );
+            (self.log)(&format!(
+                "warning: the data has only {num_tokens} tokens, so its only sequence, of {seq_len} tokens, is mostly padding"
+            ));
         }
         (self.log)(&format!(
             "data: {} sequences of {seq_len} tokens, {:.2} % padding",
