@@ -31,15 +31,22 @@ fn main() -> Result<()> {
     // 2. What it trains: dp × sp ranks, a model, and sequences of text as bytes.
     let prepared = job.prepared();
     let (config, sequences) = (&prepared.config, &prepared.data.phases()[0].data);
-    println!("{}", draw(&prepared.mesh));
-    println!(
+    // In a job of several processes, one of them prints.
+    let is_first = job.is_first();
+    let print = |text: String| {
+        if is_first {
+            println!("{text}");
+        }
+    };
+    print(draw(&prepared.mesh));
+    print(format!(
         "{:.2} M parameters, {} sequences of {} tokens, ZeRO stage {}, {} sequences per step\n",
         prepared.model.config.num_parameters() as f64 / 1e6,
         sequences.num_sequences(),
         sequences.seq_len(),
         u8::from(config.zero.stage),
         config.train_batch_size,
-    );
+    ));
     let [source] = sequences.sources() else { bail!("this example reads data without weights") };
     let unigram_entropy = unigram_entropy_nats(source.corpus())?;
 
@@ -47,10 +54,10 @@ fn main() -> Result<()> {
     job.show_progress();
     let summary = job.train()?.summary;
     let (_, last_loss) = summary.totals.last_loss.context("every step was skipped")?;
-    println!("\n{}", summary.verbose());
-    println!(
+    print(format!("\n{}", summary.verbose()));
+    print(format!(
         "byte-unigram entropy of the corpus {unigram_entropy:.4} nat; the last loss is {:.4} below it",
         unigram_entropy - last_loss
-    );
+    ));
     Ok(())
 }

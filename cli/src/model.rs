@@ -4,7 +4,6 @@ use crate::failure::{Failure, OrFail};
 use crate::output::log_line;
 use std::path::Path;
 use ulysses::model::{HfDescription, HfWeights, ModelConfig};
-use ulysses::trainer::job::max_positions;
 
 /// Reads the shape of a model from a directory or file, for commands that need no weights. If weights exist, they decide
 /// whether the head is tied, as in training.
@@ -27,5 +26,5 @@ pub(super) fn max_positions_of(path: &Path) -> Option<usize> {
         true => HfDescription::from_file(path),
         false => HfDescription::from_dir(path),
     };
-    max_positions(&description.ok()?)
+    description.ok()?.max_position_embeddings()
 }

@@ -46,7 +46,7 @@ pub(super) fn parse_choice<T: Copy>(choices: &[(&str, T)], name: &str) -> Result
     })
 }
 
-/// Prints what the user should know about lines.
+/// Logs what the user should know about lines.
 pub(super) fn log_notes(notes: &Notes) {
     if !notes.is_empty() {
         log_line(format_args!("data: {notes}"));

@@ -235,7 +235,7 @@ impl From<DeviceError> for CommError {
 }
 
 /// Returns the message joined with those of its sources, unless it includes them: a cloned error cannot carry them.
-pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |message, cause| match message.contains(&cause) {
         true => message,

@@ -66,6 +66,7 @@ pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,
 };
 pub use error::CommError;
+pub(crate) use error::with_causes;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
 pub use launch::{LaunchError, LaunchOptions, RankContext};
@@ -73,7 +74,7 @@ pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use reduce::ReduceOp;
-pub use session::{RankMain, Session, all_gather};
+pub use session::{RankMain, Session, all_gather_object};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use strided::pack_exchange_unpack;
 pub use thread::launch;

@@ -25,7 +25,7 @@ pub trait Session {
     /// Returns whether MPI connects the processes; otherwise NCCL does.
     fn uses_mpi(&self) -> bool;
 
-    /// Runs `run` as this process's rank. Collective. [`run`](trait.Session.html#method.run) also returns a value.
+    /// Calls `run` once, as this process's rank. Collective. [`run`](trait.Session.html#method.run) also returns a value.
     ///
     /// # Errors
     /// The failure of this rank, which may follow from that of another.
@@ -54,24 +54,29 @@ impl dyn Session {
             *value.lock() = Some(returned);
             Ok(())
         })?;
-        let (world_size, threads_per_rank) = (self.world_size(), options.threads_per_rank);
-        value.into_inner().ok_or(LaunchError::InvalidOptions { world_size, threads_per_rank })
+        let rank = self.rank();
+        let not_run =
+            || LaunchError::Failed { rank, source: "the session did not run the rank's function".into() };
+        value.into_inner().ok_or_else(not_run)
     }
 
     /// Gathers a value from every process, in rank order. Collective.
     ///
     /// # Errors
     /// When the processes cannot communicate, or do not understand each other's values.
-    pub fn all_gather<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>, BoxedError> {
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(
+        &mut self,
+        own: &T,
+    ) -> Result<Vec<T>, BoxedError> {
         parse(&self.all_gather_bytes(&serde_json::to_vec(own)?)?)
     }
 }
 
-/// Gathers a value from every rank of a group, in rank order. Collective.
+/// Gathers a value from every rank of a group, in rank order, as PyTorch's `all_gather_object`. Collective.
 ///
 /// # Errors
 /// When the ranks cannot communicate, or do not understand each other's values.
-pub fn all_gather<T: Serialize + DeserializeOwned>(
+pub fn all_gather_object<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     own: &T,
 ) -> Result<Vec<T>, BoxedError> {

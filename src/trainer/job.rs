@@ -26,18 +26,32 @@ mod sources;
 #[cfg(test)]
 mod tests;
 
-pub use available::{GPU_RESERVE_BYTES, meminfo_bytes, proc_bytes};
-pub use checks::{check_memory, launch_options};
-pub use devices::{DevicePlacement, DeviceRequest, likely_device};
-pub use join::{
-    backend_of, check_backend, check_build, check_processes, check_threads, join, launched_backend,
-};
-pub use model_source::{ModelSource, check_exchange, check_layers, max_positions, named_shape, resolve_ring};
+pub use devices::{DevicePlacement, DeviceRequest};
+pub use join::join;
+pub use model_source::ModelSource;
 pub use options::{JobError, JobLog, JobOptions, OpenTokenizer};
 pub use planned_memory::PlannedMemory;
-pub use prepared::{PreparedJob, config_warnings};
-pub use ranks::{JobRanks, resolve, with_location};
-pub use sources::{Sources, open_tokenizer};
+pub use prepared::PreparedJob;
+pub use ranks::JobRanks;
+pub use sources::Sources;
+
+// For the command: checks and steps that its other subcommands share with a job.
+#[doc(hidden)]
+pub use available::{GPU_RESERVE_BYTES, meminfo_bytes, proc_bytes};
+#[doc(hidden)]
+pub use checks::{check_memory, launch_options};
+#[doc(hidden)]
+pub use devices::likely_device;
+#[doc(hidden)]
+pub use join::{check_backend, check_build, check_processes, check_threads, launched_backend};
+#[doc(hidden)]
+pub use model_source::{check_exchange, check_layers, named_shape, resolve_ring};
+#[doc(hidden)]
+pub use prepared::config_warnings;
+#[doc(hidden)]
+pub use ranks::{resolve, with_location};
+#[doc(hidden)]
+pub use sources::open_tokenizer;
 
 use super::event_files::EventFiles;
 use super::{Observer, ObserverError, TrainReport, Trainer, TrainerError};

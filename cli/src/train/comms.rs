@@ -16,7 +16,7 @@ pub(super) fn measure(
     passes: &[Passes],
 ) -> RankComms {
     let PreparedJob { config, mesh, model, .. } = job;
-    let (llama, rank) = (&model.config, summary.rank);
+    let (model, rank) = (&model.config, summary.rank);
     let sent = summary.groups.iter().flat_map(|(axis, stats)| {
         stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
     });
@@ -29,8 +29,8 @@ pub(super) fn measure(
             let steps = passes.trained / config.gradient_accumulation_steps as u64;
             let config = config.clone().with_seq_len(passes.seq_len);
             let plans = [
-                (steps, RankStep::of(&config, llama, mesh, rank)),
-                (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),
+                (steps, RankStep::of(&config, model, mesh, rank)),
+                (passes.evaluated, RankStep::of_evaluation(&config, model, mesh, rank)),
             ];
             // Without a plan only the measured volume is reported.
             let plans: Vec<_> =

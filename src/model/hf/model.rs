@@ -61,6 +61,11 @@ pub struct HfSource {
 }
 
 impl HfDescription {
+    /// Returns `max_position_embeddings`, if the file has it.
+    pub fn max_position_embeddings(&self) -> Option<usize> {
+        usize::try_from(self.json["max_position_embeddings"].as_u64()?).ok()
+    }
+
     /// Reads the `config.json` of a directory.
     ///
     /// # Errors

@@ -5,7 +5,6 @@ use std::fmt;
 use std::path::Path;
 
 /// The memory of a GPU that is not for tensors, unless the user says otherwise.
-#[doc(hidden)]
 pub const GPU_RESERVE_BYTES: u64 = 4 << 30;
 
 /// Bytes that can still be allocated, and the limit that applies.
@@ -54,7 +53,6 @@ fn read(path: &Path) -> Option<String> {
 }
 
 /// Returns the bytes of a line of a file of `/proc`, such as `MemTotal:`; `None` on systems without it.
-#[doc(hidden)]
 pub fn proc_bytes(path: &str, label: &str) -> Option<u64> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(label))?;
@@ -62,7 +60,6 @@ pub fn proc_bytes(path: &str, label: &str) -> Option<u64> {
 }
 
 /// Reads a line of `/proc/meminfo`.
-#[doc(hidden)]
 pub fn meminfo_bytes(label: &str) -> Option<f64> {
     proc_bytes("/proc/meminfo", label).map(|bytes| bytes as f64)
 }

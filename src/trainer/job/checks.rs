@@ -23,7 +23,7 @@ pub fn launch_options(requested: Option<usize>, world_size: usize) -> Result<Lau
     if world_size.saturating_mul(threads_per_rank) > MAX_THREADS {
         return Err(JobError::usage(format!(
             "too many threads: {world_size} rank(s) × {threads_per_rank} thread(s) per rank exceed the limit of \
-             {MAX_THREADS}; choose a smaller mesh or fewer --threads-per-rank"
+             {MAX_THREADS}; choose a smaller mesh or fewer `ulysses.threads_per_rank` (--threads-per-rank)"
         )));
     }
     Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
@@ -85,7 +85,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     let Some(output) = config.ulysses.output.as_deref() else {
         return match resume {
             Some(Resume::Newest(None)) => refuse(
-                "--resume needs an output directory: give --output or `ulysses.output`, or a checkpoint such as \
+                "--resume needs an output directory: give `ulysses.output` (--output), or a checkpoint such as \
                  --resume DIR/step_00000100"
                     .to_owned(),
             ),
@@ -94,7 +94,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     };
     if Path::new(output).join(MANIFEST).exists() {
         return refuse(format!(
-            "--output {output}: expected a directory for the run's checkpoints, found a checkpoint"
+            "`ulysses.output` (--output) {output}: expected a directory for the run's checkpoints, found a checkpoint"
         ));
     }
     let directories = step_directories(Path::new(output)).or_usage()?;
@@ -104,7 +104,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     match resume {
         None => refuse(format!(
             "{output} contains checkpoints of an earlier run, up to {newest_name}: resume with --resume, or start a new \
-             run with another --output"
+             run with another `ulysses.output` (--output)"
         )),
         Some(Resume::Newest(None)) => Ok(()),
         Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
@@ -115,7 +115,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
                 return Ok(());
             }
             refuse(format!(
-                "{output} contains {newest_name}, which is newer than {}: give another --output, or move it away",
+                "{output} contains {newest_name}, which is newer than {}: give another `ulysses.output` (--output), or move it away",
                 dir.display()
             ))
         }

@@ -134,7 +134,7 @@ impl DevicePlacement {
         match self.backend {
             #[cfg(feature = "nccl")]
             Backend::Nccl => {
-                let gpus: Vec<usize> = (0..world_size).map(|rank| rank % self.num_gpus).collect();
+                let gpus: Vec<usize> = (0..world_size).map(|rank| rank % self.num_gpus.max(1)).collect();
                 let run = |rank: RankContext| run(&rank, rank.group.value_device());
                 crate::comm::nccl::launch(&gpus, options, run).map_err(|error| match error {
                     LaunchError::Failed { rank, source } if source.is::<DeviceError>() => {

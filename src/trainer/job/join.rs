@@ -101,7 +101,7 @@ pub fn join(
 }
 
 /// Returns the backend that connects the processes of a session.
-pub fn backend_of(session: &dyn Session) -> Backend {
+pub(super) fn backend_of(session: &dyn Session) -> Backend {
     if session.uses_mpi() { Backend::Mpi } else { Backend::Nccl }
 }
 

@@ -8,8 +8,8 @@ use crate::estimate::ulysses_limits;
 use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
 use crate::model::{
-    self, HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights,
-    WeightSource, preset, shape,
+    HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights, WeightSource,
+    max_positions, preset, shape,
 };
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use std::path::{Path, PathBuf};
@@ -37,18 +37,13 @@ pub fn named_shape(model: &str) -> Result<Option<ModelConfig>, JobError> {
     }
 }
 
-/// Returns `max_position_embeddings` of a description, if it has it.
-pub fn max_positions(description: &HfDescription) -> Option<usize> {
-    usize::try_from(description.json["max_position_embeddings"].as_u64()?).ok()
-}
-
 /// Explains an unknown model name.
 fn unknown(name: &str, error: ModelError) -> JobError {
     let ModelError::UnknownPreset { presets, .. } = error else { return JobError::usage(error) };
     if let Err(unsupported @ ModelError::UnsupportedModel { .. }) = shape(name) {
         return JobError::usage(unsupported);
     }
-    let hint = match model::max_positions(name).is_some() {
+    let hint = match max_positions(name).is_some() {
         true => "; only `ulysses plan` knows this shape: give a directory with weights",
         false => "",
     };
@@ -118,7 +113,7 @@ impl ModelSource {
             false => JobError::usage(error),
         });
         let description = description?;
-        let max_positions = max_positions(&description);
+        let max_positions = description.max_position_embeddings();
         let HfModel { config, weights, notes, source } =
             HfModel::with_weights(description, dir).or_usage()?;
         notes.iter().for_each(|text| log(&format!("note: {text}")));

@@ -7,7 +7,7 @@ use super::join::{
 use super::options::{JobError, JobLog, JobOptions, OrJobError};
 use crate::checkpoint::CheckpointError;
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather, host_name,
+    CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, Session, all_gather_object, host_name,
     stated_hosts,
 };
 use crate::config::{Backend, Config, ConfigError, Overrides, RawConfig};
@@ -25,7 +25,7 @@ pub struct JobRanks {
     pub session: Option<Box<dyn Session>>,
     /// The hosts of all ranks, if they are processes.
     rank_hosts: Option<RankHosts>,
-    log: JobLog,
+    pub(super) log: JobLog,
 }
 
 /// Resolves the config of a job. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
@@ -144,7 +144,7 @@ impl JobRanks {
         let stated = stated_hosts(Some(session.world_size()), variable);
         let of_variable = |hosts: &Vec<String>| hosts.get(session.rank()).cloned();
         let own = stated.as_ref().ok().and_then(|hosts| hosts.as_ref().and_then(of_variable));
-        let hosts = session.all_gather(&own.unwrap_or_else(host_name)).or_run()?;
+        let hosts = session.all_gather_object(&own.unwrap_or_else(host_name)).or_run()?;
         self.rank_hosts = Some(RankHosts::new(&hosts));
         // Only now, so that the others do not wait for this process.
         stated.map(|_| ()).or_usage()
@@ -166,7 +166,7 @@ impl JobRanks {
         let Some(session) = &self.session else { return Ok(()) };
         let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
         let job = format!("the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks");
-        check_processes(&**session, ranks, &job, ", or choose another --mesh")
+        check_processes(&**session, ranks, &job, ", or choose another mesh (--mesh)")
     }
 
     /// Returns how many of `world_size` ranks run on this machine.
@@ -195,7 +195,8 @@ impl JobRanks {
         is_usage: impl Fn(&E) -> bool,
     ) -> Result<T, E> {
         let Some(session) = self.session.as_mut() else { return own };
-        let failed: Vec<Option<bool>> = session.all_gather(&own.as_ref().err().map(is_usage)).or_run()?;
+        let failed: Vec<Option<bool>> =
+            session.all_gather_object(&own.as_ref().err().map(is_usage)).or_run()?;
         let Some(rank) = failed.iter().position(Option::is_some) else { return own };
         (self.log.mute)(rank != session.rank());
         own.and_then(|_| {
@@ -213,7 +214,7 @@ impl JobRanks {
     /// When the processes cannot communicate.
     pub fn all(&mut self, own: bool) -> Result<bool, JobError> {
         let Some(session) = self.session.as_mut() else { return Ok(own) };
-        Ok(session.all_gather(&own).or_run()?.into_iter().all(|of_process| of_process))
+        Ok(session.all_gather_object(&own).or_run()?.into_iter().all(|of_process| of_process))
     }
 
     /// Returns the value of rank 0. Collective.
@@ -222,7 +223,7 @@ impl JobRanks {
     /// When the processes cannot communicate.
     pub fn value_of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, JobError> {
         let Some(session) = self.session.as_mut() else { return Ok(own) };
-        session.all_gather(&own).or_run()?.into_iter().next().ok_or("a job has a process").or_run()
+        session.all_gather_object(&own).or_run()?.into_iter().next().ok_or("a job has a process").or_run()
     }
 
     /// Runs `run` on all ranks, with the device of their tensors, and returns the results of all of them in every process.
@@ -239,7 +240,7 @@ impl JobRanks {
         let own = session.rank();
         let outcomes = session.run(options, |rank, device| {
             let outcome = run(rank, device).map_err(Into::into)?;
-            all_gather(&*rank.group, &outcome)
+            all_gather_object(&*rank.group, &outcome)
         });
         outcomes.map_err(|error| {
             (self.log.mute)(reporting_rank(&error, own) != own);

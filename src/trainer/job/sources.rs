@@ -2,11 +2,11 @@
 
 use super::model_source::{own_tokenizer, unread_tokenizer};
 use super::options::{JobError, OpenTokenizer, OrJobError};
+use crate::comm::with_causes;
 use crate::config::{Config, DataSource, HeldOut, LongConversations, Packing, UlyssesConfig};
 use crate::data::{
     Corpus, DataError, Dataset, Documents, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
-use anyhow::Context;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -70,8 +70,7 @@ impl Sources {
             let corpus = reader.read(&paths)?;
             let training = match held_out {
                 Some(HeldOut::Fraction(fraction)) => {
-                    let [training, held_out] =
-                        Documents::split(corpus, *fraction).with_context(|| name.clone()).or_run()?;
+                    let [training, held_out] = Documents::split(corpus, *fraction).map_err(within(&name))?;
                     check(&held_out, packing, &format!("validation split of {name}"))?;
                     sources.held_out.push(held_out);
                     training
@@ -90,7 +89,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Prints the share of tokens with labels, unless all have one.
+    /// Logs the share of tokens with labels, unless all have one.
     fn log_label_share(&self) -> Result<(), JobError> {
         let documents = || self.training.iter().map(|(documents, _)| documents);
         if documents().all(|documents| !documents.corpus().has_labels()) {
@@ -190,19 +189,18 @@ impl Reader<'_> {
         };
         let (append_eod, on_bad_line) = (*append_eod, *on_bad_line);
         let options = SourceOptions { tokenizer, text_field, token_files, append_eod, on_bad_line };
-        let corpus = Corpus::open(paths, &options).context("cannot read the data").or_run()?;
+        let corpus = Corpus::open(paths, &options).map_err(within("cannot read the data"))?;
         self.describe(&corpus)?;
         let corpus = Arc::new(corpus);
-        let fits = Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
+        Documents::from(corpus.clone()).check_vocab(vocab_size).map_err(|error| {
             let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("(bytes)");
             let model = config.ulysses.model.as_deref().unwrap_or_default();
-            format!("the tokenizer {tokenizer} does not fit the model {model}")
-        });
-        fits.or_run()?;
+            within(&format!("the tokenizer {tokenizer} does not fit the model {model}"))(error)
+        })?;
         Ok(corpus)
     }
 
-    /// Prints what was found in the files, and refuses text without a tokenizer that the model's files would need.
+    /// Logs what was found in the files, and refuses text without a tokenizer that the model's files would need.
     fn describe(&self, corpus: &Corpus) -> Result<(), JobError> {
         let Self { config, tokenizer, vocab_size, log } = *self;
         let (contents, skipped) = (corpus.contents(), corpus.skipped());
@@ -240,6 +238,11 @@ impl Reader<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns the error of an operation, which names it and all causes.
+fn within(operation: &str) -> impl Fn(DataError) -> JobError {
+    move |error| JobError::run(format!("{operation}: {}", with_causes(&error)))
 }
 
 /// Returns the first line of the first document, in quotes.

@@ -1,10 +1,14 @@
 //! A job as a program runs it.
 
-use super::{Job, JobError, JobOptions};
+use super::{Job, JobError, JobLog, JobOptions, JobRanks};
 use crate::checkpoint::OutputLock;
+use crate::comm::{LaunchError, LaunchOptions, ProcessGroupExt, RankContext, RankMain, Session, launch};
 use crate::config::Overrides;
 use crate::engine::Engine;
 use crate::trainer::{Observer, ObserverError, StepEnd};
+use candle_core::Device;
+use std::cell::Cell;
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -97,4 +101,63 @@ fn a_mistake_in_the_settings_is_told_from_unusable_data() {
     std::fs::write(&file, text).unwrap();
     let unknown = error_of(&file);
     assert!(unknown.is_usage() && unknown.to_string().contains("`no-such-model`"), "{unknown}");
+}
+
+/// A rank that is a thread, as the session of a process.
+struct ThreadSession(RankContext);
+
+impl Session for ThreadSession {
+    fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.world_size
+    }
+
+    fn local_size(&self) -> usize {
+        self.0.world_size
+    }
+
+    fn uses_mpi(&self) -> bool {
+        true
+    }
+
+    fn run_rank(&mut self, _options: &LaunchOptions, run: RankMain<'_>) -> Result<(), LaunchError> {
+        let rank = self.0.rank;
+        run(&self.0, Device::Cpu).map_err(|source| LaunchError::Failed { rank, source })
+    }
+
+    fn all_gather_bytes(&mut self, own: &[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>> {
+        Ok(self.0.group.all_gather_varied(own)?)
+    }
+}
+
+thread_local! {
+    static IS_MUTED: Cell<Option<bool>> = const { Cell::new(None) };
+}
+
+#[test]
+fn all_processes_fail_with_the_first_failed_one_which_reports() {
+    let outcomes = launch(3, &LaunchOptions::default(), |rank| {
+        let own = match rank.rank {
+            0 => Ok("prepared"),
+            1 => Err(JobError::usage("an unknown model")),
+            _ => Err(JobError::run("no space")),
+        };
+        let mut ranks = JobRanks::default();
+        ranks.log = JobLog { mute: |is_muted| IS_MUTED.set(Some(is_muted)), ..JobLog::default() };
+        ranks.session = Some(Box::new(ThreadSession(rank)));
+        assert!(
+            ranks.agree(Ok::<_, JobError>("all"), JobError::is_usage).is_ok() && IS_MUTED.get().is_none()
+        );
+        let error = ranks.agree(own, JobError::is_usage).expect_err("rank 1 fails");
+        Ok::<_, JobError>((IS_MUTED.get(), error.is_usage(), error.to_string()))
+    });
+    let expected = [
+        (Some(true), true, "rank 1 cannot start".to_owned()),
+        (Some(false), true, "an unknown model".to_owned()),
+        (Some(true), false, "no space".to_owned()),
+    ];
+    assert_eq!(outcomes.unwrap(), expected);
 }
