@@ -2,7 +2,7 @@
 
 use super::moment::Moment;
 use super::{Engine, EngineError, StepReport};
-use crate::comm::{ProcessGroupExt, ReduceOp};
+use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
 use crate::model::Model;
@@ -11,6 +11,7 @@ use crate::placement::{Placement, ledger};
 use crate::zero::{Buffer, ZeroAxis, ZeroError};
 use candle_core::Tensor;
 use std::collections::HashSet;
+use std::sync::Arc;
 use ulysses_kernels::OpError;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
@@ -258,25 +259,24 @@ impl Engine {
             let is_replicated = |buffer: Buffer| layout(buffer)[index].placement == Placement::Replicate;
             let replicated: Vec<_> =
                 buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
-            self.check_replicas_along(&axis, &replicated)?;
-            compared.extend(replicated.into_iter().map(|(_, buffer)| (buffer, axis.group)));
+            compared.extend(self.check_replicas_along(axis, &replicated)?);
         }
         Ok(buffers.into_iter().try_for_each(|(_, buffer)| self.zero.check_compared(buffer, &compared))?)
     }
 
-    /// Compares buffers, each with its name, along an axis that replicates them.
-    fn check_replicas_along(
+    /// Compares buffers, each with its name, along an axis that replicates them. Returns what was compared along which group.
+    fn check_replicas_along<'a>(
         &self,
-        ZeroAxis { name: axis, group, .. }: &ZeroAxis<'_>,
+        ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
-    ) -> Result<(), EngineError> {
+    ) -> Result<Vec<(Buffer, &'a Arc<dyn ProcessGroup>)>, EngineError> {
         if group.world_size() == 1 || buffers.is_empty() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer));
         let hashes = hashes.collect::<Result<Vec<u64>, ZeroError>>()?;
         match group.find_disagreement(&hashes)? {
-            None => Ok(()),
+            None => Ok(buffers.iter().map(|(_, buffer)| (*buffer, group)).collect()),
             Some((rank, index)) => {
                 let (what, first) = (buffers[index].0, group.global_ranks()[0]);
                 Err(EngineError::ReplicasDiffer { what, axis, rank, first })

@@ -89,13 +89,14 @@ pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
 /// Runs the study for the first layer of a model.
 ///
 /// # Errors
-/// When there are fewer tokens than ranks.
+/// When there are fewer tokens than ranks, or the description of the model is not valid.
 pub fn of_model(
     name: String,
     model: &ModelConfig,
     tokens_per_rank: usize,
     ranks: &[usize],
 ) -> Result<ModelScaling, EngineError> {
+    model.validate(&name)?;
     let layer = &model.layers[0];
     let point = |&ranks: &usize| point(model.hidden_size, layer, ranks, ranks * tokens_per_rank);
     let points = ranks.iter().map(point);

@@ -196,7 +196,8 @@ impl ModelConfig {
         let json = self.to_hf_json();
         match (self.family.read)(&HfConfig::new(origin, &json)) {
             Ok(written) if written == *self => Ok(()),
-            _ => {
+            Err(error) => Err(error),
+            Ok(_) => {
                 let expected = "its config.json cannot describe these layers";
                 Err(refused(origin, "model_type", self.family.model_type.to_owned(), expected.to_owned()))
             }

@@ -55,7 +55,7 @@ impl Step {
         match self.kind {
             StepKind::ZeroOthers if rank == 0 => Ok(local.clone()),
             StepKind::ZeroOthers => Ok(zeros(&shape)?),
-            StepKind::Slice { .. } => {
+            StepKind::Slice { .. } | StepKind::Pad { .. } => {
                 let own = zeros(&shape)?;
                 let copies = Vec::from_iter(transfer(&held[rank], &needed[rank]));
                 strided_copy::copy_blocks(&[local], &[&own], &copies)?;

@@ -4,6 +4,7 @@
 //! `Partial`, a pending sum. [`redistribute`] plans the [`Step`]s between two layouts of a tensor as integers, and
 //! [`Plan::execute`] runs them on the process groups of the mesh.
 //!
+//! The engine's own exchanges do not run by plans; a test of dry runs compares ZeRO's reduction with the plan of its layouts.
 //! In a dry run, gradients and parameters carry their placements: the [`ledger`] refuses a reduction that is missing or
 //! done twice.
 

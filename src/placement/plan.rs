@@ -32,6 +32,11 @@ pub enum StepKind {
         /// The dimension that was sharded.
         dim: usize,
     },
+    /// Each rank has zeros beside its shard: `Shard(dim)` → `Partial`. Sends nothing.
+    Pad {
+        /// The dimension that was sharded.
+        dim: usize,
+    },
     /// The first rank keeps its elements, the others have zeros: `Replicate` → `Partial`. Sends nothing.
     ZeroOthers,
 }
@@ -83,6 +88,10 @@ pub fn redistribute(from: &Layout, to: &Layout) -> Result<Plan, PlacementError> 
         return Err(PlacementError::Different { from: from.to_string(), to: to.to_string() });
     }
     let (mut steps, mut now) = (Vec::new(), from.clone());
+    // Along one rank, all placements are the same.
+    for (axis, target) in to.axes().iter().enumerate().filter(|(_, target)| target.size == 1) {
+        now = now.with(axis, target.placement);
+    }
     while let Some((axis, kind)) = next_step(&now, to) {
         let after = now.with(axis, kind.placement_after());
         let before = std::mem::replace(&mut now, after.clone());
@@ -96,7 +105,7 @@ impl StepKind {
         match self {
             Self::Slice { dim } | Self::ReduceScatter { dim } | Self::AllToAll { to: dim, .. } => Shard(dim),
             Self::AllReduce | Self::AllGather { .. } => Replicate,
-            Self::ZeroOthers => Partial,
+            Self::Pad { .. } | Self::ZeroOthers => Partial,
         }
     }
 
@@ -108,6 +117,7 @@ impl StepKind {
             (Partial, Shard(dim)) => Self::ReduceScatter { dim },
             (Shard(from), Shard(to)) => Self::AllToAll { from, to },
             (Partial, _) => Self::AllReduce,
+            (Shard(dim), Partial) => Self::Pad { dim },
             (Shard(dim), _) => Self::AllGather { dim },
             (Replicate, _) => Self::ZeroOthers,
         })
@@ -121,7 +131,7 @@ impl StepKind {
             Self::AllToAll { .. } => 2,
             Self::AllReduce => 3,
             Self::AllGather { .. } => 4,
-            Self::ZeroOthers => 5,
+            Self::Pad { .. } | Self::ZeroOthers => 5,
         }
     }
 }
@@ -129,7 +139,9 @@ impl StepKind {
 /// The next step from `now` to `to`, with its axis; `None` at the end.
 fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
     let axes = now.axes().len();
-    let shards = |layout: &Layout, axis: usize, dim: usize| layout.placement(axis) == Shard(dim);
+    let shards = |layout: &Layout, axis: usize, dim: usize| {
+        layout.placement(axis) == Shard(dim) && layout.axes()[axis].size > 1
+    };
     // A shard can be divided or put together only by the innermost axis of its dimension.
     let is_innermost = |axis: usize, dim: usize| !(axis + 1..axes).any(|inner| shards(now, inner, dim));
     // An axis that divides a dimension before an outer axis has come, or gone, would have to be gathered again.
@@ -139,7 +151,7 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
         let (left, entered) = match kind {
             StepKind::Slice { dim } | StepKind::ReduceScatter { dim } => (None, Some(dim)),
             StepKind::AllToAll { from, to } => (Some(from), Some(to)),
-            StepKind::AllGather { dim } => (Some(dim), None),
+            StepKind::AllGather { dim } | StepKind::Pad { dim } => (Some(dim), None),
             StepKind::AllReduce | StepKind::ZeroOthers => (None, None),
         };
         left.into_iter().chain(entered).all(|dim| is_innermost(axis, dim))
@@ -167,7 +179,7 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
 }
 
 impl Plan {
-    /// The layout before the first step.
+    /// The layout before the first step. Along axes of one rank, the steps begin with the placements of [`to`](Self::to).
     pub fn from(&self) -> &Layout {
         &self.from
     }
@@ -201,7 +213,7 @@ impl Step {
         let own = self.before.local_numel(coordinate)?;
         let (rank, ranks) = (coordinate[self.axis], self.before.axes()[self.axis].size);
         Ok(match self.kind {
-            StepKind::Slice { .. } | StepKind::ZeroOthers => 0,
+            StepKind::Slice { .. } | StepKind::Pad { .. } | StepKind::ZeroOthers => 0,
             StepKind::AllGather { .. } => own * (ranks - 1),
             // Chunks are padded to the largest one.
             StepKind::ReduceScatter { .. } => self.chunk_numel(coordinate)? * (ranks - 1),

@@ -10,6 +10,8 @@ pub enum Fault {
     NotSummed,
     /// It is summed again, or its replicas are.
     SummedTwice,
+    /// It is reduced, but not to the sum.
+    NotASum,
     /// It is summed, but holds nothing.
     NothingToSum,
     /// It is used before a collective along the axis is complete.
@@ -44,6 +46,7 @@ impl fmt::Display for LedgerError {
         let (before, after) = match self.fault {
             Fault::NotSummed => ("used without its sum over", ""),
             Fault::SummedTwice => ("summed over", " twice"),
+            Fault::NotASum => ("reduced over", ", but not to the sum"),
             Fault::NothingToSum => ("summed over", ", but no backward pass has added to it"),
             Fault::Incomplete => ("used before the collective over", " is complete"),
             Fault::AddedAfterSum => ("added to by a backward pass after its sum over", ""),

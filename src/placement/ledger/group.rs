@@ -1,7 +1,9 @@
 //! Process groups that keep the ledger, and the account of the norm.
 
 use super::{Fault, LedgerError, Placed, fault, place, placed, spanned_axes, with};
-use crate::comm::{Call, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
+use crate::comm::{
+    Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, ReduceOp,
+};
 use crate::placement::Placement::Shard;
 use candle_core::{DType, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -59,16 +61,26 @@ impl LedgerGroup {
         if !matches!(op, CollectiveOp::AllReduce | CollectiveOp::ReduceScatter | CollectiveOp::AllGather) {
             return Ok(());
         }
+        let is_sum = match call.signature() {
+            CallSignature::AllReduce { op, .. } | CallSignature::ReduceScatter { op, .. } => {
+                *op == ReduceOp::Sum
+            }
+            _ => true,
+        };
         match placed(input) {
+            Some(placed) if !is_sum => placed.refuse_at(self.axes().first().copied(), Fault::NotASum)?,
             Some(placed) => place(output, Some(placed.after(op, self.axes())?)),
-            None if input.dtype() == DType::F64 => self.record_sum_of_norm()?,
+            None if input.dtype() == DType::F64 => self.record_sum_of_norm(is_sum)?,
             None => {}
         }
         Ok(())
     }
 
-    fn record_sum_of_norm(&self) -> Result<(), LedgerError> {
+    fn record_sum_of_norm(&self, is_sum: bool) -> Result<(), LedgerError> {
         let axes = self.axes();
+        if !is_sum && with(|ledger| ledger.norm.is_some()).unwrap_or_default() {
+            return axes.first().map_or(Ok(()), |axis| Err(fault(NORM, *axis, Fault::NotASum)));
+        }
         let twice = with(|ledger| {
             let missing = ledger.norm.as_mut()?;
             let twice = axes.iter().find(|axis| !missing.contains(axis));

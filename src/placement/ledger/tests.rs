@@ -71,6 +71,32 @@ fn a_sum_that_is_missing_or_done_twice_is_named_with_unit_and_axis() {
 }
 
 #[test]
+fn only_a_sum_is_the_sum() {
+    with_ledger("2x2", |groups| {
+        for op in [ReduceOp::Average, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product] {
+            let reduced = groups.along("dp").all_reduce(&gradient(), op);
+            assert_fault(
+                reduced,
+                "the gradient of `model.layers.3` is reduced over `dp`, but not to the sum",
+            );
+            let partition = zeros(4, DType::F32, &Device::Cpu).unwrap();
+            let reduced = groups.along("sp").reduce_scatter(&gradient(), &partition, op);
+            assert_fault(
+                reduced,
+                "the gradient of `model.layers.3` is reduced over `sp`, but not to the sum",
+            );
+            open_norm(std::iter::empty()).unwrap();
+        }
+        let (gradient, partition) = (gradient(), zeros(4, DType::F32, &Device::Cpu).unwrap());
+        groups.along("dp").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
+        groups.along("sp").all_reduce(&partition, ReduceOp::Sum).unwrap();
+        open_norm([placed(&partition)].into_iter()).unwrap();
+        let norm = groups.along("dp").all_reduce_values(&[1.0], ReduceOp::Max).map(drop);
+        assert_fault(norm, "the norm of the gradients is reduced over `dp`, but not to the sum");
+    });
+}
+
+#[test]
 fn a_sum_over_a_part_of_sp_leaves_the_other_part() {
     with_ledger("ring=2,ulysses=2", |groups| {
         for (part, rest) in [("ring", "ulysses"), ("ulysses", "ring")] {

@@ -177,6 +177,7 @@ impl ZeroOptimizer {
         let stored = unit.updated_parameters(self.stage)?;
         let rounded = stored.blank()?;
         cast::cast(master, &rounded)?;
+        ledger::copy(master, &rounded)?;
         stored.put(rounded)
     }
 
