@@ -83,7 +83,7 @@ fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, out
     let checkpoints = tempfile::tempdir()?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let mut engine = initialize(Model::llama(start.llama)?, start.weights, &config, &groups)?;
+        let mut engine = initialize(Model::new(start.llama)?, start.weights, &config, &groups)?;
         let mut loader = engine.data_loader(sequences.clone())?;
         for _ in 0..40 {
             let report = engine.train_batch(|| loader.next_micro_batch())?;

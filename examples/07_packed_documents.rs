@@ -78,7 +78,7 @@ fn loss(batches: &[GlobalBatch]) -> Result<f64> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<f64> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let model = Model::llama(&preset("nano")?)?;
+        let model = Model::new(&preset("nano")?)?;
         let mut engine = initialize(model, &RandomWeights { seed: 7 }, &config, &groups)?;
         let (mut sum, mut tokens) = (0.0, 0);
         for batch in batches {

@@ -66,7 +66,7 @@ fn run((dp, sp): (usize, usize), stage: u8, start: Start, directory: &Path) -> R
     let mesh = DeviceMesh::dp_sp(dp, sp)?;
     let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let (groups, llama) = (MeshGroups::new(&mesh, rank.group.clone())?, preset("nano")?);
-        let mut engine = initialize(Model::llama(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
+        let mut engine = initialize(Model::new(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
         let mut loader = engine.data_loader(sequences.clone())?;
         if start == Start::FromNewest {
             // The ranks verify the hashes of all files, each rank a share, before loading.

@@ -22,7 +22,7 @@
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
 //!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-//!     let model = Model::llama(&preset("nano")?)?;
+//!     let model = Model::new(&preset("nano")?)?;
 //!     let mut engine = initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
 //!     let mut loader = engine.data_loader(data.clone())?;
 //!     let report = engine.train_batch(|| loader.next_micro_batch())?;

@@ -42,7 +42,7 @@ fn in_later_steps((dp, sp): (usize, usize), recompute: bool) -> u64 {
     let ranks =
         on_mesh(&config, &LaunchOptions { threads_per_rank: 2, ..LaunchOptions::default() }, |_, groups| {
             let (weights, attention) = (RandomWeights { seed: 1 }, Arc::new(FlashAttention::default()));
-            let model = Model::llama(&model)?;
+            let model = Model::new(&model)?;
             let mut engine =
                 Engine::with_attention(model, &weights, &config, groups, attention, &test_device())?;
             let batch = micro_batches(&global, &engine)?.remove(0);

@@ -255,7 +255,7 @@ fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
         LOG.line,
     )
     .ok()?;
-    Some((Model::llama(&source.config).ok()?, source))
+    Some((Model::new(&source.config).ok()?, source))
 }
 
 fn run_export(args: ExportArgs) -> Result<(), Failure> {

@@ -68,7 +68,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let data = sources.training(args.seq_len)?;
     let evaluation = ranks.run(mesh.world_size(), &options, |rank, device| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
-        let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;
+        let mut engine = initialize(Model::new(&source.config)?, &*source.weights, &config, &groups)?;
         Ok(evaluate(&mut engine, &data, None)?)
     })?;
     let bytes = text_bytes(&tokenizer, &data, &evaluation).or_run()?;

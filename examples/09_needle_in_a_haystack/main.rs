@@ -90,7 +90,7 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
         // One layer is enough to look something up.
         let one_layer = preset("nano")?.with_num_layers(1).with_attention(|layer| layer.rope.theta = 1e5);
         let llama = ModelConfig { initializer_range: 0.1, ..one_layer };
-        let mut engine = initialize(Model::llama(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
+        let mut engine = initialize(Model::new(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
         for step in 0..STEPS {
             // This rank's tokens of every sequence, for each micro step.
             let mut shards = engine.shard(&haystack(step, sees_all)?.batch)?.into_iter();

@@ -125,7 +125,7 @@ impl Workload {
         let sink = recorder.clone();
         let run = || {
             let groups = fake_groups(&config, mesh, rank, &recorder)?;
-            let model = Model::llama(&self.model)?;
+            let model = Model::new(&self.model)?;
             let batch = self.batch(groups.sp.rank())?;
             let device = &Device::Cpu;
             let attention = Arc::new(attention(&config, device)?);

@@ -231,7 +231,7 @@ fn layers_may_differ_as_far_as_the_familys_file_says_so() {
     config.layers[2].window = Some(5);
     config.validate("alternating").unwrap();
     assert_eq!(config.distinct_layers().len(), 2);
-    let model = Model::llama(&config).unwrap();
+    let model = Model::new(&config).unwrap();
     let windows: Vec<_> = model.layers.iter().map(|layer| layer.attention_extent().unwrap().window).collect();
     assert_eq!(windows, [Some(5), None, Some(5)]);
 

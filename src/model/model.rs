@@ -11,7 +11,7 @@ use crate::objective::{CausalLm, Objective};
 /// ```
 /// use ulysses::model::{Model, preset};
 ///
-/// let model = Model::llama(&preset("nano")?)?;
+/// let model = Model::new(&preset("nano")?)?;
 /// let names: Vec<String> = model.units().into_iter().map(|unit| unit.name).collect();
 /// assert_eq!(names, ["embedding", "model.layers.0", "model.layers.1", "head"]);
 /// # Ok::<(), ulysses::model::ModelError>(())
@@ -35,16 +35,16 @@ pub struct UnitSpec {
 }
 
 impl Model {
-    /// Creates a Llama-style decoder.
+    /// Creates a decoder from its description.
     ///
     /// # Errors
     /// A description that [`ModelConfig::validate`] refuses.
-    pub fn llama(config: &ModelConfig) -> Result<Self, ModelError> {
+    pub fn new(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
         Ok(Self::layers_of(config))
     }
 
-    /// As [`llama`](Self::llama), for an unchecked description; allocates nothing.
+    /// As [`new`](Self::new), for an unchecked description; allocates nothing.
     pub(super) fn layers_of(config: &ModelConfig) -> Self {
         let ModelConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
         let input = Embedding::new(vocab_size, hidden_size, std);

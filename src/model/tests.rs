@@ -164,7 +164,7 @@ fn models_that_would_be_computed_wrongly_are_refused_by_key() {
 #[test]
 fn tied_models_have_one_unit_less() {
     let units = |tied| {
-        let model = Model::llama(&ModelConfig { tie_word_embeddings: tied, ..config() }).unwrap();
+        let model = Model::new(&ModelConfig { tie_word_embeddings: tied, ..config() }).unwrap();
         model.units().into_iter().map(|unit| (unit.name, unit.parameters.len())).collect::<Vec<_>>()
     };
     let layer = |index| (format!("model.layers.{index}"), 9);
@@ -188,7 +188,7 @@ fn absurd_descriptions_are_refused() {
         config().with_attention(|layer| layer.rope.theta = f64::NAN),
     ];
     for description in absurd {
-        assert!(Model::llama(&description).is_err(), "{description:?}");
+        assert!(Model::new(&description).is_err(), "{description:?}");
     }
 }
 

@@ -5,8 +5,8 @@ use crate::comm::{CallSignature, Elements, ReduceOp, Traffic};
 use Placement::{Partial, Replicate, Shard};
 use candle_core::DType;
 
-/// What the ranks along an axis do in a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// What the ranks along an axis do in a step. Of several possible steps, the first in this order runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum StepKind {
     /// Each rank keeps its shard: `Replicate` → `Shard(dim)`. Sends nothing.
     Slice {
@@ -122,18 +122,6 @@ impl StepKind {
             (Replicate, _) => Self::ZeroOthers,
         })
     }
-
-    /// Steps with a lower rank run first.
-    fn rank(self) -> u8 {
-        match self {
-            Self::Slice { .. } => 0,
-            Self::ReduceScatter { .. } => 1,
-            Self::AllToAll { .. } => 2,
-            Self::AllReduce => 3,
-            Self::AllGather { .. } => 4,
-            Self::Pad { .. } | Self::ZeroOthers => 5,
-        }
-    }
 }
 
 /// The next step from `now` to `to`, with its axis; `None` at the end.
@@ -166,7 +154,7 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
         }
     });
     let possible = wanted.filter(|(axis, kind)| is_possible(*axis, *kind));
-    let next = possible.min_by_key(|(axis, kind)| (kind.rank(), *axis));
+    let next = possible.min_by_key(|(axis, kind)| (*kind, *axis));
     // Axes that wait for each other: the innermost one that is in the way is gathered.
     next.or_else(|| {
         (0..axes).rev().find_map(|axis| match now.placement(axis) {

@@ -68,7 +68,7 @@ fn run(
     let data = TrainingData::new(sequences("the quick brown fox jumps. "), held_out).unwrap();
     let mut ranks = launch(2, &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let model = Model::llama(&preset("nano")?)?;
+        let model = Model::new(&preset("nano")?)?;
         let engine = initialize(model, &RandomWeights { seed: 1 }, config, &groups)?;
         let mut events = EventLog::default();
         let mut trainer = Trainer::new(engine, &groups, data.clone(), options.clone())?;

@@ -46,7 +46,7 @@ fn an_export_round_trips() {
     assert_eq!(config, model());
     let weights = HfWeights::open(&output).unwrap();
     assert_eq!(weights.names().count(), expected.len());
-    for spec in Model::llama(&config).unwrap().units().iter().flat_map(|unit| &unit.parameters) {
+    for spec in Model::new(&config).unwrap().units().iter().flat_map(|unit| &unit.parameters) {
         let mut values = vec![0.0; spec.numel()];
         weights.read(spec, 0..spec.numel(), &mut values).unwrap();
         assert_eq!(values, expected[&spec.name], "{}", spec.name);

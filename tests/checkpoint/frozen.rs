@@ -121,7 +121,7 @@ fn an_export_takes_frozen_parameters_of_a_run_in_16_bits_from_its_initial_model(
         rank.train(1)?;
         rank.save(dir.path())
     });
-    let (checkpoint, model) = (open(dir.path(), 1), Model::llama(&model()).unwrap());
+    let (checkpoint, model) = (open(dir.path(), 1), Model::new(&model()).unwrap());
     let exported = |name: &str, initial: Option<&InitialWeights>| {
         let (output, dtype) = (dir.path().join(name), ExportDtype::F32);
         let options = ExportOptions { dtype, max_file_bytes: u64::MAX, tokenizer: None, initial };

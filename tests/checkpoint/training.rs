@@ -141,7 +141,7 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
     let run = |rank: ulysses::comm::RankContext| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: SEED };
-        let engine = initialize(Model::llama(&model())?, &weights, &config, &groups)?;
+        let engine = initialize(Model::new(&model())?, &weights, &config, &groups)?;
         let (micro_batch, placement) = (config.micro_batch_size, engine.placement());
         let loader = DataLoader::new(
             rows.clone(),

@@ -79,7 +79,7 @@ fn train_rank(
             println!("{line}");
         }
     };
-    let mut engine = initialize(Model::llama(&model())?, &RandomWeights { seed: SEED }, config, groups)?;
+    let mut engine = initialize(Model::new(&model())?, &RandomWeights { seed: SEED }, config, groups)?;
     let placement = Placement::of(groups.mesh(), all.global_ranks()[all.rank()])?;
     let options = LoaderOptions { seed: SEED, micro_batch: 1, accumulation: 1, placement };
     let mut loader = DataLoader::new(rows.clone(), options)?;

@@ -66,7 +66,7 @@ fn run(
 }
 
 fn llama(_rank: usize, config: &ModelConfig) -> Model {
-    Model::llama(config).unwrap()
+    Model::new(config).unwrap()
 }
 
 fn step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
@@ -167,7 +167,7 @@ impl Layer for Faulty {
 fn a_layer_that_panics_on_one_rank() {
     for (layout, panics_in) in LAYOUTS.into_iter().flat_map(|l| [(l, Pass::Forward), (l, Pass::Backward)]) {
         let model = |rank: usize, config: &ModelConfig| {
-            let mut model = Model::llama(config).unwrap();
+            let mut model = Model::new(config).unwrap();
             if rank == CULPRIT {
                 // The first layer: in the backward pass, reductions and gathers are in progress.
                 model.layers[0] = Box::new(Faulty { layer: DecoderLayer::new(config, 0), panics_in });

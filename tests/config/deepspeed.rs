@@ -31,7 +31,7 @@ fn train_two_steps(config: &Config) -> anyhow::Result<Vec<(f64, f64)>> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let model = Model::llama(&preset("nano")?)?;
+        let model = Model::new(&preset("nano")?)?;
         let mut engine = initialize(model, &RandomWeights { seed: config.seed }, config, &groups)?;
         let options = LoaderOptions {
             seed: config.seed,

@@ -296,7 +296,7 @@ impl Case {
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let log = Log::default();
             let recorded = Recorded::groups(&groups, &log);
-            let model = Model::llama(&self.model)?;
+            let model = Model::new(&self.model)?;
             let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
             let weights = RandomWeights { seed: 1 };
             let mut engine = Engine::with_attention(model, &weights, &config, recorded, attention, &device)?;

@@ -71,7 +71,7 @@ pub(crate) fn on_engines<T: Send>(
 ) -> Vec<T> {
     let global = global_batch(&Batch::random(MODEL.vocab_size, config.train_batch_size, seq_len, 3)).unwrap();
     let ranks = on_mesh(config, &LaunchOptions::default(), |_, groups| {
-        let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, config, groups)?;
+        let mut engine = engine(Model::new(&MODEL)?, &RandomWeights { seed: 1 }, config, groups)?;
         let batch = micro_batches(&global, &engine)?.remove(0);
         work(&mut engine, &batch)
     });
@@ -100,7 +100,7 @@ fn parameters_gradients_and_optimizer_state_take_the_bytes_of_zeros_formula() {
             let mut config = config(dp, sp, stage, false);
             config.ulysses.zero_partition_axes = axes;
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-                let model = Model::llama(&MODEL)?;
+                let model = Model::new(&MODEL)?;
                 let meter = AllocationMeter::start();
                 let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
@@ -147,7 +147,7 @@ fn every_optimizer_allocates_the_state_tensors_of_its_rule() {
         });
         let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-            let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
+            let engine = engine(Model::new(&MODEL)?, &Constant, &config, groups)?;
             Ok((engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
         });
         let updated = if stage == 0 { PARAMETERS } else { PARAMETERS / 2 };
@@ -177,7 +177,7 @@ fn frozen_parameters_have_no_gradients_and_no_state() {
             let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let meter = AllocationMeter::start();
-                let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
+                let engine = engine(Model::new(&MODEL)?, &Constant, &config, groups)?;
                 Ok((meter.bytes(), engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
             });
             let of = |bytes: usize, partitioned: bool| if partitioned { bytes / dp } else { bytes };
@@ -221,7 +221,7 @@ fn held_and_peak((dp, sp): (usize, usize), precision: &str, offload: serde_json:
     let global = global_batch(&Batch::random(MODEL.vocab_size, dp, 8, 3)).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let before = live_bytes();
-        let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, &config, groups)?;
+        let mut engine = engine(Model::new(&MODEL)?, &RandomWeights { seed: 1 }, &config, groups)?;
         let held = live_bytes() - before;
         let (by_zero, expected) = (engine.zero().state_bytes(), engine.zero().expected_state_bytes());
         assert!(by_zero.total() >= expected.total());
@@ -314,7 +314,7 @@ impl Probe {
     fn model(held: &Arc<Mutex<Vec<i64>>>) -> Model {
         let probe = |index| Probe { layer: DecoderLayer::new(&MODEL, index), held: held.clone() };
         let layers = (0..MODEL.num_layers()).map(|index| Box::new(probe(index)) as Box<dyn Layer>);
-        Model { layers: layers.collect(), ..Model::llama(&MODEL).unwrap() }
+        Model { layers: layers.collect(), ..Model::new(&MODEL).unwrap() }
     }
 }
 
@@ -398,7 +398,7 @@ fn peak_of_step(features: serde_json::Value, sp: usize, documents: &[usize]) -> 
     let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
     let global = global_batch(&Batch::packed(MODEL.vocab_size, &[documents; 2], 3)).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        let mut engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
+        let mut engine = engine(Model::new(&MODEL)?, &Constant, &config, groups)?;
         let batch = micro_batches(&global, &engine)?.remove(0);
         engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
         engine.workspace().clear();

@@ -56,7 +56,7 @@ fn measured(config: &Config) -> Vec<BTreeMap<usize, u64>> {
     let ranks = on_mesh(config, &LaunchOptions::default(), |_, groups| {
         let (attention, device) = (Arc::new(FlashAttention::default()), test_device());
         let weights = RandomWeights { seed: 1 };
-        let model = Model::llama(&model())?;
+        let model = Model::new(&model())?;
         let mut engine = Engine::with_attention(model, &weights, config, groups.clone(), attention, &device)?;
         let mut batches = micro_batches(&batch, &engine)?.into_iter();
         let before = sent_to(&groups)?;

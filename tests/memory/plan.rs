@@ -329,7 +329,7 @@ impl Case {
             let before = live_bytes();
             let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
             let weights = RandomWeights { seed: 1 };
-            let model = Model::llama(&self.model)?;
+            let model = Model::new(&self.model)?;
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
             let (mut peak, mut by_category) = (0, ByCategory::default());
             for _ in 0..2 {
@@ -365,7 +365,7 @@ impl Case {
             let (attention, device) = (Arc::new(Self::attention(&config)), test_device());
             let memory = || gpu_memory(&device).expect("a GPU");
             let before = memory().in_use;
-            let model = Model::llama(&self.model)?;
+            let model = Model::new(&self.model)?;
             let weights = RandomWeights { seed: 1 };
             let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
             for _ in 0..2 {

@@ -80,7 +80,7 @@ fn on_mesh<T: Send>(
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let model = Model::llama(&preset("nano")?)?;
+        let model = Model::new(&preset("nano")?)?;
         let mut engine = initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
         work(&mut engine, &rank)
     })

@@ -87,7 +87,7 @@ fn on_mesh<T: Send>(
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     Ok(launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let mut engine = initialize(Model::llama(&model()?)?, &RandomWeights { seed: 1 }, config, &groups)?;
+        let mut engine = initialize(Model::new(&model()?)?, &RandomWeights { seed: 1 }, config, &groups)?;
         work(&mut engine, rank.rank)
     })?)
 }

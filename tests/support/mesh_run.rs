@@ -311,7 +311,7 @@ pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
 
 /// Creates the library's model.
 pub fn llama(config: &ModelConfig) -> Model {
-    Model::llama(config).expect("a valid description")
+    Model::new(config).expect("a valid description")
 }
 
 pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {

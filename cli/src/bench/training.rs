@@ -181,7 +181,7 @@ impl Training {
     /// Returns one rank's engine and data.
     pub(crate) fn start(&self, rank: &RankContext, device: &Device) -> Result<(Engine, DataLoader)> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
-        let model = Model::llama(&self.source.config)?;
+        let model = Model::new(&self.source.config)?;
         let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
         let loader = engine.data_loader(self.sequences.clone())?;
         Ok((engine, loader))

@@ -169,7 +169,7 @@ impl Check {
         let options = LaunchOptions { check: comm.is_checked(), timeout: comm.timeout(), ..options };
         ranks.run(world_size, &options, |rank, device| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device);
-            let model = Model::llama(&self.source.config)?;
+            let model = Model::new(&self.source.config)?;
             let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;
             engine.check_replicas()?;

@@ -33,7 +33,7 @@ pub struct HfDescription {
 ///
 /// let HfModel { config, weights, notes, .. } = HfModel::open(Path::new("Llama-3.2-1B"))?;
 /// notes.iter().for_each(|note| println!("note: {note}"));
-/// let model = Model::llama(&config)?; // and `&weights` for `initialize`
+/// let model = Model::new(&config)?; // and `&weights` for `initialize`
 /// # let _ = weights;
 /// # Ok::<(), ulysses::model::ModelError>(())
 /// ```
@@ -138,7 +138,7 @@ impl HfModel {
         let weights = HfWeights::open(dir)?;
         description.untie_if_weights_differ(&weights)?;
         let HfDescription { config, mut notes, json } = description;
-        let units = Model::llama(&config)?.units();
+        let units = Model::new(&config)?.units();
         let mut used: HashSet<_> =
             units.iter().flat_map(|unit| &unit.parameters).map(|spec| &*spec.name).collect();
         for spec in units.iter().flat_map(|unit| &unit.parameters) {

@@ -159,7 +159,7 @@ pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError
              most {layers}"
         )));
     }
-    let units = Model::llama(model).or_usage()?.units();
+    let units = Model::new(model).or_usage()?.units();
     check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
 }
 

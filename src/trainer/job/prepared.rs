@@ -176,7 +176,7 @@ impl PreparedJob {
     /// As for [`initialize`] and [`Trainer::new`].
     pub fn trainer<'a>(&self, rank: &RankContext, device: Device) -> Result<Trainer<'a>, TrainerError> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
-        let model = Model::llama(&self.model.config).map_err(EngineError::from)?;
+        let model = Model::new(&self.model.config).map_err(EngineError::from)?;
         let engine = initialize(model, &*self.model.weights, &self.config, &groups)?;
         let options = TrainerOptions {
             output: self.output.clone(),
