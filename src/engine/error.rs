@@ -238,7 +238,9 @@ pub enum EngineError {
         tokens: usize,
     },
     /// Two units of the model have the same name, by which checkpoints store them.
-    #[error("two of the model's input, layers and objective are called {name:?}: each needs its own name")]
+    #[error(
+        "two of the model's input, layers and objective are called {name:?}; a checkpoint needs different names"
+    )]
     DuplicateUnit {
         /// The name.
         name: String,

@@ -36,10 +36,6 @@ pub(super) fn zero_optimizer(
     if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
         return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
     }
-    let mut names = HashSet::new();
-    if let Some(duplicate) = units.iter().map(|unit| &unit.name).find(|name| !names.insert(*name)) {
-        return Err(EngineError::DuplicateUnit { name: duplicate.clone() });
-    }
     check_tied_shapes(model)?;
     check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
     let layout = |unit: &crate::model::UnitSpec| {

@@ -15,6 +15,7 @@ use crate::zero::{RingGroups, StateBytes};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -69,13 +70,17 @@ impl Engine {
     /// writes it. Collective.
     ///
     /// # Errors
-    /// As [`Saver::new`].
+    /// As [`Saver::new`], or parts of the model with the same name.
     pub fn saver(
         &self,
         group: Arc<dyn ProcessGroup>,
         directory: &Path,
         options: SaveOptions,
     ) -> Result<Saver, EngineError> {
+        let mut names = HashSet::new();
+        if let Some(unit) = self.zero.layouts().find(|unit| !names.insert(unit.name())) {
+            return Err(EngineError::DuplicateUnit { name: unit.name().to_owned() });
+        }
         let partition = self.groups.written_partition();
         Ok(Saver::new(group, Arc::new(LocalStorage), directory, partition, options)?)
     }

@@ -14,7 +14,7 @@ pub struct PhaseTimes {
     pub comm: CommSeconds,
 }
 
-/// Times of the steps that [`Engine::train_batch`] has run. On a GPU these are times of its stream, between events:
+/// Times of the steps that [`Engine::train_batch`](super::Engine::train_batch) has run. On a GPU these are times of its stream, between events:
 /// the host launches work ahead of it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTimes {

@@ -9,7 +9,8 @@
 //! 1. [`JobRanks`] joins the processes of a launcher's job, if there is one ([`join()`]), resolves the config for it, and
 //!    decides the devices of the ranks ([`DevicePlacement`]).
 //! 2. [`PreparedJob`] reads the model ([`ModelSource`]) and the data ([`Sources`]), and checks everything before any rank
-//!    starts.
+//!    starts. [`PreparedJob::decide_attention_output`] and [`PreparedJob::acquire_output`] then agree with the other
+//!    processes on what depends on all machines.
 //! 3. [`PreparedJob::run`] starts the ranks, and [`PreparedJob::trainer`] creates the trainer of each.
 
 mod available;
@@ -69,7 +70,8 @@ type AddObserver = Box<dyn Fn(&mut Trainer<'_>) -> Result<(), ObserverError> + S
 /// started, of which this is one.
 ///
 /// It writes what the config asks for, that is checkpoints and the files of `tensorboard` and `csv_monitor`, and nothing
-/// else: other files are observers'. While it trains, it has the lock of its output directory.
+/// else: other files are observers'. ([`MetricsFiles`](super::MetricsFiles) would write these files a second time.) While
+/// it trains, it has the lock of its output directory.
 pub struct Job {
     ranks: JobRanks,
     prepared: PreparedJob,

@@ -61,12 +61,11 @@ const MAY_BE_UNSAFE: [&str; 6] = [
 
 /// The places besides `src/regular_file.rs` that open a file by its path, and why that is no path of the user's. What is in
 /// `/proc` may be opened anywhere.
-const MAY_OPEN_FILES: [(&str, &str); 10] = [
+const MAY_OPEN_FILES: [(&str, &str); 9] = [
     ("cli/src/bench/", "files that the benchmark has made, in a directory that it has made"),
     ("cli/src/documented.rs", "the documents, in tests"),
     ("cli/src/launch/processes.rs", "/proc"),
-    ("cli/src/settings.rs", "/proc"),
-    ("cli/src/train/available.rs", "/proc and /sys/fs/cgroup"),
+    ("src/trainer/job/available.rs", "/proc and /sys/fs/cgroup"),
     ("cli/src/train/record.rs", "/proc and /etc/os-release"),
     ("src/checkpoint/", "files that are new by `create_new`; copies of regular files into a new directory"),
     ("src/config/reader/document.rs", "/dev/stdin, with a limit"),

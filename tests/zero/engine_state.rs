@@ -11,6 +11,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use ulysses::checkpoint::SaveOptions;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
@@ -131,6 +132,19 @@ fn a_layer_may_keep_its_own_output() {
         let (got, expected) = (by_name(&got.gradients), by_name(&expected.gradients));
         crate::support::compare::assert_all_close("gradient", &got, &expected, 1e-5);
     }
+}
+
+#[test]
+fn layers_of_one_name_train_but_cannot_be_saved() {
+    let problem = Problem { model: |config| with_tanh_layers(config, autograd_tanh), ..problem() };
+    on_ranks(&problem, layout(1, 1, 0), |engine, batches| {
+        micro_step(engine, &batches[0])?;
+        let directory = tempfile::tempdir()?;
+        let saver = engine.saver(engine.dp_group().clone(), directory.path(), SaveOptions::default());
+        let error = saver.err().unwrap().to_string();
+        assert!(error.contains("are called \"tanh\""), "{error}");
+        Ok(())
+    });
 }
 
 fn with_tanh_layers(config: &ModelConfig, tanh: fn() -> Box<dyn Layer>) -> Model {

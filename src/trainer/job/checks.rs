@@ -94,7 +94,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     };
     if Path::new(output).join(MANIFEST).exists() {
         return refuse(format!(
-            "`ulysses.output` (--output) {output}: expected a directory for the run's checkpoints, found a checkpoint"
+            "`ulysses.output` or --output {output}: expected a directory for the run's checkpoints, found a checkpoint"
         ));
     }
     let directories = step_directories(Path::new(output)).or_usage()?;

@@ -56,7 +56,7 @@ fn create(file: &Path, config: &Config, created: &mut CreatedDirs) -> Result<Pat
     let refuse = |message: String| Err(JobError::run(message));
     if output.exists() && !output.is_dir() {
         let output = output.display();
-        return refuse(format!("`ulysses.output` (--output) {output}: expected a directory, found a file"));
+        return refuse(format!("`ulysses.output` or --output {output}: expected a directory, found a file"));
     }
     match created.create(&output) {
         Ok(()) => Ok(output),

@@ -1,7 +1,6 @@
 //! [`PlannedMemory`]: the memory that a job will need, compared with what is available.
 
 use super::available::{Available, in_process, on_gpu, on_machine};
-use super::prepared::PreparedJob;
 use crate::engine::EngineError;
 use crate::estimate::{RankPlan, Workload};
 use crate::kernels::device::DeviceKind;
@@ -23,17 +22,12 @@ pub struct PlannedMemory {
 }
 
 impl PlannedMemory {
-    /// Plans a run's longest sequences; `None` if the model cannot be planned. `local_ranks` ranks share this machine.
+    /// Plans a run; `None` if the model cannot be planned.
     ///
     /// # Errors
     /// A step whose size overflows.
-    pub(super) fn new(job: &PreparedJob, local_ranks: usize) -> Result<Option<Self>, EngineError> {
-        // The value that the ranks are started with.
-        let mut config = job.config.clone();
-        config.ulysses.threads_per_rank = Some(job.launch.threads_per_rank);
-        config.ulysses.seq_len = config.longest_seq_len();
-        let (model, device) = (job.model.config.clone(), job.placement.device());
-        let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
+    pub(super) fn new(workload: Workload) -> Result<Option<Self>, EngineError> {
+        let device = workload.device;
         match workload.plan() {
             Ok(plan) => Ok(Some(Self { plan, device })),
             Err(error @ EngineError::StepTooLarge { .. }) => Err(error),

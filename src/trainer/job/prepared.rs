@@ -11,6 +11,7 @@ use crate::comm::{LaunchOptions, MeshGroups, RankContext};
 use crate::config::{Config, Overrides, RawConfig, Severity};
 use crate::data::Tokenizer;
 use crate::engine::{EngineError, check_offload, initialize};
+use crate::estimate::Workload;
 use crate::kernels::device::DeviceKind;
 use crate::kernels::linear::bf16_gemm_deprecation;
 use crate::mesh::{Cluster, DeviceMesh, RankHosts, SpGroups};
@@ -116,8 +117,15 @@ impl PreparedJob {
         Ok(job)
     }
 
+    /// Plans the longest sequences.
     fn plan_memory(&self, ranks: &JobRanks) -> Result<Option<PlannedMemory>, EngineError> {
-        PlannedMemory::new(self, ranks.local_ranks(self.mesh.world_size()))
+        // The value that the ranks are started with.
+        let mut config = self.config.clone();
+        config.ulysses.threads_per_rank = Some(self.launch.threads_per_rank);
+        config.ulysses.seq_len = config.longest_seq_len();
+        let ranks_per_node = ranks.local_ranks(self.mesh.world_size());
+        let (model, device) = (self.model.config.clone(), self.placement.device());
+        PlannedMemory::new(Workload { config, model, document_len: None, ranks_per_node, device })
     }
 
     fn sharing(&self, ranks: &JobRanks) -> Sharing {
