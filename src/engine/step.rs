@@ -77,6 +77,9 @@ struct GlobalGradient {
     norm: f64,
 }
 
+/// What was compared, along which group.
+type Compared<'a> = Vec<(Buffer, &'a Arc<dyn ProcessGroup>)>;
+
 impl Engine {
     /// At the accumulation boundary: normalizes, clips and updates. Before it: does nothing, as in
     /// DeepSpeed, and returns `None`. Collective.
@@ -269,7 +272,7 @@ impl Engine {
         &self,
         ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
-    ) -> Result<Vec<(Buffer, &'a Arc<dyn ProcessGroup>)>, EngineError> {
+    ) -> Result<Compared<'a>, EngineError> {
         if group.world_size() == 1 || buffers.is_empty() {
             return Ok(Vec::new());
         }
