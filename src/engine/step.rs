@@ -77,7 +77,7 @@ struct GlobalGradient {
     norm: f64,
 }
 
-/// What was compared, along which group.
+/// Compared buffers, each with the group along which its replicas were compared.
 type Compared<'a> = Vec<(Buffer, &'a Arc<dyn ProcessGroup>)>;
 
 impl Engine {

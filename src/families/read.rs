@@ -1,4 +1,4 @@
-//! What the families read from a `config.json` in the same way.
+//! Fields of a `config.json` that all families read in the same way.
 
 use super::config::MAX_LAYERS;
 use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, family, listed};

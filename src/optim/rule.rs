@@ -1,4 +1,4 @@
-//! What an optimizer is to the config and to ZeRO.
+//! The interface of an optimizer to the config and to ZeRO.
 
 use crate::config::reader::Section;
 use ulysses_kernels::optimizer::{ElementStep, TensorStep};

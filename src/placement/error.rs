@@ -51,7 +51,7 @@ pub enum PlacementError {
     /// A local tensor that has not the shape of its layout, or groups that have not the sizes of its axes.
     #[error("{what} of `{layout}` is {expected:?} on this rank; got {got:?}")]
     Local {
-        /// What differs.
+        /// The property that differs: the shape or the mesh.
         what: &'static str,
         /// The layout.
         layout: String,

@@ -5,7 +5,7 @@ use crate::comm::{CallSignature, Elements, ReduceOp, Traffic};
 use Placement::{Partial, Replicate, Shard};
 use candle_core::DType;
 
-/// What the ranks along an axis do in a step. Of several possible steps, the first in this order runs.
+/// The operation of a step. Of several possible steps, the first in this order runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum StepKind {
     /// Each rank keeps its shard: `Replicate` → `Shard(dim)`. Sends nothing.
@@ -46,7 +46,7 @@ pub enum StepKind {
 pub struct Step {
     /// Index of the axis.
     pub axis: usize,
-    /// What its ranks do.
+    /// The operation of the ranks along the axis.
     pub kind: StepKind,
     /// The layout before the step.
     pub before: Layout,

@@ -1,4 +1,4 @@
-//! What a rank explains: the expected duration of a long first step, and an out-of-memory error.
+//! Messages of a rank: the expected duration of a long first step, and the cause of an out-of-memory error.
 
 use crate::output::log_line;
 use ulysses::config::{Config, Offload, PartitionAxes, ZeroStage};

@@ -88,7 +88,7 @@ struct State {
     persistent: HashMap<&'static str, usize>,
 }
 
-/// What is known about a storage.
+/// A storage in use: its memory, and a value that the caller attached.
 struct Live {
     allocation: Weak<Allocation>,
     attached: Option<Box<dyn Any>>,

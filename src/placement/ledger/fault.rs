@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What is wrong with a tensor along an axis.
+/// A fault of a tensor along an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
@@ -37,7 +37,7 @@ pub struct LedgerError {
     pub tensor: String,
     /// The axis of the mesh.
     pub axis: String,
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
 }
 

@@ -193,7 +193,7 @@ impl Placed {
     }
 }
 
-/// The placements that are kept with the storage of a tensor.
+/// The placements recorded for a tensor.
 pub fn placed(tensor: &Tensor) -> Option<Placed> {
     if dry::is_dry() { dry::attached(tensor) } else { None }
 }

@@ -1,4 +1,4 @@
-//! What a job takes besides its config, [`JobOptions`] and [`JobLog`], and its error, [`JobError`].
+//! The options of a job besides its config, [`JobOptions`] and [`JobLog`], and its error, [`JobError`].
 
 use crate::comm::ProcessFlags;
 use crate::config::{Backend, ChatDate, Settings};

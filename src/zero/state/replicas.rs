@@ -40,7 +40,7 @@ impl ZeroOptimizer {
         Ok(placed.try_for_each(|placed| placed.check_compared(&groups))?)
     }
 
-    /// What this rank keeps of a buffer.
+    /// The tensors of a buffer on this rank.
     fn persistent(&self, buffer: Buffer) -> impl Iterator<Item = StateTensor> {
         self.units.iter().flat_map(move |unit| match buffer {
             Buffer::Parameters => vec![unit.parameters.persistent()],
