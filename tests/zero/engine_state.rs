@@ -120,8 +120,8 @@ impl Layer for Tanh {
 #[test]
 fn a_layer_may_keep_its_own_output() {
     let models: [fn(&ModelConfig) -> Model; 2] = [
-        |config| with_tanh_layers(config, || Box::new(Tanh)),
-        |config| with_tanh_layers(config, autograd_tanh),
+        |config| with_layers(config, || Box::new(Tanh)),
+        |config| with_layers(config, autograd_tanh),
     ];
     for checkpointing in [false, true] {
         let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });
@@ -136,21 +136,26 @@ fn a_layer_may_keep_its_own_output() {
 
 #[test]
 fn layers_of_one_name_train_but_cannot_be_saved() {
-    let problem = Problem { model: |config| with_tanh_layers(config, autograd_tanh), ..problem() };
+    fn half() -> Box<dyn Layer> {
+        let half = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x * 0.5;
+        Box::new(AutogradLayer::new("half", vec![], half))
+    }
+    let problem = Problem { model: |config| with_layers(config, half), ..problem() };
     on_ranks(&problem, layout(1, 1, 0), |engine, batches| {
         micro_step(engine, &batches[0])?;
         let directory = tempfile::tempdir()?;
         let saver = engine.saver(engine.dp_group().clone(), directory.path(), SaveOptions::default());
         let error = saver.err().unwrap().to_string();
-        assert!(error.contains("are called \"tanh\""), "{error}");
+        assert!(error.contains("are called \"half\""), "{error}");
         Ok(())
     });
 }
 
-fn with_tanh_layers(config: &ModelConfig, tanh: fn() -> Box<dyn Layer>) -> Model {
+/// A Llama with one more layer between its own, and one after them.
+fn with_layers(config: &ModelConfig, layer: fn() -> Box<dyn Layer>) -> Model {
     let mut model = llama(config);
-    model.layers.insert(1, tanh());
-    model.layers.push(tanh());
+    model.layers.insert(1, layer());
+    model.layers.push(layer());
     model
 }
 
