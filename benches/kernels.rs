@@ -12,7 +12,11 @@ use std::time::Instant;
 use ulysses::device::DeviceKind;
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::rope::{self, Direction, Table};
-use ulysses::kernels::{elementwise, embedding, rms_norm, strided_copy, swiglu};
+use ulysses::kernels::{
+    elementwise, embedding,
+    glu::{self, Activation::Silu},
+    rms_norm, strided_copy,
+};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -127,8 +131,8 @@ fn measure(rows: usize, options: &Options) -> Result<Vec<Figure>> {
             rms_norm::backward(&a, &b, &weight, &rstd, &c, false, &dweight)
         })?,
         options.best("rope", 2 * bytes, || rope::apply(&heads, &angles, Direction::Forward))?,
-        options.best("swiglu", 3 * bytes, || swiglu::forward(&a, &b, &c))?,
-        options.best("swiglu backward", 5 * bytes, || swiglu::backward(&a, &b, &c, &d, &e))?,
+        options.best("swiglu", 3 * bytes, || glu::forward(Silu, &a, &b, &c))?,
+        options.best("swiglu backward", 5 * bytes, || glu::backward(Silu, &a, &b, &c, &d, &e))?,
         options.best("embedding", 2 * bytes, || embedding::forward(&ids, &table, &a))?,
         options.best("sum of squares", bytes, || elementwise::sum_of_squares(&a).map(drop))?,
         options.best("adamw (f32)", 7 * rows * WIDTH * size_of::<f32>(), || {

@@ -88,7 +88,7 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
     let counted = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         // One layer is enough to look something up.
-        let one_layer = preset("nano")?.with_num_layers(1).with_attention(|layer| layer.rope.theta = 1e5);
+        let one_layer = preset("nano")?.with_num_layers(1).with_rope(|rope| rope.theta = 1e5);
         let llama = ModelConfig { initializer_range: 0.1, ..one_layer };
         let mut engine = initialize(Model::new(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
         for step in 0..STEPS {

@@ -4,9 +4,10 @@
 
 namespace {
 
-// One block per row: y = w · x / sqrt(mean(x²) + eps); rstd stores the reciprocal root.
+// One block per row: y = (offset + w) · x / sqrt(mean(x²) + eps); rstd stores the reciprocal root.
 template <typename T>
-__device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps) {
+__device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps,
+                                        float offset) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(y, x, weight);
@@ -23,15 +24,16 @@ __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto value = load_in_row<N>(x, i, d, aligned), w = load_in_row<N>(weight, i, d, aligned);
         Pack<float, N> normed;
-        for (int k = 0; k < N; ++k) normed.at[k] = w.at[k] * (value.at[k] * scale);
+        for (int k = 0; k < N; ++k) normed.at[k] = (offset + w.at[k]) * (value.at[k] * scale);
         store_in_row(y, i, d, aligned, normed);
     }
 }
 
-// One block per row: dx = rstd · (w · dy − x · rstd² · mean(w · dy · x)), added to dx with `accumulate`.
+// One block per row: dx = rstd · (w · dy − x · rstd² · mean(w · dy · x)) for w = offset + weight, added to dx with
+// `accumulate`.
 template <typename T>
 __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, const T *weight, const float *rstd,
-                                               u32 d, u32 accumulate) {
+                                               u32 d, u32 accumulate, float offset) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(dx, dy, x, weight);
@@ -44,7 +46,7 @@ __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, c
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
         const auto value = load_in_row<N>(x, i, d, aligned);
-        for (int k = 0; k < N; ++k) dot += w.at[k] * gradient.at[k] * value.at[k];
+        for (int k = 0; k < N; ++k) dot += (offset + w.at[k]) * gradient.at[k] * value.at[k];
     }
     const float mean = block_reduce<Sum>(dot, scratch) / static_cast<float>(d);
     const float shift = scale * scale * mean;
@@ -54,7 +56,7 @@ __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, c
         Pack<float, N> result = {};
         if (accumulate) result = load_in_row<N>(dx, i, d, aligned);
         for (int k = 0; k < N; ++k) {
-            result.at[k] += scale * (w.at[k] * gradient.at[k] - value.at[k] * shift);
+            result.at[k] += scale * ((offset + w.at[k]) * gradient.at[k] - value.at[k] * shift);
         }
         store_in_row(dx, i, d, aligned, result);
     }
@@ -104,13 +106,13 @@ KERNEL(rms_norm_sum_chunks, float *__restrict__ dweight, const float *__restrict
 
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(rms_norm_forward_##suffix, T *__restrict__ y, float *__restrict__ rstd, const T *__restrict__ x,    \
-           const T *__restrict__ weight, u32 d, float eps) {                                                   \
-        forward(y, rstd, x, weight, d, eps);                                                                   \
+           const T *__restrict__ weight, u32 d, float eps, float offset) {                                     \
+        forward(y, rstd, x, weight, d, eps, offset);                                                           \
     }                                                                                                          \
     KERNEL(rms_norm_backward_input_##suffix, T *__restrict__ dx, const T *__restrict__ dy,                     \
            const T *__restrict__ x, const T *__restrict__ weight, const float *__restrict__ rstd, u32 d,       \
-           u32 accumulate) {                                                                                   \
-        backward_input(dx, dy, x, weight, rstd, d, accumulate);                                                \
+           u32 accumulate, float offset) {                                                                     \
+        backward_input(dx, dy, x, weight, rstd, d, accumulate, offset);                                        \
     }                                                                                                          \
     KERNEL(rms_norm_backward_weight_##suffix, float *__restrict__ partial, const T *__restrict__ dy,           \
            const T *__restrict__ x, const float *__restrict__ rstd, u64 rows, u32 rows_per_chunk, u32 d) {     \

@@ -3,9 +3,9 @@
 //! | op | computes | gradient |
 //! |---|---|---|
 //! | [`linear`] | x·Wᵀ | input; weight added straight into the flat gradient |
-//! | [`rms_norm`] | w · x / √(mean(x²) + ε) | input, weight |
+//! | [`rms_norm`] | gain · x / √(mean(x²) + ε) | input, weight |
 //! | [`rope`] | rotary position embedding, in place | the inverse rotation, in place |
-//! | [`swiglu`] | silu(gate) · up | both |
+//! | [`glu`] | activation(gate) · up | both |
 //! | [`embedding`] | rows of a table, or of tokens | summed per row |
 //! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight |
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
@@ -51,6 +51,7 @@ pub mod elementwise;
 pub mod embedding;
 mod error;
 pub mod gemm;
+pub mod glu;
 pub mod host_table;
 pub mod linear;
 pub mod lm_head_loss;
@@ -67,7 +68,6 @@ mod sample;
 mod scratch;
 pub mod simd;
 pub mod strided_copy;
-pub mod swiglu;
 pub mod tensor;
 #[cfg(test)]
 mod testing;

@@ -161,7 +161,7 @@ impl Workload {
 /// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk.
 pub fn ulysses_limits(model: &ModelConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
     // More are refused elsewhere, with the key.
-    let num_chunks = head_chunks.min(model.fewest_kv_heads());
+    let num_chunks = head_chunks.min(model.max_head_chunks());
     let layers = model.distinct_layers();
     let chunks: Vec<_> = layers.iter().flat_map(|layer| layer.head_chunks(num_chunks)).collect();
     let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);

@@ -178,13 +178,13 @@ impl Workload {
     /// Returns the exchange plan of each head chunk of the layers that differ, for sequences of which a Ulysses group has `tokens` tokens.
     ///
     /// # Errors
-    /// When there are more chunks than KV heads, or a chunk has fewer heads or a sequence fewer tokens than ranks.
+    /// When there are more chunks than the layers allow, or a chunk has fewer heads or a sequence fewer tokens than ranks.
     fn chunk_plans(&self, tokens: usize) -> Result<Vec<ExchangePlan>, EngineError> {
         let (config, model) = (&self.config, &self.model);
-        let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.fewest_kv_heads());
-        if chunks == 0 || chunks > num_kv_heads {
+        let (chunks, max_chunks) = (config.ulysses.head_chunks, model.max_head_chunks());
+        if chunks == 0 || chunks > max_chunks {
             let layer = "model.layers.0".to_owned();
-            return Err(LayerError::HeadChunks { layer, chunks, num_kv_heads }.into());
+            return Err(LayerError::HeadChunks { layer, chunks, max_chunks }.into());
         }
         let ranks = config.seq_sharding().ulysses_size;
         let mut plans = Vec::new();

@@ -2,7 +2,7 @@
 
 use super::ModelError;
 use super::hf::{HfConfig, scaling_to_hf};
-use crate::nn::{AttentionConfig, Layer};
+use crate::nn::{AttentionConfig, Layer, NormConfig};
 use serde_json::{Value, json};
 use std::fmt;
 use ulysses_kernels::rope::{Rope, Scaling};
@@ -84,10 +84,31 @@ pub struct ModelConfig {
     pub layers: Vec<AttentionConfig>,
     /// Epsilon of the RMSNorm, added to the mean square.
     pub rms_norm_eps: f64,
+    /// Added to the weights of the norms: 0, or 1 in Gemma.
+    pub norm_offset: f64,
+    /// Constant factors.
+    pub multipliers: Multipliers,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
     /// Whether the output projection is the embedding matrix.
     pub tie_word_embeddings: bool,
+}
+
+/// Factors on hidden states and logits, 1 in most families.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Multipliers {
+    /// On the embedding.
+    pub embedding: f64,
+    /// On the output of attention and MLP, before it is added to the residual stream.
+    pub residual: f64,
+    /// On the logits.
+    pub logits: f64,
+}
+
+impl Default for Multipliers {
+    fn default() -> Self {
+        Self { embedding: 1.0, residual: 1.0, logits: 1.0 }
+    }
 }
 
 /// Hidden size, layers, query heads, KV heads and intermediate size of a model.
@@ -102,7 +123,15 @@ impl ModelConfig {
         let [hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size] = sizes;
         let rope = Rope { theta: 10_000.0, scaling: Scaling::None };
         let head_dim = hidden_size / num_heads.max(1);
-        let layer = AttentionConfig { num_heads, num_kv_heads, head_dim, window: None, rope };
+        let layer = AttentionConfig {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            window: None,
+            rope: Some(rope),
+            scale: None,
+            qk_norm: None,
+        };
         Self {
             family,
             vocab_size: 32_000,
@@ -110,6 +139,8 @@ impl ModelConfig {
             intermediate_size,
             layers: vec![layer; num_layers],
             rms_norm_eps: 1e-5,
+            norm_offset: 0.0,
+            multipliers: Multipliers::default(),
             initializer_range: 0.02,
             tie_word_embeddings: false,
         }
@@ -120,9 +151,9 @@ impl ModelConfig {
         self.layers.len()
     }
 
-    /// The fewest KV heads of a layer, and so the largest number of head chunks.
-    pub fn fewest_kv_heads(&self) -> usize {
-        self.layers.iter().map(|layer| layer.num_kv_heads).min().unwrap_or(0)
+    /// The largest number of head chunks that all layers allow.
+    pub fn max_head_chunks(&self) -> usize {
+        self.layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0)
     }
 
     /// The same model with another number of layers: the first ones, repeated if there are not as many.
@@ -137,6 +168,23 @@ impl ModelConfig {
     pub fn with_attention(mut self, change: impl Fn(&mut AttentionConfig)) -> Self {
         self.layers.iter_mut().for_each(change);
         self
+    }
+
+    /// The same model with a change in the rotary embedding of the layers that have one.
+    #[must_use]
+    pub fn with_rope(self, change: impl Fn(&mut Rope)) -> Self {
+        self.with_attention(|layer| layer.rope.iter_mut().for_each(&change))
+    }
+
+    /// The rotary embedding of the layers that see the whole document, or else of the first layer that has one.
+    pub fn rope(&self) -> Option<Rope> {
+        let rotating = || self.layers.iter().filter(|layer| layer.rope.is_some());
+        rotating().find(|layer| layer.window.is_none()).or_else(|| rotating().next())?.rope
+    }
+
+    /// The constants of its norms.
+    pub fn norm(&self) -> NormConfig {
+        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset }
     }
 
     /// The layers that differ in their attention, each once.
@@ -154,17 +202,18 @@ impl ModelConfig {
     pub fn to_hf_json(&self) -> Value {
         let Family { model_type, class, write, .. } = self.family;
         let first = self.layers.first();
+        let rope = self.rope();
         let mut json = json!({
             "architectures": [class], "model_type": model_type, "hidden_act": "silu",
             "vocab_size": self.vocab_size, "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers(),
             "num_attention_heads": first.map(|layer| layer.num_heads),
             "num_key_value_heads": first.map(|layer| layer.num_kv_heads),
-            "head_dim": first.map(|layer| layer.head_dim), "rope_theta": first.map(|layer| layer.rope.theta),
+            "head_dim": first.map(|layer| layer.head_dim), "rope_theta": rope.map(|rope| rope.theta),
             "rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range,
             "tie_word_embeddings": self.tie_word_embeddings,
         });
-        if let Some((scaling, max_positions)) = first.and_then(|layer| scaling_to_hf(layer.rope.scaling)) {
+        if let Some((scaling, max_positions)) = rope.and_then(|rope| scaling_to_hf(rope.scaling)) {
             json["rope_scaling"] = scaling;
             if let Some(positions) = max_positions {
                 json["max_position_embeddings"] = json!(positions);
@@ -206,7 +255,7 @@ impl ModelConfig {
 }
 
 fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), ModelError> {
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope } = *attention;
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, qk_norm: _ } = *attention;
     let error = |key, got: String, expected: String| Err(refused(origin, key, got, expected));
     check_sizes(
         origin,
@@ -216,12 +265,18 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
             ("head_dim", head_dim, 1 << 12),
         ],
     )?;
-    check_number(origin, "rope_theta", rope.theta, 1.0)?;
     if !head_dim.is_multiple_of(2) {
         return error("head_dim", head_dim.to_string(), "rotary embedding needs an even one".into());
     }
-    if let Some((argument, value, expected)) = rope.refused(head_dim) {
-        return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));
+    if let Some(rope) = rope {
+        check_number(origin, "rope_theta", rope.theta, 1.0)?;
+        if let Some((argument, value, expected)) = rope.refused(head_dim) {
+            return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));
+        }
+    }
+    if let Some(scale) = scale.filter(|scale| !(scale.is_finite() && *scale > 0.0)) {
+        let expected = "the factor on the logits must be positive".to_owned();
+        return error("attention_multiplier", scale.to_string(), expected);
     }
     if window == Some(0) {
         return error("sliding_window", "0".into(), "a token sees at least itself: from 1, or null".into());

@@ -1,58 +1,101 @@
-//! The Llama decoder block.
+//! The decoder block.
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, BackwardPass, ForwardPass, GateUp, GatedMlp, Init, Layer, LayerContext,
-    LayerError, ParameterList, ParameterSpec, RmsNorm, Saved, Saves, SelfAttention,
+    AttentionConfig, AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GateUp,
+    GatedMlp, Init, Layer, LayerContext, LayerError, ParameterList, ParameterSpec, Saved, Saves,
+    SelfAttention, recycle_unless,
 };
 use candle_core::Tensor;
+use ulysses_kernels::glu::Activation;
 
-/// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971). Families with the same order of
-/// modules add their parts to it.
+/// An attention branch and a gated MLP branch.
 ///
 /// ```text
-/// mid = x + attention(input_norm(x))
-/// y = mid + mlp(post_attention_norm(mid))
+/// mid = x + multiplier · norm(attention(norm(x)))
+/// y = mid + multiplier · norm(mlp(norm(mid)))
 /// ```
+///
+/// [`Llama`](DecoderParts::LLAMA) (arXiv 2302.13971) has the inner norms only, and a multiplier of 1. Families choose their
+/// [`DecoderParts`], and add biases.
 ///
 /// [`Tiling`](crate::nn::Tiling) limits memory: the MLP runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
 pub struct DecoderLayer {
     parameters: ParameterList,
-    input_norm: RmsNorm,
+    attention_branch: Branch,
     attention: SelfAttention,
-    post_attention_norm: RmsNorm,
+    mlp_branch: Branch,
     mlp: GatedMlp,
 }
+
+/// What the families vary in a [`DecoderLayer`].
+#[derive(Debug, Clone, Copy)]
+pub struct DecoderParts {
+    /// The norms of the attention branch.
+    pub attention_norms: BranchNorms,
+    /// The norms of the MLP branch.
+    pub mlp_norms: BranchNorms,
+    /// The activation of the MLP's gate.
+    pub activation: Activation,
+    /// Whether queries, keys and values are one parameter, and gate and up projection.
+    pub fused_projections: bool,
+}
+
+impl DecoderParts {
+    /// A norm before each module, and SwiGLU.
+    pub const LLAMA: Self = Self {
+        attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
+        mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
+        activation: Activation::Silu,
+        fused_projections: false,
+    };
+}
+
+type NewAttention = fn(&mut ParameterList, usize, AttentionConfig, Init, Init) -> SelfAttention;
+type NewMlp = fn(&mut ParameterList, Activation, [usize; 2], Init, Init) -> GatedMlp;
 
 /// State saved for the backward pass.
 struct SavedDecoder {
     x: Tensor,
     attention: Vec<AttentionSaved>,
-    mid: Tensor,
+    /// The attention's output, with `x` if nothing is between them: `mid` follows from both.
+    attention_output: Tensor,
     mlp: Option<GateUp>,
 }
 
 impl DecoderLayer {
-    /// Creates layer `index` of a model.
+    /// Creates layer `index` of a model, with the parts of Llama.
     ///
     /// # Panics
     /// If the model has no such layer.
     pub fn new(config: &ModelConfig, index: usize) -> Self {
-        let ModelConfig { hidden_size, intermediate_size, rms_norm_eps: eps, initializer_range: std, .. } =
-            *config;
+        Self::with_parts(config, index, DecoderParts::LLAMA)
+    }
+
+    /// Creates layer `index` of a model.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
+        let ModelConfig { hidden_size: hidden, intermediate_size, initializer_range: std, .. } = *config;
         let normal = Init::Normal { std };
         // The two projections that write to the residual stream start smaller, by the square root of their number
         // (GPT-2, section 2.3), so that the variance does not grow with depth.
         let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         // Partitions and checkpoints depend on this order.
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let attention =
-            SelfAttention::new(&mut parameters, hidden_size, config.layers[index], normal, residual);
-        let mlp = GatedMlp::new(&mut parameters, hidden_size, intermediate_size, normal, residual);
-        let [input_norm, post_attention_norm] = ["input_layernorm", "post_attention_layernorm"]
-            .map(|name| RmsNorm::new(&mut parameters, name, hidden_size, eps));
-        Self { parameters, input_norm, attention, post_attention_norm, mlp }
+        let (new_attention, new_mlp): (NewAttention, NewMlp) = match parts.fused_projections {
+            false => (SelfAttention::new, GatedMlp::new),
+            true => (SelfAttention::fused, GatedMlp::fused),
+        };
+        let mut attention = new_attention(&mut parameters, hidden, config.layers[index], normal, residual);
+        let mlp = new_mlp(&mut parameters, parts.activation, [hidden, intermediate_size], normal, residual);
+        let [attention_branch, mlp_branch] = [parts.attention_norms, parts.mlp_norms].map(|norms| {
+            Branch::new(&mut parameters, norms, hidden, config.norm(), config.multipliers.residual)
+        });
+        attention.add_qk_norm(&mut parameters, config.norm());
+        Self { parameters, attention_branch, attention, mlp_branch, mlp }
     }
 
     /// Adds biases to the projections of queries, keys and values.
@@ -62,14 +105,7 @@ impl DecoderLayer {
         self
     }
 
-    /// Adds norms over every head of the queries and of the keys, before the rotary embedding.
-    #[must_use]
-    pub fn with_qk_norm(mut self, eps: f64) -> Self {
-        self.attention.add_qk_norm(&mut self.parameters, eps);
-        self
-    }
-
-    /// The input of the MLP. Passes the state of every head chunk to `keep`.
+    /// The attention's output, and the input of the MLP. Passes the state of every head chunk to `keep`.
     fn attend(
         &self,
         x: &Tensor,
@@ -77,19 +113,48 @@ impl DecoderLayer {
         keep: impl FnMut(AttentionSaved),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        self.attention.forward(&self.input_norm, x, saves, keep, pass)
+        self.attention.forward(&self.attention_branch, x, saves, keep, pass)
+    }
+
+    /// The input of the MLP; the same tensor as the attention's output if that has `x`.
+    fn mid(
+        &self,
+        x: &Tensor,
+        attention_output: &Tensor,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        self.attention_branch.join(x, attention_output, pass)
+    }
+
+    /// The layer from the attention's output.
+    fn forward_mlp(
+        &self,
+        x: &Tensor,
+        attention_output: &Tensor,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<GateUp>), LayerError> {
+        let mid = self.mid(x, attention_output, pass)?;
+        let result = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
+        recycle_unless(mid, attention_output, pass);
+        Ok(result)
     }
 
     /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
     fn backward_saved(
         &self,
-        SavedDecoder { x, attention, mid, mlp }: SavedDecoder,
+        SavedDecoder { x, attention, attention_output: output, mlp }: SavedDecoder,
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        self.mlp.backward(&self.post_attention_norm, &mid, mlp, &dy, pass)?;
-        pass.forward.recycle([mid]);
-        self.attention.backward(&self.input_norm, &x, attention, &dy, pass)?;
+        let forward = &pass.forward;
+        let mid = self.mid(&x, &output, forward)?;
+        self.mlp.backward(&self.mlp_branch, &mid, mlp, &dy, pass)?;
+        recycle_unless(mid, &output, forward);
+        let doutput = self.attention_branch.backward_join(Some(&output), &dy, pass)?;
+        forward.recycle([output]);
+        self.attention.backward(&self.attention_branch, &x, attention, (&doutput, &dy), pass)?;
+        recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }
 }
@@ -115,9 +180,9 @@ impl Layer for DecoderLayer {
     ) -> Result<(Tensor, Saved), LayerError> {
         let pass = self.parameters.forward(params, ctx)?;
         let mut attention = Vec::new();
-        let mid = self.attend(x, Saves::Whole, |saved| attention.push(saved), &pass)?;
-        let (y, mlp) = self.mlp.forward(&self.post_attention_norm, &mid, true, &pass)?;
-        let saved = SavedDecoder { x: x.clone(), attention, mid, mlp };
+        let attention_output = self.attend(x, Saves::Whole, |saved| attention.push(saved), &pass)?;
+        let (y, mlp) = self.forward_mlp(x, &attention_output, true, &pass)?;
+        let saved = SavedDecoder { x: x.clone(), attention, attention_output, mlp };
         let bytes = saved.bytes();
         Ok((y, Saved::new(saved, bytes)))
     }
@@ -135,8 +200,8 @@ impl Layer for DecoderLayer {
     }
 
     /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
-    /// chunk. Without these, if there are head chunks, it also contains the input of the MLP half, so that the
-    /// attention is recomputed once, chunk by chunk, and not twice.
+    /// chunk. Without these, if there are head chunks, it also contains the output of the attention, so that it is
+    /// recomputed once, chunk by chunk, and not twice.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],
@@ -150,14 +215,14 @@ impl Layer for DecoderLayer {
             true => outputs.extend(saved.into_checkpoint(&pass)),
             false => saved.recycle(&pass),
         };
-        let mid = self.attend(&x, Saves::Checkpoint, keep, &pass)?;
-        let (y, _) = self.mlp.forward(&self.post_attention_norm, &mid, false, &pass)?;
+        let attention_output = self.attend(&x, Saves::Checkpoint, keep, &pass)?;
+        let (y, _) = self.forward_mlp(&x, &attention_output, false, &pass)?;
         let mut checkpoint = vec![x];
         checkpoint.append(&mut outputs);
         if !saves_output && ctx.tiling().head_chunks > 1 {
-            checkpoint.push(mid);
+            checkpoint.push(attention_output);
         } else {
-            pass.recycle([mid]);
+            pass.recycle([attention_output]);
         }
         Ok((y, checkpoint))
     }
@@ -175,24 +240,25 @@ impl Layer for DecoderLayer {
         let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
         let x = checkpoint.next().ok_or_else(foreign)?;
         let mut attention = Vec::new();
-        let mid = if ctx.saves_attention_output() {
+        let attention_output = if ctx.saves_attention_output() {
             for _ in 0..ctx.tiling().head_chunks {
                 let (out, lse) = checkpoint.next().zip(checkpoint.next()).ok_or_else(foreign)?;
                 attention.push(AttentionSaved::from_checkpoint([out, lse]));
             }
-            self.attention.forward_from_outputs(&x, &attention, &pass.forward)?
-        } else if let Some(mid) = checkpoint.next() {
-            mid
+            self.attention.forward_from_outputs(&self.attention_branch, &x, &attention, &pass.forward)?
+        } else if let Some(attention_output) = checkpoint.next() {
+            attention_output
         } else {
             self.attend(&x, Saves::Whole, |saved| attention.push(saved), &pass.forward)?
         };
-        self.backward_saved(SavedDecoder { x, attention, mid, mlp: None }, dy, &pass)
+        self.backward_saved(SavedDecoder { x, attention, attention_output, mlp: None }, dy, &pass)
     }
 }
 
 impl SavedDecoder {
     fn bytes(&self) -> usize {
-        let own: usize = [&self.x, &self.mid].into_iter().map(ulysses_kernels::tensor::bytes).sum();
+        let own: usize =
+            [&self.x, &self.attention_output].into_iter().map(ulysses_kernels::tensor::bytes).sum();
         let mlp = self.mlp.as_ref().map_or(0, GateUp::bytes);
         own + mlp + self.attention.iter().map(AttentionSaved::bytes).sum::<usize>()
     }

@@ -3,7 +3,7 @@
 use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, listed, preset};
 
 /// Published models that this version does not support: the beginning of the name, and the reason.
-const UNSUPPORTED: [(&str, &str); 8] = [
+const UNSUPPORTED: [(&str, &str); 10] = [
     ("gpt-oss", "it has a mixture of experts and attention sinks"),
     ("mixtral", "it has a mixture of experts"),
     ("llama-4", "it has a mixture of experts"),
@@ -11,7 +11,9 @@ const UNSUPPORTED: [(&str, &str); 8] = [
     ("qwen3-235b-a22b", "it has a mixture of experts"),
     ("deepseek-v", "it has a mixture of experts and latent attention"),
     ("deepseek-r1", "it has a mixture of experts and latent attention"),
-    ("gemma", "it has other norms, another activation, and windows in some layers only"),
+    ("gemma-2", "it caps the logits of its attention"),
+    ("gemma-3n", "it has embeddings per layer"),
+    ("gemma", "it is not Gemma 3, or has a vision model"),
 ];
 
 /// Returns the shape of a published model or a preset by name.
@@ -73,7 +75,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 18);
+        assert_eq!(known_models().count(), 27);
     }
 
     #[test]

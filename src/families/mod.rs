@@ -7,6 +7,7 @@
 //! - [`preset`], [`shape`]: descriptions by name.
 
 mod config;
+mod decoder_layer;
 mod error;
 mod hf;
 mod known_models;
@@ -15,19 +16,34 @@ mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 
+mod gemma3;
+mod granite;
 mod llama;
 mod mistral;
+mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen3;
+mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 4] = [&llama::LLAMA, &mistral::MISTRAL, &qwen2::QWEN2, &qwen3::QWEN3];
+pub static FAMILIES: [&Family; 9] = [
+    &llama::LLAMA,
+    &mistral::MISTRAL,
+    &qwen2::QWEN2,
+    &qwen3::QWEN3,
+    &gemma3::GEMMA3,
+    &granite::GRANITE,
+    &olmo2::OLMO2,
+    &phi3::PHI3,
+    &smollm3::SMOLLM3,
+];
 
-pub use config::{Family, KnownModel, ModelConfig, Sizes};
+pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};
+pub use decoder_layer::{DecoderLayer, DecoderParts};
 pub use error::ModelError;
 pub(crate) use hf::HfConfig;
 pub use known_models::{known_models, max_positions, shape};
-pub use llama::DecoderLayer;
 pub use preset::{PRESETS, preset};
 pub(crate) use read::read_config;
 

@@ -1,12 +1,21 @@
 //! Fields of a `config.json` that all families read in the same way.
 
 use super::config::MAX_LAYERS;
-use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, family, listed};
+use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
 use crate::nn::AttentionConfig;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-/// Why windows or kinds of attention by layer are refused.
-pub(super) const SAME_ATTENTION: &str = "this version has the same attention in every layer";
+const LAYER_TYPES: &str = "layer_types";
+/// Types of layers.
+pub(super) const FULL: &str = "full_attention";
+pub(super) const WINDOWED: &str = "sliding_attention";
+
+/// The inverse of [`HfConfig::windowed_layers`], with the window.
+pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
+    let layer_type = |layer: &AttentionConfig| if layer.window.is_some() { WINDOWED } else { FULL };
+    json[LAYER_TYPES] = config.layers.iter().map(layer_type).collect();
+    json["sliding_window"] = json!(config.layers.iter().find_map(|layer| layer.window));
+}
 
 /// Why a field may not be left out whose default is the size of the family's first model.
 pub(super) const MUST_BE_GIVEN: &str = "it must be given for this model_type";
@@ -42,27 +51,55 @@ impl HfConfig<'_> {
             intermediate_size: self.size("intermediate_size")?,
             layers: vec![layer; num_layers],
             rms_norm_eps: self.number("rms_norm_eps", 1e-6)?,
+            norm_offset: 0.0,
+            multipliers: Multipliers::default(),
             initializer_range: self.number("initializer_range", 0.02)?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
         })
     }
 
-    /// The attention of a layer that sees the whole document. What is absent is a function of the other sizes.
+    /// The attention of a layer that sees the whole document.
     pub(crate) fn attention(&self) -> Result<AttentionConfig, ModelError> {
+        Ok(AttentionConfig { rope: Some(self.rope()?), ..self.heads()? })
+    }
+
+    /// The heads of a layer. What is absent is a function of the other sizes.
+    pub(crate) fn heads(&self) -> Result<AttentionConfig, ModelError> {
         let num_heads = self.size("num_attention_heads")?;
         let num_kv_heads = self.optional_size("num_key_value_heads")?.unwrap_or(num_heads);
         let head_dim = match self.optional_size("head_dim")? {
             Some(head_dim) => head_dim,
             None => self.size("hidden_size")? / num_heads.max(1),
         };
-        Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, window: None, rope: self.rope()? })
+        Ok(AttentionConfig {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            window: None,
+            rope: None,
+            scale: None,
+            qk_norm: None,
+        })
     }
 
-    /// Refuses other MLPs than SwiGLU, and biases that the block of Llama does not have.
+    /// Refuses other MLPs than SwiGLU, and biases.
     pub(crate) fn check_block(&self) -> Result<(), ModelError> {
-        if self.get("hidden_act").is_some_and(|act| act != "silu") {
-            return Err(self.error("hidden_act", "this version computes \"silu\""));
+        self.check_activation("hidden_act", "silu")?;
+        self.check_biases()
+    }
+
+    /// Refuses another activation.
+    pub(crate) fn check_activation(&self, key: &'static str, known: &str) -> Result<(), ModelError> {
+        match self.get(key) {
+            Some(activation) if activation != known => {
+                Err(self.error(key, &format!("this version computes {known:?} for this model_type")))
+            }
+            _ => Ok(()),
         }
+    }
+
+    /// Refuses biases that the block of Llama does not have.
+    pub(crate) fn check_biases(&self) -> Result<(), ModelError> {
         for key in ["attention_bias", "mlp_bias"] {
             if self.flag(key)? {
                 return Err(self.error(key, "this version has no biases but those of Qwen2"));
@@ -72,17 +109,34 @@ impl HfConfig<'_> {
     }
 
     /// Refuses windows. A `sliding_window` that is not used has no effect.
-    pub(crate) fn check_full_attention(&self) -> Result<(), ModelError> {
+    pub(crate) fn check_full_attention(&self, config: &ModelConfig) -> Result<(), ModelError> {
         self.accept(&["sliding_window"]);
         if self.flag("use_sliding_window")? {
-            let expected = "this version has sliding windows for Mistral only";
-            return Err(self.error("use_sliding_window", expected));
+            return Err(self.error("use_sliding_window", "this version has no windows for this model_type"));
         }
-        let types = self.get("layer_types").and_then(Value::as_array);
-        if types.is_some_and(|types| types.iter().any(|kind| kind != "full_attention")) {
-            return Err(self.error("layer_types", SAME_ATTENTION));
+        match self.windowed_layers(config.num_layers(), |_| false)?.contains(&true) {
+            true => Err(self.error("layer_types", "this version has no windows in this model")),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Which layers have a window: by `layer_types`, or else by index.
+    pub(crate) fn windowed_layers(
+        &self,
+        num_layers: usize,
+        by_default: impl Fn(usize) -> bool,
+    ) -> Result<Vec<bool>, ModelError> {
+        let Some(types) = self.get(LAYER_TYPES) else { return Ok((0..num_layers).map(by_default).collect()) };
+        let is_windowed = |layer_type: &Value| match layer_type.as_str() {
+            Some(FULL) => Ok(false),
+            Some(WINDOWED) => Ok(true),
+            _ => Err(self.error(LAYER_TYPES, &format!("a layer is {FULL:?} or {WINDOWED:?}"))),
+        };
+        let types = types.as_array().map_or(&[][..], Vec::as_slice);
+        if types.len() != num_layers {
+            return Err(self.error(LAYER_TYPES, &format!("it must be a list of {num_layers} layers")));
+        }
+        types.iter().map(is_windowed).collect()
     }
 
     /// Refuses a file without `num_key_value_heads`. transformers would use those of the family's first model.

@@ -3,24 +3,38 @@
 use super::*;
 use crate::model::Model;
 use crate::nn::tests::{context, random};
-use crate::nn::{AttentionConfig, Init, LayerError};
+use crate::nn::{AttentionConfig, Init, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use serde_json::{Value, json};
-use ulysses_kernels::rope::Scaling;
+use ulysses_kernels::rope::{Rope, Scaling};
 
 pub(crate) fn config() -> ModelConfig {
     let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 6);
     ModelConfig { hidden_size: 24, intermediate_size: 20, ..nano }
 }
 
+/// A description with the defaults of its family.
 fn of_family(model_type: &str) -> ModelConfig {
-    ModelConfig { family: family(model_type).unwrap(), ..config() }
+    read(&ModelConfig { family: family(model_type).unwrap(), ..config() }.to_hf_json()).unwrap()
 }
 
-/// A description of each family, and one with windows.
+/// A description of each family, and those with layers that differ or with windows.
 fn descriptions() -> Vec<ModelConfig> {
-    let windowed = of_family("mistral").with_attention(|layer| layer.window = Some(7));
-    FAMILIES.iter().map(|family| of_family(family.model_type)).chain([windowed]).collect()
+    let windowed =
+        ["mistral", "phi3"].map(|family| of_family(family).with_attention(|layer| layer.window = Some(7)));
+    let upper_windowed = ["qwen2", "qwen3", "gemma3_text"].map(|family| {
+        let mut config = of_family(family);
+        config.layers[1].window = Some(7);
+        config
+    });
+    let mut partly_rotated = of_family("smollm3");
+    partly_rotated.layers[0].rope = None;
+    let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
+    granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
+    let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
+    let others = [partly_rotated, granite, gemma];
+    let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
+    plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
 
 fn read(json: &Value) -> std::result::Result<ModelConfig, ModelError> {
@@ -65,7 +79,13 @@ fn every_family_and_scaling_round_trips() {
     ];
     for config in descriptions() {
         for scaling in scalings {
-            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
+            // Gemma's layers with a window have no scaling.
+            let config = config.clone().with_attention(|layer| match &mut layer.rope {
+                Some(rope) if layer.window.is_none() || config.family.model_type != "gemma3_text" => {
+                    rope.scaling = scaling;
+                }
+                _ => {}
+            });
             assert_eq!(read(&config.to_hf_json()).unwrap(), config);
         }
     }
@@ -84,8 +104,9 @@ fn the_families_differ_in_their_parameters() {
     let biases =
         [("q_proj.bias", q), ("k_proj.bias", kv), ("v_proj.bias", kv)].map(|(p, n)| spec(p, n, Init::Zeros));
     let norms = ["q_norm.weight", "k_norm.weight"].map(|p| spec(p, head_dim, Init::Ones));
-    let found = descriptions().iter().map(added).collect::<Vec<_>>();
-    assert_eq!(found, [vec![], vec![], biases.to_vec(), norms.to_vec(), vec![]]);
+    let families = ["llama", "mistral", "qwen2", "qwen3", "granite", "smollm3"];
+    let found = families.map(|family| added(&of_family(family)));
+    assert_eq!(found, [vec![], vec![], biases.to_vec(), norms.to_vec(), vec![], vec![]]);
 }
 
 #[test]
@@ -106,16 +127,85 @@ fn another_number_of_parameters_is_refused() {
 }
 
 #[test]
+fn every_family_has_the_parameters_of_its_published_checkpoints() {
+    let names = |family| {
+        let layer = (of_family(family).family.block)(&of_family(family), 1);
+        let name = |spec: &ParameterSpec| spec.name.replace("model.layers.1.", "").replace(".weight", "");
+        layer.parameters().iter().map(name).collect::<Vec<_>>().join(" ")
+    };
+    let projections = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj";
+    let qk_norms = "self_attn.q_norm self_attn.k_norm";
+    let sandwich =
+        "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm";
+    assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
+    let after = "post_attention_layernorm post_feedforward_layernorm";
+    assert_eq!(names("olmo2"), format!("{projections} {after} {qk_norms}"));
+    let fused = "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
+    assert_eq!(names("phi3"), format!("{fused} input_layernorm post_attention_layernorm"));
+}
+
+#[test]
+fn gemma_is_read_as_written_by_every_version_of_transformers() {
+    let first = of_family("gemma3_text");
+    assert_eq!((first.norm_offset, first.multipliers.embedding), (1.0, 24f64.sqrt()));
+    let old = json!({
+        "sliding_window_pattern": 2, "sliding_window": 9, "rope_local_base_freq": 500,
+        "rope_theta": 2e6, "rope_scaling": { "rope_type": "linear", "factor": 8.0 },
+    });
+    let new = json!({
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+        "rope_parameters": {
+            "full_attention": { "rope_type": "linear", "factor": 8.0, "rope_theta": 2e6 },
+            "sliding_attention": { "rope_type": "default", "rope_theta": 500.0 },
+        },
+    });
+    let [old, new] = [old, new].map(|fields| {
+        let mut json = first.to_hf_json();
+        for key in ["layer_types", "rope_theta", "sliding_window"] {
+            json.as_object_mut().unwrap().shift_remove(key);
+        }
+        json.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        read(&json).unwrap()
+    });
+    assert_eq!(old, new);
+    let layers = old.layers.iter().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
+    let rope = |theta, scaling| Rope { theta, scaling };
+    let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
+    assert_eq!(layers, [(Some(9), local), (None, global)]);
+    assert_refused(
+        &changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0))),
+        "final_logit_softcapping",
+    );
+}
+
+#[test]
+fn families_that_are_tied_by_default_are_tied_without_the_field() {
+    for (family, tied) in [("gemma3_text", true), ("smollm3", true), ("olmo2", false), ("granite", false)] {
+        assert_eq!(read(&changed(family, "tie_word_embeddings", None)).unwrap().tie_word_embeddings, tied);
+    }
+}
+
+#[test]
 fn an_unused_window_of_qwen_is_none() {
     for family in ["qwen2", "qwen3"] {
         let mut json = changed(family, "sliding_window", Some(json!(4096)));
         assert_eq!(read(&json).unwrap(), of_family(family));
         json["layer_types"] = json!(["full_attention", "full_attention"]);
         assert_eq!(read(&json).unwrap(), of_family(family));
-        json["use_sliding_window"] = json!(true);
-        assert_refused(&json, "use_sliding_window");
         let mixed = json!(["full_attention", "sliding_attention"]);
-        assert_refused(&changed(family, "layer_types", Some(mixed)), "layer_types");
+        assert_refused(&changed(family, "layer_types", Some(mixed.clone())), "layer_types");
+
+        json["use_sliding_window"] = json!(true);
+        let windows =
+            |json: &Value| read(json).unwrap().layers.iter().map(|layer| layer.window).collect::<Vec<_>>();
+        json["layer_types"] = mixed;
+        assert_eq!(windows(&json), [None, Some(4096)]);
+        json.as_object_mut().unwrap().shift_remove("layer_types");
+        assert_eq!(windows(&json), [None, None], "the first 28 layers have none");
+        json["max_window_layers"] = json!(0);
+        assert_eq!(windows(&json), [Some(4096), Some(4096)]);
+        json["layer_types"] = json!(["full_attention"]);
+        assert_refused(&json, "layer_types");
     }
 }
 
@@ -147,16 +237,16 @@ fn a_class_that_is_not_the_familys_is_refused() {
 fn scaling_is_read_as_written_by_every_version_of_transformers() {
     let llama = |key: &str, value: Value| read(&changed("llama", key, Some(value)));
     let old = llama("rope_scaling", json!({ "type": "linear", "factor": 2 })).unwrap();
-    assert_eq!(old.layers[0].rope.scaling, Scaling::Linear { factor: 2.0 });
+    assert_eq!(old.rope().unwrap().scaling, Scaling::Linear { factor: 2.0 });
     let new = json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 });
-    let new = llama("rope_parameters", new).unwrap().layers[1].rope;
+    let new = llama("rope_parameters", new).unwrap().layers[1].rope.unwrap();
     assert_eq!((new.theta, new.scaling), (5e5, Scaling::Linear { factor: 2.0 }));
 
     // What yarn leaves out has the paper's values, and the model's own length.
     let mut json = changed("qwen3", "max_position_embeddings", Some(json!(2048)));
     json["rope_scaling"] = json!({ "rope_type": "yarn", "factor": 4.0, "beta_fast": null });
     let Scaling::Yarn { beta_fast, beta_slow, truncate, attention_factor, original_len, .. } =
-        read(&json).unwrap().layers[0].rope.scaling
+        read(&json).unwrap().rope().unwrap().scaling
     else {
         panic!("yarn was asked for")
     };
@@ -206,7 +296,7 @@ fn a_theta_in_the_object_replaces_a_missing_top_level_one() {
     let mut json = changed("llama", "rope_theta", Some(Value::Null));
     assert_refused(&json, "rope_theta");
     json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 5e5 });
-    assert_eq!(read(&json).unwrap().layers[0].rope.theta, 5e5);
+    assert_eq!(read(&json).unwrap().rope().unwrap().theta, 5e5);
 }
 
 /// A family of which every other layer has a window.

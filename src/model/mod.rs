@@ -1,6 +1,6 @@
 //! Transformer models as a stack of layers, and the descriptions and weights that they are made from.
 //!
-//! - [`Model`]: embedding, layers ([`DecoderLayer`] is the Llama block) and head. Its parameters form units, which
+//! - [`Model`]: embedding, layers ([`DecoderLayer`] is their block) and head. Its parameters form units, which
 //!   ZeRO partitions, gathers and reduces as a whole.
 //! - [`ModelConfig`]: presets and Hugging Face `config.json`, of the [`FAMILIES`].
 //! - [`WeightSource`]: the source of initial values, [`RandomWeights`] or [`HfWeights`].
@@ -14,8 +14,8 @@ mod tests;
 mod weights;
 
 pub use crate::families::{
-    DecoderLayer, FAMILIES, Family, KnownModel, ModelConfig, ModelError, PRESETS, Sizes, family,
-    known_models, max_positions, preset, shape,
+    DecoderLayer, DecoderParts, FAMILIES, Family, KnownModel, ModelConfig, ModelError, Multipliers, PRESETS,
+    Sizes, family, known_models, max_positions, preset, shape,
 };
 pub use hf::{HfDescription, HfModel, HfSource, HfWeights};
 pub use model::{Model, UnitSpec};

@@ -35,7 +35,7 @@ fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext
     let layer = config.layers[0];
     let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
-    let tables = ctx.rope_tables(layer.head_dim, layer.rope.theta)?;
+    let tables = ctx.rope_tables(layer.head_dim, layer.rope.unwrap().theta)?;
     let q = rotate(&heads(linear(&normed, q)?, layer.num_heads)?, &tables)?;
     let k = rotate(&heads(linear(&normed, k)?, layer.num_kv_heads)?, &tables)?;
     let v = heads(linear(&normed, v)?, layer.num_kv_heads)?;
@@ -139,7 +139,7 @@ fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<ModelCo
 fn hugging_face_descriptions_round_trip() {
     assert_eq!(hf_config("use_cache", true.into()).unwrap(), config());
     let theta = serde_json::json!({ "rope_type": "default", "rope_theta": 5e5 });
-    assert_eq!(hf_config("rope_parameters", theta).unwrap().layers[0].rope.theta, 5e5);
+    assert_eq!(hf_config("rope_parameters", theta).unwrap().rope().unwrap().theta, 5e5);
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn absurd_descriptions_are_refused() {
         config().with_attention(|layer| layer.num_heads = 0),
         config().with_num_layers(0),
         ModelConfig { hidden_size: usize::MAX / 2, ..config() },
-        config().with_attention(|layer| layer.rope.theta = f64::NAN),
+        config().with_rope(|rope| rope.theta = f64::NAN),
     ];
     for description in absurd {
         assert!(Model::new(&description).is_err(), "{description:?}");

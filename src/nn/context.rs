@@ -12,8 +12,8 @@ use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
 
-/// Query heads, KV heads, window.
-type HeadKey = (usize, usize, Option<usize>);
+/// Query heads, KV heads, window, bits of the factor on the logits.
+type HeadKey = (usize, usize, Option<usize>, Option<u32>);
 
 /// Limits how much of a layer's intermediate values is in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,30 +162,32 @@ impl LayerContext {
     pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
         let mut layouts = self.tokens.head_layouts.lock();
         let make = || self.tokens.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
-        layouts.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
+        layouts.entry((num_heads, num_kv_heads, None, None)).or_insert_with(make).clone()
     }
 
     /// As [`attention_layout`](Self::attention_layout), with a sliding window of `window` tokens, including
-    /// the query's own.
+    /// the query's own, and a factor on the logits.
     ///
     /// # Errors
     /// A window of 0.
-    pub fn windowed_attention_layout(
+    pub fn attention_layout_with(
         &self,
         num_heads: usize,
         num_kv_heads: usize,
         window: Option<usize>,
+        scale: Option<f32>,
     ) -> Result<AttentionLayout, LayerError> {
-        if window.is_none() {
-            return Ok(self.attention_layout(num_heads, num_kv_heads));
-        }
         let mut layouts = self.tokens.head_layouts.lock();
-        let key = (num_heads, num_kv_heads, window);
+        let key = (num_heads, num_kv_heads, window, scale.map(f32::to_bits));
         if let Some(layout) = layouts.get(&key) {
             return Ok(layout.clone());
         }
-        let heads = grouped_heads(num_heads, num_kv_heads);
-        let layout = self.tokens.layout.with_window(heads, window)?;
+        let (all, heads) = (&self.tokens.layout, grouped_heads(num_heads, num_kv_heads));
+        let layout = match window {
+            None => all.with_heads(heads),
+            window => all.with_window(heads, window)?,
+        };
+        let layout = layout.with_scale(scale);
         layouts.insert(key, layout.clone());
         Ok(layout)
     }

@@ -13,18 +13,18 @@ pub enum LayerError {
         /// The layer.
         layer: String,
     },
-    /// The KV heads of a layer cannot be split into that many chunks.
+    /// The KV heads of a layer cannot be split into that many chunks, or its norms need all heads at once.
     #[error(
-        "layer {layer}: its {num_kv_heads} KV heads cannot be split into {chunks} chunks of whole heads; \
-         `ulysses.head_chunks` of 1 to {num_kv_heads} is valid"
+        "layer {layer}: its heads cannot be split into {chunks} chunks of whole KV heads, or of all heads if a norm spans them; \
+         `ulysses.head_chunks` of 1 to {max_chunks} is valid"
     )]
     HeadChunks {
         /// The layer.
         layer: String,
         /// The number of chunks.
         chunks: usize,
-        /// The number of KV heads, which is the largest valid number of chunks.
-        num_kv_heads: usize,
+        /// The largest valid number of chunks.
+        max_chunks: usize,
     },
     /// A layer got the wrong number of parameters or gradients.
     #[error("layer {layer}: got {got} parameters or gradients, expected {expected}")]

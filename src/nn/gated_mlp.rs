@@ -1,15 +1,20 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
-use super::{BackwardPass, ForwardPass, Init, LayerError, Linear, ParameterList, RmsNorm, token_rows};
+use super::{
+    BackwardPass, Branch, ForwardPass, Init, LayerError, Linear, ParameterList, recycle_unless, token_rows,
+};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::{strided_copy, swiglu};
+use ulysses_kernels::glu::{self, Activation};
 
-/// `down(silu(gate(x)) · up(x))` (SwiGLU, arXiv 2002.05202).
+const DOWN: &str = "mlp.down_proj";
+
+/// `down(activation(gate(x)) · up(x))` (arXiv 2002.05202).
 ///
 /// The backward pass recomputes the normalized input and the product, each in one pass over memory.
 #[derive(Debug)]
 pub struct GatedMlp {
+    activation: Activation,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -32,19 +37,31 @@ impl GatedMlp {
     /// Adds `mlp.gate_proj` and `mlp.up_proj`, with initial values `init`, and `mlp.down_proj` with `down_init`.
     pub fn new(
         parameters: &mut ParameterList,
-        hidden: usize,
-        intermediate: usize,
+        activation: Activation,
+        [hidden, intermediate]: [usize; 2],
         init: Init,
         down_init: Init,
     ) -> Self {
-        Self {
-            gate: Linear::new(parameters, "mlp.gate_proj", [intermediate, hidden], init),
-            up: Linear::new(parameters, "mlp.up_proj", [intermediate, hidden], init),
-            down: Linear::new(parameters, "mlp.down_proj", [hidden, intermediate], down_init),
-        }
+        let gate = Linear::new(parameters, "mlp.gate_proj", [intermediate, hidden], init);
+        let up = Linear::new(parameters, "mlp.up_proj", [intermediate, hidden], init);
+        let down = Linear::new(parameters, DOWN, [hidden, intermediate], down_init);
+        Self { activation, gate, up, down }
     }
 
-    /// Computes `x + mlp(norm(x))`. With `keep` and without tiles, also returns the projections.
+    /// As [`new`](Self::new), with gate and up projection in one parameter, `mlp.gate_up_proj`.
+    pub fn fused(
+        parameters: &mut ParameterList,
+        activation: Activation,
+        [hidden, intermediate]: [usize; 2],
+        init: Init,
+        down_init: Init,
+    ) -> Self {
+        let [gate, up] = Linear::fused(parameters, "mlp.gate_up_proj", [intermediate; 2], hidden, init);
+        let down = Linear::new(parameters, DOWN, [hidden, intermediate], down_init);
+        Self { activation, gate, up, down }
+    }
+
+    /// Computes the branch of the MLP. With `keep` and without tiles, also returns the projections.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -53,21 +70,20 @@ impl GatedMlp {
     /// A refused operation.
     pub fn forward(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         keep: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<GateUp>), LayerError> {
         let ws = pass.workspace();
         let keep = keep && pass.ctx.tiling().tile_tokens.is_none();
-        let y = ws.alloc(x.dims())?;
-        strided_copy::copy(x, &y)?;
+        let output = branch.open(x, pass)?;
         let mut saved = None;
         for tile in pass.ctx.token_tiles() {
-            let GateUp { gate, up } = self.gate_up(norm, x, &tile, pass)?;
+            let GateUp { gate, up } = self.gate_up(branch, x, &tile, pass)?;
             let product = ws.alloc(gate.dims())?;
-            swiglu::forward(&gate, &up, &product)?;
-            self.down.forward(&product, &token_rows(&y, &tile)?, true, pass)?;
+            glu::forward(self.activation, &gate, &up, &product)?;
+            self.down.forward(&product, &token_rows(&output, &tile)?, true, pass)?;
             ws.recycle(product);
             if keep {
                 saved = Some(GateUp { gate, up });
@@ -75,6 +91,8 @@ impl GatedMlp {
                 pass.recycle([gate, up]);
             }
         }
+        let y = branch.join(x, &output, pass)?;
+        recycle_unless(output, &y, pass);
         Ok((y, saved))
     }
 
@@ -88,7 +106,7 @@ impl GatedMlp {
     /// A refused operation.
     pub fn backward(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         mut saved: Option<GateUp>,
         dy: &Tensor,
@@ -97,9 +115,9 @@ impl GatedMlp {
         for tile in pass.ctx().token_tiles() {
             let projections = match saved.take() {
                 Some(saved) => saved,
-                None => self.gate_up(norm, x, &tile, &pass.forward)?,
+                None => self.gate_up(branch, x, &tile, &pass.forward)?,
             };
-            self.backward_tile(norm, &token_rows(x, &tile)?, projections, &token_rows(dy, &tile)?, pass)?;
+            self.backward_tile(branch, &token_rows(x, &tile)?, projections, &token_rows(dy, &tile)?, pass)?;
         }
         Ok(())
     }
@@ -107,7 +125,7 @@ impl GatedMlp {
     /// [`backward`](Self::backward) of one tile.
     fn backward_tile(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         GateUp { gate, up }: GateUp,
         dy: &Tensor,
@@ -115,37 +133,57 @@ impl GatedMlp {
     ) -> Result<(), LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let product = ws.alloc(gate.dims())?;
-        swiglu::forward(&gate, &up, &product)?;
-        self.down.backward_weight(dy, &product, pass)?;
+        glu::forward(self.activation, &gate, &up, &product)?;
+        let doutput = self.backward_join(branch, &product, dy, pass)?;
+        self.down.backward_weight(&doutput, &product, pass)?;
         let dproduct = product;
-        self.down.backward_input(dy, &dproduct, false, forward)?;
+        self.down.backward_input(&doutput, &dproduct, false, forward)?;
+        recycle_unless(doutput, dy, forward);
         let (dgate, dup) = (ws.alloc(gate.dims())?, ws.alloc(gate.dims())?);
-        swiglu::backward(&dproduct, &gate, &up, &dgate, &dup)?;
+        glu::backward(self.activation, &dproduct, &gate, &up, &dgate, &dup)?;
         forward.recycle([dproduct, gate, up]);
 
         let rstd = ws.alloc_f32(x.dims()[0])?;
-        let normed = norm.forward(x, &rstd, forward)?;
+        let normed = branch.enter(x, &rstd, forward)?;
         self.gate.backward_weight(&dgate, &normed, pass)?;
         self.up.backward_weight(&dup, &normed, pass)?;
         let dnormed = normed;
         self.gate.backward_input(&dgate, &dnormed, false, forward)?;
         self.up.backward_input(&dup, &dnormed, true, forward)?;
-        norm.backward(&dnormed, x, &rstd, (dy, true), pass)?;
+        branch.backward_enter(&dnormed, x, &rstd, dy, pass)?;
         forward.recycle([dgate, dup, dnormed, rstd]);
         Ok(())
+    }
+
+    /// The gradient of the output of a tile; the output is recomputed if it is needed.
+    fn backward_join(
+        &self,
+        branch: &Branch,
+        product: &Tensor,
+        dy: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        if !branch.needs_output() {
+            return branch.backward_join(None, dy, pass);
+        }
+        let output = pass.forward.workspace().alloc(dy.dims())?;
+        self.down.forward(product, &output, false, &pass.forward)?;
+        let doutput = branch.backward_join(Some(&output), dy, pass)?;
+        pass.forward.recycle([output]);
+        Ok(doutput)
     }
 
     /// Gate and up projections of a tile of tokens, `[tile, intermediate]`.
     fn gate_up(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         tile: &Range<usize>,
         pass: &ForwardPass<'_>,
     ) -> Result<GateUp, LayerError> {
         let ws = pass.workspace();
         let rstd = ws.alloc_f32(tile.len())?;
-        let normed = norm.forward(&token_rows(x, tile)?, &rstd, pass)?;
+        let normed = branch.enter(&token_rows(x, tile)?, &rstd, pass)?;
         let dims = (tile.len(), self.gate.num_outputs());
         let (gate, up) = (ws.alloc(dims)?, ws.alloc(dims)?);
         self.gate.forward(&normed, &gate, false, pass)?;

@@ -25,7 +25,7 @@ pub trait InputLayer: Send + Sync {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), LayerError>;
 
-    /// **Adds** the parameters' gradients to `grads`, if there are any that are not frozen.
+    /// **Adds** the parameters' gradients to `grads`, if there are any that are not frozen. May overwrite `dx`.
     ///
     /// # Shapes
     /// `dx`: `[batch, seq_local, hidden]`.

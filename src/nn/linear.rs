@@ -1,4 +1,4 @@
-//! A linear layer, of which the rows can be used in parts.
+//! A linear layer: all rows of a weight, or some of them.
 
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;
@@ -8,7 +8,8 @@ use ulysses_kernels::{Workspace, elementwise, linear};
 /// `y = x·Wᵀ`, or `x·Wᵀ + b`.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    out: usize,
+    /// The rows of the parameters.
+    rows: Range<usize>,
     weight: Parameter,
     bias: Option<Parameter>,
 }
@@ -31,22 +32,38 @@ impl Linear {
     /// Adds the parameter `name.weight`, `[out, in]`.
     pub fn new(parameters: &mut ParameterList, name: &str, [out, input]: [usize; 2], init: Init) -> Self {
         let weight = parameters.add(&format!("{name}.weight"), [out, input], init);
-        Self { out, weight, bias: None }
+        Self { rows: 0..out, weight, bias: None }
     }
 
-    /// Adds the parameter `name.bias`, `[out]`, which is 0 at first.
+    /// Adds one parameter `name.weight` with the rows of several layers, one after the other.
+    pub fn fused<const N: usize>(
+        parameters: &mut ParameterList,
+        name: &str,
+        outs: [usize; N],
+        input: usize,
+        init: Init,
+    ) -> [Self; N] {
+        let Self { weight, .. } = Self::new(parameters, name, [outs.iter().sum(), input], init);
+        let mut start = 0;
+        outs.map(|out| {
+            start += out;
+            Self { rows: start - out..start, weight, bias: None }
+        })
+    }
+
+    /// Adds the parameter `name.bias`, `[out]`, which is 0 at first, to a layer with a weight of its own.
     pub fn add_bias(&mut self, parameters: &mut ParameterList, name: &str) {
-        self.bias = Some(parameters.add(&format!("{name}.bias"), [self.out], Init::Zeros));
+        self.bias = Some(parameters.add(&format!("{name}.bias"), [self.num_outputs()], Init::Zeros));
     }
 
-    /// The weight.
+    /// The weight, of which other layers may have rows too.
     pub fn weight(&self) -> Parameter {
         self.weight
     }
 
     /// Number of outputs.
     pub fn num_outputs(&self) -> usize {
-        self.out
+        self.rows.len()
     }
 
     /// Writes `y`, or adds to it.
@@ -63,7 +80,7 @@ impl Linear {
         accumulate: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
-        self.rows(&(0..self.out), pass)?.forward(x, y, accumulate, pass.workspace())
+        self.rows(&(0..self.num_outputs()), pass)?.forward(x, y, accumulate, pass.workspace())
     }
 
     /// Writes the gradient of the input, or adds to it.
@@ -80,7 +97,7 @@ impl Linear {
         accumulate: bool,
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
-        Ok(linear::backward_input(dy, &pass[self.weight], dx, accumulate)?)
+        self.rows(&(0..self.num_outputs()), pass)?.backward_input(dy, dx, accumulate)
     }
 
     /// Adds to the gradients of the parameters, unless they are frozen.
@@ -96,7 +113,7 @@ impl Linear {
         x: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        self.gradient_rows(&(0..self.out), pass)?.add(dy, x, pass.ctx().workspace())
+        self.gradient_rows(&(0..self.num_outputs()), pass)?.add(dy, x, pass.ctx().workspace())
     }
 
     /// Some rows, sharing the storage.
@@ -105,7 +122,7 @@ impl Linear {
         range: &Range<usize>,
         pass: &ForwardPass<'_>,
     ) -> Result<LinearRows, LayerError> {
-        let rows = |parameter| pass[parameter].narrow(0, range.start, range.len());
+        let rows = |parameter| pass[parameter].narrow(0, self.rows.start + range.start, range.len());
         Ok(LinearRows { weight: rows(self.weight)?, bias: self.bias.map(rows).transpose()? })
     }
 
@@ -117,7 +134,8 @@ impl Linear {
     ) -> Result<LinearGradients, LayerError> {
         let rows = |parameter| {
             let gradient = pass.gradient(parameter);
-            gradient.map(|gradient| gradient.narrow(0, range.start, range.len())).transpose()
+            let start = self.rows.start + range.start;
+            gradient.map(|gradient| gradient.narrow(0, start, range.len())).transpose()
         };
         Ok(LinearGradients { weight: rows(self.weight)?, bias: self.bias.map_or(Ok(None), rows)? })
     }

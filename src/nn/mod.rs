@@ -2,7 +2,8 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
-//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`GatedMlp`]: the modules of a block.
+//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`GatedMlp`]: the modules of a block; a [`Branch`] joins one to the residual
+//!   stream.
 //! - [`InputLayer`]: what comes before the layers, an [`Embedding`] or [`Features`] of the [`LocalBatch`].
 //! - [`LayerContext`]: the micro batch, and the services that a layer may use.
 //!
@@ -13,6 +14,7 @@ mod attention;
 mod attention_node;
 mod autograd;
 mod batch;
+mod branch;
 mod context;
 mod embedding;
 mod error;
@@ -25,11 +27,13 @@ mod rms_norm;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use attention::{AttentionConfig, AttentionSaved, HeadChunk, Saves, SelfAttention, head_chunks};
+pub use attention::{AttentionConfig, AttentionSaved, HeadChunk, QkNorm, Saves, SelfAttention, head_chunks};
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
 pub use autograd::{AutogradLayer, BlockContext};
 pub use batch::LocalBatch;
+pub(crate) use branch::recycle_unless;
+pub use branch::{Branch, BranchNorms};
 pub use context::{LayerContext, Tiling, TokenLayout};
 pub use embedding::Embedding;
 pub use error::LayerError;
@@ -38,7 +42,7 @@ pub use input::{Features, InputLayer};
 pub use layer::{AttentionExtent, Layer, Saved};
 pub use linear::Linear;
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
-pub use rms_norm::RmsNorm;
+pub use rms_norm::{NormConfig, RmsNorm};
 
 use candle_core::Tensor;
 use std::ops::Range;

@@ -2,19 +2,46 @@
 
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;
-use ulysses_kernels::rms_norm;
+use ulysses_kernels::rms_norm::{self, Gain};
 
-/// `y = x / sqrt(mean(x²) + eps) · w`, over the last dimension.
+/// The constants of a model's norms.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormConfig {
+    /// Added to the mean square.
+    pub eps: f64,
+    /// Added to the weight: 0, or 1 for weights around 0.
+    pub offset: f64,
+}
+
+impl From<f64> for NormConfig {
+    fn from(eps: f64) -> Self {
+        Self { eps, offset: 0.0 }
+    }
+}
+
+impl NormConfig {
+    /// Initial weights: a gain of 1.
+    pub fn init(&self) -> Init {
+        if self.offset == 0.0 { Init::Ones } else { Init::Zeros }
+    }
+
+    /// The gain of a weight.
+    pub fn gain<'a>(&self, weight: &'a Tensor) -> Gain<'a> {
+        Gain { weight, offset: self.offset as f32 }
+    }
+}
+
+/// `y = x / sqrt(mean(x²) + eps) · (offset + w)`, over the last dimension.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Parameter,
-    eps: f64,
+    config: NormConfig,
 }
 
 impl RmsNorm {
     /// Adds the parameter `name.weight`, `[size]`.
-    pub fn new(parameters: &mut ParameterList, name: &str, size: usize, eps: f64) -> Self {
-        Self { weight: parameters.add(&format!("{name}.weight"), [size], Init::Ones), eps }
+    pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
+        Self { weight: parameters.add(&format!("{name}.weight"), [size], config.init()), config }
     }
 
     /// Returns the normalized `x`, and writes the reciprocal root mean squares to `rstd`.
@@ -26,7 +53,7 @@ impl RmsNorm {
     /// Shapes that do not fit.
     pub fn forward(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
         let y = pass.workspace().alloc(x.dims())?;
-        rms_norm::forward(x, &pass[self.weight], self.eps, &y, rstd)?;
+        rms_norm::forward(x, self.config.gain(&pass[self.weight]), self.config.eps, &y, rstd)?;
         Ok(y)
     }
 
@@ -45,7 +72,7 @@ impl RmsNorm {
         (dx, accumulate): (&Tensor, bool),
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let weight = &pass.forward[self.weight];
-        Ok(rms_norm::backward(dy, x, weight, rstd, dx, accumulate, pass.gradient(self.weight))?)
+        let gain = self.config.gain(&pass.forward[self.weight]);
+        Ok(rms_norm::backward(dy, x, gain, rstd, dx, accumulate, pass.gradient(self.weight))?)
     }
 }

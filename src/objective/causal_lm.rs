@@ -2,7 +2,7 @@
 
 use super::labeled_tokens::Chunk;
 use super::{LabeledTokens, Objective};
-use crate::nn::{Init, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use crate::nn::{Init, LayerContext, LayerError, LocalBatch, NormConfig, ParameterSpec, Saved};
 use candle_core::Tensor;
 use std::num::NonZero;
 use ulysses_kernels::device::dry;
@@ -17,7 +17,9 @@ use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
 pub struct CausalLm {
     /// The norm's weight, `[hidden]`, then the projection, `[vocab, hidden]`.
     parameters: [ParameterSpec; 2],
-    rms_norm_eps: f64,
+    norm: NormConfig,
+    /// Factor on the logits.
+    logit_scale: f64,
 }
 
 /// State saved for the backward pass.
@@ -55,12 +57,33 @@ impl CausalLm {
         projection_name: &str,
         vocab_size: usize,
         hidden_size: usize,
-        rms_norm_eps: f64,
+        norm: impl Into<NormConfig>,
         std: f64,
     ) -> Self {
-        let norm = ParameterSpec::new("model.norm.weight", [hidden_size], Init::Ones);
+        let norm_config = norm.into();
+        let norm = ParameterSpec::new("model.norm.weight", [hidden_size], norm_config.init());
         let projection = ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std });
-        Self { parameters: [norm, projection], rms_norm_eps }
+        Self { parameters: [norm, projection], norm: norm_config, logit_scale: 1.0 }
+    }
+
+    /// Multiplies the logits.
+    #[must_use]
+    pub fn with_logit_scale(self, logit_scale: f64) -> Self {
+        Self { logit_scale, ..self }
+    }
+
+    /// The input of the projection, or its gradient, instead of the logits.
+    fn scale(&self, normed: &Tensor) -> Result<(), LayerError> {
+        match self.logit_scale == 1.0 {
+            true => Ok(()),
+            false => Ok(elementwise::scale(normed, self.logit_scale as f32)?),
+        }
+    }
+
+    /// Writes the input of the projection.
+    fn normalize(&self, x: &Tensor, weight: &Tensor, y: &Tensor, rstd: &Tensor) -> Result<(), LayerError> {
+        rms_norm::forward(x, self.norm.gain(weight), self.norm.eps, y, rstd)?;
+        self.scale(y)
     }
 
     /// Number of classes.
@@ -115,7 +138,7 @@ impl CausalLm {
                 _ => chunk.region_of(&rows)?,
             };
             let [normed, rstd] = [normed.narrow(0, 0, labeled)?, rstd.narrow(0, 0, labeled)?];
-            rms_norm::forward(&x, norm, self.rms_norm_eps, &normed, &rstd)?;
+            self.normalize(&x, norm, &normed, &rstd)?;
             let lse = chunk.region_of(&lse)?.narrow(0, 0, labeled)?;
             losses.append(lm_head_loss::forward(&normed, projection, &chunk.labels, tile, &lse, ws)?);
         }
@@ -143,9 +166,10 @@ impl CausalLm {
         let dnormed = buffer.narrow(0, dnormed_at, labels.len())?;
         // First the normalized hidden states, then the gradient of `x`.
         let compact = dx.narrow(0, 0, labels.len())?;
-        rms_norm::forward(&x, norm, self.rms_norm_eps, &compact, &rstd)?;
+        self.normalize(&x, norm, &compact, &rstd)?;
         lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
-        rms_norm::backward(&dnormed, &x, norm, &rstd, &compact, false, dnorm)?;
+        self.scale(&dnormed)?;
+        rms_norm::backward(&dnormed, &x, self.norm.gain(norm), &rstd, &compact, false, dnorm)?;
         compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
     }
 }
@@ -222,7 +246,7 @@ impl Objective for CausalLm {
     fn output(&self, params: &[Tensor], x: &Tensor, ctx: &LayerContext) -> Result<Tensor, LayerError> {
         let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((ctx.batch(), ctx.seq_len_local()))?);
-        rms_norm::forward(x, norm, self.rms_norm_eps, &normed, &rstd)?;
+        self.normalize(x, norm, &normed, &rstd)?;
         let dims = (ctx.batch(), ctx.seq_len_local(), self.vocab_size());
         let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;

@@ -1,7 +1,7 @@
 //! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
-use super::shard::{Member, check_shard, seq_len, shares_tokens};
+use super::shard::{Member, check_shard, is_same, seq_len, shares_mask, shares_tokens};
 use super::{
     AttentionShape, Exchange, ExchangePlan, HeadSharded, PendingExchange, SeqSharded, SequenceParallelError,
 };
@@ -37,7 +37,7 @@ pub struct UlyssesAttention {
     sharding: SeqSharding,
     /// The ring rank of the group.
     ring_rank: usize,
-    /// The plans for this micro batch, one per number of heads, shared by all layers.
+    /// The plans for this micro batch, one per kind of attention and number of heads, shared by all layers.
     shardings: Mutex<Vec<Arc<Sharding>>>,
 }
 
@@ -75,26 +75,23 @@ impl UlyssesAttention {
         shape: AttentionShape,
     ) -> Result<Arc<Sharding>, SequenceParallelError> {
         let mut known = self.shardings.lock();
-        let is_this = |known: &&Arc<Sharding>| {
-            known.shape == shape
-                && shares_tokens(&known.sharded, layout)
-                && Arc::ptr_eq(known.sharded.q_to_kv(), layout.q_to_kv())
-        };
+        let is_this = |known: &&Arc<Sharding>| known.shape == shape && is_same(&known.sharded, layout);
         if let Some(sharding) = known.iter().find(is_this) {
             return Ok(sharding.clone());
         }
         known.retain(|known| shares_tokens(&known.sharded, layout));
-        let sharding = Arc::new(self.plan(layout, shape, known.first().map(|known| &known.whole))?);
+        let same_mask = known.iter().find(|known| shares_mask(&known.sharded, layout));
+        let sharding = Arc::new(self.plan(layout, shape, same_mask.map(|known| &known.whole))?);
         known.push(sharding.clone());
         Ok(sharding)
     }
 
-    /// `same_tokens`: the local layout of the same tokens with other heads.
+    /// `same_mask`: the local layout of the same tokens and window with other heads.
     fn plan(
         &self,
         layout: &AttentionLayout,
         shape: AttentionShape,
-        same_tokens: Option<&AttentionLayout>,
+        same_mask: Option<&AttentionLayout>,
     ) -> Result<Sharding, SequenceParallelError> {
         let (rank, group_size) = (self.group.rank(), self.group.world_size());
         let plan = ExchangePlan::new(shape, layout.q_to_kv(), group_size, rank);
@@ -102,14 +99,15 @@ impl UlyssesAttention {
         let tokens = self.sharding.ring_tokens(seq_len(layout), self.ring_rank);
         check_shard(layout, &tokens.slice(&plan.seq_ranges()[rank]), Member { rank, group_size })?;
         let heads = plan.q_to_kv_local();
-        let whole = match same_tokens {
-            Some(same_tokens) => same_tokens.with_heads(heads),
+        let whole = match same_mask {
+            Some(same_mask) => same_mask.with_heads(heads),
             None => {
                 let (tokens, documents) = (tokens.ranges(), layout.cu_seqlens().clone());
                 AttentionLayout::of_ranges(tokens, tokens, documents, heads, layout.window())?
             }
         };
         let exchange = Exchange::new(plan, self.group.clone());
+        let whole = whole.with_scale(layout.scale());
         Ok(Sharding { sharded: layout.clone(), shape, exchange, whole })
     }
 

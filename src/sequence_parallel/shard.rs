@@ -39,5 +39,14 @@ pub(super) fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
         && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())
-        && a.window() == b.window()
+}
+
+/// Returns whether two layouts also share the window.
+pub(super) fn shares_mask(a: &AttentionLayout, b: &AttentionLayout) -> bool {
+    shares_tokens(a, b) && a.window() == b.window()
+}
+
+/// Returns whether two layouts are equal, judged by shared pointers.
+pub(super) fn is_same(a: &AttentionLayout, b: &AttentionLayout) -> bool {
+    shares_mask(a, b) && a.scale() == b.scale() && Arc::ptr_eq(a.q_to_kv(), b.q_to_kv())
 }

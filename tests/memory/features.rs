@@ -4,7 +4,7 @@ use crate::support::compare::{max_rel_error, values};
 use crate::support::device::offload_target;
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, layout};
 use crate::support::problems::{ADAGRAD, ADAMW, CONFIG, LAMB, LION, main_problem, packed_batch, problem};
-use crate::support::reference::{Batch, ReferenceConfig, Training, as_tensors};
+use crate::support::reference::{Batch, Family, ReferenceConfig, Training, as_tensors};
 use crate::support::sample::{axes, sampled};
 use serde_json::{Value, json};
 use ulysses::engine::BatchOutcome;
@@ -31,7 +31,8 @@ fn layouts() -> impl Iterator<Item = Layout> {
     once.chain([Layout { accumulation: 2, ..layout(2, 2, 2) }])
 }
 
-/// Packed documents; a shard without a label; families with biases, with norms over heads, and with a window.
+/// Packed documents; a shard without a label; families with biases, with norms over heads, with a
+/// window, with norms of outputs and windows in some layers, and with factors.
 fn problems() -> Vec<Problem> {
     let sgd = Rule::Sgd { lr: 0.1 };
     let with = |config| Problem { rule: sgd, ..problem(config, packed_batch()) };
@@ -41,6 +42,8 @@ fn problems() -> Vec<Problem> {
         with(ReferenceConfig { qkv_bias: true, num_kv_heads: 8, ..CONFIG }),
         with(ReferenceConfig { qk_norm: true, ..CONFIG }),
         with(ReferenceConfig { sliding_window: Some(5), tie_word_embeddings: true, ..CONFIG }),
+        with(ReferenceConfig { family: Family::Gemma3, sliding_window: Some(5), ..CONFIG }),
+        with(ReferenceConfig { family: Family::Granite, ..CONFIG }),
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
-use crate::support::reference::{Batch, ReferenceConfig, RopeScaling};
+use crate::support::reference::{Batch, Family, ReferenceConfig, RopeScaling};
 use crate::support::sample::{axes, sampled};
 
 /// dp × sp × stage × accumulation: 1, 2, 4 × 1, 2, 3, 4 × 0..=3 × 1, 2.
@@ -153,6 +153,22 @@ fn biases_on_queries_keys_and_values_are_the_same_on_every_mesh() {
 #[test]
 fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
     check_families(&[ReferenceConfig { qk_norm: true, ..CONFIG }]);
+}
+
+/// Families whose blocks differ from Llama's: [`Family`] has their parts.
+#[test]
+fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
+    use Family::{Gemma3, Granite, Olmo2, Phi3, SmolLm3};
+    let of_family = |family| ReferenceConfig { family, num_layers: 3, ..CONFIG };
+    let gemma = ReferenceConfig {
+        sliding_window: Some(5),
+        tie_word_embeddings: true,
+        num_heads: 5,
+        num_kv_heads: 1,
+        ..of_family(Gemma3)
+    };
+    let phi = ReferenceConfig { sliding_window: Some(7), num_heads: 6, num_kv_heads: 3, ..of_family(Phi3) };
+    check_families(&[gemma, phi, of_family(Granite), of_family(Olmo2), of_family(SmolLm3)]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::support::compare::{assert_all_close, assert_close, assert_scalar_clos
 use crate::support::golden::Fixture;
 use crate::support::reference::batch::document_ids;
 use crate::support::reference::{
-    AdamW, Batch, IGNORED, Optimizer, ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights,
+    AdamW, Batch, Family, IGNORED, Optimizer, ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights,
     as_tensors, clip_by_global_norm, forward, global_norm, loss_and_grads, micro_batch_loss_and_grads,
     random_weights, train,
 };
@@ -14,6 +14,7 @@ use candle_core::{DType, Device, Tensor, Var};
 /// Grouped KV heads, and sizes that all differ, so that a swapped dimension fails.
 fn small_config(tie_word_embeddings: bool) -> ReferenceConfig {
     ReferenceConfig {
+        family: Family::Llama,
         vocab_size: 29,
         hidden_size: 20,
         intermediate_size: 28,

@@ -17,7 +17,7 @@ fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext
     let layer = config.layers[0];
     let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
-    let tables = ctx.rope_tables(layer.head_dim, layer.rope.theta)?;
+    let tables = ctx.rope_tables(layer.head_dim, layer.rope.unwrap().theta)?;
     let q = rotate(&heads(linear(&normed, q)?, layer.num_heads)?, &tables)?;
     let k = rotate(&heads(linear(&normed, k)?, layer.num_kv_heads)?, &tables)?;
     let v = heads(linear(&normed, v)?, layer.num_kv_heads)?;

@@ -1,8 +1,9 @@
 //! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
+use super::reference::families::GRANITE;
 use super::reference::{
-    Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Lamb, LambConfig, Lion, LionConfig, Optimizer,
+    Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
 };
 use super::sample::axes;
@@ -18,8 +19,8 @@ use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::{Rope, Scaling};
-use ulysses::model::{Model, ModelConfig, ModelError, WeightSource, family};
-use ulysses::nn::{AttentionConfig, ParameterSpec};
+use ulysses::model::{Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
+use ulysses::nn::{AttentionConfig, ParameterSpec, QkNorm};
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.
@@ -315,27 +316,44 @@ pub fn llama(config: &ModelConfig) -> Model {
 }
 
 pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
-    let model_type = match (config.qkv_bias, config.qk_norm, config.sliding_window) {
-        (false, false, None) => "llama",
-        (false, false, Some(_)) => "mistral",
-        (true, false, None) => "qwen2",
-        (false, true, None) => "qwen3",
+    let model_type = match (config.family, config.qkv_bias, config.qk_norm, config.sliding_window) {
+        (Family::Llama, false, false, None) => "llama",
+        (Family::Llama, false, false, Some(_)) => "mistral",
+        (Family::Llama, true, false, None) => "qwen2",
+        (Family::Llama, false, true, None) => "qwen3",
+        (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
+        (Family::Granite, false, false, None) => "granite",
+        (Family::Olmo2, false, false, None) => "olmo2",
+        (Family::Phi3, false, false, _) => "phi3",
+        (Family::SmolLm3, false, false, None) => "smollm3",
         other => panic!("no family has {other:?}"),
     };
-    let layer = AttentionConfig {
+    let (scaling, has_scale) = (scaling(config.rope_scaling), [Family::Gemma3, Family::Granite]);
+    let layer = |layer: usize| AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
-        window: config.sliding_window,
-        rope: Rope { theta: config.rope_theta, scaling: scaling(config.rope_scaling) },
+        window: config.window(layer),
+        rope: config.theta(layer).map(|theta| Rope { theta, scaling }),
+        scale: has_scale.contains(&config.family).then(|| config.attention_scale()),
+        qk_norm: config
+            .qk_norm_sizes()
+            .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
+    };
+    let [embedding, residual, _, logits] = match config.family {
+        Family::Granite => GRANITE,
+        Family::Gemma3 => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
+        _ => [1.0; 4],
     };
     ModelConfig {
         family: family(model_type).expect("it is registered"),
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
-        layers: vec![layer; config.num_layers],
+        layers: (0..config.num_layers).map(layer).collect(),
         rms_norm_eps: config.rms_norm_eps,
+        norm_offset: config.family.norm_offset(),
+        multipliers: Multipliers { embedding, residual, logits },
         initializer_range: 0.02,
         tie_word_embeddings: config.tie_word_embeddings,
     }

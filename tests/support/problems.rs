@@ -2,11 +2,13 @@
 
 use super::mesh_run::{Problem, Rule};
 use super::reference::{
-    AdagradConfig, AdamWConfig, Batch, LambConfig, LionConfig, ReferenceConfig, RopeScaling, random_weights,
+    AdagradConfig, AdamWConfig, Batch, Family, LambConfig, LionConfig, ReferenceConfig, RopeScaling,
+    random_weights,
 };
 
 /// Two layers, 8 query heads, sequences of 22 tokens: neither 3 nor 4 divides 22.
 pub const CONFIG: ReferenceConfig = ReferenceConfig {
+    family: Family::Llama,
     vocab_size: 61,
     hidden_size: 24,
     intermediate_size: 40,

@@ -119,10 +119,8 @@ impl Layer for Tanh {
 
 #[test]
 fn a_layer_may_keep_its_own_output() {
-    let models: [fn(&ModelConfig) -> Model; 2] = [
-        |config| with_layers(config, || Box::new(Tanh)),
-        |config| with_layers(config, autograd_tanh),
-    ];
+    let models: [fn(&ModelConfig) -> Model; 2] =
+        [|config| with_layers(config, || Box::new(Tanh)), |config| with_layers(config, autograd_tanh)];
     for checkpointing in [false, true] {
         let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });
         let [got, expected] = models.map(|model| {

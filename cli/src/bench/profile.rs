@@ -15,8 +15,9 @@ use ulysses::comm::LaunchOptions;
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::kernels::attention::{AttentionKernels, AttentionLayout};
+use ulysses::kernels::glu::{self, Activation::Silu};
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
-use ulysses::kernels::{rms_norm, strided_copy, swiglu};
+use ulysses::kernels::{rms_norm, strided_copy};
 use ulysses::model::{ModelConfig, shape};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 use ulysses::tensor::TensorOptions;
@@ -258,12 +259,14 @@ fn elementwise(model: &ModelConfig, tokens: usize, options: &TensorOptions) -> R
             },
         ),
         case("swiglu", bytes(wide, 3), |Elementwise { wide: [gate, up, product, ..], .. }| {
-            swiglu::forward(gate, up, product)
+            glu::forward(Silu, gate, up, product)
         }),
         case(
             "swiglu backward",
             bytes(wide, 5),
-            |Elementwise { wide: [gate, up, dy, dgate, dup], .. }| swiglu::backward(dy, gate, up, dgate, dup),
+            |Elementwise { wide: [gate, up, dy, dgate, dup], .. }| {
+                glu::backward(Silu, dy, gate, up, dgate, dup)
+            },
         ),
     ])
 }

@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 9] = [
+const FAMILIES: [&str; 15] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -32,6 +32,12 @@ const FAMILIES: [&str; 9] = [
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_windows",
+    "gemma3",
+    "granite",
+    "olmo2",
+    "phi3",
+    "smollm3",
 ];
 
 fn main() -> ExitCode {

@@ -37,12 +37,42 @@ FAMILIES = {
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
+    "qwen3_windows": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    # Windows in the first and the third layer, another base in each kind, and logits that are not divided by the
+    # root of the head's size.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        },
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.7,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "phi3": {"model_type": "phi3", "sliding_window": 7},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
 }
 
 family, model_dir = sys.argv[1:]
 options = {"max_position_embeddings": 512, "head_dim": 16, **FAMILIES[family]}
 # Short wavelengths, so that most pairs rotate several times within 40 tokens.
-options["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **options.get("rope_parameters", {})}
+rope = options.get("rope_parameters", {})
+if "full_attention" not in rope:
+    options["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **rope}
 config = AutoConfig.for_model(
     **options,
     vocab_size=256,
@@ -51,6 +81,8 @@ config = AutoConfig.for_model(
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
+    # Some families' own is beyond this vocabulary.
+    pad_token_id=None,
 )
 torch.manual_seed(17)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

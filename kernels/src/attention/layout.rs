@@ -7,7 +7,7 @@ use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::{ops::Range, slice::from_ref, sync::Arc};
 
-/// Positions, documents and heads of an attention call: which keys each query may see.
+/// Positions, documents and heads of an attention call: which keys each query may see, and with which factor.
 ///
 /// A key is visible to a query of the same sequence if it is not later (`kv_pos <= q_pos`), belongs to the
 /// same document, and lies within the sliding window (`q_pos - kv_pos < window`), if there is one.
@@ -37,6 +37,7 @@ pub struct AttentionLayout {
     cu_seqlens: Arc<Vec<Vec<u32>>>,
     q_to_kv: Arc<[usize]>,
     window: Option<usize>,
+    scale: Option<f32>,
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
@@ -92,6 +93,7 @@ impl AttentionLayout {
             cu_seqlens,
             q_to_kv: q_to_kv.into(),
             window,
+            scale: None,
             visible,
             ranges_on_device: DeviceTable::default(),
             heads_on_device: DeviceTable::default(),
@@ -131,7 +133,7 @@ impl AttentionLayout {
         Ok(Self { num_queries, num_keys, dry: Arc::new(Some(dry)), ..layout })
     }
 
-    /// The same tokens with other heads and another window.
+    /// The same tokens with other heads and another window, and the default factor on the logits.
     ///
     /// # Errors
     /// A window of 0.
@@ -169,6 +171,12 @@ impl AttentionLayout {
     #[must_use]
     pub fn with_heads(&self, q_to_kv: impl Into<Arc<[usize]>>) -> Self {
         Self { q_to_kv: q_to_kv.into(), heads_on_device: DeviceTable::default(), ..self.clone() }
+    }
+
+    /// The same layout with another factor on the logits; `None` for `1 / sqrt(head_dim)`.
+    #[must_use]
+    pub fn with_scale(self, scale: Option<f32>) -> Self {
+        Self { scale, ..self }
     }
 
     /// Number of sequences.
@@ -209,6 +217,11 @@ impl AttentionLayout {
     /// Number of positions that a query sees, including its own.
     pub fn window(&self) -> Option<usize> {
         self.window
+    }
+
+    /// The factor on the logits, if it is not `1 / sqrt(head_dim)`.
+    pub fn scale(&self) -> Option<f32> {
+        self.scale
     }
 
     /// The visible keys of the queries of the sequence, or `None` if it does not exist.

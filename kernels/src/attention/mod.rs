@@ -188,7 +188,7 @@ impl SavedAttention {
     }
 }
 
-/// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.
+/// Attention on this rank alone.
 ///
 /// Runs on the tensors' device; on a CPU in the current rayon pool. Results do not depend on the number of
 /// threads.
@@ -203,10 +203,10 @@ impl FlashAttention {
         Self { kernels: kernels.into() }
     }
 
-    /// The scale of the logits for a `q [b, sq, hq, d]`.
-    fn scale(q: &Tensor) -> Result<f32, AttentionError> {
+    /// The factor on the logits for a `q [b, sq, hq, d]`.
+    fn scale(q: &Tensor, layout: &AttentionLayout) -> Result<f32, AttentionError> {
         let (_, _, _, head_dim) = q.dims4()?;
-        Ok((1.0 / (head_dim as f64).sqrt()) as f32)
+        Ok(layout.scale().unwrap_or((1.0 / (head_dim as f64).sqrt()) as f32))
     }
 }
 
@@ -220,7 +220,7 @@ impl AttentionCompute for FlashAttention {
         let (b, sq, hq, head_dim) = q.dims4()?;
         let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
         let kernels = self.kernels.for_head_dim(head_dim);
-        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
+        let operands = Operands { q, k, v, scale: Self::scale(q, layout)?, layout, kernels };
         with_category(Category::Other, || forward(&operands, &o, &lse))?;
         Ok((o, lse))
     }
@@ -235,7 +235,7 @@ impl AttentionCompute for FlashAttention {
         let (dq, dk, dv) =
             (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
         let kernels = self.kernels.for_head_dim(q.dim(3)?);
-        let operands = Operands { q, k, v, scale: Self::scale(q)?, layout, kernels };
+        let operands = Operands { q, k, v, scale: Self::scale(q, layout)?, layout, kernels };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
         with_category(Category::Other, || backward(&operands, upstream, &gradients))?;
         Ok((dq, dk, dv))

@@ -57,13 +57,13 @@ pub(crate) mod sources {
         CAST => "cast",
         LM_HEAD_LOSS => "lm_head_loss",
         EMBEDDING => "embedding",
+        GLU => "glu",
         LAMB => "lamb",
         OPTIMIZER => "optimizer",
         RANK_REDUCE => "rank_reduce",
         ELEMENTWISE => "elementwise",
         RMS_NORM => "rms_norm",
         ROPE => "rope",
-        SWIGLU => "swiglu",
         STRIDED_COPY => "strided_copy",
     }
 

@@ -1,30 +1,49 @@
-//! SwiGLU on slices: one pass, elementwise.
+//! Gated linear units on slices: one pass, elementwise.
 
+use super::Activation;
 use crate::cast::{Before, PIECE, Pieces};
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, exp, simd_kernel};
 use rayon::prelude::*;
 
-pub(super) fn forward<T: Pieces>(gate: &[T], up: &[T], y: &mut [T]) {
+pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y: &mut [T]) {
     let block = rows_per_block(y.len(), 1);
     let blocks = (gate.par_chunks(block), up.par_chunks(block), y.par_chunks_mut(block)).into_par_iter();
     blocks.for_each_init(Default::default, |[a, b, c]: &mut [Vec<f32>; 3], (gate, up, y)| {
         for ((gate, up), y) in gate.chunks(PIECE).zip(up.chunks(PIECE)).zip(y.chunks_mut(PIECE)) {
             let (gate, up) = (T::read(gate, a), T::read(up, b));
-            T::update(y, Before::Garbage, c, |y| forward_piece(gate, up, y));
+            T::update(y, Before::Garbage, c, |y| match activation {
+                Activation::Silu => forward_silu(gate, up, y),
+                Activation::GeluTanh => forward_gelu_tanh(gate, up, y),
+            });
         }
     });
 }
 
 simd_kernel! {
-    fn forward_piece<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-            *y = g * sigmoid::<S>(*g) * u;
-        }
+    fn forward_silu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, Silu>(gate, up, y);
     }
 }
 
-pub(super) fn backward<T: Pieces>([dy, gate, up]: [&[T]; 3], [dgate, dup]: [&mut [T]; 2]) {
+simd_kernel! {
+    fn forward_gelu_tanh<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, GeluTanh>(gate, up, y);
+    }
+}
+
+#[inline(always)]
+fn forward_piece<S: Isa, A: Curve>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+    for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
+        *y = g * sigmoid::<S>(A::z::<S>(*g)) * u;
+    }
+}
+
+pub(super) fn backward<T: Pieces>(
+    activation: Activation,
+    [dy, gate, up]: [&[T]; 3],
+    [dgate, dup]: [&mut [T]; 2],
+) {
     let block = rows_per_block(dy.len(), 1);
     let inputs = (dy.par_chunks(block), gate.par_chunks(block), up.par_chunks(block));
     let outputs = (dgate.par_chunks_mut(block), dup.par_chunks_mut(block));
@@ -36,22 +55,85 @@ pub(super) fn backward<T: Pieces>([dy, gate, up]: [&[T]; 3], [dgate, dup]: [&mut
         for (((dy, gate), up), (dgate, dup)) in inputs.zip(outputs) {
             let (dy, gate, up) = (T::read(dy, a), T::read(gate, b), T::read(up, c));
             T::update(dgate, Before::Garbage, d, |dgate| {
-                T::update(dup, Before::Garbage, e, |dup| backward_piece(dy, gate, up, dgate, dup));
+                T::update(dup, Before::Garbage, e, |dup| match activation {
+                    Activation::Silu => backward_silu(dy, gate, up, dgate, dup),
+                    Activation::GeluTanh => backward_gelu_tanh(dy, gate, up, dgate, dup),
+                });
             });
         }
     });
 }
 
 simd_kernel! {
-    fn backward_piece<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        let inputs = dy.iter().zip(gate).zip(up);
-        for ((((dy, g), u), dgate), dup) in inputs.zip(dgate).zip(dup) {
-            let s = sigmoid::<S>(*g);
-            let silu = g * s;
-            *dup = dy * silu;
-            // silu′(g) = σ + g·σ·(1 − σ)
-            *dgate = dy * u * S::mul_add(silu, 1.0 - s, s);
-        }
+    fn backward_silu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, Silu>(dy, gate, up, dgate, dup);
+    }
+}
+
+simd_kernel! {
+    fn backward_gelu_tanh<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, GeluTanh>(dy, gate, up, dgate, dup);
+    }
+}
+
+#[inline(always)]
+fn backward_piece<S: Isa, A: Curve>(
+    dy: &[f32],
+    gate: &[f32],
+    up: &[f32],
+    dgate: &mut [f32],
+    dup: &mut [f32],
+) {
+    let inputs = dy.iter().zip(gate).zip(up);
+    for ((((dy, g), u), dgate), dup) in inputs.zip(dgate).zip(dup) {
+        let s = sigmoid::<S>(A::z::<S>(*g));
+        let activated = g * s;
+        *dup = dy * activated;
+        // (g · σ(z))′ = σ + g · σ · (1 − σ) · z′
+        *dgate = dy * u * S::mul_add(activated * A::slope::<S>(*g), 1.0 - s, s);
+    }
+}
+
+/// An activation g · σ(z(g)).
+trait Curve {
+    fn z<S: Isa>(g: f32) -> f32;
+    fn slope<S: Isa>(g: f32) -> f32;
+}
+
+struct Silu;
+
+impl Curve for Silu {
+    #[inline(always)]
+    fn z<S: Isa>(g: f32) -> f32 {
+        g
+    }
+
+    #[inline(always)]
+    fn slope<S: Isa>(_: f32) -> f32 {
+        1.0
+    }
+}
+
+struct GeluTanh;
+
+/// √(8/π) and the cubic coefficient of GELU's approximation: (1 + tanh(x)) / 2 = σ(2x).
+const SLOPE: f32 = 1.595_769_1;
+const CUBIC: f32 = 0.044_715;
+
+/// Beyond it σ is 0 or 1 in f32; a cube could overflow.
+const SATURATED: f32 = 12.0;
+
+impl Curve for GeluTanh {
+    #[inline(always)]
+    fn z<S: Isa>(g: f32) -> f32 {
+        let g = g.clamp(-SATURATED, SATURATED);
+        SLOPE * g * S::mul_add(CUBIC * g, g, 1.0)
+    }
+
+    #[inline(always)]
+    fn slope<S: Isa>(g: f32) -> f32 {
+        let g = g.clamp(-SATURATED, SATURATED);
+        SLOPE * S::mul_add(3.0 * CUBIC * g, g, 1.0)
     }
 }
 

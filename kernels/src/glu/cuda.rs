@@ -1,14 +1,19 @@
-//! The launches of `cuda/swiglu.cu`.
+//! The launches of `cuda/glu.cu`.
 
-use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::SWIGLU};
+use super::Activation;
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::GLU};
 use candle_core::{DType, Tensor};
 
 pub(super) fn forward(
     launcher: &Launcher,
-    dtype: DType,
+    (activation, dtype): (Activation, DType),
     [gate, up, y]: [&Tensor; 3],
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&SWIGLU, "swiglu_forward", dtype)?;
+    let name = match activation {
+        Activation::Silu => "swiglu_forward",
+        Activation::GeluTanh => "geglu_forward",
+    };
+    let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = y.elem_count();
     launcher.open([y], [gate, up], |[y], [gate, up]| {
         let args = [y.into(), gate.into(), up.into(), (size as u64).into()];
@@ -19,11 +24,15 @@ pub(super) fn forward(
 
 pub(super) fn backward(
     launcher: &Launcher,
-    dtype: DType,
+    (activation, dtype): (Activation, DType),
     [dy, gate, up]: [&Tensor; 3],
     [dgate, dup]: [&Tensor; 2],
 ) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&SWIGLU, "swiglu_backward", dtype)?;
+    let name = match activation {
+        Activation::Silu => "swiglu_backward",
+        Activation::GeluTanh => "geglu_backward",
+    };
+    let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = dy.elem_count();
     launcher.open([dgate, dup], [dy, gate, up], |[dgate, dup], [dy, gate, up]| {
         let size_arg = (size as u64).into();

@@ -1,4 +1,4 @@
-//! SwiGLU (Shazeer 2020): y = silu(gate) · up with silu(g) = g · σ(g).
+//! Gated linear units (Shazeer 2020): y = activation(gate) · up.
 
 mod cpu;
 mod cuda;
@@ -12,15 +12,24 @@ use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
 
-/// y = silu(gate) · up.
+/// The activation of the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// g · σ(g), as in SwiGLU.
+    Silu,
+    /// g · (1 + tanh(√(2/π) · (g + 0.044715 g³))) / 2, as in Gemma's GeGLU: PyTorch's `gelu(approximate="tanh")`.
+    GeluTanh,
+}
+
+/// y = activation(gate) · up.
 ///
 /// # Shapes
 /// `gate, up, y: [n, f]`
 ///
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
-pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
-    let call = ArgCheck::new("swiglu::forward");
+pub fn forward(activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
+    let call = ArgCheck::new("glu::forward");
     let (n, f) = call.rows(("gate", gate))?;
     call.expect(("up", up), &[n, f])?;
     call.expect(("y", y), &[n, f])?;
@@ -28,10 +37,12 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let dtype = call.element_type(&[("gate", gate), ("up", up), ("y", y)], &[])?;
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
-            call.on_cpu([gate, up], [y], |[gate, up], [y]| cpu::forward::<T>(gate, up, y))
+            call.on_cpu([gate, up], [y], |[gate, up], [y]| cpu::forward::<T>(activation, gate, up, y))
         }),
         Target::Dry(_) => Ok(()),
-        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, [gate, up, y])),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::forward(&launcher, (activation, dtype), [gate, up, y]))
+        }
     }
 }
 
@@ -43,13 +54,14 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
 /// # Errors
 /// As [`forward`].
 pub fn backward(
+    activation: Activation,
     dy: &Tensor,
     gate: &Tensor,
     up: &Tensor,
     dgate: &Tensor,
     dup: &Tensor,
 ) -> Result<(), OpError> {
-    let call = ArgCheck::new("swiglu::backward");
+    let call = ArgCheck::new("glu::backward");
     let (n, f) = call.rows(("gate", gate))?;
     let (outputs, inputs) = ([("dgate", dgate), ("dup", dup)], [("dy", dy), ("gate", gate), ("up", up)]);
     for argument in inputs.into_iter().chain(outputs) {
@@ -61,12 +73,12 @@ pub fn backward(
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
             call.on_cpu([dy, gate, up], [dgate, dup], |[dy, gate, up], [dgate, dup]| {
-                cpu::backward::<T>([dy, gate, up], [dgate, dup]);
+                cpu::backward::<T>(activation, [dy, gate, up], [dgate, dup]);
             })
         }),
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::backward(&launcher, dtype, [dy, gate, up], [dgate, dup]))
+            call.kernels(cuda::backward(&launcher, (activation, dtype), [dy, gate, up], [dgate, dup]))
         }
     }
 }

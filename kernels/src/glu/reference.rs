@@ -1,21 +1,35 @@
-//! SwiGLU in f64.
+//! Gated linear units in f64.
 
-/// silu(gate) · up.
+use super::Activation;
+
+/// activation(gate) · up.
 #[must_use]
-pub fn forward(gate: &[f64], up: &[f64]) -> Vec<f64> {
-    gate.iter().zip(up).map(|(g, u)| g * sigmoid(*g) * u).collect()
+pub fn forward(activation: Activation, gate: &[f64], up: &[f64]) -> Vec<f64> {
+    gate.iter().zip(up).map(|(g, u)| activate(activation, *g).0 * u).collect()
 }
 
 /// (dgate, dup) for the upstream gradient dy.
 #[must_use]
-pub fn backward(dy: &[f64], gate: &[f64], up: &[f64]) -> (Vec<f64>, Vec<f64>) {
+pub fn backward(activation: Activation, dy: &[f64], gate: &[f64], up: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let gradient = |i: usize| {
-        let (g, s) = (gate[i], sigmoid(gate[i]));
-        (dy[i] * up[i] * s * (1.0 + g * (1.0 - s)), dy[i] * g * s)
+        let (activated, derivative) = activate(activation, gate[i]);
+        (dy[i] * up[i] * derivative, dy[i] * activated)
     };
     (0..dy.len()).map(gradient).unzip()
 }
 
-fn sigmoid(x: f64) -> f64 {
-    1.0 / (1.0 + (-x).exp())
+/// The activation and its derivative.
+fn activate(activation: Activation, g: f64) -> (f64, f64) {
+    match activation {
+        Activation::Silu => {
+            let s = 1.0 / (1.0 + (-g).exp());
+            (g * s, s * (1.0 + g * (1.0 - s)))
+        }
+        Activation::GeluTanh => {
+            let c = (2.0 / std::f64::consts::PI).sqrt();
+            let t = (c * (g + 0.044_715 * g.powi(3))).tanh();
+            let slope = c * (1.0 + 3.0 * 0.044_715 * g * g);
+            (0.5 * g * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * slope)
+        }
+    }
 }

@@ -11,8 +11,8 @@ const MAX_WEIGHT_BLOCKS: usize = 64;
 /// A weight block has at least this many rows, so that summing the partials stays cheap.
 const MIN_WEIGHT_BLOCK_ROWS: usize = 16;
 
-pub(super) fn forward<T: Pieces>(x: &[T], weight: &[f32], eps: f64, y: &mut [T], rstd: &mut [f32]) {
-    let d = weight.len();
+pub(super) fn forward<T: Pieces>(x: &[T], gain: &[f32], eps: f64, y: &mut [T], rstd: &mut [f32]) {
+    let d = gain.len();
     let (rows, piece) = (rows_per_block(rstd.len(), d), rows_per_piece(d));
     (x.par_chunks(rows * d), y.par_chunks_mut(rows * d), rstd.par_chunks_mut(rows))
         .into_par_iter()
@@ -20,19 +20,19 @@ pub(super) fn forward<T: Pieces>(x: &[T], weight: &[f32], eps: f64, y: &mut [T],
             let outputs = y.chunks_mut(piece * d).zip(rstd.chunks_mut(piece));
             for (x, (y, rstd)) in x.chunks(piece * d).zip(outputs) {
                 let x = T::read(x, a);
-                T::update(y, Before::Garbage, b, |y| forward_rows(x, weight, eps, y, rstd));
+                T::update(y, Before::Garbage, b, |y| forward_rows(x, gain, eps, y, rstd));
             }
         });
 }
 
 simd_kernel! {
-    fn forward_rows<S>(x: &[f32], weight: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
-        let d = weight.len();
+    fn forward_rows<S>(x: &[f32], gain: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
+        let d = gain.len();
         for ((x, y), rstd) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd) {
             let mean_square = f64::from(simd::dot::<S>(x, x)) / d as f64;
             let r = (1.0 / (mean_square + eps).sqrt()) as f32;
             *rstd = r;
-            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(gain) {
                 *y = w * (x * r);
             }
         }
@@ -55,7 +55,7 @@ pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
 pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) dy: &'a [T],
     pub(super) x: &'a [T],
-    pub(super) weight: &'a [f32],
+    pub(super) gain: &'a [f32],
     pub(super) rstd: &'a [f32],
 }
 
@@ -66,8 +66,8 @@ pub(super) fn backward<T: Pieces>(
     dx: &mut [T],
     accumulate_dx: bool,
 ) -> Vec<f32> {
-    let BackwardInputs { dy, x, weight, rstd } = inputs;
-    let d = weight.len();
+    let BackwardInputs { dy, x, gain, rstd } = inputs;
+    let d = gain.len();
     let rows = weight_block_rows(rstd.len());
     let mut partials = vec![0.0; rstd.len().div_ceil(rows) * d];
 
@@ -80,7 +80,7 @@ pub(super) fn backward<T: Pieces>(
     );
     let blocks = blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
     blocks.for_each_init(Default::default, |buffers: &mut [Vec<f32>; 3], (dy, x, rstd, dx, partial)| {
-        let inputs = BackwardInputs { dy, x, weight, rstd };
+        let inputs = BackwardInputs { dy, x, gain, rstd };
         backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
     });
     partials
@@ -93,12 +93,12 @@ fn backward_pieces<T: Pieces>(
     partial: &mut [f32],
     [a, b, c]: &mut [Vec<f32>; 3],
 ) {
-    let BackwardInputs { dy, x, weight, rstd } = inputs;
-    let (d, piece) = (weight.len(), rows_per_piece(weight.len()));
+    let BackwardInputs { dy, x, gain, rstd } = inputs;
+    let (d, piece) = (gain.len(), rows_per_piece(gain.len()));
     let before = if accumulate_dx { Before::Values } else { Before::Garbage };
     let inputs = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
     for (((dy, x), rstd), dx) in inputs.zip(dx.chunks_mut(piece * d)) {
-        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), weight, rstd };
+        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd };
         T::update(dx, before, c, |dx| match accumulate_dx {
             true => backward_rows_accumulating(inputs, dx, partial),
             false => backward_rows(inputs, dx, partial),
@@ -118,22 +118,22 @@ simd_kernel! {
     }
 }
 
-/// With x̂ = x·rstd and g = dy·weight: dx = rstd·(g − x̂·mean(g·x̂)) and dweight += dy·x̂.
+/// With x̂ = x·rstd and g = dy·gain: dx = rstd·(g − x̂·mean(g·x̂)) and dweight += dy·x̂.
 #[inline(always)]
 fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
     inputs: BackwardInputs<'_>,
     dx: &mut [f32],
     dweight: &mut [f32],
 ) {
-    let weight = inputs.weight;
-    let d = weight.len();
+    let gain = inputs.gain;
+    let d = gain.len();
     let dweight = &mut dweight[..d];
     let rows = inputs.dy.chunks_exact(d).zip(inputs.x.chunks_exact(d)).zip(inputs.rstd);
     for (((dy, x), &r), dx) in rows.zip(dx.chunks_exact_mut(d)) {
-        let mean = simd::dot3::<S>(dy, weight, x) * r / d as f32;
+        let mean = simd::dot3::<S>(dy, gain, x) * r / d as f32;
         for i in 0..d {
             let x_hat = x[i] * r;
-            let gradient = r * S::mul_add(x_hat, -mean, dy[i] * weight[i]);
+            let gradient = r * S::mul_add(x_hat, -mean, dy[i] * gain[i]);
             dx[i] = if ACCUMULATE { dx[i] + gradient } else { gradient };
             dweight[i] = S::mul_add(dy[i], x_hat, dweight[i]);
         }

@@ -1,5 +1,6 @@
 //! The launches of `cuda/rms_norm.cu`.
 
+use super::Gain;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
 use candle_core::{DType, Tensor};
 
@@ -20,13 +21,15 @@ fn row_blocks(rows: usize, d: usize, dtype: DType) -> Grid {
 pub(super) fn forward(
     launcher: &Launcher,
     dtype: DType,
-    [x, weight, y, rstd]: [&Tensor; 4],
+    Gain { weight, offset }: Gain<'_>,
+    [x, y, rstd]: [&Tensor; 3],
     eps: f64,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_forward", dtype)?;
     launcher.open([y, rstd], [x, weight], |[y, rstd], [x, weight]| {
-        let args = [y.into(), rstd.into(), x.into(), weight.into(), (d as u32).into(), (eps as f32).into()];
+        let constants = [(d as u32).into(), (eps as f32).into(), offset.into()];
+        let args = [&[y.into(), rstd.into(), x.into(), weight.into()], &constants[..]].concat();
         // SAFETY: `x` and `y` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
     })
@@ -36,7 +39,7 @@ pub(super) fn forward(
 pub(super) struct Backward<'a> {
     pub(super) dy: &'a Tensor,
     pub(super) x: &'a Tensor,
-    pub(super) weight: &'a Tensor,
+    pub(super) gain: Gain<'a>,
     pub(super) rstd: &'a Tensor,
     pub(super) dx: &'a Tensor,
     pub(super) dweight: Option<&'a Tensor>,
@@ -49,7 +52,7 @@ pub(super) fn backward(
     accumulate_dx: bool,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
-    let Backward { dy, x, weight, rstd, dx, dweight } = *tensors;
+    let Backward { dy, x, gain: Gain { weight, offset }, rstd, dx, dweight } = *tensors;
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_input", dtype)?;
     launcher.open([dx], [dy, x, weight, rstd], |[dx], [dy, x, weight, rstd]| {
         let args = [
@@ -60,6 +63,7 @@ pub(super) fn backward(
             rstd.into(),
             (d as u32).into(),
             accumulate_dx.into(),
+            offset.into(),
         ];
         // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }

@@ -1,4 +1,4 @@
-//! RMS normalization: y = weight · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019). The
+//! RMS normalization: y = gain · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019). The
 //! position of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`.
 
 mod cpu;
@@ -12,16 +12,50 @@ use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
+use std::borrow::Cow;
+
+/// The factor of every element: `offset + weight`, summed in f32. Gemma's norms have an offset of 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Gain<'a> {
+    /// The parameter, `[d]`.
+    pub weight: &'a Tensor,
+    /// Added to it.
+    pub offset: f32,
+}
+
+impl<'a> From<&'a Tensor> for Gain<'a> {
+    fn from(weight: &'a Tensor) -> Self {
+        Self { weight, offset: 0.0 }
+    }
+}
+
+impl Gain<'_> {
+    /// The sums, for the values of `weight`.
+    fn values<'a>(&self, weight: &'a [f32]) -> Cow<'a, [f32]> {
+        match self.offset {
+            0.0 => Cow::Borrowed(weight),
+            offset => weight.iter().map(|weight| weight + offset).collect(),
+        }
+    }
+}
 
 /// Normalizes each row and writes 1/√(mean(x²) + ε) to `rstd` for [`backward`].
 ///
 /// # Shapes
-/// `x, y: [n, d], weight: [d], rstd: [n]`
+/// `x, y: [n, d], gain: [d], rstd: [n]`
 ///
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with another
 /// argument.
-pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor) -> Result<(), OpError> {
+pub fn forward<'a>(
+    x: &Tensor,
+    gain: impl Into<Gain<'a>>,
+    eps: f64,
+    y: &Tensor,
+    rstd: &Tensor,
+) -> Result<(), OpError> {
+    let gain = gain.into();
+    let weight = gain.weight;
     let call = ArgCheck::new("rms_norm::forward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("weight", weight), &[d])?;
@@ -32,15 +66,16 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     match target {
         Target::Cpu => {
             let weight = call.read(weight)?;
+            let gain = gain.values(&weight);
             call.write(rstd, |rstd| {
                 with_element_type!(dtype, T => {
-                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &weight, eps, y, rstd))
+                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &gain, eps, y, rstd))
                 })
             })
         }
         Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, dtype, [x, weight, y, rstd], eps, (n, d)))
+            call.kernels(cuda::forward(&launcher, dtype, gain, [x, y, rstd], eps, (n, d)))
         }
     }
 }
@@ -52,20 +87,21 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
 /// for any number of threads.
 ///
 /// # Shapes
-/// `dy, x, dx: [n, d], weight, dweight: [d], rstd: [n]`
+/// `dy, x, dx: [n, d], gain, dweight: [d], rstd: [n]`
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward<'a>(
+pub fn backward<'a, 'b>(
     dy: &Tensor,
     x: &Tensor,
-    weight: &Tensor,
+    gain: impl Into<Gain<'b>>,
     rstd: &Tensor,
     dx: &Tensor,
     accumulate_dx: bool,
     dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
-    let dweight = dweight.into();
+    let (gain, dweight) = (gain.into(), dweight.into());
+    let weight = gain.weight;
     let call = ArgCheck::new("rms_norm::backward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("dy", dy), &[n, d])?;
@@ -82,9 +118,10 @@ pub fn backward<'a>(
     match target {
         Target::Cpu => {
             let (weight, rstd) = (call.read(weight)?, call.read(rstd)?);
+            let gain = gain.values(&weight);
             let mut partials = Vec::new();
             with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
-                let inputs = cpu::BackwardInputs::<T> { dy, x, weight: &weight, rstd: &rstd };
+                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd };
                 partials = cpu::backward(inputs, dx, accumulate_dx);
             }))?;
             dweight.map_or(Ok(()), |dweight| {
@@ -99,7 +136,7 @@ pub fn backward<'a>(
             Ok(())
         }
         Target::Kernels(launcher) => {
-            let tensors = cuda::Backward { dy, x, weight, rstd, dx, dweight };
+            let tensors = cuda::Backward { dy, x, gain, rstd, dx, dweight };
             call.kernels(cuda::backward(&launcher, dtype, &tensors, accumulate_dx, (n, d)))
         }
     }

@@ -78,6 +78,26 @@ fn gradients_accumulate_where_asked() {
 }
 
 #[test]
+fn an_offset_adds_to_the_weight_and_not_to_its_gradient() {
+    on_every_target(|target| {
+        let (n, d) = (5, 37);
+        let (x, weight, dy) = (random(1, n * d), random(2, d), random(3, n * d));
+        let gain: Vec<f64> = weight.iter().map(|weight| f64::from(*weight) + 1.0).collect();
+        let (x64, dy64) = (to_f64(&x), to_f64(&dy));
+        let (x, weight, dy) = (tensor(&x, &[n, d]), tensor(&weight, &[d]), tensor(&dy, &[n, d]));
+        let one_plus = Gain { weight: &weight, offset: 1.0 };
+        let (y, rstd) = (output(&[n, d]), output(&[n]));
+        forward(&x, one_plus, EPS, &y, &rstd).unwrap();
+        assert_close(&format!("y {target}"), &read(&y), &reference::forward(&x64, &gain, EPS).0, 3e-7);
+        let (dx, dweight) = (output(&[n, d]), tensor(&vec![0.0; d], &[d]));
+        backward(&dy, &x, one_plus, &rstd, &dx, false, &dweight).unwrap();
+        let (expected_dx, expected_dweight) = reference::backward(&dy64, &x64, &gain, EPS);
+        assert_close(&format!("dx {target}"), &read(&dx), &expected_dx, 1e-6);
+        assert_close(&format!("dweight {target}"), &read(&dweight), &expected_dweight, 1e-6);
+    });
+}
+
+#[test]
 fn many_rows_give_an_exact_weight_gradient_with_the_same_bits_on_any_number_of_threads() {
     let (n, d) = (3001, 67);
     let (x, weight, dy) = (random(1, n * d), random(2, d), random(3, n * d));

@@ -98,7 +98,7 @@ impl Grid {
         };
         let head_chunks = std::iter::successors(Some(1), |chunks| Some(2 * chunks));
         let head_chunks =
-            head_chunks.take_while(|chunks| *chunks <= model.fewest_kv_heads()).filter(is_shared);
+            head_chunks.take_while(|chunks| *chunks <= model.max_head_chunks()).filter(is_shared);
         let micro_batches = base.micro_batches();
         let largest = micro_batches.first().copied().unwrap_or(1);
         let tokens = config.require_seq_len()?.div_ceil(sp_size).saturating_mul(largest);

@@ -29,6 +29,7 @@ const FIELDS: [&str; 17] = [
     "type",
 ];
 
+const PARAMETERS: &str = "rope_parameters";
 const ORIGINAL_LEN: &str = "original_max_position_embeddings";
 
 /// The object that describes the scaling, with its key.
@@ -40,25 +41,45 @@ struct RopeObject<'a> {
 
 /// Fields of the rotary embedding. Which of them count depends on the others.
 const TOP_LEVEL: [&str; 5] =
-    ["max_position_embeddings", ORIGINAL_LEN, "rope_parameters", "rope_scaling", "rope_theta"];
+    ["max_position_embeddings", ORIGINAL_LEN, PARAMETERS, "rope_scaling", "rope_theta"];
 
 impl HfConfig<'_> {
-    /// The rotary embedding.
+    /// The rotary embedding of all layers.
     pub(crate) fn rope(&self) -> Result<Rope, ModelError> {
+        self.rope_with_default(10_000.0)
+    }
+
+    /// The rotary embedding of all layers, with a family's own base if there is none in the file.
+    pub(crate) fn rope_with_default(&self, theta: f64) -> Result<Rope, ModelError> {
         self.accept(&TOP_LEVEL);
-        let theta = || self.number("rope_theta", 10_000.0);
+        let theta = || self.number("rope_theta", theta);
         let is_given = |key: &&'static str| self.get(key).is_some_and(|value| *value != json!({}));
-        let used = ["rope_scaling", "rope_parameters"].into_iter().find(is_given);
+        let used = ["rope_scaling", PARAMETERS].into_iter().find(is_given);
         let Some(key) = used else { return Ok(Rope { theta: theta()?, scaling: Scaling::None }) };
         let object = self.get(key).and_then(Value::as_object);
         let object = object.ok_or_else(|| self.error(key, "it must be an object"))?;
         let rope = RopeObject { config: self, key, object };
-        rope.check_fields()?;
-        Ok(Rope { theta: rope.number("rope_theta")?.map_or_else(theta, Ok)?, scaling: rope.scaling()? })
+        rope.read(theta)
+    }
+
+    /// The rotary embedding of the layers of a type, if `rope_parameters` has one by type.
+    pub(crate) fn rope_by_layer_type(&self, layer_type: &str) -> Result<Option<Rope>, ModelError> {
+        let parameters = self.get(PARAMETERS).and_then(Value::as_object);
+        let Some(Value::Object(object)) = parameters.and_then(|types| types.get(layer_type)) else {
+            return Ok(None);
+        };
+        let rope = RopeObject { config: self, key: PARAMETERS, object };
+        rope.read(|| Err(rope.error(&format!("rope_theta must be given for {layer_type}")))).map(Some)
     }
 }
 
 impl RopeObject<'_> {
+    /// The rotary embedding, with another base than the object's if that has none.
+    fn read(&self, theta: impl FnOnce() -> Result<f64, ModelError>) -> Result<Rope, ModelError> {
+        self.check_fields()?;
+        Ok(Rope { theta: self.number("rope_theta")?.map_or_else(theta, Ok)?, scaling: self.scaling()? })
+    }
+
     fn check_fields(&self) -> Result<(), ModelError> {
         let is_unknown =
             |(field, value): &(&String, &Value)| !FIELDS.contains(&field.as_str()) && !value.is_null();

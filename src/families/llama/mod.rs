@@ -1,11 +1,8 @@
 //! Llama 2 and 3.
 
-mod block;
 mod shapes;
 
-pub use block::DecoderLayer;
-
-use super::{Family, HfConfig, ModelConfig, ModelError};
+use super::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError};
 
 pub(super) static LLAMA: Family = Family {
     model_type: "llama",
@@ -21,6 +18,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     if file.get("sliding_window").is_some() {
         return Err(file.error("sliding_window", "Llama attends to the whole document: leave it out"));
     }
-    file.check_full_attention()?;
-    file.decoder(&LLAMA, file.attention()?)
+    let config = file.decoder(&LLAMA, file.attention()?)?;
+    file.check_full_attention(&config)?;
+    Ok(config)
 }

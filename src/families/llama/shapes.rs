@@ -25,16 +25,16 @@ fn llama2(sizes: Sizes) -> ModelConfig {
 }
 
 fn llama3(sizes: Sizes) -> ModelConfig {
-    let config = llama2(sizes).with_attention(|layer| layer.rope.theta = 500_000.0);
+    let config = llama2(sizes).with_rope(|rope| rope.theta = 500_000.0);
     ModelConfig { vocab_size: 128_256, ..config }
 }
 
 fn llama3_1(sizes: Sizes) -> ModelConfig {
-    llama3(sizes).with_attention(|layer| layer.rope.scaling = scaling(8.0))
+    llama3(sizes).with_rope(|rope| rope.scaling = scaling(8.0))
 }
 
 fn llama3_2(sizes: Sizes) -> ModelConfig {
-    let config = llama3(sizes).with_attention(|layer| layer.rope.scaling = scaling(32.0));
+    let config = llama3(sizes).with_rope(|rope| rope.scaling = scaling(32.0));
     ModelConfig { tie_word_embeddings: true, ..config }
 }
 

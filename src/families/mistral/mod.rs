@@ -1,9 +1,8 @@
 //! Mistral: Llama with a sliding window.
 
-use super::read::SAME_ATTENTION;
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
 use crate::nn::AttentionConfig;
-use serde_json::{Value, json};
+use serde_json::json;
 
 pub(super) static MISTRAL: Family = Family {
     model_type: "mistral",
@@ -20,19 +19,22 @@ pub(super) static MISTRAL: Family = Family {
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
     file.accept(&["use_sliding_window"]);
-    if file.get("layer_types").is_some_and(Value::is_array) {
-        return Err(file.error("layer_types", SAME_ATTENTION));
-    }
     file.require_kv_heads()?;
     // Absent means the window of Mistral 7B, `null` none.
     let window = match file.has("sliding_window") {
         true => file.optional_size("sliding_window")?,
         false => Some(4096),
     };
-    file.decoder(&MISTRAL, AttentionConfig { window, ..file.attention()? })
+    let config = file.decoder(&MISTRAL, AttentionConfig { window, ..file.attention()? })?;
+    // transformers gives every layer the window, whatever this says.
+    let windowed = file.windowed_layers(config.num_layers(), |_| window.is_some())?;
+    match windowed.iter().all(|windowed| *windowed == window.is_some()) {
+        true => Ok(config),
+        false => Err(file.error("layer_types", "the layers of Mistral have one window, `sliding_window`")),
+    }
 }
 
 fn v0_3() -> ModelConfig {
     let config = ModelConfig::with_sizes(&MISTRAL, [4096, 32, 32, 8, 14336]);
-    ModelConfig { vocab_size: 32_768, ..config.with_attention(|layer| layer.rope.theta = 1_000_000.0) }
+    ModelConfig { vocab_size: 32_768, ..config.with_rope(|rope| rope.theta = 1_000_000.0) }
 }

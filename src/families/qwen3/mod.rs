@@ -1,14 +1,16 @@
 //! Qwen3: Llama with an RMSNorm over every head of the queries and keys, before the rotary embedding.
 
+use super::qwen2::{read_used_windows, write_used_windows};
 use super::read::MUST_BE_GIVEN;
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::nn::{AttentionConfig, QkNorm};
 
 pub(super) static QWEN3: Family = Family {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",
     read,
-    write: |_, _| {},
-    block: |config, index| Box::new(DecoderLayer::new(config, index).with_qk_norm(config.rms_norm_eps)),
+    write: write_used_windows,
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
     models: &[
         KnownModel::new("Qwen3-0.6B", 596_049_920, 40_960, || tied([1024, 28, 16, 8, 3072])),
         KnownModel::new("Qwen3-1.7B", 1_720_574_976, 40_960, || tied([2048, 28, 16, 8, 6144])),
@@ -21,19 +23,20 @@ pub(super) static QWEN3: Family = Family {
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
-    file.check_full_attention()?;
     file.require_kv_heads()?;
     if file.get("head_dim").is_none() {
         return Err(file.error("head_dim", MUST_BE_GIVEN));
     }
-    file.decoder(&QWEN3, file.attention()?)
+    let layer = AttentionConfig { qk_norm: Some(QkNorm::Head), ..file.attention()? };
+    let mut config = file.decoder(&QWEN3, layer)?;
+    read_used_windows(file, &mut config)?;
+    Ok(config)
 }
 
 fn untied(sizes: Sizes) -> ModelConfig {
-    let config = ModelConfig::with_sizes(&QWEN3, sizes).with_attention(|layer| {
-        layer.head_dim = 128;
-        layer.rope.theta = 1_000_000.0;
-    });
+    let config = ModelConfig::with_sizes(&QWEN3, sizes)
+        .with_attention(|layer| (layer.head_dim, layer.qk_norm) = (128, Some(QkNorm::Head)))
+        .with_rope(|rope| rope.theta = 1_000_000.0);
     ModelConfig { vocab_size: 151_936, rms_norm_eps: 1e-6, ..config }
 }
 

@@ -3,21 +3,21 @@
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
 use super::{ColumnBlocks, HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{BackwardPass, LayerError, RmsNorm, token_dims, token_rows};
+use crate::nn::{BackwardPass, Branch, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
-use ulysses_kernels::{elementwise, linear, rope, strided_copy};
+use ulysses_kernels::{elementwise, linear, strided_copy};
 
 /// One backward pass.
 struct AttentionBackward<'a> {
     module: &'a SelfAttention,
-    norm: &'a RmsNorm,
+    branch: &'a Branch,
     x: &'a Tensor,
     /// Reciprocal root mean squares of the tokens of `x`.
     rstd: Tensor,
-    /// The gradient of the result, which becomes that of `x`.
+    /// The gradient of the output.
     dy: &'a Tensor,
     pass: &'a BackwardPass<'a>,
 }
@@ -35,29 +35,29 @@ struct ReturningGradients<'p> {
 }
 
 impl SelfAttention {
-    /// Backward of [`forward`](Self::forward): adds to the parameters' gradients, and turns `dy` into the gradient of
-    /// `x`. A chunk is recomputed as far as its state is not saved.
+    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the attention's output: adds to the gradients of the
+    /// parameters and of `x`. `dx` may be `dy`. A chunk is recomputed as far as its state is not saved.
     ///
     /// # Shapes
-    /// `x`, `dy`: `[batch, seq_local, hidden]`.
+    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         saved_chunks: Vec<AttentionSaved>,
-        dy: &Tensor,
+        (dy, dx): (&Tensor, &Tensor),
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let rstd = pass.forward.workspace().alloc_f32(token_dims(x))?;
-        AttentionBackward { module: self, norm, x, rstd, dy, pass }.run(saved_chunks)
+        AttentionBackward { module: self, branch, x, rstd, dy, pass }.run(saved_chunks, dx)
     }
 }
 
 impl AttentionBackward<'_> {
-    fn run(self, saved_chunks: Vec<AttentionSaved>) -> Result<(), LayerError> {
+    fn run(self, saved_chunks: Vec<AttentionSaved>, dx: &Tensor) -> Result<(), LayerError> {
         let forward = &self.pass.forward;
         let dnormed = forward.workspace().alloc(self.x.dims())?;
         let mut saved_chunks = saved_chunks.into_iter();
@@ -76,8 +76,8 @@ impl AttentionBackward<'_> {
                 self.backward_projections(chunk, (dqkv, std::mem::replace(&mut accumulates, true)), &dnormed)
             },
         )?;
-        let Self { norm, x, rstd, dy, pass, .. } = self;
-        norm.backward(&dnormed, x, &rstd, (dy, true), pass)?;
+        let Self { branch, x, rstd, pass, .. } = self;
+        branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
         forward.recycle([dnormed, rstd]);
         trim_after_chunks(forward);
         Ok(())
@@ -175,14 +175,12 @@ impl AttentionBackward<'_> {
             pass.forward.recycle([sent, out]);
         }
         let (dq, dk, dv) = dqkv.wait()?;
-        let table = module.rope_table(&pass.forward)?;
-        rope::apply(&dq, &table, Direction::Backward)?;
-        rope::apply(&dk, &table, Direction::Backward)?;
+        module.rotate([&dq, &dk], Direction::Backward, &pass.forward)?;
         Ok([module.q.backward_norm(dq, q_norm, pass)?, module.k.backward_norm(dk, k_norm, pass)?, dv])
     }
 
     fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {
-        self.module.project_heads(self.norm, chunk, (self.x, &self.rstd), &self.pass.forward)
+        self.module.project_heads(self.branch, chunk, (self.x, &self.rstd), &self.pass.forward)
     }
 
     /// The gradient of a chunk's output.
@@ -211,7 +209,7 @@ impl AttentionBackward<'_> {
         (dqkv, accumulates): ([Tensor; 3], bool),
         dnormed: &Tensor,
     ) -> Result<(), LayerError> {
-        let Self { module, norm, x, rstd, pass, .. } = self;
+        let Self { module, branch, x, rstd, pass, .. } = self;
         let forward = &pass.forward;
         let parts = [(&module.q, &chunk.q), (&module.k, &chunk.kv), (&module.v, &chunk.kv)];
         let rows = parts.map(|(projection, heads)| {
@@ -219,7 +217,7 @@ impl AttentionBackward<'_> {
         });
         let rows = rows.into_iter().collect::<Result<Vec<_>, LayerError>>()?;
         for tile in forward.ctx.token_tiles() {
-            let normed = norm.forward(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, forward)?;
+            let normed = branch.enter(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, forward)?;
             let dx = token_rows(dnormed, &tile)?;
             for (index, (dy, (weights, gradients))) in dqkv.iter().zip(&rows).enumerate() {
                 let dy = token_rows(dy, &tile)?;

@@ -3,14 +3,14 @@
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
 use super::{HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{ForwardPass, LayerError, RmsNorm, token_dims, token_rows};
+use crate::nn::{Branch, ForwardPass, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
+use ulysses_kernels::linear;
 use ulysses_kernels::rope::Direction;
-use ulysses_kernels::{linear, rope, strided_copy};
 
 impl SelfAttention {
-    /// Computes `x + attention(norm(x))`, and passes every chunk's state to `keep`: all of it, or that of a
-    /// checkpoint.
+    /// Adds the attention's output to the tensor that the branch opens, and passes every chunk's state to `keep`: all of
+    /// it, or that of a checkpoint.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -19,21 +19,20 @@ impl SelfAttention {
     /// A number of head chunks that the KV heads do not allow, a refused operation, or failed communication.
     pub fn forward(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         x: &Tensor,
         saves: Saves,
         mut keep: impl FnMut(AttentionSaved),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let (ctx, ws) = (pass.ctx, pass.workspace());
-        let y = ws.alloc(x.dims())?;
-        strided_copy::copy(x, &y)?;
+        let y = branch.open(x, pass)?;
         let rstd = ws.alloc_f32(token_dims(x))?;
         run_chunks(
             &self.head_chunks(pass)?,
             ctx.overlaps_exchange(),
             |chunk| {
-                let QkvHeads { q, k, v, norms } = self.project_heads(norm, chunk, (x, &rstd), pass)?;
+                let QkvHeads { q, k, v, norms } = self.project_heads(branch, chunk, (x, &rstd), pass)?;
                 Ok((ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass)?, ws)?, norms))
             },
             |_, (attend, norms)| {
@@ -62,12 +61,12 @@ impl SelfAttention {
     /// As [`forward`](Self::forward).
     pub fn forward_from_outputs(
         &self,
+        branch: &Branch,
         x: &Tensor,
         saved_chunks: &[AttentionSaved],
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let y = pass.workspace().alloc(x.dims())?;
-        strided_copy::copy(x, &y)?;
+        let y = branch.open(x, pass)?;
         for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
             self.add_projection(chunk, saved.out(), &y, pass)?;
         }
@@ -88,7 +87,7 @@ impl SelfAttention {
     /// Queries, keys and values of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
     pub(super) fn project_heads(
         &self,
-        norm: &RmsNorm,
+        branch: &Branch,
         chunk: &HeadChunk,
         (x, rstd): (&Tensor, &Tensor),
         pass: &ForwardPass<'_>,
@@ -99,7 +98,7 @@ impl SelfAttention {
         let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc(heads, pass));
         let (q, k, v) = (q?, k?, v?);
         for tile in pass.ctx.token_tiles() {
-            let normed = norm.forward(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, pass)?;
+            let normed = branch.enter(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, pass)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
                 weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
             }
@@ -107,9 +106,7 @@ impl SelfAttention {
         }
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;
-        let table = self.rope_table(pass)?;
-        rope::apply(&q, &table, Direction::Forward)?;
-        rope::apply(&k, &table, Direction::Forward)?;
+        self.rotate([&q, &k], Direction::Forward, pass)?;
         Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm] })
     }
 }

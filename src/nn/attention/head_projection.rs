@@ -1,18 +1,36 @@
-//! The projection of tokens to heads of queries, keys or values, with a norm over each head.
+//! The projection of tokens to heads of queries, keys or values, with a norm.
 
+use super::QkNorm;
 use crate::nn::linear::{LinearGradients, LinearRows};
 use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, RmsNorm};
 use candle_core::Tensor;
 use std::ops::Range;
 
-/// A linear layer to `heads · head_dim` outputs, then a norm over the elements of a head if there is one.
+/// A linear layer to `heads · head_dim` outputs, then a norm if there is one.
 ///
 /// Projections work on a tile of tokens and some heads, norms on all tokens.
 #[derive(Debug)]
 pub(super) struct HeadProjection {
     pub(super) linear: Linear,
-    pub(super) norm: Option<RmsNorm>,
+    pub(super) norm: Option<HeadNorm>,
     pub(super) head_dim: usize,
+}
+
+/// A norm of queries or keys.
+#[derive(Debug)]
+pub(super) struct HeadNorm {
+    pub(super) norm: RmsNorm,
+    pub(super) over: QkNorm,
+}
+
+impl HeadNorm {
+    /// `[batch, seq_local, heads, head_dim]` with the normalized elements in the last dimension, sharing the storage.
+    fn rows(&self, heads: &Tensor) -> Result<Tensor, LayerError> {
+        match self.over {
+            QkNorm::Head => Ok(heads.clone()),
+            QkNorm::AllHeads => Ok(heads.flatten_from(2)?),
+        }
+    }
 }
 
 /// State for the backward pass of a norm over heads.
@@ -72,9 +90,9 @@ impl HeadProjection {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, Option<SavedHeadNorm>), LayerError> {
         let Some(norm) = &self.norm else { return Ok((heads, None)) };
-        let (batch, seq_len, num_heads, _) = heads.dims4()?;
-        let rstd = pass.workspace().alloc_f32((batch, seq_len, num_heads))?;
-        let normed = norm.forward(&heads, &rstd, pass)?;
+        let rows = norm.rows(&heads)?;
+        let rstd = pass.workspace().alloc_f32(&rows.dims()[..rows.rank() - 1])?;
+        let normed = norm.norm.forward(&rows, &rstd, pass)?.reshape(heads.shape())?;
         Ok((normed, Some(SavedHeadNorm { heads, rstd })))
     }
 
@@ -91,7 +109,8 @@ impl HeadProjection {
     ) -> Result<Tensor, LayerError> {
         let (Some(norm), Some(saved)) = (&self.norm, saved) else { return Ok(dy) };
         let dheads = pass.forward.workspace().alloc(dy.dims())?;
-        norm.backward(&dy, &saved.heads, &saved.rstd, (&dheads, false), pass)?;
+        let [dy_rows, heads, dheads_rows] = [&dy, &saved.heads, &dheads].map(|tensor| norm.rows(tensor));
+        norm.norm.backward(&dy_rows?, &heads?, &saved.rstd, (&dheads_rows?, false), pass)?;
         pass.forward.recycle([dy]);
         pass.forward.recycle(saved.into_tensors());
         Ok(dheads)

@@ -1,4 +1,4 @@
-//! Self-attention with its norm and residual, in head chunks.
+//! Self-attention, in head chunks.
 //!
 //! With `head_chunks`, one chunk of heads is attended at a time. Queries, keys, values and output of the whole
 //! sequence then exist for one chunk only, and so do the buffers of the exchange (the idea of UPipe); for up to
@@ -15,12 +15,11 @@ mod saved;
 pub use head_chunks::{HeadChunk, head_chunks};
 pub use saved::{AttentionSaved, Saves};
 
-use super::{AttentionExtent, ForwardPass, Init, LayerError, Linear, ParameterList, RmsNorm};
+use super::{AttentionExtent, ForwardPass, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm};
 use candle_core::Tensor;
-use head_projection::HeadProjection;
-use std::sync::Arc;
+use head_projection::{HeadNorm, HeadProjection};
 use ulysses_kernels::attention::{AttentionLayout, grouped_heads};
-use ulysses_kernels::rope::{self, Rope};
+use ulysses_kernels::rope::{self, Direction, Rope};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::tensor;
 
@@ -28,7 +27,7 @@ const Q_PROJ: &str = "self_attn.q_proj";
 const K_PROJ: &str = "self_attn.k_proj";
 const V_PROJ: &str = "self_attn.v_proj";
 
-/// The heads of a layer's attention, the tokens that it sees, and its rotary embedding.
+/// The heads of a layer's attention, the tokens that it sees, and its position embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionConfig {
     /// Query heads.
@@ -39,14 +38,32 @@ pub struct AttentionConfig {
     pub head_dim: usize,
     /// Number of tokens that a token attends to, including itself; `None` for all of its document.
     pub window: Option<usize>,
-    /// The rotary embedding.
-    pub rope: Rope,
+    /// The rotary embedding; `None` without position embedding (NoPE).
+    pub rope: Option<Rope>,
+    /// The factor on the logits; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+    /// Norms of queries and keys before the rotary embedding.
+    pub qk_norm: Option<QkNorm>,
+}
+
+/// The elements over which a norm of queries or keys is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Those of each head; all heads have the same weights.
+    Head,
+    /// Those of all heads.
+    AllHeads,
 }
 
 impl AttentionConfig {
     /// The KV head of each query head.
     pub fn q_to_kv(&self) -> Vec<usize> {
         grouped_heads(self.num_heads, self.num_kv_heads)
+    }
+
+    /// The largest number of head chunks: a norm over all heads needs them at once.
+    pub fn max_head_chunks(&self) -> usize {
+        if self.qk_norm == Some(QkNorm::AllHeads) { 1 } else { self.num_kv_heads }
     }
 
     /// Splits the heads into `chunks` parts of whole KV groups, as [`head_chunks`] does.
@@ -75,14 +92,38 @@ impl SelfAttention {
         o_init: Init,
     ) -> Self {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
-        let mut project = |name: &str, heads: usize| {
-            let linear = Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
-            HeadProjection { linear, norm: None, head_dim }
-        };
+        let mut project =
+            |name: &str, heads: usize| Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
         let q = project(Q_PROJ, num_heads);
         let k = project(K_PROJ, num_kv_heads);
         let v = project(V_PROJ, num_kv_heads);
+        Self::with_projections(parameters, hidden_size, shape, [q, k, v], o_init)
+    }
+
+    /// As [`new`](Self::new), with the projections of queries, keys and values in one parameter, `self_attn.qkv_proj`.
+    pub fn fused(
+        parameters: &mut ParameterList,
+        hidden_size: usize,
+        shape: AttentionConfig,
+        init: Init,
+        o_init: Init,
+    ) -> Self {
+        let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
+        let outs = heads.map(|heads| heads * shape.head_dim);
+        let qkv = Linear::fused(parameters, "self_attn.qkv_proj", outs, hidden_size, init);
+        Self::with_projections(parameters, hidden_size, shape, qkv, o_init)
+    }
+
+    fn with_projections(
+        parameters: &mut ParameterList,
+        hidden_size: usize,
+        shape: AttentionConfig,
+        qkv: [Linear; 3],
+        o_init: Init,
+    ) -> Self {
+        let AttentionConfig { num_heads, head_dim, .. } = shape;
         let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
+        let [q, k, v] = qkv.map(|linear| HeadProjection { linear, norm: None, head_dim });
         Self { shape, q, k, v, o }
     }
 
@@ -93,11 +134,16 @@ impl SelfAttention {
         }
     }
 
-    /// Adds norms over every head of the queries and of the keys, before the rotary embedding.
-    pub fn add_qk_norm(&mut self, parameters: &mut ParameterList, eps: f64) {
-        let head_dim = self.shape.head_dim;
-        self.q.norm = Some(RmsNorm::new(parameters, "self_attn.q_norm", head_dim, eps));
-        self.k.norm = Some(RmsNorm::new(parameters, "self_attn.k_norm", head_dim, eps));
+    /// Adds the norms of queries and keys, if there are any.
+    pub fn add_qk_norm(&mut self, parameters: &mut ParameterList, norm: NormConfig) {
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, qk_norm, .. } = self.shape;
+        let Some(over) = qk_norm else { return };
+        let parts = [("q_norm", num_heads, &mut self.q), ("k_norm", num_kv_heads, &mut self.k)];
+        for (name, heads, projection) in parts {
+            let size = if over == QkNorm::Head { head_dim } else { heads * head_dim };
+            let norm = RmsNorm::new(parameters, &format!("self_attn.{name}"), size, norm);
+            projection.norm = Some(HeadNorm { norm, over });
+        }
     }
 
     /// The size of the attention, for its FLOPs.
@@ -107,20 +153,30 @@ impl SelfAttention {
 
     /// The chunks, as even as KV heads allow.
     fn head_chunks(&self, pass: &ForwardPass<'_>) -> Result<Vec<HeadChunk>, LayerError> {
-        let (num_kv_heads, chunks) = (self.shape.num_kv_heads, pass.ctx.tiling().head_chunks);
-        if chunks == 0 || chunks > num_kv_heads {
-            return Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, num_kv_heads });
+        let (max_chunks, chunks) = (self.shape.max_head_chunks(), pass.ctx.tiling().head_chunks);
+        if chunks == 0 || chunks > max_chunks {
+            return Err(LayerError::HeadChunks { layer: pass.layer.to_owned(), chunks, max_chunks });
         }
         Ok(self.shape.head_chunks(chunks))
     }
 
     /// The attention layout of a chunk.
     fn layout(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
-        pass.ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), self.shape.window)
+        let AttentionConfig { window, scale, .. } = self.shape;
+        let scale = scale.map(|scale| scale as f32);
+        pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, scale)
     }
 
-    fn rope_table(&self, pass: &ForwardPass<'_>) -> Result<Arc<rope::Table>, LayerError> {
-        pass.ctx.rope(self.shape.head_dim, self.shape.rope)
+    /// Rotates queries and keys, if there is a rotary embedding.
+    fn rotate(
+        &self,
+        queries_and_keys: [&Tensor; 2],
+        direction: Direction,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let Some(rope) = self.shape.rope else { return Ok(()) };
+        let table = pass.ctx.rope(self.shape.head_dim, rope)?;
+        Ok(queries_and_keys.into_iter().try_for_each(|heads| rope::apply(heads, &table, direction))?)
     }
 
     /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.

@@ -7,7 +7,7 @@ mod sums;
 mod transfer;
 
 use super::SequenceParallelError;
-use super::shard::shares_tokens;
+use super::shard::{is_same, shares_mask, shares_tokens};
 use crate::comm::ProcessGroup;
 use crate::mesh::SeqSharding;
 use candle_core::Tensor;
@@ -40,7 +40,7 @@ pub struct RingAttention {
     local: Arc<dyn AttentionCompute>,
     group: Arc<dyn ProcessGroup>,
     sharding: SeqSharding,
-    /// The schedules of this micro batch, one per number of heads, shared by all layers.
+    /// The schedules of this micro batch, one per kind of attention and number of heads, shared by all layers.
     schedules: Mutex<Vec<Arc<RingSchedule>>>,
 }
 
@@ -57,15 +57,12 @@ impl RingAttention {
     /// Finds the schedule of an earlier call with the same layout, or creates it and drops those of other tokens.
     fn schedule(&self, layout: &AttentionLayout) -> Result<Arc<RingSchedule>, SequenceParallelError> {
         let mut known = self.schedules.lock();
-        let is_this = |known: &&Arc<RingSchedule>| {
-            shares_tokens(&known.own, layout) && Arc::ptr_eq(known.own.q_to_kv(), layout.q_to_kv())
-        };
-        if let Some(schedule) = known.iter().find(is_this) {
+        if let Some(schedule) = known.iter().find(|known| is_same(&known.own, layout)) {
             return Ok(schedule.clone());
         }
         known.retain(|known| shares_tokens(&known.own, layout));
-        let schedule = Arc::new(match known.first() {
-            Some(same_tokens) => same_tokens.with_heads(layout),
+        let schedule = Arc::new(match known.iter().find(|known| shares_mask(&known.own, layout)) {
+            Some(same_mask) => same_mask.with_heads(layout),
             None => RingSchedule::new(layout, self.sharding, &*self.group)?,
         });
         known.push(schedule.clone());

@@ -86,13 +86,9 @@ impl RingSchedule {
             let own_queries = tokens[rank].ranges();
             let (documents, heads) = (layout.cu_seqlens().clone(), layout.q_to_kv().clone());
             let block = || {
-                AttentionLayout::of_ranges(
-                    own_queries,
-                    tokens[owner].ranges(),
-                    documents,
-                    heads,
-                    layout.window(),
-                )
+                let keys = tokens[owner].ranges();
+                let block = AttentionLayout::of_ranges(own_queries, keys, documents, heads, layout.window())?;
+                Ok::<_, SequenceParallelError>(block.with_scale(layout.scale()))
             };
             routes[owner].0[step].then(block).transpose()
         };
@@ -106,10 +102,11 @@ impl RingSchedule {
         })
     }
 
-    /// The same tokens with other heads.
+    /// The same tokens and window with the heads and the scale of another layout.
     pub(super) fn with_heads(&self, layout: &AttentionLayout) -> Self {
         let with_heads = |block: &Option<AttentionLayout>| {
-            block.as_ref().map(|block| block.with_heads(layout.q_to_kv().clone()))
+            let block = block.as_ref()?.with_heads(layout.q_to_kv().clone());
+            Some(block.with_scale(layout.scale()))
         };
         Self {
             rank: self.rank,

@@ -11,6 +11,7 @@ use crate::model::{
     HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights, WeightSource,
     max_positions, preset, shape,
 };
+use crate::nn::QkNorm;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use std::path::{Path, PathBuf};
 
@@ -134,7 +135,7 @@ impl ModelSource {
 
     fn length_warning(&self, seq_len: usize) -> Option<String> {
         let max_positions = self.max_positions.filter(|max_positions| seq_len > *max_positions)?;
-        let remedy = match self.config.layers.first().map(|layer| layer.rope.scaling) {
+        let remedy = match self.config.rope().map(|rope| rope.scaling) {
             // Scales whatever is longer.
             Some(Scaling::Dynamic { .. }) => return None,
             None | Some(Scaling::None) => "set `rope_scaling` in its config.json",
@@ -178,12 +179,15 @@ pub fn check_exchange(
     seq_len: usize,
     config: &Config,
 ) -> Result<(), JobError> {
-    let (num_kv_heads, chunks) = (model.fewest_kv_heads(), config.ulysses.head_chunks);
+    let (max_chunks, chunks) = (model.max_head_chunks(), config.ulysses.head_chunks);
     let sharding = config.seq_sharding();
-    if chunks > num_kv_heads {
+    if chunks > max_chunks {
+        let reason = match model.layers.iter().any(|layer| layer.qk_norm == Some(QkNorm::AllHeads)) {
+            true => "normalizes queries over all heads".to_owned(),
+            false => format!("has {max_chunks} KV heads"),
+        };
         return Err(JobError::usage(format!(
-            "`ulysses.head_chunks` is {chunks}, but the model has {num_kv_heads} KV heads: expected at most \
-                 {num_kv_heads}"
+            "`ulysses.head_chunks` is {chunks}, but the model {reason}: expected at most {max_chunks}"
         )));
     }
     for layer in model.distinct_layers() {
@@ -214,7 +218,7 @@ mod tests {
     fn a_model_with_scaled_positions_is_not_advised_to_scale_them() {
         let config = preset("nano").unwrap();
         let with = |scaling| {
-            let config = config.clone().with_attention(|layer| layer.rope.scaling = scaling);
+            let config = config.clone().with_rope(|rope| rope.scaling = scaling);
             ModelSource { max_positions: Some(64), ..ModelSource::random(config, 0) }
         };
         let (plain, scaled) = (with(Scaling::None), with(Scaling::Linear { factor: 2.0 }));

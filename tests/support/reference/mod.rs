@@ -5,9 +5,10 @@
 //! `tests/parity/reference.rs` compares it with tensors computed by PyTorch and Hugging Face transformers.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],
-//! [`model`] (logits; [`rope`] has the angles), [`loss`] (loss and gradients), [`optimizer`], [`train`].
+//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama), [`loss`] (loss and gradients), [`optimizer`], [`train`].
 
 pub mod batch;
+pub mod families;
 pub mod loss;
 pub mod model;
 pub mod optimizer;
@@ -16,6 +17,7 @@ pub mod train;
 pub mod weights;
 
 pub use batch::{Batch, IGNORED};
+pub use families::Family;
 pub use loss::{forward, loss_and_grads, loss_and_grads_over, micro_batch_loss_and_grads};
 pub use optimizer::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Lamb, LambConfig, Lion, LionConfig, Optimizer, Sgd,

@@ -4,6 +4,7 @@
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
+use super::families::{Family, GRANITE};
 use super::rope::rope_tables;
 use super::weights::{ReferenceConfig, Weights};
 use anyhow::{Context, Result};
@@ -17,44 +18,87 @@ pub fn row_logits(
     position_ids: &[u32],
 ) -> Result<Tensor> {
     let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
-    let (cos, sin) = rope_tables(config, position_ids)?;
-    let mask = document_causal_mask(position_ids, config.sliding_window)?;
+    let family = config.family;
+    let norm =
+        |x: &Tensor, weight: &Tensor| rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps);
+    let [embedding_factor, residual_factor, logits_factor] = match family {
+        Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
+        Family::Gemma3 => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
+        _ => [1.0; 3],
+    };
 
     let embedding = get("model.embed_tokens.weight")?; // [V, E]
-    let mut x = embedding.index_select(&Tensor::new(input_ids, &Device::Cpu)?, 0)?; // [S, E]
+    let x = embedding.index_select(&Tensor::new(input_ids, &Device::Cpu)?, 0)?; // [S, E]
+    let mut x = (x * embedding_factor)?;
     for layer in 0..config.num_layers {
         let part = |part: &str| get(&format!("model.layers.{layer}.{part}.weight"));
+        let maybe_norm = |x: Tensor, name: Option<&str>| match name {
+            Some(name) => norm(&x, part(name)?),
+            None => Ok(x),
+        };
+        let [before_attention, after_attention, before_mlp, after_mlp] = family.norms();
+        let mask = document_causal_mask(position_ids, config.window(layer))?;
+        let tables = config.theta(layer).map(|theta| rope_tables(config, theta, position_ids)).transpose()?;
+        let rotated = |heads: Tensor| match &tables {
+            Some((cos, sin)) => rotate(&heads, cos, sin),
+            None => Ok(heads),
+        };
 
-        let h = rms_norm(&x, part("input_layernorm")?, config.rms_norm_eps)?;
+        let h = maybe_norm(x.clone(), before_attention)?;
         let biased = |name: &str| {
-            let y = linear(&h, part(&format!("self_attn.{name}_proj"))?)?;
+            let y = match family {
+                Family::Phi3 => linear(&h, &rows(config, part("self_attn.qkv_proj")?, name)?)?,
+                _ => linear(&h, part(&format!("self_attn.{name}_proj"))?)?,
+            };
             if !config.qkv_bias {
                 return Ok(y);
             }
             let bias = get(&format!("model.layers.{layer}.self_attn.{name}_proj.bias"))?;
             anyhow::Ok(y.broadcast_add(bias)?)
         };
-        let normed = |heads: Tensor, name: &str| match config.qk_norm {
-            true => rms_norm(&heads, part(&format!("self_attn.{name}_norm"))?, config.rms_norm_eps),
-            false => Ok(heads),
+        let heads = |name: &str, num_heads: usize| {
+            let y = biased(name)?;
+            let weight = || part(&format!("self_attn.{name}_norm"));
+            match config.qk_norm_sizes() {
+                Some([size, _]) if size > config.head_dim => split_heads(&norm(&y, weight()?)?, num_heads),
+                Some(_) => norm(&split_heads(&y, num_heads)?, weight()?),
+                None => split_heads(&y, num_heads),
+            }
         };
-        let q = normed(split_heads(&biased("q")?, config.num_heads)?, "q")?; // [H, S, D]
-        let k = normed(split_heads(&biased("k")?, config.num_kv_heads)?, "k")?;
-        let v = split_heads(&biased("v")?, config.num_kv_heads)?;
-        let q = rotate(&q, &cos, &sin)?;
-        let k = repeat_kv(&rotate(&k, &cos, &sin)?, config)?; // [H, S, D]
-        let v = repeat_kv(&v, config)?;
-        let attended = merge_heads(&attention(&q, &k, &v, &mask)?)?; // [S, H·D]
-        x = (x + linear(&attended, part("self_attn.o_proj")?)?)?;
+        let q = rotated(heads("q", config.num_heads)?)?; // [H, S, D]
+        let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
+        let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
+        let attended = merge_heads(&attention(&q, &k, &v, &mask, config.attention_scale())?)?; // [S, H·D]
+        let output = maybe_norm(linear(&attended, part("self_attn.o_proj")?)?, after_attention)?;
+        x = (x + (output * residual_factor)?)?;
 
-        let h = rms_norm(&x, part("post_attention_layernorm")?, config.rms_norm_eps)?;
-        let gate = linear(&h, part("mlp.gate_proj")?)?; // [S, F]
-        let up = linear(&h, part("mlp.up_proj")?)?;
-        x = (x + linear(&(silu(&gate)? * up)?, part("mlp.down_proj")?)?)?;
+        let h = maybe_norm(x.clone(), before_mlp)?;
+        let (gate, up) = match family {
+            Family::Phi3 => {
+                let gate_up = linear(&h, part("mlp.gate_up_proj")?)?; // [S, 2·F]
+                let size = config.intermediate_size;
+                (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?)
+            }
+            _ => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
+        };
+        let activated = if family == Family::Gemma3 { gelu_tanh(&gate)? } else { silu(&gate)? };
+        let output = maybe_norm(linear(&(activated * up)?, part("mlp.down_proj")?)?, after_mlp)?;
+        x = (x + (output * residual_factor)?)?;
     }
-    let h = rms_norm(&x, get("model.norm.weight")?, config.rms_norm_eps)?;
+    let h = norm(&x, get("model.norm.weight")?)?;
     let head = if config.tie_word_embeddings { embedding } else { get("lm_head.weight")? };
-    linear(&h, head)
+    Ok((linear(&h, head)? * logits_factor)?)
+}
+
+/// The rows of queries, keys or values in the weight that has all three, in this order.
+fn rows(config: &ReferenceConfig, weight: &Tensor, name: &str) -> Result<Tensor> {
+    let [q, kv] = [config.num_heads, config.num_kv_heads].map(|heads| heads * config.head_dim);
+    let (start, len) = match name {
+        "q" => (0, q),
+        "k" => (q, kv),
+        _ => (q + kv, kv),
+    };
+    Ok(weight.narrow(0, start, len)?)
 }
 
 /// `x · wᵀ`: `[S, in]`, `[out, in]` → `[S, out]`.
@@ -73,6 +117,13 @@ fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// `x · sigmoid(x)`
 fn silu(x: &Tensor) -> Result<Tensor> {
     Ok((x / (x.neg()?.exp()? + 1.0)?)?)
+}
+
+/// `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`
+fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
+    let cubed = (x.sqr()? * x)?;
+    let inner = ((x + (cubed * 0.044_715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+    Ok(((inner.tanh()? + 1.0)? * x)?.affine(0.5, 0.0)?)
 }
 
 /// `[S, H·D]` → `[H, S, D]`
@@ -119,10 +170,9 @@ fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<T
     Ok(Tensor::from_vec(mask, (seq_len, seq_len), &Device::Cpu)?)
 }
 
-/// `softmax(q · kᵀ / √D + mask) · v` for `[H, S, D]` each.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
-    let scale = (q.dim(D::Minus1)? as f64).sqrt();
-    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? / scale)?;
+/// `softmax(scale · q · kᵀ + mask) · v` for `[H, S, D]` each.
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
+    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?;
     let scores = scores.broadcast_add(mask)?;
     Ok(softmax(&scores)?.matmul(v)?)
 }

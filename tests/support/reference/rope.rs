@@ -7,7 +7,8 @@ use candle_core::{Device, Tensor};
 use std::f64::consts::PI;
 
 /// cos and sin of `position · inv_freq(i)`, `[S, D]`, both halves alike as in Hugging Face's Llama.
-pub fn rope_tables(config: &ReferenceConfig, position_ids: &[u32]) -> Result<(Tensor, Tensor)> {
+pub fn rope_tables(config: &ReferenceConfig, theta: f64, position_ids: &[u32]) -> Result<(Tensor, Tensor)> {
+    let config = &ReferenceConfig { rope_theta: theta, ..config.clone() };
     let head_dim = config.head_dim;
     let documents = document_ids(position_ids);
     let mut angles = Vec::with_capacity(position_ids.len() * head_dim);

@@ -1,5 +1,6 @@
 //! Configuration, parameter names and shapes, and weights.
 
+use super::families::Family;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -16,6 +17,7 @@ pub type Weights = BTreeMap<String, Var>;
 /// The shape of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReferenceConfig {
+    pub family: Family,
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
@@ -86,6 +88,7 @@ impl ReferenceConfig {
         let hf: HuggingFaceConfig =
             serde_json::from_str(&json).with_context(|| path.display().to_string())?;
         Ok(Self {
+            family: Family::Llama,
             vocab_size: hf.vocab_size,
             hidden_size: hf.hidden_size,
             intermediate_size: hf.intermediate_size,
@@ -119,18 +122,22 @@ impl ReferenceConfig {
             let mut add = |part: &str, shape: Vec<usize>| {
                 shapes.insert(format!("model.layers.{layer}.{part}.weight"), shape);
             };
-            if self.qk_norm {
-                add("self_attn.q_norm", vec![self.head_dim]);
-                add("self_attn.k_norm", vec![self.head_dim]);
+            if let Some([q_norm, k_norm]) = self.qk_norm_sizes() {
+                add("self_attn.q_norm", vec![q_norm]);
+                add("self_attn.k_norm", vec![k_norm]);
             }
-            add("input_layernorm", vec![hidden]);
-            add("self_attn.q_proj", vec![q_size, hidden]);
-            add("self_attn.k_proj", vec![kv_size, hidden]);
-            add("self_attn.v_proj", vec![kv_size, hidden]);
+            self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
+            if self.family == Family::Phi3 {
+                add("self_attn.qkv_proj", vec![q_size + 2 * kv_size, hidden]);
+                add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
+            } else {
+                add("self_attn.q_proj", vec![q_size, hidden]);
+                add("self_attn.k_proj", vec![kv_size, hidden]);
+                add("self_attn.v_proj", vec![kv_size, hidden]);
+                add("mlp.gate_proj", vec![intermediate, hidden]);
+                add("mlp.up_proj", vec![intermediate, hidden]);
+            }
             add("self_attn.o_proj", vec![hidden, q_size]);
-            add("post_attention_layernorm", vec![hidden]);
-            add("mlp.gate_proj", vec![intermediate, hidden]);
-            add("mlp.up_proj", vec![intermediate, hidden]);
             add("mlp.down_proj", vec![hidden, intermediate]);
         }
         shapes.insert("model.norm.weight".to_owned(), vec![hidden]);
@@ -155,7 +162,7 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
         let fan_in = shape[shape.len() - 1] as f64;
         let mut element = || match (shape.len(), name.as_str()) {
             (1, name) if name.ends_with("bias") => rng.random_range(-0.7..0.7),
-            (1, _) => 1.0 + rng.random_range(-0.3..0.3),
+            (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),
             // Looked up, not multiplied: the rows themselves are of order 1. A tied
             // embedding is the head as well, so it takes the scale of a matrix.
             (_, "model.embed_tokens.weight") if !config.tie_word_embeddings => standard_normal(&mut rng),

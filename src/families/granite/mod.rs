@@ -1,0 +1,55 @@
+//! Granite 3: Llama with constant factors on embedding, residual branches, attention and logits.
+
+use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Multipliers, Sizes};
+use crate::nn::AttentionConfig;
+use serde_json::{Value, json};
+
+pub(super) static GRANITE: Family = Family {
+    model_type: "granite",
+    class: "GraniteForCausalLM",
+    read,
+    write,
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
+    models: &[
+        KnownModel::new("granite-3.3-2b", 2_533_539_840, 131_072, || {
+            published([2048, 40, 32, 8, 8192], 1.0 / 64.0, 8.0)
+        }),
+        KnownModel::new("granite-3.3-8b", 8_170_864_640, 131_072, || {
+            published([4096, 40, 32, 8, 12800], 1.0 / 128.0, 16.0)
+        }),
+    ],
+};
+
+fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
+    file.check_block()?;
+    let factor = |key| match file.number(key, 1.0)? {
+        factor if factor.is_finite() && factor > 0.0 => Ok(factor),
+        _ => Err(file.error(key, "it must be positive")),
+    };
+    let scale = Some(factor("attention_multiplier")?);
+    let config = file.decoder(&GRANITE, AttentionConfig { scale, ..file.attention()? })?;
+    file.check_full_attention(&config)?;
+    let multipliers = Multipliers {
+        embedding: factor("embedding_multiplier")?,
+        residual: factor("residual_multiplier")?,
+        logits: 1.0 / factor("logits_scaling")?,
+    };
+    Ok(ModelConfig { multipliers, ..config })
+}
+
+fn write(config: &ModelConfig, json: &mut Value) {
+    let Multipliers { embedding, residual, logits } = config.multipliers;
+    let scale = config.layers.first().and_then(|layer| layer.scale);
+    json["attention_multiplier"] = json!(scale.unwrap_or(1.0));
+    json["embedding_multiplier"] = json!(embedding);
+    json["residual_multiplier"] = json!(residual);
+    json["logits_scaling"] = json!(1.0 / logits);
+}
+
+fn published(sizes: Sizes, scale: f64, logits_scaling: f64) -> ModelConfig {
+    let config = ModelConfig::with_sizes(&GRANITE, sizes)
+        .with_attention(|layer| layer.scale = Some(scale))
+        .with_rope(|rope| rope.theta = 10_000_000.0);
+    let multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / logits_scaling };
+    ModelConfig { vocab_size: 49_159, tie_word_embeddings: true, multipliers, ..config }
+}

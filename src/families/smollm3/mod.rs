@@ -1,0 +1,48 @@
+//! SmolLM3: Llama without position embedding in every fourth layer.
+
+use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use serde_json::{Value, json};
+
+pub(super) static SMOLLM3: Family = Family {
+    model_type: "smollm3",
+    class: "SmolLM3ForCausalLM",
+    read,
+    write: |config, json| {
+        let has_rope = config.layers.iter().map(|layer| u8::from(layer.rope.is_some()));
+        json["no_rope_layers"] = has_rope.collect();
+    },
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
+    models: &[KnownModel::new("SmolLM3-3B", 3_075_098_624, 65_536, smollm3_3b)],
+};
+
+fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
+    file.check_block()?;
+    file.require_kv_heads()?;
+    let rope = Some(file.rope_with_default(2_000_000.0)?);
+    let layer = crate::nn::AttentionConfig { rope, ..file.heads()? };
+    let mut config = file.decoder(&SMOLLM3, layer)?;
+    file.check_full_attention(&config)?;
+    let interval = file.optional_size("no_rope_layer_interval")?.unwrap_or(4).max(1);
+    let by_interval =
+        || Value::from_iter((1..=config.num_layers()).map(|layer| u8::from(layer % interval != 0)));
+    let has_rope = file.get("no_rope_layers").cloned().unwrap_or_else(by_interval);
+    let has_rope = has_rope.as_array().filter(|layers| layers.len() >= config.num_layers());
+    let expected = "it must be a list of 1 and 0 (no position embedding) for each layer";
+    let has_rope = has_rope.ok_or_else(|| file.error("no_rope_layers", expected))?;
+    for (layer, has_rope) in config.layers.iter_mut().zip(has_rope) {
+        match has_rope {
+            has_rope if *has_rope == json!(1) => {}
+            has_rope if *has_rope == json!(0) => layer.rope = None,
+            _ => return Err(file.error("no_rope_layers", expected)),
+        }
+    }
+    let tie_word_embeddings = file.get("tie_word_embeddings").is_none() || config.tie_word_embeddings;
+    Ok(ModelConfig { tie_word_embeddings, ..config })
+}
+
+fn smollm3_3b() -> ModelConfig {
+    let config = ModelConfig::with_sizes(&SMOLLM3, [2048, 36, 16, 4, 11008]);
+    let mut config = config.with_rope(|rope| rope.theta = 5_000_000.0);
+    config.layers.iter_mut().skip(3).step_by(4).for_each(|layer| layer.rope = None);
+    ModelConfig { vocab_size: 128_256, rms_norm_eps: 1e-6, tie_word_embeddings: true, ..config }
+}

@@ -1,0 +1,165 @@
+//! The place of a module in the residual stream.
+
+use super::{BackwardPass, ForwardPass, LayerError, NormConfig, ParameterList, RmsNorm};
+use candle_core::Tensor;
+use ulysses_kernels::{elementwise, strided_copy};
+
+/// `y = x + multiplier · after(module(before(x)))`, where both norms may be missing.
+///
+/// If nothing is between the module and the sum, the module adds to a copy of `x` in its last matmul.
+#[derive(Debug)]
+pub struct Branch {
+    before: Option<RmsNorm>,
+    after: Option<RmsNorm>,
+    multiplier: f64,
+}
+
+/// Names of a branch's norms, which are parameters of the layer.
+#[derive(Debug, Clone, Copy)]
+pub struct BranchNorms {
+    /// The norm of the module's input.
+    pub before: Option<&'static str>,
+    /// The norm of the module's output.
+    pub after: Option<&'static str>,
+}
+
+impl Branch {
+    /// Adds the norms, of `hidden_size` elements.
+    pub fn new(
+        parameters: &mut ParameterList,
+        names: BranchNorms,
+        hidden_size: usize,
+        norm: NormConfig,
+        multiplier: f64,
+    ) -> Self {
+        let mut add = |name| RmsNorm::new(parameters, name, hidden_size, norm);
+        Self { before: names.before.map(&mut add), after: names.after.map(add), multiplier }
+    }
+
+    fn is_fused(&self) -> bool {
+        self.after.is_none() && self.multiplier == 1.0
+    }
+
+    /// The gradient of the module's output depends on that output.
+    pub fn needs_output(&self) -> bool {
+        self.after.is_some()
+    }
+
+    /// The input of the module, for some tokens. Writes their reciprocal root mean squares to `rstd`, if there is a norm.
+    ///
+    /// # Shapes
+    /// `x`, result: `[…, hidden]`, `rstd`: `[…]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn enter(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        match &self.before {
+            Some(norm) => norm.forward(x, rstd, pass),
+            None => copy(x, pass),
+        }
+    }
+
+    /// Backward of [`enter`](Self::enter): adds to `dx`, the gradient of `x`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn backward_enter(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        rstd: &Tensor,
+        dx: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        match &self.before {
+            Some(norm) => norm.backward(dy, x, rstd, (dx, true), pass),
+            None => Ok(elementwise::accumulate(dx, dy)?),
+        }
+    }
+
+    /// The tensor to which the module adds its output.
+    ///
+    /// # Errors
+    /// A refused operation.
+    pub fn open(&self, x: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        if self.is_fused() {
+            return copy(x, pass);
+        }
+        let output = pass.workspace().alloc(x.dims())?;
+        elementwise::fill(&output, 0.0)?;
+        Ok(output)
+    }
+
+    /// The result of the branch, for the tensor of [`open`](Self::open) with the module's output; the same tensor if
+    /// nothing is in between.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn join(&self, x: &Tensor, output: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        if self.is_fused() {
+            return Ok(output.clone());
+        }
+        let y = match &self.after {
+            Some(norm) => {
+                let rstd = rstd_for(output, pass)?;
+                let y = norm.forward(output, &rstd, pass)?;
+                pass.recycle([rstd]);
+                y
+            }
+            None => copy(output, pass)?,
+        };
+        self.multiply(&y)?;
+        elementwise::accumulate(&y, x)?;
+        Ok(y)
+    }
+
+    /// The gradient of the module's output from that of the result; the same tensor if nothing is in between. `output` is
+    /// the module's output, which only a norm needs.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn backward_join(
+        &self,
+        output: Option<&Tensor>,
+        dy: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        if self.is_fused() {
+            return Ok(dy.clone());
+        }
+        let forward = &pass.forward;
+        let dnormed = copy(dy, forward)?;
+        self.multiply(&dnormed)?;
+        let (Some(norm), Some(output)) = (&self.after, output) else { return Ok(dnormed) };
+        let rstd = rstd_for(output, forward)?;
+        let doutput = norm.forward(output, &rstd, forward)?;
+        norm.backward(&dnormed, output, &rstd, (&doutput, false), pass)?;
+        forward.recycle([rstd, dnormed]);
+        Ok(doutput)
+    }
+
+    fn multiply(&self, output: &Tensor) -> Result<(), LayerError> {
+        match self.multiplier == 1.0 {
+            true => Ok(()),
+            false => Ok(elementwise::scale(output, self.multiplier as f32)?),
+        }
+    }
+}
+
+/// Recycles a tensor, unless it is `other`.
+pub(crate) fn recycle_unless(tensor: Tensor, other: &Tensor, pass: &ForwardPass<'_>) {
+    if tensor.id() != other.id() {
+        pass.recycle([tensor]);
+    }
+}
+
+fn copy(x: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    let copy = pass.workspace().alloc(x.dims())?;
+    strided_copy::copy(x, &copy)?;
+    Ok(copy)
+}
+
+/// One number per token.
+fn rstd_for(x: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    Ok(pass.workspace().alloc_f32(&x.dims()[..x.rank() - 1])?)
+}

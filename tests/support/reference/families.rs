@@ -1,0 +1,76 @@
+//! The parts of other families' blocks.
+
+use super::weights::ReferenceConfig;
+
+/// A family, with the numbers that its tests use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Also Mistral, Qwen2 and Qwen3.
+    Llama,
+    Gemma3,
+    Granite,
+    Olmo2,
+    Phi3,
+    SmolLm3,
+}
+
+/// The rotary base of Gemma's layers with a window.
+pub const LOCAL_THETA: f64 = 100.0;
+
+/// Granite's factors on embedding, residual branches, attention and logits.
+pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
+
+/// The number whose root divides Gemma's logits of attention.
+pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
+
+impl Family {
+    /// Added to the weights of norms.
+    pub fn norm_offset(self) -> f64 {
+        if self == Self::Gemma3 { 1.0 } else { 0.0 }
+    }
+
+    /// Names of the norms before and after attention, before and after the MLP.
+    pub fn norms(self) -> [Option<&'static str>; 4] {
+        let (input, post_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
+        let post_feedforward = Some("post_feedforward_layernorm");
+        match self {
+            Self::Gemma3 => [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward],
+            Self::Olmo2 => [None, post_attention, None, post_feedforward],
+            _ => [input, None, post_attention, None],
+        }
+    }
+}
+
+impl ReferenceConfig {
+    /// The window of a layer: every other one of Gemma.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.sliding_window.filter(|_| self.family != Family::Gemma3 || layer.is_multiple_of(2))
+    }
+
+    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3.
+    pub fn theta(&self, layer: usize) -> Option<f64> {
+        match self.family {
+            Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
+            Family::SmolLm3 if layer % 2 == 1 => None,
+            _ => Some(self.rope_theta),
+        }
+    }
+
+    /// The factor on the logits of attention.
+    pub fn attention_scale(&self) -> f64 {
+        match self.family {
+            Family::Granite => GRANITE[2],
+            Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
+            _ => 1.0 / (self.head_dim as f64).sqrt(),
+        }
+    }
+
+    /// Elements of the norms of queries and keys, if there are any.
+    pub fn qk_norm_sizes(&self) -> Option<[usize; 2]> {
+        match self.family {
+            Family::Olmo2 => Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim)),
+            Family::Gemma3 => Some([self.head_dim; 2]),
+            _ => self.qk_norm.then_some([self.head_dim; 2]),
+        }
+    }
+}
