@@ -98,12 +98,7 @@ fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, out
         Ok(saver.finish()?.map(|saved| saved.path))
     })?;
     let checkpoint = Checkpoint::open(&saved.into_iter().flatten().next().unwrap_or_default())?;
-    let options = ExportOptions {
-        dtype: ExportDtype::Bf16,
-        max_file_bytes: 5_000_000_000,
-        tokenizer: None,
-        initial: None,
-    };
+    let options = ExportOptions { max_file_bytes: 5_000_000_000, ..ExportOptions::new(ExportDtype::Bf16) };
     export(&checkpoint, output, options, &LocalStorage)?;
     Ok(())
 }

@@ -93,8 +93,7 @@ fn main() -> Result<()> {
     })?;
     let saved = saved.into_iter().next().flatten().context("all steps were done before")?;
     // 5. The model: `model.safetensors`, for programs that implement the layer.
-    let options =
-        ExportOptions { dtype: ExportDtype::F32, max_file_bytes: u64::MAX, tokenizer: None, initial: None };
+    let options = ExportOptions::new(ExportDtype::F32);
     let exported = export(&Checkpoint::open(&saved)?, &output.join("model"), options, &LocalStorage)?;
     println!("exported {} bytes to model.safetensors", exported.bytes);
     Ok(())

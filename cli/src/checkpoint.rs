@@ -14,7 +14,7 @@ use ulysses::checkpoint::{
     LocalStorage, MANIFEST, Manifest, diff, export, read_pointer, step_directories,
 };
 use ulysses::config::ChatDate;
-use ulysses::model::{HfSource, Model, PRESETS};
+use ulysses::model::{HfSource, HfWeights, Model, PRESETS};
 use ulysses::monitor::{counted, format_bytes};
 use ulysses::trainer::job::ModelSource;
 
@@ -258,6 +258,21 @@ fn initial_model(manifest: &Manifest) -> Option<(Model, ModelSource)> {
     Some((Model::new(&source.config).ok()?, source))
 }
 
+/// The weights of a larger model whose language model was trained: an export has its other tensors.
+fn larger_model(manifest: &Manifest) -> Result<Option<HfWeights>, Failure> {
+    if !manifest.source.as_ref().is_some_and(HfSource::is_larger_model) {
+        return Ok(None);
+    }
+    let dir =
+        Path::new(manifest.config.pointer("/ulysses/model").and_then(Value::as_str).unwrap_or_default());
+    let needed = "the export needs the other tensors of the initial model";
+    let source = HfSource::read(dir).context(needed).or_usage()?;
+    if !source.describes(&manifest.model) {
+        return Err(Failure::Usage(anyhow!("{needed}, but {} has another model now", dir.display())));
+    }
+    HfWeights::open(dir).map(Some).context(needed).or_usage()
+}
+
 fn run_export(args: ExportArgs) -> Result<(), Failure> {
     if args.output.symlink_metadata().is_ok() {
         let message = "exists already; an export needs a new directory";
@@ -289,8 +304,10 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let precision = manifest.progress.precision.as_deref();
     let source = initial_model(manifest);
     let initial = source.as_ref().map(|(model, source)| InitialWeights::new(model, &*source.weights));
+    let larger_model = larger_model(manifest)?;
     let options = ExportOptions {
         dtype,
+        larger_model: larger_model.as_ref(),
         max_file_bytes: args.max_file_mb.saturating_mul(1_000_000),
         tokenizer: tokenizer.as_deref(),
         initial: initial.as_ref(),

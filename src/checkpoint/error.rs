@@ -1,6 +1,7 @@
 //! Errors of saving, verifying and loading checkpoints.
 
 use crate::comm::CommError;
+use crate::model::ModelError;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
@@ -18,6 +19,9 @@ pub enum CheckpointError {
         /// The operating system's error.
         source: std::io::Error,
     },
+    /// The directory of the initial model cannot be read.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// The manifest is damaged or contradicts itself.
     #[error("{}: {reason}", path.display())]
     Manifest {

@@ -5,6 +5,8 @@ use super::initial_weights::{InitialWeights, rounding};
 use super::load::Checkpoint;
 use super::state_file::{TensorFileWriter, WrittenFile};
 use super::{CheckpointError, Storage};
+use crate::model::{HfWeights, OtherTensor};
+use crate::zero::FlatParameter;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -33,6 +35,15 @@ pub struct ExportOptions<'a> {
     pub tokenizer: Option<&'a Path>,
     /// The weights that the run started from. Without them, frozen parameters of a run in 16 bits are exported rounded.
     pub initial: Option<&'a InitialWeights<'a>>,
+    /// The directory of a larger model whose language model was trained: its other tensors are copied, and all have its names.
+    pub larger_model: Option<&'a HfWeights>,
+}
+
+impl ExportOptions<'_> {
+    /// One file with elements of this dtype, without a tokenizer.
+    pub fn new(dtype: ExportDtype) -> Self {
+        Self { dtype, max_file_bytes: u64::MAX, tokenizer: None, initial: None, larger_model: None }
+    }
 }
 
 /// A written export.
@@ -46,6 +57,7 @@ pub struct ExportedModel {
     pub rounded: usize,
 }
 
+const HEAD: &str = "lm_head.weight";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Files to copy with a `tokenizer.json`, if present.
@@ -69,8 +81,21 @@ const TOKENIZER_COMPANIONS: [&str; 14] = [
 /// The directory of named chat templates, whose `.jinja` files are copied too.
 const CHAT_TEMPLATES: &str = "additional_chat_templates";
 
-/// A parameter as (unit, index in the unit, bytes in the export).
-type ParameterSize = (usize, usize, u64);
+/// A tensor of an export.
+struct ExportTensor {
+    /// Its name in the file.
+    name: String,
+    content: Content,
+    /// Bytes in the export.
+    bytes: u64,
+}
+
+enum Content {
+    /// Index of the unit, and of the parameter within.
+    Parameter(usize, usize),
+    /// Copied from the larger model.
+    Other(OtherTensor),
+}
 
 /// Exports the parameters to the new directory `output`.
 ///
@@ -124,7 +149,7 @@ fn write_all(
     config: Option<&Value>,
     storage: &dyn Storage,
 ) -> Result<ExportedModel, CheckpointError> {
-    let groups = group_by_size(parameter_sizes(checkpoint, options.dtype), options.max_file_bytes);
+    let groups = group_by_size(tensors(checkpoint, options), options.max_file_bytes);
     let mut exported = ExportedModel { files: Vec::new(), bytes: 0, rounded: 0 };
     let mut weight_map = Map::new();
     for (index, group) in groups.iter().enumerate() {
@@ -133,14 +158,11 @@ fn write_all(
             all => format!("model-{:05}-of-{all:05}.safetensors", index + 1),
         };
         write_weights(checkpoint, dir.join(&name), group, options, storage, &mut exported)?;
-        for &(unit, parameter, _) in group {
-            let parameter = checkpoint.layouts()[unit].parameters()[parameter].name.clone();
-            weight_map.insert(parameter, json!(name));
-        }
+        weight_map.extend(group.iter().map(|tensor| (tensor.name.clone(), json!(name))));
         exported.files.push(PathBuf::from(name));
     }
     if groups.len() > 1 {
-        let total: u64 = groups.iter().flatten().map(|(.., bytes)| bytes).sum();
+        let total: u64 = groups.iter().flatten().map(|tensor| tensor.bytes).sum();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
         write_text(storage, &dir.join("model.safetensors.index.json"), &index)?;
     }
@@ -168,43 +190,68 @@ fn write_all(
 fn write_weights(
     checkpoint: &Checkpoint,
     path: PathBuf,
-    group: &[ParameterSize],
-    ExportOptions { dtype, initial, .. }: ExportOptions<'_>,
+    group: &[ExportTensor],
+    options: ExportOptions<'_>,
     storage: &dyn Storage,
     exported: &mut ExportedModel,
 ) -> Result<(), CheckpointError> {
     // transformers requires this metadata.
     let mut header = Header::new([("format", "pt".to_owned())]);
-    for &(unit, parameter, _) in group {
-        let parameter = &checkpoint.layouts()[unit].parameters()[parameter];
-        header.push(&parameter.name, dtype.stored(), parameter.shape.clone());
+    for ExportTensor { name, content, .. } in group {
+        match content {
+            Content::Parameter(unit, parameter) => {
+                let parameter = &checkpoint.layouts()[*unit].parameters()[*parameter];
+                header.push(name, options.dtype.stored(), parameter.shape.clone());
+            }
+            Content::Other(other) => header.push(name, other.dtype, other.shape.clone()),
+        }
     }
     let mut file = TensorFileWriter::create(storage, path, &header)?;
     let mut reader = checkpoint.reader();
-    let rounding = rounding(checkpoint.manifest().progress.precision.as_deref());
-    for &(unit, parameter, _) in group {
-        let mut elements = reader.parameter((unit, 0), parameter)?;
-        let layout = &checkpoint.layouts()[unit];
-        if let Some(rounding) = rounding.filter(|_| layout.is_frozen()) {
-            let parameter = &layout.parameters()[parameter];
-            match initial.and_then(|initial| initial.unrounded(parameter, &elements, rounding)) {
-                Some(unrounded) => elements = unrounded,
-                None => exported.rounded += 1,
+    for tensor in group {
+        match (&tensor.content, options.larger_model) {
+            (Content::Parameter(unit, parameter), _) => {
+                let elements = reader.parameter((*unit, 0), *parameter)?;
+                let parameter = &checkpoint.layouts()[*unit].parameters()[*parameter];
+                let is_frozen = checkpoint.layouts()[*unit].is_frozen();
+                exported.rounded +=
+                    write_parameter(checkpoint, &mut file, (parameter, is_frozen), elements, options)?;
             }
-        }
-        if let Some(value) = elements.iter().find(|element| dtype.overflows(**element)) {
-            let name = layout.parameters()[parameter].name.clone();
-            return Err(CheckpointError::OutOfRange { name, value: *value, dtype: dtype.hf_name() });
-        }
-        match dtype {
-            ExportDtype::F32 => file.write(&elements, f32::to_le_bytes)?,
-            ExportDtype::Bf16 => file.write(&elements, |element| bf16::from_f32(element).to_le_bytes())?,
-            ExportDtype::F16 => file.write(&elements, |element| f16::from_f32(element).to_le_bytes())?,
+            (Content::Other(other), Some(weights)) => weights.copy(other, |bytes| file.write_bytes(bytes))?,
+            (Content::Other(_), None) => {}
         }
     }
     let WrittenFile { bytes, .. } = file.finish()?;
     exported.bytes += bytes;
     Ok(())
+}
+
+/// Writes a parameter's elements. Returns 1 if they are those that the run rounded, else 0.
+fn write_parameter(
+    checkpoint: &Checkpoint,
+    file: &mut TensorFileWriter,
+    (parameter, is_frozen): (&FlatParameter, bool),
+    mut elements: Vec<f32>,
+    ExportOptions { dtype, initial, .. }: ExportOptions<'_>,
+) -> Result<usize, CheckpointError> {
+    let mut rounded = 0;
+    let rounding = rounding(checkpoint.manifest().progress.precision.as_deref());
+    if let Some(rounding) = rounding.filter(|_| is_frozen) {
+        match initial.and_then(|initial| initial.unrounded(parameter, &elements, rounding)) {
+            Some(unrounded) => elements = unrounded,
+            None => rounded = 1,
+        }
+    }
+    if let Some(value) = elements.iter().find(|element| dtype.overflows(**element)) {
+        let name = parameter.name.clone();
+        return Err(CheckpointError::OutOfRange { name, value: *value, dtype: dtype.hf_name() });
+    }
+    match dtype {
+        ExportDtype::F32 => file.write(&elements, f32::to_le_bytes)?,
+        ExportDtype::Bf16 => file.write(&elements, |element| bf16::from_f32(element).to_le_bytes())?,
+        ExportDtype::F16 => file.write(&elements, |element| f16::from_f32(element).to_le_bytes())?,
+    }
+    Ok(rounded)
 }
 
 impl ExportDtype {
@@ -240,28 +287,46 @@ impl ExportDtype {
     }
 }
 
-fn parameter_sizes(checkpoint: &Checkpoint, dtype: ExportDtype) -> Vec<ParameterSize> {
+/// The tensors in the order of the files: parameters, then those of a larger model.
+fn tensors(
+    checkpoint: &Checkpoint,
+    ExportOptions { dtype, larger_model, .. }: ExportOptions<'_>,
+) -> Vec<ExportTensor> {
     let element_bytes = dtype.stored().bitsize() as u64 / 8;
-    let of_unit = |(unit, layout): (usize, &crate::zero::FlatLayout)| {
-        let bytes = |p: &crate::zero::FlatParameter| p.numel() as u64 * element_bytes;
-        let sizes: Vec<u64> = layout.parameters().iter().map(bytes).collect();
-        sizes.into_iter().enumerate().map(move |(parameter, bytes)| (unit, parameter, bytes))
+    let mut tensors = Vec::new();
+    for (unit, layout) in checkpoint.layouts().iter().enumerate() {
+        for (index, parameter) in layout.parameters().iter().enumerate() {
+            let name = larger_model.map_or(&*parameter.name, |weights| weights.stored_name(&parameter.name));
+            let (content, bytes) =
+                (Content::Parameter(unit, index), parameter.numel() as u64 * element_bytes);
+            tensors.push(ExportTensor { name: name.to_owned(), content, bytes });
+        }
+    }
+    // A tied head may be stored, and is the embedding.
+    let is_parameter = |name: &str| {
+        let all = || checkpoint.layouts().iter().flat_map(|layout| layout.parameters());
+        name == HEAD || all().any(|parameter| parameter.name == name)
     };
-    checkpoint.layouts().iter().enumerate().flat_map(of_unit).collect()
+    let others = larger_model.map(|weights| weights.others(is_parameter)).unwrap_or_default();
+    tensors.extend(others.into_iter().map(|other| {
+        let bytes = other.shape.iter().product::<usize>() as u64 * other.dtype.bitsize() as u64 / 8;
+        ExportTensor { name: other.name.clone(), content: Content::Other(other), bytes }
+    }));
+    tensors
 }
 
-/// Groups parameters into files, in order.
-fn group_by_size(parameters: Vec<ParameterSize>, max_bytes: u64) -> Vec<Vec<ParameterSize>> {
-    let mut groups: Vec<Vec<ParameterSize>> = vec![Vec::new()];
+/// Groups tensors into files, in order.
+fn group_by_size(tensors: Vec<ExportTensor>, max_bytes: u64) -> Vec<Vec<ExportTensor>> {
+    let mut groups: Vec<Vec<ExportTensor>> = vec![Vec::new()];
     let mut group_bytes = 0;
-    for parameter in parameters {
-        if group_bytes + parameter.2 > max_bytes && group_bytes > 0 {
+    for tensor in tensors {
+        if group_bytes + tensor.bytes > max_bytes && group_bytes > 0 {
             groups.push(Vec::new());
             group_bytes = 0;
         }
-        group_bytes += parameter.2;
+        group_bytes += tensor.bytes;
         if let Some(last) = groups.last_mut() {
-            last.push(parameter);
+            last.push(tensor);
         }
     }
     groups
@@ -291,7 +356,9 @@ fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Option<Val
         config.insert(key.into(), json!(dtype.hf_name()));
     }
     // The training sequence length; some programs refuse longer sequences.
-    config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
+    if !config.contains_key("text_config") {
+        config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
+    }
     Ok(Some(Value::Object(config)))
 }
 

@@ -62,6 +62,13 @@ impl TensorFileWriter {
         Ok(())
     }
 
+    /// Appends bytes.
+    pub(super) fn write_bytes(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.chunk.clear();
+        self.chunk.extend_from_slice(bytes);
+        self.write_chunk()
+    }
+
     fn write_chunk(&mut self) -> Result<(), CheckpointError> {
         self.file.write_all(&self.chunk).map_err(CheckpointError::io("write", &self.path))?;
         self.hasher.update(&self.chunk);

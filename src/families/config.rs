@@ -25,7 +25,7 @@ pub struct Family {
 
 /// The shape of a published model, which has no weights.
 pub struct KnownModel {
-    /// Its name at Hugging Face, without the organization.
+    /// Its name at Hugging Face, without the organization and the stage of its training.
     pub name: &'static str,
     /// Its number of parameters, as it is known to have.
     pub num_parameters: usize,
@@ -170,6 +170,16 @@ impl ModelConfig {
         self
     }
 
+    /// The same model with a window in some layers, and their rotary embedding if it is another one.
+    #[must_use]
+    pub fn with_windows(mut self, windowed: &[bool], window: usize, rope: Option<Rope>) -> Self {
+        for (layer, _) in self.layers.iter_mut().zip(windowed).filter(|(_, windowed)| **windowed) {
+            layer.window = Some(window);
+            layer.rope = rope.or(layer.rope);
+        }
+        self
+    }
+
     /// The same model with a change in the rotary embedding of the layers that have one.
     #[must_use]
     pub fn with_rope(self, change: impl Fn(&mut Rope)) -> Self {
@@ -209,10 +219,13 @@ impl ModelConfig {
             "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers(),
             "num_attention_heads": first.map(|layer| layer.num_heads),
             "num_key_value_heads": first.map(|layer| layer.num_kv_heads),
-            "head_dim": first.map(|layer| layer.head_dim), "rope_theta": rope.map(|rope| rope.theta),
+            "head_dim": first.map(|layer| layer.head_dim),
             "rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range,
             "tie_word_embeddings": self.tie_word_embeddings,
         });
+        if let Some(rope) = rope {
+            json["rope_theta"] = json!(rope.theta);
+        }
         if let Some((scaling, max_positions)) = rope.and_then(|rope| scaling_to_hf(rope.scaling)) {
             json["rope_scaling"] = scaling;
             if let Some(positions) = max_positions {

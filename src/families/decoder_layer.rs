@@ -2,9 +2,9 @@
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionConfig, AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GateUp,
-    GatedMlp, Init, Layer, LayerContext, LayerError, ParameterList, ParameterSpec, Saved, Saves,
-    SelfAttention, recycle_unless,
+    AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer,
+    LayerContext, LayerError, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, SelfAttention,
+    recycle_unless,
 };
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
@@ -50,10 +50,14 @@ impl DecoderParts {
         activation: Activation::Silu,
         fused_projections: false,
     };
-}
 
-type NewAttention = fn(&mut ParameterList, usize, AttentionConfig, Init, Init) -> SelfAttention;
-type NewMlp = fn(&mut ParameterList, Activation, [usize; 2], Init, Init) -> GatedMlp;
+    /// As Llama, with the norms after the modules instead of before.
+    pub const NORMS_AFTER: Self = Self {
+        attention_norms: BranchNorms { before: None, after: Some("post_attention_layernorm") },
+        mlp_norms: BranchNorms { before: None, after: Some("post_feedforward_layernorm") },
+        ..Self::LLAMA
+    };
+}
 
 /// State saved for the backward pass.
 struct SavedDecoder {
@@ -61,7 +65,7 @@ struct SavedDecoder {
     attention: Vec<AttentionSaved>,
     /// The attention's output, with `x` if nothing is between them: `mid` follows from both.
     attention_output: Tensor,
-    mlp: Option<GateUp>,
+    mlp: Option<MlpSaved>,
 }
 
 impl DecoderLayer {
@@ -85,12 +89,11 @@ impl DecoderLayer {
         let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         // Partitions and checkpoints depend on this order.
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let (new_attention, new_mlp): (NewAttention, NewMlp) = match parts.fused_projections {
-            false => (SelfAttention::new, GatedMlp::new),
-            true => (SelfAttention::fused, GatedMlp::fused),
-        };
-        let mut attention = new_attention(&mut parameters, hidden, config.layers[index], normal, residual);
-        let mlp = new_mlp(&mut parameters, parts.activation, [hidden, intermediate_size], normal, residual);
+        let fused = parts.fused_projections;
+        let mut attention =
+            SelfAttention::new(&mut parameters, fused, hidden, config.layers[index], [normal, residual]);
+        let sizes = [hidden, intermediate_size];
+        let mlp = GatedMlp::new(&mut parameters, fused, parts.activation, sizes, [normal, residual]);
         let [attention_branch, mlp_branch] = [parts.attention_norms, parts.mlp_norms].map(|norms| {
             Branch::new(&mut parameters, norms, hidden, config.norm(), config.multipliers.residual)
         });
@@ -133,11 +136,15 @@ impl DecoderLayer {
         attention_output: &Tensor,
         keep: bool,
         pass: &ForwardPass<'_>,
-    ) -> Result<(Tensor, Option<GateUp>), LayerError> {
+    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
         let mid = self.mid(x, attention_output, pass)?;
         let result = self.mlp.forward(&self.mlp_branch, &mid, keep, pass)?;
         recycle_unless(mid, attention_output, pass);
         Ok(result)
+    }
+
+    fn foreign(&self) -> LayerError {
+        LayerError::ForeignSavedState { layer: self.parameters.layer().to_owned() }
     }
 
     /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
@@ -151,8 +158,10 @@ impl DecoderLayer {
         let mid = self.mid(&x, &output, forward)?;
         self.mlp.backward(&self.mlp_branch, &mid, mlp, &dy, pass)?;
         recycle_unless(mid, &output, forward);
-        let doutput = self.attention_branch.backward_join(Some(&output), &dy, pass)?;
-        forward.recycle([output]);
+        let mut output = Some(output);
+        let take = || output.take().ok_or_else(|| self.foreign());
+        let doutput = self.attention_branch.backward_join(take, &dy, pass)?;
+        forward.recycle(output);
         self.attention.backward(&self.attention_branch, &x, attention, (&doutput, &dy), pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
@@ -237,7 +246,7 @@ impl Layer for DecoderLayer {
     ) -> Result<Tensor, LayerError> {
         let pass = self.parameters.backward(params, grads, ctx)?;
         let mut checkpoint = checkpoint.into_iter();
-        let foreign = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
+        let foreign = || self.foreign();
         let x = checkpoint.next().ok_or_else(foreign)?;
         let mut attention = Vec::new();
         let attention_output = if ctx.saves_attention_output() {
@@ -259,7 +268,7 @@ impl SavedDecoder {
     fn bytes(&self) -> usize {
         let own: usize =
             [&self.x, &self.attention_output].into_iter().map(ulysses_kernels::tensor::bytes).sum();
-        let mlp = self.mlp.as_ref().map_or(0, GateUp::bytes);
+        let mlp = self.mlp.as_ref().map_or(0, MlpSaved::bytes);
         own + mlp + self.attention.iter().map(AttentionSaved::bytes).sum::<usize>()
     }
 }

@@ -1,9 +1,9 @@
 //! Shapes of published models, for plans. They have no weights.
 
-use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, listed, preset};
+use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, preset};
 
 /// Published models that this version does not support: the beginning of the name, and the reason.
-const UNSUPPORTED: [(&str, &str); 10] = [
+const UNSUPPORTED: [(&str, &str); 11] = [
     ("gpt-oss", "it has a mixture of experts and attention sinks"),
     ("mixtral", "it has a mixture of experts"),
     ("llama-4", "it has a mixture of experts"),
@@ -11,15 +11,16 @@ const UNSUPPORTED: [(&str, &str); 10] = [
     ("qwen3-235b-a22b", "it has a mixture of experts"),
     ("deepseek-v", "it has a mixture of experts and latent attention"),
     ("deepseek-r1", "it has a mixture of experts and latent attention"),
-    ("gemma-2", "it caps the logits of its attention"),
+    ("gemma-2-", "it caps the logits of its attention"),
     ("gemma-3n", "it has embeddings per layer"),
-    ("gemma", "it is not Gemma 3, or has a vision model"),
+    ("phi-3", "it has scaled positions of the type longrope"),
+    ("phi-4-mini", "it rotates parts of its heads, with positions of the type longrope"),
 ];
 
 /// Returns the shape of a published model or a preset by name.
 ///
-/// The values are those of the models' `config.json`. A name may have its organization (`Qwen/Qwen3-8B`) and the ending
-/// `-Instruct`, in any case.
+/// The values are those of the models' `config.json`. A name may have its organization (`Qwen/Qwen3-8B`) and an ending for
+/// the stage of its training (`-Instruct`, `-it`, `-pt`, `-base`), in any case.
 ///
 /// # Errors
 /// An unknown name; the error lists the known ones. A published model of an unsupported family; the error says why.
@@ -31,13 +32,8 @@ pub fn shape(name: &str) -> Result<ModelConfig, ModelError> {
         return preset(name);
     }
     let plain = plain(name);
-    let of_other_family = || {
-        let families = listed(FAMILIES.iter().map(|family| family.model_type), "and");
-        plain.starts_with("phi-").then(|| format!("it is not among the families {families}"))
-    };
-    let known = UNSUPPORTED.iter().find(|(begin, _)| plain.starts_with(begin));
-    if let Some(reason) = known.map(|(_, reason)| (*reason).to_owned()).or_else(of_other_family) {
-        return Err(ModelError::UnsupportedModel { name: name.to_owned(), reason });
+    if let Some((_, reason)) = UNSUPPORTED.iter().find(|(begin, _)| plain.starts_with(begin)) {
+        return Err(ModelError::UnsupportedModel { name: name.to_owned(), reason: (*reason).to_owned() });
     }
     let presets = PRESETS.into_iter().chain(known_models().map(|model| model.name)).collect();
     Err(ModelError::UnknownPreset { name: name.to_owned(), presets })
@@ -53,10 +49,11 @@ pub fn max_positions(name: &str) -> Option<usize> {
     known(name).map(|known| known.max_positions)
 }
 
-/// Returns a name without organization and `-instruct`, in lower case.
+/// Returns a name without organization and stage of training, in lower case.
 fn plain(name: &str) -> String {
     let model = name.rsplit('/').next().unwrap_or(name).to_lowercase();
-    model.strip_suffix("-instruct").unwrap_or(&model).to_owned()
+    let stages = ["-instruct", "-it", "-pt", "-base"];
+    stages.into_iter().find_map(|stage| model.strip_suffix(stage)).unwrap_or(&model).to_owned()
 }
 
 fn known(name: &str) -> Option<&'static KnownModel> {
@@ -75,7 +72,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 27);
+        assert_eq!(known_models().count(), 31);
     }
 
     #[test]
@@ -93,6 +90,13 @@ mod tests {
         assert_eq!(shape("nano").unwrap(), preset("nano").unwrap());
         let message = shape("llama9").unwrap_err().to_string();
         assert!(message.contains("base") && message.contains("llama3-405b"), "{message}");
+        assert_eq!(shape("google/gemma-3-1b-it").unwrap(), shape("gemma-3-1b").unwrap());
+        for (name, reason) in
+            [("google/gemma-2-2b-it", "caps"), ("microsoft/Phi-4-mini-instruct", "longrope")]
+        {
+            let message = shape(name).unwrap_err().to_string();
+            assert!(message.contains(reason), "{message}");
+        }
         let message = shape("openai/gpt-oss-20b").unwrap_err().to_string();
         assert!(message.contains("`openai/gpt-oss-20b`") && message.contains("attention sinks"), "{message}");
     }

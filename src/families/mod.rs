@@ -16,33 +16,39 @@ mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 
-mod gemma3;
+mod exaone4;
+mod gemma;
 mod granite;
 mod llama;
 mod mistral;
-mod olmo2;
+mod olmo;
 mod phi3;
-mod qwen2;
-mod qwen3;
+mod qwen;
+mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 9] = [
+pub static FAMILIES: [&Family; 14] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
-    &qwen2::QWEN2,
-    &qwen3::QWEN3,
-    &gemma3::GEMMA3,
+    &mistral::MINISTRAL,
+    &qwen::QWEN2,
+    &qwen::QWEN3,
+    &gemma::GEMMA,
+    &gemma::GEMMA3,
     &granite::GRANITE,
-    &olmo2::OLMO2,
+    &olmo::OLMO2,
+    &olmo::OLMO3,
     &phi3::PHI3,
     &smollm3::SMOLLM3,
+    &exaone4::EXAONE4,
+    &seed_oss::SEED_OSS,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};
 pub use decoder_layer::{DecoderLayer, DecoderParts};
 pub use error::ModelError;
-pub(crate) use hf::HfConfig;
+pub(crate) use hf::{HfConfig, language_model, language_model_name};
 pub use known_models::{known_models, max_positions, shape};
 pub use preset::{PRESETS, preset};
 pub(crate) use read::read_config;

@@ -4,8 +4,10 @@ use super::config::MAX_LAYERS;
 use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
+use ulysses_kernels::rope::Rope;
 
 const LAYER_TYPES: &str = "layer_types";
+const WINDOW: &str = "sliding_window";
 /// Types of layers.
 pub(super) const FULL: &str = "full_attention";
 pub(super) const WINDOWED: &str = "sliding_attention";
@@ -14,7 +16,7 @@ pub(super) const WINDOWED: &str = "sliding_attention";
 pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
     let layer_type = |layer: &AttentionConfig| if layer.window.is_some() { WINDOWED } else { FULL };
     json[LAYER_TYPES] = config.layers.iter().map(layer_type).collect();
-    json["sliding_window"] = json!(config.layers.iter().find_map(|layer| layer.window));
+    json[WINDOW] = json!(config.layers.iter().find_map(|layer| layer.window));
 }
 
 /// Why a field may not be left out whose default is the size of the family's first model.
@@ -34,11 +36,12 @@ pub(crate) fn read_config(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError
 }
 
 impl HfConfig<'_> {
-    /// A decoder of equal layers.
+    /// A decoder of equal layers, with the epsilon of its norms if the file has none.
     pub(crate) fn decoder(
         &self,
         family: &'static Family,
         layer: AttentionConfig,
+        default_eps: f64,
     ) -> Result<ModelConfig, ModelError> {
         let num_layers = self.size("num_hidden_layers")?;
         if num_layers > MAX_LAYERS {
@@ -50,7 +53,7 @@ impl HfConfig<'_> {
             hidden_size: self.size("hidden_size")?,
             intermediate_size: self.size("intermediate_size")?,
             layers: vec![layer; num_layers],
-            rms_norm_eps: self.number("rms_norm_eps", 1e-6)?,
+            rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
             norm_offset: 0.0,
             multipliers: Multipliers::default(),
             initializer_range: self.number("initializer_range", 0.02)?,
@@ -102,7 +105,10 @@ impl HfConfig<'_> {
     pub(crate) fn check_biases(&self) -> Result<(), ModelError> {
         for key in ["attention_bias", "mlp_bias"] {
             if self.flag(key)? {
-                return Err(self.error(key, "this version has no biases but those of Qwen2"));
+                return Err(self.error(
+                    key,
+                    "this version has biases on queries, keys and values of Qwen2 and Seed-OSS only",
+                ));
             }
         }
         Ok(())
@@ -110,13 +116,46 @@ impl HfConfig<'_> {
 
     /// Refuses windows. A `sliding_window` that is not used has no effect.
     pub(crate) fn check_full_attention(&self, config: &ModelConfig) -> Result<(), ModelError> {
-        self.accept(&["sliding_window"]);
+        self.accept(&[WINDOW]);
         if self.flag("use_sliding_window")? {
             return Err(self.error("use_sliding_window", "this version has no windows for this model_type"));
         }
         match self.windowed_layers(config.num_layers(), |_| false)?.contains(&true) {
             true => Err(self.error("layer_types", "this version has no windows in this model")),
             false => Ok(()),
+        }
+    }
+
+    /// `sliding_window`; absent means the window of the family's first model, `null` none.
+    pub(crate) fn window_or(&self, first: usize) -> Result<Option<usize>, ModelError> {
+        match self.has(WINDOW) {
+            true => self.optional_size(WINDOW),
+            false => Ok(Some(first)),
+        }
+    }
+
+    /// The model with the window in some of its layers, which have another rotary embedding if it is given.
+    pub(crate) fn with_windows(
+        &self,
+        config: ModelConfig,
+        windowed: &[bool],
+        window: Option<usize>,
+        rope: Option<Rope>,
+    ) -> Result<ModelConfig, ModelError> {
+        match window {
+            Some(window) => Ok(config.with_windows(windowed, window, rope)),
+            None if windowed.contains(&true) => {
+                Err(self.error(WINDOW, "there are layers with a window: it must be given"))
+            }
+            None => Ok(config),
+        }
+    }
+
+    /// Every how many layers one differs, from 1.
+    pub(crate) fn interval(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+        match self.optional_size(key)? {
+            Some(0) => Err(self.error(key, "it must be a positive integer")),
+            interval => Ok(interval.unwrap_or(default)),
         }
     }
 
@@ -137,6 +176,29 @@ impl HfConfig<'_> {
             return Err(self.error(LAYER_TYPES, &format!("it must be a list of {num_layers} layers")));
         }
         types.iter().map(is_windowed).collect()
+    }
+
+    /// As [`attention`](Self::attention), with the head size of a family's first model if the file does not have the key.
+    pub(crate) fn attention_with_head_dim(&self, head_dim: usize) -> Result<AttentionConfig, ModelError> {
+        let attention = self.attention()?;
+        let head_dim = if self.has("head_dim") { attention.head_dim } else { head_dim };
+        Ok(AttentionConfig { head_dim, ..attention })
+    }
+
+    /// The head of a family that ties it to the embedding unless the file says otherwise.
+    pub(crate) fn tied_by_default(&self, config: ModelConfig) -> ModelConfig {
+        let tie_word_embeddings = self.get("tie_word_embeddings").is_none() || config.tie_word_embeddings;
+        ModelConfig { tie_word_embeddings, ..config }
+    }
+
+    /// Refuses attention to later tokens.
+    pub(crate) fn check_causal(&self) -> Result<(), ModelError> {
+        match self.flag("use_bidirectional_attention")? {
+            false => Ok(()),
+            true => {
+                Err(self.error("use_bidirectional_attention", "this version computes causal attention only"))
+            }
+        }
     }
 
     /// Refuses a file without `num_key_value_heads`. transformers would use those of the family's first model.

@@ -22,7 +22,7 @@ fn of_family(model_type: &str) -> ModelConfig {
 fn descriptions() -> Vec<ModelConfig> {
     let windowed =
         ["mistral", "phi3"].map(|family| of_family(family).with_attention(|layer| layer.window = Some(7)));
-    let upper_windowed = ["qwen2", "qwen3", "gemma3_text"].map(|family| {
+    let upper_windowed = ["qwen2", "qwen3", "gemma3_text", "ministral", "olmo3"].map(|family| {
         let mut config = of_family(family);
         config.layers[1].window = Some(7);
         config
@@ -32,7 +32,9 @@ fn descriptions() -> Vec<ModelConfig> {
     let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
     granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
-    let others = [partly_rotated, granite, gemma];
+    let mut exaone = of_family("exaone4");
+    (exaone.layers[0].window, exaone.layers[1].rope) = (Some(7), None);
+    let others = [partly_rotated, granite, gemma, exaone];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -79,9 +81,12 @@ fn every_family_and_scaling_round_trips() {
     ];
     for config in descriptions() {
         for scaling in scalings {
-            // Gemma's layers with a window have no scaling.
+            // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
-                Some(rope) if layer.window.is_none() || config.family.model_type != "gemma3_text" => {
+                Some(rope)
+                    if layer.window.is_none()
+                        || !["gemma3_text", "olmo3"].contains(&config.family.model_type) =>
+                {
                     rope.scaling = scaling;
                 }
                 _ => {}
@@ -180,7 +185,9 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
 
 #[test]
 fn families_that_are_tied_by_default_are_tied_without_the_field() {
-    for (family, tied) in [("gemma3_text", true), ("smollm3", true), ("olmo2", false), ("granite", false)] {
+    for (family, tied) in
+        [("gemma3_text", true), ("smollm3", true), ("gemma", true), ("olmo2", false), ("granite", false)]
+    {
         assert_eq!(read(&changed(family, "tie_word_embeddings", None)).unwrap().tie_word_embeddings, tied);
     }
 }
@@ -304,7 +311,7 @@ static ALTERNATING: Family = Family {
     model_type: "alternating",
     class: "AlternatingForCausalLM",
     read: |file| {
-        let mut config = file.decoder(&ALTERNATING, file.attention()?)?;
+        let mut config = file.decoder(&ALTERNATING, file.attention()?, 1e-6)?;
         let window = file.optional_size("sliding_window")?;
         config.layers.iter_mut().step_by(2).for_each(|layer| layer.window = window);
         Ok(config)

@@ -10,8 +10,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// A file that is missing or is not a JSON object. A model that this version does not support (other
-    /// architectures, other RoPE scalings, biases other than Qwen2's, windows in some layers only), or may
-    /// not support, because a field is unknown.
+    /// architectures, other RoPE scalings, other biases), or may not support, because a field is unknown.
     pub fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
         Ok(HfDescription::from_dir(dir)?.config)
     }

@@ -17,6 +17,6 @@ pub use crate::families::{
     DecoderLayer, DecoderParts, FAMILIES, Family, KnownModel, ModelConfig, ModelError, Multipliers, PRESETS,
     Sizes, family, known_models, max_positions, preset, shape,
 };
-pub use hf::{HfDescription, HfModel, HfSource, HfWeights};
+pub use hf::{HfDescription, HfModel, HfSource, HfWeights, OtherTensor};
 pub use model::{Model, UnitSpec};
 pub use weights::{RandomWeights, WeightSource};

@@ -114,13 +114,13 @@ impl Branch {
     }
 
     /// The gradient of the module's output from that of the result; the same tensor if nothing is in between. `output` is
-    /// the module's output, which only a norm needs.
+    /// called if there is a norm, and its result recycled.
     ///
     /// # Errors
     /// Shapes that do not fit.
     pub fn backward_join(
         &self,
-        output: Option<&Tensor>,
+        output: impl FnOnce() -> Result<Tensor, LayerError>,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
@@ -130,11 +130,12 @@ impl Branch {
         let forward = &pass.forward;
         let dnormed = copy(dy, forward)?;
         self.multiply(&dnormed)?;
-        let (Some(norm), Some(output)) = (&self.after, output) else { return Ok(dnormed) };
-        let rstd = rstd_for(output, forward)?;
-        let doutput = norm.forward(output, &rstd, forward)?;
-        norm.backward(&dnormed, output, &rstd, (&doutput, false), pass)?;
-        forward.recycle([rstd, dnormed]);
+        let Some(norm) = &self.after else { return Ok(dnormed) };
+        let output = output()?;
+        let rstd = rstd_for(&output, forward)?;
+        let doutput = norm.forward(&output, &rstd, forward)?;
+        norm.backward(&dnormed, &output, &rstd, (&doutput, false), pass)?;
+        forward.recycle([rstd, dnormed, output]);
         Ok(doutput)
     }
 

@@ -1,13 +1,12 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
 use super::{
-    BackwardPass, Branch, ForwardPass, Init, LayerError, Linear, ParameterList, recycle_unless, token_rows,
+    BackwardPass, Branch, ForwardPass, GroupNames, Init, LayerError, Linear, ParameterList, recycle_unless,
+    token_rows,
 };
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::glu::{self, Activation};
-
-const DOWN: &str = "mlp.down_proj";
 
 /// `down(activation(gate(x)) · up(x))` (arXiv 2002.05202).
 ///
@@ -21,47 +20,47 @@ pub struct GatedMlp {
 }
 
 /// Outputs of the gate and up projections.
-pub struct GateUp {
+struct GateUp {
     gate: Tensor,
     up: Tensor,
 }
 
-impl GateUp {
+/// State saved for the backward pass.
+pub struct MlpSaved {
+    projections: GateUp,
+    /// The output, if its gradient depends on it.
+    output: Option<Tensor>,
+}
+
+impl MlpSaved {
     /// Bytes of the tensors.
     pub fn bytes(&self) -> usize {
-        [&self.gate, &self.up].into_iter().map(ulysses_kernels::tensor::bytes).sum()
+        let GateUp { gate, up } = &self.projections;
+        [gate, up].into_iter().chain(&self.output).map(ulysses_kernels::tensor::bytes).sum()
     }
 }
 
 impl GatedMlp {
-    /// Adds `mlp.gate_proj` and `mlp.up_proj`, with initial values `init`, and `mlp.down_proj` with `down_init`.
+    /// Adds `mlp.gate_proj` and `up_proj`, or if they are `fused` `gate_up_proj`, with initial values `init`, and
+    /// `down_proj` with `down_init`.
     pub fn new(
         parameters: &mut ParameterList,
+        fused: bool,
         activation: Activation,
         [hidden, intermediate]: [usize; 2],
-        init: Init,
-        down_init: Init,
+        [init, down_init]: [Init; 2],
     ) -> Self {
-        let gate = Linear::new(parameters, "mlp.gate_proj", [intermediate, hidden], init);
-        let up = Linear::new(parameters, "mlp.up_proj", [intermediate, hidden], init);
-        let down = Linear::new(parameters, DOWN, [hidden, intermediate], down_init);
+        let names = if fused {
+            GroupNames::One("mlp.gate_up_proj")
+        } else {
+            GroupNames::Each(["mlp.gate_proj", "mlp.up_proj"])
+        };
+        let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, init);
+        let down = Linear::new(parameters, "mlp.down_proj", [hidden, intermediate], down_init);
         Self { activation, gate, up, down }
     }
 
-    /// As [`new`](Self::new), with gate and up projection in one parameter, `mlp.gate_up_proj`.
-    pub fn fused(
-        parameters: &mut ParameterList,
-        activation: Activation,
-        [hidden, intermediate]: [usize; 2],
-        init: Init,
-        down_init: Init,
-    ) -> Self {
-        let [gate, up] = Linear::fused(parameters, "mlp.gate_up_proj", [intermediate; 2], hidden, init);
-        let down = Linear::new(parameters, DOWN, [hidden, intermediate], down_init);
-        Self { activation, gate, up, down }
-    }
-
-    /// Computes the branch of the MLP. With `keep` and without tiles, also returns the projections.
+    /// Computes the branch of the MLP. With `keep` and without tiles, also returns the state for the backward pass.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -74,7 +73,7 @@ impl GatedMlp {
         x: &Tensor,
         keep: bool,
         pass: &ForwardPass<'_>,
-    ) -> Result<(Tensor, Option<GateUp>), LayerError> {
+    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
         let ws = pass.workspace();
         let keep = keep && pass.ctx.tiling().tile_tokens.is_none();
         let output = branch.open(x, pass)?;
@@ -92,7 +91,14 @@ impl GatedMlp {
             }
         }
         let y = branch.join(x, &output, pass)?;
-        recycle_unless(output, &y, pass);
+        let mut output = Some(output);
+        let saved = saved.map(|projections| {
+            let output = if branch.needs_output() { output.take() } else { None };
+            MlpSaved { projections, output }
+        });
+        if let Some(output) = output {
+            recycle_unless(output, &y, pass);
+        }
         Ok((y, saved))
     }
 
@@ -108,16 +114,19 @@ impl GatedMlp {
         &self,
         branch: &Branch,
         x: &Tensor,
-        mut saved: Option<GateUp>,
+        mut saved: Option<MlpSaved>,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         for tile in pass.ctx().token_tiles() {
-            let projections = match saved.take() {
+            let saved = match saved.take() {
                 Some(saved) => saved,
-                None => self.gate_up(branch, x, &tile, &pass.forward)?,
+                None => {
+                    let projections = self.gate_up(branch, x, &tile, &pass.forward)?;
+                    MlpSaved { projections, output: None }
+                }
             };
-            self.backward_tile(branch, &token_rows(x, &tile)?, projections, &token_rows(dy, &tile)?, pass)?;
+            self.backward_tile(branch, &token_rows(x, &tile)?, saved, &token_rows(dy, &tile)?, pass)?;
         }
         Ok(())
     }
@@ -127,14 +136,22 @@ impl GatedMlp {
         &self,
         branch: &Branch,
         x: &Tensor,
-        GateUp { gate, up }: GateUp,
+        MlpSaved { projections: GateUp { gate, up }, output }: MlpSaved,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
         let product = ws.alloc(gate.dims())?;
         glu::forward(self.activation, &gate, &up, &product)?;
-        let doutput = self.backward_join(branch, &product, dy, pass)?;
+        let output = || match output {
+            Some(output) => Ok(output.reshape(dy.shape())?),
+            None => {
+                let output = ws.alloc(dy.dims())?;
+                self.down.forward(&product, &output, false, forward)?;
+                Ok(output)
+            }
+        };
+        let doutput = branch.backward_join(output, dy, pass)?;
         self.down.backward_weight(&doutput, &product, pass)?;
         let dproduct = product;
         self.down.backward_input(&doutput, &dproduct, false, forward)?;
@@ -153,24 +170,6 @@ impl GatedMlp {
         branch.backward_enter(&dnormed, x, &rstd, dy, pass)?;
         forward.recycle([dgate, dup, dnormed, rstd]);
         Ok(())
-    }
-
-    /// The gradient of the output of a tile; the output is recomputed if it is needed.
-    fn backward_join(
-        &self,
-        branch: &Branch,
-        product: &Tensor,
-        dy: &Tensor,
-        pass: &BackwardPass<'_>,
-    ) -> Result<Tensor, LayerError> {
-        if !branch.needs_output() {
-            return branch.backward_join(None, dy, pass);
-        }
-        let output = pass.forward.workspace().alloc(dy.dims())?;
-        self.down.forward(product, &output, false, &pass.forward)?;
-        let doutput = branch.backward_join(Some(&output), dy, pass)?;
-        pass.forward.recycle([output]);
-        Ok(doutput)
     }
 
     /// Gate and up projections of a tile of tokens, `[tile, intermediate]`.

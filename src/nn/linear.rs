@@ -14,6 +14,15 @@ pub struct Linear {
     bias: Option<Parameter>,
 }
 
+/// Names of the parameters of [`Linear::group`].
+#[derive(Debug, Clone, Copy)]
+pub enum GroupNames<'a, const N: usize> {
+    /// One for each layer.
+    Each([&'a str; N]),
+    /// One for all.
+    One(&'a str),
+}
+
 /// The rows of a [`Linear`] that compute some of its outputs.
 pub(super) struct LinearRows {
     /// `[rows, in]`
@@ -35,14 +44,22 @@ impl Linear {
         Self { rows: 0..out, weight, bias: None }
     }
 
-    /// Adds one parameter `name.weight` with the rows of several layers, one after the other.
-    pub fn fused<const N: usize>(
+    /// Layers with the same input: each with a parameter of its own, or the rows of one, one layer after the other.
+    pub fn group<const N: usize>(
         parameters: &mut ParameterList,
-        name: &str,
+        names: GroupNames<'_, N>,
         outs: [usize; N],
         input: usize,
         init: Init,
     ) -> [Self; N] {
+        let name = match names {
+            GroupNames::Each(names) => {
+                let mut outs = outs.into_iter();
+                return names
+                    .map(|name| Self::new(parameters, name, [outs.next().unwrap_or_default(), input], init));
+            }
+            GroupNames::One(name) => name,
+        };
         let Self { weight, .. } = Self::new(parameters, name, [outs.iter().sum(), input], init);
         let mut start = 0;
         outs.map(|out| {
@@ -51,7 +68,7 @@ impl Linear {
         })
     }
 
-    /// Adds the parameter `name.bias`, `[out]`, which is 0 at first, to a layer with a weight of its own.
+    /// Adds the parameter `name.bias`, `[out]`, which is 0 at first.
     pub fn add_bias(&mut self, parameters: &mut ParameterList, name: &str) {
         self.bias = Some(parameters.add(&format!("{name}.bias"), [self.num_outputs()], Init::Zeros));
     }
@@ -122,8 +139,9 @@ impl Linear {
         range: &Range<usize>,
         pass: &ForwardPass<'_>,
     ) -> Result<LinearRows, LayerError> {
-        let rows = |parameter| pass[parameter].narrow(0, self.rows.start + range.start, range.len());
-        Ok(LinearRows { weight: rows(self.weight)?, bias: self.bias.map(rows).transpose()? })
+        let weight = pass[self.weight].narrow(0, self.rows.start + range.start, range.len())?;
+        let bias = self.bias.map(|bias| pass[bias].narrow(0, range.start, range.len())).transpose()?;
+        Ok(LinearRows { weight, bias })
     }
 
     /// The gradients of some rows, sharing the storage.
@@ -132,12 +150,11 @@ impl Linear {
         range: &Range<usize>,
         pass: &BackwardPass<'_>,
     ) -> Result<LinearGradients, LayerError> {
-        let rows = |parameter| {
-            let gradient = pass.gradient(parameter);
-            let start = self.rows.start + range.start;
-            gradient.map(|gradient| gradient.narrow(0, start, range.len())).transpose()
+        let rows = |parameter, start| {
+            pass.gradient(parameter).map(|gradient| gradient.narrow(0, start, range.len())).transpose()
         };
-        Ok(LinearGradients { weight: rows(self.weight)?, bias: self.bias.map_or(Ok(None), rows)? })
+        let weight = rows(self.weight, self.rows.start + range.start)?;
+        Ok(LinearGradients { weight, bias: self.bias.map_or(Ok(None), |bias| rows(bias, range.start))? })
     }
 }
 

@@ -37,10 +37,10 @@ pub use branch::{Branch, BranchNorms};
 pub use context::{LayerContext, Tiling, TokenLayout};
 pub use embedding::Embedding;
 pub use error::LayerError;
-pub use gated_mlp::{GateUp, GatedMlp};
+pub use gated_mlp::{GatedMlp, MlpSaved};
 pub use input::{Features, InputLayer};
 pub use layer::{AttentionExtent, Layer, Saved};
-pub use linear::Linear;
+pub use linear::{GroupNames, Linear};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
 

@@ -28,7 +28,7 @@ fn trained() -> (TempDir, BTreeMap<String, Vec<f32>>) {
 
 fn export_to(dir: &Path, output: &Path, dtype: ExportDtype, max_file_bytes: u64, tokenizer: Option<&Path>) {
     let checkpoint = Checkpoint::open(&dir.join(step_name(2))).unwrap();
-    let options = ExportOptions { dtype, max_file_bytes, tokenizer, initial: None };
+    let options = ExportOptions { max_file_bytes, tokenizer, ..ExportOptions::new(dtype) };
     export(&checkpoint, output, options, &LocalStorage).unwrap();
 }
 
@@ -96,8 +96,7 @@ fn an_export_does_not_overwrite() {
     let output = dir.path().join("exported");
     fs::create_dir(&output).unwrap();
     let checkpoint = Checkpoint::open(&dir.path().join(step_name(2))).unwrap();
-    let options =
-        ExportOptions { dtype: ExportDtype::F32, max_file_bytes: 1, tokenizer: None, initial: None };
+    let options = ExportOptions { max_file_bytes: 1, ..ExportOptions::new(ExportDtype::F32) };
     let error = export(&checkpoint, &output, options, &LocalStorage).unwrap_err().to_string();
     assert!(error.contains("exported") && error.contains("exists"), "{error}");
     assert_eq!(fs::read_dir(&output).unwrap().count(), 0);

@@ -123,8 +123,8 @@ fn an_export_takes_frozen_parameters_of_a_run_in_16_bits_from_its_initial_model(
     });
     let (checkpoint, model) = (open(dir.path(), 1), Model::new(&model()).unwrap());
     let exported = |name: &str, initial: Option<&InitialWeights>| {
-        let (output, dtype) = (dir.path().join(name), ExportDtype::F32);
-        let options = ExportOptions { dtype, max_file_bytes: u64::MAX, tokenizer: None, initial };
+        let output = dir.path().join(name);
+        let options = ExportOptions { initial, ..ExportOptions::new(ExportDtype::F32) };
         let rounded = export(&checkpoint, &output, options, &LocalStorage).unwrap().rounded;
         (rounded, HfWeights::open(&output).unwrap())
     };

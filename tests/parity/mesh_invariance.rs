@@ -158,7 +158,7 @@ fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
 /// Families whose blocks differ from Llama's: [`Family`] has their parts.
 #[test]
 fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
-    use Family::{Gemma3, Granite, Olmo2, Phi3, SmolLm3};
+    use Family::{Exaone4, Gemma, Gemma3, Granite, Ministral, Olmo2, Olmo3, Phi3, SmolLm3};
     let of_family = |family| ReferenceConfig { family, num_layers: 3, ..CONFIG };
     let gemma = ReferenceConfig {
         sliding_window: Some(5),
@@ -168,7 +168,9 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
         ..of_family(Gemma3)
     };
     let phi = ReferenceConfig { sliding_window: Some(7), num_heads: 6, num_kv_heads: 3, ..of_family(Phi3) };
+    let windowed = |family| ReferenceConfig { sliding_window: Some(6), ..of_family(family) };
     check_families(&[gemma, phi, of_family(Granite), of_family(Olmo2), of_family(SmolLm3)]);
+    check_families(&[of_family(Gemma), windowed(Olmo3), windowed(Exaone4), windowed(Ministral)]);
 }
 
 #[test]

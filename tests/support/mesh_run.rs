@@ -321,9 +321,13 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, false, false, Some(_)) => "mistral",
         (Family::Llama, true, false, None) => "qwen2",
         (Family::Llama, false, true, None) => "qwen3",
+        (Family::Ministral, false, false, Some(_)) => "ministral",
+        (Family::Gemma, false, false, None) => "gemma",
         (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
         (Family::Granite, false, false, None) => "granite",
         (Family::Olmo2, false, false, None) => "olmo2",
+        (Family::Olmo3, false, false, Some(_)) => "olmo3",
+        (Family::Exaone4, false, false, Some(_)) => "exaone4",
         (Family::Phi3, false, false, _) => "phi3",
         (Family::SmolLm3, false, false, None) => "smollm3",
         other => panic!("no family has {other:?}"),
@@ -342,7 +346,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
     };
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,
-        Family::Gemma3 => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
+        family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
         _ => [1.0; 4],
     };
     ModelConfig {

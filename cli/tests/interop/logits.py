@@ -10,10 +10,12 @@ import sys
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 model_dir, batch, output = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+is_larger = hasattr(AutoConfig.from_pretrained(model_dir), "text_config")
+auto = AutoModelForImageTextToText if is_larger else AutoModelForCausalLM
+model = auto.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
 ours = load_file(output)["logits"].double()
 with torch.no_grad():
     theirs = model(input_ids=load_file(batch)["input_ids"]).logits.double()

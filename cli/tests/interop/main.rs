@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 24] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -38,6 +38,15 @@ const FAMILIES: [&str; 15] = [
     "olmo2",
     "phi3",
     "smollm3",
+    "gemma",
+    "ministral",
+    "olmo3",
+    "exaone4",
+    "exaone4_full",
+    "seed_oss",
+    "gemma3_vision",
+    "mistral3_vision",
+    "qwen3_vision",
 ];
 
 fn main() -> ExitCode {
@@ -161,6 +170,10 @@ fn imported(python: &str, family: &str) {
     place.run(&["train", "c.json"]).assert_done();
     place.run(&["checkpoint", "export", "out", "--output", "hf"]).assert_done();
     compare(python, &place, (family, "hf"));
+    if family.ends_with("vision") {
+        // Also checks that all other tensors are there, unchanged.
+        run_script(python, &place, &["same_tensors.py", "made", "hf"]);
+    }
 }
 
 /// Compares the logits of `ulysses verify` and transformers for one batch.
@@ -181,7 +194,7 @@ fn compare(python: &str, place: &Workplace, (family, model): (&str, &str)) {
 
 /// Runs a script of this directory in the workplace. Returns its output.
 fn run_script(python: &str, place: &Workplace, script_and_arguments: &[&str]) -> Vec<u8> {
-    let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("cli/tests/interop");
+    let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
     let [script, arguments @ ..] = script_and_arguments else { unreachable!("a script") };
     let output = Command::new(python)
         .arg(scripts.join(script))

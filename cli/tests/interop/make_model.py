@@ -8,7 +8,7 @@ The seed is fixed. Biases and norms, which transformers initializes to 0 and 1, 
 import sys
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -17,6 +17,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
 # windows and lengths are shorter.
 FAMILIES = {
@@ -49,7 +50,7 @@ FAMILIES = {
         "model_type": "gemma3_text",
         "sliding_window": 7,
         "query_pre_attn_scalar": 21,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": MIXED,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
@@ -65,15 +66,47 @@ FAMILIES = {
     "olmo2": {"model_type": "olmo2"},
     "phi3": {"model_type": "phi3", "sliding_window": 7},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "gemma": {"model_type": "gemma"},
+    "ministral": {"model_type": "ministral", "sliding_window": 7, "layer_types": MIXED},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 7,
+        "layer_types": MIXED,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        },
+    },
+    "exaone4": {"model_type": "exaone4", "sliding_window": 7, "layer_types": MIXED},
+    "exaone4_full": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    # Of these the language model is one part.
+    "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
+    "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},
+    "qwen3_vision": {"model_type": "qwen3_vl", "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": True},
+}
+
+# Of "FAMILY_vision": what reads images, and the options of the language model.
+VISION = {
+    "gemma3_vision": (
+        {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        FAMILIES["gemma3"],
+    ),
+    "mistral3_vision": ({"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}, FAMILIES["mistral"]),
+    "qwen3_vision": (
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        {"model_type": "qwen3_vl_text"},
+    ),
 }
 
 family, model_dir = sys.argv[1:]
-options = {"max_position_embeddings": 512, "head_dim": 16, **FAMILIES[family]}
+vision, text = VISION.get(family, (None, FAMILIES[family]))
+options = {"max_position_embeddings": 512, "head_dim": 16, **text}
 # Short wavelengths, so that most pairs rotate several times within 40 tokens.
 rope = options.get("rope_parameters", {})
 if "full_attention" not in rope:
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **rope}
-config = AutoConfig.for_model(
+options = dict(
     **options,
     vocab_size=256,
     hidden_size=64,
@@ -84,8 +117,13 @@ config = AutoConfig.for_model(
     # Some families' own is beyond this vocabulary.
     pad_token_id=None,
 )
+if vision is not None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options = {**FAMILIES[family], "text_config": options, "vision_config": {**sizes, **vision}}
+config = AutoConfig.for_model(**options)
 torch.manual_seed(17)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+auto = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+model = auto.from_config(config, dtype=torch.float32)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

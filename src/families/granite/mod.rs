@@ -27,7 +27,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
         _ => Err(file.error(key, "it must be positive")),
     };
     let scale = Some(factor("attention_multiplier")?);
-    let config = file.decoder(&GRANITE, AttentionConfig { scale, ..file.attention()? })?;
+    let config = file.decoder(&GRANITE, AttentionConfig { scale, ..file.attention()? }, 1e-6)?;
     file.check_full_attention(&config)?;
     let multipliers = Multipliers {
         embedding: factor("embedding_multiplier")?,

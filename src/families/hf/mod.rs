@@ -1,8 +1,11 @@
-//! Hugging Face's `config.json`: typed access, the allow-list of its fields, and the rotary embedding.
+//! Hugging Face's `config.json`: typed access, the allow-list of its fields, the rotary embedding, and language
+//! models within larger ones.
 
 mod config;
 mod fields;
 mod rope;
+mod wrapper;
 
 pub(crate) use config::HfConfig;
 pub(super) use rope::scaling_to_hf;
+pub(crate) use wrapper::{language_model, language_model_name};

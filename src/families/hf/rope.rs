@@ -5,11 +5,13 @@
 
 use super::config::HfConfig;
 use crate::families::ModelError;
+use crate::families::read::{FULL, WINDOWED};
 use serde_json::{Map, Value, json};
 use ulysses_kernels::rope::{Rope, Scaling};
 
-/// Keys of the object for all types of scaling; `finetuned` describes the weights.
-const FIELDS: [&str; 17] = [
+/// Keys of the object for all types of scaling; `finetuned` describes the weights. Sections (`mrope`) rotate alike where a
+/// token has one position.
+const FIELDS: [&str; 19] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -18,6 +20,8 @@ const FIELDS: [&str; 17] = [
     "high_freq_factor",
     "long_factor",
     "low_freq_factor",
+    "mrope_interleaved",
+    "mrope_section",
     "mscale",
     "mscale_all_dim",
     ORIGINAL_LEN,
@@ -30,6 +34,7 @@ const FIELDS: [&str; 17] = [
 ];
 
 const PARAMETERS: &str = "rope_parameters";
+const SCALING: &str = "rope_scaling";
 const ORIGINAL_LEN: &str = "original_max_position_embeddings";
 
 /// The object that describes the scaling, with its key.
@@ -37,11 +42,12 @@ struct RopeObject<'a> {
     config: &'a HfConfig<'a>,
     key: &'static str,
     object: &'a Map<String, Value>,
+    /// Whether it is that of some layers.
+    is_of_layer_type: bool,
 }
 
 /// Fields of the rotary embedding. Which of them count depends on the others.
-const TOP_LEVEL: [&str; 5] =
-    ["max_position_embeddings", ORIGINAL_LEN, PARAMETERS, "rope_scaling", "rope_theta"];
+const TOP_LEVEL: [&str; 5] = ["max_position_embeddings", ORIGINAL_LEN, PARAMETERS, SCALING, "rope_theta"];
 
 impl HfConfig<'_> {
     /// The rotary embedding of all layers.
@@ -51,25 +57,42 @@ impl HfConfig<'_> {
 
     /// The rotary embedding of all layers, with a family's own base if there is none in the file.
     pub(crate) fn rope_with_default(&self, theta: f64) -> Result<Rope, ModelError> {
-        self.accept(&TOP_LEVEL);
+        self.accept_rope();
         let theta = || self.number("rope_theta", theta);
         let is_given = |key: &&'static str| self.get(key).is_some_and(|value| *value != json!({}));
-        let used = ["rope_scaling", PARAMETERS].into_iter().find(is_given);
+        let used = [SCALING, PARAMETERS].into_iter().find(is_given);
         let Some(key) = used else { return Ok(Rope { theta: theta()?, scaling: Scaling::None }) };
         let object = self.get(key).and_then(Value::as_object);
         let object = object.ok_or_else(|| self.error(key, "it must be an object"))?;
-        let rope = RopeObject { config: self, key, object };
+        let rope = RopeObject { config: self, key, object, is_of_layer_type: false };
         rope.read(theta)
     }
 
-    /// The rotary embedding of the layers of a type, if `rope_parameters` has one by type.
-    pub(crate) fn rope_by_layer_type(&self, layer_type: &str) -> Result<Option<Rope>, ModelError> {
-        let parameters = self.get(PARAMETERS).and_then(Value::as_object);
-        let Some(Value::Object(object)) = parameters.and_then(|types| types.get(layer_type)) else {
-            return Ok(None);
+    /// Accepts the fields of rotary embeddings.
+    pub(crate) fn accept_rope(&self) {
+        self.accept(&TOP_LEVEL);
+    }
+
+    /// The rotary embeddings of the layers without and with a window, of families that have one for each: from
+    /// `rope_parameters` by layer type, with `rope_scaling` for the former, or as written before transformers 5. The
+    /// second is `None` if the file has none of its own.
+    pub(crate) fn rope_of_layer_types(&self, theta: f64) -> Result<(Rope, Option<Rope>), ModelError> {
+        self.accept_rope();
+        let types = self.get(PARAMETERS).and_then(Value::as_object).filter(|types| !types.is_empty());
+        let Some(types) = types else { return Ok((self.rope_with_default(theta)?, None)) };
+        let object = |layer_type: &str| types.get(layer_type).and_then(Value::as_object).cloned();
+        let (Some(mut full), Some(windowed)) = (object(FULL), object(WINDOWED)) else {
+            let expected = format!("it must have an object for {FULL:?} and one for {WINDOWED:?} layers");
+            return Err(self.error(PARAMETERS, &expected));
         };
-        let rope = RopeObject { config: self, key: PARAMETERS, object };
-        rope.read(|| Err(rope.error(&format!("rope_theta must be given for {layer_type}")))).map(Some)
+        if let Some(scaling) = self.get(SCALING).and_then(Value::as_object) {
+            full.extend(scaling.clone());
+        }
+        let read = |object: &Map<String, Value>| {
+            let rope = RopeObject { config: self, key: PARAMETERS, object, is_of_layer_type: true };
+            rope.read(|| Err(rope.error("rope_theta must be given for each layer type")))
+        };
+        Ok((read(&full)?, Some(read(&windowed)?)))
     }
 }
 
@@ -87,7 +110,7 @@ impl RopeObject<'_> {
             None => Ok(()),
             Some((layer_type, Value::Object(_))) => {
                 let expected =
-                    "this version has the same rotary embedding in every layer, not one by layer type";
+                    "this model_type has the same rotary embedding in every layer, not one by layer type";
                 Err(self.error(&format!("{expected} (`{layer_type}`)")))
             }
             Some((field, _)) => {
@@ -153,7 +176,8 @@ impl RopeObject<'_> {
     fn original_len(&self) -> Result<u32, ModelError> {
         let positive =
             |value: &Value| value.as_u64().and_then(|len| u32::try_from(len).ok()).filter(|len| *len > 0);
-        match (self.config.value.get(ORIGINAL_LEN), self.object.get(ORIGINAL_LEN)) {
+        let at_top = self.config.value.get(ORIGINAL_LEN).filter(|_| !self.is_of_layer_type);
+        match (at_top, self.object.get(ORIGINAL_LEN)) {
             (Some(at_top), _) => positive(at_top)
                 .ok_or_else(|| self.config.error(ORIGINAL_LEN, "it must be a positive integer, or left out")),
             (None, Some(in_object)) => positive(in_object)

@@ -18,7 +18,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     if file.get("sliding_window").is_some() {
         return Err(file.error("sliding_window", "Llama attends to the whole document: leave it out"));
     }
-    let config = file.decoder(&LLAMA, file.attention()?)?;
+    let config = file.decoder(&LLAMA, file.attention()?, 1e-6)?;
     file.check_full_attention(&config)?;
     Ok(config)
 }

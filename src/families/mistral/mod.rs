@@ -1,5 +1,9 @@
 //! Mistral: Llama with a sliding window.
 
+mod ministral;
+
+pub(super) use ministral::MINISTRAL;
+
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
 use crate::nn::AttentionConfig;
 use serde_json::json;
@@ -20,12 +24,8 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
     file.accept(&["use_sliding_window"]);
     file.require_kv_heads()?;
-    // Absent means the window of Mistral 7B, `null` none.
-    let window = match file.has("sliding_window") {
-        true => file.optional_size("sliding_window")?,
-        false => Some(4096),
-    };
-    let config = file.decoder(&MISTRAL, AttentionConfig { window, ..file.attention()? })?;
+    let window = file.window_or(4096)?;
+    let config = file.decoder(&MISTRAL, AttentionConfig { window, ..file.attention()? }, 1e-6)?;
     // transformers gives every layer the window, whatever this says.
     let windowed = file.windowed_layers(config.num_layers(), |_| window.is_some())?;
     match windowed.iter().all(|windowed| *windowed == window.is_some()) {

@@ -3,6 +3,7 @@
 use super::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
 use crate::nn::AttentionConfig;
 use serde_json::json;
+use ulysses_kernels::rope::Scaling;
 
 pub(super) static PHI3: Family = Family {
     model_type: "phi3",
@@ -27,10 +28,15 @@ const PARTS: DecoderParts = DecoderParts { fused_projections: true, ..DecoderPar
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
+    if file.rope()?.scaling != Scaling::None {
+        return Err(file.error(
+            "rope_scaling",
+            "this version has no \"longrope\", and this model_type no other: leave it out",
+        ));
+    }
     let layer = AttentionConfig { window: file.optional_size("sliding_window")?, ..file.attention()? };
-    let config = file.decoder(&PHI3, layer)?;
-    let rms_norm_eps = file.number("rms_norm_eps", 1e-5)?;
-    Ok(ModelConfig { rms_norm_eps, ..config })
+    let config = file.decoder(&PHI3, layer, 1e-5)?;
+    Ok(config)
 }
 
 fn published(sizes: Sizes, vocab_size: usize, theta: f64) -> ModelConfig {

@@ -1,6 +1,7 @@
 //! SmolLM3: Llama without position embedding in every fourth layer.
 
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
 
 pub(super) static SMOLLM3: Family = Family {
@@ -19,10 +20,9 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
     file.require_kv_heads()?;
     let rope = Some(file.rope_with_default(2_000_000.0)?);
-    let layer = crate::nn::AttentionConfig { rope, ..file.heads()? };
-    let mut config = file.decoder(&SMOLLM3, layer)?;
+    let mut config = file.decoder(&SMOLLM3, AttentionConfig { rope, ..file.heads()? }, 1e-6)?;
     file.check_full_attention(&config)?;
-    let interval = file.optional_size("no_rope_layer_interval")?.unwrap_or(4).max(1);
+    let interval = file.interval("no_rope_layer_interval", 4)?;
     let by_interval =
         || Value::from_iter((1..=config.num_layers()).map(|layer| u8::from(layer % interval != 0)));
     let has_rope = file.get("no_rope_layers").cloned().unwrap_or_else(by_interval);
@@ -36,8 +36,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
             _ => return Err(file.error("no_rope_layers", expected)),
         }
     }
-    let tie_word_embeddings = file.get("tie_word_embeddings").is_none() || config.tie_word_embeddings;
-    Ok(ModelConfig { tie_word_embeddings, ..config })
+    Ok(file.tied_by_default(config))
 }
 
 fn smollm3_3b() -> ModelConfig {

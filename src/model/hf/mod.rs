@@ -5,4 +5,4 @@ mod tensor_file;
 mod weights;
 
 pub use model::{HfDescription, HfModel, HfSource};
-pub use weights::HfWeights;
+pub use weights::{HfWeights, OtherTensor};

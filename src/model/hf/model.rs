@@ -2,7 +2,7 @@
 
 use super::HfWeights;
 use super::weights::other_weights;
-use crate::families::{HfConfig, ModelError, read_config};
+use crate::families::{HfConfig, ModelError, language_model, read_config};
 use crate::model::{Model, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -63,7 +63,9 @@ pub struct HfSource {
 impl HfDescription {
     /// Returns `max_position_embeddings`, if the file has it.
     pub fn max_position_embeddings(&self) -> Option<usize> {
-        usize::try_from(self.json["max_position_embeddings"].as_u64()?).ok()
+        let at_top = &self.json["max_position_embeddings"];
+        let within = &self.json["text_config"]["max_position_embeddings"];
+        usize::try_from(at_top.as_u64().or(within.as_u64())?).ok()
     }
 
     /// Reads the `config.json` of a directory.
@@ -94,10 +96,17 @@ impl HfDescription {
         if !json.is_object() {
             return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
         }
-        let file = HfConfig::new(origin, &json);
+        let within = language_model(origin, &json)?;
+        let file = HfConfig::new(origin, within.as_ref().map_or(&json, |(text, _)| text));
         let config = read_config(&file)?;
-        let notes = file.check_fields(config.family.class)?;
+        let mut notes = file.check_fields(config.family.class)?;
         config.validate(origin)?;
+        if let Some((_, class)) = within {
+            notes.push(format!(
+                "{class}: its language model is trained, as {}; an export has the other tensors unchanged",
+                config.family.class
+            ));
+        }
         let notes = notes.into_iter().map(|note| format!("{origin}: {note}")).collect();
         Ok(Self { config, notes, json })
     }
@@ -147,11 +156,18 @@ impl HfModel {
         if config.tie_word_embeddings {
             used.insert(HEAD);
         }
-        notes.extend(unused_tensors(&weights, &used));
+        if !is_larger_model(&json) {
+            notes.extend(unused_tensors(&weights, &used));
+        }
         let (source, unread) = HfSource::of(json, dir, Some(&weights));
         notes.extend(unread);
         Ok(Self { config, weights, notes, source })
     }
+}
+
+/// Returns whether a `config.json` describes a model of which the language model is one part.
+fn is_larger_model(json: &Value) -> bool {
+    matches!(language_model("config.json", json), Ok(Some(_)))
 }
 
 /// A note with the number of unused tensors.
@@ -210,6 +226,11 @@ impl HfSource {
             })
         });
         lacking.count() > 0
+    }
+
+    /// Returns whether the language model is one part of the model, so that an export needs the other tensors.
+    pub fn is_larger_model(&self) -> bool {
+        is_larger_model(&self.config)
     }
 
     /// Returns whether its `config.json` describes `model`, apart from whether the head is tied.

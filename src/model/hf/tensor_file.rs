@@ -75,6 +75,27 @@ impl TensorFile {
         }
     }
 
+    /// Passes the bytes of a tensor to `write`, part by part.
+    pub(super) fn copy<E: From<ModelError>>(
+        &self,
+        info: &TensorInfo,
+        mut write: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        const PART: usize = 1 << 20;
+        let (mut start, end) =
+            (self.data_start + info.data_offsets.0 as u64, self.data_start + info.data_offsets.1 as u64);
+        let mut part = vec![0; PART];
+        while start < end {
+            let part = &mut part[..PART.min((end - start) as usize)];
+            let mut file = self.file.lock();
+            let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(part));
+            read.map_err(|source| ModelError::Io { path: self.path.clone(), source })?;
+            write(part)?;
+            start += part.len() as u64;
+        }
+        Ok(())
+    }
+
     /// Decodes elements `range` of the little-endian array that begins at byte `start`.
     fn widen<const N: usize>(
         &self,

@@ -1,6 +1,7 @@
 //! Weights in Hugging Face's layout: `model.safetensors`, or shards and their index.
 
 use super::tensor_file::TensorFile;
+use crate::families::language_model_name;
 use crate::model::{ModelError, WeightSource};
 use crate::nn::ParameterSpec;
 use safetensors::Dtype;
@@ -22,8 +23,33 @@ pub struct HfWeights {
     /// The file that lists the tensors.
     listing: PathBuf,
     files: Vec<TensorFile>,
-    /// The index of the file that holds each tensor.
-    file_of: HashMap<String, usize>,
+    /// The place of each tensor, by its name in a language model alone.
+    file_of: HashMap<String, Place>,
+}
+
+/// Where a tensor is stored.
+#[derive(Clone)]
+struct Place {
+    /// Index of the file.
+    file: usize,
+    /// Its name there.
+    name: String,
+}
+
+impl Place {
+    fn new(file: usize, name: &str) -> (String, Self) {
+        (language_model_name(name), Self { file, name: name.to_owned() })
+    }
+}
+
+/// A tensor that is not a parameter of the language model.
+pub struct OtherTensor {
+    /// Its name in the file.
+    pub name: String,
+    /// Its dtype.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<usize>,
 }
 
 impl HfWeights {
@@ -41,8 +67,15 @@ impl HfWeights {
         }
         if single.exists() {
             let file = TensorFile::open(single.clone())?;
-            let file_of = file.names().map(|name| (name.to_owned(), 0)).collect();
-            return Ok(Self { listing: single, files: vec![file], file_of });
+            let places: Vec<_> = file.names().map(|name| Place::new(0, name)).collect();
+            let weights =
+                Self { listing: single, files: vec![file], file_of: places.iter().cloned().collect() };
+            return match weights.file_of.len() == places.len() {
+                true => Ok(weights),
+                false => {
+                    Err(weights.files[0].format("it holds tensors of a language model twice".to_owned()))
+                }
+            };
         }
         Self::open_shards(dir, index)
     }
@@ -62,7 +95,8 @@ impl HfWeights {
             if files[file].info(tensor).is_none() {
                 return Err(format(format!("it lists {tensor} in {shard}, which has no such tensor")));
             }
-            if file_of.insert(tensor.clone(), file).is_some() {
+            let (name, place) = Place::new(file, tensor);
+            if file_of.insert(name, place).is_some() {
                 return Err(format(format!("it lists {tensor} twice")));
             }
         }
@@ -74,9 +108,10 @@ impl HfWeights {
     /// Refuses tensors that are in two files, since it is unclear which copy counts.
     fn refuse_second_copies(&self) -> Result<(), ModelError> {
         for (held_by, file) in self.files.iter().enumerate() {
-            let elsewhere = |name: &&str| self.file_of.get(*name).is_some_and(|listed| *listed != held_by);
-            if let Some(name) = file.names().find(elsewhere) {
-                let listed = self.files[self.file_of[name]].path().display();
+            let listed = |name: &str| Some(self.file_of.get(&language_model_name(name))?.file);
+            if let Some(name) = file.names().find(|name| listed(name).is_some_and(|listed| listed != held_by))
+            {
+                let listed = self.files[listed(name).unwrap_or_default()].path().display();
                 return Err(file.format(format!("it holds {name}, which the index lists in {listed}")));
             }
         }
@@ -89,8 +124,46 @@ impl HfWeights {
     }
 
     fn find(&self, name: &str) -> Option<(&TensorFile, &TensorInfo)> {
-        let file = &self.files[*self.file_of.get(name)?];
-        Some((file, file.info(name)?))
+        let place = self.file_of.get(name)?;
+        let file = &self.files[place.file];
+        Some((file, file.info(&place.name)?))
+    }
+
+    /// The name under which a parameter is stored.
+    pub fn stored_name<'a>(&'a self, parameter: &'a str) -> &'a str {
+        self.file_of.get(parameter).map_or(parameter, |place| &place.name)
+    }
+
+    /// The tensors that are no parameters, in order of their names.
+    pub fn others(&self, is_parameter: impl Fn(&str) -> bool) -> Vec<OtherTensor> {
+        let mut names: Vec<_> = self.names().filter(|name| !is_parameter(name)).collect();
+        names.sort_unstable();
+        let other = |name| {
+            let (_, TensorInfo { dtype, shape, .. }) = self.find(name)?;
+            Some(OtherTensor { name: self.stored_name(name).to_owned(), dtype: *dtype, shape: shape.clone() })
+        };
+        names.into_iter().filter_map(other).collect()
+    }
+
+    /// Passes the bytes of a tensor to `write`, part by part.
+    ///
+    /// # Errors
+    /// A failed read, or an error of `write`.
+    pub fn copy<E: From<ModelError>>(
+        &self,
+        tensor: &OtherTensor,
+        write: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let name = language_model_name(&tensor.name);
+        match self.find(&name) {
+            Some((file, info)) => file.copy(info, write),
+            None => Err(ModelError::MissingTensor {
+                path: self.listing.clone(),
+                name: tensor.name.clone(),
+                available: self.file_of.len(),
+            }
+            .into()),
+        }
     }
 
     /// The shape of a tensor, if it exists.

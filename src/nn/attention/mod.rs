@@ -15,7 +15,9 @@ mod saved;
 pub use head_chunks::{HeadChunk, head_chunks};
 pub use saved::{AttentionSaved, Saves};
 
-use super::{AttentionExtent, ForwardPass, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm};
+use super::{
+    AttentionExtent, ForwardPass, GroupNames, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm,
+};
 use candle_core::Tensor;
 use head_projection::{HeadNorm, HeadProjection};
 use ulysses_kernels::attention::{AttentionLayout, grouped_heads};
@@ -26,6 +28,7 @@ use ulysses_kernels::tensor;
 const Q_PROJ: &str = "self_attn.q_proj";
 const K_PROJ: &str = "self_attn.k_proj";
 const V_PROJ: &str = "self_attn.v_proj";
+const QKV_PROJ: &str = "self_attn.qkv_proj";
 
 /// The heads of a layer's attention, the tokens that it sees, and its position embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,45 +86,20 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// Adds `self_attn.q_proj`, `k_proj` and `v_proj`, with initial values `init`, and `o_proj` with `o_init`.
+    /// Adds `self_attn.q_proj`, `k_proj` and `v_proj`, or if they are `fused` `qkv_proj`, with initial values `init`, and
+    /// `o_proj` with `o_init`.
     pub fn new(
         parameters: &mut ParameterList,
+        fused: bool,
         hidden_size: usize,
         shape: AttentionConfig,
-        init: Init,
-        o_init: Init,
+        [init, o_init]: [Init; 2],
     ) -> Self {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
-        let mut project =
-            |name: &str, heads: usize| Linear::new(parameters, name, [heads * head_dim, hidden_size], init);
-        let q = project(Q_PROJ, num_heads);
-        let k = project(K_PROJ, num_kv_heads);
-        let v = project(V_PROJ, num_kv_heads);
-        Self::with_projections(parameters, hidden_size, shape, [q, k, v], o_init)
-    }
-
-    /// As [`new`](Self::new), with the projections of queries, keys and values in one parameter, `self_attn.qkv_proj`.
-    pub fn fused(
-        parameters: &mut ParameterList,
-        hidden_size: usize,
-        shape: AttentionConfig,
-        init: Init,
-        o_init: Init,
-    ) -> Self {
-        let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
-        let outs = heads.map(|heads| heads * shape.head_dim);
-        let qkv = Linear::fused(parameters, "self_attn.qkv_proj", outs, hidden_size, init);
-        Self::with_projections(parameters, hidden_size, shape, qkv, o_init)
-    }
-
-    fn with_projections(
-        parameters: &mut ParameterList,
-        hidden_size: usize,
-        shape: AttentionConfig,
-        qkv: [Linear; 3],
-        o_init: Init,
-    ) -> Self {
-        let AttentionConfig { num_heads, head_dim, .. } = shape;
+        let outs = [num_heads, num_kv_heads, num_kv_heads].map(|heads| heads * head_dim);
+        let names =
+            if fused { GroupNames::One(QKV_PROJ) } else { GroupNames::Each([Q_PROJ, K_PROJ, V_PROJ]) };
+        let qkv = Linear::group(parameters, names, outs, hidden_size, init);
         let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
         let [q, k, v] = qkv.map(|linear| HeadProjection { linear, norm: None, head_dim });
         Self { shape, q, k, v, o }

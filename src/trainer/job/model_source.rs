@@ -11,7 +11,6 @@ use crate::model::{
     HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights, WeightSource,
     max_positions, preset, shape,
 };
-use crate::nn::QkNorm;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use std::path::{Path, PathBuf};
 
@@ -182,7 +181,7 @@ pub fn check_exchange(
     let (max_chunks, chunks) = (model.max_head_chunks(), config.ulysses.head_chunks);
     let sharding = config.seq_sharding();
     if chunks > max_chunks {
-        let reason = match model.layers.iter().any(|layer| layer.qk_norm == Some(QkNorm::AllHeads)) {
+        let reason = match model.layers.iter().any(|layer| layer.max_head_chunks() < layer.num_kv_heads) {
             true => "normalizes queries over all heads".to_owned(),
             false => format!("has {max_chunks} KV heads"),
         };

@@ -5,16 +5,20 @@ use super::weights::ReferenceConfig;
 /// A family, with the numbers that its tests use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
-    /// Also Mistral, Qwen2 and Qwen3.
+    /// Also Mistral, Qwen2, Qwen3 and Seed-OSS.
     Llama,
+    Ministral,
+    Gemma,
     Gemma3,
     Granite,
     Olmo2,
+    Olmo3,
+    Exaone4,
     Phi3,
     SmolLm3,
 }
 
-/// The rotary base of Gemma's layers with a window.
+/// The rotary base of Gemma 3's layers with a window.
 pub const LOCAL_THETA: f64 = 100.0;
 
 /// Granite's factors on embedding, residual branches, attention and logits.
@@ -24,9 +28,19 @@ pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
 
 impl Family {
+    /// Gemma 1 or 3.
+    pub fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma | Self::Gemma3)
+    }
+
+    /// Whether only every other layer has the window.
+    pub fn has_full_layers(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral)
+    }
+
     /// Added to the weights of norms.
     pub fn norm_offset(self) -> f64 {
-        if self == Self::Gemma3 { 1.0 } else { 0.0 }
+        if self.is_gemma() { 1.0 } else { 0.0 }
     }
 
     /// Names of the norms before and after attention, before and after the MLP.
@@ -35,23 +49,24 @@ impl Family {
         let post_feedforward = Some("post_feedforward_layernorm");
         match self {
             Self::Gemma3 => [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward],
-            Self::Olmo2 => [None, post_attention, None, post_feedforward],
+            Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
             _ => [input, None, post_attention, None],
         }
     }
 }
 
 impl ReferenceConfig {
-    /// The window of a layer: every other one of Gemma.
+    /// The window of a layer.
     pub fn window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window.filter(|_| self.family != Family::Gemma3 || layer.is_multiple_of(2))
+        self.sliding_window.filter(|_| !self.family.has_full_layers() || layer.is_multiple_of(2))
     }
 
-    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3.
+    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 without a window.
     pub fn theta(&self, layer: usize) -> Option<f64> {
         match self.family {
             Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
+            Family::Exaone4 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
     }
@@ -68,8 +83,10 @@ impl ReferenceConfig {
     /// Elements of the norms of queries and keys, if there are any.
     pub fn qk_norm_sizes(&self) -> Option<[usize; 2]> {
         match self.family {
-            Family::Olmo2 => Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim)),
-            Family::Gemma3 => Some([self.head_dim; 2]),
+            Family::Olmo2 | Family::Olmo3 => {
+                Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim))
+            }
+            Family::Gemma3 | Family::Exaone4 => Some([self.head_dim; 2]),
             _ => self.qk_norm.then_some([self.head_dim; 2]),
         }
     }

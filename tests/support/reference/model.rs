@@ -23,7 +23,7 @@ pub fn row_logits(
         |x: &Tensor, weight: &Tensor| rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps);
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
-        Family::Gemma3 => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
+        family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
         _ => [1.0; 3],
     };
 
@@ -81,7 +81,7 @@ pub fn row_logits(
             }
             _ => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
         };
-        let activated = if family == Family::Gemma3 { gelu_tanh(&gate)? } else { silu(&gate)? };
+        let activated = if family.is_gemma() { gelu_tanh(&gate)? } else { silu(&gate)? };
         let output = maybe_norm(linear(&(activated * up)?, part("mlp.down_proj")?)?, after_mlp)?;
         x = (x + (output * residual_factor)?)?;
     }

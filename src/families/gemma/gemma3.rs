@@ -1,16 +1,17 @@
 //! Gemma 3, its text model: norms before and after every module with weights around 0, GeGLU, five layers with a window
 //! to one without, and another rotary base for each (arXiv 2503.19786).
 
-use super::read::{FULL, WINDOWED, write_windows};
-use super::{
-    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Multipliers, Sizes,
+use super::{ACTIVATION, with_constants};
+use crate::families::read::write_windows;
+use crate::families::{
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes,
 };
 use crate::nn::{AttentionConfig, BranchNorms, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::glu::Activation;
 use ulysses_kernels::rope::{Rope, Scaling};
 
-pub(super) static GEMMA3: Family = Family {
+pub(in crate::families) static GEMMA3: Family = Family {
     model_type: "gemma3_text",
     class: "Gemma3ForCausalLM",
     read,
@@ -37,7 +38,7 @@ const THETA: f64 = 1_000_000.0;
 const LOCAL_THETA: f64 = 10_000.0;
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
-    file.check_activation("hidden_activation", "gelu_pytorch_tanh")?;
+    file.check_activation("hidden_activation", ACTIVATION)?;
     file.accept(&["hidden_act"]);
     file.check_biases()?;
     file.require_kv_heads()?;
@@ -46,57 +47,44 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
             return Err(file.error(key, "this version does not cap logits: it must be null"));
         }
     }
-    if file.flag("use_bidirectional_attention")? {
-        return Err(file.error("use_bidirectional_attention", "this version computes causal attention only"));
-    }
+    file.check_causal()?;
     let scalar = file.number("query_pre_attn_scalar", 256.0)?;
-    let by_type = |layer_type| file.rope_by_layer_type(layer_type);
-    let (global, local) = (by_type(FULL)?, by_type(WINDOWED)?);
-    let global = global.map_or_else(|| file.rope_with_default(THETA), Ok)?;
+    if !(scalar.is_finite() && scalar > 0.0) {
+        return Err(file.error("query_pre_attn_scalar", "it must be positive"));
+    }
+    let (global, local) = file.rope_of_layer_types(THETA)?;
     let local_theta = file.number("rope_local_base_freq", LOCAL_THETA)?;
     let local = local.unwrap_or(Rope { theta: local_theta, scaling: Scaling::None });
-    file.accept(&["rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"]);
-    let head_dim = file.optional_size("head_dim")?.unwrap_or(256);
     let layer = AttentionConfig {
-        head_dim,
+        head_dim: file.optional_size("head_dim")?.unwrap_or(256),
         rope: Some(global),
         scale: Some(1.0 / scalar.sqrt()),
         qk_norm: Some(QkNorm::Head),
         ..file.heads()?
     };
-    let config = file.decoder(&GEMMA3, layer)?;
-    let pattern = file.optional_size("sliding_window_pattern")?.unwrap_or(6).max(1);
+    let config = file.decoder(&GEMMA3, layer, 1e-6)?;
+    let pattern = file.interval("sliding_window_pattern", 6)?;
     let windowed = file.windowed_layers(config.num_layers(), |index| (index + 1) % pattern != 0)?;
-    let window = file.optional_size("sliding_window")?.unwrap_or(4096);
-    let tie_word_embeddings = file.get("tie_word_embeddings").is_none() || config.tie_word_embeddings;
-    Ok(with_windows(ModelConfig { tie_word_embeddings, ..config }, &windowed, window, local))
-}
-
-/// The windows with their rotary embedding, and what all models have in common.
-fn with_windows(config: ModelConfig, windowed: &[bool], window: usize, local: Rope) -> ModelConfig {
-    let mut config = config;
-    for (layer, _) in config.layers.iter_mut().zip(windowed).filter(|(_, windowed)| **windowed) {
-        (layer.window, layer.rope) = (Some(window), Some(local));
-    }
-    let embedding = (config.hidden_size as f64).sqrt();
-    let multipliers = Multipliers { embedding, ..Multipliers::default() };
-    ModelConfig { norm_offset: 1.0, multipliers, ..config }
+    let window = file.window_or(4096)?;
+    let config = file.with_windows(config, &windowed, window, Some(local))?;
+    Ok(with_constants(file.tied_by_default(config)))
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
     write_windows(config, json);
-    json["hidden_activation"] = json!("gelu_pytorch_tanh");
+    json["hidden_activation"] = json!(ACTIVATION);
     let scale = config.layers.first().and_then(|layer| layer.scale);
-    json["query_pre_attn_scalar"] = json!(scale.map_or(256.0, |scale| decimal(1.0 / (scale * scale))));
+    json["query_pre_attn_scalar"] = scale.map_or(json!(256), |scale| decimal(1.0 / (scale * scale)));
     let windowed = config.layers.iter().find(|layer| layer.window.is_some());
     if let Some(Some(local)) = windowed.map(|layer| layer.rope) {
         json["rope_local_base_freq"] = json!(local.theta);
     }
 }
 
-/// The number that was written before its square root was taken.
-fn decimal(number: f64) -> f64 {
-    format!("{number:.12e}").parse().unwrap_or(number)
+/// The number that was written before its square root was taken; transformers accepts no fraction of 0.
+fn decimal(number: f64) -> Value {
+    let written: f64 = format!("{number:.12e}").parse().unwrap_or(number);
+    if written.fract() == 0.0 { json!(written as u64) } else { json!(written) }
 }
 
 fn published(sizes: Sizes) -> ModelConfig {
@@ -105,5 +93,6 @@ fn published(sizes: Sizes) -> ModelConfig {
     );
     let config = ModelConfig { vocab_size: 262_144, rms_norm_eps: 1e-6, tie_word_embeddings: true, ..config };
     let windowed: Vec<bool> = (1..=config.num_layers()).map(|layer| layer % 6 != 0).collect();
-    with_windows(config, &windowed, 512, Rope { theta: LOCAL_THETA, scaling: Scaling::None })
+    let local = Rope { theta: LOCAL_THETA, scaling: Scaling::None };
+    with_constants(config.with_windows(&windowed, 512, Some(local)))
 }

@@ -1,33 +1,28 @@
 //! OLMo 2: norms after the modules instead of before, and over all heads of queries and keys (arXiv 2501.00656).
 
-use super::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
-use crate::nn::{AttentionConfig, BranchNorms, QkNorm};
+use super::heads;
+use crate::families::{
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes,
+};
+use crate::nn::{AttentionConfig, QkNorm};
 
-pub(super) static OLMO2: Family = Family {
+pub(in crate::families) static OLMO2: Family = Family {
     model_type: "olmo2",
     class: "Olmo2ForCausalLM",
     read,
     write: |_, _| {},
-    block: |config, index| Box::new(DecoderLayer::with_parts(config, index, PARTS)),
+    block: |config, index| Box::new(DecoderLayer::with_parts(config, index, DecoderParts::NORMS_AFTER)),
     models: &[
         KnownModel::new("OLMo-2-0425-1B", 1_484_916_736, 4096, || published([2048, 16, 16, 16, 8192])),
         KnownModel::new("OLMo-2-1124-7B", 7_298_617_344, 4096, || published([4096, 32, 32, 32, 11008])),
     ],
 };
 
-const PARTS: DecoderParts = DecoderParts {
-    attention_norms: BranchNorms { before: None, after: Some("post_attention_layernorm") },
-    mlp_norms: BranchNorms { before: None, after: Some("post_feedforward_layernorm") },
-    ..DecoderParts::LLAMA
-};
-
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
-    let layer = AttentionConfig { qk_norm: Some(QkNorm::AllHeads), ..file.attention()? };
-    let config = file.decoder(&OLMO2, layer)?;
+    let config = file.decoder(&OLMO2, AttentionConfig { rope: Some(file.rope()?), ..heads(file)? }, 1e-5)?;
     file.check_full_attention(&config)?;
-    let rms_norm_eps = file.number("rms_norm_eps", 1e-5)?;
-    Ok(ModelConfig { rms_norm_eps, ..config })
+    Ok(config)
 }
 
 fn published(sizes: Sizes) -> ModelConfig {

@@ -1,11 +1,11 @@
 //! Qwen3: Llama with an RMSNorm over every head of the queries and keys, before the rotary embedding.
 
-use super::qwen2::{read_used_windows, write_used_windows};
-use super::read::MUST_BE_GIVEN;
-use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use super::{with_used_windows, write_used_windows};
+use crate::families::read::MUST_BE_GIVEN;
+use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
 use crate::nn::{AttentionConfig, QkNorm};
 
-pub(super) static QWEN3: Family = Family {
+pub(in crate::families) static QWEN3: Family = Family {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",
     read,
@@ -28,9 +28,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
         return Err(file.error("head_dim", MUST_BE_GIVEN));
     }
     let layer = AttentionConfig { qk_norm: Some(QkNorm::Head), ..file.attention()? };
-    let mut config = file.decoder(&QWEN3, layer)?;
-    read_used_windows(file, &mut config)?;
-    Ok(config)
+    with_used_windows(file, file.decoder(&QWEN3, layer, 1e-6)?)
 }
 
 fn untied(sizes: Sizes) -> ModelConfig {
