@@ -21,7 +21,7 @@ pub enum CheckpointError {
     },
     /// The directory of the initial model cannot be read.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(Box<ModelError>),
     /// The manifest is damaged or contradicts itself.
     #[error("{}: {reason}", path.display())]
     Manifest {
@@ -148,6 +148,12 @@ pub enum CheckpointError {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+}
+
+impl From<ModelError> for CheckpointError {
+    fn from(error: ModelError) -> Self {
+        Self::Model(Box::new(error))
+    }
 }
 
 impl CheckpointError {

@@ -1,6 +1,7 @@
 //! Fields of a `config.json` that all families read in the same way.
 
 use super::config::MAX_LAYERS;
+use super::hf::{FULL, WINDOWED};
 use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
@@ -8,9 +9,6 @@ use ulysses_kernels::rope::Rope;
 
 const LAYER_TYPES: &str = "layer_types";
 const WINDOW: &str = "sliding_window";
-/// Types of layers.
-pub(super) const FULL: &str = "full_attention";
-pub(super) const WINDOWED: &str = "sliding_attention";
 
 /// The inverse of [`HfConfig::windowed_layers`], with the window.
 pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {

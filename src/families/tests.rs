@@ -80,7 +80,9 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        for scaling in scalings {
+        // Phi-3 has none.
+        let allowed = if config.family.model_type == "phi3" { 1 } else { scalings.len() };
+        for scaling in scalings.into_iter().take(allowed) {
             // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
@@ -337,4 +339,79 @@ fn layers_may_differ_as_far_as_the_familys_file_says_so() {
     assert!(error.contains("`model_type` is alternating"), "{error}");
     config.family = family("llama").unwrap();
     assert!(config.validate("llama").is_err());
+}
+
+#[test]
+fn the_language_model_of_a_larger_model_is_described_by_its_text_config() {
+    let larger =
+        |model_type: &str, text: Value| json!({ "model_type": model_type, "text_config": text, "other": 1 });
+    let mut text = of_family("mistral").to_hf_json();
+    assert_eq!(
+        read(&larger("mistral3", text.clone())).unwrap(),
+        ModelConfig { tie_word_embeddings: true, ..of_family("mistral") }
+    );
+    let untied = |mut json: Value| {
+        json["tie_word_embeddings"] = json!(false);
+        json
+    };
+    assert_eq!(read(&untied(larger("mistral3", text.clone()))).unwrap(), of_family("mistral"));
+
+    // The sizes of Gemma 3 4B, of which its file leaves some out.
+    let gemma = json!({
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": { "rope_type": "linear", "factor": 8.0 }, "sliding_window": 1024,
+    });
+    let gemma = read(&larger("gemma3", gemma)).unwrap();
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, .. } = gemma.layers[0];
+    assert_eq!((num_heads, num_kv_heads, head_dim, window), (8, 4, 256, Some(1024)));
+    assert_eq!((gemma.vocab_size, gemma.num_parameters()), (262_208, 3_880_263_168));
+
+    let mut qwen = of_family("qwen3").to_hf_json();
+    qwen["model_type"] = json!("qwen3_vl_text");
+    qwen["rope_scaling"] =
+        json!({ "rope_type": "default", "mrope_section": [1, 1, 1], "mrope_interleaved": true });
+    assert_eq!(read(&larger("qwen3_vl", qwen)).unwrap(), of_family("qwen3"));
+
+    text["model_type"] = json!("llama");
+    assert_refused(&larger("mistral3", text), "text_config");
+    assert_refused(&json!({ "model_type": "gemma3" }), "text_config");
+}
+
+#[test]
+fn defaults_that_are_a_familys_own_are_those_of_transformers() {
+    let windows = |family, changes: Value| {
+        let mut json = of_family(family).to_hf_json();
+        for key in ["layer_types", "sliding_window", "rope_parameters"] {
+            json.as_object_mut().unwrap().shift_remove(key);
+        }
+        json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        json["num_hidden_layers"] = json!(6);
+        let layers = read(&json).unwrap().layers;
+        layers.iter().map(|layer| (layer.window, layer.rope.is_some())).collect::<Vec<_>>()
+    };
+    let (windowed, full) = ((Some(4096), true), (None, true));
+    assert_eq!(windows("gemma3_text", json!({})), [[windowed; 5].as_slice(), &[full]].concat());
+    let theta = json!({ "rope_theta": 500_000.0 });
+    assert_eq!(windows("olmo3", theta), [windowed, windowed, windowed, full, windowed, windowed]);
+    let no_position = (None, false);
+    assert_eq!(
+        windows("exaone4", json!({})),
+        [windowed, windowed, windowed, no_position, windowed, windowed]
+    );
+    assert_eq!(windows("exaone4", json!({ "sliding_window": null })), [full; 6]);
+    assert_eq!(windows("ministral", json!({})), [windowed; 6]);
+    for family in ["gemma3_text", "olmo3"] {
+        let mut json = changed(family, "sliding_window", Some(Value::Null));
+        json["layer_types"] = json!(["sliding_attention", "full_attention"]);
+        assert_refused(&json, "sliding_window");
+        assert_refused(
+            &changed(family, "rope_parameters", Some(json!({ "rope_theta": 5.0 }))),
+            "rope_parameters",
+        );
+    }
+    assert_refused(
+        &changed("phi3", "rope_scaling", Some(json!({ "rope_type": "linear", "factor": 2.0 }))),
+        "rope_scaling",
+    );
+    assert_refused(&changed("smollm3", "no_rope_layer_interval", Some(json!(0))), "no_rope_layer_interval");
 }

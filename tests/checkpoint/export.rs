@@ -2,6 +2,7 @@
 
 use super::training::{model, on_mesh, setup};
 use half::bf16;
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -87,6 +88,37 @@ fn exports_above_the_size_limit_have_numbered_files_and_an_index() {
         let tensors = SafeTensors::deserialize(bytes).unwrap();
         let data: usize = tensors.iter().map(|(_, tensor)| tensor.data().len()).sum();
         assert!(data as u64 <= LIMIT || tensors.len() == 1, "{file}: {data} bytes");
+    }
+}
+
+#[test]
+fn an_export_of_a_language_model_has_the_other_tensors_of_its_larger_model() {
+    let (dir, expected) = trained();
+    // Names of transformers before version 5, and those of newer checkpoints.
+    for (number, prefix) in ["language_model.model.", "model.language_model."].into_iter().enumerate() {
+        let source = dir.path().join(format!("source{number}"));
+        fs::create_dir(&source).unwrap();
+        let pixels: Vec<u8> = (0..24).collect();
+        let other = || TensorView::new(Dtype::I64, vec![3], &pixels).unwrap();
+        let stored = |name: &str| name.replace("model.", prefix);
+        let parameters = expected.keys().map(|name| (stored(name), other()));
+        let tensors = parameters.chain([("vision_tower.pixels".to_owned(), other())]);
+        safetensors::serialize_to_file(tensors, None, &source.join("model.safetensors")).unwrap();
+
+        let weights = HfWeights::open(&source).unwrap();
+        let output = dir.path().join(format!("exported{number}"));
+        let options = ExportOptions { larger_model: Some(&weights), ..ExportOptions::new(ExportDtype::F32) };
+        let checkpoint = Checkpoint::open(&dir.path().join(step_name(2))).unwrap();
+        export(&checkpoint, &output, options, &LocalStorage).unwrap();
+
+        let bytes = fs::read(output.join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(tensors.len(), expected.len() + 1);
+        for (name, values) in &expected {
+            let values: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            assert_eq!(tensors.tensor(&stored(name)).unwrap().data(), values, "{name}");
+        }
+        assert_eq!(tensors.tensor("vision_tower.pixels").unwrap(), other());
     }
 }
 

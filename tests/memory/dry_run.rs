@@ -450,8 +450,10 @@ fn a_plan_restores_the_counters_of_its_thread() {
         counters() == before
     };
     assert!((0..8).any(|_| is_restored()), "every plan changed the counters");
-    let before = live_bytes();
-    let events = workload.events(0).unwrap();
-    let held = std::mem::size_of_val(&events[..]) as i64;
-    assert!(live_bytes() >= before + held, "what a dry run returns is held: {held}");
+    let is_held = || {
+        let before = live_bytes();
+        let events = workload.events(0).unwrap();
+        live_bytes() >= before + std::mem::size_of_val(&events[..]) as i64
+    };
+    assert!((0..8).any(|_| is_held()), "what a dry run returns is not held");
 }

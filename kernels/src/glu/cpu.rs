@@ -117,7 +117,7 @@ impl Curve for Silu {
 struct GeluTanh;
 
 /// √(8/π) and the cubic coefficient of GELU's approximation: (1 + tanh(x)) / 2 = σ(2x).
-const SLOPE: f32 = 1.595_769_1;
+const SLOPE: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 /// Beyond it σ is 0 or 1 in f32; a cube could overflow.

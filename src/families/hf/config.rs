@@ -5,6 +5,10 @@ use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::HashSet;
 
+/// Values of `layer_types`: layers that see the whole document, and layers with a window.
+pub(crate) const FULL: &str = "full_attention";
+pub(crate) const WINDOWED: &str = "sliding_attention";
+
 /// A Hugging Face `config.json`. It notes which fields are asked for: all others are refused, unless they are known to
 /// be harmless.
 pub(crate) struct HfConfig<'a> {

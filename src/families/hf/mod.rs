@@ -6,6 +6,6 @@ mod fields;
 mod rope;
 mod wrapper;
 
-pub(crate) use config::HfConfig;
+pub(crate) use config::{FULL, HfConfig, WINDOWED};
 pub(super) use rope::scaling_to_hf;
 pub(crate) use wrapper::{language_model, language_model_name};

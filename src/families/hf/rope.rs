@@ -3,9 +3,8 @@
 //! transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` separately, and
 //! `rope_scaling` with the scaling. If both exist, `rope_scaling` counts, unless it is empty.
 
-use super::config::HfConfig;
+use super::config::{FULL, HfConfig, WINDOWED};
 use crate::families::ModelError;
-use crate::families::read::{FULL, WINDOWED};
 use serde_json::{Map, Value, json};
 use ulysses_kernels::rope::{Rope, Scaling};
 

@@ -1,7 +1,8 @@
 //! OLMo 3: OLMo 2 with windows in three of four layers, whose positions are not scaled.
 
 use super::heads;
-use crate::families::read::{FULL, WINDOWED, write_windows};
+use crate::families::hf::{FULL, WINDOWED};
+use crate::families::read::write_windows;
 use crate::families::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError};
 use crate::nn::{AttentionConfig, QkNorm};
 use serde_json::{Value, json};
