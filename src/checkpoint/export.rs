@@ -61,7 +61,7 @@ const HEAD: &str = "lm_head.weight";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Files to copy with a `tokenizer.json`, if present.
-const TOKENIZER_COMPANIONS: [&str; 14] = [
+const TOKENIZER_COMPANIONS: [&str; 17] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -75,6 +75,9 @@ const TOKENIZER_COMPANIONS: [&str; 14] = [
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     GENERATION_CONFIG,
 ];
 

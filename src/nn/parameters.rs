@@ -5,6 +5,7 @@
 
 use super::{LayerContext, LayerError};
 use candle_core::Tensor;
+use std::num::NonZero;
 use std::ops::Index;
 use ulysses_kernels::Workspace;
 
@@ -46,9 +47,15 @@ impl ParameterSpec {
     }
 }
 
-/// A parameter of a module: its place among those of the layer.
+/// A parameter of a module: its place among those of the layer, from 1, so that an optional one is as small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parameter(usize);
+pub struct Parameter(NonZero<u32>);
+
+impl Parameter {
+    fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
 
 /// The parameters of a layer, to which its modules add theirs.
 #[derive(Debug)]
@@ -68,7 +75,7 @@ impl ParameterList {
         // A model keeps the list of every layer.
         self.specs.reserve_exact(1);
         self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
-        Parameter(self.specs.len() - 1)
+        Parameter(NonZero::<u32>::MIN.saturating_add(self.specs.len() as u32 - 1))
     }
 
     /// The layer's name.
@@ -142,7 +149,7 @@ impl Index<Parameter> for ForwardPass<'_> {
     type Output = Tensor;
 
     fn index(&self, parameter: Parameter) -> &Tensor {
-        &self.params[parameter.0]
+        &self.params[parameter.index()]
     }
 }
 
@@ -157,7 +164,7 @@ pub struct BackwardPass<'a> {
 impl<'a> BackwardPass<'a> {
     /// The gradient of a parameter, to be added to; `None` if the parameter is frozen.
     pub fn gradient(&self, parameter: Parameter) -> Option<&'a Tensor> {
-        self.grads[parameter.0].as_ref()
+        self.grads[parameter.index()].as_ref()
     }
 
     /// The micro batch, and the services for it.

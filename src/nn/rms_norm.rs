@@ -35,13 +35,19 @@ impl NormConfig {
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Parameter,
-    config: NormConfig,
+    offset: f32,
+    eps: f64,
 }
 
 impl RmsNorm {
     /// Adds the parameter `name.weight`, `[size]`.
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
-        Self { weight: parameters.add(&format!("{name}.weight"), [size], config.init()), config }
+        let weight = parameters.add(&format!("{name}.weight"), [size], config.init());
+        Self { weight, offset: config.offset as f32, eps: config.eps }
+    }
+
+    fn gain<'a>(&self, pass: &'a ForwardPass<'_>) -> Gain<'a> {
+        Gain { weight: &pass[self.weight], offset: self.offset }
     }
 
     /// Returns the normalized `x`, and writes the reciprocal root mean squares to `rstd`.
@@ -53,7 +59,7 @@ impl RmsNorm {
     /// Shapes that do not fit.
     pub fn forward(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
         let y = pass.workspace().alloc(x.dims())?;
-        rms_norm::forward(x, self.config.gain(&pass[self.weight]), self.config.eps, &y, rstd)?;
+        rms_norm::forward(x, self.gain(pass), self.eps, &y, rstd)?;
         Ok(y)
     }
 
@@ -72,7 +78,7 @@ impl RmsNorm {
         (dx, accumulate): (&Tensor, bool),
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
-        let gain = self.config.gain(&pass.forward[self.weight]);
+        let gain = self.gain(&pass.forward);
         Ok(rms_norm::backward(dy, x, gain, rstd, dx, accumulate, pass.gradient(self.weight))?)
     }
 }
