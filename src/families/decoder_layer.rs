@@ -29,7 +29,7 @@ pub struct DecoderLayer {
     mlp: GatedMlp,
 }
 
-/// What the families vary in a [`DecoderLayer`].
+/// The parts of a [`DecoderLayer`] that differ between families.
 #[derive(Debug, Clone, Copy)]
 pub struct DecoderParts {
     /// The norms of the attention branch.

@@ -12,7 +12,7 @@ use super::{ModelConfig, Multipliers};
 /// PyTorch's name of the approximate GELU.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 
-/// What all models have in common: norms with weights around 0, and the factor on the embedding.
+/// Sets the constants of all Gemma models: the norms' offset of 1, and √hidden_size as the factor on the embedding.
 fn with_constants(config: ModelConfig) -> ModelConfig {
     let embedding = (config.hidden_size as f64).sqrt();
     ModelConfig {
