@@ -46,7 +46,7 @@ impl RawConfig {
         let mesh = self.resolve_mesh(stated.as_ref(), is_of_rule, overrides)?;
         self.check_preset(stated.as_ref(), is_of_rule, overrides)?;
         let mut config = self.config.clone();
-        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
+        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp, ..config.mesh };
         config.zero.mics_shard_size =
             self.stated_shard_size(mesh.dp, stated.as_ref(), is_of_rule, overrides)?;
         let is_dp_set = stated.is_some()

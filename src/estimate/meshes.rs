@@ -98,7 +98,7 @@ impl Workload {
     /// Sets the mesh.
     pub(super) fn set_mesh(&mut self, dp_size: usize, sharding: SeqSharding) {
         self.config.ulysses.ring_size = sharding.ring_size;
-        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size() };
+        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size(), ..self.config.mesh };
     }
 
     /// Returns the workload with the same batch on dp × sp ranks, if it divides. The micro batch is the configured one

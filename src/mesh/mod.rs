@@ -35,6 +35,7 @@ mod slice;
 mod spec;
 mod stated_sizes;
 mod svg;
+mod tensor_shard;
 #[cfg(test)]
 mod tests;
 
@@ -49,6 +50,7 @@ pub use preset::Preset;
 pub use rules::MeshRules;
 pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS, UlyssesLimits};
 pub use shard_range::shard_range;
+pub use tensor_shard::{TOKENS_AXIS, TP_AXIS, TensorShard};
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;
 pub use svg::svg;

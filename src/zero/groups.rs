@@ -4,6 +4,7 @@ use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
 };
 use crate::config::{CommunicationDtype, ZeroStage};
+use crate::mesh::{TOKENS_AXIS, TP_AXIS};
 use crate::placement::Placement::{self, Replicate, Shard};
 use std::sync::Arc;
 
@@ -22,8 +23,19 @@ pub struct ZeroGroups {
     /// The groups of attention over parts of sp, of 2 ranks or more, from small to large: with flexible sequence parallelism,
     /// aligned blocks of every size that divides sp.
     pub sp_blocks: Vec<Arc<dyn ProcessGroup>>,
+    /// The groups of tensor parallelism, if tp has more than one rank.
+    pub tensor: Option<TensorGroups>,
     /// The dtype in which gradients are sent to be summed.
     pub gradient_dtype: CommunicationDtype,
+}
+
+/// The groups of tensor parallelism.
+#[derive(Debug, Clone)]
+pub struct TensorGroups {
+    /// Ranks that divide the weights, heads and tokens of one sp rank.
+    pub tp: Arc<dyn ProcessGroup>,
+    /// Ranks with other tokens of the same sequences: those of sp and tp, sp first.
+    pub tokens: Arc<dyn ProcessGroup>,
 }
 
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
@@ -81,7 +93,14 @@ impl ZeroGroups {
             }
         };
         let gradient_dtype = CommunicationDtype::default();
-        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), gradient_dtype })
+        let tensor = match groups.mesh().axis_names().iter().any(|axis| axis == TP_AXIS) {
+            true => {
+                let tokens = groups.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?.get_group(TOKENS_AXIS)?;
+                Some(TensorGroups { tp: groups.get_group(TP_AXIS)?, tokens })
+            }
+            false => None,
+        };
+        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, gradient_dtype })
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -125,6 +144,10 @@ impl ZeroGroups {
                 ulysses: wrap(ULYSSES_AXIS, ulysses),
             }),
             sp_blocks: self.sp_blocks.into_iter().map(|group| wrap("sp", group)).collect(),
+            tensor: self.tensor.map(|TensorGroups { tp, tokens }| TensorGroups {
+                tp: wrap(TP_AXIS, tp),
+                tokens: wrap(TOKENS_AXIS, tokens),
+            }),
             ..self
         }
     }
@@ -171,7 +194,9 @@ impl ZeroGroups {
         let ring = self.ring.iter();
         let ring = ring.flat_map(|groups| [(RING_AXIS, &groups.ring), (ULYSSES_AXIS, &groups.ulysses)]);
         let blocks = self.sp_blocks.iter().map(|group| ("sp", group));
-        let others = sharding.chain(ring).chain(blocks).filter(|(_, group)| group.world_size() > 1);
+        let tensor = self.tensor.iter();
+        let tensor = tensor.flat_map(|groups| [(TP_AXIS, &groups.tp), (TOKENS_AXIS, &groups.tokens)]);
+        let others = sharding.chain(ring).chain(blocks).chain(tensor).filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
         for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {

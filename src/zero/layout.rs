@@ -1,6 +1,7 @@
 //! The layout of a unit's parameters in its flat buffer, and its partitions.
 
 use super::ZeroError;
+use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -13,6 +14,8 @@ pub struct FlatParameter {
     pub shape: Vec<usize>,
     /// First element within the flat buffer.
     pub offset: usize,
+    /// The part of the whole parameter that this rank has, if the ranks of tp divide it; `shape` is the part's.
+    pub shard: Option<TensorShard>,
 }
 
 impl FlatParameter {
@@ -47,7 +50,7 @@ impl FlatLayout {
     ) -> Self {
         let mut numel = 0;
         let place = |(name, shape): (String, Vec<usize>)| {
-            let parameter = FlatParameter { name, shape, offset: numel };
+            let parameter = FlatParameter { name, shape, offset: numel, shard: None };
             numel += parameter.numel();
             parameter
         };

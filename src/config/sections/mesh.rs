@@ -14,6 +14,8 @@ keys! {
         /// Sequence-parallel ranks: they share each sequence. A file that sets this key above 1, and neither `mesh_param`
         /// nor `data_parallel_size`, also partitions ZeRO over dp × sp (`ulysses.zero_partition_axes`), as in DeepSpeed.
         pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
+        /// Tensor-parallel ranks: they share the weights, heads and tokens of each sequence-parallel rank.
+        pub tp_size: usize = count().named("tensor_parallel_size").integer(1),
     }
 }
 

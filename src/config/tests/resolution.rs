@@ -48,7 +48,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             offload_param: Offload::None,
             offload_optimizer: Offload::None,
         },
-        mesh: MeshConfig { dp_size: 1, sp_size: 1 },
+        mesh: MeshConfig { dp_size: 1, sp_size: 1, tp_size: 1 },
         steps_per_print: 10,
         communication_data_type: CommunicationDtype::Fp32,
         seq_parallel_communication_data_type: CommunicationDtype::Fp32,
@@ -279,7 +279,7 @@ fn a_mesh_flag_replaces_every_size_of_the_file_with_a_note() {
         let raw =
             RawConfig::from_json_str(&format!("{{\"train_batch_size\": 8, {keys}}}"), "c.json").unwrap();
         let config = raw.resolve(&Overrides { mesh: Some((2, 2)), ..Overrides::default() }).unwrap();
-        assert_eq!(config.mesh, MeshConfig { dp_size: 2, sp_size: 2 }, "{keys}");
+        assert_eq!(config.mesh, MeshConfig { dp_size: 2, sp_size: 2, tp_size: 1 }, "{keys}");
         let notes = config.notes.iter().map(ToString::to_string).filter(|note| note.contains("--mesh"));
         (notes.collect::<Vec<_>>(), config.ulysses.mesh.is_some())
     };
