@@ -10,8 +10,9 @@ use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::RankSummary;
+use crate::nn::TensorRank;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::{RingGroups, StateBytes};
+use crate::zero::{RingGroups, StateBytes, TensorGroups};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -220,7 +221,7 @@ impl Engine {
     pub fn assemble_tokens(&self, local: &Tensor) -> Result<Tensor, EngineError> {
         let (batch, _, width) = local.dims3()?;
         let local = ulysses_kernels::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
-        let shards = self.groups.sp.all_gather_varied(&local)?;
+        let shards = self.groups.tokens().all_gather_varied(&local)?;
         let shards = shards.into_iter().map(|shard| {
             let seq_len_local = shard.len() / (batch * width).max(1);
             Tensor::from_vec(shard, (batch, seq_len_local, width), &Device::Cpu)
@@ -290,6 +291,13 @@ impl Engine {
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
         for (index, layer) in model.layers.iter().enumerate() {
+            let layer = match &self.groups.tensor {
+                Some(TensorGroups { tp, .. }) => {
+                    let tp = TensorRank { size: tp.world_size(), rank: tp.rank() };
+                    layer.divided(self.model.layers[index].name(), tp)?.0
+                }
+                None => *layer,
+            };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
                 let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };

@@ -7,7 +7,7 @@ use super::{LayerContext, LayerError};
 use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::num::NonZero;
-use std::ops::Index;
+use std::ops::{Index, Range};
 use ulysses_kernels::Workspace;
 
 /// Initial values of a parameter that is not loaded.
@@ -47,7 +47,8 @@ impl ParameterSpec {
     /// The whole parameter.
     #[must_use]
     pub fn whole(&self) -> Self {
-        let shape = self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape));
+        let shape =
+            self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape));
         Self { shape, shard: None, ..self.clone() }
     }
 
@@ -86,6 +87,20 @@ impl ParameterList {
         self.specs.reserve_exact(1);
         self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
         Parameter(NonZero::<u32>::MIN.saturating_add(self.specs.len() as u32 - 1))
+    }
+
+    /// Keeps only the part of a parameter that `rank` has, if the ranks divide the dimension `dim` so.
+    pub(super) fn shard(
+        &mut self,
+        parameter: Parameter,
+        dim: usize,
+        ranks: Vec<Vec<Range<usize>>>,
+        rank: usize,
+    ) {
+        let spec = &mut self.specs[parameter.index()];
+        let shard = TensorShard::new(dim, spec.shape[dim], ranks, rank);
+        spec.shape = shard.local_shape(&spec.shape);
+        spec.shard = Some(shard);
     }
 
     /// The layer's name.

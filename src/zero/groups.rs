@@ -157,32 +157,49 @@ impl ZeroGroups {
         self.sharding.as_ref().map_or(&self.dp, |groups| &groups.shard)
     }
 
-    /// Ranks with the same partition.
-    pub fn replicas(&self) -> &Arc<dyn ProcessGroup> {
-        self.sharding.as_ref().map_or(&self.sp, |groups| &groups.replicas)
+    /// Ranks with other tokens of the same sequences.
+    pub fn tokens(&self) -> &Arc<dyn ProcessGroup> {
+        self.tensor.as_ref().map_or(&self.sp, |groups| &groups.tokens)
     }
 
-    /// The layout of a buffer at a stage: along the ranks with the other partitions, then along those with the same one.
+    /// Ranks with the same partition of parameters that the ranks of tp divide (`is_sharded`), or of others.
+    pub fn replicas(&self, is_sharded: bool) -> &Arc<dyn ProcessGroup> {
+        match &self.sharding {
+            Some(groups) => &groups.replicas,
+            None if is_sharded => &self.sp,
+            None => self.tokens(),
+        }
+    }
+
+    /// The layout of a buffer at a stage, of parameters that the ranks of tp divide (`is_sharded`) or of others: along the ranks
+    /// with the other partitions, those with the same one, and tp if it divides them.
     ///
     /// The rest follows. A gradient, of which every rank has a summand, is reduced to the layout of the optimizer state: scattered
     /// where that is sharded, as a whole where it is replicated. The norm adds up shards. Replicas are compared.
-    pub fn layout(&self, buffer: Buffer, stage: ZeroStage) -> [ZeroAxis<'_>; 2] {
-        let is_sharded = match buffer {
+    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, is_sharded: bool) -> Vec<ZeroAxis<'_>> {
+        let is_partitioned = match buffer {
             Buffer::Parameters => stage.partitions_parameters(),
             Buffer::OptimizerState => stage.partitions_optimizer(),
         };
-        let (shard, replicas) =
-            if self.sharding.is_some() { (SHARD_AXIS, REPLICAS_AXIS) } else { ("dp", "sp") };
-        let placement = if is_sharded { Shard(0) } else { Replicate };
-        [
+        let (shard, replicas) = match self.sharding {
+            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
+            None if is_sharded || self.tensor.is_none() => ("dp", "sp"),
+            None => ("dp", TOKENS_AXIS),
+        };
+        let placement = if is_partitioned { Shard(0) } else { Replicate };
+        let mut axes = vec![
             ZeroAxis { name: shard, group: self.shard(), placement },
-            ZeroAxis { name: replicas, group: self.replicas(), placement: Replicate },
-        ]
+            ZeroAxis { name: replicas, group: self.replicas(is_sharded), placement: Replicate },
+        ];
+        if let Some(groups) = self.tensor.as_ref().filter(|_| is_sharded) {
+            axes.push(ZeroAxis { name: TP_AXIS, group: &groups.tp, placement: Shard(0) });
+        }
+        axes
     }
 
     /// This rank's partition, if this rank is the one that writes it to a checkpoint.
     pub fn written_partition(&self) -> Option<usize> {
-        (self.replicas().rank() == 0).then(|| self.shard().rank())
+        (self.replicas(false).rank() == 0).then(|| self.shard().rank())
     }
 
     /// Every group once, with its axis; blocks of sp have the axis sp. A group that spans the world serves several axes and is listed under
@@ -196,7 +213,8 @@ impl ZeroGroups {
         let blocks = self.sp_blocks.iter().map(|group| ("sp", group));
         let tensor = self.tensor.iter();
         let tensor = tensor.flat_map(|groups| [(TP_AXIS, &groups.tp), (TOKENS_AXIS, &groups.tokens)]);
-        let others = sharding.chain(ring).chain(blocks).chain(tensor).filter(|(_, group)| group.world_size() > 1);
+        let others =
+            sharding.chain(ring).chain(blocks).chain(tensor).filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
         for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {

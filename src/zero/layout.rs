@@ -59,6 +59,18 @@ impl FlatLayout {
         Self { name, parameters, numel, num_partitions, is_frozen: false }
     }
 
+    /// Sets the parts of the whole parameters, one per parameter.
+    #[must_use]
+    pub fn with_shards(mut self, shards: impl IntoIterator<Item = Option<TensorShard>>) -> Self {
+        self.parameters.iter_mut().zip(shards).for_each(|(parameter, shard)| parameter.shard = shard);
+        self
+    }
+
+    /// Returns whether the ranks of tp divide the parameters. Otherwise all of them have the same.
+    pub fn is_sharded(&self) -> bool {
+        self.parameters.iter().any(|parameter| parameter.shard.is_some())
+    }
+
     /// Marks the parameters as frozen.
     #[must_use]
     pub fn frozen(self) -> Self {

@@ -23,7 +23,6 @@
 
 mod error;
 mod finite;
-mod frozen_split;
 mod groups;
 mod layout;
 mod optimizer;
@@ -32,6 +31,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod unit;
+mod unit_split;
 mod update;
 
 pub use error::ZeroError;

@@ -149,14 +149,14 @@ fn zero_reduces_a_gradient_by_the_steps_from_its_layout_to_that_of_the_state() {
         let (mut planned, mut run) = (Reductions::new(), Reductions::new());
         let step = |rank: &mut DryRank, accumulation| {
             let (zero, groups) = (rank.engine.zero(), rank.engine.groups());
-            let axes = groups.layout(Buffer::OptimizerState, zero.stage());
+            let axes = groups.layout(Buffer::OptimizerState, zero.stage(), false);
             let coordinate: Vec<usize> = axes.iter().map(|axis| axis.group.rank()).collect();
             for unit in zero.layouts() {
                 let layout = |placement: fn(&ZeroAxis<'_>) -> Placement| {
                     let axis = |axis: &ZeroAxis<'_>| {
                         LayoutAxis::new(axis.name, axis.group.world_size(), placement(axis))
                     };
-                    Layout::new([unit.padded_numel()], axes.each_ref().map(axis)).unwrap()
+                    Layout::new([unit.padded_numel()], axes.iter().map(axis)).unwrap()
                 };
                 let plan =
                     redistribute(&layout(|_| Placement::Partial), &layout(|axis| axis.placement)).unwrap();
