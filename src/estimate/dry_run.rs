@@ -8,11 +8,11 @@ use crate::comm::fake::{FakeCollective, FakeGroup};
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::ParameterSpec;
 use crate::placement::ledger::{self, LedgerGroup};
-use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
+use crate::zero::{RingGroups, ShardGroups, TensorGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -250,11 +250,18 @@ fn fake_groups(
             Some(RingGroups { ring: fake(&mesh, Axis::Ring)?, ulysses: fake(&mesh, Axis::Ulysses)? })
         }
     };
+    let tensor = match mesh.has_axis(TP_AXIS) {
+        false => None,
+        true => {
+            let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
+            Some(TensorGroups { tp: fake(mesh, Axis::Tp)?, tokens: fake(&flat, Axis::Tokens)? })
+        }
+    };
     let gradient_dtype = config.gradient_communication();
     let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
     // A plan is that of the fixed layout.
     let sp_blocks = Vec::new();
-    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor: None, gradient_dtype })
+    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, gradient_dtype })
 }
 
 #[cfg(test)]

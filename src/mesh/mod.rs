@@ -127,6 +127,19 @@ impl DeviceMesh {
         Self::new(&[("dp", size(dp)), ("sp", size(sp))], None)
     }
 
+    /// Returns the training mesh with the axis `tp` (tensor parallel) innermost if it has more than one rank, else
+    /// [`dp_sp`](Self::dp_sp).
+    ///
+    /// # Errors
+    /// As [`dp_sp`](Self::dp_sp).
+    pub fn dp_sp_tp(dp: usize, sp: usize, tp: usize) -> Result<Self, MeshError> {
+        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+        match tp {
+            1 => Self::dp_sp(dp, sp),
+            _ => Self::new(&[("dp", size(dp)), ("sp", size(sp)), (TP_AXIS, size(tp))], None),
+        }
+    }
+
     /// Returns the sizes of the axes.
     pub fn shape(&self) -> &[usize] {
         &self.shape
