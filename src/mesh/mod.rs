@@ -50,10 +50,10 @@ pub use preset::Preset;
 pub use rules::MeshRules;
 pub use seq_sharding::{RING_AXIS, SeqSharding, TokenRanges, ULYSSES_AXIS, UlyssesLimits};
 pub use shard_range::shard_range;
-pub use tensor_shard::{TOKENS_AXIS, TP_AXIS, TensorShard};
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;
 pub use svg::svg;
+pub use tensor_shard::{TOKENS_AXIS, TP_AXIS, TensorShard};
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;

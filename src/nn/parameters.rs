@@ -47,7 +47,8 @@ impl ParameterSpec {
     /// The whole parameter.
     #[must_use]
     pub fn whole(&self) -> Self {
-        let shape = self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape));
+        let shape =
+            self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape));
         Self { shape, shard: None, ..self.clone() }
     }
 

@@ -28,6 +28,20 @@ impl FlatParameter {
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.numel()
     }
+
+    /// Shape of the whole parameter.
+    pub fn whole_shape(&self) -> Vec<usize> {
+        self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape))
+    }
+
+    /// The elements `local` of this part as runs: first element within the part, first element within the whole parameter,
+    /// number of elements.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(usize, usize, usize)> {
+        match &self.shard {
+            Some(shard) => shard.runs(&self.shape, local),
+            None => vec![(local.start, local.start, local.len())],
+        }
+    }
 }
 
 /// The layout of a unit: its parameters one after another, padded so that all partitions have equal length.
@@ -63,6 +77,18 @@ impl FlatLayout {
     #[must_use]
     pub fn frozen(self) -> Self {
         Self { is_frozen: true, ..self }
+    }
+
+    /// States the parts of whole parameters that these are, in order. Shapes are those of the parts.
+    #[must_use]
+    pub fn with_shards(mut self, shards: impl IntoIterator<Item = Option<TensorShard>>) -> Self {
+        self.parameters.iter_mut().zip(shards).for_each(|(parameter, shard)| parameter.shard = shard);
+        self
+    }
+
+    /// Returns whether the ranks of tp have different parts of the parameters. Otherwise all have the same.
+    pub fn is_sharded(&self) -> bool {
+        self.parameters.iter().any(|parameter| parameter.shard.is_some())
     }
 
     /// Returns whether the parameters are frozen, without gradients and optimizer state.
