@@ -49,7 +49,8 @@ pub(crate) fn split_frozen(
                 places[index] = (layouts.len(), position);
             }
             let shapes = parameters().map(|(_, parameter)| (parameter.name.clone(), parameter.shape.clone()));
-            let layout = |name| FlatLayout::new(name, shapes, unit.num_partitions());
+            let shards = parameters().map(|(_, parameter)| parameter.shard.clone());
+            let layout = |name| FlatLayout::new(name, shapes, unit.num_partitions()).with_shards(shards);
             layouts.push(match frozen {
                 false => layout(unit.name().to_owned()),
                 true => layout(format!("{} (frozen)", unit.name())).frozen(),
