@@ -56,6 +56,15 @@ pub struct RingGroups {
     pub ulysses: Arc<dyn ProcessGroup>,
 }
 
+/// The part of the state that one rank writes to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CheckpointPart {
+    /// Index of the partition.
+    pub partition: usize,
+    /// The rank along tp whose shards these are. Parameters that all ranks along tp have belong to rank 0.
+    pub tp_rank: usize,
+}
+
 /// A persistent buffer of a unit, by its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buffer {
@@ -197,9 +206,20 @@ impl ZeroGroups {
         axes
     }
 
-    /// This rank's partition, if this rank is the one that writes it to a checkpoint.
-    pub fn written_partition(&self) -> Option<usize> {
-        (self.replicas(false).rank() == 0).then(|| self.shard().rank())
+    /// This rank along tp.
+    pub fn tp_rank(&self) -> usize {
+        self.tensor.as_ref().map_or(0, |groups| groups.tp.rank())
+    }
+
+    /// Number of ranks along tp.
+    pub fn tp_size(&self) -> usize {
+        self.tensor.as_ref().map_or(1, |groups| groups.tp.world_size())
+    }
+
+    /// The part of the state that this rank writes to a checkpoint, if any.
+    pub fn written_part(&self) -> Option<CheckpointPart> {
+        let part = || CheckpointPart { partition: self.shard().rank(), tp_rank: self.tp_rank() };
+        (self.replicas(true).rank() == 0).then(part)
     }
 
     /// Every group once, with its axis; blocks of sp have the axis sp. A group that spans the world serves several axes and is listed under
@@ -258,10 +278,10 @@ mod tests {
                 let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
                 let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
                 assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
-                Ok::<_, CommError>(groups.written_partition())
+                Ok::<_, CommError>(groups.written_part())
             });
             let of_ranks = on_ranks.unwrap().into_iter().enumerate();
-            let written: Vec<_> = of_ranks.filter_map(|(rank, partition)| Some((partition?, rank))).collect();
+            let written: Vec<_> = of_ranks.filter_map(|(rank, part)| Some((part?.partition, rank))).collect();
             let expected: Vec<_> = writers.into_iter().enumerate().collect();
             assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
         }

@@ -28,6 +28,20 @@ impl FlatParameter {
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.numel()
     }
+
+    /// Shape of the whole parameter.
+    pub fn whole_shape(&self) -> Vec<usize> {
+        self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape))
+    }
+
+    /// The elements `local` of this part as runs: first element within the part, first element within the whole parameter,
+    /// number of elements.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(usize, usize, usize)> {
+        match &self.shard {
+            Some(shard) => shard.runs(&self.shape, local),
+            None => vec![(local.start, local.start, local.len())],
+        }
+    }
 }
 
 /// The layout of a unit: its parameters one after another, padded so that all partitions have equal length.

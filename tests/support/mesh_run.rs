@@ -244,11 +244,7 @@ pub fn on_mesh<T: Send>(
     options: &LaunchOptions,
     work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
-    let mut mesh = config.placed_mesh(None).expect("the mesh of a config").mesh;
-    if config.mesh.tp_size > 1 {
-        let sizes = [("dp", config.mesh.dp_size), ("sp", config.mesh.sp_size), ("tp", config.mesh.tp_size)];
-        mesh = ulysses::mesh::DeviceMesh::new(&sizes.map(|(axis, size)| (axis, size as i64)), None).unwrap();
-    }
+    let mesh = config.placed_mesh(None).expect("the mesh of a config").mesh;
     super::device::launch(&mesh, options, |rank, groups| {
         let zero_groups = ZeroGroups::new(&groups, config.zero_shards())?;
         work(rank, zero_groups.with_ring(&groups, config.seq_sharding().ring_size)?)
