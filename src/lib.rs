@@ -98,6 +98,7 @@ pub mod placement;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;
+pub mod tensor_parallel;
 pub mod trainer;
 pub mod zero;
 

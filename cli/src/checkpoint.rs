@@ -137,9 +137,7 @@ fn description(checkpoint: &Checkpoint) -> String {
         (
             "saved on",
             format!(
-                "mesh dp {} × sp {}, ZeRO stage {zero_stage}; model state in {}",
-                mesh.dp,
-                mesh.sp,
+                "mesh {mesh}, ZeRO stage {zero_stage}; model state in {}",
                 counted(*num_partitions, "partition")
             ),
         ),

@@ -9,10 +9,9 @@ use crate::output::{LOG, print};
 use anyhow::anyhow;
 use serde_json::json;
 use ulysses::comm::MeshGroups;
-use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
+use ulysses::config::{Config, DataSource, Overrides, Packing, PartitionAxes, RawConfig};
 use ulysses::data::{Dataset, Tokenizer, predicted_text_bytes};
 use ulysses::engine::initialize;
-use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
 use ulysses::trainer::job::{
     ModelSource, Sources, check_exchange, check_memory, launch_options, open_tokenizer, resolve_ring,
@@ -29,7 +28,7 @@ pub(super) struct EvalArgs {
     /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Mesh: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// Tokens per sequence, over all sp ranks: the longest context of a prediction.
@@ -62,7 +61,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     source.warn_of_length(args.seq_len, LOG.line);
     check_exchange(&source.config, config.micro_batch_size, args.seq_len, &config)?;
     check_memory(&config, &source.config, args.seq_len, config.world_size())?;
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
+    let mesh = config.mesh.row_major().or_usage()?;
     let options = launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size, LOG.line)?;
     let data = sources.training(args.seq_len)?;
@@ -91,15 +90,17 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
     };
     at_least_1("seq-len", args.seq_len)?;
     at_least_1("batch-size", args.batch_size)?;
+    let mesh = unreplicated(&args.mesh)?;
+    // Tensor parallelism allows partitions over dp only.
+    let axes = if mesh.tp > 1 { PartitionAxes::Dp } else { PartitionAxes::DpSp };
     let text = json!({
         "train_micro_batch_size_per_gpu": args.batch_size,
         "optimizer": { "type": "SGD", "params": {} },
         "zero_optimization": { "stage": 3 },
-        "ulysses": { "zero_partition_axes": ["dp", "sp"] },
+        "ulysses": { "zero_partition_axes": axes },
     });
-    let mesh = unreplicated(&args.mesh)?;
     let overrides = Overrides {
-        mesh: Some((mesh.dp, mesh.sp)),
+        mesh: Some(mesh.into()),
         ring_size: mesh.ring_size,
         seq_len: Some(args.seq_len),
         threads_per_rank: args.threads_per_rank,

@@ -1,16 +1,17 @@
 //! The flag `--mesh`.
 
 use anyhow::Context;
-use ulysses::config::{Overrides, StatedMesh};
+use ulysses::config::{MeshShape, Overrides, StatedMesh};
 use ulysses::mesh::{Cluster, MeshError, TrainingShape};
 use ulysses::trainer::JobError;
 
-/// Parses the `(dp, sp)` of a command that takes neither hybrid sharding nor a ring.
-pub(crate) fn dp_sp(notation: &str) -> Result<(usize, usize), JobError> {
+/// Parses the sizes of a command that takes neither hybrid sharding nor a ring.
+pub(crate) fn without_ring(notation: &str) -> Result<MeshShape, JobError> {
     match unreplicated(notation)? {
-        TrainingShape { dp, sp, ring_size: None, .. } => Ok((dp, sp)),
-        TrainingShape { dp, sp, .. } => Err(JobError::usage(format!(
-            "--mesh {notation}: this command does not support a ring (`ring`); use {dp}x{sp}"
+        shape @ TrainingShape { ring_size: None, .. } => Ok(shape.into()),
+        shape => Err(JobError::usage(format!(
+            "--mesh {notation}: this command does not support a ring (`ring`); use {}",
+            MeshShape::from(shape).notation()
         ))),
     }
 }
@@ -19,8 +20,9 @@ pub(crate) fn dp_sp(notation: &str) -> Result<(usize, usize), JobError> {
 pub(crate) fn unreplicated(notation: &str) -> Result<TrainingShape, JobError> {
     match training_shape(notation)? {
         shape @ TrainingShape { shard_size: None, .. } => Ok(shape),
-        TrainingShape { dp, sp, .. } => Err(JobError::usage(format!(
-            "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {dp}x{sp}"
+        shape => Err(JobError::usage(format!(
+            "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {}",
+            MeshShape::from(shape).notation()
         ))),
     }
 }

@@ -2,13 +2,15 @@
 
 use super::CheckpointError;
 use super::directory::step_directories;
-use super::manifest::{FileEntry, Manifest, UnitEntry};
+use super::manifest::Manifest;
+use super::parameter_table::UnitEntry;
 use super::save::{all_or_refused, gather_results};
 use super::state_file::StateFile;
+use super::stored_layouts::StoredLayouts;
 use crate::comm::ProcessGroup;
 use crate::model::HfSource;
-use crate::zero::FlatLayout;
-use std::collections::{BTreeSet, HashMap};
+use crate::zero::{CheckpointPart, FlatLayout};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -30,6 +32,7 @@ pub struct Checkpoint {
     dir: PathBuf,
     manifest: Manifest,
     layouts: Vec<FlatLayout>,
+    stored: StoredLayouts,
 }
 
 impl Checkpoint {
@@ -39,7 +42,8 @@ impl Checkpoint {
     /// Fails like [`Manifest::read`].
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(dir)?;
-        Ok(Self { dir: dir.to_owned(), layouts: manifest.layouts(), manifest })
+        let (layouts, stored) = (manifest.layouts(), StoredLayouts::new(&manifest));
+        Ok(Self { dir: dir.to_owned(), manifest, layouts, stored })
     }
 
     /// Returns the directory.
@@ -59,7 +63,7 @@ impl Checkpoint {
         self
     }
 
-    /// Returns the layouts of the units, partitioned as in this checkpoint.
+    /// Returns the layouts of the units, with whole parameters.
     pub fn layouts(&self) -> &[FlatLayout] {
         &self.layouts
     }
@@ -75,11 +79,12 @@ impl Checkpoint {
     /// Verifies every `step`-th file, starting with file `first`.
     fn verify_share(&self, first: usize, step: usize) -> Result<(), CheckpointError> {
         self.manifest.files.iter().skip(first).step_by(step).try_for_each(|entry| {
-            StateFile::open(&self.dir, &self.manifest, &self.layouts, entry)?.verify(entry)
+            StateFile::open(&self.dir, &self.manifest, &self.stored, entry)?.verify(entry)
         })
     }
 
-    /// Checks that the checkpoint has the given units and kinds of state.
+    /// Checks that the checkpoint has the given whole parameters and kinds of state. How they are divided into units, and over
+    /// ranks, is free.
     ///
     /// # Errors
     /// Returns [`CheckpointError::Mismatch`] with the first difference.
@@ -88,63 +93,56 @@ impl Checkpoint {
         units: impl Iterator<Item = &'a FlatLayout>,
         kinds: &[&str],
     ) -> Result<(), CheckpointError> {
-        let mismatch = |what: &str, saved: String, wanted: String| {
-            let (path, what) = (self.dir.clone(), what.to_owned());
-            Err(CheckpointError::Mismatch { path, what, saved, wanted })
-        };
-        let flat = |units: &[UnitEntry]| -> Vec<String> {
-            let of_unit = |unit: &UnitEntry| {
-                let name = unit.name.clone();
-                let line = move |p: &super::ParameterEntry| format!("{} {:?} in {name}", p.name, p.shape);
-                unit.parameters.iter().map(line).collect::<Vec<_>>()
-            };
-            units.iter().flat_map(of_unit).collect()
-        };
         let units: Vec<UnitEntry> = units.map(UnitEntry::of).collect();
-        if let Some((name, saved)) = differently_frozen(&self.manifest.units, &units) {
-            let word = |frozen| if frozen { "frozen" } else { "trained" }.to_owned();
-            return mismatch(&format!("parameter {name}"), word(saved), word(!saved));
+        let (saved, wanted) = (parameters(&self.manifest.units), parameters(&units));
+        let [of_saved, of_wanted] =
+            [&saved, &wanted].map(|all| all.iter().copied().collect::<HashMap<_, _>>());
+        let pairs = || {
+            let names = saved.iter().chain(&wanted).map(|(name, _)| *name);
+            names.map(|name| (name, of_saved.get(name), of_wanted.get(name)))
+        };
+        for (name, saved, wanted) in pairs() {
+            let (Some((_, saved)), Some((_, wanted))) = (saved, wanted) else { continue };
+            if saved != wanted {
+                let word = |frozen: &bool| if *frozen { "frozen" } else { "trained" }.to_owned();
+                return Err(self.mismatch(format!("parameter {name}"), word(saved), word(wanted)));
+            }
         }
-        let (wanted, saved) = (flat(&units), flat(&self.manifest.units));
-        let differs = (0..saved.len().max(wanted.len())).find(|&index| saved.get(index) != wanted.get(index));
-        if let Some(index) = differs {
-            let show = |list: &[String]| list.get(index).cloned().unwrap_or_else(|| "none".into());
-            let of_checkpoint =
-                self.manifest.config.pointer("/ulysses/model").and_then(|model| model.as_str());
-            let model =
-                of_checkpoint.map_or_else(String::new, |model| format!(" (resume with its own, {model})"));
-            let what = format!("parameter {index} of `ulysses.model`{model}");
-            return mismatch(&what, show(&saved), show(&wanted));
-        }
-        if units.len() != self.manifest.units.len() {
-            let (saved, wanted) = (self.manifest.units.len(), units.len());
-            return mismatch("the number of units of `ulysses.model`", saved.to_string(), wanted.to_string());
+        if let Some((name, saved, wanted)) = pairs().find(|(_, saved, wanted)| saved != wanted) {
+            let model = self.manifest.config.pointer("/ulysses/model").and_then(|model| model.as_str());
+            let own = model.map_or_else(String::new, |model| format!(" (resume with its own, {model})"));
+            let show = |parameter: Option<&(&[usize], bool)>| {
+                parameter.map_or_else(|| "missing".to_owned(), |(shape, _)| format!("{shape:?}"))
+            };
+            let what = format!("parameter {name} of `ulysses.model`{own}");
+            return Err(self.mismatch(what, show(saved), show(wanted)));
         }
         if self.manifest.kinds != kinds {
             let saved = self.manifest.kinds.join(", ");
-            return mismatch("the optimizer state (`optimizer.type`)", saved, kinds.join(", "));
+            let what = "the optimizer state (`optimizer.type`)".to_owned();
+            return Err(self.mismatch(what, saved, kinds.join(", ")));
         }
         Ok(())
     }
 
-    /// Returns the indices of the files with the elements `range` of `(unit, kind)`. Units and kinds that the checkpoint
-    /// lacks have none.
-    pub fn files_with(manifest: &Manifest, ranges: &[((usize, usize), Range<usize>)]) -> BTreeSet<usize> {
-        let layouts = manifest.layouts();
-        let partitions = |(at, range): &((usize, usize), Range<usize>)| {
-            let size = layouts.get(at.0).map_or(1, FlatLayout::partition_numel).max(1);
-            range.start / size..range.end.div_ceil(size)
-        };
-        let is_in = |file: &FileEntry, item: &((usize, usize), Range<usize>)| {
-            manifest.kinds.get(item.0.1) == Some(&file.kind)
-                && item.0.0 < layouts.len()
-                && partitions(item).contains(&file.partition)
-        };
-        let files = manifest.files.iter().enumerate();
-        files
-            .filter(|(_, file)| ranges.iter().any(|item| is_in(file, item)))
-            .map(|(index, _)| index)
-            .collect()
+    fn mismatch(&self, what: String, saved: String, wanted: String) -> CheckpointError {
+        CheckpointError::Mismatch { path: self.dir.clone(), what, saved, wanted }
+    }
+
+    /// Returns the indices of the files with elements of flat buffers: their layout in this run, the kind of state, the range.
+    /// Parameters and kinds that the checkpoint lacks have none.
+    pub fn files_with(manifest: &Manifest, ranges: &[(&FlatLayout, usize, Range<usize>)]) -> BTreeSet<usize> {
+        let stored = StoredLayouts::new(manifest);
+        let mut files = HashSet::new();
+        for (layout, kind, range) in ranges {
+            let Some(kind) = manifest.kinds.get(*kind) else { continue };
+            for piece in stored.find(layout, range.clone()).unwrap_or_default() {
+                files.extend(stored.cut(&piece).map(|(part, ..)| (kind, part)));
+            }
+        }
+        let entries = manifest.files.iter().enumerate();
+        let needed = entries.filter(|(_, file)| files.contains(&(&file.kind, file.part())));
+        needed.map(|(index, _)| index).collect()
     }
 
     /// Returns a reader of the tensors, which opens files on demand.
@@ -153,54 +151,49 @@ impl Checkpoint {
     }
 }
 
-/// Returns the first parameter that is frozen on one side only, and whether it is frozen in `saved`.
-fn differently_frozen<'a>(saved: &'a [UnitEntry], wanted: &'a [UnitEntry]) -> Option<(&'a str, bool)> {
-    let flat = |units: &'a [UnitEntry]| {
-        let of_unit = |unit: &'a UnitEntry| unit.parameters.iter().map(|p| (p.name.as_str(), unit.frozen));
-        units.iter().flat_map(of_unit)
-    };
-    let wanted: HashMap<_, _> = flat(wanted).collect();
-    flat(saved).find(|(name, frozen)| wanted.get(name).is_some_and(|wanted| wanted != frozen))
+/// Returns the name of every parameter, its whole shape, and whether it is frozen.
+fn parameters(units: &[UnitEntry]) -> Vec<(&str, (&[usize], bool))> {
+    let of_units = units.iter().flat_map(|unit| unit.parameters.iter().map(|p| (p, unit.frozen)));
+    of_units.map(|(p, frozen)| (p.name.as_str(), (p.shape.as_slice(), frozen))).collect()
 }
 
-/// A reader of ranges of a checkpoint's flat buffers, across partitions.
+/// A reader of ranges of flat buffers, from wherever the checkpoint has their elements.
 #[derive(Debug)]
 pub struct Reader<'a> {
     checkpoint: &'a Checkpoint,
-    /// Open files by (index of the kind, partition).
-    files: HashMap<(usize, usize), StateFile>,
+    /// Open files by index of the kind and part.
+    files: HashMap<(usize, CheckpointPart), StateFile>,
 }
 
 impl Reader<'_> {
-    /// Reads elements `range` of a unit's flat buffer, without padding.
+    /// Reads one kind of state of the elements `range`, without padding, of a flat buffer with the given layout. The
+    /// parameters may be divided into buffers, partitions and shards in another way than in the checkpoint.
     ///
     /// It reads only these bytes and the headers of the files.
     ///
     /// # Errors
-    /// Fails if a file cannot be read or does not match the manifest.
+    /// Fails if a file cannot be read or does not match the manifest, or the checkpoint has no such parameter.
     ///
     /// # Panics
-    /// Panics if the unit or kind does not exist, or the length of `out` is not that of `range`.
+    /// Panics if the kind does not exist, or the length of `out` is not that of `range`.
     pub fn read(
         &mut self,
-        (unit, kind): (usize, usize),
+        layout: &FlatLayout,
+        kind: usize,
         range: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), CheckpointError> {
         assert_eq!(range.len(), out.len(), "the range fills the output");
-        let layout = &self.checkpoint.layouts[unit];
-        let mut start = range.start;
-        while start < range.end {
-            let partition = start / layout.partition_numel();
-            let available = layout.partition(partition);
-            let end = range.end.min(available.end);
-            let part = &mut out[start - range.start..end - range.start];
-            self.state_file(kind, partition)?.read(
-                layout.name(),
-                start - available.start..end - available.start,
-                part,
-            )?;
-            start = end;
+        let checkpoint = self.checkpoint;
+        let pieces = checkpoint.stored.find(layout, range).map_err(|parameter| {
+            let wanted = format!("{:?}", parameter.whole_shape());
+            checkpoint.mismatch(format!("parameter {}", parameter.name), "another one".into(), wanted)
+        })?;
+        for piece in pieces {
+            let unit = checkpoint.stored.tp_rank(piece.tp_rank)[piece.unit].name();
+            for (part, elements, target) in checkpoint.stored.cut(&piece) {
+                self.state_file(kind, part)?.read(unit, elements, &mut out[target])?;
+            }
         }
         Ok(())
     }
@@ -212,23 +205,28 @@ impl Reader<'_> {
     ///
     /// # Panics
     /// Panics if the unit, kind or parameter does not exist.
-    pub fn parameter(&mut self, at: (usize, usize), parameter: usize) -> Result<Vec<f32>, CheckpointError> {
-        let range = self.checkpoint.layouts[at.0].parameters()[parameter].range();
+    pub fn parameter(
+        &mut self,
+        (unit, kind): (usize, usize),
+        parameter: usize,
+    ) -> Result<Vec<f32>, CheckpointError> {
+        let layout = &self.checkpoint.layouts[unit];
+        let range = layout.parameters()[parameter].range();
         let mut elements = vec![0.0; range.len()];
-        self.read(at, range, &mut elements)?;
+        self.read(layout, kind, range, &mut elements)?;
         Ok(elements)
     }
 
-    fn state_file(&mut self, kind: usize, partition: usize) -> Result<&mut StateFile, CheckpointError> {
-        let Checkpoint { dir, manifest, layouts } = self.checkpoint;
-        match self.files.entry((kind, partition)) {
+    fn state_file(&mut self, kind: usize, part: CheckpointPart) -> Result<&mut StateFile, CheckpointError> {
+        let Checkpoint { dir, manifest, stored, .. } = self.checkpoint;
+        match self.files.entry((kind, part)) {
             std::collections::hash_map::Entry::Occupied(open) => Ok(open.into_mut()),
             std::collections::hash_map::Entry::Vacant(vacant) => {
-                let name = super::file_name(&manifest.kinds[kind], partition, manifest.num_partitions);
+                let name = manifest.file_name(&manifest.kinds[kind], part);
                 let Some(entry) = manifest.files.iter().find(|file| file.name == name) else {
-                    unreachable!("a valid manifest has a file for every partition and kind")
+                    unreachable!("a valid manifest has a file for every part and kind")
                 };
-                Ok(vacant.insert(StateFile::open(dir, manifest, layouts, entry)?))
+                Ok(vacant.insert(StateFile::open(dir, manifest, stored, entry)?))
             }
         }
     }

@@ -1,17 +1,20 @@
 //! `manifest.json`: the metadata of a checkpoint, with the hash of every file.
 
+use super::parameter_table::UnitEntry;
 use super::{CheckpointError, EvaluationSummary};
 use crate::model::HfSource;
 use crate::regular_file;
-use crate::zero::FlatLayout;
+use crate::zero::{CheckpointPart, FlatLayout};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
+use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
-/// The format version that is written, and the newest that can be read.
-pub const FORMAT_VERSION: u64 = 1;
+/// The newest format version that can be read. A checkpoint has the oldest that describes it
+/// ([`MeshSizes::format_version`]).
+pub const FORMAT_VERSION: u64 = 2;
 
 /// Name of the manifest within a checkpoint's directory.
 pub const MANIFEST: &str = "manifest.json";
@@ -25,7 +28,7 @@ const HASH_LINE: &str = ",\n  \"blake3\": \"";
 /// The metadata of a checkpoint: everything but the tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Format version; this version writes [`FORMAT_VERSION`].
+    /// Format version, at most [`FORMAT_VERSION`].
     pub format_version: u64,
     /// Id of the run, which resumed runs share.
     pub run_id: String,
@@ -51,7 +54,7 @@ pub struct Manifest {
     pub kinds: Vec<String>,
     /// The parameter table.
     pub units: Vec<UnitEntry>,
-    /// The files, one per partition and kind.
+    /// The files, one per kind, partition and rank along tp.
     pub files: Vec<FileEntry>,
 }
 
@@ -62,6 +65,31 @@ pub struct MeshSizes {
     pub dp: usize,
     /// Sequence-parallel size.
     pub sp: usize,
+    /// Tensor-parallel size.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub tp: usize,
+}
+
+impl MeshSizes {
+    /// The format version of checkpoints of this mesh: version 2 has parameters in shards.
+    pub fn format_version(self) -> u64 {
+        if self.tp > 1 { 2 } else { 1 }
+    }
+}
+
+impl fmt::Display for MeshSizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "dp {} × sp {}", self.dp, self.sp)?;
+        if self.tp > 1 { write!(f, " × tp {}", self.tp) } else { Ok(()) }
+    }
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(number: &usize) -> bool {
+    *number == 1
 }
 
 /// Training progress: the state besides the tensors that a run needs to resume.
@@ -123,60 +151,33 @@ pub struct LossScalerState {
     pub hysteresis: u64,
 }
 
-/// A unit: parameters stored consecutively in one flat buffer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct UnitEntry {
-    /// Name of the unit, and of its tensor in every file.
-    pub name: String,
-    /// Parameters in buffer order.
-    pub parameters: Vec<ParameterEntry>,
-    /// Whether the unit is frozen. A frozen unit has only the first kind, `parameters`.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub frozen: bool,
-}
-
-/// A parameter within its unit.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ParameterEntry {
-    /// Full name.
-    pub name: String,
-    /// Shape.
-    pub shape: Vec<usize>,
-    /// Offset in the unit's flat buffer, in elements.
-    pub offset: usize,
-}
-
 /// A file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// File name: see [`file_name`].
+    /// File name: see [`Manifest::file_name`].
     pub name: String,
     /// Kind of state.
     pub kind: String,
     /// Index of the partition.
     pub partition: usize,
+    /// Rank along tp.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub tp_rank: usize,
     /// Size in bytes.
     pub bytes: u64,
     /// BLAKE3 hash of the content, in lower-case hexadecimal.
     pub blake3: String,
 }
 
-/// Returns the name of the file of one kind and partition.
-pub fn file_name(kind: &str, partition: usize, num_partitions: usize) -> String {
-    format!("{kind}.{partition:05}-of-{num_partitions:05}.safetensors")
+impl FileEntry {
+    /// The part of the state that it has.
+    pub fn part(&self) -> CheckpointPart {
+        CheckpointPart { partition: self.partition, tp_rank: self.tp_rank }
+    }
 }
 
-impl UnitEntry {
-    /// Returns the entry of a unit.
-    pub fn of(layout: &FlatLayout) -> Self {
-        let entry = |p: &crate::zero::FlatParameter| ParameterEntry {
-            name: p.name.clone(),
-            shape: p.shape.clone(),
-            offset: p.offset,
-        };
-        let (name, frozen) = (layout.name().to_owned(), layout.is_frozen());
-        Self { name, parameters: layout.parameters().iter().map(entry).collect(), frozen }
-    }
+fn is_first(rank: &usize) -> bool {
+    *rank == 0
 }
 
 impl Manifest {
@@ -230,14 +231,18 @@ impl Manifest {
         Ok(format!("{body}{HASH_LINE}{}\"\n}}\n", blake3::hash(body.as_bytes()).to_hex()))
     }
 
-    /// Returns the layouts of the units, partitioned as in this checkpoint.
-    pub fn layouts(&self) -> Vec<FlatLayout> {
-        let layout = |unit: &UnitEntry| {
-            let parameters = unit.parameters.iter().map(|p| (p.name.clone(), p.shape.clone()));
-            let layout = FlatLayout::new(unit.name.clone(), parameters, self.num_partitions);
-            if unit.frozen { layout.frozen() } else { layout }
+    /// Returns the name of the file of one kind and part.
+    pub fn file_name(&self, kind: &str, CheckpointPart { partition, tp_rank }: CheckpointPart) -> String {
+        let shard = match self.mesh.tp {
+            1 => String::new(),
+            tp => format!(".tp-{tp_rank:02}-of-{tp:02}"),
         };
-        self.units.iter().map(layout).collect()
+        format!("{kind}.{partition:05}-of-{:05}{shard}.safetensors", self.num_partitions)
+    }
+
+    /// Returns the layouts of the units, with whole parameters.
+    pub fn layouts(&self) -> Vec<FlatLayout> {
+        self.units.iter().map(|unit| unit.layout(self.num_partitions)).collect()
     }
 
     /// Returns whether the unit has state of `kind`. Frozen units have only `parameters`.
@@ -262,46 +267,36 @@ impl Manifest {
         check_unique("kind", self.kinds.iter())?;
         check_unique("unit", self.units.iter().map(|unit| &unit.name))?;
         check_unique("parameter", self.units.iter().flat_map(|u| &u.parameters).map(|p| &p.name))?;
-        self.units.iter().try_for_each(UnitEntry::check)?;
+        if !(1..=crate::mesh::MAX_RANKS).contains(&self.mesh.tp) {
+            return Err(format!("tp of the mesh is {}; it must be at least 1", self.mesh.tp));
+        }
+        self.units.iter().try_for_each(|unit| unit.check(self.mesh.tp))?;
         self.check_files()
     }
 
-    /// Checks that there is exactly one file per partition and kind.
+    /// Checks that there is exactly one file per kind, partition and rank along tp.
     fn check_files(&self) -> Result<(), String> {
-        let found: HashSet<_> = self.files.iter().map(|file| (&file.kind, file.partition)).collect();
-        let of_partition = |partition| self.kinds.iter().map(move |kind| (kind, partition));
-        let mut expected = (0..self.num_partitions).flat_map(of_partition);
-        if let Some((kind, partition)) = expected.find(|file| !found.contains(file)) {
-            return Err(format!("no file for {kind} of partition {partition}"));
+        let found: HashSet<_> = self.files.iter().map(|file| (&file.kind, file.part())).collect();
+        let partitions = 0..self.num_partitions;
+        let parts = partitions.flat_map(|partition| {
+            (0..self.mesh.tp).map(move |tp_rank| CheckpointPart { partition, tp_rank })
+        });
+        let mut expected = parts.flat_map(|part| self.kinds.iter().map(move |kind| (kind, part)));
+        if let Some((kind, CheckpointPart { partition, tp_rank })) =
+            expected.find(|file| !found.contains(file))
+        {
+            let of_tp = if self.mesh.tp > 1 { format!(" of tp rank {tp_rank}") } else { String::new() };
+            return Err(format!("no file for {kind} of partition {partition}{of_tp}"));
         }
         for file in &self.files {
-            let exists = self.kinds.contains(&file.kind) && file.partition < self.num_partitions;
-            if !exists || file.name != file_name(&file.kind, file.partition, self.num_partitions) {
+            let exists = self.kinds.contains(&file.kind)
+                && file.partition < self.num_partitions
+                && file.tp_rank < self.mesh.tp;
+            if !exists || file.name != self.file_name(&file.kind, file.part()) {
                 return Err(format!("unexpected file {}", file.name));
             }
         }
         check_unique("file", self.files.iter().map(|file| &file.name))
-    }
-}
-
-impl UnitEntry {
-    /// Checks that parameters are contiguous and that their sizes do not overflow.
-    fn check(&self) -> Result<(), String> {
-        let mut offset = 0_usize;
-        for parameter in &self.parameters {
-            if parameter.offset != offset {
-                let (name, found) = (&parameter.name, parameter.offset);
-                return Err(format!("parameter {name} has offset {found}, expected {offset}"));
-            }
-            let numel = parameter.shape.iter().try_fold(1, |numel: usize, dim| numel.checked_mul(*dim));
-            offset = numel
-                .and_then(|numel| offset.checked_add(numel))
-                .filter(|&end| end < usize::MAX / 64)
-                .ok_or_else(|| {
-                format!("parameter {} is too large: shape {:?}", parameter.name, parameter.shape)
-            })?;
-        }
-        Ok(())
     }
 }
 

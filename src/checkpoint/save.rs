@@ -7,9 +7,10 @@
 use super::directory::{BEST, LATEST, StepDirectories};
 use super::manifest::{FileEntry, Manifest};
 use super::state_file::{StateFile, write_state_file};
+use super::stored_layouts::StoredLayouts;
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::zero::{StateSlice, ZeroError, ZeroOptimizer};
+use crate::zero::{CheckpointPart, StateSlice, ZeroError, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -56,8 +57,8 @@ pub struct Saver {
     group: Arc<dyn ProcessGroup>,
     directories: StepDirectories,
     options: SaveOptions,
-    /// The partition that this rank writes, if any.
-    partition: Option<usize>,
+    /// What this rank writes, if anything.
+    part: Option<CheckpointPart>,
     pending: Option<PendingSave>,
 }
 
@@ -86,8 +87,8 @@ impl Saver {
     /// Creates a saver for an existing `directory`, and removes partial checkpoints of earlier jobs. Collective.
     ///
     /// The job must hold the directory's lock. `group` has all ranks of the mesh and no other use; its first rank
-    /// creates and publishes directories. `partition` is the dp rank on ranks with sp rank 0, which write it, and
-    /// `None` on the others.
+    /// creates and publishes directories. `part` is what this rank writes
+    /// ([`ZeroGroups::written_part`](crate::zero::ZeroGroups::written_part)): each part has one writer.
     ///
     /// # Errors
     /// Fails if a partial checkpoint cannot be removed, or communication fails.
@@ -95,13 +96,13 @@ impl Saver {
         group: Arc<dyn ProcessGroup>,
         storage: Arc<dyn Storage>,
         directory: &Path,
-        partition: Option<usize>,
+        part: Option<CheckpointPart>,
         options: SaveOptions,
     ) -> Result<Self, CheckpointError> {
         let directories = StepDirectories { path: directory.to_owned(), storage };
         let cleaned = if group.rank() == 0 { directories.clean() } else { Ok(()) };
         all_or_refused(gather_results(&*group, &cleaned.map_err(|error| error.to_string()))?)?;
-        Ok(Self { group, directories, options, partition, pending: None })
+        Ok(Self { group, directories, options, part, pending: None })
     }
 
     /// Returns whether a save is in progress.
@@ -125,10 +126,10 @@ impl Saver {
         let (started, step) = (Instant::now(), manifest.progress.step);
         let begun = if self.group.rank() == 0 { self.directories.begin(step) } else { Ok(()) };
         self.all_or_abandon(step, gather_results(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
-        let work = match self.partition {
+        let work = match self.part {
             None => WriteState::Done(Ok(Vec::new())),
-            Some(partition) => {
-                let job = self.job(&manifest, partition);
+            Some(part) => {
+                let job = self.job(&manifest, part);
                 let parts = state_parts(state);
                 if self.options.background { spawn(job, &parts) } else { WriteState::Done(job.write(&parts)) }
             }
@@ -137,12 +138,12 @@ impl Saver {
         Ok(previous)
     }
 
-    fn job(&self, manifest: &Manifest, partition: usize) -> WriteJob {
+    fn job(&self, manifest: &Manifest, part: CheckpointPart) -> WriteJob {
         WriteJob {
             storage: self.directories.storage.clone(),
             dir: self.directories.unpublished(manifest.progress.step),
             manifest: manifest.clone(),
-            partition,
+            part,
             read_back: self.options.keep_last.is_some(),
         }
     }
@@ -225,12 +226,12 @@ impl Saver {
     }
 }
 
-/// A job that writes the files of one partition.
+/// A job that writes the files of one part.
 pub(super) struct WriteJob {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) dir: PathBuf,
     pub(super) manifest: Manifest,
-    pub(super) partition: usize,
+    pub(super) part: CheckpointPart,
     pub(super) read_back: bool,
 }
 
@@ -257,9 +258,10 @@ impl WriteJob {
 
     fn write_kind(&self, kind: &str, units: &[StateSlice]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
-        let entry = write_state_file(&*self.storage, dir, manifest, (kind, self.partition), units)?;
+        let layouts = StoredLayouts::new(manifest);
+        let entry = write_state_file(&*self.storage, dir, (manifest, &layouts), (kind, self.part), units)?;
         if self.read_back {
-            StateFile::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
+            StateFile::open(dir, manifest, &layouts, &entry)?.verify(&entry)?;
         }
         Ok(entry)
     }
@@ -276,7 +278,7 @@ fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
         Ok(copies) => copies,
         Err(error) => return WriteState::Done(Err(ZeroError::to_string(&error))),
     };
-    let name = format!("checkpoint-{}", job.partition);
+    let name = format!("checkpoint-{}", job.part.partition);
     let run = move || {
         let outcome = job.write(&copies);
         (copies, outcome)
@@ -287,11 +289,9 @@ fn spawn(job: WriteJob, parts: &PartitionState) -> WriteState {
     }
 }
 
-/// Returns this rank's partition, without copying.
+/// Returns what this rank writes of its partition, without copying.
 pub(super) fn state_parts(state: &ZeroOptimizer) -> PartitionState {
-    let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
-    let of_kind = |kind| (0..units).filter_map(move |unit| state.state_part(unit, kind));
-    (0..kinds).map(|kind| of_kind(kind).collect()).collect()
+    (0..state.state_kinds().len()).map(|kind| state.saved_parts(kind).collect()).collect()
 }
 
 /// All-gathers the ranks' results.

@@ -1,11 +1,12 @@
 //! The safetensors files of a checkpoint: sequential writes, and reads of ranges.
 
 use super::header::Header;
-use super::manifest::{FileEntry, Manifest, file_name};
+use super::manifest::{FileEntry, Manifest};
+use super::stored_layouts::StoredLayouts;
 use super::{CheckpointError, Storage, StorageFile};
 use crate::regular_file;
 use crate::safetensors_file::{CHUNK_BYTES, read_elements};
-use crate::zero::{FlatLayout, StateSlice};
+use crate::zero::{CheckpointPart, FlatLayout, StateSlice};
 use candle_core::Device;
 use safetensors::Dtype;
 use std::fs::File;
@@ -83,23 +84,30 @@ impl TensorFileWriter {
     }
 }
 
-/// Returns the header of the file of one kind and partition.
+/// Returns the header of the file of one kind and part.
 ///
 /// It has one tensor per unit, under the unit's name: its elements in the partition, without padding. Units without
-/// elements are omitted, as are frozen units in files of optimizer state.
-pub(super) fn expected_header(
+/// elements are omitted, as are frozen units in files of optimizer state, and at all ranks of tp but the first the units that
+/// are not sharded.
+fn expected_header(
     manifest: &Manifest,
-    layouts: &[FlatLayout],
+    layouts: &StoredLayouts,
     kind: &str,
-    partition: usize,
+    CheckpointPart { partition, tp_rank }: CheckpointPart,
 ) -> Header {
+    let mut name = format!("{partition} of {}", manifest.num_partitions);
+    if manifest.mesh.tp > 1 {
+        name += &format!(", tp rank {tp_rank} of {}", manifest.mesh.tp);
+    }
     let mut header = Header::new([
         ("run_id", manifest.run_id.clone()),
         ("step", manifest.progress.step.to_string()),
         ("kind", kind.to_owned()),
-        ("partition", format!("{partition} of {}", manifest.num_partitions)),
+        ("partition", name),
     ]);
-    for layout in layouts.iter().filter(|layout| manifest.has(layout, kind)) {
+    let is_stored =
+        |layout: &&FlatLayout| manifest.has(layout, kind) && (tp_rank == 0 || layout.is_sharded());
+    for layout in layouts.tp_rank(tp_rank).iter().filter(is_stored) {
         let elements = layout.unpadded(layout.partition(partition)).len();
         if elements > 0 {
             header.push(layout.name(), Dtype::F32, vec![elements]);
@@ -108,16 +116,16 @@ pub(super) fn expected_header(
     header
 }
 
-/// Writes the file of one kind and partition.
+/// Writes the file of one kind and part.
 pub(super) fn write_state_file(
     storage: &dyn Storage,
     dir: &Path,
-    manifest: &Manifest,
-    (kind, partition): (&str, usize),
+    (manifest, layouts): (&Manifest, &StoredLayouts),
+    (kind, part): (&str, CheckpointPart),
     units: &[StateSlice],
 ) -> Result<FileEntry, CheckpointError> {
-    let name = file_name(kind, partition, manifest.num_partitions);
-    let header = expected_header(manifest, &manifest.layouts(), kind, partition);
+    let name = manifest.file_name(kind, part);
+    let header = expected_header(manifest, layouts, kind, part);
     let mut file = TensorFileWriter::create(storage, dir.join(&name), &header)?;
     for unit in units {
         // One unit at a time, as offloaded state is read from a file.
@@ -132,7 +140,8 @@ pub(super) fn write_state_file(
         written.map_err(std::io::Error::other).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
     let WrittenFile { bytes, blake3 } = file.finish()?;
-    Ok(FileEntry { name, kind: kind.to_owned(), partition, bytes, blake3 })
+    let CheckpointPart { partition, tp_rank } = part;
+    Ok(FileEntry { name, kind: kind.to_owned(), partition, tp_rank, bytes, blake3 })
 }
 
 /// An open file whose header matches the manifest.
@@ -149,7 +158,7 @@ impl StateFile {
     pub(super) fn open(
         dir: &Path,
         manifest: &Manifest,
-        layouts: &[FlatLayout],
+        layouts: &StoredLayouts,
         entry: &FileEntry,
     ) -> Result<Self, CheckpointError> {
         let path = dir.join(&entry.name);
@@ -158,7 +167,7 @@ impl StateFile {
             return Err(CheckpointError::FileSize { path, expected: entry.bytes, found });
         }
         let (header, data_start) = Header::read(&mut file, found, &path)?;
-        header.check(&expected_header(manifest, layouts, &entry.kind, entry.partition), &path)?;
+        header.check(&expected_header(manifest, layouts, &entry.kind, entry.part()), &path)?;
         let expected = data_start + header.data_bytes() as u64;
         if found != expected {
             return Err(CheckpointError::FileSize { path, expected, found });

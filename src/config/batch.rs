@@ -1,5 +1,7 @@
 //! The batch sizes: `train_batch_size = micro × accumulation × dp`.
 
+use super::mesh_shape::MeshShape;
+
 /// The three batch sizes; any two of them determine the third.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSizes {
@@ -59,13 +61,13 @@ pub enum BatchError {
 
 impl BatchError {
     /// Adds the mesh whose dp the sizes need, on a mesh whose dp nothing sets.
-    pub(super) fn with_unset_dp(self, sp: usize) -> Self {
+    pub(super) fn with_unset_dp(self, mesh: MeshShape) -> Self {
         match self {
             Self::Contradiction { train, micro, accumulation, dp, .. }
                 if train.is_multiple_of(micro * accumulation) =>
             {
-                let mesh = Some(format!("{}x{sp}", train / (micro * accumulation)));
-                Self::Contradiction { train, micro, accumulation, dp, mesh }
+                let mesh = MeshShape { dp: train / (micro * accumulation), ..mesh };
+                Self::Contradiction { train, micro, accumulation, dp, mesh: Some(mesh.notation()) }
             }
             other => other,
         }

@@ -3,6 +3,7 @@
 use super::define::words::{choice, count, index, number, section};
 use super::define::{Keys, choices, keys, section_keys};
 use super::error::ConfigError;
+use super::mesh_shape::MeshShape;
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
@@ -145,7 +146,7 @@ impl Config {
 
     /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
-        self.mesh.dp_size * self.mesh.sp_size
+        self.mesh.dp_size * self.mesh.ranks_per_sequence()
     }
 
     /// Returns how the sp ranks share each sequence. A ring that does not divide sp counts as none.
@@ -165,10 +166,10 @@ impl Config {
     /// # Errors
     /// When a hybrid mesh does not fit the hosts.
     pub fn placed_mesh(&self, hosts: Option<&RankHosts>) -> Result<PlacedMesh, MeshError> {
-        let sizes = (self.mesh.dp_size, self.mesh.sp_size);
-        let has_sizes =
-            |spec: &&MeshSpec| spec.training_shape().is_ok_and(|shape| (shape.dp, shape.sp) == sizes);
-        PlacedMesh::new(sizes, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
+        let has_sizes = |spec: &&MeshSpec| {
+            spec.training_shape().is_ok_and(|shape| MeshShape::from(shape) == self.mesh.shape())
+        };
+        PlacedMesh::new(self.mesh.row_major()?, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
     }
 
     /// Returns whether ZeRO's shard size divides `dp`; training requires it.
@@ -196,6 +197,11 @@ impl Config {
     /// Returns whether the exchange of head chunks overlaps with their attention.
     pub fn overlaps_exchange(&self) -> bool {
         self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.seq_sharding().ulysses_size > 1
+    }
+
+    /// Returns whether ZeRO can partition over sp too: sp has ranks, and there is no tensor parallelism.
+    pub fn can_partition_over_sp(&self) -> bool {
+        self.mesh.sp_size > 1 && self.mesh.tp_size == 1
     }
 
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
@@ -248,14 +254,16 @@ impl Config {
             return None;
         }
         let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
+        let of_tp = if self.mesh.tp_size > 1 { " of its tp rank" } else { "" };
         let remedy = match self.mesh.sp_size {
+            _ if self.mesh.tp_size > 1 => "partition it over more dp ranks".to_owned(),
             1 => "set a shard size > 1 (`zero_optimization.mics_shard_size`)".to_owned(),
             sp => format!(
                 "set --zero-partition-axes dp,sp (`ulysses.zero_partition_axes`) to partition it over the {sp} sp ranks"
             ),
         };
         Some(format!(
-            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state; {remedy}"
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state{of_tp}; {remedy}"
         ))
     }
 

@@ -61,7 +61,7 @@ pub use config::{Config, LossNormalization, ResolvedAuto};
 pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
 pub use error::ConfigError;
 pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
-pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
+pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
 pub use overrides::Overrides;
 pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;

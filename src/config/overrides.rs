@@ -1,6 +1,7 @@
 //! The command-line flags that override the file.
 
 use super::error::ConfigError;
+use super::mesh_shape::MeshShape;
 use super::sections::data::{DataSource, Packing};
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::ulysses::UlyssesConfig;
@@ -9,8 +10,8 @@ use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
 /// Values of command-line flags. Flags override the file; sizes of a mesh that differ are noted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
-    /// `--mesh`: the sizes of (dp, sp).
-    pub mesh: Option<(usize, usize)>,
+    /// `--mesh`: the sizes.
+    pub mesh: Option<MeshShape>,
     /// `--mesh`: the size of the ring, if sp is given as `ring` and `ulysses`.
     pub ring_size: Option<usize>,
     /// `--mesh`: the resolved mesh, if it gives the ranks an order.
@@ -51,9 +52,9 @@ pub struct Overrides {
 impl Overrides {
     /// Sets all that `--mesh` gives.
     pub fn with_mesh(self, mesh: &StatedMesh) -> Self {
-        let TrainingShape { dp, sp, ring_size, shard_size } = mesh.shape;
+        let TrainingShape { ring_size, shard_size, .. } = mesh.shape;
         let (layout, preset) = (mesh.layout(), mesh.preset);
-        Self { mesh: Some((dp, sp)), ring_size, layout, preset, shard_size, ..self }
+        Self { mesh: Some(mesh.shape.into()), ring_size, layout, preset, shard_size, ..self }
     }
 
     /// Applies the flags to the section that they override.
@@ -92,7 +93,7 @@ impl Overrides {
             }
             _ => Ok(()),
         };
-        at_least_1("mesh", self.mesh.map(|(dp, sp)| dp.min(sp) as u64))?;
+        at_least_1("mesh", self.mesh.map(|MeshShape { dp, sp, tp }| dp.min(sp).min(tp) as u64))?;
         at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
         at_least_1("steps", self.steps)?;
         at_least_1("epochs", self.epochs)?;

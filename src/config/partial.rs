@@ -4,7 +4,7 @@ use super::auto::TOTAL_NUM_STEPS;
 use super::batch::BatchError;
 use super::config::Config;
 use super::error::ConfigError;
-use super::mesh_shape::MeshShapeError;
+use super::mesh_shape::{MeshShape, MeshShapeError, StatedSize};
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use serde_json::{Value, json};
@@ -71,7 +71,7 @@ impl RawConfig {
         error: ConfigError,
     ) -> Result<UnresolvedValue, ConfigError> {
         let knows_dp =
-            overrides.mesh.is_some() || !self.dp_sizes.is_empty() || self.config.ulysses.mesh.is_some();
+            overrides.mesh.is_some() || !self.sizes.dp.is_empty() || self.config.ulysses.mesh.is_some();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
                 self.decays_to_last_step = false;
@@ -102,11 +102,12 @@ impl RawConfig {
     }
 
     fn assume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> UnresolvedValue {
-        let sp = self.sp_sizes.first().map_or(1, |stated| stated.size);
-        overrides.mesh = Some((dp, sp));
+        let size = |stated: &[StatedSize]| stated.first().map_or(1, |stated| stated.size);
+        let mesh = MeshShape { dp, sp: size(&self.sizes.sp), tp: size(&self.sizes.tp) };
+        overrides.mesh = Some(mesh);
         UnresolvedValue {
             key: "data_parallel_size",
-            needs: format!("--mesh: {why} dp {dp}, such as {dp}x{sp}"),
+            needs: format!("--mesh: {why} dp {dp}, such as {}", mesh.notation()),
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::config::{Config, LossNormalization, root};
 use super::define::Keys;
 use super::error::ConfigError;
-use super::mesh_shape::StatedSize;
+use super::mesh_shape::{StatedSize, StatedSizes};
 use super::reader::{Excerpt, Position, Remarks, Report, Section, check, parse_file, read, without_comments};
 use super::rule_keys;
 use super::sections::checkpoint::CheckpointConfig;
@@ -27,8 +27,8 @@ pub struct RawConfig {
     pub(super) gradient_accumulation_steps: Option<usize>,
     /// The position of the flag that sets one of the three, or of the first one in the file.
     pub(super) batch_place: Option<(Position, Excerpt)>,
-    pub(super) dp_sizes: Vec<StatedSize>,
-    pub(super) sp_sizes: Vec<StatedSize>,
+    /// The mesh sizes, where the file states them.
+    pub(super) sizes: StatedSizes,
     /// ZeRO's shard sizes, where the file states them.
     pub(super) shard_sizes: Vec<StatedSize>,
     /// Whether the learning-rate decay ends with the run.
@@ -134,6 +134,11 @@ impl RawConfig {
         self.gradient_accumulation_steps
     }
 
+    /// Returns the size of tp that the file states first, if any.
+    pub fn tensor_parallel_size(&self) -> Option<usize> {
+        self.sizes.tp.first().map(|stated| stated.size)
+    }
+
     /// Returns the config for one batch of `batch_size` sequences, in `accumulation` forward passes on any mesh: the batch
     /// and mesh sizes of the file are dropped.
     #[must_use]
@@ -144,8 +149,7 @@ impl RawConfig {
             micro_batch_size: None,
             gradient_accumulation_steps: Some(accumulation),
             batch_place: None,
-            dp_sizes: Vec::new(),
-            sp_sizes: Vec::new(),
+            sizes: StatedSizes::default(),
             ..raw
         }
     }
@@ -158,11 +162,12 @@ impl RawConfig {
     /// Returns the config without sp and ZeRO's shard size, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
-        Self { shard_sizes: Vec::new(), sp_sizes: Vec::new(), ..self.without_mesh() }
+        let mut raw = Self { shard_sizes: Vec::new(), ..self.without_mesh() };
+        raw.sizes.sp.clear();
+        raw
     }
 
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
-        let (dp_sizes, sp_sizes) = stated_sizes(root);
         let batch = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
         let stated = batch.iter().filter(|key| !root.is_auto(key)).filter_map(|key| root.range(key));
         // A flag is more likely to be wrong than the file that it changes.
@@ -175,8 +180,7 @@ impl RawConfig {
             micro_batch_size: root.count(batch[1]).or(micro_batch_of_trainer(root)),
             gradient_accumulation_steps: root.count(batch[2]),
             batch_place: batch_range.map(|range| report.place(range)),
-            dp_sizes,
-            sp_sizes,
+            sizes: stated_sizes(root),
             shard_sizes: stated_shard_sizes(&root.section("zero_optimization")),
             decays_to_last_step: root.section("scheduler").section("params").is_auto("total_num_steps"),
             names_gradient_clipping: root.names("gradient_clipping"),

@@ -4,7 +4,7 @@ use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::config::Config;
 use super::error::ConfigError;
-use super::mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
+use super::mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
@@ -40,19 +40,19 @@ impl RawConfig {
         // `--mesh` replaces sizes of the file; an equal mesh of the file keeps its order of ranks.
         let replaced = self.sizes_that_flags_replace(stated.as_ref(), overrides);
         if let Some(flag) = overrides.mesh {
-            stated = stated.filter(|stated| (stated.shape.dp, stated.shape.sp) == flag);
+            stated = stated.filter(|stated| MeshShape::from(stated.shape) == flag);
         }
         let is_of_rule = applied_rule.is_some();
         let mesh = self.resolve_mesh(stated.as_ref(), is_of_rule, overrides)?;
         self.check_preset(stated.as_ref(), is_of_rule, overrides)?;
         let mut config = self.config.clone();
-        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
+        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp, tp_size: mesh.tp };
         config.zero.mics_shard_size =
             self.stated_shard_size(mesh.dp, stated.as_ref(), is_of_rule, overrides)?;
         let is_dp_set = stated.is_some()
             || overrides.mesh.is_some()
             || overrides.world_size.is_some()
-            || !self.dp_sizes.is_empty();
+            || !self.sizes.dp.is_empty();
         let batch = self.resolve_batch(mesh, is_dp_set)?;
         config.train_batch_size = batch.train;
         config.micro_batch_size = batch.micro;
@@ -67,13 +67,14 @@ impl RawConfig {
         config.notes.extend(replaced.into_iter().map(Note::warning));
         config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
         config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
-        if self.has_deepspeeds_axes(applied_rule.as_ref()) {
+        if mesh.tp == 1 && self.has_deepspeeds_axes(applied_rule.as_ref()) {
             config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
             config.notes.push(Note::info(
                 "the file sets `sequence_parallel_size`, but neither `mesh_param` nor `data_parallel_size`: ZeRO partitions \
                  over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
             ));
         }
+        self.check_tensor_parallelism(&config)?;
         config.notes.extend(config.communication_note().map(Note::warning));
         config.scheduler = self.resolve_scheduler(&config.ulysses)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
@@ -89,7 +90,7 @@ impl RawConfig {
     /// dp and sp: by the size of sp alone. DeepSpeed's shard sizes count ranks of both axes, so one excludes it.
     fn has_deepspeeds_axes(&self, applied_rule: Option<&AppliedRule>) -> bool {
         let is_partitioned = self.config.zero.stage.partitions_optimizer();
-        let is_sp_alone = matches!(self.sp_sizes[..], [sp] if sp.size > 1) && self.dp_sizes.is_empty();
+        let is_sp_alone = matches!(self.sizes.sp[..], [sp] if sp.size > 1) && self.sizes.dp.is_empty();
         is_partitioned
             && is_sp_alone
             && self.shard_sizes.is_empty()
@@ -98,17 +99,13 @@ impl RawConfig {
             && !self.names_partition_axes
     }
 
-    fn resolve_batch(
-        &self,
-        MeshShape { dp, sp, .. }: MeshShape,
-        is_dp_set: bool,
-    ) -> Result<BatchSizes, ConfigError> {
+    fn resolve_batch(&self, mesh: MeshShape, is_dp_set: bool) -> Result<BatchSizes, ConfigError> {
         let (train, micro) = (self.train_batch_size, self.micro_batch_size);
-        BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, dp).map_err(|reason| {
+        BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, mesh.dp).map_err(|reason| {
             ConfigError::Batch {
                 file: self.file.clone(),
                 place: self.batch_place.clone().map(Box::new),
-                reason: Box::new(if is_dp_set { reason } else { reason.with_unset_dp(sp) }),
+                reason: Box::new(if is_dp_set { reason } else { reason.with_unset_dp(mesh) }),
             }
         })
     }
@@ -130,17 +127,17 @@ impl RawConfig {
 
     /// Returns a note on each size of the file that `--mesh` replaces.
     fn sizes_that_flags_replace(&self, stated: Option<&StatedMesh>, overrides: &Overrides) -> Vec<String> {
-        let Some((dp, sp)) = overrides.mesh else { return Vec::new() };
-        let stated = stated.map(|stated| (stated.shape.dp, stated.shape.sp));
-        let of_mesh = |size: fn((usize, usize)) -> usize| {
-            stated.map(|sizes| StatedSize { size: size(sizes), origin: self.origin_of_stated(false) })
-        };
-        let dps = self.dp_sizes.iter().copied().chain(of_mesh(|(dp, _)| dp)).map(|stated| ("dp", stated, dp));
-        let sps = self.sp_sizes.iter().copied().chain(of_mesh(|(_, sp)| sp)).map(|stated| ("sp", stated, sp));
-        let differing = dps.chain(sps).filter(|(_, stated, flag)| stated.size != *flag);
-        differing
-            .map(|(axis, stated, flag)| format!("--mesh sets {axis} {flag} instead of {stated}"))
-            .collect()
+        let Some(MeshShape { dp, sp, tp }) = overrides.mesh else { return Vec::new() };
+        let mut sizes = self.sizes.clone();
+        if let Some(stated) = stated {
+            sizes.add(stated.shape.into(), self.origin_of_stated(false));
+        }
+        let axes = [("dp", sizes.dp, dp), ("sp", sizes.sp, sp), ("tp", sizes.tp, tp)];
+        let replaced = axes.into_iter().flat_map(|(axis, sizes, flag)| {
+            let differing = sizes.into_iter().filter(move |stated| stated.size != flag);
+            differing.map(move |stated| format!("--mesh sets {axis} {flag} instead of {stated}"))
+        });
+        replaced.collect()
     }
 
     /// Returns `ulysses.mesh`, resolved for the job.
@@ -167,18 +164,41 @@ impl RawConfig {
         is_of_rule: bool,
         overrides: &Overrides,
     ) -> Result<MeshShape, ConfigError> {
-        let of_file = |sizes: &[StatedSize], stated: Option<usize>, flag: Option<usize>| -> Vec<_> {
-            let of_file = if is_of_rule || overrides.mesh.is_some() { &[] } else { sizes };
-            let origin = self.origin_of_stated(is_of_rule);
-            let stated = stated.map(|size| StatedSize { size, origin });
-            let flag = flag.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
-            of_file.iter().copied().chain(stated).chain(flag).collect()
-        };
-        let (shape, flag) = (stated.map(|stated| stated.shape), overrides.mesh);
-        let dp = of_file(&self.dp_sizes, shape.map(|shape| shape.dp), flag.map(|(dp, _)| dp));
-        let sp = of_file(&self.sp_sizes, shape.map(|shape| shape.sp), flag.map(|(_, sp)| sp));
-        MeshShape::resolve(&dp, &sp, overrides.world_size)
-            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+        let is_replaced = is_of_rule || overrides.mesh.is_some();
+        let mut sizes = if is_replaced { StatedSizes::default() } else { self.sizes.clone() };
+        if let Some(stated) = stated {
+            sizes.add(stated.shape.into(), self.origin_of_stated(is_of_rule));
+        }
+        if let Some(flag) = overrides.mesh {
+            sizes.add(flag, SizeOrigin::Flag);
+        }
+        MeshShape::resolve(&sizes, overrides.world_size).map_err(|reason| self.mesh_error(reason))
+    }
+
+    fn mesh_error(&self, reason: MeshShapeError) -> ConfigError {
+        ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) }
+    }
+
+    /// Refuses what does not support tensor parallelism.
+    fn check_tensor_parallelism(&self, config: &Config) -> Result<(), ConfigError> {
+        let tp = config.mesh.tp_size;
+        let key = |key: &str, is_set: bool| is_set.then(|| format!("`{key}`"));
+        let copies = config.checkpoint.as_ref().and_then(|checkpoint| checkpoint.memory_interval);
+        let shard_size = config.zero_shard_size().map(|size| format!("ZeRO's shard size, {size},"));
+        let spans_sp = config.zero_axes() == PartitionAxes::DpSp;
+        let features = [
+            (key("ulysses.flexible_sp", config.ulysses.flexible_sp), "set it to false"),
+            (key("ulysses.zero_partition_axes", spans_sp), "set it to [\"dp\"]"),
+            (shard_size, "remove it, so that ZeRO partitions over dp"),
+            (key("checkpoint.memory_interval", copies.is_some()), "remove it"),
+        ];
+        let refused = features.into_iter().find_map(|(feature, remedy)| Some((feature?, remedy)));
+        match refused.filter(|_| tp > 1) {
+            None => Ok(()),
+            Some((feature, remedy)) => {
+                Err(self.mesh_error(MeshShapeError::WithTensorParallelism { tp, feature, remedy }))
+            }
+        }
     }
 
     fn check_ring(&self, sp: usize, ulysses: &UlyssesConfig) -> Result<(), ConfigError> {
@@ -188,7 +208,7 @@ impl RawConfig {
             true if ulysses.flexible_sp && ring_size > 1 => MeshShapeError::FlexibleRing { ring_size },
             true => return Ok(()),
         };
-        Err(ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+        Err(self.mesh_error(reason))
     }
 
     /// Returns a note on `ulysses.ring_size`, if the mesh has another ring.
@@ -209,8 +229,7 @@ impl RawConfig {
         let stated = stated.map(|size| StatedSize { size, origin: self.origin_of_stated(is_of_rule) });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
         let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(stated).chain(flag).collect();
-        MeshShape::shard_size(&stated, dp)
-            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+        MeshShape::shard_size(&stated, dp).map_err(|reason| self.mesh_error(reason))
     }
 
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {

@@ -160,7 +160,7 @@ impl Engine {
             LossNormalization::Global => Ok(((self.scaler.scale() / self.loss_constant()) as f32, 1.0)),
             LossNormalization::MicroBatch => {
                 let valid =
-                    self.groups.sp.all_reduce_values(&[loss.valid_tokens() as f64], ReduceOp::Sum)?[0];
+                    self.groups.tokens().all_reduce_values(&[loss.valid_tokens() as f64], ReduceOp::Sum)?[0];
                 let micro_batches = self.config.mesh.dp_size * self.config.gradient_accumulation_steps;
                 let scale = if valid > 0.0 { 1.0 / (valid * micro_batches as f64) } else { 0.0 };
                 Ok(((scale * self.scaler.scale()) as f32, scale))

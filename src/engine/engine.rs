@@ -12,7 +12,8 @@ use super::times::{StepPhase, StepTimer, StepTimes, Timed};
 use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
 use crate::model::{Model, WeightSource};
-use crate::nn::TokenLayout;
+use crate::nn::{TensorRank, TokenExchange, TokenLayout};
+use crate::tensor_parallel::TensorParallel;
 use crate::zero::{ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -30,6 +31,8 @@ pub struct Engine {
     pub(super) groups: ZeroGroups,
     pub(super) global_rank: usize,
     pub(super) attention: BlockAttention,
+    /// The exchange of tokens, if there are tensor-parallel ranks.
+    pub(super) token_exchange: Option<Arc<dyn TokenExchange>>,
     pub(super) workspace: Arc<Workspace>,
     /// The last micro batch's, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
@@ -57,7 +60,7 @@ pub struct Engine {
 
 /// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
 /// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
-/// `groups` belong to a mesh with the axes `dp` and `sp`, and determine the device.
+/// `groups` belong to a mesh with the axes `dp` and `sp`, and `tp` if layers are divided, and determine the device.
 ///
 /// # Errors
 /// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
@@ -103,6 +106,12 @@ impl Engine {
             warn_about_candle_threads();
         }
         check_mesh(config, &groups)?;
+        let tp = groups.tensor.as_ref().map(|groups| &groups.tp);
+        let model = match tp {
+            Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
+            None => model,
+        };
+        let token_exchange = tp.map(|tp| Arc::new(TensorParallel::new(tp.clone())) as Arc<dyn TokenExchange>);
         let activation_offload = ActivationOffload::of(config, device)?;
         let zero =
             zero_optimizer(&model, weights, config, groups.clone(), storage(config, options.clone())?)?;
@@ -124,6 +133,7 @@ impl Engine {
             global_rank: groups.dp.global_ranks()[groups.dp.rank()],
             groups,
             attention,
+            token_exchange,
             workspace,
             token_layout: None,
             activation_offload,

@@ -173,6 +173,16 @@ pub enum EngineError {
         /// The first part of the model, in backward order, with a non-finite gradient.
         part: String,
     },
+    /// An sp rank has fewer tokens than tensor-parallel ranks that share them.
+    #[error(
+        "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: use longer sequences, or a smaller tp"
+    )]
+    TooFewTokens {
+        /// Tokens per sequence of an sp rank.
+        tokens: usize,
+        /// Number of ranks.
+        tp_size: usize,
+    },
     /// Replicas of parameters or optimizer state differ.
     #[error("{what} differ along {axis} between rank {rank} and rank {first}")]
     ReplicasDiffer {

@@ -1,12 +1,14 @@
 //! The forward pass.
 
 use super::blocks::SharedAttention;
+use super::local_tokens::LocalTokens;
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::config::UlyssesConfig;
 use crate::data::{FlexibleStep, MicroBatch};
+use crate::mesh::shard_range;
 use crate::nn::{LayerContext, LocalBatch, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -92,7 +94,8 @@ impl Engine {
         self.check_batch(batch)?;
         let ctx = self.context(batch)?.with_saved_attention_output(self.config.saves_attention_output());
         let mut layers = Vec::with_capacity(self.model.layers.len());
-        let local = local(batch);
+        let local = self.local(batch);
+        let local = local.view();
         let (hidden, input) = self.run_layers(&local, &ctx, |engine, index, params, x| {
             let begin = engine.timer.now()?;
             let layer = &engine.model.layers[index];
@@ -162,7 +165,8 @@ impl Engine {
         let sent = self.bytes_sent();
         self.check_sequences(batch.batch_hash)?;
         let ctx = self.context(batch)?;
-        let tokens = local(batch);
+        let tokens = self.local(batch);
+        let tokens = tokens.view();
         let hidden = self.run_without_tape(&tokens, &ctx)?;
         let params = self.objective_parameters()?;
         let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx)?;
@@ -182,7 +186,7 @@ impl Engine {
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&local(batch), &ctx)?;
+        let hidden = self.run_without_tape(&self.local(batch).view(), &ctx)?;
         let params = self.objective_parameters()?;
         let logits = self.model.objective.output(&params, &hidden, &ctx)?;
         self.zero.release(self.objective_unit());
@@ -266,6 +270,12 @@ impl Engine {
         if batch.shard != shard {
             return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
         }
+        if let Some(groups) =
+            self.groups.tensor.as_ref().filter(|groups| shard.len() < groups.tp.world_size())
+        {
+            let (tokens, tp_size) = (shard.len(), groups.tp.world_size());
+            return Err(EngineError::TooFewTokens { tokens, tp_size });
+        }
         let tokens = batch.batch_size * shard.len();
         let last_boundary =
             batch.cu_seqlens.first().and_then(|boundaries| boundaries.last()).map_or(0, |&end| end as usize);
@@ -290,7 +300,16 @@ impl Engine {
         let ctx = LayerContext::new(tokens, attention, self.workspace.clone());
         let UlyssesConfig { tile_tokens, head_chunks, loss_tile_tokens, .. } = self.config.ulysses;
         let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks, loss_tile_tokens });
-        Ok(ctx.with_overlapped_exchange(self.config.overlaps_exchange()))
+        let ctx = ctx.with_overlapped_exchange(self.config.overlaps_exchange());
+        Ok(ctx.with_token_exchange(self.token_exchange.clone()))
+    }
+
+    /// The tokens that input and objective read.
+    fn local<'a>(&self, batch: &'a MicroBatch) -> LocalTokens<'a> {
+        let shard = batch.seq_len_local();
+        let tp = self.groups.tensor.as_ref().map(|groups| &groups.tp);
+        let some = tp.map_or(0..shard, |tp| shard_range(shard, tp.world_size(), tp.rank()));
+        LocalTokens::new(batch, some)
     }
 
     /// The token layout of this micro batch; the previous one with its tables, already on the device, if
@@ -304,16 +323,5 @@ impl Engine {
             None => Arc::new(TokenLayout::new(shard, position_ids.clone(), cu_seqlens.clone())?),
         };
         Ok(self.token_layout.insert(layout).clone())
-    }
-}
-
-/// The tokens of this rank, as the model reads them.
-fn local(batch: &MicroBatch) -> LocalBatch<'_> {
-    LocalBatch {
-        batch_size: batch.batch_size,
-        seq_len_local: batch.seq_len_local(),
-        input_ids: &batch.input_ids,
-        labels: &batch.labels,
-        values: &batch.values,
     }
 }

@@ -4,7 +4,7 @@ use super::EngineError;
 use super::parameter_groups::check_parameter_groups;
 use crate::comm::ProcessGroup;
 use crate::config::{AttentionChoice, Config};
-use crate::mesh::{RING_AXIS, SHARD_AXIS};
+use crate::mesh::{RING_AXIS, SHARD_AXIS, TP_AXIS};
 use crate::model::{Model, WeightSource};
 use crate::zero::{FlatLayout, Storage, ZeroGroups, ZeroOptimizer};
 use candle_core::Device;
@@ -41,10 +41,11 @@ pub(super) fn zero_optimizer(
     let layout = |unit: &crate::model::UnitSpec| {
         let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
         FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
+            .with_shards(unit.parameters.iter().map(|spec| spec.shard.clone()))
     };
     let layouts = units.iter().map(layout).collect();
     let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
-        Ok(weights.read(&units[unit].parameters[parameter], elements, out)?)
+        Ok(weights.read_shard(&units[unit].parameters[parameter], elements, out)?)
     };
     ZeroOptimizer::new::<EngineError>(
         layouts,
@@ -74,6 +75,11 @@ pub(super) fn warn_about_candle_threads() {
 pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), EngineError> {
     check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
     check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
+    let tp_size = groups.tensor.as_ref().map_or(1, |groups| groups.tp.world_size());
+    if tp_size != config.mesh.tp_size {
+        let (axis, configured) = (TP_AXIS, config.mesh.tp_size);
+        return Err(EngineError::MeshMismatch { axis, configured, actual: tp_size });
+    }
     let ring_size = groups.ring.as_ref().map_or(1, |groups| groups.ring.world_size());
     if ring_size != config.seq_sharding().ring_size {
         let (axis, configured) = (RING_AXIS, config.seq_sharding().ring_size);

@@ -20,6 +20,7 @@ mod engine;
 mod error;
 mod forward;
 mod initialize;
+mod local_tokens;
 mod loss_scale;
 mod memory;
 mod moment;

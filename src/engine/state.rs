@@ -3,15 +3,16 @@
 use super::report::{by_axis, pairs};
 use super::{Engine, EngineError, Passes};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, EvaluationSummary, FORMAT_VERSION, LocalStorage, Manifest, MemoryCheckpoint,
-    MemoryCopies, MeshSizes, SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, EvaluationSummary, LocalStorage, Manifest, MemoryCheckpoint, MemoryCopies,
+    MeshSizes, SaveOptions, SavedCheckpoint, Saver, TrainingProgress, UnitEntry,
 };
 use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::RankSummary;
+use crate::nn::TensorRank;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::{RingGroups, StateBytes};
+use crate::zero::{RingGroups, StateBytes, TensorGroups};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -66,7 +67,7 @@ impl RunRecord {
 
 impl Engine {
     /// Returns a [`Saver`] that writes this engine's checkpoints to `directory`, which must exist.
-    /// `group` must meet the requirements of [`Saver::new`]. Of the ranks that hold the same partition, one
+    /// `group` must meet the requirements of [`Saver::new`]. Of the ranks that hold the same partition of the same shards, one
     /// writes it. Collective.
     ///
     /// # Errors
@@ -81,8 +82,8 @@ impl Engine {
         if let Some(unit) = self.zero.layouts().find(|unit| !names.insert(unit.name())) {
             return Err(EngineError::DuplicateUnit { name: unit.name().to_owned() });
         }
-        let partition = self.groups.written_partition();
-        Ok(Saver::new(group, Arc::new(LocalStorage), directory, partition, options)?)
+        let part = self.groups.written_part();
+        Ok(Saver::new(group, Arc::new(LocalStorage), directory, part, options)?)
     }
 
     /// Starts to save the state of all ranks, after comparing the replicas. Gradients of an unfinished
@@ -109,10 +110,10 @@ impl Engine {
         group: Arc<dyn ProcessGroup>,
         directory: Option<&Path>,
     ) -> Result<Option<MemoryCopies>, EngineError> {
-        Ok(MemoryCopies::new(group, directory, self.groups.written_partition())?)
+        Ok(MemoryCopies::new(group, directory, self.groups.written_part())?)
     }
 
-    /// Returns the bytes of each partition in a checkpoint, without the headers of files.
+    /// Returns the bytes of each partition that this rank of tp writes to a checkpoint, without the headers of files.
     pub(crate) fn saved_bytes(&self) -> Vec<u64> {
         self.zero.saved_bytes()
     }
@@ -139,7 +140,10 @@ impl Engine {
         copies: &MemoryCopies,
         found: MemoryCheckpoint,
     ) -> Result<Checkpoint, EngineError> {
-        let needed = Checkpoint::files_with(found.manifest(), &self.zero.restored_ranges());
+        let layouts: Vec<_> = self.zero.layouts().collect();
+        let ranges = self.zero.restored_ranges().into_iter();
+        let ranges: Vec<_> = ranges.map(|((unit, kind), range)| (layouts[unit], kind, range)).collect();
+        let needed = Checkpoint::files_with(found.manifest(), &ranges);
         Ok(copies.gather(found, &needed)?)
     }
 
@@ -156,11 +160,12 @@ impl Engine {
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {
         let RunRecord { run_id, model, source, data, evaluations } = run;
         let config = &self.config;
+        let mesh = MeshSizes { dp: config.mesh.dp_size, sp: config.mesh.sp_size, tp: self.groups.tp_size() };
         Ok(Manifest {
-            format_version: FORMAT_VERSION,
+            format_version: mesh.format_version(),
             run_id,
             saved_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
-            mesh: MeshSizes { dp: config.mesh.dp_size, sp: config.mesh.sp_size },
+            mesh,
             zero_stage: config.zero.stage.into(),
             num_partitions: self.zero.world_size(),
             progress: TrainingProgress {
@@ -192,9 +197,10 @@ impl Engine {
     pub fn load_checkpoint(&mut self, checkpoint: &Checkpoint) -> Result<(), EngineError> {
         checkpoint.check_fits(self.zero.layouts(), &self.zero.state_kinds())?;
         let reader = RefCell::new(checkpoint.reader());
+        let layouts: Vec<_> = self.zero.layouts().cloned().collect();
         self.is_broken = true;
-        self.zero.restore_state::<EngineError>(&|place, range, out| {
-            Ok(reader.borrow_mut().read(place, range, out)?)
+        self.zero.restore_state::<EngineError>(&|(unit, kind), range, out| {
+            Ok(reader.borrow_mut().read(&layouts[unit], kind, range, out)?)
         })?;
         let progress = &checkpoint.manifest().progress;
         self.step = progress.optimizer_step;
@@ -220,7 +226,7 @@ impl Engine {
     pub fn assemble_tokens(&self, local: &Tensor) -> Result<Tensor, EngineError> {
         let (batch, _, width) = local.dims3()?;
         let local = ulysses_kernels::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
-        let shards = self.groups.sp.all_gather_varied(&local)?;
+        let shards = self.groups.tokens().all_gather_varied(&local)?;
         let shards = shards.into_iter().map(|shard| {
             let seq_len_local = shard.len() / (batch * width).max(1);
             Tensor::from_vec(shard, (batch, seq_len_local, width), &Device::Cpu)
@@ -290,6 +296,13 @@ impl Engine {
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
         for (index, layer) in model.layers.iter().enumerate() {
+            let layer = match &self.groups.tensor {
+                Some(TensorGroups { tp, .. }) => {
+                    let tp = TensorRank { size: tp.world_size(), rank: tp.rank() };
+                    layer.divided(self.model.layers[index].name(), tp)?.0
+                }
+                None => *layer,
+            };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
                 let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };

@@ -7,7 +7,7 @@ use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
 use crate::model::Model;
 use crate::nn::ParameterSpec;
-use crate::placement::{Placement, ledger};
+use crate::placement::Placement;
 use crate::zero::{Buffer, ZeroAxis, ZeroError};
 use candle_core::Tensor;
 use std::collections::HashSet;
@@ -157,8 +157,11 @@ impl Engine {
         let overflowing: HashSet<_> = self.zero.non_finite_gradients()?.into_iter().collect();
         let own = parts.iter().position(|(_, names)| names.iter().any(|name| overflowing.contains(name)));
         let own = own.map_or(i64::MAX, |part| part as i64);
-        let first = self.groups.shard().all_reduce_values(&[own], ReduceOp::Min)?[0];
-        let part = usize::try_from(first).ok().and_then(|part| parts.get(part));
+        let mut first = self.groups.shard().all_reduce_values(&[own], ReduceOp::Min)?;
+        if let Some(groups) = &self.groups.tensor {
+            first = groups.tp.all_reduce_values(&first, ReduceOp::Min)?;
+        }
+        let part = usize::try_from(first[0]).ok().and_then(|part| parts.get(part));
         Ok(part.map_or("the loss", |(part, _)| part).to_owned())
     }
 
@@ -219,14 +222,13 @@ impl Engine {
         // The scale that the backward passes used: only `step` changes it, after this.
         let factor = factor / self.scaler.scale();
         let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
-        ledger::close_norm().map_err(ZeroError::from)?;
         Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
     }
 
-    /// Sums two numbers over dp, then over sp.
+    /// Sums two numbers over dp, then over the ranks with other tokens.
     pub(super) fn sum_over_mesh(&self, local: [f64; 2]) -> Result<[f64; 2], EngineError> {
         let dp = self.groups.dp.all_reduce_values(&local, ReduceOp::Sum)?;
-        let global = self.groups.sp.all_reduce_values(&dp, ReduceOp::Sum)?;
+        let global = self.groups.tokens().all_reduce_values(&dp, ReduceOp::Sum)?;
         Ok([global[0], global[1]])
     }
 
@@ -254,17 +256,24 @@ impl Engine {
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
+        self.check_replicas_of(false)?;
+        if self.groups.tensor.is_some() { self.check_replicas_of(true) } else { Ok(()) }
+    }
+
+    /// [`check_replicas`](Self::check_replicas) of the parameters that the ranks of tp divide, or of the others.
+    fn check_replicas_of(&self, is_sharded: bool) -> Result<(), EngineError> {
         let buffers = [("parameters", Buffer::Parameters), ("optimizer state", Buffer::OptimizerState)];
-        let layout = |buffer| self.groups.layout(buffer, self.zero.stage());
-        let [shard, replicas] = layout(Buffer::Parameters);
+        let layout = |buffer| self.groups.layout(buffer, self.zero.stage(), is_sharded);
         let mut compared = Vec::new();
-        for (index, axis) in [(1, replicas), (0, shard)] {
+        // Replicas of the partitions first.
+        for (index, axis) in layout(Buffer::Parameters).into_iter().enumerate().rev() {
             let is_replicated = |buffer: Buffer| layout(buffer)[index].placement == Placement::Replicate;
             let replicated: Vec<_> =
                 buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
-            compared.extend(self.check_replicas_along(axis, &replicated)?);
+            compared.extend(self.check_replicas_along(axis, &replicated, is_sharded)?);
         }
-        Ok(buffers.into_iter().try_for_each(|(_, buffer)| self.zero.check_compared(buffer, &compared))?)
+        let check = |(_, buffer)| self.zero.check_compared(buffer, is_sharded, &compared);
+        Ok(buffers.into_iter().try_for_each(check)?)
     }
 
     /// Compares buffers, each with its name, along an axis that replicates them. Returns what was compared along which group.
@@ -272,11 +281,12 @@ impl Engine {
         &self,
         ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
+        is_sharded: bool,
     ) -> Result<Compared<'a>, EngineError> {
         if group.world_size() == 1 || buffers.is_empty() {
             return Ok(Vec::new());
         }
-        let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer));
+        let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer, is_sharded));
         let hashes = hashes.collect::<Result<Vec<u64>, ZeroError>>()?;
         match group.find_disagreement(&hashes)? {
             None => Ok(buffers.iter().map(|(_, buffer)| (*buffer, group)).collect()),
@@ -306,13 +316,13 @@ impl Engine {
     /// Compares hashes of whole sequences along sp. If the loaders of a group had diverged, the loss
     /// would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
     pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
-        let sp = &self.groups.sp;
-        if sp.world_size() == 1 {
+        let tokens = self.groups.tokens();
+        if tokens.world_size() == 1 {
             return Ok(());
         }
-        match sp.find_disagreement(&[hash])? {
+        match tokens.find_disagreement(&[hash])? {
             None => Ok(()),
-            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: sp.global_ranks()[0] }),
+            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: tokens.global_ranks()[0] }),
         }
     }
 
@@ -324,7 +334,7 @@ impl Engine {
     pub fn check_agreement(&mut self, numbers: &[(&'static str, u64)]) -> Result<(), EngineError> {
         let sent = self.bytes_sent();
         let values: Vec<u64> = numbers.iter().map(|(_, value)| *value).collect();
-        for group in [&self.groups.sp, &self.groups.dp] {
+        for group in [self.groups.tokens(), &self.groups.dp] {
             if let Some((rank, index)) = group.find_disagreement(&values)? {
                 let (what, first) = (numbers[index].0, group.global_ranks()[0]);
                 return Err(EngineError::Disagreement { what, rank, first });

@@ -67,7 +67,7 @@ impl Changes<'_> {
     /// smallest head chunk.
     fn add_all(&mut self, saves_attention_output: bool, fewest_heads: usize) {
         let (config, axes) = (self.config, self.config.ulysses.zero_partition_axes);
-        let has_sp = axes == PartitionAxes::Dp && config.mesh.sp_size > 1;
+        let has_sp = axes == PartitionAxes::Dp && config.can_partition_over_sp();
         let is_stage_0 = config.zero.stage == ZeroStage::Disabled;
         let stage = if is_stage_0 { ZeroStage::Parameters } else { config.zero.stage };
         self.add(has_sp, format!("ZeRO stage {}", PartitionAxes::DpSp.with_stage(stage)), |config| {

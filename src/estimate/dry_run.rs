@@ -8,11 +8,11 @@ use crate::comm::fake::{FakeCollective, FakeGroup};
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::ParameterSpec;
 use crate::placement::ledger::{self, LedgerGroup};
-use crate::zero::{RingGroups, ShardGroups, ZeroGroups};
+use crate::zero::{CheckpointPart, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -95,15 +95,24 @@ impl Workload {
         })
     }
 
-    /// Returns the bytes of each of ZeRO's partitions in a checkpoint, without the headers of files.
-    pub(super) fn saved_bytes(&self, mesh: &DeviceMesh) -> Result<Vec<u64>, EngineError> {
-        self.dry((mesh, mesh.ranks()[0]), MAX_MICRO_BATCHES, |rank, _| Ok(rank.engine.saved_bytes()))
+    /// Returns the bytes of each of ZeRO's partitions in a checkpoint, by rank along tp, without the headers of files.
+    pub(super) fn saved_bytes(&self, mesh: &DeviceMesh) -> Result<Vec<Vec<u64>>, EngineError> {
+        let tp_ranks = match mesh.has_axis(TP_AXIS) {
+            true => mesh.group_of(TP_AXIS, mesh.ranks()[0])?,
+            false => vec![mesh.ranks()[0]],
+        };
+        let of_rank =
+            |rank| self.dry((mesh, rank), MAX_MICRO_BATCHES, |rank, _| Ok(rank.engine.saved_bytes()));
+        tp_ranks.into_iter().map(of_rank).collect()
     }
 
-    /// Returns the partition that each rank writes to checkpoints, if any.
-    pub(super) fn written_partitions(&self, mesh: &DeviceMesh) -> Result<Vec<Option<usize>>, EngineError> {
+    /// Returns the part of the state that each rank writes to checkpoints, if any.
+    pub(super) fn written_parts(
+        &self,
+        mesh: &DeviceMesh,
+    ) -> Result<Vec<Option<CheckpointPart>>, EngineError> {
         let recorder = Arc::new(Mutex::new(Recorder::new(self.device, self.config.zero.stage)));
-        let of_rank = |rank| Ok(fake_groups(&self.config, mesh, rank, &recorder)?.written_partition());
+        let of_rank = |rank| Ok(fake_groups(&self.config, mesh, rank, &recorder)?.written_part());
         (0..mesh.world_size()).map(of_rank).collect()
     }
 
@@ -250,11 +259,18 @@ fn fake_groups(
             Some(RingGroups { ring: fake(&mesh, Axis::Ring)?, ulysses: fake(&mesh, Axis::Ulysses)? })
         }
     };
+    let tensor = match mesh.has_axis(TP_AXIS) {
+        false => None,
+        true => {
+            let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
+            Some(TensorGroups { tp: fake(mesh, Axis::Tp)?, tokens: fake(&flat, Axis::Tokens)? })
+        }
+    };
     let gradient_dtype = config.gradient_communication();
     let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
     // A plan is that of the fixed layout.
     let sp_blocks = Vec::new();
-    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, gradient_dtype })
+    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, gradient_dtype })
 }
 
 #[cfg(test)]

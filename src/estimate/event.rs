@@ -1,7 +1,7 @@
 //! The events of a rank's step.
 
 use crate::comm::CollectiveOp;
-use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
+use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use std::fmt;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::MatmulOp;
@@ -76,7 +76,9 @@ pub enum Purpose {
     ExchangeForward,
     /// The Ulysses exchange of their gradients.
     ExchangeBackward,
-    /// Reduces the gradients of a unit over dp or sp.
+    /// Gathers the tokens of the tensor-parallel ranks before a module, and sums and scatters its outputs.
+    ExchangeTokens,
+    /// Reduces the gradients of a unit over dp, sp or the ranks with other tokens.
     ReduceGradients,
     /// Gathers the updated parameters of a unit.
     PublishParameters,
@@ -94,9 +96,9 @@ impl Purpose {
             | Self::ExchangeForward
             | Self::ExchangeBackward => false,
             Self::ReduceGradients => {
-                op == CollectiveOp::AllGather || matches!(axis, Axis::Sp | Axis::Replicas)
+                op == CollectiveOp::AllGather || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens)
             }
-            Self::Agree => true,
+            Self::Agree | Self::ExchangeTokens => true,
         }
     }
 }
@@ -107,6 +109,7 @@ impl fmt::Display for Purpose {
             Self::GatherParameters => "gather parameters",
             Self::ExchangeForward => "exchange forward",
             Self::ExchangeBackward => "exchange backward",
+            Self::ExchangeTokens => "exchange tokens",
             Self::ReduceGradients => "reduce gradients",
             Self::PublishParameters => "publish parameters",
             Self::Agree => "losses and norms",
@@ -129,6 +132,10 @@ pub enum Axis {
     Ring,
     /// The Ulysses groups within sp, if there is a ring.
     Ulysses,
+    /// Tensor parallel.
+    Tp,
+    /// Ranks with other tokens of the same sequences, those of sp and tp, if there is tensor parallelism.
+    Tokens,
 }
 
 impl Axis {
@@ -141,6 +148,8 @@ impl Axis {
             Self::Replicas => REPLICAS_AXIS,
             Self::Ring => RING_AXIS,
             Self::Ulysses => ULYSSES_AXIS,
+            Self::Tp => TP_AXIS,
+            Self::Tokens => TOKENS_AXIS,
         }
     }
 }

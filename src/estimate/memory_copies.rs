@@ -2,6 +2,7 @@
 
 use super::Workload;
 use crate::engine::EngineError;
+use crate::zero::CheckpointPart;
 use serde::Serialize;
 
 /// Host memory of the copies of checkpoints, without the headers of files.
@@ -29,9 +30,10 @@ impl Workload {
             return Ok(None);
         }
         let mesh = self.mesh()?;
-        let of_partition = self.saved_bytes(&mesh)?;
-        let written = self.written_partitions(&mesh)?;
-        let of_rank = |partition: &Option<usize>| partition.map_or(0, |partition| of_partition[partition]);
+        let saved = self.saved_bytes(&mesh)?;
+        let written = self.written_parts(&mesh)?;
+        let of_rank =
+            |part: &Option<CheckpointPart>| part.map_or(0, |part| saved[part.tp_rank][part.partition]);
         let of_ranks: Vec<u64> = written.iter().map(of_rank).collect();
         let of_nodes: Vec<u64> =
             of_ranks.chunks(self.ranks_per_node).map(|ranks| ranks.iter().sum()).collect();

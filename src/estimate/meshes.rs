@@ -2,12 +2,12 @@
 
 use super::dry_run::MAX_DOCUMENTS;
 use super::search::Search;
-use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload};
-use crate::config::{MeshConfig, PartitionAxes, ZeroStage};
+use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload, layers_of_tp_ranks};
+use crate::config::{Config, MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::{SeqSharding, UlyssesLimits};
 use crate::model::ModelConfig;
-use crate::nn::HeadChunk;
+use crate::nn::{AttentionConfig, HeadChunk};
 use std::cmp::Ordering;
 
 /// A mesh for the same ranks and batch.
@@ -63,16 +63,15 @@ impl Workload {
         Ok(choices)
     }
 
-    /// Returns the workload on every mesh of its ranks that the batch, the shard size and the sequence length allow, by
-    /// ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
+    /// Returns the workload on every mesh of its ranks and its tp that the batch, the shard size and the sequence length allow,
+    /// by ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
-        let world_size = self.config.world_size();
-        let max_sp = self.config.require_seq_len()?;
-        let sizes = (1..=max_sp.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
+        let MeshConfig { dp_size, sp_size, tp_size } = self.config.mesh;
+        let ranks = dp_size * sp_size;
+        let max_sp = self.config.require_seq_len()? / tp_size;
+        let sizes = (1..=max_sp.min(ranks)).filter(|sp| ranks.is_multiple_of(*sp));
         let shardings = sizes.flat_map(|sp| self.shardings(sp));
-        Ok(shardings
-            .filter_map(|sharding| self.arranged(world_size / sharding.sp_size(), sharding))
-            .collect())
+        Ok(shardings.filter_map(|sharding| self.arranged(ranks / sharding.sp_size(), sharding)).collect())
     }
 
     /// Returns the shardings of an sp group, the configured one first if it leaves every Ulysses rank a head.
@@ -87,7 +86,7 @@ impl Workload {
     }
 
     pub(super) fn ulysses_limits(&self) -> UlyssesLimits {
-        ulysses_limits(&self.model, self.config.ulysses.head_chunks, self.ranks_per_node)
+        ulysses_limits(&self.model, &self.config, self.ranks_per_node)
     }
 
     /// Returns the number of heads of the smallest head chunk: all ranks of a Ulysses group share every chunk.
@@ -98,7 +97,7 @@ impl Workload {
     /// Sets the mesh.
     pub(super) fn set_mesh(&mut self, dp_size: usize, sharding: SeqSharding) {
         self.config.ulysses.ring_size = sharding.ring_size;
-        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size() };
+        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size(), ..self.config.mesh };
     }
 
     /// Returns the workload with the same batch on dp × sp ranks, if it divides. The micro batch is the configured one
@@ -146,7 +145,8 @@ impl Workload {
         let config = &self.config;
         let axes = config.ulysses.zero_partition_axes;
         let over_dp = (config.zero.stage != ZeroStage::Parameters).then_some(axes);
-        let over_sp = (axes == PartitionAxes::Dp && config.mesh.sp_size > 1).then_some(PartitionAxes::DpSp);
+        let over_sp =
+            (axes == PartitionAxes::Dp && config.can_partition_over_sp()).then_some(PartitionAxes::DpSp);
         let at_stage_3 = |axes: PartitionAxes| {
             let mut workload = self.clone();
             workload.config.zero.stage = ZeroStage::Parameters;
@@ -158,17 +158,21 @@ impl Workload {
     }
 }
 
-/// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk.
-pub fn ulysses_limits(model: &ModelConfig, head_chunks: usize, ranks_per_node: usize) -> UlyssesLimits {
-    // More are refused elsewhere, with the key.
-    let num_chunks = head_chunks.min(model.max_head_chunks());
-    let layers = model.distinct_layers();
+/// Returns the limits of a model's Ulysses groups: all ranks of a group share every head chunk of their tp rank.
+pub fn ulysses_limits(model: &ModelConfig, config: &Config, ranks_per_node: usize) -> UlyssesLimits {
+    let tp_size = config.mesh.tp_size;
+    // Heads that tp ranks cannot divide are refused elsewhere.
+    let layers =
+        layers_of_tp_ranks(model, tp_size).map_or_else(|_| model.distinct_layers(), |layers| layers.concat());
+    // More chunks are refused elsewhere, with the key.
+    let max_chunks = layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0);
+    let num_chunks = config.ulysses.head_chunks.min(max_chunks);
     let chunks: Vec<_> = layers.iter().flat_map(|layer| layer.head_chunks(num_chunks)).collect();
     let fewest = |heads: &dyn Fn(&HeadChunk) -> usize| chunks.iter().map(heads).min().unwrap_or(0);
     UlyssesLimits {
         num_heads: fewest(&|chunk| chunk.q.len()),
         num_kv_heads: fewest(&|chunk| chunk.kv.len()),
-        ranks_per_node: ranks_per_node.max(1),
+        ranks_per_node: (ranks_per_node / tp_size).max(1),
     }
 }
 

@@ -29,6 +29,7 @@ mod rank_step;
 mod recorder;
 pub mod scaling;
 mod search;
+mod tensor_rank;
 mod time;
 
 pub use alternatives::Alternative;
@@ -40,13 +41,14 @@ pub use proposal::Proposal;
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use search::{Candidate, Criteria, Excess, MemoryBudget};
+pub use tensor_rank::{check_tensor_parallel, layers_of_tp_ranks};
 pub use time::StepTime;
 
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::ModelConfig;
-use crate::nn::{HeadChunk, LayerError};
+use crate::nn::{AttentionConfig, HeadChunk, LayerError};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use dry_run::DryStep;
 use event::Event;
@@ -57,7 +59,7 @@ use ulysses_kernels::device::DeviceKind;
 /// Upper limit of the search for the longest sequence: positions have 32 bits.
 const MAX_SEQ_LEN: usize = 1 << 31;
 
-/// The ranks of an sp group with the same numbers of tokens and heads.
+/// The ranks of a dp row, those of sp and tp, with the same numbers of tokens and heads.
 #[derive(Debug, Clone, Copy)]
 struct RankClass {
     /// The first rank of the class.
@@ -141,11 +143,12 @@ impl Workload {
         Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
-    /// Returns the distinct ranks of the first sp group, by numbers of tokens and heads and by ring rank. Other sp groups are
-    /// equal, because partitions are padded to equal size.
+    /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
+    /// Other rows are equal, because partitions are padded to equal size.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
-        let sharding = self.config.seq_sharding();
+        let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
+        let layers = layers_of_tp_ranks(&self.model, tp_size)?;
         let mut classes: Vec<RankClass> = Vec::new();
         // A zigzag over one causal document gives every ring rank as much to attend and to pass on.
         let is_balanced = self.document_len.is_none()
@@ -155,17 +158,22 @@ impl Workload {
         for ring_rank in 0..ring_ranks {
             let mut of_ring_rank: Vec<(Vec<[usize; 3]>, RankClass)> = Vec::new();
             let tokens = sharding.ring_tokens(seq_len, ring_rank).len();
-            let plans = self.chunk_plans(tokens)?;
-            for ulysses_rank in 0..sharding.ulysses_size {
+            let plans = layers.iter().map(|layers| self.chunk_plans(tokens, layers));
+            let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
+            let in_group = (0..sharding.ulysses_size).flat_map(|rank| (0..tp_size).map(move |tp| (rank, tp)));
+            for (ulysses_rank, tp_rank) in in_group {
                 let of_plan = |plan: &ExchangePlan| {
                     [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
                         .map(|ranges| ranges[ulysses_rank].len())
                 };
-                let kind: Vec<_> = plans.iter().map(of_plan).collect();
+                let mut kind: Vec<_> = plans[tp_rank].iter().map(of_plan).collect();
+                let tokens_of_sp = kind.first().map_or(0, |[tokens, ..]| *tokens);
+                let share = |len| shard_range(len, tp_size, tp_rank).len();
+                kind.push([tp_size, share(tokens_of_sp), share(self.model.intermediate_size)]);
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
-                        let rank = ring_rank * sharding.ulysses_size + ulysses_rank;
+                        let rank = (ring_rank * sharding.ulysses_size + ulysses_rank) * tp_size + tp_rank;
                         of_ring_rank.push((kind, RankClass { rank, ranks: sharding.ring_size / ring_ranks }));
                     }
                 }
@@ -175,20 +183,25 @@ impl Workload {
         Ok(classes)
     }
 
-    /// Returns the exchange plan of each head chunk of the layers that differ, for sequences of which a Ulysses group has `tokens` tokens.
+    /// Returns the exchange plan of each head chunk of a rank's layers, for sequences of which a Ulysses group has `tokens` tokens.
     ///
     /// # Errors
     /// When there are more chunks than the layers allow, or a chunk has fewer heads or a sequence fewer tokens than ranks.
-    fn chunk_plans(&self, tokens: usize) -> Result<Vec<ExchangePlan>, EngineError> {
-        let (config, model) = (&self.config, &self.model);
-        let (chunks, max_chunks) = (config.ulysses.head_chunks, model.max_head_chunks());
+    fn chunk_plans(
+        &self,
+        tokens: usize,
+        layers: &[AttentionConfig],
+    ) -> Result<Vec<ExchangePlan>, EngineError> {
+        let config = &self.config;
+        let max_chunks = layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0);
+        let chunks = config.ulysses.head_chunks;
         if chunks == 0 || chunks > max_chunks {
             let layer = "model.layers.0".to_owned();
             return Err(LayerError::HeadChunks { layer, chunks, max_chunks }.into());
         }
         let ranks = config.seq_sharding().ulysses_size;
         let mut plans = Vec::new();
-        for layer in model.distinct_layers() {
+        for layer in layers {
             for HeadChunk { q, kv } in layer.head_chunks(chunks) {
                 let (num_heads, num_kv_heads) = (q.len(), kv.len());
                 let (batch, head_dim) = (config.micro_batch_size, layer.head_dim);
@@ -210,9 +223,9 @@ impl Workload {
         workload
     }
 
-    /// Returns the longest sequence, in whole tokens per rank, that is within `budget` on every rank; `None`
-    /// if not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven shards, so
-    /// such a length can need more memory than a longer multiple of `sp_size`. Attention outputs are saved only if the
+    /// Returns the longest sequence, in whole tokens per rank of sp and tp, that is within `budget` on every rank; `None`
+    /// if not even one token per rank fits. Lengths that the ranks do not divide need buffers for the uneven shards, so
+    /// such a length can need more memory than a longer multiple. Attention outputs are saved only if the
     /// config says so; see [`candidate`](Self::candidate).
     ///
     /// # Errors
@@ -236,16 +249,16 @@ impl Workload {
         budget_bytes: u64,
         bytes: impl Fn(&RankPlan) -> u64,
     ) -> Result<Option<usize>, EngineError> {
-        let sp_size = self.config.mesh.sp_size;
-        let peak = |tokens_per_rank: usize| match self.with_seq_len(tokens_per_rank * sp_size).plan() {
+        let ranks = self.config.mesh.ranks_per_sequence();
+        let peak = |tokens_per_rank: usize| match self.with_seq_len(tokens_per_rank * ranks).plan() {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
             plan => plan.map(|plan| bytes(&plan)),
         };
-        let mut fits = (1, bytes(&self.with_seq_len(sp_size).plan()?));
+        let mut fits = (1, bytes(&self.with_seq_len(ranks).plan()?));
         if fits.1 > budget_bytes {
             return Ok(None);
         }
-        let mut too_long = (MAX_SEQ_LEN / sp_size + 1, u64::MAX);
+        let mut too_long = (MAX_SEQ_LEN / ranks + 1, u64::MAX);
         for probe in 1.. {
             if fits.0 + 1 >= too_long.0 {
                 break;
@@ -254,7 +267,7 @@ impl Workload {
             let found = (tokens_per_rank, peak(tokens_per_rank)?);
             if found.1 <= budget_bytes { fits = found } else { too_long = found }
         }
-        Ok(Some(fits.0 * sp_size))
+        Ok(Some(fits.0 * ranks))
     }
 }
 

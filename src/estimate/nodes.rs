@@ -3,7 +3,9 @@
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
-use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
+use crate::mesh::{
+    DeviceMesh, MeshError, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -42,6 +44,8 @@ pub(super) struct Nodes {
     sharding: Option<[Vec<usize>; 2]>,
     ring: Vec<usize>,
     ulysses: Vec<usize>,
+    tp: Vec<usize>,
+    tokens: Vec<usize>,
 }
 
 impl Nodes {
@@ -57,6 +61,13 @@ impl Nodes {
         let sharding = sharded.map(|mesh| -> Result<_, MeshError> {
             Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
         });
+        let (tp, tokens) = match mesh.has_axis(TP_AXIS) {
+            true => {
+                let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
+                (mesh.group_of(TP_AXIS, rank)?, flat.group_of(TOKENS_AXIS, rank)?)
+            }
+            false => (vec![rank], sp.clone()),
+        };
         let within_sp = mesh.ring(config.seq_sharding().ring_size)?;
         Ok(Self {
             own_node: rank / ranks_per_node,
@@ -66,6 +77,8 @@ impl Nodes {
             sharding: sharding.transpose()?,
             ring: within_sp.group_of(RING_AXIS, rank)?,
             ulysses: within_sp.group_of(ULYSSES_AXIS, rank)?,
+            tp,
+            tokens,
         })
     }
 
@@ -77,6 +90,8 @@ impl Nodes {
             (Axis::Sp | Axis::Replicas, _) => &self.sp,
             (Axis::Ring, _) => &self.ring,
             (Axis::Ulysses, _) => &self.ulysses,
+            (Axis::Tp, _) => &self.tp,
+            (Axis::Tokens, _) => &self.tokens,
         }
     }
 

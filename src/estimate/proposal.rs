@@ -20,8 +20,8 @@ pub struct Proposal {
 impl Workload {
     /// Proposes the mesh with the smallest sp whose ranks stay within `budget`. Sizes within a node come first, then
     /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
-    /// memory for communication. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
-    /// exceed the number of heads. The workload's mesh and batch size are ignored: each data-parallel rank has one micro
+    /// memory for communication; tp is the workload's. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
+    /// exceed the number of heads. The rest of the workload's mesh and its batch size are ignored: each data-parallel rank has one micro
     /// batch.
     ///
     /// # Errors
@@ -53,16 +53,18 @@ impl Workload {
         Ok(Proposal { tried, chosen })
     }
 
-    /// Returns the number of nodes of an sp group.
+    /// Returns the number of nodes of the ranks that share a sequence.
     pub fn nodes_per_sequence(&self) -> usize {
-        self.config.mesh.sp_size.div_ceil(self.ranks_per_node.max(1))
+        self.config.mesh.ranks_per_sequence().div_ceil(self.ranks_per_node.max(1))
     }
 
     /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
     /// rings that are too long to plan.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
-        let Cluster { nodes, ranks_per_node } = cluster;
-        let max_sp = self.config.require_seq_len()?;
+        let tp_size = self.config.mesh.tp_size;
+        // Neighbors are one tp rank each.
+        let (nodes, ranks_per_node) = (cluster.nodes, (cluster.ranks_per_node / tp_size).max(1));
+        let max_sp = self.config.require_seq_len()? / tp_size;
         let within = (1..=ranks_per_node).filter(move |sp| ranks_per_node.is_multiple_of(*sp));
         let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
         let across = across.map(move |count| count * ranks_per_node);
@@ -74,7 +76,7 @@ impl Workload {
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
         let sharding = SeqSharding::auto(sp, workload.ulysses_limits());
-        workload.set_mesh(cluster.world_size() / sp, sharding);
+        workload.set_mesh(cluster.world_size() / (sp * workload.config.mesh.tp_size), sharding);
         let config = &mut workload.config;
         config.gradient_accumulation_steps = 1;
         config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
@@ -147,7 +149,7 @@ mod tests {
         let ring_size = |trial: &Candidate| trial.workload.config.ulysses.ring_size;
         let Candidate { workload, .. } = &proposal.chosen;
         // Sixteen heads, but 32 ranks: each group of eight divides the heads on its node.
-        assert_eq!(workload.config.mesh, MeshConfig { dp_size: 1, sp_size: 32 }, "{proposal:?}");
+        assert_eq!(workload.config.mesh, MeshConfig { dp_size: 1, sp_size: 32, tp_size: 1 }, "{proposal:?}");
         assert_eq!((ring_size(&proposal.chosen), workload.nodes_per_sequence()), (4, 4), "{proposal:?}");
         assert!(proposal.chosen.fits() && proposal.tried[..4].iter().all(|trial| ring_size(trial) == 1));
     }

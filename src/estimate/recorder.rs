@@ -108,10 +108,11 @@ impl Recorder {
     fn purpose(&self, op: CollectiveOp, axis: Axis, dtype: DType) -> Purpose {
         let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
         let gathers_parameters =
-            self.stage.partitions_optimizer() && !matches!(axis, Axis::Sp | Axis::Replicas);
+            self.stage.partitions_optimizer() && !matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens);
         match op {
-            CollectiveOp::AllToAllStrided => self.direction,
             _ if is_value => Purpose::Agree,
+            _ if axis == Axis::Tp => Purpose::ExchangeTokens,
+            CollectiveOp::AllToAllStrided => self.direction,
             CollectiveOp::AllReduce | CollectiveOp::ReduceScatter => Purpose::ReduceGradients,
             // Of sums, after a reduction in bf16.
             CollectiveOp::AllGather if !gathers_parameters => Purpose::ReduceGradients,

@@ -45,6 +45,8 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
         ("state in files", cpu, with(3, [2, 2], offload("nvme"))),
         ("state in host memory", gpu, with(3, [2, 2], offload("cpu"))),
         ("a GPU's chunks", gpu, with(3, [1, 2], ulysses(bounded))),
+        ("tp 2", cpu, with(0, [1, 1], json!({ "tensor_parallel_size": 2 }))),
+        ("stage 3, tp 2, sp 2", cpu, with(3, [2, 2], json!({ "tensor_parallel_size": 2 }))),
     ]
 }
 

@@ -52,7 +52,7 @@ pub struct TimeParts {
     pub attention_seconds: f64,
     /// Norms, SwiGLU and other element-wise operations.
     pub elementwise_seconds: f64,
-    /// The Ulysses exchange.
+    /// The Ulysses exchange, and the exchange of tokens between tensor-parallel ranks.
     pub exchange_seconds: f64,
     /// Waiting for ZeRO's gathers and reductions, and for sums.
     pub zero_seconds: f64,
@@ -97,7 +97,7 @@ impl Workload {
             },
             needed_by: "it is the dtype of the config".to_owned(),
         })?;
-        let first = self.first_dp_row_on_most_nodes(&mesh) * config.mesh.sp_size;
+        let first = self.first_dp_row_on_most_nodes(&mesh) * config.mesh.ranks_per_sequence();
         let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
         for kind in self.rank_classes()? {
             let rank = mesh.ranks()[first + kind.rank];
@@ -124,11 +124,11 @@ impl Workload {
         })
     }
 
-    /// Returns the first dp rank whose sp group spans the most nodes.
+    /// Returns the first dp rank whose ranks of sp and tp span the most nodes.
     fn first_dp_row_on_most_nodes(&self, mesh: &DeviceMesh) -> usize {
-        let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
+        let (in_row, per_node) = (self.config.mesh.ranks_per_sequence(), self.ranks_per_node.max(1));
         let nodes = |dp_rank: &usize| {
-            let row = &mesh.ranks()[dp_rank * sp..][..sp];
+            let row = &mesh.ranks()[dp_rank * in_row..][..in_row];
             row.iter().map(|rank| rank / per_node).collect::<BTreeSet<_>>().len()
         };
         // `max_by_key` takes the last of equal ones.
@@ -283,7 +283,11 @@ impl<'a> Simulation<'a> {
         self.wait_for_zero(starts - self.now);
         self.now += seconds;
         self.network_free = self.now;
-        self.parts.zero_seconds += seconds;
+        let part = match transfer.purpose {
+            Purpose::ExchangeTokens => &mut self.parts.exchange_seconds,
+            _ => &mut self.parts.zero_seconds,
+        };
+        *part += seconds;
         Ok(())
     }
 

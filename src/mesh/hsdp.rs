@@ -1,6 +1,6 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
-use super::{DeviceMesh, MeshError, RING_AXIS, ULYSSES_AXIS};
+use super::{DeviceMesh, MeshError, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
 
 /// Axis of the ranks that together hold the partitions of one replica.
 pub const SHARD_AXIS: &str = "shard";
@@ -27,6 +27,8 @@ pub struct TrainingShape {
     pub dp: usize,
     /// Sequence-parallel size.
     pub sp: usize,
+    /// Tensor-parallel size.
+    pub tp: usize,
     /// Size of the ring, if the mesh has `ring` and `ulysses` in place of `sp`.
     pub ring_size: Option<usize>,
     /// Number of ranks that ZeRO partitions over, if the mesh has both `dp_replicate` and `dp_shard`. Otherwise it is `dp`.
@@ -34,7 +36,7 @@ pub struct TrainingShape {
 }
 
 impl DeviceMesh {
-    /// Returns the sizes of a mesh with the axes `dp` and `sp`, either of which may be missing.
+    /// Returns the sizes of a mesh with the axes `dp`, `sp` and, last, `tp`, each of which may be missing.
     ///
     /// The axes `dp_replicate` and `dp_shard`, in this order, may replace `dp`; `ring` and `ulysses`, in this order,
     /// `sp`.
@@ -43,6 +45,10 @@ impl DeviceMesh {
     /// Fails if the mesh has any other axis.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
         let names: Vec<&str> = self.axis_names().iter().map(String::as_str).collect();
+        let (tp, names) = match names[..] {
+            [ref others @ .., TP_AXIS] => (self.axis_size(TP_AXIS)?, others),
+            ref names => (1, names),
+        };
         let (of_sp, others): (Vec<&str>, Vec<&str>) =
             names.iter().partition(|name| ["sp", RING_AXIS, ULYSSES_AXIS].contains(name));
         let (ring_size, sp) = match of_sp[..] {
@@ -64,7 +70,7 @@ impl DeviceMesh {
             }
             _ => return Err(self.not_for_training()),
         };
-        Ok(TrainingShape { dp, sp, ring_size, shard_size })
+        Ok(TrainingShape { dp, sp, tp, ring_size, shard_size })
     }
 
     fn half_of_sp(&self, axis: &str) -> MeshError {
@@ -76,8 +82,8 @@ impl DeviceMesh {
     fn not_for_training(&self) -> MeshError {
         let names = self.axis_names().join(", ");
         let reason = format!(
-            "the axes are dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}) and sp (or {RING_AXIS} and {ULYSSES_AXIS}); got \
-             {names}"
+            "the axes are dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and {ULYSSES_AXIS}) and, last, \
+             {TP_AXIS}; got {names}"
         );
         MeshError::Notation { text: self.to_string(), reason }
     }
@@ -163,19 +169,29 @@ mod tests {
     #[test]
     fn dp_replicate_and_dp_shard_may_replace_dp_and_ring_and_ulysses_sp() {
         let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
-        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, ring_size: None, shard_size });
+        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, tp: 1, ring_size: None, shard_size });
         assert_eq!(shape("3x2"), sizes(3, 2, None));
         assert_eq!(shape("sp=4"), sizes(1, 4, None));
         assert_eq!(shape("dp_replicate=3,dp_shard=2,sp=4"), sizes(6, 4, Some(2)));
         assert_eq!(shape("dp_shard=2,sp=4"), sizes(2, 4, None));
-        let ring = TrainingShape { dp: 2, sp: 32, ring_size: Some(4), shard_size: None };
+        let ring = TrainingShape { dp: 2, sp: 32, tp: 1, ring_size: Some(4), shard_size: None };
         assert_eq!(shape("dp=2,ring=4,ulysses=8"), Ok(ring));
-        for refused in ["dp=2,tp=2", "dp_shard=2,dp_replicate=2", "dp=2,dp_shard=2", "dp_replicate=2"]
-            .into_iter()
-            .chain(["ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
+        assert_eq!(shape("dp=2,ring=4,ulysses=8,tp=2"), Ok(TrainingShape { tp: 2, ..ring }));
+        assert_eq!(shape("2x4x8").map(|shape| (shape.dp, shape.sp, shape.tp)), Ok((2, 4, 8)));
+        assert_eq!(shape("tp=2").map(|shape| (shape.dp, shape.sp, shape.tp)), Ok((1, 1, 2)));
+        for refused in [
+            "dp=2,pp=2",
+            "dp=2,tp=2,sp=2",
+            "tp=2,dp=2",
+            "dp_shard=2,dp_replicate=2",
+            "dp=2,dp_shard=2",
+            "dp_replicate=2",
+        ]
+        .into_iter()
+        .chain(["ulysses=2,ring=2", "sp=2,ring=2,ulysses=2"])
         {
             let message = shape(refused).unwrap_err().to_string();
-            assert!(message.contains("and sp (or ring and ulysses); got "), "{message}");
+            assert!(message.contains("sp (or ring and ulysses) and, last, tp; got "), "{message}");
         }
         let message = shape("dp=2,ring=2").unwrap_err().to_string();
         assert!(

@@ -35,6 +35,7 @@ mod slice;
 mod spec;
 mod stated_sizes;
 mod svg;
+mod tensor_shard;
 #[cfg(test)]
 mod tests;
 
@@ -52,6 +53,7 @@ pub use shard_range::shard_range;
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;
 pub use svg::svg;
+pub use tensor_shard::{TOKENS_AXIS, TP_AXIS, TensorShard};
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;
@@ -123,6 +125,19 @@ impl DeviceMesh {
         // A size beyond i64 also exceeds MAX_RANKS, so saturation does not hide it.
         let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
         Self::new(&[("dp", size(dp)), ("sp", size(sp))], None)
+    }
+
+    /// Returns the training mesh with the axis `tp` (tensor parallel) innermost if it has more than one rank, else
+    /// [`dp_sp`](Self::dp_sp).
+    ///
+    /// # Errors
+    /// As [`dp_sp`](Self::dp_sp).
+    pub fn dp_sp_tp(dp: usize, sp: usize, tp: usize) -> Result<Self, MeshError> {
+        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+        match tp {
+            1 => Self::dp_sp(dp, sp),
+            _ => Self::new(&[("dp", size(dp)), ("sp", size(sp)), (TP_AXIS, size(tp))], None),
+        }
     }
 
     /// Returns the sizes of the axes.

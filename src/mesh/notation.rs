@@ -1,6 +1,6 @@
 //! Text notation of meshes, for the command line and for messages.
 
-use super::{DeviceMesh, MeshError};
+use super::{DeviceMesh, MeshError, TP_AXIS};
 use std::fmt;
 use std::str::FromStr;
 
@@ -8,7 +8,7 @@ use std::str::FromStr;
 const MAX_LISTED_RANKS: usize = 16;
 
 impl DeviceMesh {
-    /// Parses `DPxSP` (`2x4`) or named axes (`dp=2,sp=4`).
+    /// Parses `DPxSP` (`2x4`), `DPxSPxTP` (`2x4x2`) or named axes (`dp=2,sp=4`).
     ///
     /// A size of `-1` is inferred from `world_size`, as in [`new`](Self::new).
     ///
@@ -31,10 +31,11 @@ impl DeviceMesh {
     }
 }
 
-/// Parses the axes of `2x4` or `dp=2,sp=4`.
+/// Parses the axes of `2x4`, `2x4x2` or `dp=2,sp=4`.
 pub(super) fn parse_axes<'a>(text: &'a str) -> Result<Vec<(&'a str, i64)>, MeshError> {
     if !text.contains('=') {
-        return parse_sizes(text, &["dp", "sp"]);
+        let has_tp = text.split(['x', 'X']).count() == 3;
+        return parse_sizes(text, if has_tp { &["dp", "sp", TP_AXIS] } else { &["dp", "sp"] });
     }
     let axis = |axis: &'a str| match axis.split_once('=') {
         Some((name, size)) => Ok((name.trim(), parse_size(text, size)?)),

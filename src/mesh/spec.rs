@@ -13,7 +13,7 @@ use std::fmt;
 ///
 /// | text | mesh |
 /// |---|---|
-/// | `2x4`, `dp=2,sp=4` | row-major |
+/// | `2x4`, `dp=2,sp=4`, `2x2x4`, `dp=2,sp=2,tp=4` | row-major |
 /// | `intra:sp=4/inter:dp=2` | a [`HybridMeshShape`]: sizes within a node and between nodes; a missing axis has size 1. `ici` and `dcn` are synonyms |
 /// | `dp=2,sp=2@0,2,1,3` | the rank at each coordinate, row-major |
 /// | `ulysses`, `hsdp=2x4` | a [`Preset`] |
@@ -213,7 +213,7 @@ impl MeshSpec {
             }
             _ => {
                 let shape = self.training_shape()?;
-                Ok((0..shape.dp * shape.sp).collect())
+                Ok((0..shape.dp * shape.sp * shape.tp).collect())
             }
         }
     }
@@ -314,6 +314,8 @@ mod tests {
             ("dp=2,sp=4@0,1,2,3,7,6,5,4", "dp=2,sp=4@0,1,2,3,7,6,5,4"),
             ("ulysses", "intra:dp=1,sp=4/inter:dp=2,sp=1"),
             ("ulysses=4x2", "dp=4,sp=2"),
+            ("2x2x2", "dp=2,sp=2,tp=2"),
+            ("ici:tp=4/dcn:dp=2", "intra:dp=1,tp=4/inter:dp=2,tp=1"),
             ("split:dp=1,sp=8", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
             ("split:sp=8,dp=1", "intra:dp=1,sp=4/inter:dp=1,sp=2"),
         ] {
@@ -361,7 +363,8 @@ mod tests {
             ("intra:sp=4/outer:dp=2", "`outer` is not `intra` or `inter`"),
             ("intra:sp=4/ici:dp=2", "`ici` is given twice"),
             ("intra:sp=4,sp=2/inter:dp=2", "duplicate axis `sp`"),
-            ("intra:tp=4/inter:dp=2", "and sp (or ring and ulysses); got tp, dp"),
+            ("intra:pp=4/inter:dp=2", "sp (or ring and ulysses) and, last, tp; got pp, dp"),
+            ("tp=4,dp=2", "sp (or ring and ulysses) and, last, tp; got tp, dp"),
             ("intra:sp=2/inter:dp=2", "within a node: mesh dp=1,sp=2 needs 2 ranks"),
             ("intra:sp=0/inter:dp=2", "within a node: axis `sp` has size 0"),
             ("dp=2,sp=2@0,1,2", "needs 4 ranks"),

@@ -1,7 +1,7 @@
 //! A whole model: input, layers, objective.
 
 use super::{ModelConfig, ModelError};
-use crate::nn::{Embedding, InputLayer, Layer, ParameterSpec};
+use crate::nn::{Embedding, InputLayer, Layer, LayerError, ParameterSpec, TensorRank};
 use crate::objective::{CausalLm, Objective};
 
 /// An input, a stack of layers, and an objective: for a language model, embedding, blocks, and head with loss.
@@ -42,6 +42,19 @@ impl Model {
     pub fn new(config: &ModelConfig) -> Result<Self, ModelError> {
         config.validate("model")?;
         Ok(Self::layers_of(config))
+    }
+
+    /// Keeps the part of every layer that one tensor-parallel rank has. Input and objective stay whole: each rank has some of
+    /// the tokens there.
+    ///
+    /// # Errors
+    /// A layer that cannot be divided over so many ranks.
+    pub fn tensor_parallel(self, tp: TensorRank) -> Result<Self, LayerError> {
+        if tp.size == 1 {
+            return Ok(self);
+        }
+        let layers = self.layers.into_iter().map(|layer| layer.tensor_parallel(tp));
+        Ok(Self { layers: layers.collect::<Result<_, _>>()?, ..self })
     }
 
     /// As [`new`](Self::new), for an unchecked description; allocates nothing.

@@ -15,6 +15,24 @@ pub trait WeightSource: Send + Sync {
     /// # Errors
     /// A parameter that the source does not have in this shape.
     fn read(&self, spec: &ParameterSpec, range: Range<usize>, out: &mut [f32]) -> Result<(), ModelError>;
+
+    /// As [`read`](Self::read), of the part that this rank has.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    fn read_shard(
+        &self,
+        spec: &ParameterSpec,
+        range: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), ModelError> {
+        let Some(shard) = &spec.shard else { return self.read(spec, range, out) };
+        let whole = spec.whole();
+        shard.runs(&spec.shape, range.clone()).into_iter().try_for_each(|(part, at, len)| {
+            let part = part - range.start;
+            self.read(&whole, at..at + len, &mut out[part..part + len])
+        })
+    }
 }
 
 /// Random values that do not depend on the mesh: each element is a function of (seed, parameter name, index).

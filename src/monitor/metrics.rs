@@ -42,6 +42,9 @@ pub struct Metrics {
     pub dp_size: usize,
     /// Number of sequence-parallel ranks.
     pub sp_size: usize,
+    /// Number of tensor-parallel ranks; left out if it is 1.
+    #[serde(skip_serializing_if = "is_one")]
+    pub tp_size: usize,
     /// Loss scale in mixed precision; 1 in f32.
     pub loss_scale: f64,
     /// Whether the update was skipped.
@@ -129,6 +132,11 @@ pub struct EvalMetrics {
     pub eval_seconds: f64,
 }
 
+/// Whether metrics leave out the size of an axis: before there was tensor parallelism, they had none.
+fn is_one(size: &usize) -> bool {
+    *size <= 1
+}
+
 /// A restart of the job by its launcher. The key `restart` distinguishes it from a step in the same file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RestartMetrics {
@@ -152,6 +160,9 @@ pub struct RestartMetrics {
     pub dp_size: usize,
     /// Number of sequence-parallel ranks.
     pub sp_size: usize,
+    /// Number of tensor-parallel ranks; left out if it is 1.
+    #[serde(skip_serializing_if = "is_one")]
+    pub tp_size: usize,
 }
 
 /// Where a checkpoint was stored.

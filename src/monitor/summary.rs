@@ -288,6 +288,7 @@ mod tests {
             slowest_rank_ratio: 1.0,
             dp_size: 1,
             sp_size: 1,
+            tp_size: 1,
             padding_share: 0.125,
             loss_scale: 1.0,
             skipped,

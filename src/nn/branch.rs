@@ -12,6 +12,18 @@ pub struct Branch {
     before: Option<RmsNorm>,
     after: Option<RmsNorm>,
     multiplier: f64,
+    residual: Residual,
+}
+
+/// Where the input of a branch is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Residual {
+    /// In the last matmul of the module, if nothing is in between.
+    InModule,
+    /// After the module.
+    AfterModule,
+    /// Nowhere: the module is called alone.
+    Outside,
 }
 
 /// Names of a branch's norms, which are parameters of the layer.
@@ -33,11 +45,32 @@ impl Branch {
         multiplier: f64,
     ) -> Self {
         let mut add = |name| RmsNorm::new(parameters, name, hidden_size, norm);
-        Self { before: names.before.map(&mut add), after: names.after.map(add), multiplier }
+        Self {
+            before: names.before.map(&mut add),
+            after: names.after.map(add),
+            multiplier,
+            residual: Residual::InModule,
+        }
+    }
+
+    /// A module alone, `y = module(x)`: the branch is elsewhere.
+    pub fn module_alone() -> Self {
+        Self { before: None, after: None, multiplier: 1.0, residual: Residual::Outside }
+    }
+
+    /// The same branch around a module that is called alone.
+    #[must_use]
+    pub fn around_module_alone(self) -> Self {
+        Self { residual: Residual::AfterModule, ..self }
+    }
+
+    /// Nothing is between the module and the sum.
+    fn is_plain(&self) -> bool {
+        self.after.is_none() && self.multiplier == 1.0
     }
 
     fn is_fused(&self) -> bool {
-        self.after.is_none() && self.multiplier == 1.0
+        self.is_plain() && self.residual == Residual::InModule
     }
 
     /// The gradient of the module's output depends on that output.
@@ -59,7 +92,7 @@ impl Branch {
         }
     }
 
-    /// Backward of [`enter`](Self::enter): adds to `dx`, the gradient of `x`.
+    /// Backward of [`enter`](Self::enter): adds to `dx`, the gradient of `x`; overwrites it if the module is called alone.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -73,6 +106,7 @@ impl Branch {
     ) -> Result<(), LayerError> {
         match &self.before {
             Some(norm) => norm.backward(dy, x, rstd, (dx, true), pass),
+            None if self.residual == Residual::Outside => Ok(strided_copy::copy(dy, dx)?),
             None => Ok(elementwise::accumulate(dx, dy)?),
         }
     }
@@ -96,7 +130,7 @@ impl Branch {
     /// # Errors
     /// Shapes that do not fit.
     pub fn join(&self, x: &Tensor, output: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        if self.is_fused() {
+        if self.is_fused() || self.residual == Residual::Outside {
             return Ok(output.clone());
         }
         let y = match &self.after {
@@ -124,7 +158,7 @@ impl Branch {
         dy: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        if self.is_fused() {
+        if self.is_plain() {
             return Ok(dy.clone());
         }
         let forward = &pass.forward;

@@ -1,6 +1,6 @@
 //! Context shared by the layers of one micro batch.
 
-use super::LayerError;
+use super::{LayerError, TokenExchange};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -83,13 +83,37 @@ pub struct LayerContext {
     tiling: Tiling,
     saves_attention_output: bool,
     overlaps_exchange: bool,
+    token_exchange: Option<Arc<dyn TokenExchange>>,
 }
 
 impl LayerContext {
     /// Creates the context of a micro batch with the given token layout.
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
         let tiling = Tiling::default();
-        Self { tokens, attention, workspace, tiling, saves_attention_output: false, overlaps_exchange: false }
+        Self {
+            tokens,
+            attention,
+            workspace,
+            tiling,
+            saves_attention_output: false,
+            overlaps_exchange: false,
+            token_exchange: None,
+        }
+    }
+
+    /// Sets the exchange of tokens of tensor-parallel layers.
+    #[must_use]
+    pub fn with_token_exchange(self, token_exchange: Option<Arc<dyn TokenExchange>>) -> Self {
+        Self { token_exchange, ..self }
+    }
+
+    /// The exchange of tokens around the modules of the tensor-parallel layer called `layer`.
+    ///
+    /// # Errors
+    /// A context without one.
+    pub fn token_exchange(&self, layer: &str) -> Result<&dyn TokenExchange, LayerError> {
+        let missing = || LayerError::NoTensorParallelism { layer: layer.to_owned() };
+        self.token_exchange.as_deref().ok_or_else(missing)
     }
 
     /// Sets the tiling.
@@ -137,7 +161,7 @@ impl LayerContext {
         self.tokens.layout.batch()
     }
 
-    /// Number of this rank's tokens per sequence.
+    /// Number of this sp rank's tokens per sequence, over all its tensor-parallel ranks.
     pub fn seq_len_local(&self) -> usize {
         self.tokens.layout.num_queries()
     }

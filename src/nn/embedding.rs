@@ -59,7 +59,7 @@ impl InputLayer for Embedding {
             true => Ids::dry(batch.num_tokens()),
             false => Ids::new(batch.input_ids),
         };
-        let y = ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
+        let y = ctx.workspace().alloc((batch.batch_size, batch.seq_len_local, self.hidden_size))?;
         embedding::forward(&ids, weight, &y)?;
         self.multiply(&y)?;
         Ok((y, Saved::new(ids, 0)))

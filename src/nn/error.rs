@@ -26,6 +26,27 @@ pub enum LayerError {
         /// The largest valid number of chunks.
         max_chunks: usize,
     },
+    /// The weights of a layer cannot be divided over that many tensor-parallel ranks.
+    #[error(
+        "layer {layer}: its heads and its MLP cannot be divided over tp = {size} ranks; tp of 1 to {max_size} is valid"
+    )]
+    TensorRanks {
+        /// The layer.
+        layer: String,
+        /// The number of ranks.
+        size: usize,
+        /// The largest valid number of ranks.
+        max_size: usize,
+    },
+    /// A layer that does not support tensor parallelism.
+    #[error("layer {layer}: this kind of layer cannot be divided over tensor-parallel ranks: use tp = 1")]
+    NoTensorParallelism {
+        /// The layer.
+        layer: String,
+    },
+    /// An exchange of tokens failed, on this rank or another.
+    #[error(transparent)]
+    Exchange(Box<dyn std::error::Error + Send + Sync>),
     /// A layer got the wrong number of parameters or gradients.
     #[error("layer {layer}: got {got} parameters or gradients, expected {expected}")]
     ParameterCount {

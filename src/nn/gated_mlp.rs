@@ -1,9 +1,10 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
 use super::{
-    BackwardPass, Branch, ForwardPass, GroupNames, Init, LayerError, Linear, ParameterList, recycle_unless,
-    token_rows,
+    BackwardPass, Branch, ForwardPass, GroupNames, Init, LayerError, Linear, ParameterList, TensorRank,
+    recycle_unless, token_rows,
 };
+use crate::mesh::shard_range;
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::glu::{self, Activation};
@@ -58,6 +59,21 @@ impl GatedMlp {
         let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, init);
         let down = Linear::new(parameters, "mlp.down_proj", [hidden, intermediate], down_init);
         Self { activation, gate, up, down }
+    }
+
+    /// Keeps the intermediate elements of one rank of tp; the output is then a summand.
+    ///
+    /// # Errors
+    /// More ranks than intermediate elements.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        let (size, max_size) = (tp.size, self.gate.num_outputs());
+        if size > max_size {
+            return Err(LayerError::TensorRanks { layer: parameters.layer().to_owned(), size, max_size });
+        }
+        let own: Vec<_> = (0..size).map(|rank| shard_range(max_size, size, rank)).collect();
+        Linear::divide_outputs(parameters, [&mut self.gate, &mut self.up], [&own, &own], tp.rank);
+        self.down.divide_inputs(parameters, &own, tp.rank);
+        Ok(())
     }
 
     /// Computes the branch of the MLP. With `keep` and without tiles, also returns the state for the backward pass.

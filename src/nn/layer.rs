@@ -1,6 +1,6 @@
 //! The [`Layer`] trait.
 
-use super::{LayerContext, LayerError, ParameterSpec};
+use super::{LayerContext, LayerError, ParameterSpec, TensorRank};
 use candle_core::Tensor;
 use std::any::Any;
 
@@ -93,6 +93,16 @@ pub trait Layer: Send + Sync {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError>;
+
+    /// The part of the layer that one rank of tp has. Between modules it has some of the tokens only, and its input and
+    /// output are `[batch, some tokens, hidden]`: [`TokenExchange`](super::TokenExchange).
+    ///
+    /// # Errors
+    /// A layer that cannot be divided, by default.
+    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        let _ = tp;
+        Err(LayerError::NoTensorParallelism { layer: self.name().to_owned() })
+    }
 
     /// As [`forward`](Self::forward), but saves only a checkpoint from which the layer is recomputed: `x`,
     /// then tensors that should be computed only once, such as the attention output

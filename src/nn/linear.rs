@@ -11,7 +11,14 @@ pub struct Linear {
     /// The rows of the parameters.
     rows: Range<usize>,
     weight: Parameter,
-    bias: Option<Parameter>,
+    bias: Option<Bias>,
+}
+
+/// The elements of a parameter that are a layer's bias, from `start`.
+#[derive(Debug, Clone, Copy)]
+struct Bias {
+    parameter: Parameter,
+    start: usize,
 }
 
 /// Names of the parameters of [`Linear::group`].
@@ -70,7 +77,31 @@ impl Linear {
 
     /// Adds the parameter `name.bias`, `[out]`, which is 0 at first.
     pub fn add_bias(&mut self, parameters: &mut ParameterList, name: &str) {
-        self.bias = Some(parameters.add(&format!("{name}.bias"), [self.num_outputs()], Init::Zeros));
+        let parameter = parameters.add(&format!("{name}.bias"), [self.num_outputs()], Init::Zeros);
+        self.bias = Some(Bias { parameter, start: 0 });
+    }
+
+    /// Keeps the outputs of one rank of tp of layers with the same input. `outputs`: for each layer those of every rank. Outputs
+    /// that several ranks compute keep their parameters whole, of which each rank then uses some rows.
+    pub(super) fn divide_outputs<const N: usize>(
+        parameters: &mut ParameterList,
+        layers: [&mut Self; N],
+        outputs: [&[Range<usize>]; N],
+        rank: usize,
+    ) {
+        let mut layers: Vec<_> = layers.into_iter().zip(outputs).collect();
+        while let Some((first, _)) = layers.first() {
+            let weight = first.weight;
+            let same = layers.partition_point(|(layer, _)| layer.weight == weight);
+            let rest = layers.split_off(same);
+            divide_rows(parameters, std::mem::replace(&mut layers, rest), rank);
+        }
+    }
+
+    /// Keeps the inputs of one rank of tp, whose outputs are then summands. `inputs`: those of every rank.
+    pub(super) fn divide_inputs(&self, parameters: &mut ParameterList, inputs: &[Range<usize>], rank: usize) {
+        let ranks = inputs.iter().map(|inputs| vec![inputs.clone()]).collect();
+        parameters.shard(self.weight, 1, ranks, rank);
     }
 
     /// The weight, of which other layers may have rows too.
@@ -140,7 +171,8 @@ impl Linear {
         pass: &ForwardPass<'_>,
     ) -> Result<LinearRows, LayerError> {
         let weight = pass[self.weight].narrow(0, self.rows.start + range.start, range.len())?;
-        let bias = self.bias.map(|bias| pass[bias].narrow(0, range.start, range.len())).transpose()?;
+        let bias = |Bias { parameter, start }| pass[parameter].narrow(0, start + range.start, range.len());
+        let bias = self.bias.map(bias).transpose()?;
         Ok(LinearRows { weight, bias })
     }
 
@@ -154,7 +186,41 @@ impl Linear {
             pass.gradient(parameter).map(|gradient| gradient.narrow(0, start, range.len())).transpose()
         };
         let weight = rows(self.weight, self.rows.start + range.start)?;
-        Ok(LinearGradients { weight, bias: self.bias.map_or(Ok(None), |bias| rows(bias, range.start))? })
+        let bias = |Bias { parameter, start }| rows(parameter, start + range.start);
+        Ok(LinearGradients { weight, bias: self.bias.map_or(Ok(None), bias)? })
+    }
+}
+
+/// [`Linear::divide_outputs`] of layers with one weight.
+fn divide_rows(parameters: &mut ParameterList, mut layers: Vec<(&mut Linear, &[Range<usize>])>, rank: usize) {
+    let is_shared =
+        |(_, ranks): &(_, &[Range<usize>])| ranks.windows(2).any(|pair| pair[0].end > pair[1].start);
+    if layers.iter().any(is_shared) {
+        for (layer, outputs) in layers {
+            let own = &outputs[rank];
+            layer.rows = layer.rows.start + own.start..layer.rows.start + own.end;
+            layer.bias = layer.bias.map(|bias| Bias { start: own.start, ..bias });
+        }
+        return;
+    }
+    let Some((first, outputs)) = layers.first() else { return };
+    let (weight, size) = (first.weight, outputs.len());
+    let rows = |rank: usize| {
+        let rows = layers.iter().map(|(layer, outputs)| {
+            layer.rows.start + outputs[rank].start..layer.rows.start + outputs[rank].end
+        });
+        rows.collect::<Vec<_>>()
+    };
+    let ranks = (0..size).map(rows).collect();
+    parameters.shard(weight, 0, ranks, rank);
+    let mut start = 0;
+    for (layer, outputs) in &mut layers {
+        let end = start + outputs[rank].len();
+        layer.rows = start..end;
+        start = end;
+        if let Some(Bias { parameter, .. }) = layer.bias {
+            parameters.shard(parameter, 0, outputs.iter().map(|own| vec![own.clone()]).collect(), rank);
+        }
     }
 }
 

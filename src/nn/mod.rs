@@ -24,6 +24,7 @@ mod layer;
 mod linear;
 mod parameters;
 mod rms_norm;
+mod tensor_parallel;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -43,6 +44,7 @@ pub use layer::{AttentionExtent, Layer, Saved};
 pub use linear::{GroupNames, Linear};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
+pub use tensor_parallel::{HeadDivision, TensorRank, TokenExchange};
 
 use candle_core::Tensor;
 use std::ops::Range;

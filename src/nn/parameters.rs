@@ -4,9 +4,10 @@
 //! of its own, and finds its values and gradients by it.
 
 use super::{LayerContext, LayerError};
+use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::num::NonZero;
-use std::ops::Index;
+use std::ops::{Index, Range};
 use ulysses_kernels::Workspace;
 
 /// Initial values of a parameter that is not loaded.
@@ -29,16 +30,26 @@ pub struct ParameterSpec {
     /// Full name in Hugging Face's convention, for example
     /// `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// Shape; a linear weight is `[out, in]`.
+    /// Shape on this rank; a linear weight is `[out, in]`.
     pub shape: Vec<usize>,
     /// Initial values.
     pub init: Init,
+    /// The part of the whole parameter that this rank has, if the ranks of tp divide it.
+    pub shard: Option<TensorShard>,
 }
 
 impl ParameterSpec {
     /// Creates a parameter called `name`.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
-        Self { name: name.into(), shape: shape.into(), init }
+        Self { name: name.into(), shape: shape.into(), init, shard: None }
+    }
+
+    /// The whole parameter.
+    #[must_use]
+    pub fn whole(&self) -> Self {
+        let shape =
+            self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape));
+        Self { shape, shard: None, ..self.clone() }
     }
 
     /// Number of elements.
@@ -76,6 +87,20 @@ impl ParameterList {
         self.specs.reserve_exact(1);
         self.specs.push(ParameterSpec::new(format!("{}.{name}", self.layer), shape, init));
         Parameter(NonZero::<u32>::MIN.saturating_add(self.specs.len() as u32 - 1))
+    }
+
+    /// Keeps only the part of a parameter that `rank` has, if the ranks divide the dimension `dim` so.
+    pub(super) fn shard(
+        &mut self,
+        parameter: Parameter,
+        dim: usize,
+        ranks: Vec<Vec<Range<usize>>>,
+        rank: usize,
+    ) {
+        let spec = &mut self.specs[parameter.index()];
+        let shard = TensorShard::new(dim, spec.shape[dim], ranks, rank);
+        spec.shape = shard.local_shape(&spec.shape);
+        spec.shard = Some(shard);
     }
 
     /// The layer's name.

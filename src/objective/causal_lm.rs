@@ -245,10 +245,10 @@ impl Objective for CausalLm {
     /// The logits.
     fn output(&self, params: &[Tensor], x: &Tensor, ctx: &LayerContext) -> Result<Tensor, LayerError> {
         let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
-        let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((ctx.batch(), ctx.seq_len_local()))?);
+        let (batch, tokens, _) = x.dims3()?;
+        let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((batch, tokens))?);
         self.normalize(x, norm, &normed, &rstd)?;
-        let dims = (ctx.batch(), ctx.seq_len_local(), self.vocab_size());
-        let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
+        let logits = Tensor::zeros((batch, tokens, self.vocab_size()), x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;
         [normed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(logits)

@@ -20,7 +20,18 @@ impl Plan {
     /// A tensor or a mesh that does not fit the plan, or failed communication.
     pub fn execute(&self, groups: &MeshGroups, local: &Tensor) -> Result<Tensor, PlacementError> {
         let groups = self.from.axes().iter().map(|axis| groups.get_group(&axis.name));
-        let groups = groups.collect::<Result<Vec<_>, _>>()?;
+        self.execute_on(&groups.collect::<Result<Vec<_>, _>>()?, local)
+    }
+
+    /// As [`execute`](Self::execute), on the groups of the plan's axes, in their order.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn execute_on(
+        &self,
+        groups: &[Arc<dyn ProcessGroup>],
+        local: &Tensor,
+    ) -> Result<Tensor, PlacementError> {
         let coordinate: Vec<usize> = groups.iter().map(|group| group.rank()).collect();
         let fits = |what, expected: Vec<usize>, got: Vec<usize>| match expected == got {
             true => Ok(()),

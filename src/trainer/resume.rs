@@ -135,10 +135,8 @@ impl Resumption<'_> {
         let Manifest { mesh, zero_stage, num_partitions, progress, config, .. } = checkpoint.manifest();
         let step = progress.step;
         (self.log)(&format!(
-            "resumed from {}: step {step}, saved on mesh dp {} × sp {} at ZeRO stage {zero_stage} with {}",
+            "resumed from {}: step {step}, saved on mesh {mesh} at ZeRO stage {zero_stage} with {}",
             checkpoint.dir().display(),
-            mesh.dp,
-            mesh.sp,
             counted(*num_partitions, "partition")
         ));
         let saved_batch = config["train_batch_size"].as_u64();

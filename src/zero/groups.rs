@@ -4,6 +4,7 @@ use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
 };
 use crate::config::{CommunicationDtype, ZeroStage};
+use crate::mesh::{TOKENS_AXIS, TP_AXIS};
 use crate::placement::Placement::{self, Replicate, Shard};
 use std::sync::Arc;
 
@@ -22,8 +23,19 @@ pub struct ZeroGroups {
     /// The groups of attention over parts of sp, of 2 ranks or more, from small to large: with flexible sequence parallelism,
     /// aligned blocks of every size that divides sp.
     pub sp_blocks: Vec<Arc<dyn ProcessGroup>>,
+    /// The groups of tensor parallelism, if tp has more than one rank.
+    pub tensor: Option<TensorGroups>,
     /// The dtype in which gradients are sent to be summed.
     pub gradient_dtype: CommunicationDtype,
+}
+
+/// The groups of tensor parallelism.
+#[derive(Debug, Clone)]
+pub struct TensorGroups {
+    /// Ranks that divide the weights, heads and tokens of one sp rank.
+    pub tp: Arc<dyn ProcessGroup>,
+    /// Ranks with other tokens of the same sequences: those of sp and tp, sp first.
+    pub tokens: Arc<dyn ProcessGroup>,
 }
 
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
@@ -42,6 +54,15 @@ pub struct RingGroups {
     pub ring: Arc<dyn ProcessGroup>,
     /// Ranks with the same tokens and other heads.
     pub ulysses: Arc<dyn ProcessGroup>,
+}
+
+/// The part of the state that one rank writes to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CheckpointPart {
+    /// Index of the partition.
+    pub partition: usize,
+    /// The rank along tp whose shards these are. Parameters that all ranks along tp have belong to rank 0.
+    pub tp_rank: usize,
 }
 
 /// A persistent buffer of a unit, by its content.
@@ -81,7 +102,14 @@ impl ZeroGroups {
             }
         };
         let gradient_dtype = CommunicationDtype::default();
-        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), gradient_dtype })
+        let tensor = match groups.mesh().axis_names().iter().any(|axis| axis == TP_AXIS) {
+            true => {
+                let tokens = groups.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?.get_group(TOKENS_AXIS)?;
+                Some(TensorGroups { tp: groups.get_group(TP_AXIS)?, tokens })
+            }
+            false => None,
+        };
+        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, gradient_dtype })
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -125,6 +153,10 @@ impl ZeroGroups {
                 ulysses: wrap(ULYSSES_AXIS, ulysses),
             }),
             sp_blocks: self.sp_blocks.into_iter().map(|group| wrap("sp", group)).collect(),
+            tensor: self.tensor.map(|TensorGroups { tp, tokens }| TensorGroups {
+                tp: wrap(TP_AXIS, tp),
+                tokens: wrap(TOKENS_AXIS, tokens),
+            }),
             ..self
         }
     }
@@ -134,32 +166,60 @@ impl ZeroGroups {
         self.sharding.as_ref().map_or(&self.dp, |groups| &groups.shard)
     }
 
-    /// Ranks with the same partition.
-    pub fn replicas(&self) -> &Arc<dyn ProcessGroup> {
-        self.sharding.as_ref().map_or(&self.sp, |groups| &groups.replicas)
+    /// Ranks with other tokens of the same sequences.
+    pub fn tokens(&self) -> &Arc<dyn ProcessGroup> {
+        self.tensor.as_ref().map_or(&self.sp, |groups| &groups.tokens)
     }
 
-    /// The layout of a buffer at a stage: along the ranks with the other partitions, then along those with the same one.
+    /// Ranks with the same partition of parameters that the ranks of tp divide (`is_sharded`), or of others.
+    pub fn replicas(&self, is_sharded: bool) -> &Arc<dyn ProcessGroup> {
+        match &self.sharding {
+            Some(groups) => &groups.replicas,
+            None if is_sharded => &self.sp,
+            None => self.tokens(),
+        }
+    }
+
+    /// The layout of a buffer at a stage, of parameters that the ranks of tp divide (`is_sharded`) or of others: along the ranks
+    /// with the other partitions, those with the same one, and tp if it divides them.
     ///
     /// The rest follows. A gradient, of which every rank has a summand, is reduced to the layout of the optimizer state: scattered
     /// where that is sharded, as a whole where it is replicated. The norm adds up shards. Replicas are compared.
-    pub fn layout(&self, buffer: Buffer, stage: ZeroStage) -> [ZeroAxis<'_>; 2] {
-        let is_sharded = match buffer {
+    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, is_sharded: bool) -> Vec<ZeroAxis<'_>> {
+        let is_partitioned = match buffer {
             Buffer::Parameters => stage.partitions_parameters(),
             Buffer::OptimizerState => stage.partitions_optimizer(),
         };
-        let (shard, replicas) =
-            if self.sharding.is_some() { (SHARD_AXIS, REPLICAS_AXIS) } else { ("dp", "sp") };
-        let placement = if is_sharded { Shard(0) } else { Replicate };
-        [
+        let (shard, replicas) = match self.sharding {
+            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
+            None if is_sharded || self.tensor.is_none() => ("dp", "sp"),
+            None => ("dp", TOKENS_AXIS),
+        };
+        let placement = if is_partitioned { Shard(0) } else { Replicate };
+        let mut axes = vec![
             ZeroAxis { name: shard, group: self.shard(), placement },
-            ZeroAxis { name: replicas, group: self.replicas(), placement: Replicate },
-        ]
+            ZeroAxis { name: replicas, group: self.replicas(is_sharded), placement: Replicate },
+        ];
+        if let Some(groups) = self.tensor.as_ref().filter(|_| is_sharded) {
+            axes.push(ZeroAxis { name: TP_AXIS, group: &groups.tp, placement: Shard(0) });
+        }
+        axes
     }
 
-    /// This rank's partition, if this rank is the one that writes it to a checkpoint.
-    pub fn written_partition(&self) -> Option<usize> {
-        (self.replicas().rank() == 0).then(|| self.shard().rank())
+    /// This rank along tp.
+    pub fn tp_rank(&self) -> usize {
+        self.tensor.as_ref().map_or(0, |groups| groups.tp.rank())
+    }
+
+    /// Number of ranks along tp.
+    pub fn tp_size(&self) -> usize {
+        self.tensor.as_ref().map_or(1, |groups| groups.tp.world_size())
+    }
+
+    /// The part of the state that this rank writes to a checkpoint, if any.
+    pub fn written_part(&self) -> Option<CheckpointPart> {
+        let part = || CheckpointPart { partition: self.shard().rank(), tp_rank: self.tp_rank() };
+        (self.replicas(true).rank() == 0).then(part)
     }
 
     /// Every group once, with its axis; blocks of sp have the axis sp. A group that spans the world serves several axes and is listed under
@@ -171,7 +231,10 @@ impl ZeroGroups {
         let ring = self.ring.iter();
         let ring = ring.flat_map(|groups| [(RING_AXIS, &groups.ring), (ULYSSES_AXIS, &groups.ulysses)]);
         let blocks = self.sp_blocks.iter().map(|group| ("sp", group));
-        let others = sharding.chain(ring).chain(blocks).filter(|(_, group)| group.world_size() > 1);
+        let tensor = self.tensor.iter();
+        let tensor = tensor.flat_map(|groups| [(TP_AXIS, &groups.tp), (TOKENS_AXIS, &groups.tokens)]);
+        let others =
+            sharding.chain(ring).chain(blocks).chain(tensor).filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
         for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {
@@ -215,10 +278,10 @@ mod tests {
                 let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, shape)?;
                 let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
                 assert_eq!(listed, axes, "dp {dp} × sp {sp}, {shape:?}");
-                Ok::<_, CommError>(groups.written_partition())
+                Ok::<_, CommError>(groups.written_part())
             });
             let of_ranks = on_ranks.unwrap().into_iter().enumerate();
-            let written: Vec<_> = of_ranks.filter_map(|(rank, partition)| Some((partition?, rank))).collect();
+            let written: Vec<_> = of_ranks.filter_map(|(rank, part)| Some((part?.partition, rank))).collect();
             let expected: Vec<_> = writers.into_iter().enumerate().collect();
             assert_eq!(written, expected, "dp {dp} × sp {sp}, {shape:?}");
         }

@@ -1,6 +1,7 @@
 //! The layout of a unit's parameters in its flat buffer, and its partitions.
 
 use super::ZeroError;
+use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -13,6 +14,8 @@ pub struct FlatParameter {
     pub shape: Vec<usize>,
     /// First element within the flat buffer.
     pub offset: usize,
+    /// The part of the whole parameter that this rank has, if the ranks of tp divide it; `shape` is the part's.
+    pub shard: Option<TensorShard>,
 }
 
 impl FlatParameter {
@@ -24,6 +27,20 @@ impl FlatParameter {
     /// Elements within the flat buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.numel()
+    }
+
+    /// Shape of the whole parameter.
+    pub fn whole_shape(&self) -> Vec<usize> {
+        self.shard.as_ref().map_or_else(|| self.shape.clone(), |shard| shard.whole_shape(&self.shape))
+    }
+
+    /// The elements `local` of this part as runs: first element within the part, first element within the whole parameter,
+    /// number of elements.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(usize, usize, usize)> {
+        match &self.shard {
+            Some(shard) => shard.runs(&self.shape, local),
+            None => vec![(local.start, local.start, local.len())],
+        }
     }
 }
 
@@ -47,13 +64,25 @@ impl FlatLayout {
     ) -> Self {
         let mut numel = 0;
         let place = |(name, shape): (String, Vec<usize>)| {
-            let parameter = FlatParameter { name, shape, offset: numel };
+            let parameter = FlatParameter { name, shape, offset: numel, shard: None };
             numel += parameter.numel();
             parameter
         };
         let parameters = parameters.into_iter().map(place).collect();
         let (name, num_partitions) = (name.into(), num_partitions.max(1));
         Self { name, parameters, numel, num_partitions, is_frozen: false }
+    }
+
+    /// Sets the parts of the whole parameters, one per parameter.
+    #[must_use]
+    pub fn with_shards(mut self, shards: impl IntoIterator<Item = Option<TensorShard>>) -> Self {
+        self.parameters.iter_mut().zip(shards).for_each(|(parameter, shard)| parameter.shard = shard);
+        self
+    }
+
+    /// Returns whether the ranks of tp divide the parameters. Otherwise all of them have the same.
+    pub fn is_sharded(&self) -> bool {
+        self.parameters.iter().any(|parameter| parameter.shard.is_some())
     }
 
     /// Marks the parameters as frozen.

@@ -23,7 +23,6 @@
 
 mod error;
 mod finite;
-mod frozen_split;
 mod groups;
 mod layout;
 mod optimizer;
@@ -32,10 +31,11 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod unit;
+mod unit_split;
 mod update;
 
 pub use error::ZeroError;
-pub use groups::{Buffer, RingGroups, ShardGroups, ZeroAxis, ZeroGroups};
+pub use groups::{Buffer, CheckpointPart, RingGroups, ShardGroups, TensorGroups, ZeroAxis, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use state::{RestoreState, StateBytes, StateSlice, Storage};

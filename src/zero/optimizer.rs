@@ -1,9 +1,9 @@
 //! [`ZeroOptimizer`]: all units of a model on one rank.
 
-use super::frozen_split::{FrozenSplit, split_frozen};
 use super::reduce::{self, Reduction};
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
+use super::unit_split::{UnitSplit, split_units};
 use super::{Buffer, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
@@ -28,9 +28,9 @@ pub struct ZeroOptimizer {
     pub(super) config: OptimizerConfig,
     pub(super) groups: ZeroGroups,
     pub(super) storage: Storage,
-    /// The model's units, each with its one or two entries of `units`.
-    splits: Vec<FrozenSplit>,
-    /// The flat buffers. None has both trained and frozen parameters.
+    /// The model's units, each with its entries of `units`.
+    splits: Vec<UnitSplit>,
+    /// The flat buffers. None has both trained and frozen parameters, or both whole ones and shards of tp.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,
     /// Maximum number of elements that one piece of an update on the host has.
@@ -59,7 +59,7 @@ impl ZeroOptimizer {
     ) -> Result<Self, E> {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
-        let (units, splits) = split_frozen(units, is_frozen);
+        let (units, splits) = split_units(units, is_frozen);
         let storage: Storage = storage.into();
         let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::AllocationMeter::start();
@@ -275,7 +275,8 @@ impl ZeroOptimizer {
     pub fn gradients(&mut self, unit: usize) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let split = &self.splits[unit];
         let units = self.units[split.flats.clone()].iter_mut();
-        let views: Vec<_> = units.map(Unit::gradient_views).collect::<Result<_, ZeroError>>()?;
+        let views = units.map(|unit| unit.gradient_views(&self.groups));
+        let views: Vec<_> = views.collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
 
@@ -288,11 +289,15 @@ impl ZeroOptimizer {
     pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
         let _reduce = tracing::trace_span!("reduce", unit).entered();
         let mut flats = self.splits[unit].flats.clone();
-        let Some(trained) = flats.find(|flat| !self.units[*flat].layout.is_frozen()) else { return Ok(()) };
-        let next = reduce::start(trained, &mut self.units[trained], self.stage, &self.groups, boundary)?;
-        self.complete_reduction()?;
-        self.in_flight = next;
-        Ok(())
+        flats.try_for_each(|flat| {
+            let next = reduce::start(flat, &mut self.units[flat], self.stage, &self.groups, boundary)?;
+            // Frozen parameters have nothing to reduce.
+            if self.units[flat].gradients.is_some() {
+                self.complete_reduction()?;
+                self.in_flight = next;
+            }
+            Ok(())
+        })
     }
 
     fn complete_reduction(&mut self) -> Result<(), ZeroError> {
@@ -329,12 +334,33 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
-        ledger::open_norm(self.trained_units().map(Unit::placed_gradient))?;
-        if let Some(own) = self.known_sum_of_squares() {
-            return self.sum_over_shards(vec![own]);
+        let mut sum = self.sum_of_squares(false)?;
+        if self.trained_units().any(|unit| unit.layout.is_sharded()) {
+            sum += self.sum_of_squares(true)?;
         }
+        Ok(sum)
+    }
+
+    /// [`gradient_sum_of_squares`](Self::gradient_sum_of_squares) of the parameters that the ranks of tp divide, or of the others.
+    fn sum_of_squares(&self, is_sharded: bool) -> Result<f64, ZeroError> {
+        let units = || self.trained_units().filter(move |unit| unit.layout.is_sharded() == is_sharded);
+        ledger::open_norm(units().map(Unit::placed_gradient))?;
+        let own = match self.known_sum_of_squares(units()) {
+            Some(own) => vec![own],
+            None => self.squares_of_partitions(units)?,
+        };
+        let sum = self.sum_over_shards(own, is_sharded)?;
+        ledger::close_norm()?;
+        Ok(sum)
+    }
+
+    /// The sums over some units, for each partition that this rank has.
+    fn squares_of_partitions<'a, U: Iterator<Item = &'a Unit>>(
+        &self,
+        units: impl Fn() -> U,
+    ) -> Result<Vec<f64>, ZeroError> {
         let of_partition = |rank: usize| {
-            let of_units = self.units.iter().filter_map(|unit| unit.gradient_partition(rank).transpose());
+            let of_units = units().filter_map(|unit| unit.gradient_partition(rank).transpose());
             of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
         };
         let is_partitioned = self.stage.partitions_optimizer();
@@ -347,12 +373,12 @@ impl ZeroOptimizer {
         let of_partitions = partitions
             .iter()
             .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
-        self.sum_over_shards(of_partitions.collect())
+        Ok(of_partitions.collect())
     }
 
     /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded.
-    fn sum_over_shards(&self, mut of_partitions: Vec<f64>) -> Result<f64, ZeroError> {
-        for axis in self.groups.layout(Buffer::OptimizerState, self.stage) {
+    fn sum_over_shards(&self, mut of_partitions: Vec<f64>, is_sharded: bool) -> Result<f64, ZeroError> {
+        for axis in self.groups.layout(Buffer::OptimizerState, self.stage, is_sharded) {
             if axis.placement != Placement::Replicate {
                 of_partitions = axis.group.all_gather_values(&of_partitions)?;
             }
@@ -360,10 +386,10 @@ impl ZeroOptimizer {
         Ok(of_partitions.into_iter().sum())
     }
 
-    /// The sum over the units of this rank's partition, if it is known without loading offloaded gradients.
-    fn known_sum_of_squares(&self) -> Option<f64> {
+    /// The sum over some units of this rank's partition, if it is known without loading offloaded gradients.
+    fn known_sum_of_squares<'a>(&self, mut units: impl Iterator<Item = &'a Unit>) -> Option<f64> {
         self.storage.gradients(self.stage)?;
-        self.trained_units().try_fold(0.0, |sum, unit| match &unit.gradients {
+        units.try_fold(0.0, |sum, unit| match &unit.gradients {
             Some(Gradients::Partitioned { partition, .. }) => Some(sum + partition.known_sum_of_squares()?),
             _ => None,
         })

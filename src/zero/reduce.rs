@@ -73,22 +73,23 @@ pub(super) fn complete(
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
     let own = unit.layout.partition(unit.shard_rank);
+    let replicas = &**groups.replicas(unit.layout.is_sharded());
     match (&mut unit.gradients, received) {
         (None, _) => {}
-        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, groups)?,
+        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, replicas, groups)?,
         (Some(Gradients::Whole(whole)), Some(received)) if is_replicated(groups, stage) => {
-            sum_over_replicas(&received, groups)?;
+            sum_over_replicas(&received, replicas, groups)?;
             groups.shard().all_gather(&received, &whole.flat)?;
         }
         (Some(Gradients::Whole(whole)), Some(received)) => {
-            sum_over_replicas(&received, groups)?;
+            sum_over_replicas(&received, replicas, groups)?;
             strided_copy::copy(&received, &whole.flat.narrow(0, own.start, own.len())?)?;
             ledger::copy(&received, &whole.flat)?;
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
             let sum = partition.plus(received)?;
             if boundary {
-                sum_over_replicas(&sum, groups)?;
+                sum_over_replicas(&sum, replicas, groups)?;
             }
             storage.settle()?;
             partition.put(sum, boundary)?;
@@ -100,12 +101,14 @@ pub(super) fn complete(
 
 /// Returns whether all ranks that share the partitions get the whole reduced gradient.
 fn is_replicated(groups: &ZeroGroups, stage: ZeroStage) -> bool {
-    let [shard, _] = groups.layout(Buffer::OptimizerState, stage);
-    shard.placement == Placement::Replicate
+    groups.layout(Buffer::OptimizerState, stage, false)[0].placement == Placement::Replicate
 }
 
-fn sum_over_replicas(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
-    let replicas = &**groups.replicas();
+fn sum_over_replicas(
+    gradient: &Tensor,
+    replicas: &dyn ProcessGroup,
+    groups: &ZeroGroups,
+) -> Result<(), ZeroError> {
     match replicas.world_size() {
         1 => Ok(()),
         _ if rounds(replicas, groups) => {

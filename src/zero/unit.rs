@@ -191,7 +191,7 @@ impl Unit {
     }
 
     /// Views for the gradients of a backward pass: one per parameter, `None` for frozen ones.
-    pub(super) fn gradient_views(&mut self) -> Result<Vec<Option<Tensor>>, ZeroError> {
+    pub(super) fn gradient_views(&mut self, groups: &ZeroGroups) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let whole = match &mut self.gradients {
             None => return Ok(vec![None; self.layout.parameters().len()]),
             Some(Gradients::Whole(whole)) => whole,
@@ -205,7 +205,9 @@ impl Unit {
                 transient.insert(whole)
             }
         };
-        ledger::add_tokens(&whole.flat, || label("gradient", &self.layout))?;
+        let tp = groups.tensor.as_ref().filter(|_| self.layout.is_sharded());
+        let tp = tp.map(|groups| &*groups.tp as &dyn ProcessGroup);
+        ledger::add_tokens(&whole.flat, tp, || label("gradient", &self.layout))?;
         Ok(whole.views.iter().cloned().map(Some).collect())
     }
 
@@ -266,8 +268,8 @@ impl Unit {
     /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
     pub(super) fn place_state(&self, groups: &ZeroGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
-            let layout = groups.layout(buffer, stage);
-            let axes = layout.each_ref().map(|axis| (&**axis.group, axis.placement));
+            let layout = groups.layout(buffer, stage, self.layout.is_sharded());
+            let axes: Vec<_> = layout.iter().map(|axis| (&**axis.group, axis.placement)).collect();
             tensor.place(Placed::along(|| label(what, &self.layout), &axes));
         };
         place(&self.parameters.persistent(), "parameter buffer", Buffer::Parameters);

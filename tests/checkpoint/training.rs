@@ -69,9 +69,9 @@ impl Trainee {
         keep_last: Option<usize>,
         storage: Arc<dyn Storage>,
     ) -> Result<Saver> {
-        let partition = self.engine.groups().written_partition();
+        let part = self.engine.groups().written_part();
         let options = SaveOptions { keep_last, background: false };
-        Ok(Saver::new(self.all.clone(), storage, dir, partition, options)?)
+        Ok(Saver::new(self.all.clone(), storage, dir, part, options)?)
     }
 
     pub(crate) fn save_with(&mut self, saver: &mut Saver) -> Result<SavedCheckpoint> {

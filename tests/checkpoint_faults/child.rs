@@ -89,8 +89,8 @@ fn train_rank(
     }
     say(format!("resumed {}", engine.attempted_steps()));
     let options = SaveOptions { keep_last: Some(1), background: run.background };
-    let partition = engine.groups().written_partition();
-    let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, partition, options)?;
+    let part = engine.groups().written_part();
+    let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, part, options)?;
     let settle = |outcome: Result<Option<SavedCheckpoint>, EngineError>| match outcome {
         Ok(None) => Ok(()),
         Ok(Some(saved)) => {

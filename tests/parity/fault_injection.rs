@@ -5,7 +5,7 @@ use crate::support::mesh_run::{Doubles, Layout, Problem, Rule, layout, matches};
 use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
 use std::sync::Arc;
-use ulysses::zero::{RingGroups, ZeroGroups};
+use ulysses::zero::{RingGroups, TensorGroups, ZeroGroups};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -66,6 +66,45 @@ fn a_loss_scaled_by_sp_is_detected() {
     });
     for stage in 0..=3 {
         assert_eq!(verdict(layout(2, 2, stage), &doubles), Verdict::WrongNumbers, "stage {stage}");
+    }
+}
+
+/// Faults of tensor parallelism: summands of activations that are not summed or are scaled; replicated gradients (norms,
+/// embedding) that are not summed over the ranks with other tokens, are counted once per rank, or are summed over sp alone.
+#[test]
+fn wrong_sums_of_tensor_parallelism_are_detected() {
+    fn change(groups: ZeroGroups, change: impl Fn(TensorGroups, &ZeroGroups) -> TensorGroups) -> ZeroGroups {
+        let tensor = groups.tensor.clone().map(|tensor| change(tensor, &groups));
+        ZeroGroups { tensor, ..groups }
+    }
+    let on_tp = |dp, sp, stage| Layout { tp: 2, ..layout(dp, sp, stage) };
+    let faults: [fn(ZeroGroups) -> ZeroGroups; 5] = [
+        |groups| {
+            change(groups, |TensorGroups { tp, tokens }, _| TensorGroups {
+                tp: FaultyGroup::wrap(tp, Fault::SkipsTheSum),
+                tokens,
+            })
+        },
+        |groups| {
+            change(groups, |TensorGroups { tp, tokens }, _| TensorGroups {
+                tp,
+                tokens: FaultyGroup::wrap(tokens, Fault::SkipsTheSum),
+            })
+        },
+        |groups| {
+            change(groups, |TensorGroups { tp, tokens }, _| TensorGroups {
+                tp,
+                tokens: FaultyGroup::wrap(tokens, Fault::ScalesByWorldSize),
+            })
+        },
+        |groups| change(groups, |tensor, groups| TensorGroups { tokens: groups.sp.clone(), ..tensor }),
+        |groups| change(groups, |tensor, _| TensorGroups { tokens: tensor.tp.clone(), ..tensor }),
+    ];
+    for layout in [on_tp(1, 2, 0), on_tp(2, 2, 3)] {
+        assert_eq!(verdict(layout, &Doubles::default()), Verdict::Accepted);
+        for (number, groups) in faults.into_iter().enumerate() {
+            assert_eq!(verdict(layout, &with_groups(groups)), Verdict::WrongNumbers, "{number}, {layout:?}");
+        }
     }
 }
 

@@ -15,3 +15,4 @@ mod precision;
 mod reference;
 mod ring;
 mod sample;
+mod tensor_parallel;

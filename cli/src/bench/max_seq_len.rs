@@ -4,7 +4,7 @@ mod features;
 mod memory;
 
 use super::report::{cores, cpu_name};
-use super::{Failure, OrFail, dp_sp, print};
+use super::{Failure, OrFail, print, without_ring};
 use crate::config_flags::SetFlags;
 use crate::output::log_line;
 use crate::settings::WritableMemory;
@@ -44,7 +44,7 @@ pub(super) struct Args {
     /// small].
     #[arg(long)]
     model: Option<String>,
-    /// Mesh: `DPxSP` or `dp=2,sp=2` [default: the config's].
+    /// Mesh: `DPxSP`, `DPxSPxTP` or `dp=2,sp=2` [default: the config's].
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// Memory limit per rank in GiB. The limit applies to the sum over ranks, which share a process.
@@ -76,7 +76,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if !cfg!(target_os = "linux") {
         return Err(Failure::Usage(anyhow!("max-seq-len is only supported on Linux")));
     }
-    let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
+    let mesh = args.mesh.as_deref().map(without_ring).transpose()?;
     let overrides = Overrides { mesh, model: args.model.clone(), ..Overrides::default() };
     let raw = RawConfig::from_file_with(&args.config, &args.set.settings()).or_usage()?;
     let mut config = raw.resolve(&overrides).or_usage()?;
@@ -93,7 +93,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut search = Search {
         args,
         model,
-        mesh: format!("{}x{}", config.mesh.dp_size, config.mesh.sp_size),
+        mesh: config.mesh.shape().notation(),
         batch_size: config.train_batch_size,
         limit_kib,
         directory,
@@ -193,7 +193,7 @@ impl Search {
     }
 
     fn resolution(&self, config: &Config) -> usize {
-        (self.args.resolution as usize).max(config.mesh.sp_size)
+        (self.args.resolution as usize).max(config.mesh.ranks_per_sequence())
     }
 
     /// Returns whether one training step on sequences of `seq_len` tokens completes.

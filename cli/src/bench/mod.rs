@@ -28,7 +28,7 @@ pub(super) use training::TrainingArgs;
 use super::ranks::{BackendArgs, Joined, Ranks};
 use super::{DeviceArg, settings};
 use crate::failure::{Failure, OrFail};
-use crate::mesh_flag::dp_sp;
+use crate::mesh_flag::without_ring;
 use crate::output::print;
 use candle_core::DType;
 use clap::Subcommand;

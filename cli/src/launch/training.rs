@@ -8,7 +8,7 @@ use anyhow::anyhow;
 use std::fmt;
 use std::path::Path;
 use ulysses::checkpoint::step_directories;
-use ulysses::config::{Backend, Config};
+use ulysses::config::{Backend, Config, MeshShape};
 use ulysses::mesh::{Cluster, SeqSharding};
 
 /// A `train` command to launch.
@@ -35,6 +35,8 @@ pub(super) struct Variation {
 pub(super) struct SmallerMesh {
     pub(super) dp: usize,
     pub(super) sp: usize,
+    /// As at the first start: its ranks divide the weights.
+    pub(super) tp: usize,
     /// Ranks of the ring within sp, if the first start has a ring.
     pub(super) ring_size: Option<usize>,
     /// Ranks along dp that ZeRO partitions over, if the first start has a shard size.
@@ -48,9 +50,9 @@ pub(super) struct SmallerMesh {
 /// Writes the value of `--mesh`.
 impl fmt::Display for SmallerMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dp, sp, .. } = self;
+        let Self { dp, sp, tp, .. } = *self;
         match self.shard_size {
-            None => write!(f, "{dp}x{sp}"),
+            None => f.write_str(&MeshShape { dp, sp, tp }.notation()),
             Some(shard) => write!(f, "dp_replicate={},dp_shard={shard},sp={sp}", dp / shard),
         }
     }
@@ -143,8 +145,10 @@ impl Training {
     }
 
     /// Returns the largest mesh of at most `num_ranks` ranks that keeps the batch size, the micro batch size and, if they
-    /// fit, sp and the shard size of ZeRO. `first` is the config of the first start.
+    /// fit, sp and the shard size of ZeRO. tp stays. `first` is the config of the first start.
     pub(super) fn smaller_mesh(&self, first: &Config, num_ranks: usize) -> Option<SmallerMesh> {
+        // The ranks of tp count as one.
+        let (tp, num_ranks) = (first.mesh.tp_size, num_ranks / first.mesh.tp_size);
         let divides = |sp: &usize| first.mesh.sp_size.is_multiple_of(*sp);
         let sizes = (1..=first.mesh.sp_size.min(num_ranks)).rev().filter(divides);
         let first_shard = first.zero.mics_shard_size;
@@ -165,6 +169,7 @@ impl Training {
             let mesh = |replaces_key| SmallerMesh {
                 dp,
                 sp,
+                tp,
                 ring_size,
                 shard_size,
                 replaces_key,
@@ -184,7 +189,7 @@ impl Training {
     fn allows(&self, mesh: SmallerMesh) -> bool {
         let variation = Variation { smaller: Some(mesh), ..Variation::default() };
         let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return false };
-        let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.dp * mesh.sp });
+        let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.dp * mesh.sp * mesh.tp });
         resolved.is_ok_and(|(config, _)| config.micro_batch_size == mesh.micro_batch_size)
     }
 }
@@ -336,6 +341,9 @@ pub(super) mod tests {
         assert_eq!(smaller(json!({}), &["--mesh", "3x2"], 4), Some((1, 2)));
         let fixed = json!({ "train_micro_batch_size_per_gpu": 1, "mesh_param": [3, 2] });
         assert_eq!(smaller(fixed, &[], 4), Some((2, 2)), "the flag replaces the config's sizes");
+        let divided = json!({ "train_micro_batch_size_per_gpu": 1, "tensor_parallel_size": 2 });
+        assert_eq!(smaller_text(divided.clone(), &[], 5).as_deref(), Some("2x1x2"), "tp stays");
+        assert_eq!(smaller(divided, &[], 1), None);
     }
 
     #[test]
@@ -351,6 +359,7 @@ pub(super) mod tests {
         let mesh = SmallerMesh {
             dp: 1,
             sp: 2,
+            tp: 1,
             ring_size: None,
             shard_size: None,
             replaces_key: false,

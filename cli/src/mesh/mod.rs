@@ -19,7 +19,7 @@ const DEFAULT_RANKS_PER_NODE: usize = 8;
     after_help = "Give one of:\n  <SHAPE>    draw this mesh\n  --propose  propose a mesh for a cluster, and draw it"
 )]
 pub(super) struct MeshArgs {
-    /// Mesh shape: `2x4` (dp × sp), named axes `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    /// Mesh shape: `2x4` (dp × sp), `2x2x4` (dp × sp × tp), named axes `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     ///
     /// As in training, `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each
     /// coordinate; `split:` or `axlearn:` before sizes splits one axis over the nodes.

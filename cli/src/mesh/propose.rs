@@ -81,6 +81,12 @@ pub(super) fn run(
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
+    let tp = workload.config.mesh.tp_size;
+    if !ranks_per_node.is_multiple_of(tp) {
+        return Err(Failure::Usage(anyhow!(
+            "the {ranks_per_node} ranks of a node do not divide into tp groups of {tp} (`tensor_parallel_size`)"
+        )));
+    }
     let proposal = workload.propose(cluster, available.budget).or_usage()?;
     let seq_len = workload.config.require_seq_len().or_usage()?;
     let data = json!({
@@ -108,7 +114,7 @@ pub(super) fn run(
         )));
     }
     let config = &proposal.chosen.workload.config;
-    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
+    let mesh = config.mesh.row_major().or_usage()?;
     let mesh = match config.ulysses.ring_size {
         1 => mesh,
         ring_size => mesh.ring(ring_size).or_usage()?,

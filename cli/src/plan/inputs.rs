@@ -8,7 +8,7 @@ use crate::model::{describe, max_positions_of};
 use crate::sources::tokenizer_file;
 use anyhow::anyhow;
 use std::path::Path;
-use ulysses::config::{Config, ConfigError, Overrides, RawConfig, Settings};
+use ulysses::config::{Config, ConfigError, MeshShape, Overrides, RawConfig, Settings};
 use ulysses::model::{ModelConfig, PRESETS, max_positions, shape};
 use ulysses::trainer::job::{check_exchange, check_layers};
 
@@ -31,8 +31,8 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         return Err(Failure::Usage(anyhow!(message)));
     }
     let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-    let (dp, sp) =
-        stated.as_ref().map_or((args.ranks.unwrap_or(1), 1), |mesh| (mesh.shape.dp, mesh.shape.sp));
+    let mesh = stated.as_ref().map(|mesh| MeshShape::from(mesh.shape));
+    let MeshShape { dp, sp, tp } = mesh.unwrap_or(MeshShape { dp: args.ranks.unwrap_or(1), sp: 1, tp: 1 });
     let overrides = Overrides {
         world_size: args.ranks,
         seq_len: args.seq_len,
@@ -40,17 +40,18 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         ..mesh_overrides(stated.as_ref())
     };
     let batch = if args.fit { AssumedBatch::Global(dp.saturating_mul(sp)) } else { AssumedBatch::OnePerRank };
-    let assumed = assumed_config(batch, dp == 1 && sp > 1);
+    let assumed = assumed_config(batch, dp == 1 && sp > 1 && tp == 1);
     let raw = raw_config(args.config.as_deref(), &assumed, &args.flags.settings())?;
     let config = raw.resolve(&overrides).or_else(|error| match args.ranks {
         // A plan does not depend on the steps of the schedule.
         _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {
             raw.resolve(&Overrides { steps: Some(1), ..overrides })
         }
-        // The search chooses the mesh: the batch need not be divisible by all ranks.
+        // The search chooses the mesh, but for tp: the batch need not be divisible by all ranks.
         Some(ranks) => {
-            let alone = Overrides { mesh: Some((1, ranks)), world_size: None, ..overrides };
-            raw.resolve(&alone).map_err(|_| error)
+            let tp = raw.tensor_parallel_size().filter(|tp| ranks.is_multiple_of(*tp)).unwrap_or(1);
+            let alone = MeshShape { dp: 1, sp: ranks / tp, tp };
+            raw.resolve(&Overrides { mesh: Some(alone), world_size: None, ..overrides }).map_err(|_| error)
         }
         None => Err(error),
     });
@@ -67,7 +68,7 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
 /// Checks that the config fits the model, as training does.
 pub(super) fn check_model(model: &ModelConfig, config: &Config) -> Result<(), Failure> {
     check_layers(model, config)?;
-    let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
+    let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.ranks_per_sequence());
     Ok(check_exchange(model, config.micro_batch_size, seq_len, config)?)
 }
 

@@ -3,7 +3,7 @@
 use super::Report;
 use super::budget::Available;
 use serde_json::{Value, json};
-use ulysses::config::ParameterGroup;
+use ulysses::config::{Config, MeshShape, ParameterGroup};
 use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StepTime};
 
 /// Keys of a plan that are left out if they have no value.
@@ -14,7 +14,6 @@ pub(super) fn plan(report: &Report) -> Value {
     let (config, model) = (&workload.config, &workload.model);
     let layer = &model.layers[0];
     let (ulysses, zero) = (&config.ulysses, &config.zero);
-    let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&ulysses.parameter_groups, name);
     let features = json!({
         "activation_checkpointing_interval": ulysses.activation_checkpointing_interval,
@@ -37,10 +36,9 @@ pub(super) fn plan(report: &Report) -> Value {
         "device": workload.device.name(),
         "assumed": report.assumed,
         "model": model,
-        "mesh": {
-            "dp": dp, "sp": sp, "ring_size": config.seq_sharding().ring_size,
-            "ranks_per_node": workload.ranks_per_node,
-        },
+        "mesh": joined([sizes(config), json!({
+            "ring_size": config.seq_sharding().ring_size, "ranks_per_node": workload.ranks_per_node,
+        })]),
         "shard_size": zero.mics_shard_size,
         "zero_stage": zero.stage, "zero_partition_axes": config.zero_axes(),
         "zero_note": config.zero_partition_note(),
@@ -89,7 +87,7 @@ fn mesh(MeshChoice { candidate, reason, is_longest }: &MeshChoice) -> Value {
     let Candidate { workload, plan, .. } = candidate;
     let config = &workload.config;
     let settings = json!({
-        "dp": config.mesh.dp_size, "sp": config.mesh.sp_size, "ring_size": config.seq_sharding().ring_size,
+        "ring_size": config.seq_sharding().ring_size,
         "shard_size": config.zero_shard_size(), "num_partitions": config.zero_world_size(),
         "zero_stage": config.zero.stage, "zero_partition_axes": config.zero_axes(),
         "micro_batch_size": config.micro_batch_size,
@@ -99,7 +97,7 @@ fn mesh(MeshChoice { candidate, reason, is_longest }: &MeshChoice) -> Value {
         "intra_node_bytes": plan.sent.intra_node_bytes, "inter_node_bytes": plan.sent.inter_node_bytes,
     });
     let marks = json!({ "max_seq_len": candidate.max_seq_len, "reason": reason, "is_longest": is_longest });
-    joined([settings, speed(candidate), marks])
+    joined([sizes(config), settings, speed(candidate), marks])
 }
 
 /// Settings that were searched, and their plan.
@@ -107,7 +105,7 @@ pub(crate) fn choice(candidate: &Candidate) -> Value {
     let config = &candidate.workload.config;
     let ulysses = &config.ulysses;
     let json = json!({
-        "dp": config.mesh.dp_size, "sp": config.mesh.sp_size, "ring_size": ulysses.ring_size,
+        "ring_size": ulysses.ring_size,
         "micro_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "zero_stage": config.zero.stage, "zero_partition_axes": config.zero_axes(),
@@ -120,7 +118,13 @@ pub(crate) fn choice(candidate: &Candidate) -> Value {
         "tile_tokens": ulysses.tile_tokens, "head_chunks": ulysses.head_chunks,
         "rank": candidate.plan, "host_bytes_per_node": candidate.host_bytes_per_node,
     });
-    joined([json, speed(candidate)])
+    joined([sizes(config), json, speed(candidate)])
+}
+
+/// The sizes of a mesh; tp only if it has more than one rank.
+fn sizes(config: &Config) -> Value {
+    let MeshShape { dp, sp, tp } = config.mesh.shape();
+    if tp > 1 { json!({ "dp": dp, "sp": sp, "tp": tp }) } else { json!({ "dp": dp, "sp": sp }) }
 }
 
 /// The step time, or the rate that it lacks.

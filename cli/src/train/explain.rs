@@ -68,7 +68,7 @@ fn less_memory(config: &Config) -> String {
     let candidates = [
         (config.micro_batch_size > 1, "a smaller `train_micro_batch_size_per_gpu`"),
         (!ulysses.activation_checkpointing, "`ulysses.activation_checkpointing`: true"),
-        (config.mesh.sp_size > 1 && !is_over_sp, axes),
+        (config.can_partition_over_sp() && !is_over_sp, axes),
         (config.zero.stage != ZeroStage::Parameters && config.zero_world_size() > 1, stage.as_str()),
         (ulysses.tile_tokens.is_none(), "`ulysses.tile_tokens`: 2048"),
         (config.zero.offload_optimizer == Offload::None, "`zero_optimization.offload_optimizer`"),

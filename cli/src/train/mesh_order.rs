@@ -16,16 +16,21 @@ pub(super) fn log(job: &PreparedJob, hosts: Option<&RankHosts>) {
         log_line(format_args!("placement: {spec}"));
     }
     match (*sp_groups, hosts) {
-        (SpGroups::Reordered { before, after }, _) => log_line(format_args!(
-            "placement: ranks are ordered by node, so that an sp group spans {} instead of {before}",
+        (SpGroups::Reordered { axis, before, after }, _) => log_line(format_args!(
+            "placement: ranks are ordered by node, so that {} group spans {} instead of {before}",
+            with_article(axis),
             counted(after, "node")
         )),
-        (SpGroups::Scattered { nodes, needed }, Some(hosts)) => {
-            let spans = format!("an sp group spans {nodes} nodes; {needed} would be enough");
+        (SpGroups::Scattered { axis, nodes, needed }, Some(hosts)) => {
+            let spans = format!("{} group spans {nodes} nodes; {needed} would be enough", with_article(axis));
             log_line(scattered(&spans, bytes_between_nodes(config, &model.config, hosts, mesh)));
         }
         _ => {}
     }
+}
+
+fn with_article(axis: &str) -> String {
+    format!("{} {axis}", if axis == "sp" { "an" } else { "a" })
 }
 
 /// Returns the line for sp groups that span more nodes than they must: a warning, unless that saves bytes.

@@ -123,8 +123,12 @@ impl Display for Profile<'_> {
         const ALL: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention, MatmulOp::LmHead];
         let config = &self.run.config;
         let Metrics { step, step_seconds, tokens_per_second, .. } = self.metrics;
-        let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
-        writeln!(f, "FLOPs profile of step {step}, rank 0 of {} (dp {dp} × sp {sp})", dp * sp)?;
+        writeln!(
+            f,
+            "FLOPs profile of step {step}, rank 0 of {} ({})",
+            config.world_size(),
+            config.mesh.shape()
+        )?;
         writeln!(
             f,
             "  parameters                  {:>12.3} M",

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
-use ulysses::config::{Config, MeshConfig};
+use ulysses::config::{Config, MeshShape};
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
 use ulysses::trainer::job::PreparedJob;
@@ -114,7 +114,7 @@ pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: Earl
 /// Returns what the metrics say of a restart.
 pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &Config) -> RestartMetrics {
     let Restart { number, reason, cause, mesh_before } = restart;
-    let MeshConfig { dp_size, sp_size } = config.mesh;
+    let MeshShape { dp, sp, tp } = config.mesh.shape();
     RestartMetrics {
         step: trainer.steps().start,
         restart: number,
@@ -124,8 +124,9 @@ pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &
         resumed_from: trainer.resumed().map(|resumed| resumed.source),
         dp_size_before: mesh_before.map(|(dp_size, _)| dp_size),
         sp_size_before: mesh_before.map(|(_, sp_size)| sp_size),
-        dp_size,
-        sp_size,
+        dp_size: dp,
+        sp_size: sp,
+        tp_size: tp,
     }
 }
 
@@ -160,9 +161,9 @@ pub(super) fn finish(prepared: &PreparedJob, record: &mut Value, outcomes: &[Ran
         })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
-    // The first sp group is enough: the plan is of one of its ranks, and other groups hold as much.
-    let first_sp_group = &prepared.mesh.ranks()[..prepared.config.mesh.sp_size];
-    let watched = outcomes.iter().filter(|outcome| first_sp_group.contains(&outcome.summary.rank));
+    // The first dp row is enough: the plan is of one of its ranks, and other rows hold as much.
+    let first_dp_row = &prepared.mesh.ranks()[..prepared.config.mesh.ranks_per_sequence()];
+    let watched = outcomes.iter().filter(|outcome| first_dp_row.contains(&outcome.summary.rank));
     let watched = watched.filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))

@@ -69,7 +69,7 @@ impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let PreparedJob { config, model, data, launch, .. } = &self.job;
         let (model, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
-        let MeshConfig { dp_size, sp_size } = config.mesh;
+        let MeshConfig { dp_size, sp_size, tp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
             format!(" ({} of {})", counted(dp_size / size, "replica"), counted(partitions, "partition"))
@@ -85,9 +85,10 @@ impl Display for Run {
                 format!(" (ring {ring_size} × ulysses {ulysses_size})")
             }
         };
+        let tp = if tp_size > 1 { format!(" × tp {tp_size}") } else { String::new() };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}{ring}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
+            "mesh dp {dp_size} × sp {sp_size}{ring}{tp}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
              {} per rank",
             config.zero_axes().with_stage(config.zero.stage),
             model.num_parameters() as f64 / 1e6,

@@ -20,7 +20,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, initialize};
-use ulysses::mesh::{DeviceMesh, TrainingShape};
+use ulysses::mesh::TrainingShape;
 use ulysses::model::Model;
 use ulysses::trainer::job::{
     DevicePlacement, ModelSource, check_exchange, check_layers, launch_options, resolve_ring,
@@ -35,7 +35,7 @@ pub(super) struct VerifyArgs {
     /// -100 is ignored).
     #[arg(long)]
     batch: PathBuf,
-    /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp=2,ring=2,ulysses=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or `dp=2,ring=2,ulysses=2`.
     #[arg(long, allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: the config's].
@@ -87,7 +87,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     }
     let raw = read_config(&args)?;
     let joined = args.backend.join_with(raw.backend(), process)?;
-    let mut ranks = joined.place(args.device, shape.dp * shape.sp)?;
+    let mut ranks = joined.place(args.device, shape.dp * shape.sp * shape.tp)?;
     let check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
     let micro_batches = check.accumulation * shape.dp;
@@ -100,7 +100,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
         let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
-    let alone = TrainingShape { dp: 1, sp: 1, ring_size: Some(1), shard_size: None };
+    let alone = TrainingShape { dp: 1, sp: 1, tp: 1, ring_size: Some(1), shard_size: None };
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
     let single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
     let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
@@ -155,7 +155,7 @@ impl Check {
 
     /// Runs the batch, padded to the batch size of the config.
     fn run(&self, ranks: &mut Ranks<'_>, config: &Config) -> Result<BatchOutcome, Failure> {
-        let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
+        let mesh = config.mesh.row_major().or_usage()?;
         let mut batch = self.batch.clone();
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
         batch.pad_to_multiple(config.train_batch_size).or_usage()?;
@@ -181,13 +181,14 @@ impl Check {
     fn config(
         &self,
         raw: RawConfig,
-        TrainingShape { dp, sp, ring_size, .. }: TrainingShape,
+        shape: TrainingShape,
         accumulation: usize,
         stage: Option<u64>,
     ) -> Result<Config, Failure> {
         let seq_len = Some(self.batch.seq_len());
-        let overrides = Overrides { mesh: Some((dp, sp)), ring_size, seq_len, ..Overrides::default() };
-        let batch_size = self.batch.batch_size().next_multiple_of(dp * accumulation);
+        let (mesh, ring_size) = (Some(shape.into()), shape.ring_size);
+        let overrides = Overrides { mesh, ring_size, seq_len, ..Overrides::default() };
+        let batch_size = self.batch.batch_size().next_multiple_of(shape.dp * accumulation);
         let mut config = raw.for_batch(batch_size, accumulation).resolve(&overrides).or_usage()?;
         if config.ulysses.flexible_sp {
             return Err(Failure::Usage(anyhow!(

@@ -15,7 +15,7 @@ use super::save::{SavedCheckpoint, WriteJob, all_or_refused, gather_results, sta
 use super::{CheckpointError, LocalStorage, Manifest};
 use crate::comm::{ProcessGroup, ProcessGroupExt, host_name};
 use crate::mesh::RankHosts;
-use crate::zero::ZeroOptimizer;
+use crate::zero::{CheckpointPart, ZeroOptimizer};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,14 +30,14 @@ pub struct MemoryCopies {
     /// This node's directory.
     directories: StepDirectories,
     nodes: RankHosts,
-    /// The partition that this rank writes, if any.
-    partition: Option<usize>,
+    /// What this rank writes, if anything.
+    part: Option<CheckpointPart>,
 }
 
 impl MemoryCopies {
     /// Opens the `directory` of this rank's node, and removes partial copies of an earlier start. Collective.
     ///
-    /// Ranks with the same host name and the same path share a node. `group` has all ranks; `partition` is that of
+    /// Ranks with the same host name and the same path share a node. `group` has all ranks; `part` is that of
     /// [`Saver::new`](super::Saver::new). Returns `None` if any rank has no such directory.
     ///
     /// # Errors
@@ -45,7 +45,7 @@ impl MemoryCopies {
     pub fn new(
         group: Arc<dyn ProcessGroup>,
         directory: Option<&Path>,
-        partition: Option<usize>,
+        part: Option<CheckpointPart>,
     ) -> Result<Option<Self>, CheckpointError> {
         let directory = directory.filter(|directory| directory.is_dir());
         let node = directory.map(|directory| format!("{}:{}", host_name(), directory.display()));
@@ -53,7 +53,7 @@ impl MemoryCopies {
         let nodes: Option<Vec<String>> = nodes.into_iter().collect();
         let (Some(nodes), Some(directory)) = (nodes, directory) else { return Ok(None) };
         let directories = StepDirectories { path: directory.to_owned(), storage: Arc::new(LocalStorage) };
-        let this = Self { group, directories, nodes: RankHosts::new(&nodes), partition };
+        let this = Self { group, directories, nodes: RankHosts::new(&nodes), part };
         this.all(this.on_node(|directories| directories.clean()))?;
         Ok(Some(this))
     }
@@ -104,10 +104,10 @@ impl MemoryCopies {
 
     /// Writes this rank's files.
     fn write(&self, state: &ZeroOptimizer, manifest: &Manifest) -> Result<Vec<super::FileEntry>, String> {
-        let Some(partition) = self.partition else { return Ok(Vec::new()) };
+        let Some(part) = self.part else { return Ok(Vec::new()) };
         let (storage, dir) =
             (self.directories.storage.clone(), self.directories.unpublished(manifest.progress.step));
-        let job = WriteJob { storage, dir, manifest: manifest.clone(), partition, read_back: false };
+        let job = WriteJob { storage, dir, manifest: manifest.clone(), part, read_back: false };
         job.write(&state_parts(state))
     }
 

@@ -5,6 +5,7 @@ use super::choose::{Choice, CopyId, Holders, Listed, choose};
 use super::transfer::{Transfer, send_files};
 use crate::checkpoint::directory::saved_steps;
 use crate::checkpoint::state_file::StateFile;
+use crate::checkpoint::stored_layouts::StoredLayouts;
 use crate::checkpoint::{Checkpoint, CheckpointError, MANIFEST, Manifest};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -98,7 +99,7 @@ impl MemoryCopies {
                     continue;
                 }
             };
-            let (layouts, mut valid) = (manifest.layouts(), Vec::new());
+            let (layouts, mut valid) = (StoredLayouts::new(&manifest), Vec::new());
             for (index, entry) in manifest.files.iter().enumerate().skip(position).step_by(ranks.len()) {
                 // Most files are on other nodes.
                 if dir.join(&entry.name).symlink_metadata().is_err() {
@@ -141,7 +142,7 @@ impl MemoryCopies {
         }))?;
         let dir = self.directories.of(step);
         self.all(send_files(&*self.group, &*self.directories.storage, &dir, &transfers)?)?;
-        let layouts = manifest.layouts();
+        let layouts = StoredLayouts::new(&manifest);
         let verify = |transfer: &Transfer| {
             StateFile::open(&dir, &manifest, &layouts, &transfer.file)?.verify(&transfer.file)
         };

@@ -134,7 +134,8 @@ mod tests {
 
     fn transfer(name: &str, bytes: u64, from: usize, to: usize) -> Transfer {
         let (name, kind) = (name.to_owned(), "parameters".to_owned());
-        Transfer { file: FileEntry { name, kind, partition: 0, bytes, blake3: String::new() }, from, to }
+        let file = FileEntry { name, kind, partition: 0, tp_rank: 0, bytes, blake3: String::new() };
+        Transfer { file, from, to }
     }
 
     /// Bytes that encode their position.

@@ -2,28 +2,63 @@
 
 use crate::config::define::keys;
 use crate::config::define::words::count;
-use crate::config::mesh_shape::{SizeOrigin, StatedSize};
+use crate::config::mesh_shape::{MeshShape, SizeOrigin, StatedSize, StatedSizes};
 use crate::config::reader::Section;
+use crate::mesh::{DeviceMesh, MeshError};
 
 keys! {
     /// The sizes of the mesh. Flags, `mesh_param`, `ulysses.mesh_rules` and the number of ranks determine them too.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct MeshConfig {
         /// Data-parallel ranks: they process different sequences.
-        pub dp_size: usize = count().named("data_parallel_size").derived("the world size / sp, or 1"),
+        pub dp_size: usize = count().named("data_parallel_size").derived("the world size / (sp × tp), or 1"),
         /// Sequence-parallel ranks: they share each sequence. A file that sets this key above 1, and neither `mesh_param`
         /// nor `data_parallel_size`, also partitions ZeRO over dp × sp (`ulysses.zero_partition_axes`), as in DeepSpeed.
         pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
+        /// Tensor-parallel ranks: they share the weights, heads and tokens of each sequence-parallel rank.
+        /// `tensor_parallel.autotp_size` is DeepSpeed's key for it.
+        pub tp_size: usize = count().named("tensor_parallel_size").integer(1),
     }
 }
 
-/// Returns every size of dp and of sp that the file states.
-pub(crate) fn stated_sizes(root: &Section<'_>) -> (Vec<StatedSize>, Vec<StatedSize>) {
+impl MeshConfig {
+    /// Returns the sizes.
+    pub fn shape(self) -> MeshShape {
+        let Self { dp_size, sp_size, tp_size } = self;
+        MeshShape { dp: dp_size, sp: sp_size, tp: tp_size }
+    }
+
+    /// Returns the mesh of row-major ranks.
+    ///
+    /// # Errors
+    /// When the mesh has too many ranks.
+    pub fn row_major(self) -> Result<DeviceMesh, MeshError> {
+        let Self { dp_size, sp_size, tp_size } = self;
+        DeviceMesh::dp_sp_tp(dp_size, sp_size, tp_size)
+    }
+
+    /// Returns the number of ranks that share each sequence: those of sp and tp.
+    pub fn ranks_per_sequence(self) -> usize {
+        self.sp_size * self.tp_size
+    }
+}
+
+/// Returns every size that the file states.
+pub(crate) fn stated_sizes(root: &Section<'_>) -> StatedSizes {
     let stated = |key, size, position| StatedSize { size, origin: SizeOrigin::Key { key, position } };
-    let axis = |key| Some(stated(key, root.count(key)?, root.position(root.range(key)?)));
+    let size = |section: &Section<'_>, key, path| {
+        Some(stated(path, section.count(key)?, section.position(section.range(key)?)))
+    };
+    let axis = |key| size(root, key, key);
     let mesh_sizes = root.two_counts("mesh_param");
     let mesh_sizes = mesh_sizes.map(|pair| pair.map(|(size, position)| stated("mesh_param", size, position)));
     let [mesh_dp, mesh_sp] = mesh_sizes.map_or([None, None], |sizes| sizes.map(Some));
     let sizes = |mesh_size: Option<_>, key| mesh_size.into_iter().chain(axis(key)).collect();
-    (sizes(mesh_dp, "data_parallel_size"), sizes(mesh_sp, "sequence_parallel_size"))
+    let autotp = size(&root.section("tensor_parallel"), "autotp_size", "tensor_parallel.autotp_size");
+    StatedSizes {
+        dp: sizes(mesh_dp, "data_parallel_size"),
+        sp: sizes(mesh_sp, "sequence_parallel_size"),
+        // DeepSpeed's 0 leaves the size open.
+        tp: sizes(autotp.filter(|stated| stated.size > 0), "tensor_parallel_size"),
+    }
 }

@@ -9,6 +9,7 @@ mod names;
 mod resolution;
 mod robustness;
 mod settings;
+mod tensor_parallel;
 mod vocabulary;
 
 use super::*;

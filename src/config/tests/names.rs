@@ -105,7 +105,9 @@ fn autosp_is_accepted_and_other_passes_are_refused_with_a_reason() {
         "{}",
         other("z3")
     );
-    assert!(other("autotp").contains("`compile.passes[1]`: \"autotp\": there is no tensor-parallel axis"));
+    assert!(
+        other("autotp").contains("`compile.passes[1]`: \"autotp\": tensor parallelism needs no compiler")
+    );
     assert!(
         other("z9").contains("`compile.passes[1]`: unknown name \"z9\" (valid here: autosp)"),
         "{}",

@@ -2,7 +2,7 @@
 
 use crate::config::{Offload, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
-use crate::estimate::Workload;
+use crate::estimate::{Workload, layers_of_tp_ranks};
 use std::num::NonZero;
 use ulysses_kernels::device::DeviceKind;
 
@@ -86,22 +86,21 @@ impl Point {
 impl Grid {
     pub(super) fn new(base: Workload) -> Result<Self, EngineError> {
         let (config, model) = (&base.config, &base.model);
-        let sp_size = config.mesh.sp_size;
         let num_stages = if config.world_size() > 1 { ZeroStage::ALL.len() } else { 1 };
-        let num_axes = if sp_size > 1 { 2 } else { 1 };
-        // All ranks of a Ulysses group share every chunk.
+        let num_axes = if config.can_partition_over_sp() { 2 } else { 1 };
+        // All ranks of a Ulysses group share every chunk of the heads of their tp rank.
         let ulysses_size = config.seq_sharding().ulysses_size;
-        let layers = model.distinct_layers();
+        let layers = layers_of_tp_ranks(model, config.mesh.tp_size)?.concat();
+        let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(1);
         let is_shared = |chunks: &usize| {
             let mut chunks = layers.iter().flat_map(|layer| layer.head_chunks(*chunks));
             chunks.all(|chunk| chunk.q.len() >= ulysses_size)
         };
         let head_chunks = std::iter::successors(Some(1), |chunks| Some(2 * chunks));
-        let head_chunks =
-            head_chunks.take_while(|chunks| *chunks <= model.max_head_chunks()).filter(is_shared);
+        let head_chunks = head_chunks.take_while(|chunks| *chunks <= max_chunks).filter(is_shared);
         let micro_batches = base.micro_batches();
         let largest = micro_batches.first().copied().unwrap_or(1);
-        let tokens = config.require_seq_len()?.div_ceil(sp_size).saturating_mul(largest);
+        let tokens = config.require_seq_len()?.div_ceil(config.mesh.sp_size).saturating_mul(largest);
         let tiles = TILES.into_iter().filter(|tile| *tile < tokens).map(NonZero::new);
         let values = [
             ZeroStage::ALL.into_iter().take(num_stages).map(Value::Stage).collect(),

@@ -15,6 +15,7 @@ mod saved;
 pub use head_chunks::{HeadChunk, head_chunks};
 pub use saved::{AttentionSaved, Saves};
 
+use super::tensor_parallel::{HeadDivision, TensorRank, scaled};
 use super::{
     AttentionExtent, ForwardPass, GroupNames, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm,
 };
@@ -122,6 +123,20 @@ impl SelfAttention {
             let norm = RmsNorm::new(parameters, &format!("self_attn.{name}"), size, norm);
             projection.norm = Some(HeadNorm { norm, over });
         }
+    }
+
+    /// Keeps the heads of one rank of tp; the output is then a summand.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        let (shape, HeadDivision { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
+        let [q, kv] = [q, kv].map(|heads| scaled(&heads, shape.head_dim));
+        let projections = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
+        Linear::divide_outputs(parameters, projections, [&q, &kv, &kv], tp.rank);
+        self.o.divide_inputs(parameters, &q, tp.rank);
+        self.shape = shape;
+        Ok(())
     }
 
     /// The size of the attention, for its FLOPs.

@@ -26,9 +26,15 @@ struct Ledger {
 }
 
 impl Ledger {
-    /// The placements of a summand that each rank has computed from its own tokens.
-    fn partial(&self) -> Vec<Placement> {
-        self.mesh.shape().iter().map(|&size| if size > 1 { Partial } else { Replicate }).collect()
+    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks of the group
+    /// `sharded`, if any, divide.
+    fn partial(&self, sharded: Option<&dyn ProcessGroup>) -> Vec<Placement> {
+        let summand = |&size: &usize| if size > 1 { Partial } else { Replicate };
+        let mut placements: Vec<_> = self.mesh.shape().iter().map(summand).collect();
+        for axis in sharded.map(|group| spanned_axes(&self.mesh, group)).unwrap_or_default() {
+            placements[axis] = Shard(0);
+        }
+        placements
     }
 }
 
@@ -127,7 +133,7 @@ impl Placed {
     /// A sum that is missing, or has not completed.
     pub fn check_summed(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
-        let summands = with(|ledger| ledger.partial()).unwrap_or_default();
+        let summands = with(|ledger| ledger.partial(None)).unwrap_or_default();
         let placements = self.placements.as_ref().unwrap_or(&summands);
         self.refuse_at(placements.iter().position(|placement| *placement == Partial), Fault::NotSummed)
     }
@@ -225,13 +231,18 @@ pub fn add(from: &Tensor, to: &Tensor) -> Result<(), LedgerError> {
     to.check_equal(&from)
 }
 
-/// Records that a backward pass adds to a gradient with this name: a summand, since every rank has other tokens.
+/// Records that a backward pass adds to a gradient with this name: a summand, since every rank has other tokens, except along
+/// the group `sharded` whose ranks divide the tensor.
 ///
 /// # Errors
 /// A gradient that is summed already.
-pub fn add_tokens(gradient: &Tensor, tensor: impl FnOnce() -> String) -> Result<(), LedgerError> {
+pub fn add_tokens(
+    gradient: &Tensor,
+    sharded: Option<&dyn ProcessGroup>,
+    tensor: impl FnOnce() -> String,
+) -> Result<(), LedgerError> {
     let Some(known) = placed(gradient).or_else(|| Placed::unwritten(tensor)) else { return Ok(()) };
-    let partial = with(|ledger| ledger.partial()).unwrap_or_default();
+    let partial = with(|ledger| ledger.partial(sharded)).unwrap_or_default();
     let placements = known.placements.as_ref().unwrap_or(&partial);
     let summed = (0..partial.len()).find(|&axis| placements[axis] != partial[axis]);
     known.refuse_at(summed, Fault::AddedAfterSum)?;

@@ -3,8 +3,8 @@
 use super::options::{JobError, OrJobError};
 use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use crate::config::Config;
-use crate::engine::check_parameter_groups;
-use crate::estimate::ulysses_limits;
+use crate::engine::{EngineError, check_parameter_groups};
+use crate::estimate::{check_tensor_parallel, layers_of_tp_ranks, ulysses_limits};
 use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
 use crate::model::{
@@ -165,10 +165,10 @@ pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError
 
 /// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.
 pub fn resolve_ring(model: &ModelConfig, config: &mut Config, ranks_per_node: usize) {
-    config.resolve_ring(ulysses_limits(model, config.ulysses.head_chunks, ranks_per_node));
+    config.resolve_ring(ulysses_limits(model, config, ranks_per_node));
 }
 
-/// Checks before ranks start that each sp rank gets a head and a token.
+/// Checks before ranks start that each rank of sp and tp gets a head and a token.
 ///
 /// # Errors
 /// [`JobError::Usage`] with the numbers.
@@ -178,18 +178,22 @@ pub fn check_exchange(
     seq_len: usize,
     config: &Config,
 ) -> Result<(), JobError> {
-    let (max_chunks, chunks) = (model.max_head_chunks(), config.ulysses.head_chunks);
-    let sharding = config.seq_sharding();
+    let (chunks, sharding, tp_size) =
+        (config.ulysses.head_chunks, config.seq_sharding(), config.mesh.tp_size);
+    check_tensor_parallel(model, tp_size).or_usage()?;
+    let layers = layers_of_tp_ranks(model, tp_size).or_usage()?.concat();
+    let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(0);
     if chunks > max_chunks {
+        let owner = if tp_size > 1 { "a tp rank" } else { "the model" };
         let reason = match model.layers.iter().any(|layer| layer.max_head_chunks() < layer.num_kv_heads) {
             true => "normalizes queries over all heads".to_owned(),
             false => format!("has {max_chunks} KV heads"),
         };
         return Err(JobError::usage(format!(
-            "`ulysses.head_chunks` is {chunks}, but the model {reason}: expected at most {max_chunks}"
+            "`ulysses.head_chunks` is {chunks}, but {owner} {reason}: expected at most {max_chunks}"
         )));
     }
-    for layer in model.distinct_layers() {
+    for layer in layers {
         for chunk in layer.head_chunks(chunks) {
             let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
             // Of the ring rank with the fewest tokens.
@@ -205,7 +209,11 @@ pub fn check_exchange(
             })?;
         }
     }
-    Ok(())
+    let shards = (0..sharding.sp_size()).map(|rank| sharding.tokens(seq_len, rank).len());
+    match shards.min().filter(|tokens| *tokens < tp_size) {
+        Some(tokens) => Err(EngineError::TooFewTokens { tokens, tp_size }).or_usage(),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -238,5 +246,26 @@ mod tests {
             panic!("7 tokens on 8 ranks")
         };
         assert!(refusal.to_string().contains("seq_len = 7 cannot be split over sp = 8 ranks"), "{refusal}");
+    }
+
+    #[test]
+    fn a_tp_that_heads_or_tokens_do_not_allow_is_refused() {
+        let refusal = |tp: usize, chunks: usize, seq_len: usize| {
+            let text = format!(
+                r#"{{"train_batch_size": 1, "mesh_param": [1, 2], "tensor_parallel_size": {tp},
+                    "ulysses": {{"head_chunks": {chunks}}}}}"#
+            );
+            let config = Config::from_json_str(&text, "c.json").unwrap();
+            match check_exchange(&preset("nano").unwrap(), 1, seq_len, &config) {
+                Err(JobError::Usage(refusal)) => refusal.to_string(),
+                outcome => format!("{outcome:?}"),
+            }
+        };
+        // 4 query heads, 2 KV heads: each of two tp ranks has 2 and 1, which two sp ranks share.
+        assert_eq!(refusal(2, 1, 8), "Ok(())");
+        assert!(refusal(5, 1, 64).contains("cannot be divided over tp = 5 ranks; tp of 1 to 4 is valid"));
+        assert!(refusal(4, 1, 64).contains("num_heads = 1 cannot be split over sp = 2 ranks"));
+        assert!(refusal(2, 2, 64).contains("a tp rank has 1 KV heads: expected at most 1"));
+        assert!(refusal(2, 1, 3).contains("1 tokens per sequence and sp rank cannot be shared by tp = 2"));
     }
 }

@@ -164,8 +164,8 @@ impl JobRanks {
 
     fn check_size(&self, config: &Config) -> Result<(), JobError> {
         let Some(session) = &self.session else { return Ok(()) };
-        let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
-        let job = format!("the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks");
+        let ranks = config.world_size();
+        let job = format!("the mesh {} has {ranks} ranks", config.mesh.shape());
         check_processes(&**session, ranks, &job, ", or choose another mesh (--mesh)")
     }
 

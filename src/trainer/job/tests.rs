@@ -3,7 +3,7 @@
 use super::{Job, JobError, JobLog, JobOptions, JobRanks};
 use crate::checkpoint::OutputLock;
 use crate::comm::{LaunchError, LaunchOptions, ProcessGroupExt, RankContext, RankMain, Session, launch};
-use crate::config::Overrides;
+use crate::config::{MeshShape, Overrides};
 use crate::engine::Engine;
 use crate::trainer::{Observer, ObserverError, StepEnd};
 use candle_core::Device;
@@ -81,7 +81,8 @@ fn a_job_locks_its_output_directory_and_writes_event_files_there() {
 #[test]
 fn flags_override_the_file() {
     let dir = tempfile::tempdir().unwrap();
-    let overrides = Overrides { mesh: Some((1, 2)), steps: Some(1), ..Overrides::default() };
+    let overrides =
+        Overrides { mesh: Some(MeshShape { dp: 1, sp: 2, tp: 1 }), steps: Some(1), ..Overrides::default() };
     let job = Job::new(&config_in(dir.path(), 4), JobOptions::default(), overrides).unwrap();
     assert_eq!(job.prepared().config.mesh.sp_size, 2);
     assert_eq!(job.train().unwrap().train.steps, 1);

@@ -12,13 +12,15 @@ use ulysses_kernels::device::dry;
 const LANES: usize = 8;
 
 impl ZeroOptimizer {
-    /// Hash of what this rank keeps of a buffer, over all units. Equal on all ranks along an axis that replicates it by
-    /// [`ZeroGroups::layout`](crate::zero::ZeroGroups::layout). 0 in a dry run, which has no elements.
+    /// Hash of what this rank keeps of a buffer, over all parameters that the ranks of tp divide (`is_sharded`) or all others. Equal
+    /// on all ranks along an axis that replicates it by [`ZeroGroups::layout`](crate::zero::ZeroGroups::layout). 0 in a dry run,
+    /// which has no elements.
     ///
     /// # Errors
     /// A tensor that cannot be read.
-    pub fn hash(&self, buffer: Buffer) -> Result<u64, ZeroError> {
-        if dry::is_dry() { Ok(0) } else { hash(self.persistent(buffer).map(|tensor| tensor.fetch())) }
+    pub fn hash(&self, buffer: Buffer, is_sharded: bool) -> Result<u64, ZeroError> {
+        let tensors = self.persistent(buffer, is_sharded);
+        if dry::is_dry() { Ok(0) } else { hash(tensors.map(|tensor| tensor.fetch())) }
     }
 
     /// In a dry run, checks that a buffer is among those that are `compared`, each along a group, with all groups that
@@ -29,6 +31,7 @@ impl ZeroOptimizer {
     pub(crate) fn check_compared(
         &self,
         buffer: Buffer,
+        is_sharded: bool,
         compared: &[(Buffer, &Arc<dyn ProcessGroup>)],
     ) -> Result<(), ZeroError> {
         if !dry::is_dry() {
@@ -36,13 +39,14 @@ impl ZeroOptimizer {
         }
         let groups = compared.iter().filter(|(other, _)| *other == buffer).map(|(_, group)| &***group);
         let groups: Vec<_> = groups.collect();
-        let mut placed = self.persistent(buffer).filter_map(|tensor| tensor.placed());
+        let mut placed = self.persistent(buffer, is_sharded).filter_map(|tensor| tensor.placed());
         Ok(placed.try_for_each(|placed| placed.check_compared(&groups))?)
     }
 
     /// The tensors of a buffer on this rank.
-    fn persistent(&self, buffer: Buffer) -> impl Iterator<Item = StateTensor> {
-        self.units.iter().flat_map(move |unit| match buffer {
+    fn persistent(&self, buffer: Buffer, is_sharded: bool) -> impl Iterator<Item = StateTensor> {
+        let units = self.units.iter().filter(move |unit| unit.layout.is_sharded() == is_sharded);
+        units.flat_map(move |unit| match buffer {
             Buffer::Parameters => vec![unit.parameters.persistent()],
             Buffer::OptimizerState => unit.master.iter().chain(&unit.state).cloned().collect(),
         })

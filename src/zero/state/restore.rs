@@ -18,7 +18,13 @@ impl ZeroOptimizer {
         [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
-    /// Returns the bytes of each partition in a checkpoint, over all units and kinds, without padding.
+    /// Returns whether checkpoints have the unit's state from this rank of tp, not only from the first one.
+    fn is_saved(&self, unit: &Unit) -> bool {
+        unit.layout.is_sharded() || self.groups.tp_rank() == 0
+    }
+
+    /// Returns the bytes of each partition in a checkpoint, over all units and kinds that this rank of tp writes, without
+    /// padding.
     pub fn saved_bytes(&self) -> Vec<u64> {
         let num_kinds = self.state_kinds().len();
         let of_unit = |unit: &Unit, partition| {
@@ -26,9 +32,8 @@ impl ZeroOptimizer {
             (kinds * unit.layout.unpadded(unit.layout.partition(partition)).len() * size_of::<f32>()) as u64
         };
         let partitions = self.units.first().map_or(0, |unit| unit.layout.num_partitions());
-        (0..partitions)
-            .map(|partition| self.units.iter().map(|unit| of_unit(unit, partition)).sum())
-            .collect()
+        let saved = || self.units.iter().filter(|unit| self.is_saved(unit));
+        (0..partitions).map(|partition| saved().map(|unit| of_unit(unit, partition)).sum()).collect()
     }
 
     /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy if it is
@@ -42,18 +47,13 @@ impl ZeroOptimizer {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
-        self.state_part(unit, kind).map(|part| part.tensor()).transpose()
+        self.units[unit].state_part(kind).map(|part| part.tensor()).transpose()
     }
 
-    /// As [`state_partition`](Self::state_partition), without loading it.
-    pub fn state_part(&self, unit: usize, kind: usize) -> Option<StateSlice> {
-        let unit = &self.units[unit];
-        let (stored, stored_range) = unit.state_tensor(kind)?;
-        let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
-        (!own.is_empty()).then(|| StateSlice {
-            tensor: stored,
-            elements: own.start - stored_range.start..own.end - stored_range.start,
-        })
+    /// As [`state_partition`](Self::state_partition), without loading it, of every unit that this rank of tp writes to
+    /// checkpoints and that has elements in the partition.
+    pub fn saved_parts(&self, kind: usize) -> impl Iterator<Item = StateSlice> {
+        self.units.iter().filter(|unit| self.is_saved(unit)).filter_map(move |unit| unit.state_part(kind))
     }
 
     /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
@@ -91,6 +91,16 @@ impl ZeroOptimizer {
 }
 
 impl Unit {
+    /// This rank's partition of one kind, without padding; `None` if it is all padding.
+    fn state_part(&self, kind: usize) -> Option<StateSlice> {
+        let (stored, stored_range) = self.state_tensor(kind)?;
+        let own = self.layout.unpadded(self.layout.partition(self.shard_rank));
+        (!own.is_empty()).then(|| StateSlice {
+            tensor: stored,
+            elements: own.start - stored_range.start..own.end - stored_range.start,
+        })
+    }
+
     /// The tensor of one kind, if any, and the element range of the flat buffer that it holds.
     fn state_tensor(&self, kind: usize) -> Option<(StateTensor, Range<usize>)> {
         let stored = match kind {

@@ -5,7 +5,7 @@
 
 use super::UpdateTensors;
 use super::param_group_ranges::{ParamGroupRange, Tensors};
-use crate::comm::ProcessGroupExt;
+use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
 use crate::zero::unit::Unit;
@@ -36,22 +36,33 @@ impl ZeroOptimizer {
 
     /// The norms of whole tensors, from those of this rank's partitions.
     fn sum_over_partitions(&self, own: Vec<UnitNorms>) -> Result<Vec<UnitNorms>, ZeroError> {
-        if !self.stage.partitions_optimizer() {
-            return Ok(own);
-        }
-        let values: Vec<f64> =
-            own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
-        let mut sums: Vec<UnitNorms> =
-            own.iter().map(|unit| vec![SquaredNorms::default(); unit.len()]).collect();
-        let gathered = self.groups.shard().all_gather_values(&values)?;
-        for of_rank in gathered.chunks_exact(values.len().max(1)) {
-            let parts = of_rank.as_chunks::<2>().0.iter();
-            for (sum, &[param, direction]) in sums.iter_mut().flatten().zip(parts) {
-                *sum += SquaredNorms { param, direction };
+        let mut norms = match self.stage.partitions_optimizer() {
+            true => add_up(&own, &**self.groups.shard())?,
+            false => own,
+        };
+        let Some(tensor) = &self.groups.tensor else { return Ok(norms) };
+        let whole = add_up(&norms, &*tensor.tp)?;
+        for (unit, (norms, whole)) in self.trained_units().zip(norms.iter_mut().zip(whole)) {
+            if unit.layout.is_sharded() {
+                *norms = whole;
             }
         }
-        Ok(sums)
+        Ok(norms)
     }
+}
+
+/// Adds up the norms of a group's ranks, in their order.
+fn add_up(own: &[UnitNorms], group: &dyn ProcessGroup) -> Result<Vec<UnitNorms>, ZeroError> {
+    let values: Vec<f64> = own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
+    let mut sums: Vec<UnitNorms> = own.iter().map(|unit| vec![SquaredNorms::default(); unit.len()]).collect();
+    let gathered = group.all_gather_values(&values)?;
+    for of_rank in gathered.chunks_exact(values.len().max(1)) {
+        let parts = of_rank.as_chunks::<2>().0.iter();
+        for (sum, &[param, direction]) in sums.iter_mut().flatten().zip(parts) {
+            *sum += SquaredNorms { param, direction };
+        }
+    }
+    Ok(sums)
 }
 
 /// This rank's part of the norms of each parameter of the unit.

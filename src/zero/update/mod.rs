@@ -6,7 +6,7 @@ pub(super) mod param_group_ranges;
 
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
-use super::{ZeroError, ZeroOptimizer};
+use super::{FlatParameter, ZeroError, ZeroGroups, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
@@ -211,7 +211,8 @@ impl ZeroOptimizer {
             };
             for (parameter, view) in unit.layout.parameters().iter().zip(views) {
                 // Frozen parameters have no master copy.
-                all.push((parameter.name.clone(), view.to_dtype(DType::F32)?.force_contiguous()?));
+                let part = view.to_dtype(DType::F32)?.force_contiguous()?;
+                all.push((parameter.name.clone(), whole_parameter(parameter, part, &self.groups)?));
             }
             unit.release();
         }
@@ -255,9 +256,29 @@ impl ZeroOptimizer {
                 }
             };
             let views = unit.layout.views(&whole)?;
-            let names = unit.layout.parameters().iter().map(|parameter| parameter.name.clone());
-            all.extend(names.zip(views));
+            for (parameter, part) in unit.layout.parameters().iter().zip(views) {
+                all.push((parameter.name.clone(), whole_parameter(parameter, part, &self.groups)?));
+            }
         }
         Ok(all)
     }
+}
+
+/// Gathers the parts of a parameter, or of its gradient, that the ranks of tp have.
+fn whole_parameter(
+    parameter: &FlatParameter,
+    part: Tensor,
+    groups: &ZeroGroups,
+) -> Result<Tensor, ZeroError> {
+    let (Some(shard), Some(tensor)) = (&parameter.shard, &groups.tensor) else { return Ok(part) };
+    let shape = shard.whole_shape(&parameter.shape);
+    let mut whole = vec![0.0; shape.iter().product()];
+    let parts = tensor.tp.all_gather_varied(&ulysses_kernels::tensor::to_vec::<f32>(&part)?)?;
+    for (rank, part) in parts.iter().enumerate() {
+        let shard = shard.at(rank);
+        for (from, to, len) in shard.runs(&shard.local_shape(&shape), 0..part.len()) {
+            whole[to..to + len].copy_from_slice(&part[from..from + len]);
+        }
+    }
+    Ok(Tensor::from_vec(whole, shape, part.device())?)
 }

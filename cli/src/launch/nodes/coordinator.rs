@@ -360,6 +360,7 @@ mod tests {
         let mesh = |dp, sp| SmallerMesh {
             dp,
             sp,
+            tp: 1,
             ring_size: None,
             shard_size: None,
             replaces_key: false,

@@ -22,9 +22,10 @@ fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
 fn invalid_meshes_are_refused() {
     for (mesh, expected) in [
         ("0x2", "size 0; valid sizes are 1 or more"),
-        ("2x2x2", "3 sizes"),
+        ("2x2x2x2", "4 sizes"),
         ("2", "1 sizes"),
-        ("tp=2", "and sp (or ring and ulysses); got tp"),
+        ("pp=2", "sp (or ring and ulysses) and, last, tp; got pp"),
+        ("tp=2,dp=2", "sp (or ring and ulysses) and, last, tp; got tp, dp"),
         ("dp=2,dp=2", "duplicate axis `dp`"),
         ("100000x100000", "more than 1048576 ranks"),
         ("99999999999999999999x1", "is not a size"),
@@ -36,7 +37,8 @@ fn invalid_meshes_are_refused() {
         train(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
         verify(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
     }
-    for (mesh, expected) in [("2x2x2", "3 sizes"), ("0x2", "axis `dp` has size 0"), ("-1x2", "world size")] {
+    for (mesh, expected) in [("2x2x2x2", "4 sizes"), ("0x2", "axis `dp` has size 0"), ("-1x2", "world size")]
+    {
         Workplace::new().run(&["mesh", mesh]).assert_refused(2, &[expected]);
     }
     let names = Workplace::new().run(&["mesh", "2x4", "--names", "a"]);

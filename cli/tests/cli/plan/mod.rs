@@ -218,6 +218,28 @@ fn features_and_meshes_change_memory_and_traffic() {
 }
 
 #[test]
+fn tensor_parallel_ranks_divide_the_model_state_and_stay_in_suggested_meshes() {
+    let place = workplace(json!({}));
+    let of_mesh = |mesh| plan(&place, &["config.json", "--model", "llama3-8b", "--mesh", mesh]);
+    let (whole, divided) = (of_mesh("2x2"), of_mesh("2x2x4"));
+    let sizes = |plan: &Value| ["dp", "sp", "tp"].map(|axis| plan["mesh"][axis].as_u64());
+    assert_eq!(sizes(&whole), [Some(2), Some(2), None]);
+    assert_eq!(sizes(&divided), [Some(2), Some(2), Some(4)]);
+    let persistent = |plan: &Value| plan["rank"]["persistent_bytes"].as_u64().unwrap() as f64;
+    // All but the embedding and the head.
+    let share = persistent(&divided) / persistent(&whole);
+    assert!((0.25..0.4).contains(&share), "{share}");
+    assert!(divided["rank"]["sent_by_purpose"]["exchange_tokens"].is_object(), "{}", divided["rank"]);
+    let meshes = divided["meshes"].as_array().unwrap();
+    assert!(meshes.len() > 2 && meshes.iter().all(|mesh| mesh["tp"] == 4), "{meshes:?}");
+    assert!(meshes.iter().all(|mesh| mesh["zero_partition_axes"] == json!(["dp"])), "{meshes:?}");
+    let text = place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "dp=2,sp=2,tp=4"]);
+    assert!(text.assert_done().stdout.contains("mesh    dp 2 × sp 2 × tp 4, "), "{}", text.stdout);
+    let heads = place.run(&["plan", "config.json", "--model", "nano", "--mesh", "1x1x5"]);
+    heads.assert_refused(2, &["tp = 5", "tp of 1 to 4 is valid"]);
+}
+
+#[test]
 fn suggested_meshes_are_multiples_of_the_shard_size() {
     let zero = json!({ "stage": 3, "mics_shard_size": 4 });
     let place = workplace(json!({

@@ -383,7 +383,7 @@ fn mesh_rules_are_selected_by_machine() {
         (json!([["(", "1x2"]]), "a regular expression in rule 0"),
         (json!([["a", "2x"]]), "a mesh in rule 0"),
         (json!([["a"]]), "`ulysses.mesh_rules[0]`"),
-        (json!([["a", "tp=2"]]), "the axes are dp (or "),
+        (json!([["a", "pp=2"]]), "the axes are dp (or "),
     ] {
         place.write_config("bad.json", json!({ "ulysses": { "mesh_rules": rules } }));
         place.run(&["train", "bad.json"]).assert_refused(2, &[expected]);
@@ -432,7 +432,7 @@ fn a_preset_is_a_mesh_and_names_its_stage() {
     };
     refuse("ddp=2", &["--mesh ddp is data parallelism at ZeRO stage 0", "stage` is 3"]);
     refuse("ulysses", &["`ulysses=NODESxRANKS`"]);
-    refuse("dp=2,tp=2", &["and sp (or ring and ulysses); got dp, tp"]);
+    refuse("dp=2,pp=2", &["sp (or ring and ulysses) and, last, tp; got dp, pp"]);
     for (mesh, shape) in [("hsdp=2x2", "mesh dp 4 × sp 1"), ("ulysses_hsdp=2x2", "mesh dp 2 × sp 2")] {
         let outcome = place.run(&["train", "c.json", "--mesh", mesh, "--output", mesh]);
         assert!(outcome.assert_done().stderr.contains(shape), "{outcome:?}");

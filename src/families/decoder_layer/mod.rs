@@ -1,12 +1,15 @@
 //! The decoder block.
 
+mod tensor_parallel;
+
 use crate::families::ModelConfig;
 use crate::nn::{
     AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer,
     LayerContext, LayerError, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, SelfAttention,
-    recycle_unless,
+    TensorRank, recycle_unless,
 };
 use candle_core::Tensor;
+use tensor_parallel::TensorParallelDecoder;
 use ulysses_kernels::glu::Activation;
 
 /// An attention branch and a gated MLP branch.
@@ -175,6 +178,10 @@ impl Layer for DecoderLayer {
 
     fn parameters(&self) -> &[ParameterSpec] {
         self.parameters.specs()
+    }
+
+    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        Ok(Box::new(TensorParallelDecoder::new(*self, tp)?))
     }
 
     fn attention_extent(&self) -> Option<AttentionExtent> {

@@ -1,0 +1,163 @@
+//! [`StoredLayouts`]: where the elements of a parameter are in the files of a checkpoint. Integers only.
+
+use super::manifest::Manifest;
+use crate::zero::{CheckpointPart, FlatLayout, FlatParameter};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// The layouts of a checkpoint's files, and an index of their parameters.
+#[derive(Debug, Clone)]
+pub(super) struct StoredLayouts {
+    /// The layouts of the units of every rank along tp.
+    tp_ranks: Vec<Vec<FlatLayout>>,
+    /// Index of the unit of each parameter, and of the parameter within.
+    places: HashMap<String, (usize, usize)>,
+}
+
+/// Elements that are consecutive in a buffer that is read, and in a flat buffer of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct StoredPiece {
+    /// Rank along tp whose flat buffer it is.
+    pub(super) tp_rank: usize,
+    /// Index of the unit.
+    pub(super) unit: usize,
+    /// Elements of the flat buffer.
+    pub(super) elements: Range<usize>,
+    /// First element within the buffer that is read.
+    pub(super) target: usize,
+}
+
+/// Consecutive indices of a parameter's divided dimension, which one rank has.
+struct Segment<'a> {
+    indices: Range<usize>,
+    tp_rank: usize,
+    /// The first of them, counted within the rank's part.
+    first_local: usize,
+    part: &'a FlatParameter,
+}
+
+impl StoredLayouts {
+    /// Returns the layouts of a valid manifest's files.
+    pub(super) fn new(manifest: &Manifest) -> Self {
+        let at = |tp_rank| {
+            let units = manifest.units.iter();
+            units.map(|unit| unit.layout_at(tp_rank, manifest.num_partitions)).collect()
+        };
+        let units = manifest.units.iter().enumerate();
+        let places = units.flat_map(|(unit, entry)| {
+            let parameters = entry.parameters.iter().enumerate();
+            parameters.map(move |(index, parameter)| (parameter.name.clone(), (unit, index)))
+        });
+        Self { tp_ranks: (0..manifest.mesh.tp).map(at).collect(), places: places.collect() }
+    }
+
+    /// Returns the layouts of the units of a rank along tp.
+    pub(super) fn tp_rank(&self, tp_rank: usize) -> &[FlatLayout] {
+        &self.tp_ranks[tp_rank]
+    }
+
+    /// Finds the elements `range` of a flat buffer with the given layout, of a run on any mesh.
+    ///
+    /// # Errors
+    /// The first parameter that the checkpoint does not have in this shape.
+    pub(super) fn find<'a>(
+        &self,
+        layout: &'a FlatLayout,
+        range: Range<usize>,
+    ) -> Result<Vec<StoredPiece>, &'a FlatParameter> {
+        let mut pieces = Vec::new();
+        for piece in layout.pieces(range) {
+            let parameter = &layout.parameters()[piece.parameter];
+            let place = self.places.get(&parameter.name).filter(|place| self.has_shape(**place, parameter));
+            let &(unit, index) = place.ok_or(parameter)?;
+            let segments = self.segments(unit, index);
+            for (first, whole, len) in parameter.whole_runs(piece.elements.clone()) {
+                let target = piece.target.start + first - piece.elements.start;
+                find_run(unit, &segments, whole..whole + len, target, &mut pieces);
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// Cuts a piece at the boundaries of partitions: part, elements of the unit's tensor in its files, elements of the buffer
+    /// that is read.
+    pub(super) fn cut(
+        &self,
+        piece: &StoredPiece,
+    ) -> impl Iterator<Item = (CheckpointPart, Range<usize>, Range<usize>)> {
+        let StoredPiece { tp_rank, unit, elements, target } = piece.clone();
+        let layout = &self.tp_ranks[tp_rank][unit];
+        let size = layout.partition_numel().max(1);
+        (elements.start / size..elements.end.div_ceil(size)).map(move |partition| {
+            let first = partition * size;
+            let (start, end) = (elements.start.max(first), elements.end.min(first + size));
+            let target = target + start - elements.start..target + end - elements.start;
+            (CheckpointPart { partition, tp_rank }, start - first..end - first, target)
+        })
+    }
+
+    fn has_shape(&self, (unit, index): (usize, usize), parameter: &FlatParameter) -> bool {
+        self.tp_ranks[0][unit].parameters()[index].whole_shape() == parameter.whole_shape()
+    }
+
+    /// Returns who has which indices of a parameter's divided dimension, in ascending order. A parameter that is not divided
+    /// has all of its first dimension at the first rank.
+    fn segments(&self, unit: usize, index: usize) -> Vec<Segment<'_>> {
+        let part = |tp_rank: usize| &self.tp_ranks[tp_rank][unit].parameters()[index];
+        let Some(shard) = &part(0).shard else {
+            let indices = 0..part(0).shape.first().copied().unwrap_or(1);
+            return vec![Segment { indices, tp_rank: 0, first_local: 0, part: part(0) }];
+        };
+        let mut segments = Vec::new();
+        for (tp_rank, ranges) in shard.ranks.iter().enumerate() {
+            let mut first_local = 0;
+            for indices in ranges.iter().filter(|range| !range.is_empty()).cloned() {
+                let next = first_local + indices.len();
+                segments.push(Segment { indices, tp_rank, first_local, part: part(tp_rank) });
+                first_local = next;
+            }
+        }
+        segments.sort_by_key(|segment| segment.indices.start);
+        segments
+    }
+}
+
+/// Appends the pieces with the elements `whole` of a whole parameter, which is divided into `segments`.
+fn find_run(
+    unit: usize,
+    segments: &[Segment<'_>],
+    whole: Range<usize>,
+    target: usize,
+    pieces: &mut Vec<StoredPiece>,
+) {
+    let part = segments[0].part;
+    let dim = part.shard.as_ref().map_or(0, |shard| shard.dim);
+    let inner: usize = part.shape.iter().skip(dim + 1).product();
+    let row = segments.iter().map(|segment| segment.indices.len()).sum::<usize>() * inner;
+    let mut at = whole.start;
+    while at < whole.end {
+        let (outer, within) = (at / row, at % row);
+        let before = segments.partition_point(|segment| segment.indices.end * inner <= within);
+        let Segment { indices, tp_rank, first_local, part } = &segments[before];
+        let local_row = part.shard.as_ref().map_or(row, |shard| shard.local_len() * inner);
+        let end = whole.end.min(outer * row + indices.end * inner);
+        let first = part.offset + outer * local_row + first_local * inner + within - indices.start * inner;
+        let elements = first..first + end - at;
+        push(StoredPiece { tp_rank: *tp_rank, unit, elements, target: target + at - whole.start }, pieces);
+        at = end;
+    }
+}
+
+/// Appends a piece, to the last one if it continues that: a buffer of the same layout is one piece.
+fn push(piece: StoredPiece, pieces: &mut Vec<StoredPiece>) {
+    match pieces.last_mut() {
+        Some(last)
+            if (last.tp_rank, last.unit, last.elements.end)
+                == (piece.tp_rank, piece.unit, piece.elements.start)
+                && last.target + last.elements.len() == piece.target =>
+        {
+            last.elements.end = piece.elements.end;
+        }
+        _ => pieces.push(piece),
+    }
+}

@@ -1,0 +1,33 @@
+//! The layers of the tensor-parallel ranks, whose heads head chunks and the exchange divide further.
+
+use crate::engine::EngineError;
+use crate::model::{Model, ModelConfig};
+use crate::nn::{AttentionConfig, LayerError, TensorRank};
+
+/// Checks that each of `size` tensor-parallel ranks can have a part of every layer.
+///
+/// # Errors
+/// A model that cannot be divided over so many ranks; the error names the layer and the valid sizes.
+pub fn check_tensor_parallel(model: &ModelConfig, size: usize) -> Result<(), EngineError> {
+    Model::new(model)?.tensor_parallel(TensorRank { size, rank: 0 })?;
+    Ok(())
+}
+
+/// Returns the layers of a model that differ, for each tensor-parallel rank with the heads that it has.
+///
+/// # Errors
+/// Heads that cannot be divided over so many ranks.
+pub fn layers_of_tp_ranks(model: &ModelConfig, size: usize) -> Result<Vec<Vec<AttentionConfig>>, LayerError> {
+    let layers = model.distinct_layers();
+    if size == 1 {
+        return Ok(vec![layers]);
+    }
+    let of_rank = |rank| {
+        let divided = |layer: &AttentionConfig| {
+            let index = model.layers.iter().position(|known| known == layer).unwrap_or(0);
+            Ok(layer.divided(&format!("model.layers.{index}"), TensorRank { size, rank })?.0)
+        };
+        layers.iter().map(divided).collect()
+    };
+    (0..size).map(of_rank).collect()
+}

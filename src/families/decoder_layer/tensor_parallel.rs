@@ -1,0 +1,165 @@
+//! The decoder block of one tensor-parallel rank.
+
+use super::DecoderLayer;
+use crate::nn::{
+    AttentionExtent, AttentionSaved, BackwardPass, Branch, ForwardPass, Layer, LayerContext, LayerError,
+    MlpSaved, ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
+};
+use candle_core::Tensor;
+use ulysses_kernels::tensor;
+
+/// A [`DecoderLayer`] with the heads and intermediate elements of one rank of tp.
+///
+/// Norms and residual stream have some tokens per rank. Around a module, tokens are gathered, and its outputs, which are
+/// summands, summed and scattered: the same bytes as an all-reduce of whole activations (arXiv 2205.05198, section 4.2.2).
+pub(super) struct TensorParallelDecoder(DecoderLayer);
+
+/// State saved for the backward pass.
+struct SavedDecoder {
+    x: Tensor,
+    attention: Vec<AttentionSaved>,
+    attention_output: Tensor,
+    mlp: Option<MlpSaved>,
+    /// If its gradient depends on it.
+    mlp_output: Option<Tensor>,
+}
+
+impl TensorParallelDecoder {
+    /// Keeps the part of one rank.
+    ///
+    /// # Errors
+    /// A layer that cannot be divided over so many ranks.
+    pub(super) fn new(mut layer: DecoderLayer, tp: TensorRank) -> Result<Self, LayerError> {
+        layer.attention.divide(&mut layer.parameters, tp)?;
+        layer.mlp.divide(&mut layer.parameters, tp)?;
+        layer.attention_branch = layer.attention_branch.around_module_alone();
+        layer.mlp_branch = layer.mlp_branch.around_module_alone();
+        Ok(Self(layer))
+    }
+
+    /// The output of a branch's module, summed, for this rank's tokens.
+    fn run<T>(
+        branch: &Branch,
+        x: &Tensor,
+        module: impl FnOnce(&Tensor) -> Result<(Tensor, T), LayerError>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, T), LayerError> {
+        let exchange = pass.ctx.token_exchange(pass.layer)?;
+        let (input, normed) = gathered_input(branch, x, pass)?;
+        pass.recycle(normed);
+        let (summand, saved) = module(&input)?;
+        let output = exchange.sum_scatter(&summand)?;
+        pass.recycle([input, summand]);
+        Ok((output, saved))
+    }
+
+    /// Backward of [`run`](Self::run): adds to `dx`. `module` turns the gradient of its output into that of its input.
+    fn run_backward(
+        branch: &Branch,
+        x: &Tensor,
+        (doutput, dx): (&Tensor, &Tensor),
+        module: impl FnOnce(&Tensor, &Tensor) -> Result<(), LayerError>,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let forward = &pass.forward;
+        let exchange = forward.ctx.token_exchange(forward.layer)?;
+        let (input, [normed, rstd]) = gathered_input(branch, x, forward)?;
+        let gradient = exchange.gather(doutput, forward.ctx.seq_len_local())?;
+        module(&input, &gradient)?;
+        let dnormed = exchange.sum_scatter(&gradient)?;
+        branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
+        forward.recycle([input, normed, rstd, gradient, dnormed]);
+        Ok(())
+    }
+}
+
+/// The input of a branch's module for all tokens, and for this rank's, with their reciprocal root mean squares.
+fn gathered_input(
+    branch: &Branch,
+    x: &Tensor,
+    pass: &ForwardPass<'_>,
+) -> Result<(Tensor, [Tensor; 2]), LayerError> {
+    let rstd = pass.workspace().alloc_f32(&x.dims()[..2])?;
+    let normed = branch.enter(x, &rstd, pass)?;
+    let input = pass.ctx.token_exchange(pass.layer)?.gather(&normed, pass.ctx.seq_len_local())?;
+    Ok((input, [normed, rstd]))
+}
+
+impl Layer for TensorParallelDecoder {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        self.0.parameters()
+    }
+
+    fn attention_extent(&self) -> Option<AttentionExtent> {
+        self.0.attention_extent()
+    }
+
+    fn forward(
+        &self,
+        params: &[Tensor],
+        x: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Saved), LayerError> {
+        let DecoderLayer { parameters, attention_branch, attention, mlp_branch, mlp } = &self.0;
+        let (pass, alone) = (parameters.forward(params, ctx)?, Branch::module_alone());
+        let attend = |input: &Tensor| {
+            let mut saved = Vec::new();
+            Ok((attention.forward(&alone, input, Saves::Whole, |chunk| saved.push(chunk), &pass)?, saved))
+        };
+        let (attention_output, attention) = Self::run(attention_branch, x, attend, &pass)?;
+        let mid = attention_branch.join(x, &attention_output, &pass)?;
+        let run_mlp = |input: &Tensor| mlp.forward(&alone, input, true, &pass);
+        let (output, mlp) = Self::run(mlp_branch, &mid, run_mlp, &pass)?;
+        let y = mlp_branch.join(&mid, &output, &pass)?;
+        pass.recycle([mid]);
+        let mut mlp_output = Some(output);
+        if !mlp_branch.needs_output() {
+            pass.recycle(mlp_output.take());
+        }
+        let saved = SavedDecoder { x: x.clone(), attention, attention_output, mlp, mlp_output };
+        let bytes = saved.bytes();
+        Ok((y, Saved::new(saved, bytes)))
+    }
+
+    fn backward(
+        &self,
+        params: &[Tensor],
+        saved: Saved,
+        dy: Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, LayerError> {
+        let DecoderLayer { parameters, attention_branch, attention, mlp_branch, mlp } = &self.0;
+        let (pass, alone) = (parameters.backward(params, grads, ctx)?, Branch::module_alone());
+        let saved: SavedDecoder = saved.downcast(self.name())?;
+        let SavedDecoder { x, attention: chunks, attention_output, mlp: saved_mlp, mlp_output } = saved;
+        let missing = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
+        let mid = attention_branch.join(&x, &attention_output, &pass.forward)?;
+        let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(missing), &dy, &pass)?;
+        let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(&alone, input, saved_mlp, dy, &pass);
+        Self::run_backward(mlp_branch, &mid, (&doutput, &dy), run_mlp, &pass)?;
+        recycle_unless(doutput, &dy, &pass.forward);
+        pass.forward.recycle([mid]);
+        let mut attention_output = Some(attention_output);
+        let take = || attention_output.take().ok_or_else(missing);
+        let doutput = attention_branch.backward_join(take, &dy, &pass)?;
+        pass.forward.recycle(attention_output);
+        let attend = |input: &Tensor, dy: &Tensor| attention.backward(&alone, input, chunks, (dy, dy), &pass);
+        Self::run_backward(attention_branch, &x, (&doutput, &dy), attend, &pass)?;
+        recycle_unless(doutput, &dy, &pass.forward);
+        Ok(dy)
+    }
+}
+
+impl SavedDecoder {
+    fn bytes(&self) -> usize {
+        let Self { x, attention, attention_output, mlp, mlp_output } = self;
+        let own: usize = [x, attention_output].into_iter().chain(mlp_output).map(tensor::bytes).sum();
+        own + mlp.as_ref().map_or(0, MlpSaved::bytes)
+            + attention.iter().map(AttentionSaved::bytes).sum::<usize>()
+    }
+}

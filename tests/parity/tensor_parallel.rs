@@ -1,0 +1,123 @@
+//! Tensor parallelism never changes the math: layouts with divided layers against the independent f64 reference.
+
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout, llama_config};
+use crate::support::problems::{ADAMW, CONFIG, LAMB, main_problem, packed_batch, problem};
+use crate::support::reference::{Batch, Family, ReferenceConfig};
+use crate::support::sample::{axes, sampled};
+
+const fn on_tp(dp: usize, sp: usize, tp: usize, stage: u8) -> Layout {
+    Layout { tp, ..layout(dp, sp, stage) }
+}
+
+/// dp × sp × tp on up to 8 ranks, at every stage; tokens and heads that the ranks do not divide evenly.
+fn grid() -> impl Iterator<Item = Layout> {
+    let meshes =
+        [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 2, 3), (2, 2, 2), (1, 1, 4), (4, 1, 2), (1, 3, 2)];
+    meshes.into_iter().flat_map(|(dp, sp, tp)| {
+        (0..=3).flat_map(move |stage| {
+            [1, 2].map(|accumulation| Layout { accumulation, ..on_tp(dp, sp, tp, stage) })
+        })
+    })
+}
+
+/// Every sp rank of every tp rank has a query head.
+fn has_heads(problem: &Problem, layout: &Layout) -> bool {
+    let attention = llama_config(&problem.config).layers[0];
+    let divided = attention.divide_heads(layout.tp);
+    divided.is_some_and(|heads| heads.q.iter().all(|heads| heads.len() >= layout.sp))
+}
+
+/// Checks a sample of all problems on the grid.
+#[track_caller]
+fn check_each(problems: &[Problem], tolerance: f64) {
+    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
+    let cases = (0..problems.len()).flat_map(|number| grid().map(move |layout| (number, layout)));
+    let cases = cases.filter(|(number, layout)| has_heads(&problems[*number], layout));
+    for (number, layout) in sampled(cases, |(number, layout)| [axes![number], layout.axes()].concat()) {
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], tolerance, &format!("problem {number}, {layout:?}"));
+    }
+}
+
+#[test]
+fn divided_layers_train_as_whole_ones_on_every_mesh_stage_and_accumulation() {
+    let clipped = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25));
+    check_each(&[clipped, main_problem(Rule::AdamW(ADAMW), None)], 5e-5);
+}
+
+#[test]
+fn norms_of_whole_tensors_are_summed_over_tp() {
+    check_each(&[main_problem(Rule::Lamb(LAMB), None)], 2e-4);
+}
+
+#[test]
+fn ranks_may_share_kv_heads_and_have_different_numbers_of_heads() {
+    let heads = [(8, 1), (8, 2), (6, 3), (8, 8), (5, 5), (4, 4)];
+    let problems = heads.map(|(num_heads, num_kv_heads)| {
+        problem(ReferenceConfig { num_heads, num_kv_heads, intermediate_size: 41, ..CONFIG }, packed_batch())
+    });
+    check_each(&problems, 2e-5);
+}
+
+#[test]
+fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
+    let family = |family, change: fn(&mut ReferenceConfig)| {
+        let mut config = ReferenceConfig { family, ..CONFIG };
+        change(&mut config);
+        problem(config, packed_batch())
+    };
+    let problems = [
+        family(Family::Llama, |config| config.qkv_bias = true),
+        family(Family::Llama, |config| (config.qkv_bias, config.num_kv_heads) = (true, 1)),
+        family(Family::Llama, |config| config.qk_norm = true),
+        family(Family::Llama, |config| config.tie_word_embeddings = true),
+        family(Family::Phi3, |_| ()),
+        family(Family::Phi3, |config| config.num_kv_heads = 1),
+        family(Family::Gemma3, |config| config.sliding_window = Some(5)),
+        family(Family::Granite, |_| ()),
+    ];
+    check_each(&problems, 2e-5);
+}
+
+#[test]
+fn recomputation_tiles_and_head_chunks_change_nothing() {
+    let options = [
+        serde_json::json!({ "activation_checkpointing": true }),
+        serde_json::json!({ "tile_tokens": 3, "loss_tile_tokens": 5 }),
+        serde_json::json!({ "head_chunks": 2, "overlap_exchange": true }),
+    ];
+    let problems = options.map(|options| {
+        let mut problem =
+            problem(ReferenceConfig { num_heads: 12, num_kv_heads: 12, ..CONFIG }, packed_batch());
+        problem.extra = serde_json::json!({ "ulysses": options });
+        problem
+    });
+    check_each(&problems, 2e-5);
+}
+
+#[test]
+fn a_ring_within_divided_layers_matches() {
+    let problem = problem(CONFIG, packed_batch());
+    let expected = problem.reference().unwrap();
+    for layout in [on_tp(1, 2, 2, 0), on_tp(1, 4, 2, 3), on_tp(2, 2, 2, 1)] {
+        let ring = Layout { ring: 2, ..layout };
+        assert_matches(&problem.run(ring).unwrap(), &expected, 2e-5, &format!("{ring:?}"));
+    }
+}
+
+#[test]
+fn sequences_with_one_token_per_rank_work_and_shorter_ones_are_refused() {
+    let batch = |seq_len| problem(CONFIG, Batch::random(CONFIG.vocab_size, 4, seq_len, 3));
+    let four = batch(4);
+    let on_four = on_tp(1, 2, 2, 2);
+    assert_matches(&four.run(on_four).unwrap(), &four.reference().unwrap(), 2e-5, "four tokens");
+    let error = format!("{:#}", batch(3).run(on_four).unwrap_err());
+    assert!(error.contains("1 tokens per sequence and sp rank cannot be shared by tp = 2 ranks"), "{error}");
+}
+
+#[test]
+fn layers_that_cannot_be_divided_are_refused_by_name() {
+    let heads = problem(ReferenceConfig { num_heads: 3, num_kv_heads: 3, ..CONFIG }, packed_batch());
+    let error = format!("{:#}", heads.run(on_tp(1, 1, 4, 0)).unwrap_err());
+    assert!(error.contains("layer model.layers.0") && error.contains("tp of 1 to 3 is valid"), "{error}");
+}
