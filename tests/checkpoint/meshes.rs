@@ -196,6 +196,46 @@ fn state_of_a_ring_loads_without_one_and_back() {
 }
 
 #[test]
+fn state_of_divided_layers_loads_on_every_mesh_and_back() {
+    // Three ranks share two KV heads: the last one has two query heads, the others one.
+    let tp = |dp, sp, size: usize, stage| {
+        let extra = [
+            r#"{ "tensor_parallel_size": 1 }"#,
+            r#"{ "tensor_parallel_size": 2 }"#,
+            r#"{ "tensor_parallel_size": 3 }"#,
+        ];
+        Setup { extra: extra[size - 1], ..setup(dp, sp, stage) }
+    };
+    for (saving, files, loading) in [
+        (tp(2, 1, 2, 3), 4 * 3, [tp(2, 1, 2, 1), tp(1, 1, 1, 0), tp(1, 1, 3, 2), tp(1, 2, 2, 3)]),
+        (tp(1, 1, 3, 1), 3 * 3, [tp(1, 1, 3, 0), tp(3, 1, 1, 3), tp(2, 1, 2, 3), tp(1, 2, 2, 2)]),
+        (tp(2, 2, 1, 2), 2 * 3, [tp(1, 1, 2, 0), tp(2, 1, 3, 3), tp(1, 2, 2, 1), tp(2, 2, 2, 3)]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(saving, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        let saved = open(dir.path(), 3);
+        assert_eq!(saved.manifest().files.len(), files, "{saving:?}");
+        for setup in loading {
+            let again = tempfile::tempdir().unwrap();
+            on_mesh(setup, |rank| {
+                rank.resume(dir.path())?;
+                rank.save(again.path())
+            });
+            let loaded = open(again.path(), 3);
+            assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{saving:?} to {setup:?}");
+            let comparisons = diff(&saved, &loaded).unwrap();
+            assert_eq!(comparisons.len(), 3 * 21, "{saving:?} to {setup:?}");
+            for (tensor, comparison) in comparisons {
+                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));

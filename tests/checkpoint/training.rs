@@ -12,7 +12,6 @@ use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences};
 use ulysses::engine::{Engine, RunRecord, StepReport, initialize};
-use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, ModelConfig, RandomWeights, family};
 
 /// A multiple of every tested dp size.
@@ -133,11 +132,11 @@ pub(crate) fn config(setup: Setup) -> Config {
 
 /// Runs `work` on every rank, and returns the results in rank order.
 pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Result<T> + Sync) -> Vec<T> {
-    let (Setup { dp, sp, accumulation, .. }, config) = (setup, config(setup));
+    let (accumulation, config) = (setup.accumulation, config(setup));
     let tokens = (0..8 * 70_u32).map(|i| i * i % 29);
     let corpus = Corpus::from_documents([tokens.collect()]).unwrap();
     let rows = Arc::new(PackedSequences::new(corpus, 8).unwrap());
-    let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
+    let mesh = config.placed_mesh(None).unwrap().mesh;
     let run = |rank: ulysses::comm::RankContext| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: SEED };

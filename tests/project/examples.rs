@@ -211,6 +211,15 @@ fn mesh_recipes_create_one_group_per_list_of_ranks() {
 }
 
 #[test]
+fn three_axes_have_the_losses_of_one_rank() {
+    let text = output("14_three_axes", &[]);
+    let off: Vec<f64> = numbers_after(&text, "off by ").into_iter().map(|numbers| numbers[0]).collect();
+    assert_eq!(off.len(), 5, "{text}");
+    assert!(off.iter().all(|off| *off < 1e-5), "{text}");
+    assert_says(&text, &["the first rank sent: dp ", "tp "]);
+}
+
+#[test]
 fn a_model_without_a_vocabulary_trains_over_hsdp() {
     let text = output("12_hsdp_toy", &[]);
     let errors = numbers_after(&text, "mean squared error ");
