@@ -155,6 +155,18 @@ mod tests {
     }
 
     #[test]
+    fn tp_stays_and_its_ranks_count_as_one() {
+        let mut divided = workload(262_144);
+        divided.config.mesh.tp_size = 2;
+        let proposal = divided.propose(TWO_OF_8, 80 * GIB).unwrap();
+        let chosen = &proposal.chosen.workload.config;
+        assert_eq!((chosen.mesh.tp_size, chosen.world_size()), (2, 16), "{proposal:?}");
+        assert!(proposal.chosen.fits() && proposal.chosen.workload.nodes_per_sequence() == 1, "{proposal:?}");
+        let sizes: Vec<usize> = proposal.tried.iter().map(sp).collect();
+        assert_eq!(sizes, [1, 2, 4], "{proposal:?}");
+    }
+
+    #[test]
     fn partitions_span_sp_only_where_they_must() {
         let fits = |size, axes| {
             move |trial: &Candidate| {

@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::config::{Config, MeshShape};
-use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ULYSSES_AXIS};
+use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
 use ulysses::trainer::job::PreparedJob;
 use ulysses::trainer::{StepMemory, Trainer};
@@ -182,10 +182,12 @@ pub(super) fn groups(prepared: &PreparedJob) -> Groups {
     let sharded = config.zero_shards().and_then(|shape| mesh.sharded(shape).ok());
     let ring_size = config.seq_sharding().ring_size;
     let ring = if ring_size > 1 { mesh.ring(ring_size).ok() } else { None };
+    let tokens = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS).ok();
     let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
     let of_zero = sharded.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let of_ring = ring.iter().flat_map(|mesh| [RING_AXIS, ULYSSES_AXIS].map(|axis| (mesh, axis)));
-    let all = of_mesh.chain(of_zero).chain(of_ring);
+    let of_tokens = tokens.iter().map(|mesh| (mesh, TOKENS_AXIS));
+    let all = of_mesh.chain(of_zero).chain(of_ring).chain(of_tokens);
     all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
 }
 

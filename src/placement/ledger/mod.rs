@@ -13,7 +13,7 @@ pub use group::{LedgerGroup, close_norm, open_norm};
 
 use super::Placement::{self, Partial, Replicate, Shard};
 use crate::comm::{CollectiveOp, ProcessGroup};
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, TP_AXIS};
 use candle_core::Tensor;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -138,16 +138,21 @@ impl Placed {
         self.refuse_at(placements.iter().position(|placement| *placement == Partial), Fault::NotSummed)
     }
 
-    /// Checks that all ranks have the same elements.
+    /// Checks that all ranks have the same elements; those of tp may each have a part, which is what they use.
     ///
     /// # Errors
     /// A gather that is missing, or has not completed.
     pub fn check_gathered(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
-        self.refuse_at(
-            self.axes_with(|placement| placement != Replicate).first().copied(),
-            Fault::NotGathered,
-        )
+        let divided =
+            with(|ledger| ledger.mesh.axis_names().iter().position(|axis| axis == TP_AXIS)).flatten();
+        let placements = self.placements.as_deref().unwrap_or_default();
+        let missing = (0..placements.len()).find(|&axis| match placements[axis] {
+            Replicate => false,
+            Shard(_) => Some(axis) != divided,
+            Partial => true,
+        });
+        self.refuse_at(missing, Fault::NotGathered)
     }
 
     /// Checks that another tensor is placed as this one.
