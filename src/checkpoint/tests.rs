@@ -168,7 +168,7 @@ fn assert_reads(checkpoint: &Checkpoint, dp: usize, tp: usize, tp_rank: usize) {
     for layout in &layouts {
         let partitions = (0..dp).map(|rank| layout.unpadded(layout.partition(rank)));
         for (kind, range) in partitions
-            .chain([0..layout.numel()])
+            .chain(std::iter::once(0..layout.numel()))
             .flat_map(|range| kinds_of(layout).map(move |kind| (kind, range.clone())))
         {
             let mut out = vec![-1.0; range.len()];
