@@ -28,7 +28,7 @@ const MAX_RANKS: usize = 64;
 /// ```
 ///
 /// # Errors
-/// None for the ranks of a mesh with this layout's axes.
+/// Those of [`redistribute`], which a valid layout does not have.
 pub fn draw(layout: &Layout, ranks: &[usize], dtype: DType) -> Result<String, PlacementError> {
     let elem_bytes = dtype.size_in_bytes();
     let whole = layout.with_placements(&vec![Placement::Replicate; layout.axes().len()])?;

@@ -9,6 +9,7 @@
 //! In a dry run, gradients and parameters carry their placements: the [`ledger`] refuses a reduction that is missing or
 //! done twice.
 
+mod axis;
 mod draw;
 mod error;
 mod execute;
@@ -20,8 +21,9 @@ mod sharded_tensor;
 #[cfg(test)]
 mod tests;
 
+pub use axis::{LayoutAxis, Placement};
 pub use draw::draw;
 pub use error::PlacementError;
-pub use layout::{Layout, LayoutAxis, Placement};
+pub use layout::Layout;
 pub use plan::{Plan, Step, StepKind, redistribute};
 pub use sharded_tensor::ShardedTensor;

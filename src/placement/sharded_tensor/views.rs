@@ -34,7 +34,8 @@ impl ShardedTensor {
     /// Another number of elements, or shards that are none of the new shape.
     pub fn reshape(&self, shape: &[usize]) -> Result<Self, PlacementError> {
         let call = "a.reshape(shape)";
-        if shape.iter().product::<usize>() != self.shape().iter().product::<usize>() {
+        let elems = shape.iter().try_fold(1_usize, |elems, len| elems.checked_mul(*len));
+        if elems != Some(self.shape().iter().product()) {
             let expected = format!("as many elements as {shape:?}");
             return Err(PlacementError::Shape { call, shapes: vec![self.shape().to_vec()], expected });
         }
