@@ -225,7 +225,7 @@ fn sharded_tensors_follow_the_tutorial_of_dtensor() {
     assert_says(
         &text,
         &[
-            "   3  3              24            72  [6..7, 0..6]",
+            "   3  3              24             72  [6..7, 0..6]",
             "rows: [2, 6] of [7, 6] on rank 0, [1, 6] on rank 3",
             "columns: [7, 2] on rank 0, [7, 1] on rank 3",
             "replicated: [7, 6] on every rank",
