@@ -40,6 +40,7 @@
 //! |---|---|
 //! | read a config | [`Config`] |
 //! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
+//! | shard tensors over ranks | [`placement::ShardedTensor`] |
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedSequences`], [`data::DataLoader`], [`data::Tokenizer`] |
 //! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`nn::AutogradLayer`], [`objective::AutogradObjective`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |

@@ -1,5 +1,6 @@
 //! Errors of layouts and of their redistribution.
 
+use super::Placement;
 use crate::comm::CommError;
 use ulysses_kernels::OpError;
 
@@ -60,6 +61,74 @@ pub enum PlacementError {
         /// The given value.
         got: Vec<usize>,
     },
+    /// Fewer or more placements than the mesh has axes.
+    #[error("the placements {} on the mesh {mesh}: expected one per axis", listed(.placements))]
+    Placements {
+        /// The mesh.
+        mesh: String,
+        /// The placements.
+        placements: Vec<Placement>,
+    },
+    /// Text that is not a layout.
+    #[error(
+        "`{text}`: {reason}; expected a shape and one placement per axis, such as `7,3:Shard(0),Replicate`"
+    )]
+    Notation {
+        /// The text.
+        text: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A rank whose tensor does not fit those of the others.
+    #[error(
+        "with the layout `{layout}`, the rank at {coordinate:?} needs a tensor of {expected}; it has {got}"
+    )]
+    OtherRank {
+        /// The layout of all ranks' tensors.
+        layout: String,
+        /// Coordinate of the first rank that differs.
+        coordinate: Vec<usize>,
+        /// The dtype and shape that it needs.
+        expected: String,
+        /// The dtype and shape that it has.
+        got: String,
+    },
+    /// Operands on different meshes.
+    #[error("`{call}`: a is on the mesh {first}, b on the mesh {second}; expected one mesh")]
+    Meshes {
+        /// The operation.
+        call: &'static str,
+        /// The mesh of the first operand.
+        first: String,
+        /// The mesh of the second operand.
+        second: String,
+    },
+    /// Shapes that an operation does not accept.
+    #[error("`{call}` of shape {}: expected {expected}", .shapes.iter().map(|shape| format!("{shape:?}")).collect::<Vec<_>>().join(" and "))]
+    Shape {
+        /// The operation.
+        call: &'static str,
+        /// The logical shapes of the operands.
+        shapes: Vec<Vec<usize>>,
+        /// What would be valid.
+        expected: String,
+    },
+    /// Placements for which an operation has no rule.
+    #[error(
+        "`{call}` has no rule for {} along axis `{axis}`; it works with {}",
+        .placements.iter().map(Placement::to_string).collect::<Vec<_>>().join(" and "),
+        calls(.valid)
+    )]
+    NoRule {
+        /// The operation.
+        call: &'static str,
+        /// The first axis without a rule.
+        axis: String,
+        /// The placements of the operands along it.
+        placements: Vec<Placement>,
+        /// Per operand the placements with which the operation works; `None` if its own are.
+        valid: Vec<Option<Vec<Placement>>>,
+    },
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -69,4 +138,17 @@ pub enum PlacementError {
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+/// Formats placements as the argument of a call: `&[Shard(0), Replicate]`.
+fn listed(placements: &[Placement]) -> String {
+    format!("&[{}]", placements.iter().map(Placement::to_string).collect::<Vec<_>>().join(", "))
+}
+
+/// Formats the redistribution of each operand, by the names in the operation's call.
+fn calls(valid: &[Option<Vec<Placement>>]) -> String {
+    let call = |(placements, name): (&Option<Vec<Placement>>, char)| {
+        placements.as_ref().map(|placements| format!("`{name}.redistribute({})?`", listed(placements)))
+    };
+    valid.iter().zip('a'..).filter_map(call).collect::<Vec<_>>().join(" and ")
 }

@@ -105,6 +105,27 @@ impl Step {
         }
     }
 
+    /// Runs a [`StepKind::Slice`] of a tensor that only the first rank of the axis has: each other rank receives its shard.
+    pub(super) fn scatter(
+        &self,
+        group: &dyn ProcessGroup,
+        coordinate: &[usize],
+        local: &Tensor,
+    ) -> Result<Tensor, PlacementError> {
+        let shard = tensor::zeros(self.after.local_shape(coordinate)?, local.dtype(), local.device())?;
+        let (held, needed) =
+            (self.before.local_slices(coordinate)?, self.along_axis(&self.after, coordinate)?);
+        let blocks = |from: usize, to: usize| transfer(&held, &needed[to]).filter(|_| from == 0).into_iter();
+        let (rank, ranks) = (group.rank(), 0..group.world_size());
+        let recv = |copy: BlockCopy| RecvBlock { block: copy.to, accumulate: false };
+        let plan = StridedPlan {
+            send: ranks.clone().map(|to| blocks(rank, to).map(|copy| copy.from).collect()).collect(),
+            recv: ranks.map(|from| blocks(from, rank).map(recv).collect()).collect(),
+        };
+        group.all_to_all_strided(from_ref(local), from_ref(&shard), &Arc::new(plan))?;
+        Ok(shard)
+    }
+
     /// The slices of the ranks that differ from `coordinate` only along the step's axis.
     fn along_axis(&self, layout: &Layout, coordinate: &[usize]) -> Result<SlicesByRank, PlacementError> {
         let of_rank = |rank| {

@@ -1,48 +1,9 @@
 //! Where the elements of a tensor lie on a mesh.
 
-use super::PlacementError;
-use crate::mesh::shard_range;
+use super::{LayoutAxis, Placement, PlacementError};
+use crate::mesh::{DeviceMesh, shard_range};
 use std::fmt;
 use std::ops::Range;
-
-/// Placement of a tensor along one axis of a mesh, in the words of PyTorch's `DTensor`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Placement {
-    /// The ranks of the axis divide this dimension, as [`shard_range`] does.
-    Shard(usize),
-    /// Every rank of the axis has the same elements.
-    Replicate,
-    /// Every rank of the axis has a summand of the elements.
-    Partial,
-}
-
-impl fmt::Display for Placement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Shard(dim) => write!(f, "Shard({dim})"),
-            Self::Replicate => f.write_str("Replicate"),
-            Self::Partial => f.write_str("Partial"),
-        }
-    }
-}
-
-/// An axis of a mesh, and the placement of a tensor along it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct LayoutAxis {
-    /// Name of the axis.
-    pub name: String,
-    /// Number of ranks along it.
-    pub size: usize,
-    /// Placement of the tensor.
-    pub placement: Placement,
-}
-
-impl LayoutAxis {
-    /// An axis with its size and placement.
-    pub fn new(name: impl Into<String>, size: usize, placement: Placement) -> Self {
-        Self { name: name.into(), size, placement }
-    }
-}
 
 /// A logical tensor on a mesh: its shape, and its placement along every axis.
 ///
@@ -88,6 +49,34 @@ impl Layout {
         Ok(Self { shape, axes })
     }
 
+    /// The layout of a tensor on a mesh, with one placement per axis.
+    ///
+    /// ```
+    /// use ulysses::mesh::DeviceMesh;
+    /// use ulysses::placement::{Layout, Placement::{Replicate, Shard}};
+    ///
+    /// let layout = Layout::on_mesh([7, 3], &DeviceMesh::parse("2x2", None)?, &[Shard(0), Replicate])?;
+    /// assert_eq!(layout.to_string(), "[7, 3] dp=2: Shard(0) sp=2: Replicate");
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Fewer or more placements than axes, and as [`new`](Self::new).
+    pub fn on_mesh(
+        shape: impl Into<Vec<usize>>,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self, PlacementError> {
+        if placements.len() != mesh.shape().len() {
+            return Err(PlacementError::Placements {
+                mesh: mesh.to_string(),
+                placements: placements.to_vec(),
+            });
+        }
+        let axes = mesh.axis_names().iter().zip(mesh.shape()).zip(placements);
+        Self::new(shape, axes.map(|((name, &size), &placement)| LayoutAxis::new(name, size, placement)))
+    }
+
     /// Shape of the logical tensor.
     pub fn shape(&self) -> &[usize] {
         &self.shape
@@ -96,6 +85,23 @@ impl Layout {
     /// The axes of the mesh, with the tensor's placements.
     pub fn axes(&self) -> &[LayoutAxis] {
         &self.axes
+    }
+
+    /// The placements, one per axis.
+    pub fn placements(&self) -> Vec<Placement> {
+        self.axes.iter().map(|axis| axis.placement).collect()
+    }
+
+    /// The coordinates of the mesh in row-major order.
+    pub fn coordinates(&self) -> impl Iterator<Item = Vec<usize>> {
+        let ranks = self.axes.iter().map(|axis| axis.size).product();
+        (0..ranks).map(|mut rank| {
+            let mut coordinate = vec![0; self.axes.len()];
+            for (index, axis) in coordinate.iter_mut().zip(&self.axes).rev() {
+                (*index, rank) = (rank % axis.size, rank / axis.size);
+            }
+            coordinate
+        })
     }
 
     /// The range of each dimension that the rank at a mesh coordinate has. `coordinate` has one entry per axis.
@@ -139,6 +145,16 @@ impl Layout {
     /// Placement along the axis with this index.
     pub(super) fn placement(&self, axis: usize) -> Placement {
         self.axes[axis].placement
+    }
+
+    /// The layout with these placements, one per axis.
+    pub(super) fn with_placements(&self, placements: &[Placement]) -> Result<Self, PlacementError> {
+        if placements.len() != self.axes.len() {
+            let mesh: Vec<_> = self.axes.iter().map(|axis| format!("{}={}", axis.name, axis.size)).collect();
+            return Err(PlacementError::Placements { mesh: mesh.join(","), placements: placements.to_vec() });
+        }
+        let axes = self.axes.iter().zip(placements);
+        Self::new(&*self.shape, axes.map(|(axis, &placement)| LayoutAxis { placement, ..axis.clone() }))
     }
 
     /// The layout with another placement along an axis. The caller guarantees that its dimension exists.

@@ -2,20 +2,28 @@
 //!
 //! A [`Layout`] has a [`Placement`] along every axis of a mesh, as PyTorch's `DTensor`: `Shard(dim)`, `Replicate` or
 //! `Partial`, a pending sum. [`redistribute`] plans the [`Step`]s between two layouts of a tensor as integers, and
-//! [`Plan::execute`] runs them on the process groups of the mesh.
+//! [`Plan::execute`] runs them on the process groups of the mesh. A [`ShardedTensor`] is a tensor in such a layout, with
+//! operations that propagate placements: PyTorch's `DTensor`.
 //!
 //! The engine's own exchanges do not run by plans; a test of dry runs compares ZeRO's reduction with the plan of its layouts.
 //! In a dry run, gradients and parameters carry their placements: the [`ledger`] refuses a reduction that is missing or
 //! done twice.
 
+mod axis;
+mod draw;
 mod error;
 mod execute;
 mod layout;
 pub mod ledger;
+mod notation;
 mod plan;
+mod sharded_tensor;
 #[cfg(test)]
 mod tests;
 
+pub use axis::{LayoutAxis, Placement};
+pub use draw::draw;
 pub use error::PlacementError;
-pub use layout::{Layout, LayoutAxis, Placement};
+pub use layout::Layout;
 pub use plan::{Plan, Step, StepKind, redistribute};
+pub use sharded_tensor::ShardedTensor;

@@ -227,3 +227,22 @@ fn a_model_without_a_vocabulary_trains_over_hsdp() {
     // A quarter of 165, with padding.
     assert_says(&text, &["rank 0 holds 42 of 165 elements"]);
 }
+
+#[test]
+fn sharded_tensors_follow_the_tutorial_of_dtensor() {
+    let text = output("13_sharded_tensor", &[]);
+    assert_says(
+        &text,
+        &[
+            "   3  3              24             72  [6..7, 0..6]",
+            "rows: [2, 6] of [7, 6] on rank 0, [1, 6] on rank 3",
+            "columns: [7, 2] on rank 0, [7, 1] on rank 3",
+            "replicated: [7, 6] on every rank",
+            "x · w: [Shard(0), Partial] without communication; whole: equal",
+            "`b.redistribute(&[Shard(0), Partial])?`",
+        ],
+    );
+    let counted = text.lines().find_map(|line| line.strip_prefix("bytes to replicate: ")).unwrap();
+    let (planned, sent) = counted.split_once(" planned, ").unwrap();
+    assert_eq!(format!("{planned} sent"), sent, "{text}");
+}

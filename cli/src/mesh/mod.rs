@@ -9,7 +9,9 @@ use crate::output::print;
 use anyhow::anyhow;
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
+use ulysses::candle::DType;
 use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, MeshSpec, Preset, draw, draw_nodes, svg};
+use ulysses::placement::{self, Layout};
 
 /// Default ranks per node of a drawing.
 const DEFAULT_RANKS_PER_NODE: usize = 8;
@@ -40,6 +42,11 @@ pub(super) struct MeshArgs {
     /// Shape between nodes, such as `1x2`; SHAPE is then the shape within a node.
     #[arg(long, allow_hyphen_values = true, conflicts_with = "propose")]
     inter: Option<String>,
+    /// Also draw which part of a tensor each rank has: `7,3:Shard(0),Replicate` is a shape with one placement per axis.
+    ///
+    /// Placements are `Shard(DIM)`, `Replicate` and `Partial`. A dtype for the bytes may follow: `7,3:Shard(0),Replicate:bf16`.
+    #[arg(long, value_name = "SHAPE:PLACEMENTS")]
+    tensor: Option<String>,
     /// Write a drawing of nodes and groups as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
@@ -59,8 +66,21 @@ pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
         Some(shape) => drawn(shape, args)?,
     };
     let nodes = drawn.ranks_per_node.map(|ranks| draw_nodes(&drawn.mesh, ranks)).transpose().or_usage()?;
-    print(format_args!("{}{}", draw(&drawn.mesh), nodes.unwrap_or_default()))?;
+    let tensor = args.tensor.as_deref().map(|text| draw_tensor(text, &drawn.mesh)).transpose()?;
+    print(format_args!("{}{}{}", draw(&drawn.mesh), nodes.unwrap_or_default(), tensor.unwrap_or_default()))?;
     args.svg.as_deref().map_or(Ok(()), |path| write_svg(&drawn, path))
+}
+
+fn draw_tensor(text: &str, mesh: &DeviceMesh) -> Result<String, Failure> {
+    let colon = text.match_indices(':').nth(1).map_or(text.len(), |(at, _)| at);
+    let (layout, dtype) = text.split_at(colon);
+    let dtype = dtype.strip_prefix(':').unwrap_or("f32");
+    let Ok(dtype) = dtype.trim().parse::<DType>() else {
+        let message = format!("--tensor {text}: no dtype `{dtype}`; expected one such as f32 or bf16");
+        return Err(Failure::Usage(anyhow!(message)));
+    };
+    let layout = Layout::parse(layout, mesh).or_usage()?;
+    Ok(format!("\n{}", placement::draw(&layout, mesh.ranks(), dtype).or_usage()?))
 }
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {

@@ -35,6 +35,26 @@ fn a_drawing_shows_ranks_groups_and_their_purpose() {
 }
 
 #[test]
+fn a_tensor_is_drawn_with_the_slices_and_bytes_of_every_rank() {
+    let text = drawing(&["2x2", "--tensor", "7,3:Shard(0),Replicate"]);
+    let rows = "rank  dp,sp       bytes  sends for all  slices\n   \
+                0  0,0            48             48  [0..4, 0..3]\n   \
+                1  0,1            48             48  [0..4, 0..3]\n   \
+                2  1,0            36             36  [4..7, 0..3]\n";
+    assert!(text.contains(rows), "{text}");
+    let sum = drawing(&["2x2", "--tensor", "8:S(0),P:bf16"]);
+    assert!(sum.contains("bf16, 16 bytes") && sum.contains("[4..8], a summand\n"), "{sum}");
+    let refused = |tensor: &str, expected: &[&str]| {
+        Workplace::new().run(&["mesh", "2x2", "--tensor", tensor]).assert_refused(2, expected);
+    };
+    refused("7,3", &["no `:`", "7,3:Shard(0),Replicate"]);
+    refused("7,3:Shard(0)", &["&[Shard(0)]", "one per axis"]);
+    refused("7,3:Shard(0),Shard(2)", &["axis `sp` shards dimension 2"]);
+    refused("7,3:Row,Replicate", &["`Row`", "Shard(DIM), Replicate or Partial"]);
+    refused("7,3:R,R:f31", &["no dtype `f31`"]);
+}
+
+#[test]
 fn nodes_are_drawn_with_groups_across_nodes() {
     let text = drawing(&["2x4", "--nodes", "2"]);
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
@@ -219,7 +239,7 @@ fn help_documents_every_flag_of_every_subcommand() {
                 "--json",
             ],
         ),
-        ("mesh", &["<SHAPE>", "--names", "--world-size"]),
+        ("mesh", &["<SHAPE>", "--names", "--world-size", "--tensor"]),
     ];
     let place = Workplace::new();
     for (subcommand, flags) in flags {
