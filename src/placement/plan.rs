@@ -155,9 +155,10 @@ fn next_step(now: &Layout, to: &Layout) -> Option<(usize, StepKind)> {
     });
     let possible = wanted.filter(|(axis, kind)| is_possible(*axis, *kind));
     let next = possible.min_by_key(|(axis, kind)| (*kind, *axis));
-    // Axes that wait for each other: the innermost one that is in the way is gathered.
+    // Axes that wait for each other: the innermost one that is in the way is gathered. One rank is in no way.
     next.or_else(|| {
-        (0..axes).rev().find_map(|axis| match now.placement(axis) {
+        let mut several = (0..axes).rev().filter(|axis| now.axes()[*axis].size > 1);
+        several.find_map(|axis| match now.placement(axis) {
             Shard(dim) if waits(axis, dim) || now.placement(axis) != to.placement(axis) => {
                 Some((axis, StepKind::AllGather { dim }))
             }

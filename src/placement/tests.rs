@@ -367,6 +367,16 @@ fn axes_that_wait_for_each_other_are_resolved_by_one_gather() {
 }
 
 #[test]
+fn an_axis_of_one_rank_within_axes_that_wait_adds_no_step() {
+    use StepKind::{AllGather, Slice};
+    let of = |[a, b, c]: [Placement; 3]| layout(&[8], &[(2, a), (2, b), (1, c)]);
+    let (from, to) = (of([Replicate, Shard(0), Replicate]), of([Shard(0); 3]));
+    let plan = redistribute(&from, &to).unwrap();
+    let steps: Vec<_> = plan.steps().iter().map(|step| (step.axis, step.kind)).collect();
+    assert_eq!(steps, [(1, AllGather { dim: 0 }), (0, Slice { dim: 0 }), (1, Slice { dim: 0 })]);
+}
+
+#[test]
 fn what_makes_tensors_smaller_runs_first() {
     use StepKind::{AllGather, AllReduce, ReduceScatter, Slice};
     assert_eq!(
