@@ -1,9 +1,14 @@
 //! Tensor parallelism never changes the math: layouts with divided layers against the independent f64 reference.
 
-use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout, llama_config};
-use crate::support::problems::{ADAMW, CONFIG, LAMB, main_problem, packed_batch, problem};
+use crate::support::mesh_run::{
+    Layout, Problem, Rule, assert_matches, global_batch, layout, llama_config, micro_batches, on_mesh,
+};
+use crate::support::problems::{ADAMW, CONFIG, LAMB, SEQ_LEN, main_problem, packed_batch, problem};
 use crate::support::reference::{Batch, Family, ReferenceConfig};
 use crate::support::sample::{axes, sampled};
+use std::sync::Arc;
+use ulysses::comm::LaunchOptions;
+use ulysses::kernels::attention::FlashAttention;
 
 const fn on_tp(dp: usize, sp: usize, tp: usize, stage: u8) -> Layout {
     Layout { tp, ..layout(dp, sp, stage) }
@@ -113,6 +118,29 @@ fn sequences_with_one_token_per_rank_work_and_shorter_ones_are_refused() {
     assert_matches(&four.run(on_four).unwrap(), &four.reference().unwrap(), 2e-5, "four tokens");
     let error = format!("{:#}", batch(3).run(on_four).unwrap_err());
     assert!(error.contains("1 tokens per sequence and sp rank cannot be shared by tp = 2 ranks"), "{error}");
+}
+
+#[test]
+fn a_layer_sends_the_bytes_of_the_formula_over_tp() {
+    // Forward, per module: tokens gathered, outputs scattered. Backward: tokens and gradients gathered, gradients scattered.
+    const TRANSFERS: usize = 2 * 2 + 2 * 3;
+    let problem = problem(CONFIG, packed_batch());
+    let layout = Layout { accumulation: 2, ..on_tp(1, 1, 2, 0) };
+    let config = problem.json_config(layout, 8).unwrap();
+    let global = global_batch(&problem.batch).unwrap();
+    let sent = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let tp = groups.tensor.clone().unwrap().tp;
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+        let batch = &micro_batches(&global, &engine)?[0];
+        let before = tp.stats().total().bytes_sent;
+        let loss = engine.forward(batch)?;
+        engine.backward(loss)?;
+        Ok(tp.stats().total().bytes_sent - before)
+    });
+    let (rows, tokens) = (8 / layout.accumulation, SEQ_LEN / layout.tp);
+    let transfer = rows * tokens * CONFIG.hidden_size * size_of::<f32>();
+    let expected = (CONFIG.num_layers * TRANSFERS * transfer) as u64;
+    assert_eq!(sent.unwrap(), [expected; 2]);
 }
 
 #[test]
