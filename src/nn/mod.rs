@@ -28,7 +28,9 @@ mod tensor_parallel;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use attention::{AttentionConfig, AttentionSaved, HeadChunk, QkNorm, Saves, SelfAttention, head_chunks};
+pub use attention::{
+    AttentionConfig, AttentionSaved, HeadChunk, HeadDivision, QkNorm, Saves, SelfAttention, head_chunks,
+};
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
 pub use autograd::{AutogradLayer, BlockContext};
@@ -44,7 +46,7 @@ pub use layer::{AttentionExtent, Layer, Saved};
 pub use linear::{GroupNames, Linear};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
-pub use tensor_parallel::{HeadDivision, TensorRank, TokenExchange};
+pub use tensor_parallel::{TensorRank, TokenExchange};
 
 use candle_core::Tensor;
 use std::ops::Range;

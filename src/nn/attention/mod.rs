@@ -9,17 +9,20 @@ mod backward;
 mod chunk_pipeline;
 mod forward;
 mod head_chunks;
+mod head_division;
 mod head_projection;
 mod saved;
 
 pub use head_chunks::{HeadChunk, head_chunks};
+pub use head_division::HeadDivision;
 pub use saved::{AttentionSaved, Saves};
 
-use super::tensor_parallel::{HeadDivision, TensorRank, scaled};
 use super::{
     AttentionExtent, ForwardPass, GroupNames, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm,
+    TensorRank,
 };
 use candle_core::Tensor;
+use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
 use ulysses_kernels::attention::{AttentionLayout, grouped_heads};
 use ulysses_kernels::rope::{self, Direction, Rope};
