@@ -70,6 +70,9 @@ pub struct MeshSizes {
     pub tp: usize,
 }
 
+/// More ranks of tp than any model has heads for.
+const MAX_TP: usize = 1 << 12;
+
 impl MeshSizes {
     /// The format version of checkpoints of this mesh: version 2 has parameters in shards.
     pub fn format_version(self) -> u64 {
@@ -267,8 +270,12 @@ impl Manifest {
         check_unique("kind", self.kinds.iter())?;
         check_unique("unit", self.units.iter().map(|unit| &unit.name))?;
         check_unique("parameter", self.units.iter().flat_map(|u| &u.parameters).map(|p| &p.name))?;
-        if !(1..=crate::mesh::MAX_RANKS).contains(&self.mesh.tp) {
-            return Err(format!("tp of the mesh is {}; it must be at least 1", self.mesh.tp));
+        if !(1..=MAX_TP).contains(&self.mesh.tp) {
+            return Err(format!("tp of the mesh is {}; it must be 1 to {MAX_TP}", self.mesh.tp));
+        }
+        if self.format_version < self.mesh.format_version() {
+            let (version, tp) = (self.format_version, self.mesh.tp);
+            return Err(format!("format_version is {version}, which has no tp, but tp of the mesh is {tp}"));
         }
         self.units.iter().try_for_each(|unit| unit.check(self.mesh.tp))?;
         self.check_files()

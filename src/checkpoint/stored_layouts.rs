@@ -39,10 +39,10 @@ struct Segment<'a> {
 impl StoredLayouts {
     /// Returns the layouts of a valid manifest's files.
     pub(super) fn new(manifest: &Manifest) -> Self {
-        let at = |tp_rank| {
-            let units = manifest.units.iter();
-            units.map(|unit| unit.layout_at(tp_rank, manifest.num_partitions)).collect()
-        };
+        let first = manifest.units.iter().map(|unit| unit.layout_at(0, manifest.num_partitions));
+        let first: Vec<FlatLayout> = first.collect();
+        // The ranges of all ranks are in memory once.
+        let at = |tp_rank| first.iter().map(|unit| unit.at_tp_rank(tp_rank)).collect();
         let units = manifest.units.iter().enumerate();
         let places = units.flat_map(|(unit, entry)| {
             let parameters = entry.parameters.iter().enumerate();

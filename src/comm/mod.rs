@@ -60,7 +60,7 @@ mod timed;
 pub mod traffic;
 mod wrapper;
 
-pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS};
+pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TP_AXIS, ULYSSES_AXIS};
 pub use call::{Call, CallSignature, Elements};
 pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,

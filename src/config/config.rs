@@ -226,7 +226,7 @@ impl Config {
         })
     }
 
-    /// Returns the dtype in which gradients are sent to be summed over dp and sp.
+    /// Returns the dtype in which gradients are sent to be summed.
     pub fn gradient_communication(&self) -> CommunicationDtype {
         match self.mesh.sp_size {
             1 => self.communication_data_type,

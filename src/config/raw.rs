@@ -136,7 +136,8 @@ impl RawConfig {
 
     /// Returns the size of tp that the file states first, if any.
     pub fn tensor_parallel_size(&self) -> Option<usize> {
-        self.sizes.tp.first().map(|stated| stated.size)
+        let of_mesh = || Some(self.config.ulysses.mesh.as_ref()?.training_shape().ok()?.tp);
+        self.sizes.tp.first().map(|stated| stated.size).or_else(of_mesh)
     }
 
     /// Returns the config for one batch of `batch_size` sequences, in `accumulation` forward passes on any mesh: the batch
@@ -162,8 +163,11 @@ impl RawConfig {
     /// Returns the config without sp and ZeRO's shard size, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
+        let tp =
+            self.tensor_parallel_size().map(|size| StatedSize { size, origin: self.origin_of_stated(false) });
         let mut raw = Self { shard_sizes: Vec::new(), ..self.without_mesh() };
         raw.sizes.sp.clear();
+        raw.sizes.tp = tp.into_iter().collect();
         raw
     }
 

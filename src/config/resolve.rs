@@ -151,7 +151,7 @@ impl RawConfig {
     }
 
     /// The origin of the sizes in `ulysses.mesh`, or in a rule.
-    fn origin_of_stated(&self, is_of_rule: bool) -> SizeOrigin {
+    pub(super) fn origin_of_stated(&self, is_of_rule: bool) -> SizeOrigin {
         match (is_of_rule, self.mesh_position) {
             (false, Some(position)) => SizeOrigin::Key { key: "ulysses.mesh", position },
             _ => SizeOrigin::Rule,

@@ -173,6 +173,9 @@ pub enum EngineError {
         /// The first part of the model, in backward order, with a non-finite gradient.
         part: String,
     },
+    /// Partitions that tensor parallelism does not support.
+    #[error("with tensor-parallel ranks, ZeRO partitions over dp: neither over a part of it nor over sp")]
+    ShardsWithTensorParallelism,
     /// An sp rank has fewer tokens than tensor-parallel ranks that share them.
     #[error(
         "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: use longer sequences, or a smaller tp"

@@ -270,11 +270,13 @@ impl Engine {
         if batch.shard != shard {
             return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
         }
-        if let Some(groups) =
-            self.groups.tensor.as_ref().filter(|groups| shard.len() < groups.tp.world_size())
-        {
-            let (tokens, tp_size) = (shard.len(), groups.tp.world_size());
-            return Err(EngineError::TooFewTokens { tokens, tp_size });
+        if let Some(groups) = &self.groups.tensor {
+            // Of all sp ranks, so that none waits for one that fails.
+            let shards = (0..sharding.sp_size()).map(|rank| sharding.tokens(batch.seq_len, rank).len());
+            let (tokens, tp_size) = (shards.min().unwrap_or(0), groups.tp.world_size());
+            if tokens < tp_size {
+                return Err(EngineError::TooFewTokens { tokens, tp_size });
+            }
         }
         let tokens = batch.batch_size * shard.len();
         let last_boundary =

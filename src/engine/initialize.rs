@@ -75,6 +75,9 @@ pub(super) fn warn_about_candle_threads() {
 pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), EngineError> {
     check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
     check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
+    if groups.tensor.is_some() && groups.sharding.is_some() {
+        return Err(EngineError::ShardsWithTensorParallelism);
+    }
     let tp_size = groups.tensor.as_ref().map_or(1, |groups| groups.tp.world_size());
     if tp_size != config.mesh.tp_size {
         let (axis, configured) = (TP_AXIS, config.mesh.tp_size);

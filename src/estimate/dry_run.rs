@@ -262,13 +262,8 @@ fn fake_groups(
     let tensor = match mesh.has_axis(TP_AXIS) {
         false => None,
         true => {
-            let tp = fake(mesh, Axis::Tp)?;
-            // As in a job: groups of the same ranks are one.
-            let tokens = match config.mesh.sp_size {
-                1 => tp.clone(),
-                _ => fake(&mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?, Axis::Tokens)?,
-            };
-            Some(TensorGroups { tp, tokens })
+            let flat = mesh.flatten(&["sp", TP_AXIS], TOKENS_AXIS)?;
+            Some(TensorGroups { tp: fake(mesh, Axis::Tp)?, tokens: fake(&flat, Axis::Tokens)? })
         }
     };
     let gradient_dtype = config.gradient_communication();

@@ -110,6 +110,10 @@ impl Workload {
         }
         let configured = config.micro_batch_size;
         workload.set_mesh(dp, sharding);
+        // Training refuses it.
+        if workload.config.mesh.tp_size > 1 && workload.config.zero_shards().is_some() {
+            return None;
+        }
         let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;
         Some(workload.with_micro_batch(micro_batch))
     }

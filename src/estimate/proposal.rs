@@ -1,6 +1,7 @@
 //! Proposes a mesh for a cluster, a model, a sequence length and a memory size.
 
 use super::{Candidate, Criteria, MemoryBudget, Workload};
+use crate::config::PartitionAxes;
 use crate::engine::EngineError;
 use crate::mesh::{Cluster, SeqSharding, UlyssesLimits};
 
@@ -78,6 +79,11 @@ impl Workload {
         let sharding = SeqSharding::auto(sp, workload.ulysses_limits());
         workload.set_mesh(cluster.world_size() / (sp * workload.config.mesh.tp_size), sharding);
         let config = &mut workload.config;
+        if config.mesh.tp_size > 1 {
+            // Training refuses other partitions.
+            config.ulysses.zero_partition_axes = PartitionAxes::Dp;
+            config.zero.mics_shard_size = None;
+        }
         config.gradient_accumulation_steps = 1;
         config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
         workload
@@ -87,7 +93,7 @@ impl Workload {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, MeshConfig, PartitionAxes};
+    use crate::config::{Config, MeshConfig};
     use crate::model::shape;
     use ulysses_kernels::device::DeviceKind;
 

@@ -1,7 +1,7 @@
 //! The table of collectives of `comms_logger`, in DeepSpeed's terms.
 
 use super::table::{bytes, format_table};
-use crate::comm::{CallTimes, CollectiveOp, EachCall};
+use crate::comm::{CallTimes, CollectiveOp, EachCall, TP_AXIS};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
@@ -125,7 +125,7 @@ fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) 
 /// Bytes sent by all ranks, measured and planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
-    /// `Ulysses exchange`, `ring attention`, `ZeRO and data parallelism`, or `all-reduce over sp`; of all these, `within
+    /// `Ulysses exchange`, `ring attention`, `ZeRO and data parallelism`, `all-reduce over sp` or `tensor parallelism`; of all these, `within
     /// nodes` and `between nodes`.
     pub what: String,
     /// Planned bytes by purpose.
@@ -139,18 +139,28 @@ pub struct Volume {
 /// Returns the measured and planned bytes, by kind.
 pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
-    let planned = || ranks.iter().flat_map(|rank| &rank.planned).filter(|volume| is_exchange(volume.op));
+    let planned = || {
+        let planned = ranks.iter().flat_map(|rank| &rank.planned);
+        planned.filter(|volume| is_exchange(volume.op) && volume.axis != TP_AXIS)
+    };
     let is_planned =
         |on_ring| planned().any(|volume| volume.sent_bytes > 0 && (volume.axis == "ring") == on_ring);
     // A ring of all sp ranks has their group, whose bytes are counted for sp.
     let is_ring_over_sp = is_planned(true) && !is_planned(false);
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
+        (_, TP_AXIS) => 4,
         (true, axis) => usize::from(axis == "ring" || is_ring_over_sp),
-        (false, "sp") => 3,
+        (false, "sp" | "tokens") => 3,
         // dp, and the axes of ZeRO's shards.
         (false, _) => 2,
     };
-    let names = ["Ulysses exchange", "ring attention", "ZeRO and data parallelism", "all-reduce over sp"];
+    let names = [
+        "Ulysses exchange",
+        "ring attention",
+        "ZeRO and data parallelism",
+        "all-reduce over sp",
+        "tensor parallelism",
+    ];
     let of_kind = |index: usize, what: &&str| {
         let mut planned: BTreeMap<String, u64> = BTreeMap::new();
         for volume in ranks.iter().flat_map(|rank| &rank.planned) {

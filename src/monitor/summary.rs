@@ -2,7 +2,7 @@
 
 use super::Metrics;
 use super::table::{bytes, format_bytes, format_table};
-use crate::comm::{CollectiveOp, GroupStats, RING_AXIS};
+use crate::comm::{CollectiveOp, GroupStats, RING_AXIS, TP_AXIS};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -189,9 +189,10 @@ impl RunSummary {
 }
 
 /// Returns whether an operation is the Ulysses exchange, which is strided or packed, depending on the backend. The bytes
-/// of a ring have no formula: they depend on the documents.
+/// of a ring have no formula: they depend on the documents. Those of tp are no exchange of heads.
 fn has_formula(axis: &str, op: CollectiveOp) -> bool {
-    matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll) && axis != RING_AXIS
+    matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll)
+        && ![RING_AXIS, TP_AXIS].contains(&axis)
 }
 
 impl RankSummary {

@@ -85,6 +85,18 @@ impl FlatLayout {
         self.parameters.iter().any(|parameter| parameter.shard.is_some())
     }
 
+    /// The layout of the same unit on another rank of tp.
+    #[must_use]
+    pub fn at_tp_rank(&self, tp_rank: usize) -> Self {
+        let at = |parameter: &FlatParameter| parameter.shard.as_ref().map(|shard| shard.at(tp_rank));
+        let shapes = self.parameters.iter().map(|parameter| {
+            let shape = at(parameter).map(|shard| shard.local_shape(&shard.whole_shape(&parameter.shape)));
+            (parameter.name.clone(), shape.unwrap_or_else(|| parameter.shape.clone()))
+        });
+        let layout = Self::new(self.name.clone(), shapes, self.num_partitions);
+        Self { is_frozen: self.is_frozen, ..layout.with_shards(self.parameters.iter().map(at)) }
+    }
+
     /// Marks the parameters as frozen.
     #[must_use]
     pub fn frozen(self) -> Self {

@@ -86,14 +86,21 @@ fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
 
 #[test]
 fn recomputation_tiles_and_head_chunks_change_nothing() {
+    let recomputed = serde_json::json!({ "activation_checkpointing": true, "save_attention_output": false });
+    let mut recomputed_by_chunks = recomputed.clone();
+    recomputed_by_chunks["head_chunks"] = 2.into();
     let options = [
-        serde_json::json!({ "activation_checkpointing": true }),
-        serde_json::json!({ "tile_tokens": 3, "loss_tile_tokens": 5 }),
-        serde_json::json!({ "head_chunks": 2, "overlap_exchange": true }),
+        (Family::Llama, serde_json::json!({ "activation_checkpointing": true })),
+        (Family::Llama, recomputed_by_chunks),
+        (Family::Gemma3, recomputed),
+        (Family::Gemma3, serde_json::json!({ "activation_checkpointing": true, "head_chunks": 2 })),
+        (Family::Llama, serde_json::json!({ "tile_tokens": 3, "loss_tile_tokens": 5 })),
+        (Family::Llama, serde_json::json!({ "head_chunks": 2, "overlap_exchange": true })),
     ];
-    let problems = options.map(|options| {
-        let mut problem =
-            problem(ReferenceConfig { num_heads: 12, num_kv_heads: 12, ..CONFIG }, packed_batch());
+    let problems = options.map(|(family, options)| {
+        let sliding_window = (family == Family::Gemma3).then_some(5);
+        let config = ReferenceConfig { family, num_heads: 12, num_kv_heads: 12, sliding_window, ..CONFIG };
+        let mut problem = problem(config, packed_batch());
         problem.extra = serde_json::json!({ "ulysses": options });
         problem
     });

@@ -49,7 +49,10 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         }
         // The search chooses the mesh, but for tp: the batch need not be divisible by all ranks.
         Some(ranks) => {
-            let tp = raw.tensor_parallel_size().filter(|tp| ranks.is_multiple_of(*tp)).unwrap_or(1);
+            let tp = raw.tensor_parallel_size().unwrap_or(1);
+            if !ranks.is_multiple_of(tp) {
+                return Err(error);
+            }
             let alone = MeshShape { dp: 1, sp: ranks / tp, tp };
             raw.resolve(&Overrides { mesh: Some(alone), world_size: None, ..overrides }).map_err(|_| error)
         }

@@ -53,6 +53,60 @@ impl TensorParallelDecoder {
         Ok((output, saved))
     }
 
+    /// The attention's output. Passes the state of every head chunk to `keep`.
+    fn attend(
+        &self,
+        x: &Tensor,
+        saves: Saves,
+        keep: impl FnMut(AttentionSaved),
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let DecoderLayer { attention_branch, attention, .. } = &self.0;
+        let attend =
+            |input: &Tensor| Ok((attention.forward(&Branch::module_alone(), input, saves, keep, pass)?, ()));
+        Ok(Self::run(attention_branch, x, attend, pass)?.0)
+    }
+
+    /// The MLP's output, with its state if `keep`.
+    fn run_mlp(
+        &self,
+        mid: &Tensor,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<MlpSaved>), LayerError> {
+        let run = |input: &Tensor| self.0.mlp.forward(&Branch::module_alone(), input, keep, pass);
+        Self::run(&self.0.mlp_branch, mid, run, pass)
+    }
+
+    /// Turns the gradient of the result into that of the input. What is not saved is recomputed.
+    fn backward_saved(
+        &self,
+        SavedDecoder { x, attention: chunks, attention_output, mlp: saved_mlp, mlp_output }: SavedDecoder,
+        dy: Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let DecoderLayer { attention_branch, attention, mlp_branch, mlp, .. } = &self.0;
+        let (forward, alone) = (&pass.forward, Branch::module_alone());
+        let mid = attention_branch.join(&x, &attention_output, forward)?;
+        let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(|| self.foreign()), &dy, pass)?;
+        let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(&alone, input, saved_mlp, dy, pass);
+        Self::run_backward(mlp_branch, &mid, (&doutput, &dy), run_mlp, pass)?;
+        recycle_unless(doutput, &dy, forward);
+        forward.recycle([mid]);
+        let mut attention_output = Some(attention_output);
+        let take = || attention_output.take().ok_or_else(|| self.foreign());
+        let doutput = attention_branch.backward_join(take, &dy, pass)?;
+        forward.recycle(attention_output);
+        let attend = |input: &Tensor, dy: &Tensor| attention.backward(&alone, input, chunks, (dy, dy), pass);
+        Self::run_backward(attention_branch, &x, (&doutput, &dy), attend, pass)?;
+        recycle_unless(doutput, &dy, forward);
+        Ok(dy)
+    }
+
+    fn foreign(&self) -> LayerError {
+        LayerError::ForeignSavedState { layer: self.name().to_owned() }
+    }
+
     /// Backward of [`run`](Self::run): adds to `dx`. `module` turns the gradient of its output into that of its input.
     fn run_backward(
         branch: &Branch,
@@ -104,20 +158,15 @@ impl Layer for TensorParallelDecoder {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), LayerError> {
-        let DecoderLayer { parameters, attention_branch, attention, mlp_branch, mlp } = &self.0;
-        let (pass, alone) = (parameters.forward(params, ctx)?, Branch::module_alone());
-        let attend = |input: &Tensor| {
-            let mut saved = Vec::new();
-            Ok((attention.forward(&alone, input, Saves::Whole, |chunk| saved.push(chunk), &pass)?, saved))
-        };
-        let (attention_output, attention) = Self::run(attention_branch, x, attend, &pass)?;
-        let mid = attention_branch.join(x, &attention_output, &pass)?;
-        let run_mlp = |input: &Tensor| mlp.forward(&alone, input, true, &pass);
-        let (output, mlp) = Self::run(mlp_branch, &mid, run_mlp, &pass)?;
-        let y = mlp_branch.join(&mid, &output, &pass)?;
+        let pass = self.0.parameters.forward(params, ctx)?;
+        let mut attention = Vec::new();
+        let attention_output = self.attend(x, Saves::Whole, |chunk| attention.push(chunk), &pass)?;
+        let mid = self.0.attention_branch.join(x, &attention_output, &pass)?;
+        let (output, mlp) = self.run_mlp(&mid, true, &pass)?;
+        let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
         pass.recycle([mid]);
         let mut mlp_output = Some(output);
-        if !mlp_branch.needs_output() {
+        if !self.0.mlp_branch.needs_output() {
             pass.recycle(mlp_output.take());
         }
         let saved = SavedDecoder { x: x.clone(), attention, attention_output, mlp, mlp_output };
@@ -133,25 +182,75 @@ impl Layer for TensorParallelDecoder {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let DecoderLayer { parameters, attention_branch, attention, mlp_branch, mlp } = &self.0;
-        let (pass, alone) = (parameters.backward(params, grads, ctx)?, Branch::module_alone());
-        let saved: SavedDecoder = saved.downcast(self.name())?;
-        let SavedDecoder { x, attention: chunks, attention_output, mlp: saved_mlp, mlp_output } = saved;
-        let missing = || LayerError::ForeignSavedState { layer: self.name().to_owned() };
-        let mid = attention_branch.join(&x, &attention_output, &pass.forward)?;
-        let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(missing), &dy, &pass)?;
-        let run_mlp = |input: &Tensor, dy: &Tensor| mlp.backward(&alone, input, saved_mlp, dy, &pass);
-        Self::run_backward(mlp_branch, &mid, (&doutput, &dy), run_mlp, &pass)?;
-        recycle_unless(doutput, &dy, &pass.forward);
-        pass.forward.recycle([mid]);
-        let mut attention_output = Some(attention_output);
-        let take = || attention_output.take().ok_or_else(missing);
-        let doutput = attention_branch.backward_join(take, &dy, &pass)?;
-        pass.forward.recycle(attention_output);
-        let attend = |input: &Tensor, dy: &Tensor| attention.backward(&alone, input, chunks, (dy, dy), &pass);
-        Self::run_backward(attention_branch, &x, (&doutput, &dy), attend, &pass)?;
-        recycle_unless(doutput, &dy, &pass.forward);
-        Ok(dy)
+        let saved = saved.downcast(self.name())?;
+        self.backward_saved(saved, dy, &self.0.parameters.backward(params, grads, ctx)?)
+    }
+
+    /// The checkpoint is that of a whole layer, with this rank's heads.
+    fn forward_checkpointed(
+        &self,
+        params: &[Tensor],
+        x: Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Vec<Tensor>), LayerError> {
+        let pass = self.0.parameters.forward(params, ctx)?;
+        let mut outputs = Vec::new();
+        let saves_output = ctx.saves_attention_output();
+        let keep = |saved: AttentionSaved| match saves_output {
+            true => outputs.extend(saved.into_checkpoint(&pass)),
+            false => saved.recycle(&pass),
+        };
+        let attention_output = self.attend(&x, Saves::Checkpoint, keep, &pass)?;
+        let mid = self.0.attention_branch.join(&x, &attention_output, &pass)?;
+        let (output, _) = self.run_mlp(&mid, false, &pass)?;
+        let y = self.0.mlp_branch.join(&mid, &output, &pass)?;
+        pass.recycle([mid, output]);
+        let mut checkpoint = vec![x];
+        checkpoint.append(&mut outputs);
+        if !saves_output && ctx.tiling().head_chunks > 1 {
+            checkpoint.push(attention_output);
+        } else {
+            pass.recycle([attention_output]);
+        }
+        Ok((y, checkpoint))
+    }
+
+    fn backward_checkpointed(
+        &self,
+        params: &[Tensor],
+        checkpoint: Vec<Tensor>,
+        dy: Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, LayerError> {
+        let pass = self.0.parameters.backward(params, grads, ctx)?;
+        let forward = &pass.forward;
+        let mut checkpoint = checkpoint.into_iter();
+        let x = checkpoint.next().ok_or_else(|| self.foreign())?;
+        let mut chunks = Vec::new();
+        let attention_output = if ctx.saves_attention_output() {
+            for _ in 0..ctx.tiling().head_chunks {
+                let output = checkpoint.next().zip(checkpoint.next()).ok_or_else(|| self.foreign())?;
+                chunks.push(AttentionSaved::from_checkpoint(output.into()));
+            }
+            let project = |input: &Tensor| {
+                let alone = Branch::module_alone();
+                Ok((self.0.attention.forward_from_outputs(&alone, input, &chunks, forward)?, ()))
+            };
+            Self::run(&self.0.attention_branch, &x, project, forward)?.0
+        } else if let Some(attention_output) = checkpoint.next() {
+            attention_output
+        } else {
+            self.attend(&x, Saves::Whole, |saved| chunks.push(saved), forward)?
+        };
+        let mut mlp_output = None;
+        if self.0.mlp_branch.needs_output() {
+            let mid = self.0.attention_branch.join(&x, &attention_output, forward)?;
+            mlp_output = Some(self.run_mlp(&mid, false, forward)?.0);
+            forward.recycle([mid]);
+        }
+        let saved = SavedDecoder { x, attention: chunks, attention_output, mlp: None, mlp_output };
+        self.backward_saved(saved, dy, &pass)
     }
 }
 
