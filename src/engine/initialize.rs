@@ -41,7 +41,7 @@ pub(super) fn zero_optimizer(
     let layout = |unit: &crate::model::UnitSpec| {
         let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
         FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
-            .with_shards(unit.parameters.iter().map(|spec| spec.shard.clone()))
+            .with_shards(unit.parameters.iter().map(|spec| spec.shard.as_deref().cloned()))
     };
     let layouts = units.iter().map(layout).collect();
     let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {

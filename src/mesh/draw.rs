@@ -1,6 +1,6 @@
 //! Text drawings of meshes for a terminal of 80 columns.
 
-use super::{DeviceMesh, notation};
+use super::{DeviceMesh, TP_AXIS, notation};
 use std::fmt::Write as _;
 
 pub(super) const WIDTH: usize = 80;
@@ -109,12 +109,15 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
         Err(_) => None,
     };
     let sentence_dp = mesh.axis_size("dp").ok().map(|dp| match mesh.axis_size("sp") {
-        Ok(sp) if sp > 1 => {
+        Ok(sp) if sp > 1 && !mesh.has_axis(TP_AXIS) => {
             format!("ZeRO partitions: {dp} over dp (the default), {} over dp × sp.", dp * sp)
         }
         _ => format!("ZeRO partitions: {dp} over dp."),
     });
-    let sentences: Vec<_> = [sentence_sp, sentence_dp].into_iter().flatten().collect();
+    let tp = mesh.axis_size(TP_AXIS).ok();
+    let sentence_tp =
+        tp.map(|tp| format!("tp groups divide the heads and the MLP of every layer: {tp} ranks."));
+    let sentences: Vec<_> = [sentence_sp, sentence_tp, sentence_dp].into_iter().flatten().collect();
     if !sentences.is_empty() {
         let _ = writeln!(text, "\n{}", sentences.join("\n"));
     }

@@ -18,7 +18,7 @@ pub struct Linear {
 #[derive(Debug, Clone, Copy)]
 struct Bias {
     parameter: Parameter,
-    start: usize,
+    start: u32,
 }
 
 /// Names of the parameters of [`Linear::group`].
@@ -171,7 +171,8 @@ impl Linear {
         pass: &ForwardPass<'_>,
     ) -> Result<LinearRows, LayerError> {
         let weight = pass[self.weight].narrow(0, self.rows.start + range.start, range.len())?;
-        let bias = |Bias { parameter, start }| pass[parameter].narrow(0, start + range.start, range.len());
+        let bias =
+            |Bias { parameter, start }| pass[parameter].narrow(0, start as usize + range.start, range.len());
         let bias = self.bias.map(bias).transpose()?;
         Ok(LinearRows { weight, bias })
     }
@@ -186,7 +187,7 @@ impl Linear {
             pass.gradient(parameter).map(|gradient| gradient.narrow(0, start, range.len())).transpose()
         };
         let weight = rows(self.weight, self.rows.start + range.start)?;
-        let bias = |Bias { parameter, start }| rows(parameter, start + range.start);
+        let bias = |Bias { parameter, start }| rows(parameter, start as usize + range.start);
         Ok(LinearGradients { weight, bias: self.bias.map_or(Ok(None), bias)? })
     }
 }
@@ -199,7 +200,7 @@ fn divide_rows(parameters: &mut ParameterList, mut layers: Vec<(&mut Linear, &[R
         for (layer, outputs) in layers {
             let own = &outputs[rank];
             layer.rows = layer.rows.start + own.start..layer.rows.start + own.end;
-            layer.bias = layer.bias.map(|bias| Bias { start: own.start, ..bias });
+            layer.bias = layer.bias.map(|bias| Bias { start: own.start as u32, ..bias });
         }
         return;
     }

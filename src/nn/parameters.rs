@@ -35,7 +35,7 @@ pub struct ParameterSpec {
     /// Initial values.
     pub init: Init,
     /// The part of the whole parameter that this rank has, if the ranks of tp divide it.
-    pub shard: Option<TensorShard>,
+    pub shard: Option<Box<TensorShard>>,
 }
 
 impl ParameterSpec {
@@ -100,7 +100,7 @@ impl ParameterList {
         let spec = &mut self.specs[parameter.index()];
         let shard = TensorShard::new(dim, spec.shape[dim], ranks, rank);
         spec.shape = shard.local_shape(&spec.shape);
-        spec.shard = Some(shard);
+        spec.shard = Some(Box::new(shard));
     }
 
     /// The layer's name.

@@ -15,7 +15,7 @@ pub struct FlatParameter {
     /// First element within the flat buffer.
     pub offset: usize,
     /// The part of the whole parameter that this rank has, if the ranks of tp divide it; `shape` is the part's.
-    pub shard: Option<TensorShard>,
+    pub shard: Option<Box<TensorShard>>,
 }
 
 impl FlatParameter {
@@ -76,7 +76,10 @@ impl FlatLayout {
     /// Sets the parts of the whole parameters, one per parameter.
     #[must_use]
     pub fn with_shards(mut self, shards: impl IntoIterator<Item = Option<TensorShard>>) -> Self {
-        self.parameters.iter_mut().zip(shards).for_each(|(parameter, shard)| parameter.shard = shard);
+        self.parameters
+            .iter_mut()
+            .zip(shards)
+            .for_each(|(parameter, shard)| parameter.shard = shard.map(Box::new));
         self
     }
 

@@ -29,7 +29,7 @@ pub struct ZeroOptimizer {
     pub(super) groups: ZeroGroups,
     pub(super) storage: Storage,
     /// The model's units, each with its entries of `units`.
-    splits: Vec<UnitSplit>,
+    pub(super) splits: Vec<UnitSplit>,
     /// The flat buffers. None has both trained and frozen parameters, or both whole ones and shards of tp.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,

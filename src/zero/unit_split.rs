@@ -22,6 +22,11 @@ impl UnitSplit {
             .collect()
     }
 
+    /// Flat buffer of each parameter, and its index within it, in the unit's order.
+    pub(super) fn places(&self) -> &[(usize, usize)] {
+        &self.places
+    }
+
     /// The unit's indices of the parameters in flat buffer `flat`.
     pub(super) fn parameters_of(&self, flat: usize) -> Vec<usize> {
         self.places.iter().enumerate().filter(|(_, place)| place.0 == flat).map(|(index, _)| index).collect()
@@ -61,7 +66,8 @@ pub(crate) fn split_units(
                 name += " (frozen)";
             }
             let layout = FlatLayout::new(name, shapes, unit.num_partitions());
-            let layout = layout.with_shards(parameters.iter().map(|(_, parameter)| parameter.shard.clone()));
+            let layout = layout
+                .with_shards(parameters.iter().map(|(_, parameter)| parameter.shard.as_deref().cloned()));
             layouts.push(if frozen { layout.frozen() } else { layout });
         }
         UnitSplit { flats: first..layouts.len(), places }

@@ -201,11 +201,16 @@ pub fn check_exchange(
             let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
             let kv_heads = grouped_heads(num_heads, num_kv_heads);
             let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
-            plan.map_err(|error| error.within(sharding, seq_len)).map_err(|error| match chunks {
-                1 => JobError::usage(error),
-                _ => JobError::usage(format!(
-                    "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
-                )),
+            plan.map_err(|error| error.within(sharding, seq_len)).map_err(|error| {
+                match (chunks, tp_size) {
+                    (1, 1) => JobError::usage(error),
+                    (1, _) => {
+                        JobError::usage(format!("of the heads of one of tp = {tp_size} ranks: {error}"))
+                    }
+                    _ => JobError::usage(format!(
+                        "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
+                    )),
+                }
             })?;
         }
     }

@@ -6,12 +6,14 @@ pub(super) mod param_group_ranges;
 
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
+use super::unit_split::UnitSplit;
 use super::{FlatParameter, ZeroError, ZeroGroups, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::optim::Step;
 use crate::placement::ledger;
 use candle_core::{DType, Tensor};
+use std::collections::HashMap;
 use std::ops::Range;
 use ulysses_kernels::cast;
 use ulysses_kernels::memory::{Category, with_category};
@@ -216,7 +218,7 @@ impl ZeroOptimizer {
             }
             unit.release();
         }
-        Ok(all)
+        Ok(self.in_model_order(all))
     }
 
     /// A unit's whole master copy, if it has one.
@@ -260,7 +262,15 @@ impl ZeroOptimizer {
                 all.push((parameter.name.clone(), whole_parameter(parameter, part, &self.groups)?));
             }
         }
-        Ok(all)
+        Ok(self.in_model_order(all))
+    }
+
+    /// Reorders values by parameter, which are in the order of the flat buffers.
+    fn in_model_order<T>(&self, of_flats: Vec<(String, T)>) -> Vec<(String, T)> {
+        let mut by_name: HashMap<String, T> = of_flats.into_iter().collect();
+        let places = self.splits.iter().flat_map(UnitSplit::places);
+        let names = places.map(|&(flat, parameter)| &self.units[flat].layout.parameters()[parameter].name);
+        names.filter_map(|name| by_name.remove_entry(name)).collect()
     }
 }
 
