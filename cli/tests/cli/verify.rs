@@ -99,6 +99,17 @@ fn the_default_tolerance_suits_steps_and_dtypes() {
     }
 }
 
+/// Three ranks share two KV heads, whose projections are whole on each: parameters are compared by name.
+#[test]
+fn divided_layers_are_compared_parameter_by_parameter() {
+    let place = Workplace::new();
+    let batch = golden("tiny_strong", "inputs.safetensors");
+    for (mesh, steps) in [("1x1x3", "0"), ("1x1x2", "2"), ("dp=1,ring=2,ulysses=1,tp=4", "0")] {
+        let flags = ["verify", "--model", "nano", "--batch", &batch, "--mesh", mesh, "--steps", steps];
+        place.run(&flags).assert_done();
+    }
+}
+
 /// In exact arithmetic q_proj and k_proj have no gradient if each token is a document.
 #[test]
 fn gradients_that_are_rounding_do_not_alarm() {
