@@ -114,7 +114,7 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
         }
         _ => format!("ZeRO partitions: {dp} over dp."),
     });
-    let tp = mesh.axis_size(TP_AXIS).ok();
+    let tp = mesh.axis_size(TP_AXIS).ok().filter(|_| mesh.has_axis("sp"));
     let sentence_tp =
         tp.map(|tp| format!("tp groups divide the heads and the MLP of every layer: {tp} ranks."));
     let sentences: Vec<_> = [sentence_sp, sentence_tp, sentence_dp].into_iter().flatten().collect();

@@ -203,7 +203,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, ZeroError> {
-        let mut all = Vec::new();
+        let mut all = HashMap::new();
         for index in 0..self.units.len() {
             let master = self.whole_master(index)?;
             let unit = &mut self.units[index];
@@ -211,10 +211,11 @@ impl ZeroOptimizer {
                 Some(whole) => unit.layout.views(&whole)?,
                 None => unit.gather(&**self.groups.shard())?,
             };
-            for (parameter, view) in unit.layout.parameters().iter().zip(views) {
+            for (number, (parameter, view)) in unit.layout.parameters().iter().zip(views).enumerate() {
                 // Frozen parameters have no master copy.
                 let part = view.to_dtype(DType::F32)?.force_contiguous()?;
-                all.push((parameter.name.clone(), whole_parameter(parameter, part, &self.groups)?));
+                let whole = whole_parameter(parameter, part, &self.groups)?;
+                all.insert((index, number), (parameter.name.clone(), whole));
             }
             unit.release();
         }
@@ -241,8 +242,8 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, ZeroError> {
-        let mut all = Vec::new();
-        for unit in self.trained_units() {
+        let mut all = HashMap::new();
+        for (index, unit) in self.units.iter().enumerate().filter(|(_, unit)| !unit.layout.is_frozen()) {
             let whole = match &unit.gradients {
                 Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
@@ -258,19 +259,18 @@ impl ZeroOptimizer {
                 }
             };
             let views = unit.layout.views(&whole)?;
-            for (parameter, part) in unit.layout.parameters().iter().zip(views) {
-                all.push((parameter.name.clone(), whole_parameter(parameter, part, &self.groups)?));
+            for (number, (parameter, part)) in unit.layout.parameters().iter().zip(views).enumerate() {
+                let whole = whole_parameter(parameter, part, &self.groups)?;
+                all.insert((index, number), (parameter.name.clone(), whole));
             }
         }
         Ok(self.in_model_order(all))
     }
 
-    /// Reorders values by parameter, which are in the order of the flat buffers.
-    fn in_model_order<T>(&self, of_flats: Vec<(String, T)>) -> Vec<(String, T)> {
-        let mut by_name: HashMap<String, T> = of_flats.into_iter().collect();
+    /// The values by flat buffer and parameter, in the order of the model.
+    fn in_model_order<T>(&self, mut by_place: HashMap<(usize, usize), T>) -> Vec<T> {
         let places = self.splits.iter().flat_map(UnitSplit::places);
-        let names = places.map(|&(flat, parameter)| &self.units[flat].layout.parameters()[parameter].name);
-        names.filter_map(|name| by_name.remove_entry(name)).collect()
+        places.filter_map(|place| by_place.remove(place)).collect()
     }
 }
 
