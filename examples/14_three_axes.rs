@@ -37,7 +37,7 @@ fn main() -> Result<()> {
         let off = losses.iter().zip(&alone.losses).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
         let [dp, sp, tp] = mesh;
         println!(
-            "dp {dp} × sp {sp} × tp {tp}, stage {stage}: {}  off by {off:.0e}, {} KB of state",
+            "dp {dp} × sp {sp} × tp {tp}, stage {stage}: {}  {} KB of state, off by {off:.0e}",
             show(&losses),
             state_bytes / 1000
         );
