@@ -21,7 +21,7 @@ pub const TOKENS_AXIS: &str = "tokens";
 /// assert_eq!(shard.local_shape(&[10, 3]), [4, 3]);
 /// assert_eq!(shard.whole_shape(&[4, 3]), [10, 3]);
 /// // The local elements 4..12, as runs: from where in the rank's part, to where in the whole tensor, how many.
-/// assert_eq!(shard.runs(&[4, 3], 4..12), [(4, 13, 2), (6, 21, 3), (9, 27, 3)]);
+/// assert_eq!(shard.runs(&[4, 3], 4..12), [(4, 16, 2), (6, 21, 3), (9, 27, 3)]);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorShard {
