@@ -57,7 +57,7 @@ pub struct Saver {
     group: Arc<dyn ProcessGroup>,
     directories: StepDirectories,
     options: SaveOptions,
-    /// What this rank writes, if anything.
+    /// The part that this rank writes, if any.
     part: Option<CheckpointPart>,
     pending: Option<PendingSave>,
 }

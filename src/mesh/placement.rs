@@ -83,7 +83,7 @@ impl PlacedMesh {
     }
 }
 
-/// Returns the number of nodes that every group along an axis of a row-major mesh can be kept on; `None` if groups cannot
+/// Returns the fewest nodes that can hold any one group along an axis of a row-major mesh; `None` if groups cannot
 /// all be cut alike.
 fn needed(mesh: &DeviceMesh, axis: &str, hosts: &RankHosts) -> Option<usize> {
     let ranks_per_node = hosts.cluster().ok()?.ranks_per_node;

@@ -76,7 +76,7 @@ pub enum PlacementError {
     Notation {
         /// The text.
         text: String,
-        /// What is wrong.
+        /// The mistake in it.
         reason: String,
     },
     /// A rank whose tensor does not fit those of the others.
@@ -110,7 +110,7 @@ pub enum PlacementError {
         call: &'static str,
         /// The logical shapes of the operands.
         shapes: Vec<Vec<usize>>,
-        /// What would be valid.
+        /// The valid shapes.
         expected: String,
     },
     /// Placements for which an operation has no rule.

@@ -30,7 +30,7 @@ pub struct MemoryCopies {
     /// This node's directory.
     directories: StepDirectories,
     nodes: RankHosts,
-    /// What this rank writes, if anything.
+    /// The part that this rank writes, if any.
     part: Option<CheckpointPart>,
 }
 
