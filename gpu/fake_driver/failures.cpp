@@ -2,7 +2,8 @@
 //
 // FAKE_DRIVER_FAIL has them as FUNCTION:CALL[+][=CODE], separated by commas: the call with this number, from 1, returns
 // CODE (default: the error that is usual for the function) and does nothing. With `+` so do all later calls. The
-// function `*` stands for all calls together: `*:500+=700` is a GPU that is lost in the middle of a run.
+// function `*` stands for all calls together: `*:500+=700` is a GPU that is lost in the middle of a run. There CODE is the
+// driver's; the other libraries return their usual error, since none of theirs has the driver's numbers.
 
 #include <atomic>
 #include <cstdlib>
@@ -48,6 +49,11 @@ std::deque<Failure> parse(const char *text) {
     return all;
 }
 
+// Whether a function is the driver's: `cuMemFree`, not `cublasCreate` or `ncclSend`.
+bool is_of_driver(const char *function) {
+    return std::strncmp(function, "cu", 2) == 0 && function[2] >= 'A' && function[2] <= 'Z';
+}
+
 }  // namespace
 
 __attribute__((visibility("default"))) int injected_failure(const char *function, int usual) {
@@ -58,9 +64,11 @@ __attribute__((visibility("default"))) int injected_failure(const char *function
         return new std::deque<Failure>(parse(asked ? asked : ""));
     }();
     for (Failure &one : all) {
-        if (one.function != "*" && one.function != function) continue;
+        const bool stands_for_all = one.function == "*";
+        if (!stands_for_all && one.function != function) continue;
         const auto call = ++one.calls;
-        if (call == one.call || (one.lasts && call > one.call)) return one.code ? one.code : usual;
+        if (call != one.call && !(one.lasts && call > one.call)) continue;
+        return one.code != 0 && (!stands_for_all || is_of_driver(function)) ? one.code : usual;
     }
     return 0;
 }
