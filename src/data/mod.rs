@@ -48,6 +48,7 @@ mod storage;
 mod tests;
 mod text_bytes;
 mod tokenizer;
+mod unpacked;
 
 pub use crate::config::{LongConversations, OnBadLine, Packing, TokenDtype};
 pub use balance::{Assignment, Block, DocumentCost, RankGrid, divisors};

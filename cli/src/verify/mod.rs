@@ -1,6 +1,7 @@
 //! `ulysses verify`: compares one batch on a mesh with a single rank, or writes its results to a file.
 
 mod batch;
+mod packing;
 mod results;
 
 use super::DeviceArg;
@@ -49,6 +50,10 @@ pub(super) struct VerifyArgs {
     config: Option<PathBuf>,
     #[command(flatten)]
     set: SetFlags,
+    /// Compare with every document alone in a sequence of its own: neighbors in a packed sequence must not change the
+    /// results.
+    #[arg(long, conflicts_with = "output")]
+    packing: bool,
     /// Write loss, logits, gradients and parameters to this safetensors file instead of comparing them.
     #[arg(long)]
     output: Option<PathBuf>,
@@ -88,10 +93,10 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     let raw = read_config(&args)?;
     let joined = args.backend.join_with(raw.backend(), process)?;
     let mut ranks = joined.place(args.device, shape.dp * shape.sp * shape.tp)?;
-    let check = Check::read(&args, raw)?;
+    let mut check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
-    let micro_batches = check.accumulation * shape.dp;
     let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
+    let unpacked = args.packing.then(|| packing::unpacked(&check.batch, &mesh_config)).transpose()?;
     let on_mesh = check.run(&mut ranks, &mesh_config)?;
     if !ranks.is_first() {
         return Ok(());
@@ -100,9 +105,18 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
         let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
+    let packed = unpacked.map(|alone| std::mem::replace(&mut check.batch, alone));
+    let micro_batches = match packed {
+        None => check.accumulation * shape.dp,
+        // The documents have different lengths: one after another.
+        Some(_) => check.batch.batch_size(),
+    };
     let alone = TrainingShape { dp: 1, sp: 1, tp: 1, ring_size: Some(1), shard_size: None };
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
-    let single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
+    let mut single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
+    if let Some(packed) = packed {
+        single.logits = packing::packed_as(&packed, &single.logits).or_run()?;
+    }
     let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
     let rule = ErrorRule { tolerance, config: &config };
     let errors = rule.compare(&on_mesh, &single, batch_size).or_run()?;
@@ -112,11 +126,11 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     } else {
         as_text(&errors, &args, worst, tolerance)
     })?;
-    judge(&on_mesh, worst, tolerance).map_err(Failure::Run)
+    judge(&on_mesh, worst, tolerance, args.packing).map_err(Failure::Run)
 }
 
 /// Fails unless the results agree and are finite.
-fn judge(on_mesh: &BatchOutcome, worst: f64, tolerance: f64) -> anyhow::Result<()> {
+fn judge(on_mesh: &BatchOutcome, worst: f64, tolerance: f64, packing: bool) -> anyhow::Result<()> {
     if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
         bail!("step {} overflowed at loss scale {}", report.step, report.loss_scale);
     }
@@ -125,7 +139,8 @@ fn judge(on_mesh: &BatchOutcome, worst: f64, tolerance: f64) -> anyhow::Result<(
         scale => format!("; the loss scale is {scale}, of `fp16`: training skips such steps and lowers it"),
     };
     ensure!(worst.is_finite(), "results are not finite, so they cannot be compared{scale}");
-    let message = "the mesh changes the result: maximum relative error";
+    let cause = if packing { "the mesh or the packing" } else { "the mesh" };
+    let message = format!("{cause} changes the result: maximum relative error");
     ensure!(worst <= tolerance, "{message} {worst:.2e} > tolerance {tolerance:.2e}");
     Ok(())
 }
@@ -217,7 +232,7 @@ fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f
     let errors: serde_json::Map<_, _> =
         errors.iter().map(|(name, error)| (name.clone(), json!(error))).collect();
     let all = json!({
-        "mesh": args.mesh, "tolerance": tolerance, "largest_relative_error": worst,
+        "mesh": args.mesh, "packing": args.packing, "tolerance": tolerance, "largest_relative_error": worst,
         "passed": worst <= tolerance, "relative_errors": errors,
     });
     format!("{all}\n")
@@ -225,8 +240,9 @@ fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f
 
 fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64, tolerance: f64) -> String {
     const LISTED: usize = 10;
+    let alone = if args.packing { ", every document alone" } else { "" };
     let mut text = format!(
-        "mesh {} compared with a single rank; error relative to each tensor's largest entry\n",
+        "mesh {} compared with a single rank{alone}; error relative to each tensor's largest entry\n",
         args.mesh
     );
     for (name, error) in errors.iter().take(LISTED) {

@@ -66,6 +66,22 @@ fn every_mesh_and_stage_agrees_with_a_single_rank() {
 }
 
 #[test]
+fn packed_documents_are_compared_with_each_alone() {
+    let place = Workplace::new();
+    for mesh in ["1x1", "2x2", "1x3"] {
+        let flags = ["--packing", "--mesh", mesh, "--steps", "1", "--set", "gradient_accumulation_steps=2"];
+        let outcome = verify(&place, "packed_strong", &flags);
+        assert!(outcome.assert_done().stdout.contains("a single rank, every document alone;"), "{outcome:?}");
+    }
+    // They are computed in another order.
+    verify(&place, "packed_strong", &["--packing", "--mesh", "2x2", "--tolerance", "0"])
+        .assert_refused(1, &["the mesh or the packing changes the result"]);
+    let means = ["--packing", "--mesh", "2x1", "--set", "loss_normalization=\"micro_batch\""];
+    verify(&place, "packed_strong", &means)
+        .assert_refused(2, &["`--packing` needs `loss_normalization` \"global\""]);
+}
+
+#[test]
 fn a_tolerance_of_zero_fails_for_another_order_of_summation() {
     let place = Workplace::new();
     let outcome = verify(&place, "tiny_strong", &["--mesh", "2x2", "--tolerance", "0"]);

@@ -35,6 +35,19 @@ fn documents_and_labels_follow_from_positions() {
 }
 
 #[test]
+fn every_document_is_unpacked_into_a_padded_sequence() {
+    let alone = two_sequences().unpacked().unwrap();
+    assert_eq!((alone.batch_size(), alone.seq_len()), (3, 6));
+    assert_eq!(alone.input_ids(), [10, 11, 12, 13, 14, 15, 20, 21, 0, 0, 0, 0, 22, 23, 24, 25, 0, 0]);
+    assert_eq!(alone.position_ids()[6..], [0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]);
+    assert_eq!(alone.shift_labels()[6..], [21, NONE, NONE, NONE, NONE, NONE, 23, 24, 25, NONE, NONE, NONE]);
+    assert_eq!(alone.cu_seqlens(), [vec![0, 6], vec![0, 2, 6], vec![0, 4, 6]]);
+    // A document that starts elsewhere than at 0 keeps its positions.
+    let jump = GlobalBatch::new(1, 4, vec![1; 4], Some(vec![7, 8, 9, 3]), None).unwrap().unpacked().unwrap();
+    assert_eq!(jump.position_ids(), [7, 8, 9, 3, 0, 1]);
+}
+
+#[test]
 fn sequences_without_positions_are_single_documents_and_given_labels_are_kept() {
     let batch = GlobalBatch::new(2, 3, vec![1, 2, 3, 4, 5, 6], None, None).unwrap();
     assert_eq!(batch.position_ids(), [0, 1, 2, 0, 1, 2]);
