@@ -5,7 +5,7 @@ use super::hf::{HfConfig, scaling_to_hf};
 use crate::nn::{AttentionConfig, Layer, NormConfig};
 use serde_json::{Value, json};
 use std::fmt;
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::Rope;
 
 /// A model family: what differs between models that are composed of the same modules.
 pub struct Family {
@@ -121,7 +121,7 @@ impl ModelConfig {
     /// A decoder of equal layers. All else is as in Llama 2.
     pub fn with_sizes(family: &'static Family, sizes: Sizes) -> Self {
         let [hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size] = sizes;
-        let rope = Rope { theta: 10_000.0, scaling: Scaling::None };
+        let rope = Rope::from(10_000.0);
         let head_dim = hidden_size / num_heads.max(1);
         let layer = AttentionConfig {
             num_heads,
@@ -225,6 +225,9 @@ impl ModelConfig {
         });
         if let Some(rope) = rope {
             json["rope_theta"] = json!(rope.theta);
+            if rope.partial_rotary_factor != 1.0 {
+                json["partial_rotary_factor"] = json!(rope.partial_rotary_factor);
+            }
         }
         if let Some((scaling, max_positions)) = rope.and_then(|rope| scaling_to_hf(rope.scaling)) {
             json["rope_scaling"] = scaling;

@@ -176,7 +176,7 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
     });
     assert_eq!(old, new);
     let layers = old.layers.iter().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
-    let rope = |theta, scaling| Rope { theta, scaling };
+    let rope = |theta: f64, scaling| Rope { scaling, ..theta.into() };
     let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
     assert_eq!(layers, [(Some(9), local), (None, global)]);
     assert_refused(

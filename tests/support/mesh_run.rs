@@ -341,7 +341,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
         window: config.window(layer),
-        rope: config.theta(layer).map(|theta| Rope { theta, scaling }),
+        rope: config.theta(layer).map(|theta| Rope { scaling, ..theta.into() }),
         scale: has_scale.contains(&config.family).then(|| config.attention_scale()),
         qk_norm: config
             .qk_norm_sizes()

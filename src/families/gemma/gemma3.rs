@@ -9,7 +9,7 @@ use crate::families::{
 use crate::nn::{AttentionConfig, BranchNorms, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::glu::Activation;
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::Rope;
 
 pub(in crate::families) static GEMMA3: Family = Family {
     model_type: "gemma3_text",
@@ -54,7 +54,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     }
     let (global, local) = file.rope_of_layer_types(THETA)?;
     let local_theta = file.number("rope_local_base_freq", LOCAL_THETA)?;
-    let local = local.unwrap_or(Rope { theta: local_theta, scaling: Scaling::None });
+    let local = local.unwrap_or(Rope::from(local_theta));
     let layer = AttentionConfig {
         head_dim: file.optional_size("head_dim")?.unwrap_or(256),
         rope: Some(global),
@@ -93,6 +93,6 @@ fn published(sizes: Sizes) -> ModelConfig {
     );
     let config = ModelConfig { vocab_size: 262_144, rms_norm_eps: 1e-6, tie_word_embeddings: true, ..config };
     let windowed: Vec<bool> = (1..=config.num_layers()).map(|layer| layer % 6 != 0).collect();
-    let local = Rope { theta: LOCAL_THETA, scaling: Scaling::None };
+    let local = Rope::from(LOCAL_THETA);
     with_constants(config.with_windows(&windowed, 512, Some(local)))
 }

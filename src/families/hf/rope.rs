@@ -58,13 +58,34 @@ impl HfConfig<'_> {
     pub(crate) fn rope_with_default(&self, theta: f64) -> Result<Rope, ModelError> {
         self.accept_rope();
         let theta = || self.number("rope_theta", theta);
+        match self.rope_object()? {
+            Some(object) => object.read(theta),
+            None => Ok(theta()?.into()),
+        }
+    }
+
+    /// As [`rope_with_default`](Self::rope_with_default), for a family that may rotate a part of each head: by default its
+    /// own part, if neither the object nor the top level has `partial_rotary_factor`.
+    pub(crate) fn partial_rope(&self, theta: f64, part: f64) -> Result<Rope, ModelError> {
+        self.accept_rope();
+        let (theta, at_top) =
+            (|| self.number("rope_theta", theta), self.number("partial_rotary_factor", part)?);
+        match self.rope_object()? {
+            Some(object) => {
+                let partial_rotary_factor = object.number("partial_rotary_factor")?.unwrap_or(at_top);
+                Ok(Rope { partial_rotary_factor, ..object.read_any_part(theta)? })
+            }
+            None => Ok(Rope { partial_rotary_factor: at_top, ..theta()?.into() }),
+        }
+    }
+
+    /// The object that describes the rotary embedding of all layers, if it is not empty.
+    fn rope_object(&self) -> Result<Option<RopeObject<'_>>, ModelError> {
         let is_given = |key: &&'static str| self.get(key).is_some_and(|value| *value != json!({}));
-        let used = [SCALING, PARAMETERS].into_iter().find(is_given);
-        let Some(key) = used else { return Ok(Rope { theta: theta()?, scaling: Scaling::None }) };
+        let Some(key) = [SCALING, PARAMETERS].into_iter().find(is_given) else { return Ok(None) };
         let object = self.get(key).and_then(Value::as_object);
         let object = object.ok_or_else(|| self.error(key, "it must be an object"))?;
-        let rope = RopeObject { config: self, key, object, is_of_layer_type: false };
-        rope.read(theta)
+        Ok(Some(RopeObject { config: self, key, object, is_of_layer_type: false }))
     }
 
     /// Accepts the fields of rotary embeddings.
@@ -96,10 +117,19 @@ impl HfConfig<'_> {
 }
 
 impl RopeObject<'_> {
-    /// The rotary embedding, with another base than the object's if that has none.
+    /// The rotary embedding of whole heads, with another base than the object's if that has none.
     fn read(&self, theta: impl FnOnce() -> Result<f64, ModelError>) -> Result<Rope, ModelError> {
+        if self.number("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+            return Err(self.error("this model_type rotates whole heads: leave partial_rotary_factor out"));
+        }
+        self.read_any_part(theta)
+    }
+
+    /// As [`read`](Self::read), whichever part of a head rotates.
+    fn read_any_part(&self, theta: impl FnOnce() -> Result<f64, ModelError>) -> Result<Rope, ModelError> {
         self.check_fields()?;
-        Ok(Rope { theta: self.number("rope_theta")?.map_or_else(theta, Ok)?, scaling: self.scaling()? })
+        let theta = self.number("rope_theta")?.map_or_else(theta, Ok)?;
+        Ok(Rope { scaling: self.scaling()?, ..theta.into() })
     }
 
     fn check_fields(&self) -> Result<(), ModelError> {
@@ -120,9 +150,6 @@ impl RopeObject<'_> {
     }
 
     fn scaling(&self) -> Result<Scaling, ModelError> {
-        if self.number("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
-            return Err(self.error("this version rotates whole heads: leave partial_rotary_factor out"));
-        }
         let kind = self.object.get("rope_type").or(self.object.get("type"));
         match kind.map_or(Some("default"), Value::as_str) {
             Some("default") => Ok(Scaling::None),
