@@ -5,7 +5,7 @@ use super::hf::{HfConfig, scaling_to_hf};
 use crate::nn::{AttentionConfig, Layer, NormConfig};
 use serde_json::{Value, json};
 use std::fmt;
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::Rope;
 
 /// A model family: what differs between models that are composed of the same modules.
 pub struct Family {
@@ -86,8 +86,12 @@ pub struct ModelConfig {
     pub rms_norm_eps: f64,
     /// Added to the weights of the norms: 0, or 1 in Gemma.
     pub norm_offset: f64,
+    /// Whether the norms subtract the mean first: LayerNorm without a bias.
+    pub centered_norms: bool,
     /// Constant factors.
     pub multipliers: Multipliers,
+    /// The soft cap of the logits, `cap · tanh(logit / cap)`; `None` without one.
+    pub final_softcap: Option<f64>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
     /// Whether the output projection is the embedding matrix.
@@ -121,7 +125,7 @@ impl ModelConfig {
     /// A decoder of equal layers. All else is as in Llama 2.
     pub fn with_sizes(family: &'static Family, sizes: Sizes) -> Self {
         let [hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size] = sizes;
-        let rope = Rope { theta: 10_000.0, scaling: Scaling::None };
+        let rope = Rope::from(10_000.0);
         let head_dim = hidden_size / num_heads.max(1);
         let layer = AttentionConfig {
             num_heads,
@@ -131,6 +135,8 @@ impl ModelConfig {
             rope: Some(rope),
             scale: None,
             qk_norm: None,
+            softcap: None,
+            qkv_bias: false,
         };
         Self {
             family,
@@ -140,7 +146,9 @@ impl ModelConfig {
             layers: vec![layer; num_layers],
             rms_norm_eps: 1e-5,
             norm_offset: 0.0,
+            centered_norms: false,
             multipliers: Multipliers::default(),
+            final_softcap: None,
             initializer_range: 0.02,
             tie_word_embeddings: false,
         }
@@ -194,7 +202,7 @@ impl ModelConfig {
 
     /// The constants of its norms.
     pub fn norm(&self) -> NormConfig {
-        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset }
+        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset, centered: self.centered_norms }
     }
 
     /// The layers that differ in their attention, each once.
@@ -225,6 +233,9 @@ impl ModelConfig {
         });
         if let Some(rope) = rope {
             json["rope_theta"] = json!(rope.theta);
+            if rope.partial_rotary_factor != 1.0 {
+                json["partial_rotary_factor"] = json!(rope.partial_rotary_factor);
+            }
         }
         if let Some((scaling, max_positions)) = rope.and_then(|rope| scaling_to_hf(rope.scaling)) {
             json["rope_scaling"] = scaling;
@@ -253,6 +264,7 @@ impl ModelConfig {
             ],
         )?;
         check_number(origin, "rms_norm_eps", self.rms_norm_eps, 0.0)?;
+        check_positive(origin, "final_logit_softcapping", self.final_softcap)?;
         self.distinct_layers().iter().try_for_each(|layer| check_attention(origin, layer))?;
         // Otherwise an export would be another model.
         let json = self.to_hf_json();
@@ -268,7 +280,7 @@ impl ModelConfig {
 }
 
 fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), ModelError> {
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, qk_norm: _ } = *attention;
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, softcap, .. } = *attention;
     let error = |key, got: String, expected: String| Err(refused(origin, key, got, expected));
     check_sizes(
         origin,
@@ -287,10 +299,8 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
             return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));
         }
     }
-    if let Some(scale) = scale.filter(|scale| !(scale.is_finite() && *scale > 0.0)) {
-        let expected = "the factor on the logits must be positive".to_owned();
-        return error("attention_multiplier", scale.to_string(), expected);
-    }
+    check_positive(origin, "attention_multiplier", scale)?;
+    check_positive(origin, "attn_logit_softcapping", softcap)?;
     if window == Some(0) {
         return error("sliding_window", "0".into(), "a token sees at least itself: from 1, or null".into());
     }
@@ -316,6 +326,14 @@ fn check_number(origin: &str, key: &'static str, number: f64, least: f64) -> Res
         return Ok(());
     }
     Err(refused(origin, key, number.to_string(), format!("it must be at least {least}")))
+}
+
+/// Refuses a number of the logits, if there is one, that is not positive.
+fn check_positive(origin: &str, key: &'static str, number: Option<f64>) -> Result<(), ModelError> {
+    match number.filter(|number| !(number.is_finite() && *number > 0.0)) {
+        None => Ok(()),
+        Some(number) => Err(refused(origin, key, number.to_string(), "it must be positive".to_owned())),
+    }
 }
 
 fn refused(origin: &str, key: &'static str, got: String, expected: String) -> ModelError {

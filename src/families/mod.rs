@@ -16,8 +16,10 @@ mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 
+mod cohere;
 mod exaone4;
 mod gemma;
+mod glm;
 mod granite;
 mod llama;
 mod mistral;
@@ -28,13 +30,14 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 14] = [
+pub static FAMILIES: [&Family; 19] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
     &qwen::QWEN2,
     &qwen::QWEN3,
     &gemma::GEMMA,
+    &gemma::GEMMA2,
     &gemma::GEMMA3,
     &granite::GRANITE,
     &olmo::OLMO2,
@@ -43,10 +46,14 @@ pub static FAMILIES: [&Family; 14] = [
     &smollm3::SMOLLM3,
     &exaone4::EXAONE4,
     &seed_oss::SEED_OSS,
+    &glm::GLM,
+    &glm::GLM4,
+    &cohere::COHERE,
+    &cohere::COHERE2,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};
-pub use decoder_layer::{DecoderLayer, DecoderParts};
+pub use decoder_layer::{DecoderLayer, DecoderParts, ParallelDecoderLayer};
 pub use error::ModelError;
 pub(crate) use hf::{HfConfig, language_model, language_model_name};
 pub use known_models::{known_models, max_positions, shape};

@@ -1,15 +1,17 @@
 //! Descriptions and parameters of the families.
 
+mod rope;
+
 use super::*;
 use crate::model::Model;
 use crate::nn::tests::{context, random};
 use crate::nn::{AttentionConfig, Init, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use serde_json::{Value, json};
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::{Rope, Scaling, kept_list};
 
 pub(crate) fn config() -> ModelConfig {
-    let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 6);
+    let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 8);
     ModelConfig { hidden_size: 24, intermediate_size: 20, ..nano }
 }
 
@@ -22,7 +24,7 @@ fn of_family(model_type: &str) -> ModelConfig {
 fn descriptions() -> Vec<ModelConfig> {
     let windowed =
         ["mistral", "phi3"].map(|family| of_family(family).with_attention(|layer| layer.window = Some(7)));
-    let upper_windowed = ["qwen2", "qwen3", "gemma3_text", "ministral", "olmo3"].map(|family| {
+    let upper_windowed = ["qwen2", "qwen3", "gemma2", "gemma3_text", "ministral", "olmo3"].map(|family| {
         let mut config = of_family(family);
         config.layers[1].window = Some(7);
         config
@@ -31,10 +33,19 @@ fn descriptions() -> Vec<ModelConfig> {
     partly_rotated.layers[0].rope = None;
     let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
     granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
+    let capped = of_family("gemma2").with_attention(|layer| layer.softcap = Some(20.5));
+    let capped = ModelConfig { final_softcap: Some(12.0), ..capped };
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
     let mut exaone = of_family("exaone4");
     (exaone.layers[0].window, exaone.layers[1].rope) = (Some(7), None);
-    let others = [partly_rotated, granite, gemma, exaone];
+    let glm = of_family("glm4").with_rope(|rope| rope.partial_rotary_factor = 0.5);
+    let glm_with_biases = of_family("glm").with_attention(|layer| layer.qkv_bias = true);
+    let phi = of_family("phi3").with_rope(|rope| rope.partial_rotary_factor = 0.75);
+    let mut cohere = of_family("cohere2");
+    cohere.layers[0].rope = Some(Rope { interleaved: true, ..300.0.into() });
+    cohere.layers[0].window = Some(7);
+    cohere.multipliers.logits = 0.25;
+    let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -80,9 +91,17 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        // Phi-3 has none.
+        let pairs = config.rope().map_or(8, |rope| rope.rotary_dim(8)) / 2;
+        // The factor is that of transformers for four times the positions, or another.
+        let long = [(1.0 + 4f64.ln() / 128f64.ln()).sqrt(), 1.75].map(|attention_factor| {
+            let [short_factor, long_factor] = [[1.0, 1.5, 2.0, 4.0], [1.25, 2.0, 8.0, 16.0]];
+            let [short_factor, long_factor] =
+                [short_factor, long_factor].map(|list| kept_list(&list[..pairs]));
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len }
+        });
+        // Phi-3 has no other.
         let allowed = if config.family.model_type == "phi3" { 1 } else { scalings.len() };
-        for scaling in scalings.into_iter().take(allowed) {
+        for scaling in scalings.into_iter().take(allowed).chain(long) {
             // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
@@ -144,9 +163,16 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     let qk_norms = "self_attn.q_norm self_attn.k_norm";
     let sandwich =
         "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm";
+    let side_by_side = format!("{projections} input_layernorm");
+    assert_eq!([names("cohere"), names("cohere2")], [side_by_side.clone(), side_by_side]);
+    assert_eq!(names("gemma2"), format!("{projections} {sandwich}"));
     assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
     let after = "post_attention_layernorm post_feedforward_layernorm";
     assert_eq!(names("olmo2"), format!("{projections} {after} {qk_norms}"));
+    let glm = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm";
+    let projections =
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
+    assert_eq!(names("glm4"), format!("{projections} {glm}"));
     let fused = "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
     assert_eq!(names("phi3"), format!("{fused} input_layernorm post_attention_layernorm"));
 }
@@ -176,13 +202,54 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
     });
     assert_eq!(old, new);
     let layers = old.layers.iter().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
-    let rope = |theta, scaling| Rope { theta, scaling };
+    let rope = |theta: f64, scaling| Rope { scaling, ..theta.into() };
     let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
     assert_eq!(layers, [(Some(9), local), (None, global)]);
+    let capped = changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0)));
+    assert_eq!(read(&capped).unwrap().final_softcap, Some(30.0));
     assert_refused(
-        &changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0))),
-        "final_logit_softcapping",
+        &changed("gemma3_text", "attn_logit_softcapping", Some(json!(30.0))),
+        "attn_logit_softcapping",
     );
+}
+
+#[test]
+fn soft_caps_are_those_of_the_first_model_by_default_and_none_if_null() {
+    let caps = |json: &Value| {
+        let config = read(json).unwrap();
+        (config.layers[0].softcap, config.final_softcap)
+    };
+    let mut json = changed("gemma2", "attn_logit_softcapping", None);
+    json.as_object_mut().unwrap().shift_remove("final_logit_softcapping");
+    assert_eq!(caps(&json), (Some(50.0), Some(30.0)));
+    json["attn_logit_softcapping"] = json!(null);
+    json["final_logit_softcapping"] = json!(15);
+    assert_eq!(caps(&json), (None, Some(15.0)));
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        for invalid in [json!(0), json!(-2.0), json!("50")] {
+            assert_refused(&changed("gemma2", key, Some(invalid)), key);
+        }
+    }
+}
+
+#[test]
+fn command_has_layer_norm_and_no_position_embedding_without_a_window() {
+    let mut json = of_family("cohere2").to_hf_json();
+    for key in ["layer_types", "logit_scale", "layer_norm_eps"] {
+        json.as_object_mut().unwrap().shift_remove(key);
+    }
+    json["sliding_window"] = json!(9);
+    json["sliding_window_pattern"] = json!(2);
+    let config = read(&json).unwrap();
+    assert_eq!((config.multipliers.logits, config.rms_norm_eps), (0.0625, 1e-5));
+    assert!(config.norm().centered);
+    let layers = config.layers.iter().map(|layer| (layer.window, layer.rope.map(|rope| rope.interleaved)));
+    assert_eq!(layers.collect::<Vec<_>>(), [(Some(9), Some(true)), (None, None)]);
+    assert_refused(&changed("cohere", "use_qk_norm", Some(json!(true))), "use_qk_norm");
+    assert_refused(&changed("cohere", "logit_scale", Some(json!(0))), "logit_scale");
+    let tp = crate::nn::TensorRank { size: 2, rank: 0 };
+    let error = Model::new(&config).unwrap().tensor_parallel(tp).err().unwrap();
+    assert!(error.to_string().contains("model.layers.0"), "{error}");
 }
 
 #[test]
@@ -240,72 +307,6 @@ fn a_class_that_is_not_the_familys_is_refused() {
     let classes = json!(["Qwen2ForSequenceClassification"]);
     assert_refused(&changed("qwen2", "architectures", Some(classes)), "architectures");
     assert_refused(&changed("qwen2", "model_type", Some(json!("llama"))), "architectures");
-}
-
-#[test]
-fn scaling_is_read_as_written_by_every_version_of_transformers() {
-    let llama = |key: &str, value: Value| read(&changed("llama", key, Some(value)));
-    let old = llama("rope_scaling", json!({ "type": "linear", "factor": 2 })).unwrap();
-    assert_eq!(old.rope().unwrap().scaling, Scaling::Linear { factor: 2.0 });
-    let new = json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 });
-    let new = llama("rope_parameters", new).unwrap().layers[1].rope.unwrap();
-    assert_eq!((new.theta, new.scaling), (5e5, Scaling::Linear { factor: 2.0 }));
-
-    // What yarn leaves out has the paper's values, and the model's own length.
-    let mut json = changed("qwen3", "max_position_embeddings", Some(json!(2048)));
-    json["rope_scaling"] = json!({ "rope_type": "yarn", "factor": 4.0, "beta_fast": null });
-    let Scaling::Yarn { beta_fast, beta_slow, truncate, attention_factor, original_len, .. } =
-        read(&json).unwrap().rope().unwrap().scaling
-    else {
-        panic!("yarn was asked for")
-    };
-    assert_eq!((beta_fast, beta_slow, truncate, original_len), (32.0, 1.0, true, 2048));
-    assert!((attention_factor - 1.138_629_436_111_989).abs() < 1e-15, "{attention_factor}");
-}
-
-#[test]
-fn scalings_that_are_incomplete_or_unknown_are_refused() {
-    for scaling in [
-        json!("linear"),
-        json!({ "rope_type": "linear" }),
-        json!({ "rope_type": "linear", "factor": -1.0 }),
-        json!({ "rope_type": "linear", "factor": "4" }),
-        json!({ "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64 }),
-        json!({ "rope_type": "yarn", "original_max_position_embeddings": 64 }),
-        json!({ "rope_type": "longrope", "factor": 8.0 }),
-        json!({ "rope_type": "default", "partial_rotary_factor": 0.5 }),
-        json!({ "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": null }),
-        json!({ "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": 0 }),
-        json!({ "rope_type": "linear", "factor": 2.0, "attn_factor": 1.5 }),
-        json!({ "full_attention": { "rope_type": "linear", "factor": 2.0 } }),
-    ] {
-        assert_refused(&changed("llama", "rope_scaling", Some(scaling)), "rope_scaling");
-    }
-    let dynamic = json!({ "rope_type": "dynamic", "factor": 2.0 });
-    assert_refused(&changed("llama", "rope_scaling", Some(dynamic)), "max_position_embeddings");
-}
-
-#[test]
-fn an_invalid_top_level_length_is_refused_where_it_is_used() {
-    let llama3 = json!({
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64
-    });
-    let mut json = changed("llama", "rope_scaling", Some(llama3));
-    for length in [json!(null), json!(0), json!("64"), json!(-1)] {
-        json["original_max_position_embeddings"] = length;
-        assert_refused(&json, "original_max_position_embeddings");
-    }
-    json["rope_scaling"] = json!({ "rope_type": "linear", "factor": 2.0 });
-    assert!(read(&json).is_ok());
-}
-
-#[test]
-fn a_theta_in_the_object_replaces_a_missing_top_level_one() {
-    let mut json = changed("llama", "rope_theta", Some(Value::Null));
-    assert_refused(&json, "rope_theta");
-    json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 5e5 });
-    assert_eq!(read(&json).unwrap().rope().unwrap().theta, 5e5);
 }
 
 /// A family of which every other layer has a window.

@@ -42,13 +42,13 @@ impl BlockContext<'_> {
     }
 
     /// `cos` and `sin` of the rotary embedding (θ, or a whole [`Rope`]) for this rank's tokens, each
-    /// `[batch, seq_local, 1, head_dim / 2]`, ready to broadcast over heads.
+    /// `[batch, seq_local, 1, pairs]`, ready to broadcast over heads.
     ///
     /// # Errors
     /// An odd `head_dim`, or a scaling without frequencies.
     pub fn rope_tables(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<(Tensor, Tensor)> {
         let table: Arc<rope::Table> = self.layer.rope(head_dim, rope).map_err(candle_core::Error::wrap)?;
-        let dims = (self.batch(), self.seq_len_local(), 1, head_dim / 2);
+        let dims = (self.batch(), self.seq_len_local(), 1, table.pairs());
         let options = self.layer.workspace().options();
         let [cos, sin] = table.on(&options.device)?;
         let shaped = |half: Tensor| half.reshape(dims)?.to_dtype(options.dtype);

@@ -1,7 +1,7 @@
 //! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
-use super::reference::families::GRANITE;
+use super::reference::families::{GRANITE, LOGIT_SCALE};
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
@@ -326,6 +326,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, false, true, None) => "qwen3",
         (Family::Ministral, false, false, Some(_)) => "ministral",
         (Family::Gemma, false, false, None) => "gemma",
+        (Family::Gemma2, false, false, Some(_)) => "gemma2",
         (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
         (Family::Granite, false, false, None) => "granite",
         (Family::Olmo2, false, false, None) => "olmo2",
@@ -333,23 +334,38 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Exaone4, false, false, Some(_)) => "exaone4",
         (Family::Phi3, false, false, _) => "phi3",
         (Family::SmolLm3, false, false, None) => "smollm3",
+        (Family::Glm, _, false, None) => "glm",
+        (Family::Glm4, _, false, None) => "glm4",
+        (Family::Cohere, false, false, None) => "cohere",
+        (Family::Cohere2, false, false, Some(_)) => "cohere2",
         other => panic!("no family has {other:?}"),
     };
-    let (scaling, has_scale) = (scaling(config.rope_scaling), [Family::Gemma3, Family::Granite]);
+    let (scaling, has_scale) =
+        (scaling(config.rope_scaling), [Family::Gemma2, Family::Gemma3, Family::Granite]);
+    let [attention_cap, final_softcap] = config.family.softcaps();
+    let rope = |theta: f64| Rope {
+        scaling,
+        partial_rotary_factor: config.partial_rotary_factor,
+        interleaved: config.family.is_interleaved(),
+        ..theta.into()
+    };
     let layer = |layer: usize| AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
         window: config.window(layer),
-        rope: config.theta(layer).map(|theta| Rope { theta, scaling }),
+        rope: config.theta(layer).map(rope),
         scale: has_scale.contains(&config.family).then(|| config.attention_scale()),
         qk_norm: config
             .qk_norm_sizes()
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
+        softcap: attention_cap,
+        qkv_bias: config.qkv_bias,
     };
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
+        family if family.is_cohere() => [1.0, 1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 4],
     };
     ModelConfig {
@@ -360,7 +376,9 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         layers: (0..config.num_layers).map(layer).collect(),
         rms_norm_eps: config.rms_norm_eps,
         norm_offset: config.family.norm_offset(),
+        centered_norms: config.family.is_cohere(),
         multipliers: Multipliers { embedding, residual, logits },
+        final_softcap,
         initializer_range: 0.02,
         tie_word_embeddings: config.tie_word_embeddings,
     }
@@ -376,6 +394,9 @@ fn scaling(scaling: RopeScaling) -> Scaling {
         }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len: len(original) }
+        }
+        RopeScaling::LongRope { short_factor, long_factor, attention_factor, original } => {
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len: len(original) }
         }
         RopeScaling::Yarn { factor, original } => Scaling::Yarn {
             factor,

@@ -1,6 +1,6 @@
 //! The rotation on slices.
 
-use super::{Direction, Rope};
+use super::{Direction, HeadPairs, Rope, Table};
 use crate::cast::{Before, Pieces, rows_per_piece};
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, simd_kernel};
@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 /// The angle of each pair per position, for each token.
 pub(super) struct Frequencies {
-    /// [head_dim/2] each; one for all tokens, unless documents of different lengths differ.
+    /// [pairs] each; one for all tokens, unless documents of different lengths differ.
     by_len: Vec<Vec<f64>>,
     /// Index of each token's frequencies; empty if all tokens share one.
     of_token: Vec<usize>,
@@ -28,7 +28,7 @@ impl Frequencies {
         Self { by_len: lens.iter().map(|len| rope.frequencies(head_dim, *len)).collect(), of_token }
     }
 
-    fn half(&self) -> usize {
+    fn pairs(&self) -> usize {
         self.by_len[0].len()
     }
 
@@ -37,12 +37,12 @@ impl Frequencies {
     }
 }
 
-/// (cos, sin), each [n, head_dim/2], times `amplitude`.
+/// (cos, sin), each [n, pairs], times `amplitude`.
 pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: f64) -> (Vec<f32>, Vec<f32>) {
-    let half = frequencies.half();
-    let (mut cos, mut sin) = (vec![0.0; position_ids.len() * half], vec![0.0; position_ids.len() * half]);
-    let rows = rows_per_block(position_ids.len(), half);
-    (position_ids.par_chunks(rows), cos.par_chunks_mut(rows * half), sin.par_chunks_mut(rows * half))
+    let pairs = frequencies.pairs();
+    let (mut cos, mut sin) = (vec![0.0; position_ids.len() * pairs], vec![0.0; position_ids.len() * pairs]);
+    let rows = rows_per_block(position_ids.len(), pairs);
+    (position_ids.par_chunks(rows), cos.par_chunks_mut(rows * pairs), sin.par_chunks_mut(rows * pairs))
         .into_par_iter()
         .enumerate()
         .for_each(|(block, (position_ids, cos, sin))| {
@@ -59,50 +59,61 @@ pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: 
 }
 
 /// `row_elems` = heads · head_dim, the elements of one token.
-pub(super) fn apply<T: Pieces>(
-    x: &mut [T],
-    cos: &[f32],
-    sin: &[f32],
-    row_elems: usize,
-    direction: Direction,
-) {
+pub(super) fn apply<T: Pieces>(x: &mut [T], table: &Table, row_elems: usize, direction: Direction) {
     if x.is_empty() {
         return;
     }
-    let tokens = x.len() / row_elems;
-    let half = cos.len() / tokens;
-    let rows = rows_per_block(tokens, row_elems);
+    let Table { cos, sin, heads, .. } = table;
+    let pairs = heads.pairs;
+    let rows = rows_per_block(x.len() / row_elems, row_elems);
     let sign = match direction {
         Direction::Forward => 1.0,
         Direction::Backward => -1.0,
     };
     let piece = rows_per_piece(row_elems);
-    (x.par_chunks_mut(rows * row_elems), cos.par_chunks(rows * half), sin.par_chunks(rows * half))
+    (x.par_chunks_mut(rows * row_elems), cos.par_chunks(rows * pairs), sin.par_chunks(rows * pairs))
         .into_par_iter()
         .for_each_init(Vec::new, |buffer, (x, cos, sin)| {
-            let angles = cos.chunks(piece * half).zip(sin.chunks(piece * half));
+            let angles = cos.chunks(piece * pairs).zip(sin.chunks(piece * pairs));
             for (x, (cos, sin)) in x.chunks_mut(piece * row_elems).zip(angles) {
-                T::update(x, Before::Values, buffer, |x| rotate_rows(x, row_elems, half, cos, sin, sign));
+                T::update(x, Before::Values, buffer, |x| rotate_rows(x, row_elems, *heads, cos, sin, sign));
             }
         });
 }
 
 simd_kernel! {
-    fn rotate_rows<S>(x: &mut [f32], row_elems: usize, half: usize, cos: &[f32], sin: &[f32], sign: f32) {
-        let rows = x.chunks_exact_mut(row_elems).zip(cos.chunks_exact(half)).zip(sin.chunks_exact(half));
+    fn rotate_rows<S>(x: &mut [f32], row_elems: usize, heads: HeadPairs, cos: &[f32], sin: &[f32], sign: f32) {
+        let HeadPairs { head_dim, pairs, interleaved } = heads;
+        let rows = x.chunks_exact_mut(row_elems).zip(cos.chunks_exact(pairs)).zip(sin.chunks_exact(pairs));
         for ((x, cos), sin) in rows {
-            for head in x.chunks_exact_mut(2 * half) {
-                let (first, second) = head.split_at_mut(half);
-                rotate_head::<S>(first, second, cos, sin, sign);
+            for head in x.chunks_exact_mut(head_dim) {
+                let rotating = &mut head[..2 * pairs];
+                if interleaved {
+                    rotate_neighbors::<S>(rotating, cos, sin, sign);
+                } else {
+                    rotate_halves::<S>(rotating, cos, sin, sign);
+                }
             }
         }
     }
 }
 
 #[inline(always)]
-fn rotate_head<S: Isa>(first: &mut [f32], second: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+fn rotate_halves<S: Isa>(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+    let (first, second) = x.split_at_mut(cos.len());
     for (((a, b), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        let s = s * sign;
-        (*a, *b) = (S::mul_add(*a, *c, -(*b * s)), S::mul_add(*b, *c, *a * s));
+        (*a, *b) = rotated::<S>(*a, *b, *c, *s * sign);
     }
+}
+
+#[inline(always)]
+fn rotate_neighbors<S: Isa>(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+    for ((pair, c), s) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
+        (pair[0], pair[1]) = rotated::<S>(pair[0], pair[1], *c, *s * sign);
+    }
+}
+
+#[inline(always)]
+fn rotated<S: Isa>(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
+    (S::mul_add(a, cos, -(b * sin)), S::mul_add(b, cos, a * sin))
 }

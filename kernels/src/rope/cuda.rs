@@ -1,6 +1,6 @@
 //! The launch of `cuda/rope.cu`.
 
-use super::{Direction, Table};
+use super::{Direction, HeadPairs, Table};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ROPE};
 use candle_core::{DType, Tensor};
 
@@ -21,8 +21,8 @@ pub(super) fn apply(
     }
     let kernel = Kernel::of_dtype(&ROPE, "rope_apply", dtype)?;
     let [cos, sin] = table.on(x.device())?;
-    let (tokens, half) = (table.tokens, table.head_dim / 2);
-    let tokens_per_block = (ELEMS_PER_BLOCK / (heads * table.head_dim)).max(1);
+    let (tokens, HeadPairs { head_dim, pairs, interleaved }) = (table.tokens, table.heads);
+    let tokens_per_block = (ELEMS_PER_BLOCK / (heads * head_dim)).max(1);
     let sign: f32 = match direction {
         Direction::Forward => 1.0,
         Direction::Backward => -1.0,
@@ -35,10 +35,13 @@ pub(super) fn apply(
             (tokens as u64).into(),
             (tokens_per_block as u32).into(),
             (heads as u32).into(),
-            (half as u32).into(),
+            (head_dim as u32).into(),
+            (pairs as u32).into(),
+            u32::from(interleaved).into(),
             sign.into(),
         ];
-        // SAFETY: `x` has `tokens` · `heads` · 2 · `half` elements, the tables have `tokens` · `half` each.
+        // SAFETY: `x` has `tokens` · `heads` · `head_dim` elements, of which 2 · `pairs` per head rotate; the tables have
+        // `tokens` · `pairs` each.
         unsafe { launcher.launch(&kernel, Grid::blocks(tokens.div_ceil(tokens_per_block)), &args) }
     })
 }

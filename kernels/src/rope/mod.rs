@@ -1,5 +1,6 @@
 //! Rotary position embedding (Su et al. 2021) in the convention of Hugging Face's `rotate_half`: elements i
-//! and i + head_dim/2 of a head form a pair, which rotates by position · θ^(−2i/head_dim).
+//! and i + rotary_dim/2 of a head form a pair, which rotates by position · θ^(−2i/rotary_dim). A [`Rope`] may pair neighbors
+//! instead, and rotate the first part of each head only.
 
 mod cpu;
 mod cuda;
@@ -8,7 +9,7 @@ mod scaling;
 #[cfg(test)]
 mod tests;
 
-pub use scaling::{Refused, Rope, Scaling};
+pub use scaling::{Refused, Rope, Scaling, kept_list};
 
 use super::OpError;
 use super::arg_check::ArgCheck;
@@ -21,25 +22,35 @@ use candle_core::{Device, Tensor};
 /// Cosines and sines for one batch's tokens, shared by all its layers and both directions.
 #[derive(Debug)]
 pub struct Table {
-    /// [n, head_dim/2]
+    /// [n, pairs]
     cos: Vec<f32>,
-    /// [n, head_dim/2]
+    /// [n, pairs]
     sin: Vec<f32>,
     tokens: usize,
-    head_dim: usize,
+    heads: HeadPairs,
     on_device: DeviceTable,
     /// Memory of the table in a dry run, which does not create it.
     _dry: Option<Allocation>,
 }
 
+/// The pairs of each head that rotate.
+#[derive(Debug, Clone, Copy)]
+struct HeadPairs {
+    /// All elements of a head. The first 2 · `pairs` rotate.
+    head_dim: usize,
+    pairs: usize,
+    /// Whether neighbors form a pair, not elements `pairs` apart.
+    interleaved: bool,
+}
+
 impl Table {
-    /// Cosines, `[tokens, head_dim / 2]`.
+    /// Cosines, `[tokens, pairs]`.
     #[must_use]
     pub fn cos(&self) -> &[f32] {
         &self.cos
     }
 
-    /// Sines, `[tokens, head_dim / 2]`.
+    /// Sines, `[tokens, pairs]`.
     #[must_use]
     pub fn sin(&self) -> &[f32] {
         &self.sin
@@ -55,8 +66,8 @@ impl Table {
     }
 
     /// As [`new`](Self::new), for any [`Rope`]. `document_lens` has the length of each token's document, for
-    /// [`Scaling::Dynamic`]: a document rotates as it would alone, however it is packed. Other scalings
-    /// ignore it, and it may be empty.
+    /// [`Scaling::Dynamic`] and [`Scaling::LongRope`]: a document rotates as it would alone, however it is packed. Other
+    /// scalings ignore it, and it may be empty.
     ///
     /// # Errors
     /// A `rope` without frequencies for `head_dim`, or a missing length.
@@ -71,12 +82,14 @@ impl Table {
             call.expect_value(argument, value, false, expected)?;
         }
         let tokens = position_ids.len();
-        if matches!(rope.scaling, Scaling::Dynamic { .. }) {
+        if rope.depends_on_length() {
             call.expect_tokens("document_lens", document_lens.len(), tokens)?;
         }
         let frequencies = cpu::Frequencies::new(rope, head_dim, document_lens);
         let (cos, sin) = cpu::table(position_ids, &frequencies, rope.amplitude());
-        Ok(Self { cos, sin, tokens, head_dim, on_device: DeviceTable::default(), _dry: None })
+        let heads =
+            HeadPairs { head_dim, pairs: rope.rotary_dim(head_dim) / 2, interleaved: rope.interleaved };
+        Ok(Self { cos, sin, tokens, heads, on_device: DeviceTable::default(), _dry: None })
     }
 
     /// The table of so many tokens in a [dry run](dry), without elements.
@@ -85,18 +98,19 @@ impl Table {
     /// As [`new`](Self::new).
     pub fn dry(tokens: usize, head_dim: usize, rope: &Rope) -> Result<Self, OpError> {
         let empty = Self::scaled(&[], &[], head_dim, rope)?;
-        Ok(Self { tokens, _dry: Allocation::on_host(tokens * head_dim * size_of::<f32>()), ..empty })
+        let elems = 2 * tokens * empty.heads.pairs;
+        Ok(Self { tokens, _dry: Allocation::on_host(elems * size_of::<f32>()), ..empty })
     }
 
-    /// Cosines and sines on `device`, f32, `[tokens, head_dim / 2]` each: views of one copy, which is made
+    /// Cosines and sines on `device`, f32, `[tokens, pairs]` each: views of one copy, which is made
     /// once.
     ///
     /// # Errors
     /// A failed copy.
     pub fn on(&self, device: &Device) -> candle_core::Result<[Tensor; 2]> {
-        let len = self.tokens * (self.head_dim / 2);
+        let len = self.tokens * self.pairs();
         let both = self.on_device.on(device, 2 * len, || [self.cos(), self.sin()].concat())?;
-        let half = |at| both.narrow(0, at, len)?.reshape((self.tokens, self.head_dim / 2));
+        let half = |at| both.narrow(0, at, len)?.reshape((self.tokens, self.pairs()));
         Ok([half(0)?, half(len)?])
     }
 
@@ -109,7 +123,13 @@ impl Table {
     /// Elements per head.
     #[must_use]
     pub fn head_dim(&self) -> usize {
-        self.head_dim
+        self.heads.head_dim
+    }
+
+    /// Pairs of elements per head that rotate.
+    #[must_use]
+    pub fn pairs(&self) -> usize {
+        self.heads.pairs
     }
 
     /// Bytes of the table on the host. A device that has used it holds the same number.
@@ -141,7 +161,7 @@ pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpEr
         let (expected, got) = ("[n, heads, head_dim]", x.dims().to_vec());
         return Err(OpError::Dimensions { op: call.op, argument: "x", expected, got });
     };
-    call.expect(("x", x), &[leading.iter().product(), *heads, table.head_dim])?;
+    call.expect(("x", x), &[leading.iter().product(), *heads, table.head_dim()])?;
     call.expect_tokens("table", table.tokens, leading.iter().product())?;
     let target = call.elementwise(&[("x", x)], &[])?;
     dry::report_elementwise([x]);
@@ -149,7 +169,7 @@ pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpEr
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
             call.on_cpu([], [x], |[], [x]| {
-                cpu::apply::<T>(x, &table.cos, &table.sin, heads * head_dim, direction);
+                cpu::apply::<T>(x, table, heads * head_dim, direction);
             })
         }),
         Target::Dry(_) => Ok(()),

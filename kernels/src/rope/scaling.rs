@@ -3,17 +3,23 @@
 //! The formulas are those of Hugging Face's `modeling_rope_utils.py`, in f64.
 
 use std::f64::consts::TAU;
+use std::sync::{Mutex, PoisonError};
 
 /// The rotary embedding of a model's description.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// Base: without scaling, pair i rotates by position · θ^(−2i/head_dim).
+    /// Base: without scaling, pair i rotates by position · θ^(−2i/rotary_dim).
     pub theta: f64,
     /// The scaling.
     pub scaling: Scaling,
+    /// The part of a head that rotates: its first elements. The others pass.
+    pub partial_rotary_factor: f64,
+    /// Whether neighboring elements form a pair (2i and 2i + 1; GPT-J, GLM, Cohere), not those half of the rotating
+    /// part apart.
+    pub interleaved: bool,
 }
 
-/// A scaling of the frequencies θ^(−2i/head_dim). `original_len` is the number of positions of the model
+/// A scaling of the frequencies θ^(−2i/rotary_dim). `original_len` is the number of positions of the model
 /// before it was extended (`original_max_position_embeddings`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scaling {
@@ -58,12 +64,37 @@ pub enum Scaling {
         /// Number of positions before the extension.
         original_len: u32,
     },
+    /// Divides each frequency by a factor of its own (`longrope`; Ding et al. 2024, arXiv 2402.13753).
+    LongRope {
+        /// The divisors in documents of up to `original_len` tokens, one per pair.
+        short_factor: &'static [f64],
+        /// The divisors in longer ones.
+        long_factor: &'static [f64],
+        /// Factor on cosines and sines in all documents; scores grow by its square.
+        attention_factor: f64,
+        /// Number of positions before the extension.
+        original_len: u32,
+    },
+}
+
+/// Keeps a list, such as the factors of [`Scaling::LongRope`], until the program ends, so that descriptions can be copied.
+/// Equal lists share their memory.
+#[must_use]
+pub fn kept_list(list: &[f64]) -> &'static [f64] {
+    static LISTS: Mutex<Vec<&'static [f64]>> = Mutex::new(Vec::new());
+    let mut lists = LISTS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = lists.iter().find(|known| **known == list) {
+        return known;
+    }
+    let kept: &'static [f64] = Box::leak(list.into());
+    lists.push(kept);
+    kept
 }
 
 impl From<f64> for Rope {
-    /// θ without scaling.
+    /// θ without scaling, for whole heads, whose halves form pairs.
     fn from(theta: f64) -> Self {
-        Self { theta, scaling: Scaling::None }
+        Self { theta, scaling: Scaling::None, partial_rotary_factor: 1.0, interleaved: false }
     }
 }
 
@@ -79,13 +110,19 @@ impl Rope {
             (!valid).then_some((name, value, "a positive finite number"))
         };
         let len = |value: u32| positive("original_max_position_embeddings", f64::from(value));
-        let even = head_dim > 0 && head_dim.is_multiple_of(2);
-        let shape = (!even).then_some(("head_dim", head_dim as f64, "a positive even number"));
-        shape.or_else(|| positive("theta", self.theta)).or_else(|| match self.scaling {
+        let even = |size: usize| size > 0 && size.is_multiple_of(2);
+        let shape = (!even(head_dim)).then_some(("head_dim", head_dim as f64, "a positive even number"));
+        let (part, rotary_dim) = (self.partial_rotary_factor, self.rotary_dim(head_dim));
+        let uneven_part = || {
+            let valid = part <= 1.0 && even(rotary_dim);
+            let expected = "at most 1, for a positive even number of a head's elements";
+            (!valid).then_some(("partial_rotary_factor", part, expected))
+        };
+        shape.or_else(uneven_part).or_else(|| positive("theta", self.theta)).or_else(|| match self.scaling {
             Scaling::None => None,
             Scaling::Linear { factor } => positive("factor", factor),
             Scaling::Dynamic { factor, original_len } => {
-                let too_small = || (head_dim == 2).then_some(("head_dim", 2.0, "at least 4"));
+                let too_small = || (rotary_dim == 2).then_some(("head_dim", 2.0, "at least 4"));
                 let less = || (factor < 1.0).then_some(("factor", factor, "at least 1"));
                 positive("factor", factor).or_else(less).or_else(|| len(original_len)).or_else(too_small)
             }
@@ -106,6 +143,16 @@ impl Rope {
                     || positive("factor", factor).or_else(|| positive("attention_factor", attention_factor));
                 base.or_else(factors).or_else(betas).or_else(order).or_else(|| len(original_len))
             }
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len } => {
+                let list = |name, list: &[f64]| {
+                    let other_len = list.len() != rotary_dim / 2;
+                    let expected = "a number for each pair of a head's elements that rotates";
+                    let first = other_len.then_some((name, list.len() as f64, expected));
+                    first.or_else(|| list.iter().find_map(|factor| positive(name, *factor)))
+                };
+                let lists = list("short_factor", short_factor).or_else(|| list("long_factor", long_factor));
+                lists.or_else(|| positive("attention_factor", attention_factor)).or_else(|| len(original_len))
+            }
         })
     }
 
@@ -113,7 +160,9 @@ impl Rope {
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         match self.scaling {
-            Scaling::Yarn { attention_factor, .. } => attention_factor,
+            Scaling::Yarn { attention_factor, .. } | Scaling::LongRope { attention_factor, .. } => {
+                attention_factor
+            }
             _ => 1.0,
         }
     }
@@ -123,22 +172,39 @@ impl Rope {
     pub fn scaled_len(&self, document_len: u32) -> u32 {
         match self.scaling {
             Scaling::Dynamic { original_len, .. } => document_len.max(original_len),
+            Scaling::LongRope { original_len, .. } => {
+                document_len.clamp(original_len, original_len.saturating_add(1))
+            }
             _ => 0,
         }
+    }
+
+    /// Whether the frequencies depend on the length of the document. It is that of the whole document, so neither packing nor
+    /// the mesh matters.
+    #[must_use]
+    pub fn depends_on_length(&self) -> bool {
+        matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. })
+    }
+
+    /// The number of a head's elements that rotate.
+    #[must_use]
+    pub fn rotary_dim(&self, head_dim: usize) -> usize {
+        (head_dim as f64 * self.partial_rotary_factor) as usize
     }
 
     /// Radians per position of each pair, in documents of `document_len` tokens.
     #[must_use]
     pub fn frequencies(&self, head_dim: usize, document_len: u32) -> Vec<f64> {
+        let dim = self.rotary_dim(head_dim);
         let unscaled = |theta: f64| -> Vec<f64> {
-            (0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64)).collect()
+            (0..dim / 2).map(|i| theta.powf(-2.0 * i as f64 / dim as f64)).collect()
         };
         match self.scaling {
             Scaling::None => unscaled(self.theta),
             Scaling::Linear { factor } => unscaled(self.theta).into_iter().map(|f| f / factor).collect(),
             Scaling::Dynamic { factor, original_len } => {
                 let growth = f64::from(self.scaled_len(document_len)) / f64::from(original_len);
-                let exponent = head_dim as f64 / (head_dim as f64 - 2.0);
+                let exponent = dim as f64 / (dim as f64 - 2.0);
                 unscaled(self.theta * (factor * growth - (factor - 1.0)).powf(exponent))
             }
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len } => {
@@ -150,15 +216,20 @@ impl Rope {
                 unscaled(self.theta).into_iter().map(scaled).collect()
             }
             Scaling::Yarn { factor, beta_fast, beta_slow, truncate, original_len, .. } => {
-                let pair_of = |turns| pair_that_turns(turns, self.theta, head_dim, original_len);
+                let pair_of = |turns| pair_that_turns(turns, self.theta, dim, original_len);
                 let (first, last) = (pair_of(beta_fast), pair_of(beta_slow));
                 let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
-                let (first, last) = (first.max(0.0), last.min(head_dim as f64 - 1.0));
+                let (first, last) = (first.max(0.0), last.min(dim as f64 - 1.0));
                 // A ramp of length 0 would divide by zero.
                 let length = if first == last { 0.001 } else { last - first };
                 let scaled =
                     |(pair, frequency)| blend(frequency, factor, 1.0 - (pair as f64 - first) / length);
                 unscaled(self.theta).into_iter().enumerate().map(scaled).collect()
+            }
+            Scaling::LongRope { short_factor, long_factor, original_len, .. } => {
+                let factors = if document_len > original_len { long_factor } else { short_factor };
+                let unscaled = unscaled(self.theta).into_iter();
+                unscaled.zip(factors).map(|(frequency, factor)| frequency / factor).collect()
             }
         }
     }
@@ -171,6 +242,6 @@ fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
 }
 
 /// The (fractional) index of the pair that rotates `turns` times within `len` positions.
-fn pair_that_turns(turns: f64, theta: f64, head_dim: usize, len: u32) -> f64 {
-    head_dim as f64 * (f64::from(len) / (turns * TAU)).ln() / (2.0 * theta.ln())
+fn pair_that_turns(turns: f64, theta: f64, dim: usize, len: u32) -> f64 {
+    dim as f64 * (f64::from(len) / (turns * TAU)).ln() / (2.0 * theta.ln())
 }

@@ -119,7 +119,7 @@ const FIXED: &[Fixed] = &[
     ("add_cross_attention", &["false", "null"], "this version has no cross-attention: it must be false"),
     ("pruned_heads", &["{}", "null"], "this version has no pruned heads: leave it out"),
     ("per_layer_config", &["{}", "null"], "this version has the same sizes in every layer: leave it out"),
-    ("partial_rotary_factor", &["1", "1.0", "null"], "this version rotates whole heads: leave it out"),
+    ("partial_rotary_factor", &["1", "1.0", "null"], "this model_type rotates whole heads: leave it out"),
     ("quantization_config", &["null"], QUANTIZED),
     ("compression_config", &["null"], QUANTIZED),
     ("quantization", &["null"], QUANTIZED),

@@ -26,7 +26,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
         let expected = "versions of transformers differ in what it means for layers with a window: use rope_parameters by layer type";
         return Err(file.error("rope_theta", expected));
     }
-    let windowed_rope = windowed_rope.unwrap_or(Rope { theta: THETA, scaling: Scaling::None });
+    let windowed_rope = windowed_rope.unwrap_or(Rope::from(THETA));
     let config = file.decoder(&OLMO3, AttentionConfig { rope: Some(full), ..heads(file)? }, 1e-5)?;
     let windowed = file.windowed_layers(config.num_layers(), |index| (index + 1) % 4 != 0)?;
     file.with_windows(config, &windowed, file.window_or(4096)?, Some(windowed_rope))
@@ -54,8 +54,8 @@ fn olmo3_7b() -> ModelConfig {
     };
     let config = ModelConfig::with_sizes(&OLMO3, [4096, 32, 32, 32, 11008])
         .with_attention(|layer| layer.qk_norm = Some(QkNorm::AllHeads))
-        .with_rope(|rope| *rope = Rope { theta: THETA, scaling });
+        .with_rope(|rope| *rope = Rope { scaling, ..THETA.into() });
     let config = ModelConfig { vocab_size: 100_278, rms_norm_eps: 1e-6, ..config };
     let windowed: Vec<bool> = (1..=32).map(|layer| layer % 4 != 0).collect();
-    config.with_windows(&windowed, 4096, Some(Rope { theta: THETA, scaling: Scaling::None }))
+    config.with_windows(&windowed, 4096, Some(Rope::from(THETA)))
 }

@@ -9,6 +9,7 @@ pub enum Family {
     Llama,
     Ministral,
     Gemma,
+    Gemma2,
     Gemma3,
     Granite,
     Olmo2,
@@ -16,6 +17,10 @@ pub enum Family {
     Exaone4,
     Phi3,
     SmolLm3,
+    Glm,
+    Glm4,
+    Cohere,
+    Cohere2,
 }
 
 /// The rotary base of Gemma 3's layers with a window.
@@ -27,15 +32,49 @@ pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 /// The number whose root divides Gemma's logits of attention.
 pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
 
+/// Command's factor on the logits.
+pub const LOGIT_SCALE: f64 = 0.4;
+
+/// Gemma 2's soft caps of the logits of attention and head.
+pub const SOFTCAPS: [f64; 2] = [0.9, 1.5];
+
 impl Family {
-    /// Gemma 1 or 3.
+    /// Gemma 1 to 3.
     pub fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3)
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3)
+    }
+
+    /// GLM-4, in both versions.
+    pub fn is_glm(self) -> bool {
+        matches!(self, Self::Glm | Self::Glm4)
+    }
+
+    /// Cohere's Command, in both versions: LayerNorm, and attention and MLP side by side.
+    pub fn is_cohere(self) -> bool {
+        matches!(self, Self::Cohere | Self::Cohere2)
+    }
+
+    /// Whether neighboring elements rotate as a pair.
+    pub fn is_interleaved(self) -> bool {
+        self.is_glm() || self.is_cohere()
+    }
+
+    /// Whether gate and up projection are one parameter.
+    pub fn has_fused_gate_up(self) -> bool {
+        self.is_glm() || self == Self::Phi3
     }
 
     /// Whether only every other layer has the window.
     pub fn has_full_layers(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral)
+        matches!(
+            self,
+            Self::Gemma2 | Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral | Self::Cohere2
+        )
+    }
+
+    /// The soft caps of the logits of attention and head.
+    pub fn softcaps(self) -> [Option<f64>; 2] {
+        if self == Self::Gemma2 { SOFTCAPS.map(Some) } else { [None; 2] }
     }
 
     /// Added to the weights of norms.
@@ -48,8 +87,14 @@ impl Family {
         let (input, post_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
         let post_feedforward = Some("post_feedforward_layernorm");
         match self {
-            Self::Gemma3 => [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward],
+            Self::Gemma2 | Self::Gemma3 => {
+                [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward]
+            }
+            Self::Glm4 => {
+                [input, Some("post_self_attn_layernorm"), post_attention, Some("post_mlp_layernorm")]
+            }
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
+            Self::Cohere | Self::Cohere2 => [input, None, None, None],
             _ => [input, None, post_attention, None],
         }
     }
@@ -61,12 +106,12 @@ impl ReferenceConfig {
         self.sliding_window.filter(|_| !self.family.has_full_layers() || layer.is_multiple_of(2))
     }
 
-    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 without a window.
+    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 and Command without a window.
     pub fn theta(&self, layer: usize) -> Option<f64> {
         match self.family {
             Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
-            Family::Exaone4 if self.window(layer).is_none() => None,
+            Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
     }
@@ -75,7 +120,7 @@ impl ReferenceConfig {
     pub fn attention_scale(&self) -> f64 {
         match self.family {
             Family::Granite => GRANITE[2],
-            Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
+            Family::Gemma2 | Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
             _ => 1.0 / (self.head_dim as f64).sqrt(),
         }
     }

@@ -4,7 +4,7 @@
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
-use super::families::{Family, GRANITE};
+use super::families::{Family, GRANITE, LOGIT_SCALE};
 use super::rope::rope_tables;
 use super::weights::{ReferenceConfig, Weights};
 use anyhow::{Context, Result};
@@ -19,11 +19,15 @@ pub fn row_logits(
 ) -> Result<Tensor> {
     let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
     let family = config.family;
-    let norm =
-        |x: &Tensor, weight: &Tensor| rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps);
+    let norm = |x: &Tensor, weight: &Tensor| {
+        let x = if family.is_cohere() { &x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
+        rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps)
+    };
+    let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
+        family if family.is_cohere() => [1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 3],
     };
 
@@ -40,6 +44,7 @@ pub fn row_logits(
         let mask = document_causal_mask(position_ids, config.window(layer))?;
         let tables = config.theta(layer).map(|theta| rope_tables(config, theta, position_ids)).transpose()?;
         let rotated = |heads: Tensor| match &tables {
+            Some((cos, sin)) if family.is_interleaved() => rotate_neighbors(&heads, cos, sin),
             Some((cos, sin)) => rotate(&heads, cos, sin),
             None => Ok(heads),
         };
@@ -68,18 +73,19 @@ pub fn row_logits(
         let q = rotated(heads("q", config.num_heads)?)?; // [H, S, D]
         let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
         let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
-        let attended = merge_heads(&attention(&q, &k, &v, &mask, config.attention_scale())?)?; // [S, H·D]
+        let attended =
+            merge_heads(&attention(&q, &k, &v, &mask, (config.attention_scale(), attention_cap))?)?; // [S, H·D]
         let output = maybe_norm(linear(&attended, part("self_attn.o_proj")?)?, after_attention)?;
         x = (x + (output * residual_factor)?)?;
 
-        let h = maybe_norm(x.clone(), before_mlp)?;
-        let (gate, up) = match family {
-            Family::Phi3 => {
+        let h = if family.is_cohere() { h } else { maybe_norm(x.clone(), before_mlp)? };
+        let (gate, up) = match family.has_fused_gate_up() {
+            true => {
                 let gate_up = linear(&h, part("mlp.gate_up_proj")?)?; // [S, 2·F]
                 let size = config.intermediate_size;
                 (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?)
             }
-            _ => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
+            false => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
         };
         let activated = if family.is_gemma() { gelu_tanh(&gate)? } else { silu(&gate)? };
         let output = maybe_norm(linear(&(activated * up)?, part("mlp.down_proj")?)?, after_mlp)?;
@@ -87,7 +93,15 @@ pub fn row_logits(
     }
     let h = norm(&x, get("model.norm.weight")?)?;
     let head = if config.tie_word_embeddings { embedding } else { get("lm_head.weight")? };
-    Ok((linear(&h, head)? * logits_factor)?)
+    capped((linear(&h, head)? * logits_factor)?, final_cap)
+}
+
+/// `cap · tanh(x / cap)`
+fn capped(x: Tensor, cap: Option<f64>) -> Result<Tensor> {
+    Ok(match cap {
+        Some(cap) => ((x / cap)?.tanh()? * cap)?,
+        None => x,
+    })
 }
 
 /// The rows of queries, keys or values in the weight that has all three, in this order.
@@ -145,13 +159,31 @@ fn repeat_kv(x: &Tensor, config: &ReferenceConfig) -> Result<Tensor> {
     Ok(x.index_select(&Tensor::new(kv_heads, &Device::Cpu)?, 0)?)
 }
 
-/// Rotary embedding of `[H, S, D]`: `x · cos + rotate_half(x) · sin`, where
-/// `rotate_half` turns the halves (a, b) of each head into (−b, a).
+/// Rotary embedding of the first elements of `[H, S, D]`, as many as `cos` has; the others pass: `x · cos + rotate_half(x) · sin`,
+/// where `rotate_half` turns the halves (a, b) of each head into (−b, a).
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let half = x.dim(D::Minus1)? / 2;
+    let (size, rotating) = (x.dim(D::Minus1)?, cos.dim(D::Minus1)?);
+    if rotating < size {
+        let rotated = rotate(&x.narrow(D::Minus1, 0, rotating)?, cos, sin)?;
+        return Ok(Tensor::cat(&[rotated, x.narrow(D::Minus1, rotating, size - rotating)?], D::Minus1)?);
+    }
+    let half = size / 2;
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
     let rotate_half = Tensor::cat(&[&b.neg()?, &a.contiguous()?], D::Minus1)?;
     Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
+}
+
+/// As [`rotate`], with neighboring elements as pairs: sorted by even and odd index, they are halves.
+fn rotate_neighbors(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (size, rotating) = (x.dim(D::Minus1)? as u32, cos.dim(D::Minus1)? as u32);
+    let half = rotating / 2;
+    let sorted = (0..rotating).step_by(2).chain((1..rotating).step_by(2)).chain(rotating..size);
+    let back = (0..rotating).map(|i| i / 2 + i % 2 * half).chain(rotating..size);
+    let [sorted, back]: [Vec<u32>; 2] = [sorted.collect(), back.collect()];
+    let select = |x: &Tensor, order: Vec<u32>| {
+        x.contiguous()?.index_select(&Tensor::new(order, &Device::Cpu)?, D::Minus1)
+    };
+    Ok(select(&rotate(&select(x, sorted)?, cos, sin)?, back)?)
 }
 
 /// Returns the attention mask `[S, S]` (query, key): 0 if the key is in the query's document, not after it and less
@@ -170,9 +202,15 @@ fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<T
     Ok(Tensor::from_vec(mask, (seq_len, seq_len), &Device::Cpu)?)
 }
 
-/// `softmax(scale · q · kᵀ + mask) · v` for `[H, S, D]` each.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
-    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?;
+/// `softmax(capped(scale · q · kᵀ) + mask) · v` for `[H, S, D]` each.
+fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: &Tensor,
+    (scale, cap): (f64, Option<f64>),
+) -> Result<Tensor> {
+    let scores = capped((q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?, cap)?;
     let scores = scores.broadcast_add(mask)?;
     Ok(softmax(&scores)?.matmul(v)?)
 }

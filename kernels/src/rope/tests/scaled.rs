@@ -5,7 +5,7 @@ use super::*;
 
 #[track_caller]
 fn assert_frequencies(scaling: Scaling, theta: f64, document_len: u32, expected: &[f64]) {
-    let rope = Rope { theta, scaling };
+    let rope = Rope { scaling, ..theta.into() };
     assert_eq!(rope.refused(2 * expected.len()), None);
     let frequencies = rope.frequencies(2 * expected.len(), document_len);
     assert_eq!(frequencies.len(), expected.len());
@@ -84,9 +84,34 @@ fn yarn_ramps_from_kept_to_divided_frequencies() {
 }
 
 #[test]
+fn longrope_divides_every_frequency_by_a_factor_of_the_documents_length() {
+    let scaling = Scaling::LongRope {
+        short_factor: kept_list(&[1.0, 2.0, 4.0]),
+        long_factor: kept_list(&[2.0, 5.0, 8.0]),
+        attention_factor: 1.19,
+        original_len: 16,
+    };
+    // 8 elements, of which 6 rotate.
+    let rope = Rope { scaling, partial_rotary_factor: 0.75, ..1000.0.into() };
+    assert_eq!((rope.refused(8), rope.amplitude()), (None, 1.19));
+    for (len, expected) in [(16, [1.0, 0.05, 0.0025]), (17, [0.5, 0.02, 0.00125])] {
+        for (got, expected) in rope.frequencies(8, len).iter().zip(expected) {
+            assert!((got - expected).abs() < 1e-15, "{len}: {got}, expected {expected}");
+        }
+    }
+    let mixed = Table::scaled(&[5, 5], &[16, 17], 8, &rope).unwrap();
+    for (token, len) in [16, 17].into_iter().enumerate() {
+        let alone = Table::scaled(&[5], &[len], 8, &rope).unwrap();
+        assert_eq!(mixed.cos()[3 * token..3 * token + 3], *alone.cos());
+    }
+    assert_eq!(rope.refused(16).unwrap().0, "short_factor");
+    assert_eq!(kept_list(&[1.0, 2.0, 4.0]).as_ptr(), kept_list(&[1.0, 2.0, 4.0]).as_ptr());
+}
+
+#[test]
 fn tables_turn_every_token_by_its_own_documents_frequencies() {
     let (positions, lens) = ([0, 1, 2, 60, 15], [64, 64, 3, 64, 16]);
-    let rope = Rope { theta: THETA, scaling: DYNAMIC };
+    let rope = Rope { scaling: DYNAMIC, ..THETA.into() };
     let table = Table::scaled(&positions, &lens, 8, &rope).unwrap();
     for (token, (position, len)) in positions.iter().zip(lens).enumerate() {
         let alone = Table::scaled(&[*position], &[len], 8, &rope).unwrap();
@@ -102,7 +127,7 @@ fn tables_turn_every_token_by_its_own_documents_frequencies() {
 #[test]
 fn yarn_multiplies_the_rotation_and_its_gradient() {
     on_every_target(|target| {
-        let rope = Rope { theta: THETA, scaling: YARN };
+        let rope = Rope { scaling: YARN, ..THETA.into() };
         let (factor, angle) = (rope.amplitude(), 3.0 * 0.1_f64);
         let table = Table::scaled(&[3], &[], 16, &rope).unwrap();
         for (direction, sign) in [(Direction::Forward, 1.0), (Direction::Backward, -1.0)] {
@@ -119,7 +144,7 @@ fn yarn_multiplies_the_rotation_and_its_gradient() {
 
 #[test]
 fn scalings_without_frequencies_are_named() {
-    let refused = |scaling, head_dim| Rope { theta: THETA, scaling }.refused(head_dim).unwrap().0;
+    let refused = |scaling, head_dim| Rope { scaling, ..THETA.into() }.refused(head_dim).unwrap().0;
     assert_eq!(refused(Scaling::Linear { factor: 0.0 }, 8), "factor");
     assert_eq!(refused(Scaling::Linear { factor: f64::NAN }, 8), "factor");
     assert_eq!(refused(Scaling::Dynamic { factor: 0.5, original_len: 16 }, 8), "factor");
@@ -129,7 +154,7 @@ fn scalings_without_frequencies_are_named() {
     let llama3 =
         Scaling::Llama3 { factor: 8.0, low_freq_factor: 4.0, high_freq_factor: 4.0, original_len: 8192 };
     assert_eq!(refused(llama3, 8), "high_freq_factor");
-    assert_eq!(Rope { theta: 1.0, scaling: YARN }.refused(8).unwrap().0, "theta");
-    let error = Table::scaled(&[0, 1], &[2], 8, &Rope { theta: THETA, scaling: DYNAMIC }).unwrap_err();
+    assert_eq!(Rope { scaling: YARN, ..1.0.into() }.refused(8).unwrap().0, "theta");
+    let error = Table::scaled(&[0, 1], &[2], 8, &Rope { scaling: DYNAMIC, ..THETA.into() }).unwrap_err();
     assert!(matches!(error, OpError::TokenCount { argument: "document_lens", .. }), "{error}");
 }
