@@ -3,7 +3,6 @@
 use super::define::words::{choice, count, index, number, section};
 use super::define::{Keys, choices, keys, section_keys};
 use super::error::ConfigError;
-use super::mesh_shape::MeshShape;
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
@@ -17,6 +16,7 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
+use crate::mesh::MeshShape;
 use crate::mesh::{MeshError, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape};
 use crate::optim::OptimizerConfig;
 use serde::{Serialize, Serializer};
@@ -146,7 +146,7 @@ impl Config {
 
     /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
-        self.mesh.dp_size * self.mesh.ranks_per_sequence()
+        self.mesh.shape().num_ranks()
     }
 
     /// Returns how the sp ranks share each sequence. A ring that does not divide sp counts as none.
@@ -166,10 +166,9 @@ impl Config {
     /// # Errors
     /// When a hybrid mesh does not fit the hosts.
     pub fn placed_mesh(&self, hosts: Option<&RankHosts>) -> Result<PlacedMesh, MeshError> {
-        let has_sizes = |spec: &&MeshSpec| {
-            spec.training_shape().is_ok_and(|shape| MeshShape::from(shape) == self.mesh.shape())
-        };
-        PlacedMesh::new(self.mesh.row_major()?, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
+        let has_sizes =
+            |spec: &&MeshSpec| spec.training_shape().is_ok_and(|shape| shape.sizes == self.mesh.shape());
+        PlacedMesh::new(self.mesh.shape().row_major()?, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
     }
 
     /// Returns whether ZeRO's shard size divides `dp`; training requires it.
@@ -199,9 +198,10 @@ impl Config {
         self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.seq_sharding().ulysses_size > 1
     }
 
-    /// Returns whether ZeRO can partition over sp too: sp has ranks, and there is no tensor parallelism.
+    /// Returns whether ZeRO can partition over sp too: sp has ranks, and no others divide the layers.
     pub fn can_partition_over_sp(&self) -> bool {
-        self.mesh.sp_size > 1 && self.mesh.tp_size == 1
+        let MeshShape { pp, sp, tp, .. } = self.mesh.shape();
+        sp > 1 && pp == 1 && tp == 1
     }
 
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.

@@ -55,13 +55,14 @@ pub(crate) mod vocabulary;
 #[cfg(test)]
 mod tests;
 
+pub use crate::mesh::MeshShape;
 pub use crate::optim::{Adagrad, Adam, Lamb, Lion, OptimizerConfig, Sgd};
 pub use batch::{BatchError, BatchSizes};
 pub use config::{Config, LossNormalization, ResolvedAuto};
 pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
 pub use error::ConfigError;
 pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
-pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
+pub use mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
 pub use overrides::Overrides;
 pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;

@@ -136,7 +136,7 @@ impl RawConfig {
 
     /// Returns the size of tp that the file states first, if any.
     pub fn tensor_parallel_size(&self) -> Option<usize> {
-        let of_mesh = || Some(self.config.ulysses.mesh.as_ref()?.training_shape().ok()?.tp);
+        let of_mesh = || Some(self.config.ulysses.mesh.as_ref()?.training_shape().ok()?.sizes.tp);
         self.sizes.tp.first().map(|stated| stated.size).or_else(of_mesh)
     }
 

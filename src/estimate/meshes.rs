@@ -66,7 +66,7 @@ impl Workload {
     /// Returns the workload on every mesh of its ranks and its tp that the batch, the shard size and the sequence length allow,
     /// by ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
-        let MeshConfig { dp_size, sp_size, tp_size } = self.config.mesh;
+        let MeshConfig { dp_size, sp_size, tp_size, .. } = self.config.mesh;
         let ranks = dp_size * sp_size;
         let max_sp = self.config.require_seq_len()? / tp_size;
         let sizes = (1..=max_sp.min(ranks)).filter(|sp| ranks.is_multiple_of(*sp));

@@ -155,7 +155,7 @@ mod tests {
         let ring_size = |trial: &Candidate| trial.workload.config.ulysses.ring_size;
         let Candidate { workload, .. } = &proposal.chosen;
         // Sixteen heads, but 32 ranks: each group of eight divides the heads on its node.
-        assert_eq!(workload.config.mesh, MeshConfig { dp_size: 1, sp_size: 32, tp_size: 1 }, "{proposal:?}");
+        assert_eq!(workload.config.mesh, MeshShape::dp_sp(1, 32).into(), "{proposal:?}");
         assert_eq!((ring_size(&proposal.chosen), workload.nodes_per_sequence()), (4, 4), "{proposal:?}");
         assert!(proposal.chosen.fits() && proposal.tried[..4].iter().all(|trial| ring_size(trial) == 1));
     }

@@ -209,7 +209,7 @@ impl<'a> Trainer<'a> {
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times()?;
         let time = times.shares(step_seconds, data_seconds);
-        let MeshConfig { dp_size, sp_size, tp_size } = self.engine.config().mesh;
+        let MeshConfig { dp_size, sp_size, tp_size, .. } = self.engine.config().mesh;
         let of_engine = report.metrics(step_seconds);
         let metrics = Metrics { data_seconds, padding_share, time, dp_size, sp_size, tp_size, ..of_engine };
         let mut step = StepEnd { metrics, times, seq_len };

@@ -123,7 +123,7 @@ pub(crate) fn choice(candidate: &Candidate) -> Value {
 
 /// The sizes of a mesh; tp only if it has more than one rank.
 fn sizes(config: &Config) -> Value {
-    let MeshShape { dp, sp, tp } = config.mesh.shape();
+    let MeshShape { dp, sp, tp, .. } = config.mesh.shape();
     if tp > 1 { json!({ "dp": dp, "sp": sp, "tp": tp }) } else { json!({ "dp": dp, "sp": sp }) }
 }
 

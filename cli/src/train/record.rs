@@ -114,7 +114,7 @@ pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: Earl
 /// Returns what the metrics say of a restart.
 pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &Config) -> RestartMetrics {
     let Restart { number, reason, cause, mesh_before } = restart;
-    let MeshShape { dp, sp, tp } = config.mesh.shape();
+    let MeshShape { dp, sp, tp, .. } = config.mesh.shape();
     RestartMetrics {
         step: trainer.steps().start,
         restart: number,

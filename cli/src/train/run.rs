@@ -69,7 +69,7 @@ impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let PreparedJob { config, model, data, launch, .. } = &self.job;
         let (model, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
-        let MeshConfig { dp_size, sp_size, tp_size } = config.mesh;
+        let MeshConfig { dp_size, sp_size, tp_size, .. } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
             format!(" ({} of {})", counted(dp_size / size, "replica"), counted(partitions, "partition"))

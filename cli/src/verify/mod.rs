@@ -87,10 +87,10 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     }
     let raw = read_config(&args)?;
     let joined = args.backend.join_with(raw.backend(), process)?;
-    let mut ranks = joined.place(args.device, shape.dp * shape.sp * shape.tp)?;
+    let mut ranks = joined.place(args.device, shape.sizes.num_ranks())?;
     let check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
-    let micro_batches = check.accumulation * shape.dp;
+    let micro_batches = check.accumulation * shape.sizes.dp;
     let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
     let on_mesh = check.run(&mut ranks, &mesh_config)?;
     if !ranks.is_first() {
@@ -100,7 +100,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
         let tensors = results::write(&on_mesh, batch_size, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
-    let alone = TrainingShape { dp: 1, sp: 1, tp: 1, ring_size: Some(1), shard_size: None };
+    let alone = TrainingShape::ONE_RANK;
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
     let single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
     let tolerance = args.tolerance.unwrap_or_else(|| results::default_tolerance(&mesh_config));
