@@ -2,7 +2,7 @@
 
 use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, StagesError};
 use crate::data::DataError;
 use crate::mesh::{MeshError, TokenRanges};
 use crate::model::ModelError;
@@ -187,6 +187,9 @@ pub enum EngineError {
         /// Number of ranks.
         tp_size: usize,
     },
+    /// The layers of a model do not fill the stages of a pipeline.
+    #[error(transparent)]
+    Stages(#[from] StagesError),
     /// Replicas of parameters or optimizer state differ.
     #[error("{what} differ along {axis} between rank {rank} and rank {first}")]
     ReplicasDiffer {

@@ -13,6 +13,7 @@
 //! - [`Workload::fit`]: the cheapest settings that fit
 //! - [`Workload::propose`]: the mesh for a cluster
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
+//! - [`Workload::stage_plans`]: the plan of each pipeline stage
 //! - [`RankStep`]: the compute and communication of one step
 //! - [`scaling`]: the traffic of several kinds of sequence parallelism
 
@@ -29,6 +30,7 @@ mod rank_step;
 mod recorder;
 pub mod scaling;
 mod search;
+mod stages;
 mod tensor_rank;
 mod time;
 
@@ -41,6 +43,7 @@ pub use proposal::Proposal;
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use search::{Candidate, Criteria, Excess, MemoryBudget};
+pub use stages::StagePlan;
 pub use tensor_rank::{check_tensor_parallel, layers_of_tp_ranks};
 pub use time::StepTime;
 
@@ -112,9 +115,7 @@ impl Workload {
         let mesh = self.mesh()?;
         let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(mesh.ranks()[kind.rank]));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
-        // The lowest of equal ranks; `max_by_key` takes the last.
-        let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
-        Ok(largest.unwrap_or_else(|| unreachable!("a mesh has a rank")))
+        Ok(RankPlan::largest(plans))
     }
 
     /// Returns the plan of one rank.

@@ -55,6 +55,13 @@ pub struct MomentMemory {
 }
 
 impl RankPlan {
+    /// Returns the plan that needs most memory, the first of equal ones.
+    pub(super) fn largest(plans: Vec<Self>) -> Self {
+        // `max_by_key` takes the last.
+        let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
+        largest.unwrap_or_else(|| unreachable!("a mesh has a rank"))
+    }
+
     /// Sums a step; `None` if its bytes overflow.
     pub(super) fn sum(rank: usize, step: DryStep, nodes: &Nodes) -> Option<Self> {
         let mut sent_by_purpose: BTreeMap<Purpose, SentBytes> = BTreeMap::new();

@@ -67,19 +67,20 @@ pub struct TimeParts {
 }
 
 impl TimeParts {
-    /// Returns the parts with their names.
-    pub fn named(&self) -> [(&'static str, f64); 9] {
-        [
+    /// Returns the parts with their names; that of a pipeline only if there is one.
+    pub fn named(&self) -> Vec<(&'static str, f64)> {
+        let of_pipeline = ("pipeline", self.pipeline_seconds);
+        let others = [
             ("matmuls", self.matmul_seconds),
             ("attention", self.attention_seconds),
             ("elementwise", self.elementwise_seconds),
             ("exchange", self.exchange_seconds),
             ("ZeRO collectives and all-reduces", self.zero_seconds),
             ("optimizer step", self.update_seconds),
-            ("pipeline", self.pipeline_seconds),
             ("file I/O", self.file_seconds),
             ("GPU–host copies", self.host_copy_seconds),
-        ]
+        ];
+        others.into_iter().chain(Some(of_pipeline).filter(|(_, seconds)| *seconds > 0.0)).collect()
     }
 }
 

@@ -4,10 +4,10 @@ use super::Report;
 use super::budget::Available;
 use serde_json::{Value, json};
 use ulysses::config::{Config, ParameterGroup};
-use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StepTime};
+use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StagePlan, StepTime};
 
 /// Keys of a plan that are left out if they have no value.
-const OPTIONAL: [&str; 4] = ["assumed", "zero_note", "copies_in_memory", "step_time"];
+const OPTIONAL: [&str; 5] = ["assumed", "zero_note", "copies_in_memory", "step_time", "pipeline"];
 
 pub(super) fn plan(report: &Report) -> Value {
     let Candidate { workload, decided, plan, .. } = &report.planned;
@@ -54,6 +54,7 @@ pub(super) fn plan(report: &Report) -> Value {
         "rank": plan,
         "host_bytes_per_node": report.planned.host_bytes_per_node,
         "copies_in_memory": report.copies_in_memory,
+        "pipeline": pipeline(report),
         "step_time": report.planned.time,
         "budget": budget,
         "alternatives": report.alternatives.iter().map(alternative).collect::<Vec<_>>(),
@@ -64,6 +65,23 @@ pub(super) fn plan(report: &Report) -> Value {
         entries.retain(|key, value| !value.is_null() || !OPTIONAL.contains(&key.as_str()));
     }
     json
+}
+
+/// The stages of a pipeline, if there are several.
+fn pipeline(report: &Report) -> Option<Value> {
+    let workload = &report.planned.workload;
+    let stage = |StagePlan { layers, plan }: &StagePlan| {
+        json!({
+            "layers": [layers.start, layers.end], "rank": plan.rank, "peak_bytes": plan.peak_bytes,
+            "persistent_bytes": plan.persistent_bytes, "model_flops": plan.model_flops,
+        })
+    };
+    let json = json!({
+        "schedule": workload.config.ulysses.pipeline.schedule,
+        "bubble": workload.pipeline_bubble(),
+        "stages": report.stages.iter().map(stage).collect::<Vec<_>>(),
+    });
+    (!report.stages.is_empty()).then_some(json)
 }
 
 /// The memory for tensors.
