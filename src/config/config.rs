@@ -16,8 +16,9 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
-use crate::mesh::MeshShape;
-use crate::mesh::{MeshError, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape};
+use crate::mesh::{
+    MeshError, MeshShape, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape, TrainingShape,
+};
 use crate::optim::OptimizerConfig;
 use serde::{Serialize, Serializer};
 use std::path::Path;
@@ -149,6 +150,12 @@ impl Config {
         self.mesh.shape().num_ranks()
     }
 
+    /// Returns the sizes of the mesh, with its ring.
+    pub fn training_shape(&self) -> TrainingShape {
+        let ring_size = Some(self.seq_sharding().ring_size);
+        TrainingShape { sizes: self.mesh.shape(), ring_size, shard_size: None }
+    }
+
     /// Returns how the sp ranks share each sequence. A ring that does not divide sp counts as none.
     pub fn seq_sharding(&self) -> SeqSharding {
         let sp_size = self.mesh.sp_size;
@@ -198,10 +205,9 @@ impl Config {
         self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.seq_sharding().ulysses_size > 1
     }
 
-    /// Returns whether ZeRO can partition over sp too: sp has ranks, and no others divide the layers.
+    /// Returns whether ZeRO can partition over sp too: sp has ranks, and no other axis divides the model.
     pub fn can_partition_over_sp(&self) -> bool {
-        let MeshShape { pp, sp, tp, .. } = self.mesh.shape();
-        sp > 1 && pp == 1 && tp == 1
+        self.mesh.sp_size > 1 && !self.mesh.shape().divides_model()
     }
 
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
@@ -254,16 +260,22 @@ impl Config {
             return None;
         }
         let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
-        let of_tp = if self.mesh.tp_size > 1 { " of its tp rank" } else { "" };
+        let MeshShape { pp, tp, .. } = self.mesh.shape();
+        let owner = match (pp, tp) {
+            (1, 1) => "",
+            (1, _) => " of its tp rank",
+            (_, 1) => " of its stage",
+            _ => " of its stage and tp rank",
+        };
         let remedy = match self.mesh.sp_size {
-            _ if self.mesh.tp_size > 1 => "partition it over more dp ranks".to_owned(),
+            _ if self.mesh.shape().divides_model() => "partition it over more dp ranks".to_owned(),
             1 => "set a shard size > 1 (`zero_optimization.mics_shard_size`)".to_owned(),
             sp => format!(
                 "set --zero-partition-axes dp,sp (`ulysses.zero_partition_axes`) to partition it over the {sp} sp ranks"
             ),
         };
         Some(format!(
-            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state{of_tp}; {remedy}"
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state{owner}; {remedy}"
         ))
     }
 

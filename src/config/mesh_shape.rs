@@ -129,6 +129,16 @@ pub enum MeshShapeError {
         /// The mesh.
         mesh: MeshShape,
     },
+    /// `ulysses.pipeline.layers_per_stage` is for another number of stages.
+    #[error(
+        "pp is {pp}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it"
+    )]
+    LayersPerStage {
+        /// Stages.
+        pp: usize,
+        /// Entries.
+        entries: usize,
+    },
     /// A feature that does not support an axis.
     #[error(
         "{axis} is {size}, but {feature} does not support {parallelism} parallelism: {remedy}, or use {axis} 1"

@@ -78,6 +78,7 @@ pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;
 pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
 pub use sections::parameter_groups::{GroupRate, NamePattern, ParameterGroup};
+pub use sections::pipeline::{PipelineConfig, PipelineSchedule, StagesError};
 pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, Precision};
 pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,

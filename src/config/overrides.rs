@@ -4,8 +4,7 @@ use super::error::ConfigError;
 use super::sections::data::{DataSource, Packing};
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::ulysses::UlyssesConfig;
-use crate::mesh::MeshShape;
-use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
+use crate::mesh::{Cluster, MeshShape, MeshSpec, Preset, TrainingShape};
 
 /// Values of command-line flags. Flags override the file; sizes of a mesh that differ are noted.
 #[derive(Clone, Debug, Default, PartialEq)]

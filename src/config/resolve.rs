@@ -38,7 +38,7 @@ impl RawConfig {
             None => self.stated_mesh(overrides)?,
         };
         // `--mesh` replaces sizes of the file; an equal mesh of the file keeps its order of ranks.
-        let replaced = self.sizes_that_flags_replace(stated.as_ref(), overrides);
+        let replaced = overrides.mesh.map_or_else(Vec::new, |mesh| self.replaced_sizes(mesh));
         if let Some(flag) = overrides.mesh {
             stated = stated.filter(|stated| stated.shape.sizes == flag);
         }
@@ -67,14 +67,15 @@ impl RawConfig {
         config.notes.extend(replaced.into_iter().map(Note::warning));
         config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
         config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
-        if mesh.pp == 1 && mesh.tp == 1 && self.has_deepspeeds_axes(applied_rule.as_ref()) {
+        if !mesh.divides_model() && self.has_deepspeeds_axes(applied_rule.as_ref()) {
             config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
             config.notes.push(Note::info(
                 "the file sets `sequence_parallel_size`, but neither `mesh_param` nor `data_parallel_size`: ZeRO partitions \
                  over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
             ));
         }
-        self.check_divided_layers(&config)?;
+        self.check_divided_model(&config)?;
+        self.check_stages(&mut config)?;
         config.notes.extend(config.communication_note().map(Note::warning));
         config.scheduler = self.resolve_scheduler(&config.ulysses)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
@@ -125,12 +126,11 @@ impl RawConfig {
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
-    /// Returns a note on each size of the file that `--mesh` replaces.
-    fn sizes_that_flags_replace(&self, stated: Option<&StatedMesh>, overrides: &Overrides) -> Vec<String> {
-        let Some(mesh) = overrides.mesh else { return Vec::new() };
+    /// Returns a note on each size of the file that `mesh`, of the flag `--mesh`, replaces.
+    pub fn replaced_sizes(&self, mesh: MeshShape) -> Vec<String> {
         let mut sizes = self.sizes.clone();
-        if let Some(stated) = stated {
-            sizes.add(stated.shape.sizes, self.origin_of_stated(false));
+        if let Some(shape) = self.config.ulysses.mesh.as_ref().and_then(|spec| spec.training_shape().ok()) {
+            sizes.add(shape.sizes, self.origin_of_stated(false));
         }
         let replaced = sizes.zip(mesh).map(|axis, (sizes, flag)| {
             let differing = sizes.into_iter().filter(move |stated| stated.size != flag);
@@ -179,7 +179,7 @@ impl RawConfig {
     }
 
     /// Refuses what supports neither pipeline nor tensor parallelism.
-    fn check_divided_layers(&self, config: &Config) -> Result<(), ConfigError> {
+    fn check_divided_model(&self, config: &Config) -> Result<(), ConfigError> {
         let MeshShape { pp, tp, .. } = config.mesh.shape();
         let axes = [(PP_AXIS, pp, "pipeline"), (TP_AXIS, tp, "tensor")];
         let Some((axis, size, parallelism)) = axes.into_iter().find(|(_, size, _)| *size > 1) else {
@@ -200,6 +200,23 @@ impl RawConfig {
             let reason = MeshShapeError::Unsupported { axis, size, parallelism, feature, remedy };
             Err(self.mesh_error(reason))
         })
+    }
+
+    /// Checks that `ulysses.pipeline.layers_per_stage` has an entry for each stage; with one stage it has no effect.
+    fn check_stages(&self, config: &mut Config) -> Result<(), ConfigError> {
+        let pp = config.mesh.pp_size;
+        match config.ulysses.pipeline.layers_per_stage.as_ref().map(Vec::len) {
+            None => Ok(()),
+            Some(_) if pp == 1 => {
+                let note = "`ulysses.pipeline.layers_per_stage` has no effect: pp is 1";
+                config.notes.push(Note::warning(note));
+                Ok(())
+            }
+            Some(entries) if entries != pp => {
+                Err(self.mesh_error(MeshShapeError::LayersPerStage { pp, entries }))
+            }
+            Some(_) => Ok(()),
+        }
     }
 
     fn check_ring(&self, sp: usize, ulysses: &UlyssesConfig) -> Result<(), ConfigError> {

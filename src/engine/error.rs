@@ -207,7 +207,8 @@ pub enum EngineError {
     Schedule(#[from] ScheduleError),
     /// An sp rank has fewer tokens than tensor-parallel ranks that share them.
     #[error(
-        "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: use longer sequences, or a smaller tp"
+        "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: every rank needs a token, so the \
+         largest valid tp is {tokens}; longer sequences allow more"
     )]
     TooFewTokens {
         /// Tokens per sequence of an sp rank.

@@ -46,7 +46,7 @@ pub use time::StepTime;
 
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::mesh::{DeviceMesh, shard_range};
+use crate::mesh::{DeviceMesh, MeshShape, shard_range};
 use crate::model::ModelConfig;
 use crate::nn::{AttentionConfig, HeadChunk, LayerError};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -59,9 +59,11 @@ use ulysses_kernels::device::DeviceKind;
 /// Upper limit of the search for the longest sequence: positions have 32 bits.
 const MAX_SEQ_LEN: usize = 1 << 31;
 
-/// The ranks of a dp row, those of sp and tp, with the same numbers of tokens and heads.
+/// The ranks of a stage's first dp row, those of sp and tp, with the same numbers of tokens and heads.
 #[derive(Debug, Clone, Copy)]
 struct RankClass {
+    /// The pipeline stage.
+    stage: usize,
     /// The first rank of the class.
     rank: usize,
     /// The number of ranks in the class.
@@ -102,7 +104,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Returns the plan of the rank that needs most memory.
+    /// Returns the plan of the rank that needs most memory, of all pipeline stages.
     ///
     /// # Errors
     /// When the config has no `seq_len` or does not match the model or the mesh, or the bytes of a step overflow.
@@ -143,9 +145,25 @@ impl Workload {
         Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
-    /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
-    /// Other rows are equal, because partitions are padded to equal size.
+    /// Returns the distinct ranks of the first dp row of each stage. Other rows are equal, because partitions are padded to equal
+    /// size. Stages differ: by their layers, and by the micro batches that they keep.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
+        let MeshShape { pp, dp, .. } = self.config.mesh.shape();
+        let ranks_per_stage = dp * self.config.mesh.ranks_per_sequence();
+        let of_first = self.rank_classes_of_row()?;
+        let at = |stage| {
+            let class = move |class: &RankClass| RankClass {
+                stage,
+                rank: class.rank + stage * ranks_per_stage,
+                ..*class
+            };
+            of_first.iter().map(class)
+        };
+        Ok((0..pp).flat_map(at).collect())
+    }
+
+    /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
+    fn rank_classes_of_row(&self) -> Result<Vec<RankClass>, EngineError> {
         let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
         let layers = layers_of_tp_ranks(&self.model, tp_size)?;
@@ -174,7 +192,8 @@ impl Workload {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
                         let rank = (ring_rank * sharding.ulysses_size + ulysses_rank) * tp_size + tp_rank;
-                        of_ring_rank.push((kind, RankClass { rank, ranks: sharding.ring_size / ring_ranks }));
+                        let ranks = sharding.ring_size / ring_ranks;
+                        of_ring_rank.push((kind, RankClass { stage: 0, rank, ranks }));
                     }
                 }
             }

@@ -164,7 +164,7 @@ pub fn model_flops(
     mesh: &DeviceMesh,
 ) -> Result<ModelFlops, EngineError> {
     let mut total = ModelFlops::default();
-    for RankClass { rank, ranks } in workload(config, model).rank_classes()? {
+    for RankClass { rank, ranks, .. } in workload(config, model).rank_classes()? {
         // Ranks of different dp coordinates do the same.
         let ranks = (ranks * config.mesh.dp_size) as f64;
         let rank = mesh.ranks()[rank];
@@ -188,7 +188,7 @@ mod tests {
                 "train_batch_size": 4, "mesh_param": [dp, sp], "tensor_parallel_size": tp, "ulysses": { "seq_len": 64 },
             });
             let config = Config::from_json_str(&json.to_string(), "c.json").unwrap();
-            let mesh = config.mesh.row_major().unwrap();
+            let mesh = config.mesh.shape().row_major().unwrap();
             model_flops(&config, &preset("nano").unwrap(), &mesh).unwrap().with_labels(1.0)
         };
         let alone = of_mesh(1, 1, 1);

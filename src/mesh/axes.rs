@@ -75,6 +75,11 @@ impl MeshShape {
         Self { dp, sp, ..Self::ONE_RANK }
     }
 
+    /// Returns whether ranks divide the model: its layers (pp) or the weights of each (tp).
+    pub fn divides_model(self) -> bool {
+        self.pp > 1 || self.tp > 1
+    }
+
     /// Returns the number of ranks, if it is not too large to be counted.
     pub fn checked_num_ranks(self) -> Option<usize> {
         self.into_array().into_iter().try_fold(1_usize, usize::checked_mul)
@@ -88,7 +93,7 @@ impl MeshShape {
     /// Returns the axes that a mesh of these sizes has, outermost first.
     pub fn axes(self) -> Vec<(&'static str, usize)> {
         let sizes = self.map(|axis, size| (axis, size)).into_array().into_iter();
-        sizes.filter(|(axis, size)| *size > 1 || !is_optional(axis)).collect()
+        sizes.filter(|(axis, size)| *size != 1 || !is_optional(axis)).collect()
     }
 
     /// Returns the mesh of row-major ranks: the axes `dp` and `sp`, and outside of them `pp`, innermost `tp`, if they have more
@@ -110,6 +115,13 @@ impl MeshShape {
             _ => (axes.iter().map(|(axis, size)| format!("{axis}={size}")).collect(), ","),
         };
         written.join(separator)
+    }
+}
+
+/// [`ONE_RANK`](MeshShape::ONE_RANK).
+impl Default for MeshShape {
+    fn default() -> Self {
+        Self::ONE_RANK
     }
 }
 

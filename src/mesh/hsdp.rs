@@ -1,6 +1,7 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
 use super::{DeviceMesh, MeshError, MeshShape, PP_AXIS, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
+use std::fmt;
 
 /// Axis of the ranks that together hold the partitions of one replica.
 pub const SHARD_AXIS: &str = "shard";
@@ -34,6 +35,35 @@ pub struct TrainingShape {
 impl TrainingShape {
     /// The mesh of one rank, without a ring.
     pub const ONE_RANK: Self = Self { sizes: MeshShape::ONE_RANK, ring_size: Some(1), shard_size: None };
+
+    /// Returns the sizes as the flag `--mesh` takes them: `2x4`, or by name with pp, a ring or a shard size.
+    pub fn notation(self) -> String {
+        let Self { sizes, ring_size, shard_size } = self;
+        let ring_size = ring_size.unwrap_or(1);
+        if ring_size == 1 && shard_size.is_none() {
+            return sizes.notation();
+        }
+        let named = |(axis, size): (&'static str, usize)| match (axis, shard_size) {
+            ("dp", Some(shard)) => vec![(DP_REPLICATE_AXIS, size / shard), (DP_SHARD_AXIS, shard)],
+            ("sp", _) if ring_size > 1 => vec![(RING_AXIS, ring_size), (ULYSSES_AXIS, size / ring_size)],
+            _ => vec![(axis, size)],
+        };
+        let axes = sizes.axes().into_iter().flat_map(named);
+        axes.map(|(axis, size)| format!("{axis}={size}")).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Writes `dp 2 × sp 4 (ring 2 × ulysses 2)`, with pp and tp if they are larger than 1.
+impl fmt::Display for TrainingShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let written = |(axis, size): (&'static str, usize)| match self.ring_size {
+            Some(ring) if axis == "sp" && ring > 1 => {
+                format!("sp {size} ({RING_AXIS} {ring} × {ULYSSES_AXIS} {})", size / ring)
+            }
+            _ => format!("{axis} {size}"),
+        };
+        f.write_str(&self.sizes.axes().into_iter().map(written).collect::<Vec<_>>().join(" × "))
+    }
 }
 
 impl DeviceMesh {
@@ -183,7 +213,14 @@ mod tests {
         let ring = TrainingShape { ring_size: Some(4), ..plain(MeshShape::dp_sp(2, 32), None) };
         assert_eq!(shape("dp=2,ring=4,ulysses=8"), Ok(ring));
         let all = MeshShape { pp: 3, dp: 2, sp: 32, tp: 2 };
-        assert_eq!(shape("pp=3,dp=2,ring=4,ulysses=8,tp=2"), Ok(TrainingShape { sizes: all, ..ring }));
+        let all = TrainingShape { sizes: all, ..ring };
+        assert_eq!(shape("pp=3,dp=2,ring=4,ulysses=8,tp=2"), Ok(all));
+        assert_eq!(all.notation(), "pp=3,dp=2,ring=4,ulysses=8,tp=2");
+        assert_eq!(all.to_string(), "pp 3 × dp 2 × sp 32 (ring 4 × ulysses 8) × tp 2");
+        assert_eq!(
+            shape("dp_replicate=3,dp_shard=2,sp=4").map(|shape| (shape.notation(), shape.to_string())),
+            Ok(("dp_replicate=3,dp_shard=2,sp=4".into(), "dp 6 × sp 4".into()))
+        );
         assert_eq!(shape("2x4x8"), Ok(plain(MeshShape { pp: 1, dp: 2, sp: 4, tp: 8 }, None)));
         assert_eq!(shape("tp=2"), Ok(plain(MeshShape { tp: 2, ..MeshShape::ONE_RANK }, None)));
         assert_eq!(shape("pp=2"), Ok(plain(MeshShape { pp: 2, ..MeshShape::ONE_RANK }, None)));

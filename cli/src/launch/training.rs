@@ -9,7 +9,7 @@ use std::fmt;
 use std::path::Path;
 use ulysses::checkpoint::step_directories;
 use ulysses::config::{Backend, Config, MeshShape};
-use ulysses::mesh::{Cluster, SeqSharding};
+use ulysses::mesh::{Cluster, SeqSharding, TrainingShape};
 
 /// A `train` command to launch.
 pub(super) struct Training {
@@ -48,11 +48,8 @@ pub(super) struct SmallerMesh {
 /// Writes the value of `--mesh`.
 impl fmt::Display for SmallerMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let MeshShape { dp, sp, .. } = self.sizes;
-        match self.shard_size {
-            None => f.write_str(&self.sizes.notation()),
-            Some(shard) => write!(f, "dp_replicate={},dp_shard={shard},sp={sp}", dp / shard),
-        }
+        let Self { sizes, shard_size, .. } = *self;
+        f.write_str(&TrainingShape { sizes, ring_size: None, shard_size }.notation())
     }
 }
 

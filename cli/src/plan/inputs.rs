@@ -51,13 +51,13 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {
             raw.resolve(&Overrides { steps: Some(1), ..overrides })
         }
-        // The search chooses the mesh, but for tp: the batch need not be divisible by all ranks.
+        // The search chooses the mesh, but for pp and tp: the batch need not be divisible by all ranks.
         Some(ranks) => {
-            let tp = raw.tensor_parallel_size().unwrap_or(1);
-            if !ranks.is_multiple_of(tp) {
+            let divided = raw.divided_model();
+            if !ranks.is_multiple_of(divided.num_ranks()) {
                 return Err(error);
             }
-            let alone = MeshShape { tp, ..MeshShape::dp_sp(1, ranks / tp) };
+            let alone = MeshShape { sp: ranks / divided.num_ranks(), ..divided };
             raw.resolve(&Overrides { mesh: Some(alone), world_size: None, ..overrides }).map_err(|_| error)
         }
         None => Err(error),

@@ -3,7 +3,7 @@
 use super::Report;
 use super::budget::Available;
 use serde_json::{Value, json};
-use ulysses::config::{Config, MeshShape, ParameterGroup};
+use ulysses::config::{Config, ParameterGroup};
 use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StepTime};
 
 /// Keys of a plan that are left out if they have no value.
@@ -37,6 +37,7 @@ pub(super) fn plan(report: &Report) -> Value {
         "assumed": report.assumed,
         "model": model,
         "mesh": joined([sizes(config), json!({
+            "shape": config.training_shape().to_string(), "ranks": config.world_size(),
             "ring_size": config.seq_sharding().ring_size, "ranks_per_node": workload.ranks_per_node,
         })]),
         "shard_size": zero.mics_shard_size,
@@ -121,10 +122,9 @@ pub(crate) fn choice(candidate: &Candidate) -> Value {
     joined([sizes(config), json, speed(candidate)])
 }
 
-/// The sizes of a mesh; tp only if it has more than one rank.
+/// The sizes of a mesh; pp and tp only if they have more than one rank.
 fn sizes(config: &Config) -> Value {
-    let MeshShape { dp, sp, tp, .. } = config.mesh.shape();
-    if tp > 1 { json!({ "dp": dp, "sp": sp, "tp": tp }) } else { json!({ "dp": dp, "sp": sp }) }
+    config.mesh.shape().axes().into_iter().map(|(axis, size)| (axis.to_owned(), Value::from(size))).collect()
 }
 
 /// The step time, or the rate that it lacks.

@@ -78,6 +78,10 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             zero_partition_axes: PartitionAxes::Dp,
             ring_size: 1,
             flexible_sp: false,
+            pipeline: PipelineConfig {
+                schedule: PipelineSchedule::OneForwardOneBackward,
+                layers_per_stage: None,
+            },
             threads_per_rank: None,
             backend: Backend::Thread,
             mesh: None,
