@@ -270,7 +270,7 @@ fn fake_groups(
     let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
     // A plan is that of the fixed layout.
     let sp_blocks = Vec::new();
-    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, gradient_dtype })
+    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, pipeline: None, gradient_dtype })
 }
 
 #[cfg(test)]
