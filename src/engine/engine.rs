@@ -115,7 +115,7 @@ impl Engine {
         let (model, pipeline) = match &groups.pipeline {
             None => (model, None),
             Some(groups) => {
-                let (stage, pipeline) = Pipeline::divide(model, groups, &workspace)?;
+                let (stage, pipeline) = Pipeline::divide(model, config, groups, &workspace)?;
                 (stage, Some(pipeline))
             }
         };

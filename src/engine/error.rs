@@ -183,16 +183,9 @@ pub enum EngineError {
         /// The feature.
         feature: &'static str,
     },
-    /// A model with fewer layers than stages.
-    #[error(
-        "a model of {num_layers} layers cannot be divided into pp = {num_stages} stages; each needs a layer"
-    )]
-    TooFewLayers {
-        /// Layers of the model.
-        num_layers: usize,
-        /// Stages of the pipeline.
-        num_stages: usize,
-    },
+    /// Layers that do not fill the stages of the pipeline.
+    #[error(transparent)]
+    Stages(#[from] Box<StagesError>),
     /// An input whose stages do not know the size of hidden states.
     #[error(
         "the input {input:?} does not say how many elements a token's hidden states have (`InputLayer::hidden_size`), which the \

@@ -3,8 +3,8 @@
 use super::times::StepPhase;
 use super::{Engine, EngineError, Loss};
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, all_gather_object};
+use crate::config::{Config, PipelineConfig, PipelineSchedule};
 use crate::data::MicroBatch;
-use crate::mesh::shard_range;
 use crate::model::Model;
 use crate::pipeline::{Action, Neighbors, Pass, ScheduleKind, stage_model};
 use crate::zero::PipelineGroups;
@@ -32,15 +32,21 @@ impl Pipeline {
     /// Divides a model: returns this rank's stage of it.
     pub(super) fn divide(
         model: Model,
+        config: &Config,
         PipelineGroups { pp, .. }: &PipelineGroups,
         workspace: &Arc<Workspace>,
     ) -> Result<(Model, Self), EngineError> {
-        let (num_layers, num_stages) = (model.layers.len(), pp.world_size());
-        if num_layers < num_stages {
-            return Err(EngineError::TooFewLayers { num_layers, num_stages });
-        }
-        let layers = shard_range(num_layers, num_stages, pp.rank());
-        let schedule = ScheduleKind::OneForwardOneBackward;
+        let PipelineConfig { schedule, .. } = &config.ulysses.pipeline;
+        let mut stages = config
+            .ulysses
+            .pipeline
+            .layers_of_stages(pp.world_size(), model.layers.len())
+            .map_err(Box::new)?;
+        let layers = stages.swap_remove(pp.rank());
+        let schedule = match schedule {
+            PipelineSchedule::Gpipe => ScheduleKind::GPipe,
+            PipelineSchedule::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+        };
         let of_input = model.input.name().to_owned();
         let hidden_size = model.input.hidden_size().ok_or(EngineError::NoHiddenSize { input: of_input })?;
         let parameters = model.units().into_iter().flat_map(|unit| unit.parameters);
