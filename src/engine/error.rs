@@ -209,9 +209,6 @@ pub enum EngineError {
         /// Number of ranks.
         tp_size: usize,
     },
-    /// The layers of a model do not fill the stages of a pipeline.
-    #[error(transparent)]
-    Stages(#[from] StagesError),
     /// Replicas of parameters or optimizer state differ.
     #[error("{what} differ along {axis} between rank {rank} and rank {first}")]
     ReplicasDiffer {

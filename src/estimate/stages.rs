@@ -21,7 +21,8 @@ impl Workload {
     pub fn stage_plans(&self) -> Result<Vec<StagePlan>, EngineError> {
         let mesh = self.mesh()?;
         let pp = self.config.mesh.pp_size;
-        let layers = self.config.ulysses.pipeline.layers_of_stages(pp, self.model.num_layers())?;
+        let layers = self.config.ulysses.pipeline.layers_of_stages(pp, self.model.num_layers());
+        let layers = layers.map_err(Box::new)?;
         let classes = self.rank_classes()?;
         let stage_plan = |(stage, layers): (usize, Range<usize>)| {
             let ranks = classes.iter().filter(|class| class.stage == stage);
