@@ -6,7 +6,7 @@ use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, all_gather_object};
 use crate::config::{Config, PipelineConfig, PipelineSchedule};
 use crate::data::MicroBatch;
 use crate::model::Model;
-use crate::pipeline::{Action, Neighbors, Pass, ScheduleKind, stage_model};
+use crate::pipeline::{Action, Neighbors, Pass, ScheduleError, ScheduleKind, stage_model};
 use crate::zero::PipelineGroups;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
@@ -58,6 +58,14 @@ impl Pipeline {
     }
 }
 
+impl Pipeline {
+    /// The passes of this stage in a step of so many micro batches, in order.
+    fn actions(&self, micro_batches: usize) -> Result<Vec<Action>, ScheduleError> {
+        let (stage, num_stages) = (self.neighbors.stage(), self.neighbors.num_stages());
+        Ok(self.schedule.schedule(num_stages, micro_batches)?.ranks.swap_remove(stage))
+    }
+}
+
 /// Returns whether an action receives from the stage that the previous one sends to.
 fn pairs(action: Action, next: Action) -> bool {
     (action.pass == Pass::Forward) != (next.pass == Pass::Forward)
@@ -77,11 +85,10 @@ impl Engine {
         }
         let Some(pipeline) = &self.pipeline else { return Ok(()) };
         let micro_batches = self.micro_steps_per_step() - self.accumulation.micro_steps;
-        let (stage, num_stages) = (pipeline.neighbors.stage(), pipeline.neighbors.num_stages());
         if micro_batches == 0 {
             return Ok(());
         }
-        let actions = pipeline.schedule.schedule(num_stages, micro_batches)?.ranks.swap_remove(stage);
+        let actions = pipeline.actions(micro_batches)?;
         let mut losses: HashMap<usize, Loss> = HashMap::new();
         for (index, &action) in actions.iter().enumerate() {
             self.pair_messages(actions.get(index + 1).is_some_and(|next| pairs(action, *next)));
@@ -97,6 +104,20 @@ impl Engine {
         Ok(())
     }
 
+    /// The passes of a step of so many micro batches, in order.
+    pub(crate) fn passes(&self, micro_batches: usize) -> Result<Vec<Action>, EngineError> {
+        let in_turn = |index| [Pass::Forward, Pass::Backward].map(|pass| Action::new(pass, index));
+        match &self.pipeline {
+            None => Ok((0..micro_batches).flat_map(in_turn).collect()),
+            Some(pipeline) => Ok(pipeline.actions(micro_batches)?),
+        }
+    }
+
+    /// The number in the whole model of the layer `index` of this stage.
+    pub(super) fn layer_number(&self, index: usize) -> usize {
+        self.pipeline.as_ref().map_or(0, |pipeline| pipeline.layers.start) + index
+    }
+
     fn pair_messages(&mut self, pairs_messages: bool) {
         self.pipeline.iter_mut().for_each(|pipeline| pipeline.pairs_messages = pairs_messages);
     }
@@ -107,16 +128,9 @@ impl Engine {
         pipeline.map_or(Ok(()), |pipeline| pipeline.neighbors.flush())
     }
 
-    /// Waits for older messages to be received, and recycles their tensors.
-    pub(super) fn settle_messages(&self) -> Result<(), CommError> {
-        // The previous stage receives gradients in the order in which they are sent, and nothing that it needs for that comes
-        // after so many.
-        self.pipeline.as_ref().map_or(Ok(()), |p| p.neighbors.settle(p.neighbors.num_stages()))
-    }
-
     /// Waits for all messages to be received. The other stages must not need another one for that.
     pub(super) fn settle_all_messages(&self) -> Result<(), CommError> {
-        self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.neighbors.settle(0))
+        self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.neighbors.settle_all())
     }
 
     /// Ranks of the other stages, and this one's place among them.
