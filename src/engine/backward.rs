@@ -59,7 +59,7 @@ impl Engine {
             // once.
             let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
-            self.begin_part(Moment::Backward { layer: index });
+            self.begin_part(Moment::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));

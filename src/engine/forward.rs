@@ -238,7 +238,7 @@ impl Engine {
     ) -> Result<(Tensor, Saved), EngineError> {
         let (mut x, input) = self.run_input(batch, ctx)?;
         for index in 0..self.model.layers.len() {
-            self.begin_part(Moment::Forward { layer: index });
+            self.begin_part(Moment::Forward { layer: self.layer_number(index) });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;

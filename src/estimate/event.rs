@@ -99,7 +99,7 @@ impl Purpose {
             | Self::ExchangeBackward => false,
             Self::ReduceGradients => {
                 op == CollectiveOp::AllGather
-                    || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp)
+                    || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp | Axis::Tied)
             }
             Self::Agree | Self::ExchangeTokens | Self::PassActivations => true,
         }
@@ -142,6 +142,8 @@ pub enum Axis {
     Tokens,
     /// Pipeline parallel.
     Pp,
+    /// The first and the last stage of a pipeline, if they have tied parameters and are not all stages.
+    Tied,
 }
 
 impl Axis {
@@ -156,7 +158,7 @@ impl Axis {
             Self::Ulysses => ULYSSES_AXIS,
             Self::Tp => TP_AXIS,
             Self::Tokens => TOKENS_AXIS,
-            Self::Pp => PP_AXIS,
+            Self::Pp | Self::Tied => PP_AXIS,
         }
     }
 }

@@ -47,6 +47,8 @@ pub(super) struct Nodes {
     tp: Vec<usize>,
     tokens: Vec<usize>,
     pp: Vec<usize>,
+    /// The first and the last of `pp`.
+    tied: Vec<usize>,
 }
 
 impl Nodes {
@@ -84,6 +86,7 @@ impl Nodes {
             ulysses: within_sp.group_of(ULYSSES_AXIS, rank)?,
             tp,
             tokens,
+            tied: pp.iter().take(1).chain(pp.last()).copied().collect(),
             pp,
         })
     }
@@ -99,6 +102,7 @@ impl Nodes {
             (Axis::Tp, _) => &self.tp,
             (Axis::Tokens, _) => &self.tokens,
             (Axis::Pp, _) => &self.pp,
+            (Axis::Tied, _) => &self.tied,
         }
     }
 

@@ -108,7 +108,7 @@ impl Recorder {
     fn purpose(&self, op: CollectiveOp, axis: Axis, dtype: DType) -> Purpose {
         let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
         let gathers_parameters = self.stage.partitions_optimizer()
-            && !matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp);
+            && !matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp | Axis::Tied);
         match op {
             _ if is_value => Purpose::Agree,
             _ if axis == Axis::Tp => Purpose::ExchangeTokens,
