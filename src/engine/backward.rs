@@ -80,7 +80,7 @@ impl Engine {
             // Here, after all messages: the stages that share parameters wait for each other.
             self.zero.sum_tied_gradients()?;
         }
-        Ok(self.settle_messages()?)
+        Ok(())
     }
 
     /// Backward of the objective. The views are dropped here. Otherwise they would keep its full parameters and

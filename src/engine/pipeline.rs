@@ -128,16 +128,9 @@ impl Engine {
         pipeline.map_or(Ok(()), |pipeline| pipeline.neighbors.flush())
     }
 
-    /// Waits for older messages to be received, and recycles their tensors.
-    pub(super) fn settle_messages(&self) -> Result<(), CommError> {
-        // The previous stage receives gradients in the order in which they are sent, and nothing that it needs for that comes
-        // after so many.
-        self.pipeline.as_ref().map_or(Ok(()), |p| p.neighbors.settle(p.neighbors.num_stages()))
-    }
-
     /// Waits for all messages to be received. The other stages must not need another one for that.
     pub(super) fn settle_all_messages(&self) -> Result<(), CommError> {
-        self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.neighbors.settle(0))
+        self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.neighbors.settle_all())
     }
 
     /// Ranks of the other stages, and this one's place among them.

@@ -14,6 +14,8 @@
 mod neighbors;
 mod schedule;
 mod stage;
+#[cfg(test)]
+mod tests;
 
 pub use neighbors::Neighbors;
 pub use schedule::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, TimedAction, Timeline};

@@ -45,6 +45,7 @@ impl Neighbors {
     pub(super) fn receive(&self, shape: impl Into<Shape>, stage: usize) -> Result<Tensor, LayerError> {
         let tensor = self.workspace.alloc(shape)?;
         self.group.recv(&tensor, stage).map_err(failed)?;
+        self.settle(self.num_stages()).map_err(failed)?;
         Ok(tensor)
     }
 
@@ -60,13 +61,21 @@ impl Neighbors {
         Ok(())
     }
 
-    /// Waits until at most `most` of the tensors that were sent are still on their way, and recycles the others.
+    /// Waits until all tensors that were sent are received, and recycles them. The other stages must not need another message
+    /// for that.
     ///
     /// # Errors
     /// Failed communication.
-    pub fn settle(&self, most: usize) -> Result<(), CommError> {
+    pub fn settle_all(&self) -> Result<(), CommError> {
+        self.settle(0)
+    }
+
+    /// Waits until at most `most` of the tensors that were sent are still on their way, and recycles the others.
+    ///
+    /// The previous stage receives gradients in the order in which they are sent, and needs no later one for that. Only when no
+    /// message waits for [`flush`](Self::flush), or this would flush it.
+    fn settle(&self, most: usize) -> Result<(), CommError> {
         loop {
-            // Other threads need not wait for the message.
             let oldest = {
                 let mut sent = self.sent.lock();
                 if sent.len() > most { sent.pop_front() } else { None }
@@ -84,7 +93,8 @@ impl Neighbors {
     /// # Errors
     /// Failed communication.
     pub fn flush(&self) -> Result<(), CommError> {
-        self.group.flush_messages()
+        self.group.flush_messages()?;
+        self.settle(self.num_stages())
     }
 }
 
