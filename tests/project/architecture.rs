@@ -24,18 +24,18 @@ const MAY_IMPORT: [(&str, &str); 19] = [
     ("objective", "kernels, nn"),
     ("families", "mesh, kernels, nn"),
     ("model", "mesh, kernels, nn, families, objective"),
-    ("pipeline", "comm, kernels, nn, objective, model"),
+    ("pipeline", "mesh, comm, kernels, nn, objective, model"),
     ("zero", "mesh, comm, placement, config, kernels, optim"),
     ("data", "mesh, config"),
     ("checkpoint", "mesh, comm, nn, model, zero"),
     ("monitor", "comm"),
     (
         "engine",
-        "mesh, comm, placement, config, kernels, sequence_parallel, tensor_parallel, nn, model, pipeline, zero, data, checkpoint, monitor",
+        "mesh, comm, placement, config, kernels, sequence_parallel, tensor_parallel, pipeline, nn, model, zero, data, checkpoint, monitor",
     ),
     (
         "estimate",
-        "mesh, comm, placement, config, kernels, sequence_parallel, nn, model, pipeline, zero, data, engine",
+        "mesh, comm, placement, config, kernels, sequence_parallel, pipeline, nn, model, zero, data, engine",
     ),
     (
         "trainer",
