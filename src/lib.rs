@@ -95,6 +95,7 @@ pub mod monitor;
 pub mod nn;
 pub mod objective;
 mod optim;
+pub mod pipeline;
 pub mod placement;
 pub mod regular_file;
 mod safetensors_file;

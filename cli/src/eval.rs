@@ -28,7 +28,7 @@ pub(super) struct EvalArgs {
     /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Mesh: `DPxSP`, `DPxSPxTP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP` or `pp=2,dp=2,sp=2,tp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// Tokens per sequence, over all sp ranks: the longest context of a prediction.
@@ -61,7 +61,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     source.warn_of_length(args.seq_len, LOG.line);
     check_exchange(&source.config, config.micro_batch_size, args.seq_len, &config)?;
     check_memory(&config, &source.config, args.seq_len, config.world_size())?;
-    let mesh = config.mesh.row_major().or_usage()?;
+    let mesh = config.mesh.shape().row_major().or_usage()?;
     let options = launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size, LOG.line)?;
     let data = sources.training(args.seq_len)?;
@@ -91,8 +91,9 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
     at_least_1("seq-len", args.seq_len)?;
     at_least_1("batch-size", args.batch_size)?;
     let mesh = unreplicated(&args.mesh)?;
-    // Tensor parallelism allows partitions over dp only.
-    let axes = if mesh.tp > 1 { PartitionAxes::Dp } else { PartitionAxes::DpSp };
+    // Divided layers allow partitions over dp only.
+    let is_divided = mesh.sizes.divides_model();
+    let axes = if is_divided { PartitionAxes::Dp } else { PartitionAxes::DpSp };
     let text = json!({
         "train_micro_batch_size_per_gpu": args.batch_size,
         "optimizer": { "type": "SGD", "params": {} },
@@ -100,7 +101,7 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
         "ulysses": { "zero_partition_axes": axes },
     });
     let overrides = Overrides {
-        mesh: Some(mesh.into()),
+        mesh: Some(mesh.sizes),
         ring_size: mesh.ring_size,
         seq_len: Some(args.seq_len),
         threads_per_rank: args.threads_per_rank,

@@ -8,10 +8,10 @@ use ulysses::trainer::JobError;
 /// Parses the sizes of a command that takes neither hybrid sharding nor a ring.
 pub(crate) fn without_ring(notation: &str) -> Result<MeshShape, JobError> {
     match unreplicated(notation)? {
-        shape @ TrainingShape { ring_size: None, .. } => Ok(shape.into()),
+        shape @ TrainingShape { ring_size: None, .. } => Ok(shape.sizes),
         shape => Err(JobError::usage(format!(
             "--mesh {notation}: this command does not support a ring (`ring`); use {}",
-            MeshShape::from(shape).notation()
+            shape.sizes.notation()
         ))),
     }
 }
@@ -22,7 +22,7 @@ pub(crate) fn unreplicated(notation: &str) -> Result<TrainingShape, JobError> {
         shape @ TrainingShape { shard_size: None, .. } => Ok(shape),
         shape => Err(JobError::usage(format!(
             "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {}",
-            MeshShape::from(shape).notation()
+            shape.sizes.notation()
         ))),
     }
 }

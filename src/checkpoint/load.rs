@@ -88,13 +88,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Returns [`CheckpointError::Mismatch`] with the first difference.
-    pub fn check_fits<'a>(
-        &self,
-        units: impl Iterator<Item = &'a FlatLayout>,
-        kinds: &[&str],
-    ) -> Result<(), CheckpointError> {
-        let units: Vec<UnitEntry> = units.map(UnitEntry::of).collect();
-        let (saved, wanted) = (parameters(&self.manifest.units), parameters(&units));
+    pub fn check_fits(&self, units: &[UnitEntry], kinds: &[&str]) -> Result<(), CheckpointError> {
+        let (saved, wanted) = (parameters(&self.manifest.units), parameters(units));
         let [of_saved, of_wanted] =
             [&saved, &wanted].map(|all| all.iter().copied().collect::<HashMap<_, _>>());
         let pairs = || {

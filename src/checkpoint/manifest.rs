@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// The newest format version that can be read. A checkpoint has the oldest that describes it
 /// ([`MeshSizes::format_version`]).
-pub const FORMAT_VERSION: u64 = 2;
+pub const FORMAT_VERSION: u64 = 3;
 
 /// Name of the manifest within a checkpoint's directory.
 pub const MANIFEST: &str = "manifest.json";
@@ -54,7 +54,7 @@ pub struct Manifest {
     pub kinds: Vec<String>,
     /// The parameter table.
     pub units: Vec<UnitEntry>,
-    /// The files, one per kind, partition and rank along tp.
+    /// The files, one per kind, partition, rank along tp and stage of the pipeline.
     pub files: Vec<FileEntry>,
 }
 
@@ -68,20 +68,30 @@ pub struct MeshSizes {
     /// Tensor-parallel size.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub tp: usize,
+    /// Pipeline-parallel size.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub pp: usize,
 }
 
-/// More ranks of tp than any model has heads for.
-const MAX_TP: usize = 1 << 12;
+/// More ranks of tp than any model has heads for, and of pp than any has layers for.
+const MAX_DIVIDED: usize = 1 << 12;
 
 impl MeshSizes {
-    /// The format version of checkpoints of this mesh: version 2 has parameters in shards.
+    /// The format version of checkpoints of this mesh: version 2 has parameters in shards, version 3 stages.
     pub fn format_version(self) -> u64 {
-        if self.tp > 1 { 2 } else { 1 }
+        match (self.pp, self.tp) {
+            (1, 1) => 1,
+            (1, _) => 2,
+            _ => 3,
+        }
     }
 }
 
 impl fmt::Display for MeshSizes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.pp > 1 {
+            write!(f, "pp {} × ", self.pp)?;
+        }
         write!(f, "dp {} × sp {}", self.dp, self.sp)?;
         if self.tp > 1 { write!(f, " × tp {}", self.tp) } else { Ok(()) }
     }
@@ -166,6 +176,9 @@ pub struct FileEntry {
     /// Rank along tp.
     #[serde(default, skip_serializing_if = "is_first")]
     pub tp_rank: usize,
+    /// Stage of the pipeline.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub stage: usize,
     /// Size in bytes.
     pub bytes: u64,
     /// BLAKE3 hash of the content, in lower-case hexadecimal.
@@ -175,11 +188,11 @@ pub struct FileEntry {
 impl FileEntry {
     /// The part of the state that it has.
     pub fn part(&self) -> CheckpointPart {
-        CheckpointPart { partition: self.partition, tp_rank: self.tp_rank }
+        CheckpointPart { partition: self.partition, tp_rank: self.tp_rank, stage: self.stage }
     }
 }
 
-fn is_first(rank: &usize) -> bool {
+pub(super) fn is_first(rank: &usize) -> bool {
     *rank == 0
 }
 
@@ -235,12 +248,17 @@ impl Manifest {
     }
 
     /// Returns the name of the file of one kind and part.
-    pub fn file_name(&self, kind: &str, CheckpointPart { partition, tp_rank }: CheckpointPart) -> String {
-        let shard = match self.mesh.tp {
+    pub fn file_name(
+        &self,
+        kind: &str,
+        CheckpointPart { partition, tp_rank, stage }: CheckpointPart,
+    ) -> String {
+        let of = |axis: &str, rank: usize, size: usize| match size {
             1 => String::new(),
-            tp => format!(".tp-{tp_rank:02}-of-{tp:02}"),
+            size => format!(".{axis}-{rank:02}-of-{size:02}"),
         };
-        format!("{kind}.{partition:05}-of-{:05}{shard}.safetensors", self.num_partitions)
+        let (stage, shard) = (of("pp", stage, self.mesh.pp), of("tp", tp_rank, self.mesh.tp));
+        format!("{kind}.{partition:05}-of-{:05}{stage}{shard}.safetensors", self.num_partitions)
     }
 
     /// Returns the layouts of the units, with whole parameters.
@@ -270,35 +288,47 @@ impl Manifest {
         check_unique("kind", self.kinds.iter())?;
         check_unique("unit", self.units.iter().map(|unit| &unit.name))?;
         check_unique("parameter", self.units.iter().flat_map(|u| &u.parameters).map(|p| &p.name))?;
-        if !(1..=MAX_TP).contains(&self.mesh.tp) {
-            return Err(format!("tp of the mesh is {}; it must be 1 to {MAX_TP}", self.mesh.tp));
+        for (axis, size) in [("tp", self.mesh.tp), ("pp", self.mesh.pp)] {
+            if !(1..=MAX_DIVIDED).contains(&size) {
+                return Err(format!("{axis} of the mesh is {size}; it must be 1 to {MAX_DIVIDED}"));
+            }
         }
         if self.format_version < self.mesh.format_version() {
-            let (version, tp) = (self.format_version, self.mesh.tp);
-            return Err(format!("format_version is {version}, which has no tp, but tp of the mesh is {tp}"));
+            let version = self.format_version;
+            let (axis, size) = if self.mesh.pp > 1 { ("pp", self.mesh.pp) } else { ("tp", self.mesh.tp) };
+            return Err(format!(
+                "format_version is {version}, which has no {axis}, but {axis} of the mesh is {size}"
+            ));
+        }
+        if let Some(unit) = self.units.iter().find(|unit| unit.stage >= self.mesh.pp) {
+            let (name, stage, pp) = (&unit.name, unit.stage, self.mesh.pp);
+            return Err(format!("unit {name} is of stage {stage}, but the mesh has pp {pp}"));
         }
         self.units.iter().try_for_each(|unit| unit.check(self.mesh.tp))?;
         self.check_files()
     }
 
-    /// Checks that there is exactly one file per kind, partition and rank along tp.
+    /// Checks that there is exactly one file per kind, partition, rank along tp and stage.
     fn check_files(&self) -> Result<(), String> {
         let found: HashSet<_> = self.files.iter().map(|file| (&file.kind, file.part())).collect();
-        let partitions = 0..self.num_partitions;
+        let (MeshSizes { tp, pp, .. }, partitions) = (self.mesh, 0..self.num_partitions);
         let parts = partitions.flat_map(|partition| {
-            (0..self.mesh.tp).map(move |tp_rank| CheckpointPart { partition, tp_rank })
+            let ranks = (0..pp).flat_map(move |stage| (0..tp).map(move |tp_rank| (stage, tp_rank)));
+            ranks.map(move |(stage, tp_rank)| CheckpointPart { partition, tp_rank, stage })
         });
         let mut expected = parts.flat_map(|part| self.kinds.iter().map(move |kind| (kind, part)));
-        if let Some((kind, CheckpointPart { partition, tp_rank })) =
+        if let Some((kind, CheckpointPart { partition, tp_rank, stage })) =
             expected.find(|file| !found.contains(file))
         {
-            let of_tp = if self.mesh.tp > 1 { format!(" of tp rank {tp_rank}") } else { String::new() };
-            return Err(format!("no file for {kind} of partition {partition}{of_tp}"));
+            let of_tp = if tp > 1 { format!(" of tp rank {tp_rank}") } else { String::new() };
+            let of_stage = if pp > 1 { format!(" of stage {stage}") } else { String::new() };
+            return Err(format!("no file for {kind} of partition {partition}{of_tp}{of_stage}"));
         }
         for file in &self.files {
             let exists = self.kinds.contains(&file.kind)
                 && file.partition < self.num_partitions
-                && file.tp_rank < self.mesh.tp;
+                && file.tp_rank < tp
+                && file.stage < pp;
             if !exists || file.name != self.file_name(&file.kind, file.part()) {
                 return Err(format!("unexpected file {}", file.name));
             }

@@ -1,5 +1,6 @@
 //! The parameter table of a manifest: the units, their whole parameters, and the shards of these along tp.
 
+use super::manifest::is_first;
 use crate::mesh::TensorShard;
 use crate::zero::{FlatLayout, FlatParameter};
 use serde::{Deserialize, Serialize};
@@ -15,6 +16,9 @@ pub struct UnitEntry {
     /// Whether the unit is frozen. A frozen unit has only the first kind, `parameters`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub frozen: bool,
+    /// The stage of the pipeline that has the unit.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub stage: usize,
 }
 
 /// A parameter within its unit.
@@ -41,7 +45,7 @@ pub struct ShardEntry {
 }
 
 impl UnitEntry {
-    /// Returns the entry of a unit, which is the same on all ranks along tp.
+    /// Returns the entry of a unit of the first stage, which is the same on all ranks along tp.
     pub fn of(layout: &FlatLayout) -> Self {
         let mut offset = 0;
         let entry = |parameter: &FlatParameter| {
@@ -57,7 +61,7 @@ impl UnitEntry {
             entry
         };
         let parameters = layout.parameters().iter().map(entry).collect();
-        Self { name: layout.name().to_owned(), parameters, frozen: layout.is_frozen() }
+        Self { name: layout.name().to_owned(), parameters, frozen: layout.is_frozen(), stage: 0 }
     }
 
     /// Returns the layout of the whole parameters.

@@ -6,7 +6,7 @@ use super::stored_layouts::StoredLayouts;
 use super::{CheckpointError, Storage, StorageFile};
 use crate::regular_file;
 use crate::safetensors_file::{CHUNK_BYTES, read_elements};
-use crate::zero::{CheckpointPart, FlatLayout, StateSlice};
+use crate::zero::{CheckpointPart, StateSlice};
 use candle_core::Device;
 use safetensors::Dtype;
 use std::fs::File;
@@ -87,17 +87,16 @@ impl TensorFileWriter {
 /// Returns the header of the file of one kind and part.
 ///
 /// It has one tensor per unit, under the unit's name: its elements in the partition, without padding. Units without
-/// elements are omitted, as are frozen units in files of optimizer state, and at all ranks of tp but the first the units that
-/// are not sharded.
-fn expected_header(
-    manifest: &Manifest,
-    layouts: &StoredLayouts,
-    kind: &str,
-    CheckpointPart { partition, tp_rank }: CheckpointPart,
-) -> Header {
+/// elements are omitted, as are units of other stages, frozen units in files of optimizer state, and at all ranks of tp but the first the
+/// units that are not sharded.
+fn expected_header(manifest: &Manifest, layouts: &StoredLayouts, kind: &str, part: CheckpointPart) -> Header {
+    let CheckpointPart { partition, tp_rank, stage } = part;
     let mut name = format!("{partition} of {}", manifest.num_partitions);
     if manifest.mesh.tp > 1 {
         name += &format!(", tp rank {tp_rank} of {}", manifest.mesh.tp);
+    }
+    if manifest.mesh.pp > 1 {
+        name += &format!(", stage {stage} of {}", manifest.mesh.pp);
     }
     let mut header = Header::new([
         ("run_id", manifest.run_id.clone()),
@@ -105,9 +104,7 @@ fn expected_header(
         ("kind", kind.to_owned()),
         ("partition", name),
     ]);
-    let is_stored =
-        |layout: &&FlatLayout| manifest.has(layout, kind) && (tp_rank == 0 || layout.is_sharded());
-    for layout in layouts.tp_rank(tp_rank).iter().filter(is_stored) {
+    for layout in layouts.of_part(part).filter(|layout| manifest.has(layout, kind)) {
         let elements = layout.unpadded(layout.partition(partition)).len();
         if elements > 0 {
             header.push(layout.name(), Dtype::F32, vec![elements]);
@@ -140,8 +137,8 @@ pub(super) fn write_state_file(
         written.map_err(std::io::Error::other).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
     let WrittenFile { bytes, blake3 } = file.finish()?;
-    let CheckpointPart { partition, tp_rank } = part;
-    Ok(FileEntry { name, kind: kind.to_owned(), partition, tp_rank, bytes, blake3 })
+    let CheckpointPart { partition, tp_rank, stage } = part;
+    Ok(FileEntry { name, kind: kind.to_owned(), partition, tp_rank, stage, bytes, blake3 })
 }
 
 /// An open file whose header matches the manifest.

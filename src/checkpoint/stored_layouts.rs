@@ -10,6 +10,8 @@ use std::ops::Range;
 pub(super) struct StoredLayouts {
     /// The layouts of the units of every rank along tp.
     tp_ranks: Vec<Vec<FlatLayout>>,
+    /// The stage of each unit.
+    stages: Vec<usize>,
     /// Index of the unit of each parameter, and of the parameter within.
     places: HashMap<String, (usize, usize)>,
 }
@@ -48,12 +50,23 @@ impl StoredLayouts {
             let parameters = entry.parameters.iter().enumerate();
             parameters.map(move |(index, parameter)| (parameter.name.clone(), (unit, index)))
         });
-        Self { tp_ranks: (0..manifest.mesh.tp).map(at).collect(), places: places.collect() }
+        let stages = manifest.units.iter().map(|unit| unit.stage).collect();
+        Self { tp_ranks: (0..manifest.mesh.tp).map(at).collect(), stages, places: places.collect() }
     }
 
     /// Returns the layouts of the units of a rank along tp.
     pub(super) fn tp_rank(&self, tp_rank: usize) -> &[FlatLayout] {
         &self.tp_ranks[tp_rank]
+    }
+
+    /// Returns the layouts of the units of which a part has elements, of either division.
+    pub(super) fn of_part(
+        &self,
+        CheckpointPart { tp_rank, stage, .. }: CheckpointPart,
+    ) -> impl Iterator<Item = &FlatLayout> {
+        let units = self.tp_rank(tp_rank).iter().zip(&self.stages);
+        let units = units.filter(move |(_, of_unit)| **of_unit == stage).map(|(unit, _)| unit);
+        units.filter(move |unit| tp_rank == 0 || unit.is_sharded())
     }
 
     /// Finds the elements `range` of a flat buffer with the given layout, of a run on any mesh.
@@ -86,13 +99,13 @@ impl StoredLayouts {
         piece: &StoredPiece,
     ) -> impl Iterator<Item = (CheckpointPart, Range<usize>, Range<usize>)> {
         let StoredPiece { tp_rank, unit, elements, target } = piece.clone();
-        let layout = &self.tp_ranks[tp_rank][unit];
+        let (layout, stage) = (&self.tp_ranks[tp_rank][unit], self.stages[unit]);
         let size = layout.partition_numel().max(1);
         (elements.start / size..elements.end.div_ceil(size)).map(move |partition| {
             let first = partition * size;
             let (start, end) = (elements.start.max(first), elements.end.min(first + size));
             let target = target + start - elements.start..target + end - elements.start;
-            (CheckpointPart { partition, tp_rank }, start - first..end - first, target)
+            (CheckpointPart { partition, tp_rank, stage }, start - first..end - first, target)
         })
     }
 

@@ -103,8 +103,12 @@ fn kinds_of(layout: &FlatLayout) -> Range<usize> {
     0..if layout.is_frozen() { 1 } else { KINDS.len() }
 }
 
+fn entries(layouts: &[FlatLayout]) -> Vec<UnitEntry> {
+    layouts.iter().map(UnitEntry::of).collect()
+}
+
 fn manifest(dp: usize, sp: usize, tp: usize) -> Manifest {
-    let mesh = MeshSizes { dp, sp, tp };
+    let mesh = MeshSizes { dp, sp, tp, pp: 1 };
     let data = DataCursor { samples_consumed: 0, seed: 1, seq_len: 8, num_sequences: 9, data_hash: None };
     Manifest {
         format_version: mesh.format_version(),
@@ -147,7 +151,8 @@ fn save(dp: usize, tp: usize) -> (TempDir, Checkpoint) {
                 let slice = || Tensor::from_slice(own, own.len(), &Device::Cpu).unwrap();
                 (!own.is_empty()).then(|| StateSlice::whole(slice()))
             });
-            let (slices, part) = (slices.collect::<Vec<_>>(), CheckpointPart { partition, tp_rank });
+            let (slices, part) =
+                (slices.collect::<Vec<_>>(), CheckpointPart { partition, tp_rank, stage: 0 });
             let of = (&manifest, &stored);
             let entry = write_state_file(&LocalStorage, dir.path(), of, (name, part), &slices).unwrap();
             manifest.files.push(entry);
@@ -163,7 +168,7 @@ fn save(dp: usize, tp: usize) -> (TempDir, Checkpoint) {
 #[track_caller]
 fn assert_reads(checkpoint: &Checkpoint, dp: usize, tp: usize, tp_rank: usize) {
     let layouts = layouts(dp, tp, tp_rank);
-    checkpoint.check_fits(layouts.iter(), &KINDS).unwrap();
+    checkpoint.check_fits(&entries(&layouts), &KINDS).unwrap();
     let mut reader = checkpoint.reader();
     for layout in &layouts {
         let partitions = (0..dp).map(|rank| layout.unpadded(layout.partition(rank)));
@@ -213,7 +218,7 @@ fn the_files_with_a_rank_s_elements_suffice_to_read_them() {
     };
     let needed = items(&all);
     let parts: Vec<_> = needed.iter().map(|index| manifest.files[*index].part()).collect();
-    let expected = [0, 0, 1, 1].map(|tp_rank| CheckpointPart { partition: 1, tp_rank });
+    let expected = [0, 0, 1, 1].map(|tp_rank| CheckpointPart { partition: 1, tp_rank, stage: 0 });
     assert_eq!(parts, expected, "its shards, and what all have from the first rank");
     for (_, file) in manifest.files.iter().enumerate().filter(|(index, _)| !needed.contains(index)) {
         fs::remove_file(dir.path().join(&file.name)).unwrap();
@@ -276,7 +281,7 @@ fn another_whole_shape_is_refused_by_name() {
         ),
     ] {
         let wanted = wanted.into_iter().map(|(name, shape)| (name.to_owned(), shape));
-        let error = checkpoint.check_fits([FlatLayout::new("layer", wanted, 1)].iter(), &KINDS);
+        let error = checkpoint.check_fits(&entries(&[FlatLayout::new("layer", wanted, 1)]), &KINDS);
         let error = error.unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
@@ -372,7 +377,7 @@ fn ranks_save_on_one_mesh_and_load_on_another() {
         for loading in [(1, 1, 1), (2, 1, 2), (1, 2, 3)] {
             on_mesh(loading, |zero, _, _| {
                 let layouts: Vec<_> = zero.layouts().cloned().collect();
-                checkpoint.check_fits(layouts.iter(), &zero.state_kinds()).unwrap();
+                checkpoint.check_fits(&entries(&layouts), &zero.state_kinds()).unwrap();
                 let reader = RefCell::new(checkpoint.reader());
                 let read = |(unit, kind): (usize, usize), range: Range<usize>, out: &mut [f32]| {
                     reader.borrow_mut().read(&layouts[unit], kind, range, out).unwrap();

@@ -60,7 +60,9 @@ mod timed;
 pub mod traffic;
 mod wrapper;
 
-pub use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TP_AXIS, ULYSSES_AXIS};
+pub use crate::mesh::{
+    MeshShape, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, TP_AXIS, ULYSSES_AXIS,
+};
 pub use call::{Call, CallSignature, Elements};
 pub use discovery::{
     DiscoveryError, HOSTS_VARIABLE, Launcher, NamedValue, ProcessFlags, ProcessInfo, host_name, stated_hosts,

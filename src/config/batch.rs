@@ -1,6 +1,6 @@
 //! The batch sizes: `train_batch_size = micro × accumulation × dp`.
 
-use super::mesh_shape::MeshShape;
+use crate::mesh::MeshShape;
 
 /// The three batch sizes; any two of them determine the third.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,6 @@
 use super::define::words::{choice, count, index, number, section};
 use super::define::{Keys, choices, keys, section_keys};
 use super::error::ConfigError;
-use super::mesh_shape::MeshShape;
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
@@ -17,7 +16,9 @@ use super::sections::scheduler::{LrSchedule, SchedulerConfig};
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::{Offload, PartitionAxes, ZeroConfig};
 use super::vocabulary::{Entry, Key, Literal, entries_of};
-use crate::mesh::{MeshError, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape};
+use crate::mesh::{
+    MeshError, MeshShape, MeshSpec, PlacedMesh, RankHosts, SeqSharding, ShardShape, TrainingShape,
+};
 use crate::optim::OptimizerConfig;
 use serde::{Serialize, Serializer};
 use std::path::Path;
@@ -146,7 +147,13 @@ impl Config {
 
     /// Returns the number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
-        self.mesh.dp_size * self.mesh.ranks_per_sequence()
+        self.mesh.shape().num_ranks()
+    }
+
+    /// Returns the sizes of the mesh, with its ring.
+    pub fn training_shape(&self) -> TrainingShape {
+        let ring_size = Some(self.seq_sharding().ring_size);
+        TrainingShape { sizes: self.mesh.shape(), ring_size, shard_size: None }
     }
 
     /// Returns how the sp ranks share each sequence. A ring that does not divide sp counts as none.
@@ -166,10 +173,9 @@ impl Config {
     /// # Errors
     /// When a hybrid mesh does not fit the hosts.
     pub fn placed_mesh(&self, hosts: Option<&RankHosts>) -> Result<PlacedMesh, MeshError> {
-        let has_sizes = |spec: &&MeshSpec| {
-            spec.training_shape().is_ok_and(|shape| MeshShape::from(shape) == self.mesh.shape())
-        };
-        PlacedMesh::new(self.mesh.row_major()?, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
+        let has_sizes =
+            |spec: &&MeshSpec| spec.training_shape().is_ok_and(|shape| shape.sizes == self.mesh.shape());
+        PlacedMesh::new(self.mesh.shape().row_major()?, self.ulysses.mesh.as_ref().filter(has_sizes), hosts)
     }
 
     /// Returns whether ZeRO's shard size divides `dp`; training requires it.
@@ -199,9 +205,9 @@ impl Config {
         self.ulysses.overlap_exchange && self.ulysses.head_chunks > 1 && self.seq_sharding().ulysses_size > 1
     }
 
-    /// Returns whether ZeRO can partition over sp too: sp has ranks, and there is no tensor parallelism.
+    /// Returns whether ZeRO can partition over sp too: sp has ranks, and no other axis divides the model.
     pub fn can_partition_over_sp(&self) -> bool {
-        self.mesh.sp_size > 1 && self.mesh.tp_size == 1
+        self.mesh.sp_size > 1 && !self.mesh.shape().divides_model()
     }
 
     /// Returns the axes of more than one rank over which ZeRO partitions, or dp.
@@ -254,16 +260,22 @@ impl Config {
             return None;
         }
         let why = if self.mesh.dp_size == 1 { "dp is 1" } else { "its shard size is 1" };
-        let of_tp = if self.mesh.tp_size > 1 { " of its tp rank" } else { "" };
+        let MeshShape { pp, tp, .. } = self.mesh.shape();
+        let owner = match (pp, tp) {
+            (1, 1) => "",
+            (1, _) => " of its tp rank",
+            (_, 1) => " of its stage",
+            _ => " of its stage and tp rank",
+        };
         let remedy = match self.mesh.sp_size {
-            _ if self.mesh.tp_size > 1 => "partition it over more dp ranks".to_owned(),
+            _ if self.mesh.shape().divides_model() => "partition it over more dp ranks".to_owned(),
             1 => "set a shard size > 1 (`zero_optimization.mics_shard_size`)".to_owned(),
             sp => format!(
                 "set --zero-partition-axes dp,sp (`ulysses.zero_partition_axes`) to partition it over the {sp} sp ranks"
             ),
         };
         Some(format!(
-            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state{of_tp}; {remedy}"
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state{owner}; {remedy}"
         ))
     }
 

@@ -1,62 +1,29 @@
-//! The sizes of the (dp, sp, tp) mesh, on which a file, or the flags that replace its sizes, and the world size must agree.
+//! The sizes of the mesh axes, on which a file, or the flags that replace its sizes, and the world size must agree.
 
 use super::reader::Position;
-use crate::mesh::TrainingShape;
+use crate::mesh::{MeshShape, PerAxis};
 use std::fmt;
 
 /// The most ranks of a mesh. A plan of more would take hours.
 const MAX_RANKS: usize = 1 << 17;
 
-/// The sizes of the mesh axes. Written as `dp 2 × sp 4`, with tp if it is larger than 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MeshShape {
-    /// Data-parallel ranks.
-    pub dp: usize,
-    /// Sequence-parallel ranks.
-    pub sp: usize,
-    /// Tensor-parallel ranks.
-    pub tp: usize,
-}
-
-impl fmt::Display for MeshShape {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dp, sp, tp } = self;
-        write!(f, "dp {dp} × sp {sp}")?;
-        if *tp > 1 { write!(f, " × tp {tp}") } else { Ok(()) }
-    }
-}
-
-impl MeshShape {
-    /// Returns the sizes as the flag `--mesh` takes them: `2x4`, with tp if it is larger than 1.
-    pub fn notation(self) -> String {
-        let Self { dp, sp, tp } = self;
-        if tp > 1 { format!("{dp}x{sp}x{tp}") } else { format!("{dp}x{sp}") }
-    }
-}
-
-impl From<TrainingShape> for MeshShape {
-    fn from(TrainingShape { dp, sp, tp, .. }: TrainingShape) -> Self {
-        Self { dp, sp, tp }
-    }
-}
-
 /// Every size that a config states, by axis.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StatedSizes {
-    /// Those of dp.
-    pub dp: Vec<StatedSize>,
-    /// Those of sp.
-    pub sp: Vec<StatedSize>,
-    /// Those of tp.
-    pub tp: Vec<StatedSize>,
+pub type StatedSizes = PerAxis<Vec<StatedSize>>;
+
+impl Default for StatedSizes {
+    fn default() -> Self {
+        Self { pp: Vec::new(), dp: Vec::new(), sp: Vec::new(), tp: Vec::new() }
+    }
 }
 
 impl StatedSizes {
     /// Adds the sizes of a mesh.
-    pub(super) fn add(&mut self, MeshShape { dp, sp, tp }: MeshShape, origin: SizeOrigin) {
-        for (sizes, size) in [(&mut self.dp, dp), (&mut self.sp, sp), (&mut self.tp, tp)] {
+    pub(super) fn add(&mut self, mesh: MeshShape, origin: SizeOrigin) {
+        let stated = std::mem::take(self).zip(mesh);
+        *self = stated.map(|_, (mut sizes, size)| {
             sizes.push(StatedSize { size, origin });
-        }
+            sizes
+        });
     }
 }
 
@@ -106,7 +73,7 @@ pub enum MeshShapeError {
          or give `--mesh DPxSP`, which replaces both"
     )]
     Contradiction {
-        /// The axis: `dp`, `sp` or `tp`.
+        /// The axis, such as `dp`.
         axis: &'static str,
         /// The first size.
         first: StatedSize,
@@ -123,15 +90,13 @@ pub enum MeshShapeError {
         /// Ranks that there are.
         world_size: usize,
     },
-    /// The world size is not a multiple of sp × tp.
-    #[error("a world of {world_size} ranks does not divide into {}", dp_row(*sp, *tp))]
+    /// The world size is not a multiple of the other axes' ranks.
+    #[error("a world of {world_size} ranks does not divide into {}", groups(*others))]
     Indivisible {
         /// Ranks that there are.
         world_size: usize,
-        /// Sequence-parallel ranks.
-        sp: usize,
-        /// Tensor-parallel ranks.
-        tp: usize,
+        /// The mesh, with a dp of 1.
+        others: MeshShape,
     },
     /// The data-parallel size is not a multiple of ZeRO's shard size.
     #[error("dp {dp} is not a multiple of ZeRO's shard size, {shard_size}")]
@@ -164,11 +129,27 @@ pub enum MeshShapeError {
         /// The mesh.
         mesh: MeshShape,
     },
-    /// A feature that does not support tensor parallelism.
-    #[error("tp is {tp}, but {feature} does not support tensor parallelism: {remedy}, or use tp 1")]
-    WithTensorParallelism {
-        /// Tensor-parallel ranks.
-        tp: usize,
+    /// `ulysses.pipeline.layers_per_stage` is for another number of stages.
+    #[error(
+        "pp is {pp}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it"
+    )]
+    LayersPerStage {
+        /// Stages.
+        pp: usize,
+        /// Entries.
+        entries: usize,
+    },
+    /// A feature that does not support an axis.
+    #[error(
+        "{axis} is {size}, but {feature} does not support {parallelism} parallelism: {remedy}, or use {axis} 1"
+    )]
+    Unsupported {
+        /// The axis.
+        axis: &'static str,
+        /// Its ranks.
+        size: usize,
+        /// Its kind of parallelism.
+        parallelism: &'static str,
         /// The feature, by its key.
         feature: String,
         /// The change that makes the config valid.
@@ -176,31 +157,37 @@ pub enum MeshShapeError {
     },
 }
 
-/// The ranks with the same sequences, in the message of [`MeshShapeError::Indivisible`].
-fn dp_row(sp: usize, tp: usize) -> String {
-    match tp {
-        1 => format!("sequence-parallel groups of {sp}"),
-        _ => format!("groups of sp {sp} × tp {tp} ranks"),
+/// The ranks of one dp rank, in the message of [`MeshShapeError::Indivisible`].
+fn groups(others: MeshShape) -> String {
+    let axes: Vec<_> = others.axes().into_iter().filter(|(axis, _)| *axis != "dp").collect();
+    match axes[..] {
+        [("sp", sp)] => format!("sequence-parallel groups of {sp}"),
+        _ => {
+            let axes: Vec<_> = axes.into_iter().map(|(axis, size)| format!("{axis} {size}")).collect();
+            format!("groups of {} ranks", axes.join(" × "))
+        }
     }
 }
 
-impl MeshShape {
-    /// Returns the mesh that all settings agree on: sp and tp default to 1, dp to the world size / (sp × tp), or 1.
+impl StatedSizes {
+    /// Returns the mesh that all settings agree on: sizes default to 1, but that of dp to the ranks of the world that the others
+    /// leave.
     ///
     /// # Errors
     /// When two sizes contradict each other, or the mesh size is not the world size.
-    pub fn resolve(stated: &StatedSizes, world_size: Option<usize>) -> Result<Self, MeshShapeError> {
-        let [sp, tp] =
-            [agreed_size("sp", &stated.sp)?, agreed_size("tp", &stated.tp)?].map(|size| size.unwrap_or(1));
-        let dp_row = sp.saturating_mul(tp);
-        let dp = match (agreed_size("dp", &stated.dp)?, world_size) {
+    pub fn resolve(&self, world_size: Option<usize>) -> Result<MeshShape, MeshShapeError> {
+        let agreed = self.clone().try_map(|axis, stated| agreed_size(axis, &stated))?;
+        let others = MeshShape { dp: 1, ..agreed.map(|_, size| size.unwrap_or(1)) };
+        let dp = match (agreed.dp, world_size) {
             (Some(dp), _) => dp,
             (None, None) => 1,
-            (None, Some(ranks)) if ranks > 0 && ranks.is_multiple_of(dp_row) => ranks / dp_row,
-            (None, Some(world_size)) => return Err(MeshShapeError::Indivisible { world_size, sp, tp }),
+            (None, Some(ranks)) if ranks > 0 && ranks.is_multiple_of(others.num_ranks()) => {
+                ranks / others.num_ranks()
+            }
+            (None, Some(world_size)) => return Err(MeshShapeError::Indivisible { world_size, others }),
         };
-        let mesh = Self { dp, sp, tp };
-        let num_ranks = dp.checked_mul(dp_row).filter(|ranks| *ranks <= MAX_RANKS);
+        let mesh = MeshShape { dp, ..others };
+        let num_ranks = mesh.checked_num_ranks().filter(|ranks| *ranks <= MAX_RANKS);
         let num_ranks = num_ranks.ok_or(MeshShapeError::Overflow { mesh })?;
         match world_size {
             Some(world_size) if world_size != num_ranks => {
@@ -211,18 +198,16 @@ impl MeshShape {
     }
 }
 
-impl MeshShape {
-    /// Returns the shard size of ZeRO that all settings agree on, if there is one.
-    ///
-    /// # Errors
-    /// When two sizes contradict each other, or the size does not divide dp.
-    pub(super) fn shard_size(stated: &[StatedSize], dp: usize) -> Result<Option<usize>, MeshShapeError> {
-        let Some(size) = agreed_size("ZeRO's shard size", stated)? else { return Ok(None) };
-        if !dp.is_multiple_of(size) {
-            return Err(MeshShapeError::ShardSize { dp, shard_size: stated[0] });
-        }
-        Ok(Some(size))
+/// Returns the shard size of ZeRO that all settings agree on, if there is one.
+///
+/// # Errors
+/// When two sizes contradict each other, or the size does not divide dp.
+pub(super) fn shard_size(stated: &[StatedSize], dp: usize) -> Result<Option<usize>, MeshShapeError> {
+    let Some(size) = agreed_size("ZeRO's shard size", stated)? else { return Ok(None) };
+    if !dp.is_multiple_of(size) {
+        return Err(MeshShapeError::ShardSize { dp, shard_size: stated[0] });
     }
+    Ok(Some(size))
 }
 
 fn agreed_size(axis: &'static str, stated: &[StatedSize]) -> Result<Option<usize>, MeshShapeError> {
@@ -238,29 +223,31 @@ mod tests {
     use super::*;
 
     /// Resolves sizes that the flag `--mesh` states, 0 for none.
-    fn resolve([dp, sp, tp]: [usize; 3], world_size: Option<usize>) -> Result<MeshShape, MeshShapeError> {
-        let stated = |size| match size {
+    fn resolve([pp, dp, sp, tp]: [usize; 4], world_size: Option<usize>) -> Result<MeshShape, MeshShapeError> {
+        let stated = |_: &str, size| match size {
             0 => Vec::new(),
             size => vec![StatedSize { size, origin: SizeOrigin::Flag }],
         };
-        let stated = StatedSizes { dp: stated(dp), sp: stated(sp), tp: stated(tp) };
-        MeshShape::resolve(&stated, world_size)
+        MeshShape { pp, dp, sp, tp }.map(stated).resolve(world_size)
     }
 
     #[test]
     fn missing_sizes_come_from_the_world() {
-        for (stated, world_size, [dp, sp, tp]) in [
-            ([0, 0, 0], None, [1, 1, 1]),
-            ([0, 2, 0], None, [1, 2, 1]),
-            ([3, 0, 0], None, [3, 1, 1]),
-            ([0, 0, 0], Some(4), [4, 1, 1]),
-            ([0, 2, 0], Some(8), [4, 2, 1]),
-            ([4, 2, 0], Some(8), [4, 2, 1]),
-            ([0, 0, 2], None, [1, 1, 2]),
-            ([0, 2, 2], Some(12), [3, 2, 2]),
-            ([0, 0, 4], Some(8), [2, 1, 4]),
+        for (stated, world_size, expected) in [
+            ([0, 0, 0, 0], None, [1, 1, 1, 1]),
+            ([0, 0, 2, 0], None, [1, 1, 2, 1]),
+            ([0, 3, 0, 0], None, [1, 3, 1, 1]),
+            ([0, 0, 0, 0], Some(4), [1, 4, 1, 1]),
+            ([0, 0, 2, 0], Some(8), [1, 4, 2, 1]),
+            ([0, 4, 2, 0], Some(8), [1, 4, 2, 1]),
+            ([0, 0, 0, 2], None, [1, 1, 1, 2]),
+            ([0, 0, 2, 2], Some(12), [1, 3, 2, 2]),
+            ([0, 0, 0, 4], Some(8), [1, 2, 1, 4]),
+            ([3, 0, 0, 0], None, [3, 1, 1, 1]),
+            ([2, 0, 2, 2], Some(16), [2, 2, 2, 2]),
         ] {
-            assert_eq!(resolve(stated, world_size), Ok(MeshShape { dp, sp, tp }), "{stated:?}");
+            let resolved = resolve(stated, world_size).map(MeshShape::into_array);
+            assert_eq!(resolved, Ok(expected), "{stated:?}");
         }
     }
 
@@ -268,23 +255,27 @@ mod tests {
     fn a_mesh_that_does_not_fill_the_world_is_refused() {
         let error = |stated, world_size| resolve(stated, world_size).unwrap_err().to_string();
         assert_eq!(
-            error([2, 2, 0], Some(8)),
+            error([0, 2, 2, 0], Some(8)),
             "the mesh of dp 2 × sp 2 = 4 ranks does not fill a world of 8 ranks"
         );
         assert_eq!(
-            error([2, 2, 2], Some(16)),
+            error([0, 2, 2, 2], Some(16)),
             "the mesh of dp 2 × sp 2 × tp 2 = 8 ranks does not fill a world of 16 ranks"
         );
         assert_eq!(
-            error([0, 4, 0], Some(6)),
+            error([0, 0, 4, 0], Some(6)),
             "a world of 6 ranks does not divide into sequence-parallel groups of 4"
         );
         assert_eq!(
-            error([0, 2, 2], Some(6)),
+            error([0, 0, 2, 2], Some(6)),
             "a world of 6 ranks does not divide into groups of sp 2 × tp 2 ranks"
         );
-        assert!(error([0, 0, 0], Some(0)).contains("a world of 0 ranks"));
-        assert!(error([usize::MAX, 2, 0], None).contains("too large"));
-        assert!(error([1, usize::MAX, 2], None).contains("× tp 2 ranks is too large"));
+        assert_eq!(
+            error([2, 0, 2, 1], Some(6)),
+            "a world of 6 ranks does not divide into groups of pp 2 × sp 2 ranks"
+        );
+        assert!(error([0, 0, 0, 0], Some(0)).contains("a world of 0 ranks"));
+        assert!(error([0, usize::MAX, 2, 0], None).contains("too large"));
+        assert!(error([0, 1, usize::MAX, 2], None).contains("× tp 2 ranks is too large"));
     }
 }

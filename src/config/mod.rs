@@ -55,13 +55,14 @@ pub(crate) mod vocabulary;
 #[cfg(test)]
 mod tests;
 
+pub use crate::mesh::MeshShape;
 pub use crate::optim::{Adagrad, Adam, Lamb, Lion, OptimizerConfig, Sgd};
 pub use batch::{BatchError, BatchSizes};
 pub use config::{Config, LossNormalization, ResolvedAuto};
 pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
 pub use error::ConfigError;
 pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
-pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
+pub use mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
 pub use overrides::Overrides;
 pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;
@@ -77,6 +78,7 @@ pub use sections::mesh_rules::MeshRule;
 pub use sections::mesh_spec::StatedMesh;
 pub use sections::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
 pub use sections::parameter_groups::{GroupRate, NamePattern, ParameterGroup};
+pub use sections::pipeline::{PipelineConfig, PipelineSchedule, StagesError};
 pub use sections::precision::{CommunicationDtype, DynamicLossScale, LossScale, Precision};
 pub use sections::scheduler::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,

@@ -1,11 +1,10 @@
 //! The command-line flags that override the file.
 
 use super::error::ConfigError;
-use super::mesh_shape::MeshShape;
 use super::sections::data::{DataSource, Packing};
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::ulysses::UlyssesConfig;
-use crate::mesh::{Cluster, MeshSpec, Preset, TrainingShape};
+use crate::mesh::{Cluster, MeshShape, MeshSpec, Preset, TrainingShape};
 
 /// Values of command-line flags. Flags override the file; sizes of a mesh that differ are noted.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,7 +53,7 @@ impl Overrides {
     pub fn with_mesh(self, mesh: &StatedMesh) -> Self {
         let TrainingShape { ring_size, shard_size, .. } = mesh.shape;
         let (layout, preset) = (mesh.layout(), mesh.preset);
-        Self { mesh: Some(mesh.shape.into()), ring_size, layout, preset, shard_size, ..self }
+        Self { mesh: Some(mesh.shape.sizes), ring_size, layout, preset, shard_size, ..self }
     }
 
     /// Applies the flags to the section that they override.
@@ -93,7 +92,10 @@ impl Overrides {
             }
             _ => Ok(()),
         };
-        at_least_1("mesh", self.mesh.map(|MeshShape { dp, sp, tp }| dp.min(sp).min(tp) as u64))?;
+        at_least_1(
+            "mesh",
+            self.mesh.and_then(|mesh| mesh.into_array().into_iter().min()).map(|size| size as u64),
+        )?;
         at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
         at_least_1("steps", self.steps)?;
         at_least_1("epochs", self.epochs)?;

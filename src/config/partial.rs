@@ -4,9 +4,10 @@ use super::auto::TOTAL_NUM_STEPS;
 use super::batch::BatchError;
 use super::config::Config;
 use super::error::ConfigError;
-use super::mesh_shape::{MeshShape, MeshShapeError, StatedSize};
+use super::mesh_shape::MeshShapeError;
 use super::overrides::Overrides;
 use super::raw::RawConfig;
+use crate::mesh::MeshShape;
 use serde_json::{Value, json};
 
 /// A config that is resolved as far as possible.
@@ -102,8 +103,8 @@ impl RawConfig {
     }
 
     fn assume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> UnresolvedValue {
-        let size = |stated: &[StatedSize]| stated.first().map_or(1, |stated| stated.size);
-        let mesh = MeshShape { dp, sp: size(&self.sizes.sp), tp: size(&self.sizes.tp) };
+        let stated = self.sizes.clone().map(|_, stated| stated.first().map_or(1, |stated| stated.size));
+        let mesh = MeshShape { dp, ..stated };
         overrides.mesh = Some(mesh);
         UnresolvedValue {
             key: "data_parallel_size",

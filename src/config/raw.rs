@@ -12,6 +12,7 @@ use super::sections::precision::Precision;
 use super::sections::ulysses::Backend;
 use super::sections::zero::stated_shard_sizes;
 use super::settings::Settings;
+use crate::mesh::MeshShape;
 use std::path::Path;
 use std::time::Duration;
 
@@ -134,10 +135,13 @@ impl RawConfig {
         self.gradient_accumulation_steps
     }
 
-    /// Returns the size of tp that the file states first, if any.
-    pub fn tensor_parallel_size(&self) -> Option<usize> {
-        let of_mesh = || Some(self.config.ulysses.mesh.as_ref()?.training_shape().ok()?.tp);
-        self.sizes.tp.first().map(|stated| stated.size).or_else(of_mesh)
+    /// Returns the sizes of pp and tp that the file states first, or 1. Searches of a mesh keep them: they divide the model.
+    pub fn divided_model(&self) -> MeshShape {
+        let shape = self.config.ulysses.mesh.as_ref().and_then(|mesh| mesh.training_shape().ok());
+        let of_mesh = shape.map_or(MeshShape::ONE_RANK, |shape| shape.sizes);
+        let stated = self.sizes.clone().zip(of_mesh);
+        let sizes = stated.map(|_, (stated, of_mesh)| stated.first().map_or(of_mesh, |stated| stated.size));
+        MeshShape { dp: 1, sp: 1, ..sizes }
     }
 
     /// Returns the config for one batch of `batch_size` sequences, in `accumulation` forward passes on any mesh: the batch
@@ -163,11 +167,11 @@ impl RawConfig {
     /// Returns the config without sp and ZeRO's shard size, for a mesh that is not known yet.
     #[must_use]
     pub fn without_replicas(self) -> Self {
-        let tp =
-            self.tensor_parallel_size().map(|size| StatedSize { size, origin: self.origin_of_stated(false) });
+        let MeshShape { pp, tp, .. } = self.divided_model();
+        let stated = |size| vec![StatedSize { size, origin: self.origin_of_stated(false) }];
+        let (pp, tp) = (stated(pp), stated(tp));
         let mut raw = Self { shard_sizes: Vec::new(), ..self.without_mesh() };
-        raw.sizes.sp.clear();
-        raw.sizes.tp = tp.into_iter().collect();
+        raw.sizes = StatedSizes { pp, sp: Vec::new(), tp, ..raw.sizes };
         raw
     }
 

@@ -4,16 +4,16 @@ use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::config::Config;
 use super::error::ConfigError;
-use super::mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize, StatedSizes};
+use super::mesh_shape::{MeshShapeError, SizeOrigin, StatedSize, StatedSizes, shard_size};
 use super::overrides::Overrides;
 use super::raw::RawConfig;
 use super::reader::Note;
-use super::sections::mesh::MeshConfig;
 use super::sections::mesh_rules::AppliedRule;
 use super::sections::mesh_spec::StatedMesh;
 use super::sections::scheduler::SchedulerConfig;
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::PartitionAxes;
+use crate::mesh::{MeshShape, PP_AXIS, TP_AXIS};
 
 impl RawConfig {
     /// Applies flags and defaults, and computes mesh and batch sizes.
@@ -38,15 +38,15 @@ impl RawConfig {
             None => self.stated_mesh(overrides)?,
         };
         // `--mesh` replaces sizes of the file; an equal mesh of the file keeps its order of ranks.
-        let replaced = self.sizes_that_flags_replace(stated.as_ref(), overrides);
+        let replaced = overrides.mesh.map_or_else(Vec::new, |mesh| self.replaced_sizes(mesh));
         if let Some(flag) = overrides.mesh {
-            stated = stated.filter(|stated| MeshShape::from(stated.shape) == flag);
+            stated = stated.filter(|stated| stated.shape.sizes == flag);
         }
         let is_of_rule = applied_rule.is_some();
         let mesh = self.resolve_mesh(stated.as_ref(), is_of_rule, overrides)?;
         self.check_preset(stated.as_ref(), is_of_rule, overrides)?;
         let mut config = self.config.clone();
-        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp, tp_size: mesh.tp };
+        config.mesh = mesh.into();
         config.zero.mics_shard_size =
             self.stated_shard_size(mesh.dp, stated.as_ref(), is_of_rule, overrides)?;
         let is_dp_set = stated.is_some()
@@ -67,14 +67,15 @@ impl RawConfig {
         config.notes.extend(replaced.into_iter().map(Note::warning));
         config.notes.extend(stated.as_ref().and_then(|stated| stated.note.clone()).map(Note::warning));
         config.ulysses.mesh = overrides.layout.clone().or(stated.map(|stated| stated.spec));
-        if mesh.tp == 1 && self.has_deepspeeds_axes(applied_rule.as_ref()) {
+        if !mesh.divides_model() && self.has_deepspeeds_axes(applied_rule.as_ref()) {
             config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
             config.notes.push(Note::info(
                 "the file sets `sequence_parallel_size`, but neither `mesh_param` nor `data_parallel_size`: ZeRO partitions \
                  over dp × sp, as in DeepSpeed; `ulysses.zero_partition_axes` selects other axes",
             ));
         }
-        self.check_tensor_parallelism(&config)?;
+        self.check_divided_model(&config)?;
+        self.check_stages(&mut config)?;
         config.notes.extend(config.communication_note().map(Note::warning));
         config.scheduler = self.resolve_scheduler(&config.ulysses)?;
         config.notes.extend(self.resolved_notes(config.scheduler.as_ref()));
@@ -125,19 +126,17 @@ impl RawConfig {
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
-    /// Returns a note on each size of the file that `--mesh` replaces.
-    fn sizes_that_flags_replace(&self, stated: Option<&StatedMesh>, overrides: &Overrides) -> Vec<String> {
-        let Some(MeshShape { dp, sp, tp }) = overrides.mesh else { return Vec::new() };
+    /// Returns a note on each size of the file that `mesh`, of the flag `--mesh`, replaces.
+    pub fn replaced_sizes(&self, mesh: MeshShape) -> Vec<String> {
         let mut sizes = self.sizes.clone();
-        if let Some(stated) = stated {
-            sizes.add(stated.shape.into(), self.origin_of_stated(false));
+        if let Some(shape) = self.config.ulysses.mesh.as_ref().and_then(|spec| spec.training_shape().ok()) {
+            sizes.add(shape.sizes, self.origin_of_stated(false));
         }
-        let axes = [("dp", sizes.dp, dp), ("sp", sizes.sp, sp), ("tp", sizes.tp, tp)];
-        let replaced = axes.into_iter().flat_map(|(axis, sizes, flag)| {
+        let replaced = sizes.zip(mesh).map(|axis, (sizes, flag)| {
             let differing = sizes.into_iter().filter(move |stated| stated.size != flag);
             differing.map(move |stated| format!("--mesh sets {axis} {flag} instead of {stated}"))
         });
-        replaced.collect()
+        replaced.into_array().into_iter().flatten().collect()
     }
 
     /// Returns `ulysses.mesh`, resolved for the job.
@@ -167,21 +166,25 @@ impl RawConfig {
         let is_replaced = is_of_rule || overrides.mesh.is_some();
         let mut sizes = if is_replaced { StatedSizes::default() } else { self.sizes.clone() };
         if let Some(stated) = stated {
-            sizes.add(stated.shape.into(), self.origin_of_stated(is_of_rule));
+            sizes.add(stated.shape.sizes, self.origin_of_stated(is_of_rule));
         }
         if let Some(flag) = overrides.mesh {
             sizes.add(flag, SizeOrigin::Flag);
         }
-        MeshShape::resolve(&sizes, overrides.world_size).map_err(|reason| self.mesh_error(reason))
+        sizes.resolve(overrides.world_size).map_err(|reason| self.mesh_error(reason))
     }
 
     fn mesh_error(&self, reason: MeshShapeError) -> ConfigError {
         ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) }
     }
 
-    /// Refuses what does not support tensor parallelism.
-    fn check_tensor_parallelism(&self, config: &Config) -> Result<(), ConfigError> {
-        let tp = config.mesh.tp_size;
+    /// Refuses what supports neither pipeline nor tensor parallelism.
+    fn check_divided_model(&self, config: &Config) -> Result<(), ConfigError> {
+        let MeshShape { pp, tp, .. } = config.mesh.shape();
+        let axes = [(PP_AXIS, pp, "pipeline"), (TP_AXIS, tp, "tensor")];
+        let Some((axis, size, parallelism)) = axes.into_iter().find(|(_, size, _)| *size > 1) else {
+            return Ok(());
+        };
         let key = |key: &str, is_set: bool| is_set.then(|| format!("`{key}`"));
         let copies = config.checkpoint.as_ref().and_then(|checkpoint| checkpoint.memory_interval);
         let shard_size = config.zero_shard_size().map(|size| format!("ZeRO's shard size, {size},"));
@@ -193,11 +196,26 @@ impl RawConfig {
             (key("checkpoint.memory_interval", copies.is_some()), "remove it"),
         ];
         let refused = features.into_iter().find_map(|(feature, remedy)| Some((feature?, remedy)));
-        match refused.filter(|_| tp > 1) {
+        refused.map_or(Ok(()), |(feature, remedy)| {
+            let reason = MeshShapeError::Unsupported { axis, size, parallelism, feature, remedy };
+            Err(self.mesh_error(reason))
+        })
+    }
+
+    /// Checks that `ulysses.pipeline.layers_per_stage` has an entry for each stage; with one stage it has no effect.
+    fn check_stages(&self, config: &mut Config) -> Result<(), ConfigError> {
+        let pp = config.mesh.pp_size;
+        match config.ulysses.pipeline.layers_per_stage.as_ref().map(Vec::len) {
             None => Ok(()),
-            Some((feature, remedy)) => {
-                Err(self.mesh_error(MeshShapeError::WithTensorParallelism { tp, feature, remedy }))
+            Some(_) if pp == 1 => {
+                let note = "`ulysses.pipeline.layers_per_stage` has no effect: pp is 1";
+                config.notes.push(Note::warning(note));
+                Ok(())
             }
+            Some(entries) if entries != pp => {
+                Err(self.mesh_error(MeshShapeError::LayersPerStage { pp, entries }))
+            }
+            Some(_) => Ok(()),
         }
     }
 
@@ -229,7 +247,7 @@ impl RawConfig {
         let stated = stated.map(|size| StatedSize { size, origin: self.origin_of_stated(is_of_rule) });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
         let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(stated).chain(flag).collect();
-        MeshShape::shard_size(&stated, dp).map_err(|reason| self.mesh_error(reason))
+        shard_size(&stated, dp).map_err(|reason| self.mesh_error(reason))
     }
 
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {

@@ -59,7 +59,7 @@ impl Engine {
             // once.
             let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
-            self.begin_part(Moment::Backward { layer: index });
+            self.begin_part(Moment::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
@@ -71,9 +71,16 @@ impl Engine {
         tracing::trace_span!("embedding backward").in_scope(|| {
             self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()])
         })?;
-        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
+        self.flush_messages()?;
+        let dx = Some(dx).filter(|_| !self.model.input.keeps_gradient());
+        [dx, output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
         self.zero.reduce(0, boundary)?;
-        Ok(self.zero.finish_reductions()?)
+        self.zero.finish_reductions()?;
+        if boundary {
+            // Here, after all messages: the stages that share parameters wait for each other.
+            self.zero.sum_tied_gradients()?;
+        }
+        Ok(())
     }
 
     /// Backward of the objective. The views are dropped here. Otherwise they would keep its full parameters and

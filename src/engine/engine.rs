@@ -2,11 +2,12 @@
 
 use super::EngineError;
 use super::blocks::BlockAttention;
-use super::initialize::{attention, check_mesh, warn_about_candle_threads, zero_optimizer};
+use super::initialize::{attention, check_mesh, check_parameters, warn_about_candle_threads, zero_optimizer};
 use super::loss_scale::LossScaler;
 use super::memory::{PartPeak, PeakRecorder};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, storage};
+use super::pipeline::Pipeline;
 use super::step::Accumulation;
 use super::times::{StepPhase, StepTimer, StepTimes, Timed};
 use crate::comm::{CallTimes, CommTimer, EachCall, MeshGroups, ProcessGroup};
@@ -33,6 +34,8 @@ pub struct Engine {
     pub(super) attention: BlockAttention,
     /// The exchange of tokens, if there are tensor-parallel ranks.
     pub(super) token_exchange: Option<Arc<dyn TokenExchange>>,
+    /// The pipeline of which the model is a stage, if there is one.
+    pub(super) pipeline: Option<Pipeline>,
     pub(super) workspace: Arc<Workspace>,
     /// The last micro batch's, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
@@ -60,7 +63,8 @@ pub struct Engine {
 
 /// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
 /// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
-/// `groups` belong to a mesh with the axes `dp` and `sp`, and `tp` if layers are divided, and determine the device.
+/// `groups` belong to a mesh with the axes `dp` and `sp`, `tp` if the weights of layers are divided and `pp` if the layers are, and
+/// determine the device.
 ///
 /// # Errors
 /// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
@@ -106,6 +110,16 @@ impl Engine {
             warn_about_candle_threads();
         }
         check_mesh(config, &groups)?;
+        check_parameters(&model, config)?;
+        let workspace = Arc::new(Workspace::with_options(options.clone()));
+        let (model, pipeline) = match &groups.pipeline {
+            None => (model, None),
+            Some(groups) => {
+                let (stage, pipeline) = Pipeline::divide(model, config, groups, &workspace)?;
+                (stage, Some(pipeline))
+            }
+        };
+        let tied = pipeline.as_ref().map_or(&[][..], |pipeline| &pipeline.tied);
         let tp = groups.tensor.as_ref().map(|groups| &groups.tp);
         let model = match tp {
             Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
@@ -113,8 +127,7 @@ impl Engine {
         };
         let token_exchange = tp.map(|tp| Arc::new(TensorParallel::new(tp.clone())) as Arc<dyn TokenExchange>);
         let activation_offload = ActivationOffload::of(config, device)?;
-        let zero =
-            zero_optimizer(&model, weights, config, groups.clone(), storage(config, options.clone())?)?;
+        let zero = zero_optimizer(&model, tied, weights, config, groups.clone(), storage(config, options)?)?;
         tracing::debug!(
             stage = u8::from(config.zero.stage),
             dp_rank = groups.dp.rank(),
@@ -122,7 +135,6 @@ impl Engine {
             held_bytes = zero.state_bytes().total(),
             "initialized"
         );
-        let workspace = Arc::new(Workspace::with_options(options));
         let attention = BlockAttention::new(config, &groups, local_attention);
         let timer = StepTimer::new(device, model.layers.len());
         Ok(Self {
@@ -134,6 +146,7 @@ impl Engine {
             groups,
             attention,
             token_exchange,
+            pipeline,
             workspace,
             token_layout: None,
             activation_offload,
@@ -166,7 +179,8 @@ impl Engine {
     /// # Errors
     /// A failed collective.
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, EngineError> {
-        Ok(self.zero.gather_parameters()?)
+        let own = self.zero.gather_parameters()?;
+        self.tensors_of_all_stages(own)
     }
 
     /// The data-parallel group. It is the ZeRO world by default.

@@ -2,11 +2,12 @@
 
 use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, StagesError};
 use crate::data::DataError;
 use crate::mesh::{MeshError, TokenRanges};
 use crate::model::ModelError;
 use crate::nn::LayerError;
+use crate::pipeline::ScheduleError;
 use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
 use ulysses_kernels::OpError;
@@ -176,9 +177,31 @@ pub enum EngineError {
     /// Partitions that tensor parallelism does not support.
     #[error("with tensor-parallel ranks, ZeRO partitions over dp: neither over a part of it nor over sp")]
     ShardsWithTensorParallelism,
+    /// A feature that pipeline parallelism does not support.
+    #[error("{feature} does not support pipeline parallelism: use pp 1")]
+    WithPipeline {
+        /// The feature.
+        feature: &'static str,
+    },
+    /// Layers that do not fill the stages of the pipeline.
+    #[error(transparent)]
+    Stages(#[from] Box<StagesError>),
+    /// An input whose stages do not know the size of hidden states.
+    #[error(
+        "the input {input:?} does not say how many elements a token's hidden states have (`InputLayer::hidden_size`), which the \
+         stages of a pipeline exchange: use pp 1, or implement it"
+    )]
+    NoHiddenSize {
+        /// Name of the input.
+        input: String,
+    },
+    /// A pipeline's schedule is invalid.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
     /// An sp rank has fewer tokens than tensor-parallel ranks that share them.
     #[error(
-        "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: use longer sequences, or a smaller tp"
+        "{tokens} tokens per sequence and sp rank cannot be shared by tp = {tp_size} ranks: every rank needs a token, so the \
+         largest valid tp is {tokens}; longer sequences allow more"
     )]
     TooFewTokens {
         /// Tokens per sequence of an sp rank.

@@ -120,6 +120,7 @@ impl Engine {
         let begin = self.timer.now()?;
         let (losses, objective) = self.model.objective.forward(&params, &hidden, &local, &ctx)?;
         self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
+        self.flush_messages()?;
         let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
         let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {
@@ -170,9 +171,11 @@ impl Engine {
         let hidden = self.run_without_tape(&tokens, &ctx)?;
         let params = self.objective_parameters()?;
         let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx)?;
+        self.flush_messages()?;
         self.zero.release(self.objective_unit());
         let local = losses.sum()?;
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
+        self.settle_all_messages()?;
         // The bytes sent by an evaluation do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
         Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
@@ -190,6 +193,10 @@ impl Engine {
         let params = self.objective_parameters()?;
         let logits = self.model.objective.output(&params, &hidden, &ctx)?;
         self.zero.release(self.objective_unit());
+        self.flush_messages()?;
+        let logits = self.of_last_stage(logits)?;
+        self.settle_all_messages()?;
+        // Recycled once; another stage's message is, when it has been received.
         self.workspace.recycle(hidden);
         Ok(logits)
     }
@@ -231,7 +238,7 @@ impl Engine {
     ) -> Result<(Tensor, Saved), EngineError> {
         let (mut x, input) = self.run_input(batch, ctx)?;
         for index in 0..self.model.layers.len() {
-            self.begin_part(Moment::Forward { layer: index });
+            self.begin_part(Moment::Forward { layer: self.layer_number(index) });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;

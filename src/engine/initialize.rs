@@ -4,7 +4,7 @@ use super::EngineError;
 use super::parameter_groups::check_parameter_groups;
 use crate::comm::ProcessGroup;
 use crate::config::{AttentionChoice, Config};
-use crate::mesh::{RING_AXIS, SHARD_AXIS, TP_AXIS};
+use crate::mesh::{PP_AXIS, RING_AXIS, SHARD_AXIS, TP_AXIS};
 use crate::model::{Model, WeightSource};
 use crate::zero::{FlatLayout, Storage, ZeroGroups, ZeroOptimizer};
 use candle_core::Device;
@@ -22,14 +22,8 @@ pub(crate) fn attention(config: &Config, device: &Device) -> Result<FlashAttenti
     Ok(FlashAttention::new(kernels))
 }
 
-/// Creates the partitioned optimizer of a model, whose parameters are read from `weights`.
-pub(super) fn zero_optimizer(
-    model: &Model,
-    weights: &dyn WeightSource,
-    config: &Config,
-    groups: ZeroGroups,
-    storage: Storage,
-) -> Result<ZeroOptimizer, EngineError> {
+/// Checks the parameters of a whole model.
+pub(super) fn check_parameters(model: &Model, config: &Config) -> Result<(), EngineError> {
     let units = model.units();
     let mut names = HashSet::new();
     let parameters = units.iter().flat_map(|unit| &unit.parameters);
@@ -37,11 +31,25 @@ pub(super) fn zero_optimizer(
         return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
     }
     check_tied_shapes(model)?;
-    check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
+    check_parameter_groups(&config.ulysses.parameter_groups, &units)
+}
+
+/// Creates the partitioned optimizer of a model, whose parameters are read from `weights`. The `tied` ones are also those of
+/// another stage of the pipeline.
+pub(super) fn zero_optimizer(
+    model: &Model,
+    tied: &[String],
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: ZeroGroups,
+    storage: Storage,
+) -> Result<ZeroOptimizer, EngineError> {
+    let units = model.units();
     let layout = |unit: &crate::model::UnitSpec| {
         let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
         FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
             .with_shards(unit.parameters.iter().map(|spec| spec.shard.as_deref().cloned()))
+            .with_tied(|name| tied.iter().any(|tied| tied == name))
     };
     let layouts = units.iter().map(layout).collect();
     let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
@@ -78,10 +86,23 @@ pub(super) fn check_mesh(config: &Config, groups: &ZeroGroups) -> Result<(), Eng
     if groups.tensor.is_some() && groups.sharding.is_some() {
         return Err(EngineError::ShardsWithTensorParallelism);
     }
-    let tp_size = groups.tensor.as_ref().map_or(1, |groups| groups.tp.world_size());
-    if tp_size != config.mesh.tp_size {
-        let (axis, configured) = (TP_AXIS, config.mesh.tp_size);
-        return Err(EngineError::MeshMismatch { axis, configured, actual: tp_size });
+    let unsupported = [
+        (groups.sharding.is_some(), "ZeRO's partitions over other ranks than those of dp"),
+        (!groups.sp_blocks.is_empty() || config.ulysses.flexible_sp, "`ulysses.flexible_sp`"),
+    ];
+    if let Some((_, feature)) =
+        unsupported.into_iter().find(|(is_used, _)| *is_used && groups.pipeline.is_some())
+    {
+        return Err(EngineError::WithPipeline { feature });
+    }
+    let sizes = [
+        (TP_AXIS, config.mesh.tp_size, groups.tp_size()),
+        (PP_AXIS, config.mesh.pp_size, groups.num_stages()),
+    ];
+    if let Some((axis, configured, actual)) =
+        sizes.into_iter().find(|(_, configured, actual)| configured != actual)
+    {
+        return Err(EngineError::MeshMismatch { axis, configured, actual });
     }
     let ring_size = groups.ring.as_ref().map_or(1, |groups| groups.ring.world_size());
     if ring_size != config.seq_sharding().ring_size {

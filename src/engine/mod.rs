@@ -26,6 +26,7 @@ mod memory;
 mod moment;
 mod offload;
 mod parameter_groups;
+mod pipeline;
 mod report;
 mod state;
 mod step;

@@ -8,11 +8,12 @@ use crate::checkpoint::{
 };
 use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
+use crate::mesh::MeshShape;
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::RankSummary;
 use crate::nn::TensorRank;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::{RingGroups, StateBytes, TensorGroups};
+use crate::zero::{FlatLayout, RingGroups, StateBytes, TensorGroups};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -79,8 +80,9 @@ impl Engine {
         options: SaveOptions,
     ) -> Result<Saver, EngineError> {
         let mut names = HashSet::new();
-        if let Some(unit) = self.zero.layouts().find(|unit| !names.insert(unit.name())) {
-            return Err(EngineError::DuplicateUnit { name: unit.name().to_owned() });
+        let units = self.unit_entries()?;
+        if let Some(unit) = units.iter().find(|unit| !names.insert(&unit.name)) {
+            return Err(EngineError::DuplicateUnit { name: unit.name.clone() });
         }
         let part = self.groups.written_part();
         Ok(Saver::new(group, Arc::new(LocalStorage), directory, part, options)?)
@@ -110,6 +112,9 @@ impl Engine {
         group: Arc<dyn ProcessGroup>,
         directory: Option<&Path>,
     ) -> Result<Option<MemoryCopies>, EngineError> {
+        if self.pipeline.is_some() {
+            return Err(EngineError::WithPipeline { feature: "`checkpoint.memory_interval`" });
+        }
         Ok(MemoryCopies::new(group, directory, self.groups.written_part())?)
     }
 
@@ -160,7 +165,8 @@ impl Engine {
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {
         let RunRecord { run_id, model, source, data, evaluations } = run;
         let config = &self.config;
-        let mesh = MeshSizes { dp: config.mesh.dp_size, sp: config.mesh.sp_size, tp: self.groups.tp_size() };
+        let MeshShape { pp, dp, sp, tp } = config.mesh.shape();
+        let mesh = MeshSizes { dp, sp, tp, pp };
         Ok(Manifest {
             format_version: mesh.format_version(),
             run_id,
@@ -182,9 +188,19 @@ impl Engine {
             model,
             source,
             kinds: self.zero.state_kinds().into_iter().map(str::to_owned).collect(),
-            units: self.zero.layouts().map(UnitEntry::of).collect(),
+            units: self.unit_entries()?,
             files: Vec::new(),
         })
+    }
+
+    /// Returns the units of all stages. Collective over these.
+    fn unit_entries(&self) -> Result<Vec<UnitEntry>, EngineError> {
+        let stage = self.groups.stage();
+        // The boundaries of stages have no parameters, and all the same name.
+        let is_unit = |layout: &&FlatLayout| self.pipeline.is_none() || layout.numel() > 0;
+        let own = self.zero.saved_layouts().filter(is_unit);
+        let own = own.map(|layout| UnitEntry { stage, ..UnitEntry::of(layout) }).collect();
+        Ok(self.of_all_stages::<Vec<UnitEntry>>(own)?.concat())
     }
 
     /// Resumes from a checkpoint, saved on any mesh and at any ZeRO stage. Restores parameters, optimizer
@@ -195,7 +211,7 @@ impl Engine {
     /// A checkpoint of another model or optimizer, which leaves the engine unchanged; or one that cannot be
     /// read, which leaves it unusable.
     pub fn load_checkpoint(&mut self, checkpoint: &Checkpoint) -> Result<(), EngineError> {
-        checkpoint.check_fits(self.zero.layouts(), &self.zero.state_kinds())?;
+        checkpoint.check_fits(&self.unit_entries()?, &self.zero.state_kinds())?;
         let reader = RefCell::new(checkpoint.reader());
         let layouts: Vec<_> = self.zero.layouts().cloned().collect();
         self.is_broken = true;
@@ -295,7 +311,8 @@ impl Engine {
         let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
-        for (index, layer) in model.layers.iter().enumerate() {
+        let first = self.pipeline.as_ref().map_or(0, |pipeline| pipeline.layers.start);
+        for (index, layer) in model.layers.iter().skip(first).take(self.model.layers.len()).enumerate() {
             let layer = match &self.groups.tensor {
                 Some(TensorGroups { tp, .. }) => {
                     let tp = TensorRank { size: tp.world_size(), rank: tp.rank() };

@@ -8,7 +8,7 @@ use crate::data::FlexibleStep;
 use crate::model::Model;
 use crate::nn::ParameterSpec;
 use crate::placement::Placement;
-use crate::zero::{Buffer, ZeroAxis, ZeroError};
+use crate::zero::{Buffer, Division, ZeroAxis, ZeroError};
 use candle_core::Tensor;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -95,6 +95,7 @@ impl Engine {
         self.begin_part(Moment::Update);
         self.check_sequences(self.accumulation.batch_hash)?;
         let global = self.global_gradient()?;
+        self.settle_all_messages()?;
         let Accumulation { tokens, flexible, .. } = std::mem::take(&mut self.accumulation);
         // Micro batches have the same size on all dp ranks, unless their documents are assigned one by one.
         let tokens = flexible.map_or(tokens * self.config.mesh.dp_size as u64, |step| step.tokens);
@@ -162,7 +163,8 @@ impl Engine {
             first = groups.tp.all_reduce_values(&first, ReduceOp::Min)?;
         }
         let part = usize::try_from(first[0]).ok().and_then(|part| parts.get(part));
-        Ok(part.map_or("the loss", |(part, _)| part).to_owned())
+        let of_stages = self.of_all_stages(part.map(|(part, _)| part.clone()))?;
+        Ok(of_stages.into_iter().rev().flatten().next().unwrap_or_else(|| "the loss".to_owned()))
     }
 
     /// Objective, layers from last to first, input; each with the names of its parameters.
@@ -173,8 +175,10 @@ impl Engine {
         let Model { input, layers, objective } = &self.model;
         let of_input = names(input.parameters());
         // The gradient of a tied parameter is complete with the input's.
+        let tied = self.pipeline.as_ref().map_or(&[][..], |pipeline| &pipeline.tied);
+        let is_of_input = |name: &&str| of_input.contains(name) || tied.iter().any(|tied| tied == name);
         let of_objective =
-            names(objective.parameters()).into_iter().filter(|name| !of_input.contains(name)).collect();
+            names(objective.parameters()).into_iter().filter(|name| !is_of_input(name)).collect();
         let layers = layers.iter().rev().map(|layer| (layer.name().to_owned(), names(layer.parameters())));
         std::iter::once((format!("the {}", objective.name()), of_objective))
             .chain(layers)
@@ -225,10 +229,14 @@ impl Engine {
         Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
     }
 
-    /// Sums two numbers over dp, then over the ranks with other tokens.
+    /// Sums two numbers over dp, then over the ranks with other tokens, then over the stages.
+    /// All but the last have 0.
     pub(super) fn sum_over_mesh(&self, local: [f64; 2]) -> Result<[f64; 2], EngineError> {
         let dp = self.groups.dp.all_reduce_values(&local, ReduceOp::Sum)?;
-        let global = self.groups.tokens().all_reduce_values(&dp, ReduceOp::Sum)?;
+        let mut global = self.groups.tokens().all_reduce_values(&dp, ReduceOp::Sum)?;
+        if let Some(stages) = self.stages() {
+            global = stages.all_reduce_values(&global, ReduceOp::Sum)?;
+        }
         Ok([global[0], global[1]])
     }
 
@@ -239,7 +247,7 @@ impl Engine {
     /// An incomplete accumulation, or failed communication.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, EngineError> {
         let factor = self.global_gradient()?.factor;
-        let gradients = self.zero.gather_gradients()?;
+        let gradients = self.tensors_of_all_stages(self.zero.gather_gradients()?)?;
         let scaled = gradients.into_iter().map(|(name, gradient)| Ok((name, (gradient * factor)?)));
         scaled.collect()
     }
@@ -256,23 +264,27 @@ impl Engine {
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        self.check_replicas_of(false)?;
-        if self.groups.tensor.is_some() { self.check_replicas_of(true) } else { Ok(()) }
+        self.check_replicas_of(Division::Whole)?;
+        if self.groups.tensor.is_some() {
+            self.check_replicas_of(Division::OverTp)?;
+        }
+        let has_tied = self.zero.layouts().any(|layout| layout.division() == Division::Tied);
+        if has_tied { self.check_replicas_of(Division::Tied) } else { Ok(()) }
     }
 
-    /// [`check_replicas`](Self::check_replicas) of the parameters that the ranks of tp divide, or of the others.
-    fn check_replicas_of(&self, is_sharded: bool) -> Result<(), EngineError> {
+    /// [`check_replicas`](Self::check_replicas) of the parameters with one division.
+    fn check_replicas_of(&self, division: Division) -> Result<(), EngineError> {
         let buffers = [("parameters", Buffer::Parameters), ("optimizer state", Buffer::OptimizerState)];
-        let layout = |buffer| self.groups.layout(buffer, self.zero.stage(), is_sharded);
+        let layout = |buffer| self.groups.layout(buffer, self.zero.stage(), division);
         let mut compared = Vec::new();
         // Replicas of the partitions first.
         for (index, axis) in layout(Buffer::Parameters).into_iter().enumerate().rev() {
             let is_replicated = |buffer: Buffer| layout(buffer)[index].placement == Placement::Replicate;
             let replicated: Vec<_> =
                 buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
-            compared.extend(self.check_replicas_along(axis, &replicated, is_sharded)?);
+            compared.extend(self.check_replicas_along(axis, &replicated, division)?);
         }
-        let check = |(_, buffer)| self.zero.check_compared(buffer, is_sharded, &compared);
+        let check = |(_, buffer)| self.zero.check_compared(buffer, division, &compared);
         Ok(buffers.into_iter().try_for_each(check)?)
     }
 
@@ -281,12 +293,12 @@ impl Engine {
         &self,
         ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
-        is_sharded: bool,
+        division: Division,
     ) -> Result<Compared<'a>, EngineError> {
         if group.world_size() == 1 || buffers.is_empty() {
             return Ok(Vec::new());
         }
-        let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer, is_sharded));
+        let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer, division));
         let hashes = hashes.collect::<Result<Vec<u64>, ZeroError>>()?;
         match group.find_disagreement(&hashes)? {
             None => Ok(buffers.iter().map(|(_, buffer)| (*buffer, group)).collect()),
@@ -313,17 +325,16 @@ impl Engine {
         self.groups.by_axis().into_iter().map(|(_, group)| group.stats().total().bytes_sent).sum()
     }
 
-    /// Compares hashes of whole sequences along sp. If the loaders of a group had diverged, the loss
+    /// Compares hashes of whole sequences along sp and pp. If the loaders of a group had diverged, the loss
     /// would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
     pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
-        let tokens = self.groups.tokens();
-        if tokens.world_size() == 1 {
-            return Ok(());
+        let groups = std::iter::once(self.groups.tokens()).chain(self.stages());
+        for group in groups.filter(|group| group.world_size() > 1) {
+            if let Some((rank, _)) = group.find_disagreement(&[hash])? {
+                return Err(EngineError::SequencesDiffer { rank, first: group.global_ranks()[0] });
+            }
         }
-        match tokens.find_disagreement(&[hash])? {
-            None => Ok(()),
-            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: tokens.global_ranks()[0] }),
-        }
+        Ok(())
     }
 
     /// Compares values that must be equal on all ranks, each with a name. Ranks that disagree on the last
@@ -334,7 +345,7 @@ impl Engine {
     pub fn check_agreement(&mut self, numbers: &[(&'static str, u64)]) -> Result<(), EngineError> {
         let sent = self.bytes_sent();
         let values: Vec<u64> = numbers.iter().map(|(_, value)| *value).collect();
-        for group in [self.groups.tokens(), &self.groups.dp] {
+        for group in [self.groups.tokens(), &self.groups.dp].into_iter().chain(self.stages()) {
             if let Some((rank, index)) = group.find_disagreement(&values)? {
                 let (what, first) = (numbers[index].0, group.global_ranks()[0]);
                 return Err(EngineError::Disagreement { what, rank, first });

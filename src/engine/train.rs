@@ -92,12 +92,7 @@ impl Engine {
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
     ) -> Result<StepReport, EngineError> {
-        // Known once the first micro batch went backward.
-        while self.accumulation.micro_steps < self.micro_steps_per_step() {
-            let batch = next_micro_batch().map_err(|error| EngineError::Source(error.into()))?;
-            let loss = self.timed(StepPhase::Forward, |engine| engine.forward(&batch))?;
-            self.timed(StepPhase::Backward, |engine| engine.backward(loss))?;
-        }
+        self.run_micro_batches(|| next_micro_batch().map_err(|error| EngineError::Source(error.into())))?;
         let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
         self.timed(StepPhase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
     }
@@ -140,11 +135,10 @@ impl Engine {
     }
 
     fn accumulate(&mut self, micro_batches: &[MicroBatch]) -> Result<(), EngineError> {
-        for micro_batch in micro_batches {
-            let loss = self.forward(micro_batch)?;
-            self.backward(loss)?;
-        }
-        Ok(())
+        let mut rest = micro_batches.iter();
+        let accumulation = micro_batches.len();
+        let missing = || EngineError::NotAtBoundary { accumulation, done: accumulation };
+        self.run_micro_batches(|| rest.next().cloned().ok_or_else(missing))
     }
 }
 

@@ -5,14 +5,15 @@ use super::event::{Axis, Event};
 use super::recorder::{Phase, Recorder};
 use crate::comm::ProcessGroup;
 use crate::comm::fake::{FakeCollective, FakeGroup};
-use crate::config::Config;
+use crate::config::{Config, PipelineSchedule};
 use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
-use crate::mesh::{DeviceMesh, TOKENS_AXIS, TP_AXIS};
+use crate::mesh::{DeviceMesh, PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
 use crate::nn::ParameterSpec;
+use crate::pipeline::Action;
 use crate::placement::ledger::{self, LedgerGroup};
-use crate::zero::{CheckpointPart, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
+use crate::zero::{CheckpointPart, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
 use candle_core::Device;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -24,6 +25,9 @@ use ulysses_kernels::memory::live_bytes;
 /// Maximum number of micro batches that are run per step: the first, the second, one that represents all others, and the
 /// last, which reduces the gradients.
 const MAX_MICRO_BATCHES: usize = 4;
+
+/// Maximum number of micro batches of a planned step of the schedule `gpipe`, which has all of them in memory.
+const MAX_GPIPE_MICRO_BATCHES: usize = 1024;
 
 /// Maximum number of documents in a planned micro batch.
 pub(super) const MAX_DOCUMENTS: usize = 1 << 22;
@@ -127,7 +131,7 @@ impl Workload {
             return Err(EngineError::step_too_large(&config));
         }
         let accumulation = config.gradient_accumulation_steps;
-        config.gradient_accumulation_steps = accumulation.min(max_micro_batches);
+        config.gradient_accumulation_steps = accumulation.min(self.most_micro_batches(max_micro_batches)?);
         config.monitoring.comms_logger.enabled = false;
         let recorder = Arc::new(Mutex::new(Recorder::new(self.device, config.zero.stage)));
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
@@ -147,6 +151,18 @@ impl Workload {
         tracing::subscriber::with_default(silent, || {
             dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, run))
         })?
+    }
+
+    /// Returns the number of micro batches to run of a step for which `others` would be enough without a pipeline: so many that
+    /// all are in memory that a step has at once.
+    fn most_micro_batches(&self, others: usize) -> Result<usize, EngineError> {
+        let (pp, micro_batches) = (self.config.mesh.pp_size, self.config.gradient_accumulation_steps);
+        match self.config.ulysses.pipeline.schedule {
+            _ if pp == 1 => Ok(others),
+            PipelineSchedule::OneForwardOneBackward => Ok(others.max(pp + 2)),
+            PipelineSchedule::Gpipe if micro_batches <= MAX_GPIPE_MICRO_BATCHES => Ok(micro_batches),
+            PipelineSchedule::Gpipe => Err(EngineError::step_too_large(&self.config)),
+        }
     }
 
     /// Returns a micro batch without tokens.
@@ -193,18 +209,32 @@ impl DryRank {
     fn step(&mut self, accumulation: usize) -> Result<DryStep, EngineError> {
         self.recorder.lock().take();
         let num_run = self.engine.config().gradient_accumulation_steps;
-        let mut micro_batches = Vec::with_capacity(num_run);
-        for index in 0..num_run {
-            // Ids, labels and positions are not in tensors.
-            let tokens = self.batch.batch_size * self.batch.seq_len_local();
-            let _tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
-            self.begin(Phase::Forward);
-            let loss = self.engine.forward(&self.batch)?;
-            self.begin(Phase::Backward);
-            self.engine.backward(loss)?;
+        let mut micro_batches: Vec<(u64, Vec<Event>)> = Vec::with_capacity(num_run);
+        let mut started = BTreeMap::new();
+        let mut previous = None;
+        for Action { micro_batch, .. } in self.engine.passes(num_run)? {
+            match started.remove(&micro_batch) {
+                None => {
+                    // Ids, labels and positions are not in tensors.
+                    let tokens = self.batch.batch_size * self.batch.seq_len_local();
+                    let tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
+                    self.begin(Phase::Forward);
+                    started.insert(micro_batch, (self.engine.forward(&self.batch)?, tables));
+                }
+                Some((loss, _tables)) => {
+                    self.begin(Phase::Backward);
+                    self.engine.backward(loss)?;
+                }
+            }
             // The second to last one represents all that are not run.
-            let times = if index + 2 == num_run { accumulation - num_run + 1 } else { 1 };
-            micro_batches.push((times as u64, self.recorder.lock().take()));
+            let times = if micro_batch + 2 == num_run { accumulation - num_run + 1 } else { 1 };
+            let events = self.recorder.lock().take();
+            match micro_batches.last_mut() {
+                // A gather may be in flight between the two passes.
+                Some((_, earlier)) if previous == Some(micro_batch) => earlier.extend(events),
+                _ => micro_batches.push((times as u64, events)),
+            }
+            previous = Some(micro_batch);
         }
         self.begin(Phase::Update);
         self.engine.step()?;
@@ -239,11 +269,15 @@ fn fake_groups(
     rank: usize,
     recorder: &Arc<Mutex<Recorder>>,
 ) -> Result<ZeroGroups, EngineError> {
-    let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
+    let fake_of = |axis: Axis, ranks, own| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
-        let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
+        let group = FakeGroup::new(name, ranks, own)?;
         let observer = move |call: FakeCollective<'_>| recorder.lock().record_collective(axis, call);
         Ok(Arc::new(LedgerGroup::new(Arc::new(group.observed(Arc::new(observer))))))
+    };
+    let fake = |mesh: &DeviceMesh, axis: Axis| {
+        let name = axis.name();
+        fake_of(axis, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)
     };
     let sharding = match config.zero_shards() {
         None => None,
@@ -266,11 +300,25 @@ fn fake_groups(
             Some(TensorGroups { tp: fake(mesh, Axis::Tp)?, tokens: fake(&flat, Axis::Tokens)? })
         }
     };
+    let pipeline = match mesh.has_axis(PP_AXIS) {
+        false => None,
+        true => {
+            let (stages, stage) = (mesh.group_of(PP_AXIS, rank)?, mesh.coordinate_on(PP_AXIS, rank)?);
+            let pp = fake(mesh, Axis::Pp)?;
+            let tied = match (stage, stages.len() - 1 - stage) {
+                (0, 1) | (1, 0) => Some(pp.clone()),
+                (0, rest) => Some(fake_of(Axis::Tied, vec![stages[0], stages[rest]], 0)?),
+                (last, 0) => Some(fake_of(Axis::Tied, vec![stages[0], stages[last]], 1)?),
+                _ => None,
+            };
+            Some(PipelineGroups { pp, tied })
+        }
+    };
     let gradient_dtype = config.gradient_communication();
     let (dp, sp) = (fake(mesh, Axis::Dp)?, fake(mesh, Axis::Sp)?);
     // A plan is that of the fixed layout.
     let sp_blocks = Vec::new();
-    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, gradient_dtype })
+    Ok(ZeroGroups { dp, sp, sharding, ring, sp_blocks, tensor, pipeline, gradient_dtype })
 }
 
 #[cfg(test)]

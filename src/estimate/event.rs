@@ -1,7 +1,7 @@
 //! The events of a rank's step.
 
 use crate::comm::CollectiveOp;
-use crate::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
+use crate::mesh::{PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use std::fmt;
 use std::sync::Arc;
 use ulysses_kernels::device::dry::MatmulOp;
@@ -78,6 +78,8 @@ pub enum Purpose {
     ExchangeBackward,
     /// Gathers the tokens of the tensor-parallel ranks before a module, and sums and scatters its outputs.
     ExchangeTokens,
+    /// Passes activations to the next pipeline stage, and their gradients to the previous one.
+    PassActivations,
     /// Reduces the gradients of a unit over dp, sp or the ranks with other tokens.
     ReduceGradients,
     /// Gathers the updated parameters of a unit.
@@ -96,9 +98,10 @@ impl Purpose {
             | Self::ExchangeForward
             | Self::ExchangeBackward => false,
             Self::ReduceGradients => {
-                op == CollectiveOp::AllGather || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens)
+                op == CollectiveOp::AllGather
+                    || matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp | Axis::Tied)
             }
-            Self::Agree | Self::ExchangeTokens => true,
+            Self::Agree | Self::ExchangeTokens | Self::PassActivations => true,
         }
     }
 }
@@ -110,6 +113,7 @@ impl fmt::Display for Purpose {
             Self::ExchangeForward => "exchange forward",
             Self::ExchangeBackward => "exchange backward",
             Self::ExchangeTokens => "exchange tokens",
+            Self::PassActivations => "pass activations",
             Self::ReduceGradients => "reduce gradients",
             Self::PublishParameters => "publish parameters",
             Self::Agree => "losses and norms",
@@ -136,6 +140,10 @@ pub enum Axis {
     Tp,
     /// Ranks with other tokens of the same sequences, those of sp and tp, if there is tensor parallelism.
     Tokens,
+    /// Pipeline parallel.
+    Pp,
+    /// The first and the last stage of a pipeline, if they have tied parameters and are not all stages.
+    Tied,
 }
 
 impl Axis {
@@ -150,6 +158,7 @@ impl Axis {
             Self::Ulysses => ULYSSES_AXIS,
             Self::Tp => TP_AXIS,
             Self::Tokens => TOKENS_AXIS,
+            Self::Pp | Self::Tied => PP_AXIS,
         }
     }
 }

@@ -63,10 +63,10 @@ impl Workload {
         Ok(choices)
     }
 
-    /// Returns the workload on every mesh of its ranks and its tp that the batch, the shard size and the sequence length allow,
+    /// Returns the workload on every mesh of its ranks, with its pp and tp, that the batch, the shard size and the sequence length allow,
     /// by ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
     pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
-        let MeshConfig { dp_size, sp_size, tp_size } = self.config.mesh;
+        let MeshConfig { dp_size, sp_size, tp_size, .. } = self.config.mesh;
         let ranks = dp_size * sp_size;
         let max_sp = self.config.require_seq_len()? / tp_size;
         let sizes = (1..=max_sp.min(ranks)).filter(|sp| ranks.is_multiple_of(*sp));
@@ -111,7 +111,7 @@ impl Workload {
         let configured = config.micro_batch_size;
         workload.set_mesh(dp, sharding);
         // Training refuses it.
-        if workload.config.mesh.tp_size > 1 && workload.config.zero_shards().is_some() {
+        if workload.config.mesh.shape().divides_model() && workload.config.zero_shards().is_some() {
             return None;
         }
         let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;

@@ -13,6 +13,7 @@
 //! - [`Workload::fit`]: the cheapest settings that fit
 //! - [`Workload::propose`]: the mesh for a cluster
 //! - [`Workload::step_time`]: the time of a step on a machine with known rates
+//! - [`Workload::stage_plans`]: the plan of each pipeline stage
 //! - [`RankStep`]: the compute and communication of one step
 //! - [`scaling`]: the traffic of several kinds of sequence parallelism
 
@@ -29,6 +30,7 @@ mod rank_step;
 mod recorder;
 pub mod scaling;
 mod search;
+mod stages;
 mod tensor_rank;
 mod time;
 
@@ -41,12 +43,13 @@ pub use proposal::Proposal;
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{ModelFlops, PlannedCalls, RankStep, model_flops};
 pub use search::{Candidate, Criteria, Excess, MemoryBudget};
+pub use stages::StagePlan;
 pub use tensor_rank::{check_tensor_parallel, layers_of_tp_ranks};
 pub use time::StepTime;
 
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::mesh::{DeviceMesh, shard_range};
+use crate::mesh::{DeviceMesh, MeshShape, shard_range};
 use crate::model::ModelConfig;
 use crate::nn::{AttentionConfig, HeadChunk, LayerError};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -59,9 +62,11 @@ use ulysses_kernels::device::DeviceKind;
 /// Upper limit of the search for the longest sequence: positions have 32 bits.
 const MAX_SEQ_LEN: usize = 1 << 31;
 
-/// The ranks of a dp row, those of sp and tp, with the same numbers of tokens and heads.
+/// The ranks of a stage's first dp row, those of sp and tp, with the same numbers of tokens and heads.
 #[derive(Debug, Clone, Copy)]
 struct RankClass {
+    /// The pipeline stage.
+    stage: usize,
     /// The first rank of the class.
     rank: usize,
     /// The number of ranks in the class.
@@ -102,7 +107,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Returns the plan of the rank that needs most memory.
+    /// Returns the plan of the rank that needs most memory, of all pipeline stages.
     ///
     /// # Errors
     /// When the config has no `seq_len` or does not match the model or the mesh, or the bytes of a step overflow.
@@ -110,9 +115,7 @@ impl Workload {
         let mesh = self.mesh()?;
         let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(mesh.ranks()[kind.rank]));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
-        // The lowest of equal ranks; `max_by_key` takes the last.
-        let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
-        Ok(largest.unwrap_or_else(|| unreachable!("a mesh has a rank")))
+        Ok(RankPlan::largest(plans))
     }
 
     /// Returns the plan of one rank.
@@ -143,9 +146,25 @@ impl Workload {
         Nodes::new(mesh, &self.config, rank, self.ranks_per_node)
     }
 
-    /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
-    /// Other rows are equal, because partitions are padded to equal size.
+    /// Returns the distinct ranks of the first dp row of each stage. Other rows are equal, because partitions are padded to equal
+    /// size. Stages differ: by their layers, and by the micro batches that they keep.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
+        let MeshShape { pp, dp, .. } = self.config.mesh.shape();
+        let ranks_per_stage = dp * self.config.mesh.ranks_per_sequence();
+        let of_first = self.rank_classes_of_row()?;
+        let at = |stage| {
+            let class = move |class: &RankClass| RankClass {
+                stage,
+                rank: class.rank + stage * ranks_per_stage,
+                ..*class
+            };
+            of_first.iter().map(class)
+        };
+        Ok((0..pp).flat_map(at).collect())
+    }
+
+    /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
+    fn rank_classes_of_row(&self) -> Result<Vec<RankClass>, EngineError> {
         let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
         let layers = layers_of_tp_ranks(&self.model, tp_size)?;
@@ -174,7 +193,8 @@ impl Workload {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
                         let rank = (ring_rank * sharding.ulysses_size + ulysses_rank) * tp_size + tp_rank;
-                        of_ring_rank.push((kind, RankClass { rank, ranks: sharding.ring_size / ring_ranks }));
+                        let ranks = sharding.ring_size / ring_ranks;
+                        of_ring_rank.push((kind, RankClass { stage: 0, rank, ranks }));
                     }
                 }
             }

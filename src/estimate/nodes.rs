@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
 use crate::mesh::{
-    DeviceMesh, MeshError, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
+    DeviceMesh, MeshError, PP_AXIS, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -46,6 +46,9 @@ pub(super) struct Nodes {
     ulysses: Vec<usize>,
     tp: Vec<usize>,
     tokens: Vec<usize>,
+    pp: Vec<usize>,
+    /// The first and the last of `pp`.
+    tied: Vec<usize>,
 }
 
 impl Nodes {
@@ -68,6 +71,10 @@ impl Nodes {
             }
             false => (vec![rank], sp.clone()),
         };
+        let pp = match mesh.has_axis(PP_AXIS) {
+            true => mesh.group_of(PP_AXIS, rank)?,
+            false => vec![rank],
+        };
         let within_sp = mesh.ring(config.seq_sharding().ring_size)?;
         Ok(Self {
             own_node: rank / ranks_per_node,
@@ -79,6 +86,8 @@ impl Nodes {
             ulysses: within_sp.group_of(ULYSSES_AXIS, rank)?,
             tp,
             tokens,
+            tied: pp.iter().take(1).chain(pp.last()).copied().collect(),
+            pp,
         })
     }
 
@@ -92,6 +101,8 @@ impl Nodes {
             (Axis::Ulysses, _) => &self.ulysses,
             (Axis::Tp, _) => &self.tp,
             (Axis::Tokens, _) => &self.tokens,
+            (Axis::Pp, _) => &self.pp,
+            (Axis::Tied, _) => &self.tied,
         }
     }
 

@@ -3,7 +3,7 @@
 use super::{Candidate, Criteria, MemoryBudget, Workload};
 use crate::config::PartitionAxes;
 use crate::engine::EngineError;
-use crate::mesh::{Cluster, SeqSharding, UlyssesLimits};
+use crate::mesh::{Cluster, MeshShape, SeqSharding, UlyssesLimits};
 
 /// The longest ring that is tried: a plan of a ring runs all of its steps.
 const MAX_PROPOSED_RING: usize = 64;
@@ -21,9 +21,9 @@ pub struct Proposal {
 impl Workload {
     /// Proposes the mesh with the smallest sp whose ranks stay within `budget`. Sizes within a node come first, then
     /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
-    /// memory for communication; tp is the workload's. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
+    /// memory for communication; pp and tp are the workload's. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
     /// exceed the number of heads. The rest of the workload's mesh and its batch size are ignored: each data-parallel rank has one micro
-    /// batch.
+    /// batch, in a pipeline one per stage.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -62,7 +62,8 @@ impl Workload {
     /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
     /// rings that are too long to plan.
     fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
-        let tp_size = self.config.mesh.tp_size;
+        let MeshShape { pp, tp: tp_size, .. } = self.config.mesh.shape();
+        let of_stage = cluster.world_size() / (pp * tp_size);
         // Neighbors are one tp rank each.
         let (nodes, ranks_per_node) = (cluster.nodes, (cluster.ranks_per_node / tp_size).max(1));
         let max_sp = self.config.require_seq_len()? / tp_size;
@@ -71,21 +72,25 @@ impl Workload {
         let across = across.map(move |count| count * ranks_per_node);
         let limits = UlyssesLimits { ranks_per_node, ..self.ulysses_limits() };
         let is_short_ring = move |sp: &usize| SeqSharding::auto(*sp, limits).ring_size <= MAX_PROPOSED_RING;
-        Ok(within.chain(across).filter(move |sp| *sp <= max_sp && is_short_ring(sp)))
+        Ok(within
+            .chain(across)
+            .filter(move |sp| *sp <= max_sp && of_stage.is_multiple_of(*sp) && is_short_ring(sp)))
     }
 
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
         let sharding = SeqSharding::auto(sp, workload.ulysses_limits());
-        workload.set_mesh(cluster.world_size() / (sp * workload.config.mesh.tp_size), sharding);
+        let others = MeshShape { dp: 1, sp, ..workload.config.mesh.shape() };
+        workload.set_mesh(cluster.world_size() / others.num_ranks(), sharding);
         let config = &mut workload.config;
-        if config.mesh.tp_size > 1 {
+        if others.divides_model() {
             // Training refuses other partitions.
             config.ulysses.zero_partition_axes = PartitionAxes::Dp;
             config.zero.mics_shard_size = None;
         }
-        config.gradient_accumulation_steps = 1;
-        config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
+        // A pipeline with fewer micro batches than stages is mostly idle.
+        config.gradient_accumulation_steps = others.pp;
+        config.train_batch_size = config.micro_batch_size * others.pp * config.mesh.dp_size;
         workload
     }
 }
@@ -93,7 +98,7 @@ impl Workload {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, MeshConfig};
+    use crate::config::Config;
     use crate::model::shape;
     use ulysses_kernels::device::DeviceKind;
 
@@ -155,7 +160,7 @@ mod tests {
         let ring_size = |trial: &Candidate| trial.workload.config.ulysses.ring_size;
         let Candidate { workload, .. } = &proposal.chosen;
         // Sixteen heads, but 32 ranks: each group of eight divides the heads on its node.
-        assert_eq!(workload.config.mesh, MeshConfig { dp_size: 1, sp_size: 32, tp_size: 1 }, "{proposal:?}");
+        assert_eq!(workload.config.mesh, MeshShape::dp_sp(1, 32).into(), "{proposal:?}");
         assert_eq!((ring_size(&proposal.chosen), workload.nodes_per_sequence()), (4, 4), "{proposal:?}");
         assert!(proposal.chosen.fits() && proposal.tried[..4].iter().all(|trial| ring_size(trial) == 1));
     }

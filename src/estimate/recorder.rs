@@ -107,11 +107,12 @@ impl Recorder {
     /// Returns the purpose of a collective. Single values have other dtypes than tensors.
     fn purpose(&self, op: CollectiveOp, axis: Axis, dtype: DType) -> Purpose {
         let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-        let gathers_parameters =
-            self.stage.partitions_optimizer() && !matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens);
+        let gathers_parameters = self.stage.partitions_optimizer()
+            && !matches!(axis, Axis::Sp | Axis::Replicas | Axis::Tokens | Axis::Pp | Axis::Tied);
         match op {
             _ if is_value => Purpose::Agree,
             _ if axis == Axis::Tp => Purpose::ExchangeTokens,
+            CollectiveOp::Send | CollectiveOp::Recv if axis == Axis::Pp => Purpose::PassActivations,
             CollectiveOp::AllToAllStrided => self.direction,
             CollectiveOp::AllReduce | CollectiveOp::ReduceScatter => Purpose::ReduceGradients,
             // Of sums, after a reduction in bf16.

@@ -58,6 +58,8 @@ pub struct TimeParts {
     pub zero_seconds: f64,
     /// Gradient norm and optimizer update.
     pub update_seconds: f64,
+    /// Passing activations between pipeline stages, and waiting for the first and the last micro batch.
+    pub pipeline_seconds: f64,
     /// Reads and writes of offload files.
     pub file_seconds: f64,
     /// Copies of offloaded tensors between GPU and host memory.
@@ -65,9 +67,10 @@ pub struct TimeParts {
 }
 
 impl TimeParts {
-    /// Returns the parts with their names.
-    pub fn named(&self) -> [(&'static str, f64); 8] {
-        [
+    /// Returns the parts with their names; that of a pipeline only if there is one.
+    pub fn named(&self) -> Vec<(&'static str, f64)> {
+        let of_pipeline = ("pipeline", self.pipeline_seconds);
+        let others = [
             ("matmuls", self.matmul_seconds),
             ("attention", self.attention_seconds),
             ("elementwise", self.elementwise_seconds),
@@ -76,12 +79,16 @@ impl TimeParts {
             ("optimizer step", self.update_seconds),
             ("file I/O", self.file_seconds),
             ("GPU–host copies", self.host_copy_seconds),
-        ]
+        ];
+        others.into_iter().chain(Some(of_pipeline).filter(|(_, seconds)| *seconds > 0.0)).collect()
     }
 }
 
 impl Workload {
     /// Returns the step time on `machine`: of the slowest rank, in an sp group that spans the most nodes.
+    ///
+    /// The slowest stage of a pipeline computes all micro batches without a break. Before and after, one micro batch passes through
+    /// the other stages.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), or when the machine profile lacks a rate that the step needs.
@@ -98,17 +105,27 @@ impl Workload {
             needed_by: "it is the dtype of the config".to_owned(),
         })?;
         let first = self.first_dp_row_on_most_nodes(&mesh) * config.mesh.ranks_per_sequence();
-        let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
+        let mut stages: BTreeMap<usize, (usize, Simulation<'_>)> = BTreeMap::new();
+        let mut model_flops = 0.0;
         for kind in self.rank_classes()? {
             let rank = mesh.ranks()[first + kind.rank];
             let mut simulation = Simulation::new(machine, rates, self.nodes(&mesh, rank)?);
             simulation.run(&self.warm_step(&mesh, rank)?)?;
             model_flops += (kind.ranks * config.mesh.dp_size) as f64 * simulation.model_flops;
-            if slowest.as_ref().is_none_or(|(_, known)| known.now < simulation.now) {
-                slowest = Some((rank, simulation));
+            if stages.get(&kind.stage).is_none_or(|(_, known)| known.now < simulation.now) {
+                stages.insert(kind.stage, (rank, simulation));
             }
         }
-        let (rank, simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let micro_batches = config.gradient_accumulation_steps as f64;
+        let of_all: f64 = stages.values().map(|(_, stage)| stage.passes_seconds / micro_batches).sum();
+        // The first of equal ones; `max_by` takes the last.
+        let slowest = stages.into_values().rev().max_by(|(_, a), (_, b)| a.now.total_cmp(&b.now));
+        let (rank, mut simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let others = of_all - simulation.passes_seconds / micro_batches;
+        if config.mesh.pp_size > 1 {
+            simulation.now += others;
+            simulation.parts.pipeline_seconds += others;
+        }
         let tokens = config.train_batch_size * config.require_seq_len()?;
         let peak = config.world_size() as f64 * rates.peak_flops_per_second;
         Ok(StepTime {
@@ -150,6 +167,8 @@ struct Simulation<'a> {
     rates: Rates,
     nodes: Nodes,
     now: f64,
+    /// The time of all forward and backward passes.
+    passes_seconds: f64,
     /// The end of the last started collective.
     network_free: f64,
     in_flight: BTreeMap<(Purpose, Axis), VecDeque<InFlight>>,
@@ -171,6 +190,7 @@ impl<'a> Simulation<'a> {
             rates,
             nodes,
             now: 0.0,
+            passes_seconds: 0.0,
             network_free: 0.0,
             in_flight: BTreeMap::new(),
             is_updating: false,
@@ -188,7 +208,7 @@ impl<'a> Simulation<'a> {
             self.times = *times as f64;
             events.iter().try_for_each(|event| self.process(event))?;
         }
-        (self.times, self.is_updating) = (1.0, true);
+        (self.times, self.is_updating, self.passes_seconds) = (1.0, true, self.now);
         step.update.iter().try_for_each(|event| self.process(event))?;
         self.end();
         Ok(())
@@ -285,6 +305,7 @@ impl<'a> Simulation<'a> {
         self.network_free = self.now;
         let part = match transfer.purpose {
             Purpose::ExchangeTokens => &mut self.parts.exchange_seconds,
+            Purpose::PassActivations => &mut self.parts.pipeline_seconds,
             _ => &mut self.parts.zero_seconds,
         };
         *part += seconds;

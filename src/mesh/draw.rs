@@ -1,6 +1,6 @@
 //! Text drawings of meshes for a terminal of 80 columns.
 
-use super::{DeviceMesh, TP_AXIS, notation};
+use super::{DeviceMesh, PP_AXIS, TP_AXIS, notation};
 use std::fmt::Write as _;
 
 pub(super) const WIDTH: usize = 80;
@@ -109,7 +109,7 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
         Err(_) => None,
     };
     let sentence_dp = mesh.axis_size("dp").ok().map(|dp| match mesh.axis_size("sp") {
-        Ok(sp) if sp > 1 && !mesh.has_axis(TP_AXIS) => {
+        Ok(sp) if sp > 1 && !mesh.has_axis(TP_AXIS) && !mesh.has_axis(PP_AXIS) => {
             format!("ZeRO partitions: {dp} over dp (the default), {} over dp × sp.", dp * sp)
         }
         _ => format!("ZeRO partitions: {dp} over dp."),
@@ -117,7 +117,11 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
     let tp = mesh.axis_size(TP_AXIS).ok().filter(|_| mesh.has_axis("sp"));
     let sentence_tp =
         tp.map(|tp| format!("tp groups divide the heads and the MLP of every layer: {tp} ranks."));
-    let sentences: Vec<_> = [sentence_sp, sentence_tp, sentence_dp].into_iter().flatten().collect();
+    let pp = mesh.axis_size(PP_AXIS).ok().filter(|_| mesh.training_shape().is_ok());
+    let sentence_pp = pp
+        .map(|pp| format!("pp groups pass activations from stage to stage: {pp} stages divide the layers."));
+    let sentences: Vec<_> =
+        [sentence_pp, sentence_sp, sentence_tp, sentence_dp].into_iter().flatten().collect();
     if !sentences.is_empty() {
         let _ = writeln!(text, "\n{}", sentences.join("\n"));
     }

@@ -1,6 +1,7 @@
 //! The ranks of ZeRO's partitions: the `dp` axis or a part of it (hybrid sharding, HSDP), and optionally the `sp` axis.
 
-use super::{DeviceMesh, MeshError, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
+use super::{DeviceMesh, MeshError, MeshShape, PP_AXIS, RING_AXIS, TP_AXIS, ULYSSES_AXIS};
+use std::fmt;
 
 /// Axis of the ranks that together hold the partitions of one replica.
 pub const SHARD_AXIS: &str = "shard";
@@ -20,23 +21,53 @@ pub struct ShardShape {
     pub spans_sp: bool,
 }
 
-/// Axis sizes of a training mesh.
+/// Axis sizes of a training mesh, with the axes that `dp` and `sp` are split into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainingShape {
-    /// Data-parallel size.
-    pub dp: usize,
-    /// Sequence-parallel size.
-    pub sp: usize,
-    /// Tensor-parallel size.
-    pub tp: usize,
+    /// The sizes.
+    pub sizes: MeshShape,
     /// Size of the ring, if the mesh has `ring` and `ulysses` in place of `sp`.
     pub ring_size: Option<usize>,
     /// Number of ranks that ZeRO partitions over, if the mesh has both `dp_replicate` and `dp_shard`. Otherwise it is `dp`.
     pub shard_size: Option<usize>,
 }
 
+impl TrainingShape {
+    /// The mesh of one rank, without a ring.
+    pub const ONE_RANK: Self = Self { sizes: MeshShape::ONE_RANK, ring_size: Some(1), shard_size: None };
+
+    /// Returns the sizes as the flag `--mesh` takes them: `2x4`, or by name with pp, a ring or a shard size.
+    pub fn notation(self) -> String {
+        let Self { sizes, ring_size, shard_size } = self;
+        let ring_size = ring_size.unwrap_or(1);
+        if ring_size == 1 && shard_size.is_none() {
+            return sizes.notation();
+        }
+        let named = |(axis, size): (&'static str, usize)| match (axis, shard_size) {
+            ("dp", Some(shard)) => vec![(DP_REPLICATE_AXIS, size / shard), (DP_SHARD_AXIS, shard)],
+            ("sp", _) if ring_size > 1 => vec![(RING_AXIS, ring_size), (ULYSSES_AXIS, size / ring_size)],
+            _ => vec![(axis, size)],
+        };
+        let axes = sizes.axes().into_iter().flat_map(named);
+        axes.map(|(axis, size)| format!("{axis}={size}")).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Writes `dp 2 × sp 4 (ring 2 × ulysses 2)`, with pp and tp if they are larger than 1.
+impl fmt::Display for TrainingShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let written = |(axis, size): (&'static str, usize)| match self.ring_size {
+            Some(ring) if axis == "sp" && ring > 1 => {
+                format!("sp {size} ({RING_AXIS} {ring} × {ULYSSES_AXIS} {})", size / ring)
+            }
+            _ => format!("{axis} {size}"),
+        };
+        f.write_str(&self.sizes.axes().into_iter().map(written).collect::<Vec<_>>().join(" × "))
+    }
+}
+
 impl DeviceMesh {
-    /// Returns the sizes of a mesh with the axes `dp`, `sp` and, last, `tp`, each of which may be missing.
+    /// Returns the sizes of a mesh with the axes, first, `pp`, then `dp`, `sp` and, last, `tp`, each of which may be missing.
     ///
     /// The axes `dp_replicate` and `dp_shard`, in this order, may replace `dp`; `ring` and `ulysses`, in this order,
     /// `sp`.
@@ -45,9 +76,13 @@ impl DeviceMesh {
     /// Fails if the mesh has any other axis.
     pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
         let names: Vec<&str> = self.axis_names().iter().map(String::as_str).collect();
-        let (tp, names) = match names[..] {
-            [ref others @ .., TP_AXIS] => (self.axis_size(TP_AXIS)?, others),
+        let (pp, names) = match names[..] {
+            [PP_AXIS, ref others @ ..] => (self.axis_size(PP_AXIS)?, others),
             ref names => (1, names),
+        };
+        let (tp, names) = match names {
+            [others @ .., TP_AXIS] => (self.axis_size(TP_AXIS)?, others),
+            names => (1, names),
         };
         let (of_sp, others): (Vec<&str>, Vec<&str>) =
             names.iter().partition(|name| ["sp", RING_AXIS, ULYSSES_AXIS].contains(name));
@@ -70,7 +105,7 @@ impl DeviceMesh {
             }
             _ => return Err(self.not_for_training()),
         };
-        Ok(TrainingShape { dp, sp, tp, ring_size, shard_size })
+        Ok(TrainingShape { sizes: MeshShape { pp, dp, sp, tp }, ring_size, shard_size })
     }
 
     fn half_of_sp(&self, axis: &str) -> MeshError {
@@ -82,8 +117,8 @@ impl DeviceMesh {
     fn not_for_training(&self) -> MeshError {
         let names = self.axis_names().join(", ");
         let reason = format!(
-            "the axes are dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and {ULYSSES_AXIS}) and, last, \
-             {TP_AXIS}; got {names}"
+            "the axes are, first, {PP_AXIS}, dp (or {DP_REPLICATE_AXIS} and {DP_SHARD_AXIS}), sp (or {RING_AXIS} and \
+             {ULYSSES_AXIS}) and, last, {TP_AXIS}; got {names}"
         );
         MeshError::Notation { text: self.to_string(), reason }
     }
@@ -169,16 +204,26 @@ mod tests {
     #[test]
     fn dp_replicate_and_dp_shard_may_replace_dp_and_ring_and_ulysses_sp() {
         let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
-        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, tp: 1, ring_size: None, shard_size });
+        let plain = |sizes, shard_size| TrainingShape { sizes, ring_size: None, shard_size };
+        let sizes = |dp, sp, shard_size| Ok(plain(MeshShape::dp_sp(dp, sp), shard_size));
         assert_eq!(shape("3x2"), sizes(3, 2, None));
         assert_eq!(shape("sp=4"), sizes(1, 4, None));
         assert_eq!(shape("dp_replicate=3,dp_shard=2,sp=4"), sizes(6, 4, Some(2)));
         assert_eq!(shape("dp_shard=2,sp=4"), sizes(2, 4, None));
-        let ring = TrainingShape { dp: 2, sp: 32, tp: 1, ring_size: Some(4), shard_size: None };
+        let ring = TrainingShape { ring_size: Some(4), ..plain(MeshShape::dp_sp(2, 32), None) };
         assert_eq!(shape("dp=2,ring=4,ulysses=8"), Ok(ring));
-        assert_eq!(shape("dp=2,ring=4,ulysses=8,tp=2"), Ok(TrainingShape { tp: 2, ..ring }));
-        assert_eq!(shape("2x4x8").map(|shape| (shape.dp, shape.sp, shape.tp)), Ok((2, 4, 8)));
-        assert_eq!(shape("tp=2").map(|shape| (shape.dp, shape.sp, shape.tp)), Ok((1, 1, 2)));
+        let all = MeshShape { pp: 3, dp: 2, sp: 32, tp: 2 };
+        let all = TrainingShape { sizes: all, ..ring };
+        assert_eq!(shape("pp=3,dp=2,ring=4,ulysses=8,tp=2"), Ok(all));
+        assert_eq!(all.notation(), "pp=3,dp=2,ring=4,ulysses=8,tp=2");
+        assert_eq!(all.to_string(), "pp 3 × dp 2 × sp 32 (ring 4 × ulysses 8) × tp 2");
+        assert_eq!(
+            shape("dp_replicate=3,dp_shard=2,sp=4").map(|shape| (shape.notation(), shape.to_string())),
+            Ok(("dp_replicate=3,dp_shard=2,sp=4".into(), "dp 6 × sp 4".into()))
+        );
+        assert_eq!(shape("2x4x8"), Ok(plain(MeshShape { pp: 1, dp: 2, sp: 4, tp: 8 }, None)));
+        assert_eq!(shape("tp=2"), Ok(plain(MeshShape { tp: 2, ..MeshShape::ONE_RANK }, None)));
+        assert_eq!(shape("pp=2"), Ok(plain(MeshShape { pp: 2, ..MeshShape::ONE_RANK }, None)));
         for refused in [
             "dp=2,pp=2",
             "dp=2,tp=2,sp=2",

@@ -19,6 +19,7 @@
 //! # Ok::<(), ulysses::mesh::MeshError>(())
 //! ```
 
+mod axes;
 mod draw;
 mod error;
 mod hosts;
@@ -39,6 +40,7 @@ mod tensor_shard;
 #[cfg(test)]
 mod tests;
 
+pub use axes::{MeshShape, PP_AXIS, PerAxis, TP_AXIS};
 pub use draw::draw;
 pub use error::MeshError;
 pub use hosts::RankHosts;
@@ -53,7 +55,7 @@ pub use shard_range::shard_range;
 pub use spec::MeshSpec;
 pub use stated_sizes::SplitRule;
 pub use svg::svg;
-pub use tensor_shard::{TOKENS_AXIS, TP_AXIS, TensorShard};
+pub use tensor_shard::{TOKENS_AXIS, TensorShard};
 
 use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;
@@ -122,22 +124,7 @@ impl DeviceMesh {
     /// # Errors
     /// Fails if a size is zero or the mesh has more than [`MAX_RANKS`] ranks.
     pub fn dp_sp(dp: usize, sp: usize) -> Result<Self, MeshError> {
-        // A size beyond i64 also exceeds MAX_RANKS, so saturation does not hide it.
-        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
-        Self::new(&[("dp", size(dp)), ("sp", size(sp))], None)
-    }
-
-    /// Returns the training mesh with the axis `tp` (tensor parallel) innermost if it has more than one rank, else
-    /// [`dp_sp`](Self::dp_sp).
-    ///
-    /// # Errors
-    /// As [`dp_sp`](Self::dp_sp).
-    pub fn dp_sp_tp(dp: usize, sp: usize, tp: usize) -> Result<Self, MeshError> {
-        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
-        match tp {
-            1 => Self::dp_sp(dp, sp),
-            _ => Self::new(&[("dp", size(dp)), ("sp", size(sp)), (TP_AXIS, size(tp))], None),
-        }
+        MeshShape::dp_sp(dp, sp).row_major()
     }
 
     /// Returns the sizes of the axes.

@@ -1,6 +1,6 @@
 //! Text notation of meshes, for the command line and for messages.
 
-use super::{DeviceMesh, MeshError, TP_AXIS};
+use super::{DeviceMesh, MeshError, MeshShape, TP_AXIS};
 use std::fmt;
 use std::str::FromStr;
 
@@ -34,14 +34,27 @@ impl DeviceMesh {
 /// Parses the axes of `2x4`, `2x4x2` or `dp=2,sp=4`.
 pub(super) fn parse_axes<'a>(text: &'a str) -> Result<Vec<(&'a str, i64)>, MeshError> {
     if !text.contains('=') {
-        let has_tp = text.split(['x', 'X']).count() == 3;
-        return parse_sizes(text, if has_tp { &["dp", "sp", TP_AXIS] } else { &["dp", "sp"] });
+        return match text.split(['x', 'X']).count() {
+            3 => parse_sizes(text, &["dp", "sp", TP_AXIS]),
+            4 => Err(pp_without_name(text)),
+            _ => parse_sizes(text, &["dp", "sp"]),
+        };
     }
     let axis = |axis: &'a str| match axis.split_once('=') {
         Some((name, size)) => Ok((name.trim(), parse_size(text, size)?)),
         None => Err(unreadable(text, format!("`{axis}` has no `=`"))),
     };
     text.split(',').map(axis).collect()
+}
+
+/// The error of four sizes: which of them is pp cannot be seen.
+fn pp_without_name(text: &str) -> MeshError {
+    let sizes: Option<Vec<usize>> = text.split(['x', 'X']).map(|size| size.trim().parse().ok()).collect();
+    let named = match sizes.as_deref() {
+        Some(&[pp, dp, sp, tp]) if pp > 1 && tp > 1 => MeshShape { pp, dp, sp, tp }.notation(),
+        _ => "pp=2,dp=2,sp=2,tp=2".to_owned(),
+    };
+    unreadable(text, format!("4 sizes for the axes dp, sp, tp: name them, such as {named}, to add pp"))
 }
 
 /// Parses sizes such as `2x2x4`, one for each name.

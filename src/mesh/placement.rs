@@ -1,4 +1,4 @@
-//! The mesh of a training run: axes `dp`, `sp` and `tp`, and the rank at each coordinate.
+//! The mesh of a training run: axes `pp`, `dp`, `sp` and `tp`, and the rank at each coordinate.
 
 use super::stated_sizes::{axes_of, borrowed};
 use super::{DeviceMesh, MeshError, MeshSpec, RankHosts, TP_AXIS};
@@ -6,7 +6,7 @@ use super::{DeviceMesh, MeshError, MeshSpec, RankHosts, TP_AXIS};
 /// A training mesh on its hosts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedMesh {
-    /// The mesh, with the axes `dp`, `sp` and, if it has more than one rank, `tp`.
+    /// The mesh, with the axes `dp` and `sp` and, if they have more than one rank, `pp` and `tp`.
     pub mesh: DeviceMesh,
     /// The nodes that an sp group, or a tp group, spans.
     pub sp_groups: SpGroups,
@@ -102,12 +102,17 @@ fn needed(mesh: &DeviceMesh, axis: &str, hosts: &RankHosts) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mesh::MeshShape;
 
     fn placed([dp, sp, tp]: [usize; 3], text: Option<&str>, hosts: &[&str]) -> Result<PlacedMesh, MeshError> {
         let hosts = RankHosts::new(hosts);
         let cluster = hosts.cluster().ok();
         let spec = text.map(|text| MeshSpec::parse(text).unwrap().resolve(cluster).unwrap());
-        PlacedMesh::new(DeviceMesh::dp_sp_tp(dp, sp, tp)?, spec.as_ref(), Some(&hosts))
+        PlacedMesh::new(
+            MeshShape { tp, ..MeshShape::dp_sp(dp, sp) }.row_major()?,
+            spec.as_ref(),
+            Some(&hosts),
+        )
     }
 
     #[test]

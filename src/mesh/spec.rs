@@ -25,7 +25,7 @@ use std::fmt;
 /// let cluster = Cluster { nodes: 2, ranks_per_node: 4 };
 /// let spec = MeshSpec::parse("intra:sp=-1/inter:dp=-1")?.resolve(Some(cluster))?;
 /// assert_eq!(spec.to_string(), "intra:dp=1,sp=4/inter:dp=2,sp=1");
-/// assert_eq!(spec.training_shape()?.sp, 4);
+/// assert_eq!(spec.training_shape()?.sizes.sp, 4);
 /// # Ok::<(), ulysses::mesh::MeshError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -213,7 +213,7 @@ impl MeshSpec {
             }
             _ => {
                 let shape = self.training_shape()?;
-                Ok((0..shape.dp * shape.sp * shape.tp).collect())
+                Ok((0..shape.sizes.num_ranks()).collect())
             }
         }
     }
@@ -363,7 +363,7 @@ mod tests {
             ("intra:sp=4/outer:dp=2", "`outer` is not `intra` or `inter`"),
             ("intra:sp=4/ici:dp=2", "`ici` is given twice"),
             ("intra:sp=4,sp=2/inter:dp=2", "duplicate axis `sp`"),
-            ("intra:pp=4/inter:dp=2", "sp (or ring and ulysses) and, last, tp; got pp, dp"),
+            ("intra:ep=4/inter:dp=2", "sp (or ring and ulysses) and, last, tp; got ep, dp"),
             ("tp=4,dp=2", "sp (or ring and ulysses) and, last, tp; got tp, dp"),
             ("intra:sp=2/inter:dp=2", "within a node: mesh dp=1,sp=2 needs 2 ranks"),
             ("intra:sp=0/inter:dp=2", "within a node: axis `sp` has size 0"),

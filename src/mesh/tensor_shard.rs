@@ -3,9 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The axis of tensor parallelism: ranks that divide the weights of each layer.
-pub const TP_AXIS: &str = "tp";
-
 /// The axis of the ranks with other tokens of the same sequences, if there are tensor-parallel ranks: those of sp and tp.
 pub const TOKENS_AXIS: &str = "tokens";
 

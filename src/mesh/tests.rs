@@ -278,7 +278,7 @@ fn unreadable_meshes_say_what_is_wrong() {
         ("", "`` is not a size"),
         ("2x", "`` is not a size"),
         ("8", "1 sizes for the axes"),
-        ("2x2x2x2", "4 sizes for the axes"),
+        ("3x2x2x2", "4 sizes for the axes dp, sp, tp: name them, such as pp=3,dp=2,sp=2,tp=2"),
         ("dp=2,sp", "`sp` has no `=`"),
         ("dp=two", "`two` is not a size"),
         ("99999999999999999999x1", "is not a size"),

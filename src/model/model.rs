@@ -84,6 +84,11 @@ impl Model {
         self.input.parameters().iter().any(|of_input| of_input.name == parameter.name)
     }
 
+    /// The parameters that the objective shares with the input.
+    pub fn tied_parameters(&self) -> impl Iterator<Item = &ParameterSpec> {
+        self.objective.parameters().iter().filter(|parameter| self.is_shared_with_input(parameter))
+    }
+
     /// All parameters by unit: the input, every layer, the objective. If input and objective are tied, the first unit
     /// also has the objective's other parameters and there is no last unit, so that a shared one is gathered and reduced once.
     pub fn units(&self) -> Vec<UnitSpec> {

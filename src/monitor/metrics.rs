@@ -1,7 +1,8 @@
 //! `metrics.jsonl`: one JSON object per step, evaluation and restart. `docs/monitoring.md` lists the keys.
 
 use super::append_file::{AppendFile, read_if_there};
-use serde::Serialize;
+use crate::comm::MeshShape;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::path::Path;
 use ulysses_kernels::memory::ByCategory;
@@ -38,13 +39,10 @@ pub struct Metrics {
     /// Seconds that each rank, in order, had less to compute than the slowest rank: it waited for other ranks. Empty for
     /// metrics that were not compared; with a single rank, 0.
     pub idle_seconds: Vec<f64>,
-    /// Number of data-parallel ranks. It changes where a run was resumed on another mesh.
-    pub dp_size: usize,
-    /// Number of sequence-parallel ranks.
-    pub sp_size: usize,
-    /// Number of tensor-parallel ranks; left out if it is 1.
-    #[serde(skip_serializing_if = "is_one")]
-    pub tp_size: usize,
+    /// Sizes of the mesh, as `dp_size` and so on; those of pp and tp are left out if they are 1. They change where a run was
+    /// resumed on another mesh.
+    #[serde(flatten, serialize_with = "sizes")]
+    pub mesh: MeshShape,
     /// Loss scale in mixed precision; 1 in f32.
     pub loss_scale: f64,
     /// Whether the update was skipped.
@@ -132,9 +130,9 @@ pub struct EvalMetrics {
     pub eval_seconds: f64,
 }
 
-/// Whether metrics leave out the size of an axis: before there was tensor parallelism, they had none.
-fn is_one(size: &usize) -> bool {
-    *size <= 1
+/// Writes the size of each axis that the mesh has.
+fn sizes<S: Serializer>(mesh: &MeshShape, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(mesh.axes().into_iter().map(|(axis, size)| (format!("{axis}_size"), size)))
 }
 
 /// A restart of the job by its launcher. The key `restart` distinguishes it from a step in the same file.
@@ -156,13 +154,9 @@ pub struct RestartMetrics {
     pub dp_size_before: Option<usize>,
     /// Number of sequence-parallel ranks before the restart.
     pub sp_size_before: Option<usize>,
-    /// Number of data-parallel ranks.
-    pub dp_size: usize,
-    /// Number of sequence-parallel ranks.
-    pub sp_size: usize,
-    /// Number of tensor-parallel ranks; left out if it is 1.
-    #[serde(skip_serializing_if = "is_one")]
-    pub tp_size: usize,
+    /// Sizes of the mesh, as in [`Metrics`].
+    #[serde(flatten, serialize_with = "sizes")]
+    pub mesh: MeshShape,
 }
 
 /// Where a checkpoint was stored.

@@ -208,7 +208,7 @@ impl RankSummary {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::OpStats;
+    use crate::comm::{MeshShape, OpStats};
 
     fn rank(rank: usize, sent: u64) -> RankSummary {
         let stats = |op, bytes_sent| {
@@ -287,9 +287,7 @@ mod tests {
             data_seconds: 0.25,
             slowest_rank: 0,
             slowest_rank_ratio: 1.0,
-            dp_size: 1,
-            sp_size: 1,
-            tp_size: 1,
+            mesh: MeshShape::ONE_RANK,
             padding_share: 0.125,
             loss_scale: 1.0,
             skipped,

@@ -48,6 +48,10 @@ impl InputLayer for Embedding {
         &self.parameters
     }
 
+    fn hidden_size(&self) -> Option<usize> {
+        Some(self.hidden_size)
+    }
+
     fn forward(
         &self,
         params: &[Tensor],

@@ -11,6 +11,11 @@ pub trait InputLayer: Send + Sync {
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
 
+    /// Elements per token of its result, if it is known: the stages of a pipeline exchange hidden states of this size.
+    fn hidden_size(&self) -> Option<usize> {
+        None
+    }
+
     /// Computes the input of the first layer.
     ///
     /// # Shapes
@@ -33,6 +38,11 @@ pub trait InputLayer: Send + Sync {
     /// # Errors
     /// A refused operation.
     fn backward(&self, saved: Saved, dx: &Tensor, grads: &[Option<Tensor>]) -> Result<(), LayerError>;
+
+    /// Whether [`backward`](Self::backward) keeps `dx`, which is then not recycled.
+    fn keeps_gradient(&self) -> bool {
+        false
+    }
 }
 
 /// Values of the batch as hidden states, for models without a vocabulary.

@@ -13,7 +13,6 @@ use super::resume::{Resume, Resumed, Resumption, is_same_dir};
 use super::stragglers::Stragglers;
 use crate::checkpoint::{EvaluationResult, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::config::MeshConfig;
 use crate::engine::{Engine, EngineError, RunRecord};
 use crate::monitor::{EvalMetrics, Metrics};
 use std::ops::Range;
@@ -209,9 +208,9 @@ impl<'a> Trainer<'a> {
         let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times()?;
         let time = times.shares(step_seconds, data_seconds);
-        let MeshConfig { dp_size, sp_size, tp_size } = self.engine.config().mesh;
+        let mesh = self.engine.config().mesh.shape();
         let of_engine = report.metrics(step_seconds);
-        let metrics = Metrics { data_seconds, padding_share, time, dp_size, sp_size, tp_size, ..of_engine };
+        let metrics = Metrics { data_seconds, padding_share, time, mesh, ..of_engine };
         let mut step = StepEnd { metrics, times, seq_len };
         self.notify(|observer, engine| observer.on_step_end(engine, &mut step))?;
         Ok(report.step)

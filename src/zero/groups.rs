@@ -4,7 +4,7 @@ use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
 };
 use crate::config::{CommunicationDtype, ZeroStage};
-use crate::mesh::{TOKENS_AXIS, TP_AXIS};
+use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::placement::Placement::{self, Replicate, Shard};
 use std::sync::Arc;
 
@@ -25,6 +25,8 @@ pub struct ZeroGroups {
     pub sp_blocks: Vec<Arc<dyn ProcessGroup>>,
     /// The groups of tensor parallelism, if tp has more than one rank.
     pub tensor: Option<TensorGroups>,
+    /// The groups of pipeline parallelism, if pp has more than one rank.
+    pub pipeline: Option<PipelineGroups>,
     /// The dtype in which gradients are sent to be summed.
     pub gradient_dtype: CommunicationDtype,
 }
@@ -36,6 +38,30 @@ pub struct TensorGroups {
     pub tp: Arc<dyn ProcessGroup>,
     /// Ranks with other tokens of the same sequences: those of sp and tp, sp first.
     pub tokens: Arc<dyn ProcessGroup>,
+}
+
+/// The groups of pipeline parallelism.
+#[derive(Debug, Clone)]
+pub struct PipelineGroups {
+    /// Ranks of the other stages with the same place on the other axes, first stage first.
+    pub pp: Arc<dyn ProcessGroup>,
+    /// Those of the first and the last stage, which both have the tied parameters; `None` on other stages.
+    pub tied: Option<Arc<dyn ProcessGroup>>,
+}
+
+impl PipelineGroups {
+    /// Creates the groups from that of all stages. Collective over it.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn new(pp: Arc<dyn ProcessGroup>) -> Result<Self, CommError> {
+        let (stage, num_stages) = (pp.rank(), pp.world_size());
+        let tied = match num_stages {
+            2 => Some(pp.clone()),
+            _ => pp.split("tied", (stage == 0 || stage + 1 == num_stages).then_some(0), stage)?,
+        };
+        Ok(Self { pp, tied })
+    }
 }
 
 /// The groups of a [`ShardShape`]: partitions over a part of dp (PyTorch's HSDP, MiCS), or over sp too.
@@ -63,6 +89,19 @@ pub struct CheckpointPart {
     pub partition: usize,
     /// The rank along tp whose shards these are. Parameters that all ranks along tp have belong to rank 0.
     pub tp_rank: usize,
+    /// The stage of the pipeline whose parameters these are. Tied ones belong to the first.
+    pub stage: usize,
+}
+
+/// How a flat buffer is divided over the axes that are not ZeRO's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Division {
+    /// All ranks of a stage have its parameters.
+    Whole,
+    /// The ranks of tp divide its parameters.
+    OverTp,
+    /// All ranks of the first and of the last stage have its parameters.
+    Tied,
 }
 
 /// A persistent buffer of a unit, by its content.
@@ -109,7 +148,11 @@ impl ZeroGroups {
             }
             false => None,
         };
-        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, gradient_dtype })
+        let pipeline = match groups.mesh().axis_names().iter().any(|axis| axis == PP_AXIS) {
+            true => Some(PipelineGroups::new(groups.get_group(PP_AXIS)?)?),
+            false => None,
+        };
+        Ok(Self { dp, sp, sharding, ring: None, sp_blocks: Vec::new(), tensor, pipeline, gradient_dtype })
     }
 
     /// Adds the groups of a ring of `ring_size` ranks, if there is one. `groups` are those of [`new`](Self::new).
@@ -157,6 +200,10 @@ impl ZeroGroups {
                 tp: wrap(TP_AXIS, tp),
                 tokens: wrap(TOKENS_AXIS, tokens),
             }),
+            pipeline: self.pipeline.map(|PipelineGroups { pp, tied }| PipelineGroups {
+                pp: wrap(PP_AXIS, pp),
+                tied: tied.map(|tied| wrap(PP_AXIS, tied)),
+            }),
             ..self
         }
     }
@@ -180,12 +227,13 @@ impl ZeroGroups {
         }
     }
 
-    /// The layout of a buffer at a stage, of parameters that the ranks of tp divide (`is_sharded`) or of others: along the ranks
-    /// with the other partitions, those with the same one, and tp if it divides them.
+    /// The layout of a buffer at a stage, of parameters with this division: along the ranks with the other partitions, those
+    /// with the same one, tp if it divides them, and pp.
     ///
     /// The rest follows. A gradient, of which every rank has a summand, is reduced to the layout of the optimizer state: scattered
     /// where that is sharded, as a whole where it is replicated. The norm adds up shards. Replicas are compared.
-    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, is_sharded: bool) -> Vec<ZeroAxis<'_>> {
+    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, division: Division) -> Vec<ZeroAxis<'_>> {
+        let is_sharded = division == Division::OverTp;
         let is_partitioned = match buffer {
             Buffer::Parameters => stage.partitions_parameters(),
             Buffer::OptimizerState => stage.partitions_optimizer(),
@@ -203,6 +251,14 @@ impl ZeroGroups {
         if let Some(groups) = self.tensor.as_ref().filter(|_| is_sharded) {
             axes.push(ZeroAxis { name: TP_AXIS, group: &groups.tp, placement: Shard(0) });
         }
+        if let Some(groups) = &self.pipeline {
+            axes.push(match &groups.tied {
+                Some(tied) if division == Division::Tied => {
+                    ZeroAxis { name: PP_AXIS, group: tied, placement: Replicate }
+                }
+                _ => ZeroAxis { name: PP_AXIS, group: &groups.pp, placement: Shard(0) },
+            });
+        }
         axes
     }
 
@@ -216,9 +272,30 @@ impl ZeroGroups {
         self.tensor.as_ref().map_or(1, |groups| groups.tp.world_size())
     }
 
+    /// This rank's stage of the pipeline.
+    pub fn stage(&self) -> usize {
+        self.pipeline.as_ref().map_or(0, |groups| groups.pp.rank())
+    }
+
+    /// Number of stages of the pipeline.
+    pub fn num_stages(&self) -> usize {
+        self.pipeline.as_ref().map_or(1, |groups| groups.pp.world_size())
+    }
+
+    /// The groups of this rank's stage that divide whole parameters of this buffer, where others have others: tp, pp.
+    pub(super) fn divides(&self, division: Division) -> Vec<&dyn ProcessGroup> {
+        let tp = self.tensor.iter().filter(|_| division == Division::OverTp).map(|groups| &*groups.tp);
+        let pp = self.pipeline.iter().filter(|_| division != Division::Tied).map(|groups| &*groups.pp);
+        tp.chain(pp).collect()
+    }
+
     /// The part of the state that this rank writes to a checkpoint, if any.
     pub fn written_part(&self) -> Option<CheckpointPart> {
-        let part = || CheckpointPart { partition: self.shard().rank(), tp_rank: self.tp_rank() };
+        let part = || CheckpointPart {
+            partition: self.shard().rank(),
+            tp_rank: self.tp_rank(),
+            stage: self.stage(),
+        };
         (self.replicas(true).rank() == 0).then(part)
     }
 
@@ -233,8 +310,11 @@ impl ZeroGroups {
         let blocks = self.sp_blocks.iter().map(|group| ("sp", group));
         let tensor = self.tensor.iter();
         let tensor = tensor.flat_map(|groups| [(TP_AXIS, &groups.tp), (TOKENS_AXIS, &groups.tokens)]);
-        let others =
-            sharding.chain(ring).chain(blocks).chain(tensor).filter(|(_, group)| group.world_size() > 1);
+        let pipeline = self.pipeline.iter();
+        let pipeline = pipeline.flat_map(|groups| std::iter::once(&groups.pp).chain(&groups.tied));
+        let pipeline = pipeline.map(|group| (PP_AXIS, group));
+        let others = sharding.chain(ring).chain(blocks).chain(tensor).chain(pipeline);
+        let others = others.filter(|(_, group)| group.world_size() > 1);
         let mut distinct: Vec<(_, &Arc<dyn ProcessGroup>)> = Vec::new();
         for (axis, group) in [("dp", &self.dp), ("sp", &self.sp)].into_iter().chain(others) {
             if !distinct.iter().any(|(_, known)| are_same(known, group)) {

@@ -1,6 +1,6 @@
 //! The layout of a unit's parameters in its flat buffer, and its partitions.
 
-use super::ZeroError;
+use super::{Division, ZeroError};
 use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::ops::Range;
@@ -16,6 +16,8 @@ pub struct FlatParameter {
     pub offset: usize,
     /// The part of the whole parameter that this rank has, if the ranks of tp divide it; `shape` is the part's.
     pub shard: Option<Box<TensorShard>>,
+    /// Whether the last stage of a pipeline has it too, for its objective.
+    pub is_tied: bool,
 }
 
 impl FlatParameter {
@@ -64,7 +66,7 @@ impl FlatLayout {
     ) -> Self {
         let mut numel = 0;
         let place = |(name, shape): (String, Vec<usize>)| {
-            let parameter = FlatParameter { name, shape, offset: numel, shard: None };
+            let parameter = FlatParameter { name, shape, offset: numel, shard: None, is_tied: false };
             numel += parameter.numel();
             parameter
         };
@@ -81,6 +83,22 @@ impl FlatLayout {
             .zip(shards)
             .for_each(|(parameter, shard)| parameter.shard = shard.map(Box::new));
         self
+    }
+
+    /// Marks the parameters with a name that `is_tied` as those of the first and the last stage of a pipeline.
+    #[must_use]
+    pub fn with_tied(mut self, is_tied: impl Fn(&str) -> bool) -> Self {
+        self.parameters.iter_mut().for_each(|parameter| parameter.is_tied = is_tied(&parameter.name));
+        self
+    }
+
+    /// How the parameters are divided. A flat buffer has parameters of one kind.
+    pub fn division(&self) -> Division {
+        match self.parameters.first() {
+            Some(parameter) if parameter.is_tied => Division::Tied,
+            _ if self.is_sharded() => Division::OverTp,
+            _ => Division::Whole,
+        }
     }
 
     /// Returns whether the ranks of tp divide the parameters. Otherwise all of them have the same.

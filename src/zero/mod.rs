@@ -35,7 +35,10 @@ mod unit_split;
 mod update;
 
 pub use error::ZeroError;
-pub use groups::{Buffer, CheckpointPart, RingGroups, ShardGroups, TensorGroups, ZeroAxis, ZeroGroups};
+pub use groups::{
+    Buffer, CheckpointPart, Division, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroAxis,
+    ZeroGroups,
+};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use state::{RestoreState, StateBytes, StateSlice, Storage};

@@ -4,7 +4,7 @@ use super::reduce::{self, Reduction};
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::unit_split::{UnitSplit, split_units};
-use super::{Buffer, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
+use super::{Buffer, Division, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use crate::placement::{Placement, ledger};
@@ -319,6 +319,19 @@ impl ZeroOptimizer {
         self.storage.settle()
     }
 
+    /// Sums the gradients of tied parameters over the stages of a pipeline that have them. Required before the norm is computed,
+    /// once per step, after the last reduction. Collective over these stages.
+    ///
+    /// # Errors
+    /// A failed collective, or a write of an offloaded gradient that failed.
+    pub fn sum_tied_gradients(&mut self) -> Result<(), ZeroError> {
+        let tied = self.units.iter_mut().filter(|unit| unit.layout.division() == Division::Tied);
+        for unit in tied {
+            reduce::sum_tied(unit, self.stage, &self.groups, &self.storage)?;
+        }
+        self.storage.settle()
+    }
+
     /// Zeroes all gradients, for the next accumulation.
     ///
     /// # Errors
@@ -334,22 +347,35 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
-        let mut sum = self.sum_of_squares(false)?;
-        if self.trained_units().any(|unit| unit.layout.is_sharded()) {
-            sum += self.sum_of_squares(true)?;
+        let mut sum = self.sum_of_squares(Division::Whole)?;
+        // The layers of another stage may be frozen.
+        let other_stages = self.groups.tensor.is_some() && self.groups.pipeline.is_some();
+        if other_stages || self.trained_units().any(|unit| unit.layout.is_sharded()) {
+            sum += self.sum_of_squares(Division::OverTp)?;
         }
         Ok(sum)
     }
 
+    /// Returns whether a trained unit counts with others of this division: tied ones do with whole ones, on the first stage.
+    fn is_counted(&self, unit: &Unit, division: Division) -> bool {
+        match unit.layout.division() {
+            Division::Tied => division == Division::Whole && self.groups.stage() == 0,
+            own => own == division,
+        }
+    }
+
     /// [`gradient_sum_of_squares`](Self::gradient_sum_of_squares) of the parameters that the ranks of tp divide, or of the others.
-    fn sum_of_squares(&self, is_sharded: bool) -> Result<f64, ZeroError> {
-        let units = || self.trained_units().filter(move |unit| unit.layout.is_sharded() == is_sharded);
-        ledger::open_norm(units().map(Unit::placed_gradient))?;
+    fn sum_of_squares(&self, division: Division) -> Result<f64, ZeroError> {
+        let units = || self.trained_units().filter(move |unit| self.is_counted(unit, division));
+        let (tied, others): (Vec<_>, Vec<_>) =
+            units().partition(|unit| unit.layout.division() == Division::Tied);
+        tied.iter().filter_map(|unit| unit.placed_gradient()).try_for_each(|tied| tied.check_summed())?;
+        ledger::open_norm(others.into_iter().map(Unit::placed_gradient))?;
         let own = match self.known_sum_of_squares(units()) {
             Some(own) => vec![own],
             None => self.squares_of_partitions(units)?,
         };
-        let sum = self.sum_over_shards(own, is_sharded)?;
+        let sum = self.sum_over_shards(own, division)?;
         ledger::close_norm()?;
         Ok(sum)
     }
@@ -377,8 +403,8 @@ impl ZeroOptimizer {
     }
 
     /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded.
-    fn sum_over_shards(&self, mut of_partitions: Vec<f64>, is_sharded: bool) -> Result<f64, ZeroError> {
-        for axis in self.groups.layout(Buffer::OptimizerState, self.stage, is_sharded) {
+    fn sum_over_shards(&self, mut of_partitions: Vec<f64>, division: Division) -> Result<f64, ZeroError> {
+        for axis in self.groups.layout(Buffer::OptimizerState, self.stage, division) {
             if axis.placement != Placement::Replicate {
                 of_partitions = axis.group.all_gather_values(&of_partitions)?;
             }

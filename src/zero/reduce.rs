@@ -4,7 +4,7 @@
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{Buffer, Storage, ZeroError, ZeroGroups};
+use super::{Buffer, Division, Storage, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::{CommunicationDtype, ZeroStage};
 use crate::placement::{Placement, ledger};
@@ -99,9 +99,37 @@ pub(super) fn complete(
     Ok(())
 }
 
+/// Sums the complete gradient of a tied unit over the stages that have it, so that both update it alike.
+pub(super) fn sum_tied(
+    unit: &mut Unit,
+    stage: ZeroStage,
+    groups: &ZeroGroups,
+    storage: &Storage,
+) -> Result<(), ZeroError> {
+    let Some(tied) = groups.pipeline.as_ref().and_then(|groups| groups.tied.as_deref()) else {
+        return Ok(());
+    };
+    match &mut unit.gradients {
+        None => Ok(()),
+        Some(Gradients::Whole(whole)) if is_replicated(groups, stage) => {
+            sum_over_replicas(&whole.flat, tied, groups)
+        }
+        Some(Gradients::Whole(whole)) => {
+            let own = unit.layout.partition(unit.shard_rank);
+            sum_over_replicas(&whole.flat.narrow(0, own.start, own.len())?, tied, groups)
+        }
+        Some(Gradients::Partitioned { partition, .. }) => {
+            let sum = partition.fetch()?;
+            sum_over_replicas(&sum, tied, groups)?;
+            storage.settle()?;
+            partition.put(sum, true)
+        }
+    }
+}
+
 /// Returns whether all ranks that share the partitions get the whole reduced gradient.
 fn is_replicated(groups: &ZeroGroups, stage: ZeroStage) -> bool {
-    groups.layout(Buffer::OptimizerState, stage, false)[0].placement == Placement::Replicate
+    groups.layout(Buffer::OptimizerState, stage, Division::Whole)[0].placement == Placement::Replicate
 }
 
 fn sum_over_replicas(

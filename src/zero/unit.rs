@@ -205,9 +205,9 @@ impl Unit {
                 transient.insert(whole)
             }
         };
-        let tp = groups.tensor.as_ref().filter(|_| self.layout.is_sharded());
-        let tp = tp.map(|groups| &*groups.tp as &dyn ProcessGroup);
-        ledger::add_tokens(&whole.flat, tp, || label("gradient", &self.layout))?;
+        ledger::add_tokens(&whole.flat, &groups.divides(self.layout.division()), || {
+            label("gradient", &self.layout)
+        })?;
         Ok(whole.views.iter().cloned().map(Some).collect())
     }
 
@@ -268,7 +268,7 @@ impl Unit {
     /// Sets those of parameters and optimizer state that are new, each by the layout of its buffer.
     pub(super) fn place_state(&self, groups: &ZeroGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
-            let layout = groups.layout(buffer, stage, self.layout.is_sharded());
+            let layout = groups.layout(buffer, stage, self.layout.division());
             let axes: Vec<_> = layout.iter().map(|axis| (&**axis.group, axis.placement)).collect();
             tensor.place(Placed::along(|| label(what, &self.layout), &axes));
         };

@@ -1,13 +1,14 @@
 //! Separates the parameters of a unit that are treated differently, into flat buffers of their own: frozen ones have no
-//! gradient and no optimizer state; those that the ranks of tp divide are replicated over other ranks than whole ones.
+//! gradient and no optimizer state; those that the ranks of tp divide are replicated over other ranks than whole ones, and tied
+//! ones are summed over the stages that have them.
 
-use super::{FlatLayout, FlatParameter};
+use super::{Division, FlatLayout, FlatParameter};
 use std::ops::Range;
 
 /// The flat buffers that hold the parameters of one unit of the model.
 pub(crate) struct UnitSplit {
     /// Indices of its flat buffers: first those of trained parameters, then those of frozen ones; of either, first that of
-    /// parameters which tp divides.
+    /// parameters which tp divides, last that of tied ones.
     pub(crate) flats: Range<usize>,
     /// Flat buffer of each parameter, and its index within it.
     places: Vec<(usize, usize)>,
@@ -33,6 +34,20 @@ impl UnitSplit {
     }
 }
 
+/// The kinds of parameters, each with whether it is frozen, in the order of flat buffers.
+fn kinds() -> impl Iterator<Item = (bool, Division)> {
+    let divisions = [Division::OverTp, Division::Whole, Division::Tied];
+    [false, true].into_iter().flat_map(move |frozen| divisions.map(|division| (frozen, division)))
+}
+
+fn division_of(parameter: &FlatParameter) -> Division {
+    match (&parameter.shard, parameter.is_tied) {
+        (_, true) => Division::Tied,
+        (Some(_), false) => Division::OverTp,
+        (None, false) => Division::Whole,
+    }
+}
+
 /// Splits each unit. One with parameters of one kind keeps its layout.
 pub(crate) fn split_units(
     units: Vec<FlatLayout>,
@@ -42,14 +57,14 @@ pub(crate) fn split_units(
     let split_unit = |unit: FlatLayout| {
         let first = layouts.len();
         let mut places = vec![(0, 0); unit.parameters().len()];
-        for (frozen, sharded) in [(false, true), (false, false), (true, true), (true, false)] {
+        for (frozen, division) in kinds() {
             let is_meant = |parameter: &FlatParameter| {
-                is_frozen(&parameter.name) == frozen && parameter.shard.is_some() == sharded
+                is_frozen(&parameter.name) == frozen && division_of(parameter) == division
             };
             let all = unit.parameters().iter().enumerate();
             let parameters: Vec<_> = all.filter(|(_, parameter)| is_meant(parameter)).collect();
             // A unit without any parameters counts as trained: it keeps its place in checkpoints.
-            let keeps_place = unit.parameters().is_empty() && !frozen && !sharded;
+            let keeps_place = unit.parameters().is_empty() && !frozen && division == Division::Whole;
             if parameters.is_empty() && !keeps_place {
                 continue;
             }
@@ -59,15 +74,19 @@ pub(crate) fn split_units(
             let shapes =
                 parameters.iter().map(|(_, parameter)| (parameter.name.clone(), parameter.shape.clone()));
             let mut name = unit.name().to_owned();
-            if unit.is_sharded() && !sharded {
+            if unit.is_sharded() && division != Division::OverTp {
                 name += " (replicated)";
+            }
+            if division == Division::Tied && parameters.len() < unit.parameters().len() {
+                name += " (tied)";
             }
             if frozen {
                 name += " (frozen)";
             }
             let layout = FlatLayout::new(name, shapes, unit.num_partitions());
             let layout = layout
-                .with_shards(parameters.iter().map(|(_, parameter)| parameter.shard.as_deref().cloned()));
+                .with_shards(parameters.iter().map(|(_, parameter)| parameter.shard.as_deref().cloned()))
+                .with_tied(|_| division == Division::Tied);
             layouts.push(if frozen { layout.frozen() } else { layout });
         }
         UnitSplit { flats: first..layouts.len(), places }

@@ -236,6 +236,40 @@ fn state_of_divided_layers_loads_on_every_mesh_and_back() {
 }
 
 #[test]
+fn state_of_stages_loads_on_every_mesh_and_back() {
+    const PP: &str = r#"{ "pipeline_parallel_size": 2 }"#;
+    const PP_TP: &str = r#"{ "pipeline_parallel_size": 2, "tensor_parallel_size": 2 }"#;
+    let with = |extra, dp, sp, stage| Setup { extra, ..setup(dp, sp, stage) };
+    for (saving, files, loading) in [
+        (with(PP, 2, 1, 3), 4 * 3, [with("{}", 1, 1, 0), with(PP, 1, 2, 1), with(PP_TP, 2, 1, 2)]),
+        (with(PP_TP, 1, 1, 1), 4 * 3, [with("{}", 3, 1, 3), with(PP, 1, 1, 0), with(PP_TP, 1, 1, 1)]),
+        (with("{}", 2, 2, 2), 2 * 3, [with(PP, 1, 1, 0), with(PP, 3, 1, 3), with(PP_TP, 1, 2, 1)]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(saving, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        let saved = open(dir.path(), 3);
+        assert_eq!(saved.manifest().files.len(), files, "{saving:?}");
+        for setup in loading {
+            let again = tempfile::tempdir().unwrap();
+            on_mesh(setup, |rank| {
+                rank.resume(dir.path())?;
+                rank.save(again.path())
+            });
+            let loaded = open(again.path(), 3);
+            assert_eq!(loaded.manifest().progress, saved.manifest().progress, "{saving:?} to {setup:?}");
+            let comparisons = diff(&saved, &loaded).unwrap();
+            assert_eq!(comparisons.len(), 3 * 21, "{saving:?} to {setup:?}");
+            for (tensor, comparison) in comparisons {
+                assert_eq!(comparison, Comparison::Equal, "{saving:?} to {setup:?}: {tensor:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));

@@ -57,7 +57,8 @@ fn case(
 }
 
 /// Keys of a config that are axes of the test matrix.
-const AXES: [&str; 18] = [
+const AXES: [&str; 19] = [
+    "/pipeline_parallel_size",
     "/bf16/enabled",
     "/fp16/enabled",
     "/gradient_accumulation_steps",
@@ -126,6 +127,7 @@ fn cases() -> Vec<Case> {
     .chain(cases_over_sp())
     .chain(cases_in_bf16())
     .chain(ring_cases())
+    .chain(pipeline_cases())
     .collect()
 }
 
@@ -166,6 +168,28 @@ fn ring_cases() -> Vec<Case> {
         case("2 x ring 2 x ulysses 2", tiny(8, 4), (2, 4), 26, of(2, 1, json!({}))),
         case("ring 2 x ulysses 3, chunks", tiny(8, 2), (1, 6), 40, of(2, 0, chunks)),
         case("ring 4, a window", windowed, (1, 4), 64, of(4, 0, json!({}))),
+    ]
+}
+
+/// Stages of a pipeline, with one micro batch: a plan lists the events of one after another.
+fn pipeline_cases() -> Vec<Case> {
+    let of = |pp: usize, stage: usize, extra: Value| {
+        let mut config = json!({ "zero_optimization": { "stage": stage }, "pipeline_parallel_size": pp });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let clipped = json!({ "gradient_clipping": 0.5, "ulysses": { "activation_checkpointing": true } });
+    vec![
+        case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
+        case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
+        case("pp 2, tied, 1 x 2, stage 1", tied(tiny(8, 4)), (1, 2), 25, of(2, 1, json!({}))),
+        case(
+            "pp 2, 2 x 2, stage 2, tp",
+            tiny(8, 4),
+            (1, 2),
+            25,
+            of(2, 2, json!({ "tensor_parallel_size": 2 })),
+        ),
     ]
 }
 

@@ -11,6 +11,7 @@ mod lr_schedules;
 mod mesh_invariance;
 mod optimizers;
 mod parameter_groups;
+mod pipeline;
 mod precision;
 mod reference;
 mod ring;

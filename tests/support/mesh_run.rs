@@ -38,19 +38,21 @@ pub struct Layout {
     pub ring: usize,
     /// Tensor-parallel ranks.
     pub tp: usize,
+    /// Stages of the pipeline.
+    pub pp: usize,
 }
 
 impl Layout {
     /// Its values on the axes of a test matrix.
     pub fn axes(&self) -> Vec<String> {
-        let Self { dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp } = self;
-        axes![dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp]
+        let Self { dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp, pp } = self;
+        axes![dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp, pp]
     }
 }
 
 /// Returns a dp × sp layout at a ZeRO stage, without accumulation.
 pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
-    Layout { dp, sp, stage, accumulation: 1, shard_size: None, spans_sp: false, ring: 1, tp: 1 }
+    Layout { dp, sp, stage, accumulation: 1, shard_size: None, spans_sp: false, ring: 1, tp: 1, pp: 1 }
 }
 
 /// An optimizer that both reference and library implement.
@@ -215,12 +217,13 @@ impl Problem {
     }
 
     pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
-        let Layout { dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp } = layout;
+        let Layout { dp, sp, stage, accumulation, shard_size, spans_sp, ring, tp, pp } = layout;
         let mut value = json!({
             "train_batch_size": rows,
             "gradient_accumulation_steps": accumulation,
             "mesh_param": [dp, sp],
             "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
             "zero_optimization": { "stage": stage, "mics_shard_size": shard_size.map_or(-1, |size| size as i64) },
             "optimizer": self.rule.json(),
             "gradient_clipping": self.clip.unwrap_or(0.0),

@@ -49,7 +49,7 @@ pub(crate) struct TrainingArgs {
     /// Vocabulary size, instead of the preset's (256) or shape's.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     vocab_size: Option<u32>,
-    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or, with a ring, `dp=2,ring=2,ulysses=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or, with a ring, `dp=2,ring=2,ulysses=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: 0].
@@ -86,7 +86,7 @@ impl TrainingArgs {
     /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
     pub(crate) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
         let shape = unreplicated(&self.mesh)?;
-        let launch = launch_options(self.threads_per_rank, shape.dp * shape.sp * shape.tp)?;
+        let launch = launch_options(self.threads_per_rank, shape.sizes.num_ranks())?;
         self.prepare_on(shape, launch, seq_len, None)
     }
 
@@ -94,7 +94,7 @@ impl TrainingArgs {
     pub(super) fn prepare_single(&self, on_mesh: &Training, seq_len: usize) -> Result<Training, Failure> {
         let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
         let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
-        let single = TrainingShape { dp: 1, sp: 1, tp: 1, ring_size: Some(1), shard_size: None };
+        let single = TrainingShape::ONE_RANK;
         let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.mesh.dp_size;
         self.prepare_on(single, launch, seq_len, Some(accumulation))
     }
@@ -106,13 +106,11 @@ impl TrainingArgs {
         seq_len: usize,
         accumulation: Option<usize>,
     ) -> Result<Training, Failure> {
-        let TrainingShape { dp, sp, tp, ring_size, .. } = shape;
-        let mesh = DeviceMesh::dp_sp_tp(dp, sp, tp).or_usage()?;
+        let TrainingShape { sizes, ring_size, .. } = shape;
+        let mesh = sizes.row_major().or_usage()?;
         let config = json!({
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "mesh_param": [dp, sp],
-            "tensor_parallel_size": tp,
             "seed": SEED,
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
@@ -123,7 +121,8 @@ impl TrainingArgs {
         let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
         settings.set.extend(accumulation.map(|passes| Setting::new("gradient_accumulation_steps", passes)));
         let raw = RawConfig::from_json_str_with(&config.to_string(), "bench", &settings).or_usage()?;
-        let overrides = Overrides { seq_len: Some(seq_len), ring_size, ..Overrides::default() };
+        let overrides =
+            Overrides { mesh: Some(sizes), seq_len: Some(seq_len), ring_size, ..Overrides::default() };
         let mut config = raw.resolve(&overrides).or_usage()?;
         let source = self.source()?;
         resolve_ring(&source.config, &mut config, mesh.world_size());

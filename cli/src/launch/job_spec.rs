@@ -114,7 +114,7 @@ impl JobSpec {
         let reason = format!("{text}; restart {restarts} of {}{with}", self.max_restarts);
         log_line(format_args!("launch: {reason}"));
         let mesh_before = self.training.as_ref().map(|(_, config)| match variation.smaller {
-            Some(mesh) => (mesh.dp, mesh.sp),
+            Some(mesh) => (mesh.sizes.dp, mesh.sizes.sp),
             None => (config.mesh.dp_size, config.mesh.sp_size),
         });
         variation.restart = Some(Restart { number: *restarts, reason, cause, mesh_before });

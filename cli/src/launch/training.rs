@@ -9,7 +9,7 @@ use std::fmt;
 use std::path::Path;
 use ulysses::checkpoint::step_directories;
 use ulysses::config::{Backend, Config, MeshShape};
-use ulysses::mesh::{Cluster, SeqSharding};
+use ulysses::mesh::{Cluster, SeqSharding, TrainingShape};
 
 /// A `train` command to launch.
 pub(super) struct Training {
@@ -33,10 +33,8 @@ pub(super) struct Variation {
 /// A mesh for the nodes that are left, with the batch sizes of the first start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct SmallerMesh {
-    pub(super) dp: usize,
-    pub(super) sp: usize,
-    /// As at the first start: its ranks divide the weights.
-    pub(super) tp: usize,
+    /// Axes that divide the layers are as at the first start.
+    pub(super) sizes: MeshShape,
     /// Ranks of the ring within sp, if the first start has a ring.
     pub(super) ring_size: Option<usize>,
     /// Ranks along dp that ZeRO partitions over, if the first start has a shard size.
@@ -50,11 +48,8 @@ pub(super) struct SmallerMesh {
 /// Writes the value of `--mesh`.
 impl fmt::Display for SmallerMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dp, sp, tp, .. } = *self;
-        match self.shard_size {
-            None => f.write_str(&MeshShape { dp, sp, tp }.notation()),
-            Some(shard) => write!(f, "dp_replicate={},dp_shard={shard},sp={sp}", dp / shard),
-        }
+        let Self { sizes, shard_size, .. } = *self;
+        f.write_str(&TrainingShape { sizes, ring_size: None, shard_size }.notation())
     }
 }
 
@@ -145,10 +140,10 @@ impl Training {
     }
 
     /// Returns the largest mesh of at most `num_ranks` ranks that keeps the batch size, the micro batch size and, if they
-    /// fit, sp and the shard size of ZeRO. tp stays. `first` is the config of the first start.
+    /// fit, sp and the shard size of ZeRO. pp and tp stay. `first` is the config of the first start.
     pub(super) fn smaller_mesh(&self, first: &Config, num_ranks: usize) -> Option<SmallerMesh> {
-        // The ranks of tp count as one.
-        let (tp, num_ranks) = (first.mesh.tp_size, num_ranks / first.mesh.tp_size);
+        // The ranks that divide the layers count as one.
+        let num_ranks = num_ranks / MeshShape { dp: 1, sp: 1, ..first.mesh.shape() }.num_ranks();
         let divides = |sp: &usize| first.mesh.sp_size.is_multiple_of(*sp);
         let sizes = (1..=first.mesh.sp_size.min(num_ranks)).rev().filter(divides);
         let first_shard = first.zero.mics_shard_size;
@@ -167,9 +162,7 @@ impl Training {
             let ring_size = (before.ring_size > 1).then_some(ring_size);
             let shard_size = first_shard.map(|shard| common_divisor(shard, dp));
             let mesh = |replaces_key| SmallerMesh {
-                dp,
-                sp,
-                tp,
+                sizes: MeshShape { dp, sp, ..first.mesh.shape() },
                 ring_size,
                 shard_size,
                 replaces_key,
@@ -189,7 +182,7 @@ impl Training {
     fn allows(&self, mesh: SmallerMesh) -> bool {
         let variation = Variation { smaller: Some(mesh), ..Variation::default() };
         let Ok(Command::Train(args)) = command(&self.arguments(&variation)) else { return false };
-        let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.dp * mesh.sp * mesh.tp });
+        let resolved = args.for_launch(Cluster { nodes: 1, ranks_per_node: mesh.sizes.num_ranks() });
         resolved.is_ok_and(|(config, _)| config.micro_batch_size == mesh.micro_batch_size)
     }
 }
@@ -255,7 +248,7 @@ pub(super) mod tests {
     fn smaller(changes: serde_json::Value, flags: &[&str], num_ranks: usize) -> Option<(usize, usize)> {
         let place = tempfile::tempdir().unwrap();
         let (training, config) = training(&place, changes, flags);
-        training.smaller_mesh(&config, num_ranks).map(|mesh| (mesh.dp, mesh.sp))
+        training.smaller_mesh(&config, num_ranks).map(|mesh| (mesh.sizes.dp, mesh.sizes.sp))
     }
 
     /// The value of `--mesh` on fewer ranks.
@@ -357,9 +350,7 @@ pub(super) mod tests {
         };
         assert_eq!(arguments(None, None), format!("{path} --mesh 3x2 --batch-size=6 --seed 7"));
         let mesh = SmallerMesh {
-            dp: 1,
-            sp: 2,
-            tp: 1,
+            sizes: MeshShape::dp_sp(1, 2),
             ring_size: None,
             shard_size: None,
             replaces_key: false,

@@ -6,7 +6,7 @@ use super::arguments::at_least_1;
 use super::plan::write_file;
 use crate::failure::{Failure, OrFail};
 use crate::output::print;
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
 use ulysses::candle::DType;
@@ -21,7 +21,7 @@ const DEFAULT_RANKS_PER_NODE: usize = 8;
     after_help = "Give one of:\n  <SHAPE>    draw this mesh\n  --propose  propose a mesh for a cluster, and draw it"
 )]
 pub(super) struct MeshArgs {
-    /// Mesh shape: `2x4` (dp × sp), `2x2x4` (dp × sp × tp), named axes `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    /// Mesh shape: `2x4` (dp × sp), `2x2x4` (dp × sp × tp), named axes `pp=2,dp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     ///
     /// As in training, `intra:sp=8/inter:dp=2` gives sizes within a node and between nodes, `dp=2,sp=2@0,2,1,3` the rank at each
     /// coordinate; `split:` or `axlearn:` before sizes splits one axis over the nodes.
@@ -79,8 +79,9 @@ fn draw_tensor(text: &str, mesh: &DeviceMesh) -> Result<String, Failure> {
         let message = format!("--tensor {text}: no dtype `{dtype}`; expected one such as f32 or bf16");
         return Err(Failure::Usage(anyhow!(message)));
     };
-    let layout = Layout::parse(layout, mesh).or_usage()?;
-    Ok(format!("\n{}", placement::draw(&layout, mesh.ranks(), dtype).or_usage()?))
+    let flag = || format!("--tensor {text}");
+    let layout = Layout::parse(layout, mesh).with_context(flag).or_usage()?;
+    Ok(format!("\n{}", placement::draw(&layout, mesh.ranks(), dtype).with_context(flag).or_usage()?))
 }
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {

@@ -14,7 +14,7 @@ use crate::template::render;
 use anyhow::anyhow;
 use serde_json::{Value, json};
 use std::path::PathBuf;
-use ulysses::config::Overrides;
+use ulysses::config::{MeshShape, Overrides};
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::{Candidate, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
@@ -81,7 +81,13 @@ pub(super) fn run(
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
-    let tp = workload.config.mesh.tp_size;
+    let MeshShape { pp, tp, .. } = workload.config.mesh.shape();
+    if !cluster.world_size().is_multiple_of(pp) {
+        return Err(Failure::Usage(anyhow!(
+            "the {} ranks do not divide into {pp} stages (`pipeline_parallel_size`)",
+            cluster.world_size()
+        )));
+    }
     if !ranks_per_node.is_multiple_of(tp) {
         return Err(Failure::Usage(anyhow!(
             "the {ranks_per_node} ranks of a node do not divide into tp groups of {tp} (`tensor_parallel_size`)"
@@ -101,6 +107,7 @@ pub(super) fn run(
         "settings": settings(&workload.config, device),
         "zero_stage": workload.config.zero.stage,
         "zero_partition_axes": workload.config.ulysses.zero_partition_axes,
+        "micro_batches": proposal.chosen.workload.config.gradient_accumulation_steps,
         "tried": proposal.tried.iter().map(trial).collect::<Vec<_>>(),
         "chosen": trial(&proposal.chosen),
     });
@@ -114,7 +121,7 @@ pub(super) fn run(
         )));
     }
     let config = &proposal.chosen.workload.config;
-    let mesh = config.mesh.row_major().or_usage()?;
+    let mesh = config.mesh.shape().row_major().or_usage()?;
     let mesh = match config.ulysses.ring_size {
         1 => mesh,
         ring_size => mesh.ring(ring_size).or_usage()?,
@@ -125,6 +132,9 @@ pub(super) fn run(
 /// Returns what the template shows of a mesh.
 fn trial(candidate: &Candidate) -> Value {
     let nodes_per_sequence = candidate.workload.nodes_per_sequence();
-    let verdict = json!({ "fits": candidate.fits(), "nodes_per_sequence": nodes_per_sequence });
+    let notation = candidate.workload.config.training_shape().notation();
+    let verdict = json!({
+        "fits": candidate.fits(), "nodes_per_sequence": nodes_per_sequence, "notation": notation,
+    });
     joined([choice(candidate), verdict])
 }

@@ -31,29 +31,33 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         return Err(Failure::Usage(anyhow!(message)));
     }
     let stated = args.mesh.as_deref().map(|mesh| stated_mesh(mesh, None)).transpose()?;
-    let mesh = stated.as_ref().map(|mesh| MeshShape::from(mesh.shape));
-    let MeshShape { dp, sp, tp } = mesh.unwrap_or(MeshShape { dp: args.ranks.unwrap_or(1), sp: 1, tp: 1 });
+    let mesh = stated.as_ref().map(|mesh| mesh.shape.sizes);
+    let mesh = mesh.unwrap_or(MeshShape::dp_sp(args.ranks.unwrap_or(1), 1));
     let overrides = Overrides {
         world_size: args.ranks,
         seq_len: args.seq_len,
         model: args.model.clone(),
         ..mesh_overrides(stated.as_ref())
     };
-    let batch = if args.fit { AssumedBatch::Global(dp.saturating_mul(sp)) } else { AssumedBatch::OnePerRank };
-    let assumed = assumed_config(batch, dp == 1 && sp > 1 && tp == 1);
+    let batch = if args.fit {
+        AssumedBatch::Global(mesh.dp.saturating_mul(mesh.sp))
+    } else {
+        AssumedBatch::OnePerRank
+    };
+    let assumed = assumed_config(batch, mesh.sp > 1 && mesh == MeshShape::dp_sp(1, mesh.sp));
     let raw = raw_config(args.config.as_deref(), &assumed, &args.flags.settings())?;
     let config = raw.resolve(&overrides).or_else(|error| match args.ranks {
         // A plan does not depend on the steps of the schedule.
         _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {
             raw.resolve(&Overrides { steps: Some(1), ..overrides })
         }
-        // The search chooses the mesh, but for tp: the batch need not be divisible by all ranks.
+        // The search chooses the mesh, but for pp and tp: the batch need not be divisible by all ranks.
         Some(ranks) => {
-            let tp = raw.tensor_parallel_size().unwrap_or(1);
-            if !ranks.is_multiple_of(tp) {
+            let divided = raw.divided_model();
+            if !ranks.is_multiple_of(divided.num_ranks()) {
                 return Err(error);
             }
-            let alone = MeshShape { dp: 1, sp: ranks / tp, tp };
+            let alone = MeshShape { sp: ranks / divided.num_ranks(), ..divided };
             raw.resolve(&Overrides { mesh: Some(alone), world_size: None, ..overrides }).map_err(|_| error)
         }
         None => Err(error),

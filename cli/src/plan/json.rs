@@ -3,11 +3,11 @@
 use super::Report;
 use super::budget::Available;
 use serde_json::{Value, json};
-use ulysses::config::{Config, MeshShape, ParameterGroup};
-use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StepTime};
+use ulysses::config::{Config, ParameterGroup};
+use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StagePlan, StepTime};
 
 /// Keys of a plan that are left out if they have no value.
-const OPTIONAL: [&str; 4] = ["assumed", "zero_note", "copies_in_memory", "step_time"];
+const OPTIONAL: [&str; 5] = ["assumed", "zero_note", "copies_in_memory", "step_time", "pipeline"];
 
 pub(super) fn plan(report: &Report) -> Value {
     let Candidate { workload, decided, plan, .. } = &report.planned;
@@ -37,6 +37,7 @@ pub(super) fn plan(report: &Report) -> Value {
         "assumed": report.assumed,
         "model": model,
         "mesh": joined([sizes(config), json!({
+            "shape": config.training_shape().to_string(), "ranks": config.world_size(),
             "ring_size": config.seq_sharding().ring_size, "ranks_per_node": workload.ranks_per_node,
         })]),
         "shard_size": zero.mics_shard_size,
@@ -53,6 +54,7 @@ pub(super) fn plan(report: &Report) -> Value {
         "rank": plan,
         "host_bytes_per_node": report.planned.host_bytes_per_node,
         "copies_in_memory": report.copies_in_memory,
+        "pipeline": pipeline(report),
         "step_time": report.planned.time,
         "budget": budget,
         "alternatives": report.alternatives.iter().map(alternative).collect::<Vec<_>>(),
@@ -63,6 +65,23 @@ pub(super) fn plan(report: &Report) -> Value {
         entries.retain(|key, value| !value.is_null() || !OPTIONAL.contains(&key.as_str()));
     }
     json
+}
+
+/// The stages of a pipeline, if there are several.
+fn pipeline(report: &Report) -> Option<Value> {
+    let workload = &report.planned.workload;
+    let stage = |StagePlan { layers, plan }: &StagePlan| {
+        json!({
+            "layers": [layers.start, layers.end], "rank": plan.rank, "peak_bytes": plan.peak_bytes,
+            "persistent_bytes": plan.persistent_bytes, "model_flops": plan.model_flops,
+        })
+    };
+    let json = json!({
+        "schedule": workload.config.ulysses.pipeline.schedule,
+        "bubble": workload.pipeline_bubble(),
+        "stages": report.stages.iter().map(stage).collect::<Vec<_>>(),
+    });
+    (!report.stages.is_empty()).then_some(json)
 }
 
 /// The memory for tensors.
@@ -121,10 +140,9 @@ pub(crate) fn choice(candidate: &Candidate) -> Value {
     joined([sizes(config), json, speed(candidate)])
 }
 
-/// The sizes of a mesh; tp only if it has more than one rank.
+/// The sizes of a mesh; pp and tp only if they have more than one rank.
 fn sizes(config: &Config) -> Value {
-    let MeshShape { dp, sp, tp } = config.mesh.shape();
-    if tp > 1 { json!({ "dp": dp, "sp": sp, "tp": tp }) } else { json!({ "dp": dp, "sp": sp }) }
+    config.mesh.shape().axes().into_iter().map(|(axis, size)| (axis.to_owned(), Value::from(size))).collect()
 }
 
 /// The step time, or the rate that it lacks.

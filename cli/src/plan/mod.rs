@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use ulysses::config::MachineProfile;
 use ulysses::engine::check_offload_device;
 use ulysses::estimate::scaling::{self as traffic, ModelScaling};
-use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, Workload};
+use ulysses::estimate::{Alternative, Candidate, CopiedBytes, Criteria, MeshChoice, StagePlan, Workload};
 use ulysses::model::ModelConfig;
 use ulysses::trainer::job::{check_layers, config_warnings, likely_device, resolve_ring};
 
@@ -71,7 +71,7 @@ pub(super) struct PlanArgs {
     /// --memory-gib].
     #[arg(long, value_parser = at_least_1::<usize>)]
     seq_len: Option<usize>,
-    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// Device of the ranks: `cpu`, `cuda` or `auto`, which is cuda if the backend is nccl, else as in `ulysses train` on
@@ -119,6 +119,8 @@ struct Report {
     available: Option<Available>,
     /// The workload as configured, which is also the first of the alternatives.
     planned: Candidate,
+    /// The plans of its pipeline stages, if there are several.
+    stages: Vec<StagePlan>,
     seq_len: usize,
     /// Host memory of copies of checkpoints, if the config wants them.
     copies_in_memory: Option<CopiedBytes>,
@@ -226,6 +228,10 @@ fn report(args: &PlanArgs) -> Result<Report, Failure> {
     let assumed = args.config.is_none().then(|| assumed::settings(&workload.config, workload.device));
     let alternatives = workload.alternatives(criteria).or_usage()?;
     let planned = alternatives[0].candidate.clone();
+    let stages = match planned.decided.config.mesh.pp_size {
+        1 => Vec::new(),
+        _ => planned.decided.stage_plans().or_usage()?,
+    };
     let seq_len = workload.config.require_seq_len().or_usage()?;
     Ok(Report {
         assumed,
@@ -235,6 +241,7 @@ fn report(args: &PlanArgs) -> Result<Report, Failure> {
         name,
         available,
         planned,
+        stages,
         seq_len,
         alternatives,
     })

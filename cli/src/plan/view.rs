@@ -27,6 +27,7 @@ fn data(report: &Report) -> Value {
         "is_save_decided": config.ulysses.save_attention_output.is_none(),
         "shown_moments": shown_moments(&report.planned),
         "time_parts": time.as_ref().map(|time| time.parts.named()),
+        "flops_per_token": flops_per_token(report),
         "available": report.available.map(Available::per_rank),
         "excess": excess,
         "charts": charts.map(|chart| chart.content()),
@@ -34,13 +35,25 @@ fn data(report: &Report) -> Value {
     joined([json::plan(report), shown])
 }
 
-/// Returns first and last layer, everything outside of layers, and the peak.
-fn shown_moments(Candidate { workload, plan, .. }: &Candidate) -> Vec<&MomentMemory> {
-    let last = workload.model.num_layers().saturating_sub(1);
-    let is_shown = |moment: &&MomentMemory| match moment.at {
-        at if at == plan.peak_at => true,
-        Moment::Forward { layer } | Moment::Backward { layer } => layer == 0 || layer == last,
-        _ => true,
+/// Returns the FLOPs per token, if other ranks of a stage do as much as the planned one.
+fn flops_per_token(report: &Report) -> f64 {
+    let Candidate { workload: Workload { config, .. }, plan, .. } = &report.planned;
+    let of_stages = report.stages.iter().map(|stage| stage.plan.model_flops).sum::<f64>();
+    let per_rank = match report.stages.len() {
+        0 => plan.model_flops,
+        stages => of_stages / stages as f64,
     };
+    per_rank * config.world_size() as f64 / (config.train_batch_size * report.seq_len) as f64
+}
+
+/// Returns first and last layer, everything outside of layers, and the peak.
+fn shown_moments(Candidate { plan, .. }: &Candidate) -> Vec<&MomentMemory> {
+    let layer = |moment: &MomentMemory| match moment.at {
+        Moment::Forward { layer } | Moment::Backward { layer } => Some(layer),
+        _ => None,
+    };
+    let layers = || plan.timeline.iter().filter_map(layer);
+    let shown = [layers().min(), layers().max(), None];
+    let is_shown = |moment: &&MomentMemory| moment.at == plan.peak_at || shown.contains(&layer(moment));
     plan.timeline.iter().filter(is_shown).collect()
 }

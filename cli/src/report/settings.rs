@@ -16,7 +16,8 @@ enum Origin {
 }
 
 /// What `--mesh` and `mesh_param` set.
-const SIZES: [&str; 2] = ["data_parallel_size", "sequence_parallel_size"];
+const SIZES: [&str; 4] =
+    ["pipeline_parallel_size", "data_parallel_size", "sequence_parallel_size", "tensor_parallel_size"];
 
 /// A key of the resolved config.
 #[derive(Serialize)]

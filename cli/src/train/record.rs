@@ -7,10 +7,11 @@ use crate::output::log_line;
 use crate::settings;
 use anyhow::Context;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
-use ulysses::config::{Config, MeshShape};
+use ulysses::config::Config;
 use ulysses::mesh::{REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, TOKENS_AXIS, TP_AXIS, ULYSSES_AXIS};
 use ulysses::monitor::{Groups, RankComms, RestartMetrics, straggler_stats, volumes};
 use ulysses::trainer::job::PreparedJob;
@@ -114,7 +115,6 @@ pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: Earl
 /// Returns what the metrics say of a restart.
 pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &Config) -> RestartMetrics {
     let Restart { number, reason, cause, mesh_before } = restart;
-    let MeshShape { dp, sp, tp } = config.mesh.shape();
     RestartMetrics {
         step: trainer.steps().start,
         restart: number,
@@ -124,9 +124,7 @@ pub(super) fn restart_metrics(restart: Restart, trainer: &Trainer<'_>, config: &
         resumed_from: trainer.resumed().map(|resumed| resumed.source),
         dp_size_before: mesh_before.map(|(dp_size, _)| dp_size),
         sp_size_before: mesh_before.map(|(_, sp_size)| sp_size),
-        dp_size: dp,
-        sp_size: sp,
-        tp_size: tp,
+        mesh: config.mesh.shape(),
     }
 }
 
@@ -161,9 +159,11 @@ pub(super) fn finish(prepared: &PreparedJob, record: &mut Value, outcomes: &[Ran
         })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
-    // The first dp row is enough: the plan is of one of its ranks, and other rows hold as much.
-    let first_dp_row = &prepared.mesh.ranks()[..prepared.config.mesh.ranks_per_sequence()];
-    let watched = outcomes.iter().filter(|outcome| first_dp_row.contains(&outcome.summary.rank));
+    // The first dp row of each stage is enough: the plan is of one of their ranks, and other rows hold as much.
+    let mesh = prepared.config.mesh;
+    let dp_rows = prepared.mesh.ranks().chunks(mesh.ranks_per_sequence()).step_by(mesh.dp_size);
+    let planned: HashSet<usize> = dp_rows.flatten().copied().collect();
+    let watched = outcomes.iter().filter(|outcome| planned.contains(&outcome.summary.rank));
     let watched = watched.filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))

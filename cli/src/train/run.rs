@@ -11,8 +11,7 @@ use anyhow::Context;
 use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
-use ulysses::config::{MeshConfig, ParameterGroup};
-use ulysses::mesh::SeqSharding;
+use ulysses::config::ParameterGroup;
 use ulysses::model::ModelConfig;
 use ulysses::monitor::{Tracer, counted};
 use ulysses::trainer::job::{JobOptions, JobRanks, PreparedJob};
@@ -69,27 +68,24 @@ impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let PreparedJob { config, model, data, launch, .. } = &self.job;
         let (model, data): (&ModelConfig, _) = (&model.config, &data.phases()[0].data);
-        let MeshConfig { dp_size, sp_size, tp_size } = config.mesh;
         let partitions = config.zero_world_size();
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
-            format!(" ({} of {})", counted(dp_size / size, "replica"), counted(partitions, "partition"))
+            format!(
+                " ({} of {})",
+                counted(config.mesh.dp_size / size, "replica"),
+                counted(partitions, "partition")
+            )
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let frozen = match model.num_parameters_where(is_frozen) {
             0 => String::new(),
             frozen => format!(" ({:.2} M frozen)", frozen as f64 / 1e6),
         };
-        let ring = match config.seq_sharding() {
-            SeqSharding { ring_size: 1, .. } => String::new(),
-            SeqSharding { ring_size, ulysses_size } => {
-                format!(" (ring {ring_size} × ulysses {ulysses_size})")
-            }
-        };
-        let tp = if tp_size > 1 { format!(" × tp {tp_size}") } else { String::new() };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}{ring}{tp}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
+            "mesh {}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} of {} tokens, \
              {} per rank",
+            config.training_shape(),
             config.zero_axes().with_stage(config.zero.stage),
             model.num_parameters() as f64 / 1e6,
             counted(data.num_sequences(), "sequence"),

@@ -92,7 +92,7 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     }
     let raw = read_config(&args)?;
     let joined = args.backend.join_with(raw.backend(), process)?;
-    let mut ranks = joined.place(args.device, shape.dp * shape.sp * shape.tp)?;
+    let mut ranks = joined.place(args.device, shape.sizes.num_ranks())?;
     let mut check = Check::read(&args, raw)?;
     let batch_size = check.batch.batch_size();
     let mesh_config = check.config(check.raw.clone(), shape, check.accumulation, args.zero_stage)?;
@@ -107,11 +107,11 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     }
     let packed = unpacked.map(|alone| std::mem::replace(&mut check.batch, alone));
     let micro_batches = match packed {
-        None => check.accumulation * shape.dp,
+        None => check.accumulation * shape.sizes.dp,
         // The documents have different lengths: one after another.
         Some(_) => check.batch.batch_size(),
     };
-    let alone = TrainingShape { dp: 1, sp: 1, tp: 1, ring_size: Some(1), shard_size: None };
+    let alone = TrainingShape::ONE_RANK;
     let config = check.config(check.raw.clone().without_replicas(), alone, micro_batches, Some(0))?;
     let mut single = check.run(&mut Ranks::threads(DevicePlacement::cpu()), &config)?;
     if let Some(packed) = packed {
@@ -121,10 +121,12 @@ pub(super) fn run(args: VerifyArgs, process: &mut Option<Box<dyn Session>>) -> R
     let rule = ErrorRule { tolerance, config: &config };
     let errors = rule.compare(&on_mesh, &single, batch_size).or_run()?;
     let worst = errors.first().map_or(f64::INFINITY, |(_, error)| *error);
+    let replaced = check.raw.replaced_sizes(shape.sizes);
     print(if args.json {
         as_json(&errors, &args, worst, tolerance)
     } else {
-        as_text(&errors, &args, worst, tolerance)
+        replaced.iter().map(|note| format!("{note}\n")).collect::<String>()
+            + &as_text(&errors, &args, worst, tolerance)
     })?;
     judge(&on_mesh, worst, tolerance, args.packing).map_err(Failure::Run)
 }
@@ -170,7 +172,7 @@ impl Check {
 
     /// Runs the batch, padded to the batch size of the config.
     fn run(&self, ranks: &mut Ranks<'_>, config: &Config) -> Result<BatchOutcome, Failure> {
-        let mesh = config.mesh.row_major().or_usage()?;
+        let mesh = config.mesh.shape().row_major().or_usage()?;
         let mut batch = self.batch.clone();
         let (batch_size, seq_len) = (batch.batch_size(), batch.seq_len());
         batch.pad_to_multiple(config.train_batch_size).or_usage()?;
@@ -201,9 +203,9 @@ impl Check {
         stage: Option<u64>,
     ) -> Result<Config, Failure> {
         let seq_len = Some(self.batch.seq_len());
-        let (mesh, ring_size) = (Some(shape.into()), shape.ring_size);
+        let (mesh, ring_size) = (Some(shape.sizes), shape.ring_size);
         let overrides = Overrides { mesh, ring_size, seq_len, ..Overrides::default() };
-        let batch_size = self.batch.batch_size().next_multiple_of(shape.dp * accumulation);
+        let batch_size = self.batch.batch_size().next_multiple_of(shape.sizes.dp * accumulation);
         let mut config = raw.for_batch(batch_size, accumulation).resolve(&overrides).or_usage()?;
         if config.ulysses.flexible_sp {
             return Err(Failure::Usage(anyhow!(

@@ -47,11 +47,24 @@ fn a_tensor_is_drawn_with_the_slices_and_bytes_of_every_rank() {
     let refused = |tensor: &str, expected: &[&str]| {
         Workplace::new().run(&["mesh", "2x2", "--tensor", tensor]).assert_refused(2, expected);
     };
-    refused("7,3", &["no `:`", "7,3:Shard(0),Replicate"]);
+    refused("7,3", &["--tensor 7,3", "no `:`", "7,3:Shard(0),Replicate"]);
     refused("7,3:Shard(0)", &["&[Shard(0)]", "one per axis"]);
     refused("7,3:Shard(0),Shard(2)", &["axis `sp` shards dimension 2"]);
     refused("7,3:Row,Replicate", &["`Row`", "Shard(DIM), Replicate or Partial"]);
     refused("7,3:R,R:f31", &["no dtype `f31`"]);
+}
+
+#[test]
+fn all_axes_of_training_are_drawn() {
+    let text = drawing(&["pp=2,dp=2,sp=2,tp=2"]);
+    assert!(text.contains("mesh pp=2,dp=2,sp=2,tp=2: 16 ranks\n"), "{text}");
+    assert!(text.contains("pp=1, dp=0\n  sp\\tp │  0  1\n"), "{text}");
+    assert!(groups_of(&text, "pp").starts_with("pp 8 2 [0 8] [1 9] "), "{text}");
+    assert!(groups_of(&text, "tp").starts_with("tp 8 2 [0 1] [2 3] "), "{text}");
+    assert!(
+        text.contains("2 stages divide the layers.\n") && text.ends_with("ZeRO partitions: 2 over dp.\n"),
+        "{text}"
+    );
 }
 
 #[test]

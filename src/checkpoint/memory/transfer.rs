@@ -134,7 +134,7 @@ mod tests {
 
     fn transfer(name: &str, bytes: u64, from: usize, to: usize) -> Transfer {
         let (name, kind) = (name.to_owned(), "parameters".to_owned());
-        let file = FileEntry { name, kind, partition: 0, tp_rank: 0, bytes, blake3: String::new() };
+        let file = FileEntry { name, kind, partition: 0, tp_rank: 0, stage: 0, bytes, blake3: String::new() };
         Transfer { file, from, to }
     }
 

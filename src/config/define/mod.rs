@@ -147,6 +147,7 @@ plain! {
     u64: |section, name| section.integer(name), 1;
     u32: |section, name| section.integer(name)?.try_into().ok(), 1;
     usize: |section, name| section.count(name), 1;
+    Vec<usize>: |section, name| section.counts(name), Vec::new();
     NonZero<usize>: |section, name| section.count(name).and_then(NonZero::new), NonZero::<usize>::MIN;
     f64: |section, name| section.number(name), 0.0;
     [f64; 2]: |section, name| section.two_numbers(name), [0.0; 2];

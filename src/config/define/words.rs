@@ -33,6 +33,11 @@ pub(crate) const fn count() -> Key {
     integer(1, u64::MAX)
 }
 
+/// An array of integers from 1 on.
+pub(crate) const fn counts() -> Key {
+    key(Value::Counts)
+}
+
 /// An integer from 0 on.
 pub(crate) const fn index() -> Key {
     integer(0, u64::MAX)

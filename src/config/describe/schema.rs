@@ -138,6 +138,10 @@ fn value(kind: Kind) -> Value {
         Kind::AnyText => json!({ "type": "string" }),
         Kind::Choice(names) => json!({ "enum": names }),
         Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
+        Kind::Counts => {
+            let items = value(Kind::Integer { min: 1, max: u64::MAX });
+            json!({ "type": "array", "items": items, "minItems": 1 })
+        }
         Kind::TwoNumbers(range) => pair(number(range)),
         Kind::List => json!({ "type": "array" }),
         Kind::Names(names) => json!({ "type": "array", "items": value(Kind::Choice(names)) }),

@@ -119,6 +119,9 @@ impl Checker<'_, '_> {
             (Kind::Pairs(pair), Value::Array(array)) => {
                 return self.elements(path, &array.elements, Kind::TwoCounts(pair));
             }
+            (Kind::Counts, Value::Array(array)) if !array.elements.is_empty() => {
+                return self.elements(path, &array.elements, Kind::Integer { min: 1, max: u64::MAX });
+            }
             (Kind::Names(known), Value::Array(array)) if array.elements.iter().all(is_text) => {
                 return self.names(path, &array.elements, known);
             }
@@ -158,7 +161,13 @@ impl Checker<'_, '_> {
         }
         let valid = is_valid(kind, value);
         if !valid {
-            self.invalid(path, value, range, kind.to_string());
+            let has_more_sizes =
+                path == "mesh_param" && matches!(value, Value::Array(array) if array.elements.len() > 2);
+            let hint = match has_more_sizes {
+                true => "; other axes are `tensor_parallel_size` and `pipeline_parallel_size`",
+                false => "",
+            };
+            self.invalid(path, value, range, format!("{kind}{hint}"));
         }
         valid
     }

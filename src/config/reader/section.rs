@@ -101,6 +101,15 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// Returns the integers of the array at `name`, if it is given; other elements have been reported.
+    pub(crate) fn counts(&self, name: &'static str) -> Option<Vec<usize>> {
+        let count = |value: &Value<'_>| usize::try_from(integer_in(value)?).ok();
+        match self.find(name)? {
+            Found::Given(Value::Array(array)) => Some(array.elements.iter().filter_map(count).collect()),
+            _ => None,
+        }
+    }
+
     /// Returns a mesh in the text notation.
     pub(crate) fn mesh(&self, name: &'static str) -> Option<String> {
         match self.find(name)? {

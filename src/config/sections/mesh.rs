@@ -2,16 +2,19 @@
 
 use crate::config::define::keys;
 use crate::config::define::words::count;
-use crate::config::mesh_shape::{MeshShape, SizeOrigin, StatedSize, StatedSizes};
+use crate::config::mesh_shape::{SizeOrigin, StatedSize, StatedSizes};
 use crate::config::reader::Section;
-use crate::mesh::{DeviceMesh, MeshError};
+use crate::mesh::MeshShape;
 
 keys! {
     /// The sizes of the mesh. Flags, `mesh_param`, `ulysses.mesh_rules` and the number of ranks determine them too.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct MeshConfig {
+        /// Pipeline-parallel ranks: they share the layers, each a stage of consecutive ones. `pipeline.stages` is DeepSpeed's key
+        /// for it.
+        pub pp_size: usize = count().named("pipeline_parallel_size").integer(1),
         /// Data-parallel ranks: they process different sequences.
-        pub dp_size: usize = count().named("data_parallel_size").derived("the world size / (sp × tp), or 1"),
+        pub dp_size: usize = count().named("data_parallel_size").derived("the world size / (pp × sp × tp), or 1"),
         /// Sequence-parallel ranks: they share each sequence. A file that sets this key above 1, and neither `mesh_param`
         /// nor `data_parallel_size`, also partitions ZeRO over dp × sp (`ulysses.zero_partition_axes`), as in DeepSpeed.
         pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
@@ -21,23 +24,20 @@ keys! {
     }
 }
 
+impl From<MeshShape> for MeshConfig {
+    fn from(MeshShape { pp, dp, sp, tp }: MeshShape) -> Self {
+        Self { pp_size: pp, dp_size: dp, sp_size: sp, tp_size: tp }
+    }
+}
+
 impl MeshConfig {
     /// Returns the sizes.
     pub fn shape(self) -> MeshShape {
-        let Self { dp_size, sp_size, tp_size } = self;
-        MeshShape { dp: dp_size, sp: sp_size, tp: tp_size }
+        let Self { pp_size, dp_size, sp_size, tp_size } = self;
+        MeshShape { pp: pp_size, dp: dp_size, sp: sp_size, tp: tp_size }
     }
 
-    /// Returns the mesh of row-major ranks.
-    ///
-    /// # Errors
-    /// When the mesh has too many ranks.
-    pub fn row_major(self) -> Result<DeviceMesh, MeshError> {
-        let Self { dp_size, sp_size, tp_size } = self;
-        DeviceMesh::dp_sp_tp(dp_size, sp_size, tp_size)
-    }
-
-    /// Returns the number of ranks that share each sequence: those of sp and tp.
+    /// Returns the number of ranks of one stage that share each sequence: those of sp and tp.
     pub fn ranks_per_sequence(self) -> usize {
         self.sp_size * self.tp_size
     }
@@ -54,8 +54,10 @@ pub(crate) fn stated_sizes(root: &Section<'_>) -> StatedSizes {
     let mesh_sizes = mesh_sizes.map(|pair| pair.map(|(size, position)| stated("mesh_param", size, position)));
     let [mesh_dp, mesh_sp] = mesh_sizes.map_or([None, None], |sizes| sizes.map(Some));
     let sizes = |mesh_size: Option<_>, key| mesh_size.into_iter().chain(axis(key)).collect();
+    let stages = size(&root.section("pipeline"), "stages", "pipeline.stages");
     let autotp = size(&root.section("tensor_parallel"), "autotp_size", "tensor_parallel.autotp_size");
     StatedSizes {
+        pp: sizes(stages, "pipeline_parallel_size"),
         dp: sizes(mesh_dp, "data_parallel_size"),
         sp: sizes(mesh_sp, "sequence_parallel_size"),
         // DeepSpeed's 0 leaves the size open.

@@ -17,10 +17,12 @@ const MAX_RULES: usize = 1000;
 const MAX_RULES_WITH_KEYS: usize = 50;
 
 /// Keys that a rule cannot override: they select the rule, or are its mesh.
-const NOT_IN_RULES: [&str; 8] = [
+const NOT_IN_RULES: [&str; 10] = [
     "mesh_param",
     "data_parallel_size",
     "sequence_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline.stages",
     "tensor_parallel_size",
     "tensor_parallel.autotp_size",
     "ulysses.mesh",

@@ -9,6 +9,7 @@ pub(crate) mod mesh_rules;
 pub(crate) mod mesh_spec;
 pub(crate) mod monitoring;
 pub(crate) mod parameter_groups;
+pub(crate) mod pipeline;
 pub(crate) mod precision;
 pub(crate) mod scheduler;
 pub(crate) mod ulysses;

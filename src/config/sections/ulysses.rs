@@ -6,6 +6,7 @@ use super::data::{
 };
 use super::mesh_rules::MeshRule;
 use super::parameter_groups::ParameterGroup;
+use super::pipeline::PipelineConfig;
 use super::zero::{AXES, PartitionAxes};
 use crate::config::define::words::{choice, count, flag, integer, key, section, text};
 use crate::config::define::{choices, keys};
@@ -74,6 +75,8 @@ keys! {
         /// sequences and has the same loss. The number of micro steps follows from the documents; the limit of tokens
         /// per rank and micro step is unchanged. Evaluation is not changed.
         pub flexible_sp: bool = flag(),
+        /// Stages of pipeline parallelism and the order of their passes.
+        pub pipeline: PipelineConfig = section(),
         /// CPU threads per rank.
         pub threads_per_rank: Option<usize> = integer(1, 4096).derived("a fair share of the cores"),
         /// The communication backend.

@@ -83,7 +83,7 @@ fn an_invalid_mesh_is_reported_at_its_position() {
     refuse(r#"{"intra": {"sp": 2}, "outer": {"dp": 2}}"#, "`outer` is not `intra` or `inter`");
     refuse(r#"{"intra": {"sp": 0}}"#, "axis `sp` has size 0");
     refuse(r#"{"intra": {"sp": 1.5}}"#, "`1.5` is not a size");
-    refuse(r#"{"intra": {"pp": 2}}"#, "the axes are dp (or ");
+    refuse(r#"{"intra": {"ep": 2}}"#, "the axes are, first, pp, dp (or ");
     refuse(r#""tp=2,dp=2""#, "and, last, tp; got tp, dp");
     refuse(r#"{"intra": 2}"#, "expected a mesh such as \"2x4\", or an object");
     refuse("[2, 2]", "expected a mesh such as \"2x4\", or an object");

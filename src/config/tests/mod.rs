@@ -6,6 +6,7 @@ mod diagnostics;
 mod machine;
 mod mesh;
 mod names;
+mod pipeline;
 mod resolution;
 mod robustness;
 mod settings;

@@ -48,7 +48,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             offload_param: Offload::None,
             offload_optimizer: Offload::None,
         },
-        mesh: MeshConfig { dp_size: 1, sp_size: 1, tp_size: 1 },
+        mesh: MeshShape::ONE_RANK.into(),
         steps_per_print: 10,
         communication_data_type: CommunicationDtype::Fp32,
         seq_parallel_communication_data_type: CommunicationDtype::Fp32,
@@ -78,6 +78,10 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             zero_partition_axes: PartitionAxes::Dp,
             ring_size: 1,
             flexible_sp: false,
+            pipeline: PipelineConfig {
+                schedule: PipelineSchedule::OneForwardOneBackward,
+                layers_per_stage: None,
+            },
             threads_per_rank: None,
             backend: Backend::Thread,
             mesh: None,
@@ -225,7 +229,7 @@ fn flags_override_the_file() {
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
         ring_size: None,
-        mesh: Some(MeshShape { dp: 2, sp: 4, tp: 1 }),
+        mesh: Some(MeshShape::dp_sp(2, 4)),
         layout: None,
         preset: None,
         shard_size: None,
@@ -267,7 +271,7 @@ fn flags_out_of_range_are_refused() {
         "--seq-len: expected at least 1, found 0"
     );
     assert_eq!(
-        message(Overrides { mesh: Some(MeshShape { dp: 2, sp: 0, tp: 1 }), ..Overrides::default() }),
+        message(Overrides { mesh: Some(MeshShape::dp_sp(2, 0)), ..Overrides::default() }),
         "--mesh: expected at least 1, found 0"
     );
     assert!(message(Overrides { model: Some(String::new()), ..Overrides::default() }).starts_with("--model"));
@@ -278,10 +282,9 @@ fn a_mesh_flag_replaces_every_size_of_the_file_with_a_note() {
     let resolve = |keys: &str| {
         let raw =
             RawConfig::from_json_str(&format!("{{\"train_batch_size\": 8, {keys}}}"), "c.json").unwrap();
-        let config = raw
-            .resolve(&Overrides { mesh: Some(MeshShape { dp: 2, sp: 2, tp: 1 }), ..Overrides::default() })
-            .unwrap();
-        assert_eq!(config.mesh, MeshConfig { dp_size: 2, sp_size: 2, tp_size: 1 }, "{keys}");
+        let config =
+            raw.resolve(&Overrides { mesh: Some(MeshShape::dp_sp(2, 2)), ..Overrides::default() }).unwrap();
+        assert_eq!(config.mesh, MeshShape::dp_sp(2, 2).into(), "{keys}");
         let notes = config.notes.iter().map(ToString::to_string).filter(|note| note.contains("--mesh"));
         (notes.collect::<Vec<_>>(), config.ulysses.mesh.is_some())
     };
@@ -316,10 +319,7 @@ fn half_a_mesh_in_the_file_is_completed_by_flag_or_world() {
         raw.resolve(&overrides).map(|c| (c.mesh.dp_size, c.mesh.sp_size, c.micro_batch_size)).unwrap()
     };
     assert_eq!(mesh(Overrides::default()), (1, 2, 8));
-    assert_eq!(
-        mesh(Overrides { mesh: Some(MeshShape { dp: 4, sp: 2, tp: 1 }), ..Overrides::default() }),
-        (4, 2, 2)
-    );
+    assert_eq!(mesh(Overrides { mesh: Some(MeshShape::dp_sp(4, 2)), ..Overrides::default() }), (4, 2, 2));
     assert_eq!(mesh(Overrides { world_size: Some(4), ..Overrides::default() }), (2, 2, 4));
 }
 
@@ -411,7 +411,7 @@ fn a_file_with_the_size_of_sp_alone_has_deepspeeds_partition_axes() {
         config.ulysses.zero_partition_axes
     };
     let stage = r#""zero_optimization": {"stage": 3}"#;
-    let mesh = |dp, sp| Overrides { mesh: Some(MeshShape { dp, sp, tp: 1 }), ..Overrides::default() };
+    let mesh = |dp, sp| Overrides { mesh: Some(MeshShape::dp_sp(dp, sp)), ..Overrides::default() };
     for (keys, overrides) in [
         (r#""sequence_parallel_size": 2"#, Overrides::default()),
         (r#""sequence_parallel_size": 2, "data_parallel_size": "auto""#, Overrides::default()),

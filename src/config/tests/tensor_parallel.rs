@@ -31,7 +31,7 @@ fn the_size_comes_from_our_key_from_deepspeeds_or_from_the_mesh() {
         (r#""seed": 1"#, &by_flag("tp=4"), [1, 1, 4]),
     ] {
         let config = resolve(keys, overrides).unwrap();
-        assert_eq!(config.mesh, MeshConfig { dp_size: dp, sp_size: sp, tp_size: tp }, "{keys}");
+        assert_eq!(config.mesh, MeshShape { pp: 1, dp, sp, tp }.into(), "{keys}");
         assert_eq!(config.world_size(), dp * sp * tp);
         let mesh = config.placed_mesh(None).unwrap().mesh;
         assert_eq!(
@@ -114,5 +114,5 @@ fn tp_is_the_last_axis_of_a_mesh() {
         let refused = parse(text).unwrap_err().to_string();
         assert!(refused.contains("and, last, tp; got "), "{refused}");
     }
-    assert_eq!(parse("dp=2,sp=2,tp=2@0,1,2,3,4,5,7,6").map(|shape| shape.tp), Ok(2));
+    assert_eq!(parse("dp=2,sp=2,tp=2@0,1,2,3,4,5,7,6").map(|shape| shape.sizes.tp), Ok(2));
 }

@@ -34,6 +34,7 @@ fn sample(key: &Key) -> Value {
         Kind::Text | Kind::AnyText => vec![json!("x")],
         Kind::Choice(names) => names.iter().map(|name| json!(name)).collect(),
         Kind::TwoCounts(_) => vec![json!([2, 2])],
+        Kind::Counts => vec![json!([2, 3])],
         Kind::TwoNumbers(_) => vec![json!([0.25, 0.5])],
         Kind::List => vec![json!(["all_reduce"])],
         Kind::Names(names) => vec![json!(names)],

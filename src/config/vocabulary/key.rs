@@ -57,6 +57,8 @@ pub(crate) enum Value {
     Choice(&'static [&'static str]),
     /// Two integers ≥ 1, described by the text.
     TwoCounts(&'static str),
+    /// An array of integers ≥ 1.
+    Counts,
     TwoNumbers(Range),
     List,
     /// An array of names (case-insensitive).
@@ -271,6 +273,7 @@ impl fmt::Display for Value {
             Self::AnyText => f.write_str("a string"),
             Self::Choice(names) => write_one_of(f, names),
             Self::TwoCounts(what) => write!(f, "an array of {what}"),
+            Self::Counts => f.write_str("an array of integers ≥ 1"),
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
             Self::List => f.write_str("an array"),
             Self::Names(names) => write!(f, "an array of names from \"{}\"", names.join("\", \"")),

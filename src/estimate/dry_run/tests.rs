@@ -5,7 +5,7 @@ use crate::comm::CollectiveOp;
 use crate::estimate::event::Purpose;
 use crate::estimate::tests::workload;
 use crate::placement::{Layout, LayoutAxis, Placement, StepKind, redistribute};
-use crate::zero::{Buffer, ZeroAxis};
+use crate::zero::{Buffer, Division, ZeroAxis};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use ulysses_kernels::device::DeviceKind;
@@ -159,7 +159,7 @@ fn zero_reduces_a_gradient_by_the_steps_from_its_layout_to_that_of_the_state() {
         let (mut planned, mut run) = (Reductions::new(), Reductions::new());
         let step = |rank: &mut DryRank, accumulation| {
             let (zero, groups) = (rank.engine.zero(), rank.engine.groups());
-            let axes = groups.layout(Buffer::OptimizerState, zero.stage(), false);
+            let axes = groups.layout(Buffer::OptimizerState, zero.stage(), Division::Whole);
             let coordinate: Vec<usize> = axes.iter().map(|axis| axis.group.rank()).collect();
             for unit in zero.layouts() {
                 let layout = |placement: fn(&ZeroAxis<'_>) -> Placement| {

@@ -13,7 +13,7 @@ pub use group::{LedgerGroup, close_norm, open_norm};
 
 use super::Placement::{self, Partial, Replicate, Shard};
 use crate::comm::{CollectiveOp, ProcessGroup};
-use crate::mesh::{DeviceMesh, TP_AXIS};
+use crate::mesh::{DeviceMesh, PP_AXIS, TP_AXIS};
 use candle_core::Tensor;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -26,12 +26,12 @@ struct Ledger {
 }
 
 impl Ledger {
-    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks of the group
-    /// `sharded`, if any, divide.
-    fn partial(&self, sharded: Option<&dyn ProcessGroup>) -> Vec<Placement> {
+    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks of the groups
+    /// `divided` divide.
+    fn partial(&self, divided: &[&dyn ProcessGroup]) -> Vec<Placement> {
         let summand = |&size: &usize| if size > 1 { Partial } else { Replicate };
         let mut placements: Vec<_> = self.mesh.shape().iter().map(summand).collect();
-        for axis in sharded.map(|group| spanned_axes(&self.mesh, group)).unwrap_or_default() {
+        for axis in divided.iter().flat_map(|group| spanned_axes(&self.mesh, *group)) {
             placements[axis] = Shard(0);
         }
         placements
@@ -133,23 +133,25 @@ impl Placed {
     /// A sum that is missing, or has not completed.
     pub fn check_summed(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
-        let summands = with(|ledger| ledger.partial(None)).unwrap_or_default();
+        let summands = with(|ledger| ledger.partial(&[])).unwrap_or_default();
         let placements = self.placements.as_ref().unwrap_or(&summands);
         self.refuse_at(placements.iter().position(|placement| *placement == Partial), Fault::NotSummed)
     }
 
-    /// Checks that all ranks have the same elements; those of tp may each have a part, which is what they use.
+    /// Checks that all ranks have the same elements; those of tp and pp may each have a part, which is what they use.
     ///
     /// # Errors
     /// A gather that is missing, or has not completed.
     pub fn check_gathered(&self) -> Result<(), LedgerError> {
         self.check_complete()?;
-        let divided =
-            with(|ledger| ledger.mesh.axis_names().iter().position(|axis| axis == TP_AXIS)).flatten();
+        let is_divided = |axis: usize| {
+            let name = with(|ledger| ledger.mesh.axis_names()[axis].clone());
+            name.is_some_and(|name| [PP_AXIS, TP_AXIS].contains(&name.as_str()))
+        };
         let placements = self.placements.as_deref().unwrap_or_default();
         let missing = (0..placements.len()).find(|&axis| match placements[axis] {
             Replicate => false,
-            Shard(_) => Some(axis) != divided,
+            Shard(_) => !is_divided(axis),
             Partial => true,
         });
         self.refuse_at(missing, Fault::NotGathered)
@@ -237,17 +239,17 @@ pub fn add(from: &Tensor, to: &Tensor) -> Result<(), LedgerError> {
 }
 
 /// Records that a backward pass adds to a gradient with this name: a summand, since every rank has other tokens, except along
-/// the group `sharded` whose ranks divide the tensor.
+/// the groups `divided` whose ranks divide the tensor.
 ///
 /// # Errors
 /// A gradient that is summed already.
 pub fn add_tokens(
     gradient: &Tensor,
-    sharded: Option<&dyn ProcessGroup>,
+    divided: &[&dyn ProcessGroup],
     tensor: impl FnOnce() -> String,
 ) -> Result<(), LedgerError> {
     let Some(known) = placed(gradient).or_else(|| Placed::unwritten(tensor)) else { return Ok(()) };
-    let partial = with(|ledger| ledger.partial(sharded)).unwrap_or_default();
+    let partial = with(|ledger| ledger.partial(divided)).unwrap_or_default();
     let placements = known.placements.as_ref().unwrap_or(&partial);
     let summed = (0..partial.len()).find(|&axis| placements[axis] != partial[axis]);
     known.refuse_at(summed, Fault::AddedAfterSum)?;

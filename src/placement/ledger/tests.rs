@@ -39,7 +39,7 @@ fn tensor() -> Tensor {
 /// A gradient that a backward pass has added to.
 fn gradient() -> Tensor {
     let gradient = tensor();
-    add_tokens(&gradient, None, || "the gradient of `model.layers.3`".to_owned()).unwrap();
+    add_tokens(&gradient, &[], || "the gradient of `model.layers.3`".to_owned()).unwrap();
     gradient
 }
 
@@ -138,7 +138,7 @@ fn a_backward_pass_must_not_add_to_a_sum() {
     with_ledger("2x1", |groups| {
         let gradient = gradient();
         groups.along("dp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
-        let tied = add_tokens(&gradient, None, || unreachable!("it has a name"));
+        let tied = add_tokens(&gradient, &[], || unreachable!("it has a name"));
         assert_fault(tied, "is added to by a backward pass after its sum over `dp`");
     });
 }
@@ -238,7 +238,7 @@ fn replicas_are_compared_along_exactly_the_axes_that_replicate() {
 #[test]
 fn outside_of_a_dry_run_nothing_is_recorded() {
     let gradient = tensor();
-    add_tokens(&gradient, None, || unreachable!("no name is made")).unwrap();
+    add_tokens(&gradient, &[], || unreachable!("no name is made")).unwrap();
     assert_eq!(placed(&gradient), None);
     open_norm(std::iter::empty()).unwrap();
     close_norm().unwrap();

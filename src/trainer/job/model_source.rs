@@ -7,11 +7,12 @@ use crate::engine::{EngineError, check_parameter_groups};
 use crate::estimate::{check_tensor_parallel, layers_of_tp_ranks, ulysses_limits};
 use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
+use crate::mesh::{SeqSharding, TrainingShape};
 use crate::model::{
     HfDescription, HfModel, HfSource, Model, ModelConfig, ModelError, PRESETS, RandomWeights, WeightSource,
     max_positions, preset, shape,
 };
-use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, SequenceParallelError};
 use std::path::{Path, PathBuf};
 
 /// A model's shape and the source of its weights.
@@ -159,6 +160,7 @@ pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError
              most {layers}"
         )));
     }
+    config.ulysses.pipeline.layers_of_stages(config.mesh.pp_size, layers).or_usage()?;
     let units = Model::new(model).or_usage()?.units();
     check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
 }
@@ -184,7 +186,10 @@ pub fn check_exchange(
     let layers = layers_of_tp_ranks(model, tp_size).or_usage()?.concat();
     let max_chunks = layers.iter().map(|layer| layer.max_head_chunks()).min().unwrap_or(0);
     if chunks > max_chunks {
-        let owner = if tp_size > 1 { "a tp rank" } else { "the model" };
+        let owner = match tp_size {
+            1 => "the model".to_owned(),
+            _ => format!("one of tp = {tp_size} ranks"),
+        };
         let reason = match model.layers.iter().any(|layer| layer.max_head_chunks() < layer.num_kv_heads) {
             true => "normalizes queries over all heads".to_owned(),
             false => format!("has {max_chunks} KV heads"),
@@ -201,17 +206,7 @@ pub fn check_exchange(
             let shape = AttentionShape { batch, seq_len: of_ring_rank, num_heads, num_kv_heads, head_dim };
             let kv_heads = grouped_heads(num_heads, num_kv_heads);
             let plan = ExchangePlan::new(shape, &kv_heads, sharding.ulysses_size, 0);
-            plan.map_err(|error| error.within(sharding, seq_len)).map_err(|error| {
-                match (chunks, tp_size) {
-                    (1, 1) => JobError::usage(error),
-                    (1, _) => {
-                        JobError::usage(format!("of the heads of one of tp = {tp_size} ranks: {error}"))
-                    }
-                    _ => JobError::usage(format!(
-                        "in a chunk of the heads (`ulysses.head_chunks` = {chunks}): {error}"
-                    )),
-                }
-            })?;
+            plan.map_err(|error| refusal(error.within(sharding, seq_len), config))?;
         }
     }
     let shards = (0..sharding.sp_size()).map(|rank| sharding.tokens(seq_len, rank).len());
@@ -219,6 +214,32 @@ pub fn check_exchange(
         Some(tokens) => Err(EngineError::TooFewTokens { tokens, tp_size }).or_usage(),
         None => Ok(()),
     }
+}
+
+/// The refusal of an exchange: of which heads, and the whole mesh of a ring that it advises.
+fn refusal(error: SequenceParallelError, config: &Config) -> JobError {
+    let (chunks, sizes) = (config.ulysses.head_chunks, config.mesh.shape());
+    let heads = match (chunks, sizes.tp) {
+        (1, 1) => String::new(),
+        (1, tp) => format!("of the heads of one of tp = {tp} ranks: "),
+        (chunks, 1) => format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks}): "),
+        (chunks, tp) => {
+            format!("in a chunk of the heads (`ulysses.head_chunks` = {chunks}) of one of tp = {tp} ranks: ")
+        }
+    };
+    let ring_size = match error {
+        SequenceParallelError::TooFewHeads { num_heads, .. }
+        | SequenceParallelError::TooFewHeadsInRing { num_heads, .. } => {
+            Some(SeqSharding::for_heads(sizes.sp, num_heads).ring_size)
+        }
+        _ => None,
+    };
+    let has_other_axes = sizes.num_ranks() > sizes.sp;
+    let whole = ring_size.filter(|_| has_other_axes).map_or_else(String::new, |ring_size| {
+        let mesh = TrainingShape { sizes, ring_size: Some(ring_size), shard_size: None };
+        format!(" (with the other axes: `--mesh {}`)", mesh.notation())
+    });
+    JobError::usage(format!("{heads}{error}{whole}"))
 }
 
 #[cfg(test)]
@@ -269,8 +290,11 @@ mod tests {
         // 4 query heads, 2 KV heads: each of two tp ranks has 2 and 1, which two sp ranks share.
         assert_eq!(refusal(2, 1, 8), "Ok(())");
         assert!(refusal(5, 1, 64).contains("cannot be divided over tp = 5 ranks; tp of 1 to 4 is valid"));
-        assert!(refusal(4, 1, 64).contains("num_heads = 1 cannot be split over sp = 2 ranks"));
-        assert!(refusal(2, 2, 64).contains("a tp rank has 1 KV heads: expected at most 1"));
+        let few_heads = refusal(4, 1, 64);
+        assert!(few_heads.contains("num_heads = 1 cannot be split over sp = 2 ranks"), "{few_heads}");
+        assert!(few_heads.ends_with("`--mesh dp=1,ring=2,ulysses=1,tp=4`)"), "{few_heads}");
+        assert!(refusal(2, 2, 64).contains("one of tp = 2 ranks has 1 KV heads: expected at most 1"));
         assert!(refusal(2, 1, 3).contains("1 tokens per sequence and sp rank cannot be shared by tp = 2"));
+        assert!(refusal(2, 1, 3).contains("the largest valid tp is 1"));
     }
 }

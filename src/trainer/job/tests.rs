@@ -81,8 +81,7 @@ fn a_job_locks_its_output_directory_and_writes_event_files_there() {
 #[test]
 fn flags_override_the_file() {
     let dir = tempfile::tempdir().unwrap();
-    let overrides =
-        Overrides { mesh: Some(MeshShape { dp: 1, sp: 2, tp: 1 }), steps: Some(1), ..Overrides::default() };
+    let overrides = Overrides { mesh: Some(MeshShape::dp_sp(1, 2)), steps: Some(1), ..Overrides::default() };
     let job = Job::new(&config_in(dir.path(), 4), JobOptions::default(), overrides).unwrap();
     assert_eq!(job.prepared().config.mesh.sp_size, 2);
     assert_eq!(job.train().unwrap().train.steps, 1);

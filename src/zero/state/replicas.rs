@@ -3,7 +3,7 @@
 use super::state_tensor::StateTensor;
 use crate::comm::ProcessGroup;
 use crate::fnv1a::{OFFSET_BASIS, step};
-use crate::zero::{Buffer, ZeroError, ZeroOptimizer};
+use crate::zero::{Buffer, Division, ZeroError, ZeroOptimizer};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
@@ -12,14 +12,14 @@ use ulysses_kernels::device::dry;
 const LANES: usize = 8;
 
 impl ZeroOptimizer {
-    /// Hash of what this rank keeps of a buffer, over all parameters that the ranks of tp divide (`is_sharded`) or all others. Equal
+    /// Hash of what this rank keeps of a buffer, over all parameters with this division. Equal
     /// on all ranks along an axis that replicates it by [`ZeroGroups::layout`](crate::zero::ZeroGroups::layout). 0 in a dry run,
     /// which has no elements.
     ///
     /// # Errors
     /// A tensor that cannot be read.
-    pub fn hash(&self, buffer: Buffer, is_sharded: bool) -> Result<u64, ZeroError> {
-        let tensors = self.persistent(buffer, is_sharded);
+    pub fn hash(&self, buffer: Buffer, division: Division) -> Result<u64, ZeroError> {
+        let tensors = self.persistent(buffer, division);
         if dry::is_dry() { Ok(0) } else { hash(tensors.map(|tensor| tensor.fetch())) }
     }
 
@@ -31,7 +31,7 @@ impl ZeroOptimizer {
     pub(crate) fn check_compared(
         &self,
         buffer: Buffer,
-        is_sharded: bool,
+        division: Division,
         compared: &[(Buffer, &Arc<dyn ProcessGroup>)],
     ) -> Result<(), ZeroError> {
         if !dry::is_dry() {
@@ -39,13 +39,13 @@ impl ZeroOptimizer {
         }
         let groups = compared.iter().filter(|(other, _)| *other == buffer).map(|(_, group)| &***group);
         let groups: Vec<_> = groups.collect();
-        let mut placed = self.persistent(buffer, is_sharded).filter_map(|tensor| tensor.placed());
+        let mut placed = self.persistent(buffer, division).filter_map(|tensor| tensor.placed());
         Ok(placed.try_for_each(|placed| placed.check_compared(&groups))?)
     }
 
     /// The tensors of a buffer on this rank.
-    fn persistent(&self, buffer: Buffer, is_sharded: bool) -> impl Iterator<Item = StateTensor> {
-        let units = self.units.iter().filter(move |unit| unit.layout.is_sharded() == is_sharded);
+    fn persistent(&self, buffer: Buffer, division: Division) -> impl Iterator<Item = StateTensor> {
+        let units = self.units.iter().filter(move |unit| unit.layout.division() == division);
         units.flat_map(move |unit| match buffer {
             Buffer::Parameters => vec![unit.parameters.persistent()],
             Buffer::OptimizerState => unit.master.iter().chain(&unit.state).cloned().collect(),

@@ -2,7 +2,7 @@
 
 use super::state_tensor::{StateSlice, StateTensor};
 use crate::zero::unit::Unit;
-use crate::zero::{ZeroError, ZeroOptimizer};
+use crate::zero::{Division, FlatLayout, ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -18,9 +18,20 @@ impl ZeroOptimizer {
         [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
-    /// Returns whether checkpoints have the unit's state from this rank of tp, not only from the first one.
+    /// Returns whether checkpoints have the unit's state from this rank of tp and pp, not only from the first one.
     fn is_saved(&self, unit: &Unit) -> bool {
-        unit.layout.is_sharded() || self.groups.tp_rank() == 0
+        match unit.layout.division() {
+            Division::OverTp => true,
+            Division::Whole => self.groups.tp_rank() == 0,
+            Division::Tied => self.groups.tp_rank() == 0 && self.groups.stage() == 0,
+        }
+    }
+
+    /// The layouts of the units that checkpoints have from this rank's stage.
+    pub fn saved_layouts(&self) -> impl Iterator<Item = &FlatLayout> {
+        let is_of_stage =
+            |layout: &&FlatLayout| layout.division() != Division::Tied || self.groups.stage() == 0;
+        self.layouts().filter(is_of_stage)
     }
 
     /// Returns the bytes of each partition in a checkpoint, over all units and kinds that this rank of tp writes, without

@@ -41,7 +41,7 @@ pub(in crate::launch) fn run(
     loop {
         // The hosts that a smaller mesh leaves idle replace the next ones that are lost.
         let used = hosts.as_ref().map(|hosts| match variation.smaller {
-            Some(mesh) => first_slots(hosts, mesh.dp * mesh.sp),
+            Some(mesh) => first_slots(hosts, mesh.sizes.num_ranks()),
             None => hosts.clone(),
         });
         let placement = used.as_ref().map_or(Placement::Here(num_ranks), |used| Placement::Hosts(used));

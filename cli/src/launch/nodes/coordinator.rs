@@ -267,7 +267,7 @@ impl Coordinator {
 
 /// Returns the ranks of a smaller mesh: each node runs as many as it offers, the last ones perhaps none.
 fn first_ranks(offered: &BTreeMap<usize, usize>, mesh: SmallerMesh) -> BTreeMap<usize, usize> {
-    let mut left = mesh.dp * mesh.sp;
+    let mut left = mesh.sizes.num_ranks();
     let take = |(node, count): (&usize, &usize)| {
         let taken = left.min(*count);
         left -= taken;
@@ -282,6 +282,7 @@ mod tests {
     use super::*;
     use serde_json::json;
     use std::time::Duration;
+    use ulysses::mesh::MeshShape;
 
     fn failure(node: usize, rank: usize) -> NodeFailure {
         NodeFailure { node, rank: Some(rank), text: format!("rank {rank} ended"), is_usage: false }
@@ -358,9 +359,7 @@ mod tests {
     #[test]
     fn a_smaller_mesh_takes_the_first_ranks() {
         let mesh = |dp, sp| SmallerMesh {
-            dp,
-            sp,
-            tp: 1,
+            sizes: MeshShape::dp_sp(dp, sp),
             ring_size: None,
             shard_size: None,
             replaces_key: false,

@@ -22,9 +22,10 @@ fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
 fn invalid_meshes_are_refused() {
     for (mesh, expected) in [
         ("0x2", "size 0; valid sizes are 1 or more"),
-        ("2x2x2x2", "4 sizes"),
+        ("2x2x2x2", "4 sizes for the axes dp, sp, tp: name them, such as pp=2,dp=2,sp=2,tp=2"),
         ("2", "1 sizes"),
-        ("pp=2", "sp (or ring and ulysses) and, last, tp; got pp"),
+        ("ep=2", "sp (or ring and ulysses) and, last, tp; got ep"),
+        ("dp=2,pp=2", "the axes are, first, pp, dp (or "),
         ("tp=2,dp=2", "sp (or ring and ulysses) and, last, tp; got tp, dp"),
         ("dp=2,dp=2", "duplicate axis `dp`"),
         ("100000x100000", "more than 1048576 ranks"),

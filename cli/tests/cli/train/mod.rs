@@ -4,6 +4,7 @@ mod evaluations;
 mod flexible_sp;
 mod hybrid_meshes;
 mod partitions;
+mod pipeline;
 mod rings;
 
 use crate::golden;

@@ -1,0 +1,22 @@
+//! Pipeline parallelism: ranks that divide the layers of a model into stages of consecutive ones.
+//!
+//! - [`Schedule`]: the order of the passes of every rank, as data that is checked before it runs.
+//! - [`stage_model`]: the part of a model that one rank has. It is a [`Model`] like any other, whose input receives hidden states
+//!   of the previous stage, and whose objective sends them to the next one: the engine runs it as a whole model.
+//! - [`Neighbors`]: the messages between the stages.
+//!
+//! A rank exchanges its own tokens with the ranks of the other stages that have the same place on all other axes.
+//!
+//! **Sends do not wait.** With 1F1B the last stage sends a gradient while the previous one sends hidden states, so blocking sends
+//! would wait for each other. A sent tensor stays alive until it is received. Where one stream has all messages of a rank (NCCL),
+//! a send and the receive that follows it from the same neighbor form a group ([`Neighbors::flush`]), as in Megatron-LM.
+
+mod neighbors;
+mod schedule;
+mod stage;
+#[cfg(test)]
+mod tests;
+
+pub use neighbors::Neighbors;
+pub use schedule::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, TimedAction, Timeline};
+pub use stage::stage_model;

@@ -1,0 +1,198 @@
+//! Schedules: their order, that they end, their memory and their idle time.
+
+use super::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind};
+use std::collections::BTreeSet;
+
+const KINDS: [ScheduleKind; 5] = [
+    ScheduleKind::GPipe,
+    ScheduleKind::OneForwardOneBackward,
+    ScheduleKind::Interleaved { num_chunks: 2 },
+    ScheduleKind::Interleaved { num_chunks: 3 },
+    ScheduleKind::ZeroBubble,
+];
+
+/// The schedules of every kind, for 1 to 5 ranks and 1 to 10 micro batches, where there is one.
+fn each(mut test: impl FnMut(ScheduleKind, usize, usize, Schedule)) {
+    for kind in KINDS {
+        for (ranks, micro_batches) in (1..=5).flat_map(|ranks| (1..=10).map(move |number| (ranks, number))) {
+            if let Ok(schedule) = kind.schedule(ranks, micro_batches) {
+                test(kind, ranks, micro_batches, schedule);
+            }
+        }
+    }
+}
+
+fn text(actions: &[Action]) -> String {
+    actions.iter().map(Action::to_string).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn the_first_schedules_are_those_of_their_papers() {
+    let of = |kind: ScheduleKind| {
+        let ranks = kind.schedule(2, 3).unwrap().ranks;
+        ranks.iter().map(|actions| text(actions)).collect::<Vec<_>>()
+    };
+    assert_eq!(of(ScheduleKind::GPipe), ["F0 F1 F2 B0 B1 B2"; 2]);
+    assert_eq!(of(ScheduleKind::OneForwardOneBackward), ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]);
+    assert_eq!(of(ScheduleKind::ZeroBubble), ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]);
+    let interleaved = ScheduleKind::Interleaved { num_chunks: 2 }.schedule(2, 2).unwrap();
+    assert_eq!(
+        text(&interleaved.ranks[1]),
+        "F0 F1 F0 of chunk 1 B0 of chunk 1 F1 of chunk 1 B1 of chunk 1 B0 B1"
+    );
+}
+
+#[test]
+fn every_schedule_ends_with_the_idle_time_of_its_formula() {
+    let mut number = 0;
+    each(|kind, ranks, micro_batches, schedule| {
+        let timeline = schedule.check().unwrap();
+        // Passes of 1, backward passes of 2: the ranks wait for the first and the last micro batch to pass the others.
+        let (p, m) = (ranks as f64, micro_batches as f64);
+        let expected = match kind {
+            ScheduleKind::Interleaved { num_chunks } => (p - 1.0) / (num_chunks as f64 * m + p - 1.0),
+            ScheduleKind::ZeroBubble if micro_batches >= ranks => (p - 1.0) / (3.0 * m + p - 1.0),
+            ScheduleKind::ZeroBubble => return,
+            _ => (p - 1.0) / (m + p - 1.0),
+        };
+        assert!(
+            (timeline.idle - expected).abs() < 1e-9,
+            "{kind:?} {ranks} {micro_batches}: {}",
+            timeline.idle
+        );
+        number += 1;
+    });
+    assert!(number > 130, "{number}");
+}
+
+#[test]
+fn backward_passes_bound_the_micro_batches_in_memory_but_for_gpipe() {
+    each(|kind, ranks, micro_batches, schedule| {
+        let most = schedule.check().unwrap().most_in_flight;
+        let expected = |rank: usize| match kind {
+            ScheduleKind::GPipe => micro_batches,
+            ScheduleKind::OneForwardOneBackward => micro_batches.min(ranks - rank),
+            ScheduleKind::Interleaved { num_chunks } => {
+                (micro_batches * num_chunks).min(2 * (ranks - 1 - rank) + (num_chunks - 1) * ranks + 1)
+            }
+            ScheduleKind::ZeroBubble => micro_batches.min(ranks),
+        };
+        let expected: Vec<_> = (0..ranks).map(expected).collect();
+        assert!(
+            most.iter().zip(&expected).all(|(most, bound)| most <= bound),
+            "{kind:?}: {most:?} {expected:?}"
+        );
+        if kind != ScheduleKind::ZeroBubble {
+            assert_eq!(most, expected, "{kind:?} {ranks} {micro_batches}");
+        }
+    });
+}
+
+#[test]
+fn schedules_that_cannot_run_are_refused_with_rank_and_pass() {
+    let valid = ScheduleKind::OneForwardOneBackward.schedule(2, 2).unwrap();
+    let error = |change: &dyn Fn(&mut Schedule)| {
+        let mut schedule = valid.clone();
+        change(&mut schedule);
+        schedule.check().unwrap_err().to_string()
+    };
+    assert!(error(&|s| drop(s.ranks[1].pop())).contains("B1 of rank 1 is missing"));
+    assert!(
+        error(&|s| s.ranks[0].push(Action::new(Pass::Forward, 0)))
+            .contains("F0 of rank 0 is out of order or there twice")
+    );
+    assert!(error(&|s| s.ranks[0].swap(0, 2)).contains("B0 of rank 0 is out of order"));
+    assert!(error(&|s| s.ranks[0][0].micro_batch = 7).contains("F7 of rank 0 is of a micro batch"));
+    // The last stage has its second micro batch first, the first one waits for the gradient of the first.
+    let blocked = error(&|s| {
+        s.ranks[0] = ["F0", "B0", "F1", "B1"].map(|name| named(name)).to_vec();
+        s.ranks[1] = ["F1", "B1", "F0", "B0"].map(|name| named(name)).to_vec();
+    });
+    assert!(
+        blocked.contains("rank 0 waits in B0 for B0 of rank 1, rank 1 waits in F1 for F1 of rank 0"),
+        "{blocked}"
+    );
+    let interleaved = ScheduleKind::Interleaved { num_chunks: 2 }.schedule(2, 3);
+    assert_eq!(interleaved, Err(ScheduleError::Indivisible { ranks: 2, micro_batches: 3 }));
+    assert!(ScheduleKind::GPipe.schedule(0, 1).is_err() && ScheduleKind::GPipe.schedule(1, 0).is_err());
+}
+
+fn named(name: &str) -> Action {
+    let pass = if name.starts_with('F') { Pass::Forward } else { Pass::Backward };
+    Action::new(pass, name[1..].parse().unwrap())
+}
+
+#[test]
+fn a_slow_pass_delays_all_that_wait_for_it() {
+    let schedule = ScheduleKind::GPipe.schedule(2, 1).unwrap();
+    let timeline =
+        schedule.simulate(PassTimes { forward: 3.0, input_backward: 1.0, weight_backward: 4.0 }).unwrap();
+    let spans: Vec<_> = timeline.ranks.iter().flatten().map(|timed| (timed.start, timed.end)).collect();
+    assert_eq!(spans, [(0.0, 3.0), (11.0, 16.0), (3.0, 6.0), (6.0, 11.0)]);
+    assert_eq!((timeline.seconds, timeline.idle), (16.0, 0.5));
+}
+
+/// A message: what it carries, the micro batch, sender, receiver.
+type Message = (bool, usize, usize, usize);
+
+/// The messages of a rank in the order in which one stream runs them, grouped as [`super::Neighbors::flush`] says or not at all.
+fn stream(actions: &[Action], rank: usize, ranks: usize, is_grouped: bool) -> Vec<BTreeSet<Message>> {
+    let (mut groups, mut open) = (Vec::new(), BTreeSet::new());
+    for (index, action) in actions.iter().enumerate() {
+        let is_forward = action.pass == Pass::Forward;
+        let (from, to) =
+            if is_forward { (rank.checked_sub(1), rank + 1) } else { (Some(rank + 1), rank.wrapping_sub(1)) };
+        if let Some(from) = from.filter(|from| *from < ranks) {
+            open.insert((is_forward, action.micro_batch, from, rank));
+            groups.push(std::mem::take(&mut open));
+        }
+        if to < ranks {
+            open.insert((is_forward, action.micro_batch, rank, to));
+        }
+        let pairs = actions.get(index + 1).is_some_and(|next| (next.pass == Pass::Forward) != is_forward);
+        if !open.is_empty() && !(is_grouped && pairs) {
+            groups.push(std::mem::take(&mut open));
+        }
+    }
+    groups.extend(Some(open).filter(|open| !open.is_empty()));
+    groups
+}
+
+/// Returns whether streams end that run one group after another, each message when both ranks have reached it.
+fn ends(mut streams: Vec<Vec<BTreeSet<Message>>>) -> bool {
+    streams.iter_mut().for_each(|stream| stream.reverse());
+    loop {
+        let current: Vec<BTreeSet<Message>> =
+            streams.iter().map(|stream| stream.last().cloned().unwrap_or_default()).collect();
+        let is_met =
+            |message: &Message| current[message.2].contains(message) && current[message.3].contains(message);
+        let met: BTreeSet<Message> =
+            current.iter().flatten().filter(|message| is_met(message)).copied().collect();
+        if met.is_empty() {
+            return streams.iter().all(Vec::is_empty);
+        }
+        for stream in &mut streams {
+            if let Some(group) = stream.last_mut() {
+                group.retain(|message| !met.contains(message));
+                if group.is_empty() {
+                    stream.pop();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn one_stream_of_messages_ends_if_a_send_runs_with_the_receive_after_it() {
+    let streams = |kind: ScheduleKind, ranks, micro_batches, is_grouped| {
+        let schedule = kind.schedule(ranks, micro_batches).unwrap();
+        let of_ranks = schedule.ranks.iter().enumerate();
+        of_ranks.map(|(rank, actions)| stream(actions, rank, ranks, is_grouped)).collect::<Vec<_>>()
+    };
+    for (ranks, micro_batches) in (1..=5).flat_map(|ranks| (1..=9).map(move |number| (ranks, number))) {
+        for kind in [ScheduleKind::GPipe, ScheduleKind::OneForwardOneBackward] {
+            assert!(ends(streams(kind, ranks, micro_batches, true)), "{kind:?} {ranks} {micro_batches}");
+        }
+    }
+    assert!(!ends(streams(ScheduleKind::OneForwardOneBackward, 2, 3, false)));
+}

@@ -1,0 +1,248 @@
+//! Pipeline parallelism never changes the math: layouts with stages against the independent f64 reference.
+
+use crate::support::compare::{assert_all_close, assert_scalar_close};
+use crate::support::doubles::{Fault, FaultyGroup};
+use crate::support::mesh_run::{
+    Doubles, Layout, Problem, Rule, assert_matches, by_name, global_batch, layout, matches, micro_batches,
+    on_mesh,
+};
+use crate::support::problems::{ADAMW, CONFIG, LAMB, packed_batch, problem};
+use crate::support::reference::{Family, ReferenceConfig};
+use crate::support::sample::{axes, sampled};
+use serde_json::json;
+use std::sync::Arc;
+use ulysses::checkpoint::{Checkpoint, DataCursor, SaveOptions, step_name};
+use ulysses::comm::LaunchOptions;
+use ulysses::engine::{BatchOutcome, RunRecord};
+use ulysses::kernels::attention::FlashAttention;
+use ulysses::zero::{PipelineGroups, ZeroGroups};
+
+/// Five layers, for stages of different sizes.
+const DEEP: ReferenceConfig = ReferenceConfig { num_layers: 5, ..CONFIG };
+
+/// The sizes of a mesh, outermost axis first.
+const fn on_pp([pp, dp, sp, tp]: [usize; 4], stage: u8) -> Layout {
+    Layout { pp, tp, ..layout(dp, sp, stage) }
+}
+
+/// pp × dp × sp × tp on up to 8 ranks, at every stage; fewer and more micro batches than stages.
+fn grid() -> impl Iterator<Item = Layout> {
+    let meshes = [
+        [2, 1, 1, 1],
+        [3, 1, 1, 1],
+        [2, 2, 1, 1],
+        [2, 1, 2, 1],
+        [2, 1, 1, 2],
+        [2, 2, 2, 1],
+        [2, 1, 2, 2],
+        [3, 2, 1, 1],
+        [4, 1, 1, 1],
+        [5, 1, 1, 1],
+    ];
+    meshes.into_iter().flat_map(|mesh| {
+        (0..=3)
+            .flat_map(move |stage| [1, 3].map(|accumulation| Layout { accumulation, ..on_pp(mesh, stage) }))
+    })
+}
+
+/// Checks a sample of all problems on the grid.
+#[track_caller]
+fn check_each(problems: &[Problem], tolerance: f64) {
+    let expected: Vec<_> = problems.iter().map(|problem| problem.reference().unwrap()).collect();
+    let cases = (0..problems.len()).flat_map(|number| grid().map(move |layout| (number, layout)));
+    let cases = cases.filter(|(number, layout)| layout.pp <= problems[*number].config.num_layers);
+    for (number, layout) in sampled(cases, |(number, layout)| [axes![number], layout.axes()].concat()) {
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], tolerance, &format!("problem {number}, {layout:?}"));
+    }
+}
+
+fn tied(rule: Rule, clip: Option<f64>) -> Problem {
+    Problem { rule, clip, ..problem(ReferenceConfig { tie_word_embeddings: true, ..DEEP }, packed_batch()) }
+}
+
+fn deep(rule: Rule, clip: Option<f64>) -> Problem {
+    Problem { rule, clip, ..problem(DEEP, packed_batch()) }
+}
+
+#[test]
+fn stages_train_as_whole_models_on_every_mesh_stage_and_accumulation() {
+    check_each(&[deep(Rule::Sgd { lr: 0.1 }, Some(0.25)), deep(Rule::AdamW(ADAMW), None)], 5e-5);
+}
+
+#[test]
+fn tied_embeddings_are_summed_over_both_stages_and_counted_once() {
+    check_each(&[tied(Rule::Sgd { lr: 0.1 }, Some(0.25)), tied(Rule::AdamW(ADAMW), Some(0.25))], 5e-5);
+}
+
+#[test]
+fn norms_of_whole_tensors_are_those_of_their_stage() {
+    check_each(&[deep(Rule::Lamb(LAMB), None), tied(Rule::Lamb(LAMB), Some(0.25))], 2e-4);
+}
+
+#[test]
+fn a_ring_within_stages_matches() {
+    let problem = problem(DEEP, packed_batch());
+    let expected = problem.reference().unwrap();
+    for layout in [on_pp([2, 1, 2, 1], 1), on_pp([2, 1, 4, 1], 3)] {
+        let ring = Layout { ring: 2, accumulation: 2, ..layout };
+        assert_matches(&problem.run(ring).unwrap(), &expected, 2e-5, &format!("{ring:?}"));
+    }
+}
+
+#[test]
+fn recomputation_tiles_and_other_families_change_nothing() {
+    let options = [
+        (Family::Llama, json!({ "ulysses": { "activation_checkpointing": true } })),
+        (Family::Gemma3, json!({ "ulysses": { "activation_checkpointing": true } })),
+        (Family::Granite, json!({ "ulysses": { "tile_tokens": 3, "loss_tile_tokens": 5 } })),
+    ];
+    let problems = options.map(|(family, extra)| {
+        let sliding_window = (family == Family::Gemma3).then_some(5);
+        let tie_word_embeddings = family == Family::Gemma3;
+        let config = ReferenceConfig { family, sliding_window, tie_word_embeddings, ..DEEP };
+        Problem { extra, ..problem(config, packed_batch()) }
+    });
+    check_each(&problems, 2e-5);
+}
+
+#[test]
+fn schedules_and_divisions_of_layers_give_the_same_bits() {
+    let run = |pipeline: serde_json::Value| {
+        let extra = json!({ "ulysses": { "pipeline": pipeline } });
+        let problem = Problem { extra, ..tied(Rule::AdamW(ADAMW), Some(0.25)) };
+        let outcome = problem.run(Layout { accumulation: 4, ..on_pp([2, 1, 2, 1], 2) }).unwrap();
+        let gradients = outcome.gradients.iter().map(|(name, gradient)| (name.clone(), gradient.clone()));
+        by_name(&gradients.collect::<Vec<_>>())
+    };
+    let expected = run(json!({ "schedule": "1f1b" }));
+    for pipeline in [json!({ "schedule": "gpipe" }), json!({ "layers_per_stage": [1, 4] })] {
+        assert_all_close(&pipeline.to_string(), &run(pipeline.clone()), &expected, 0.0);
+    }
+}
+
+#[test]
+fn frozen_parameters_and_stages_without_trained_ones_match() {
+    for patterns in
+        [&["embed_tokens"][..], &["layers.0.", "layers.1.", "layers.2.", "embed_tokens"], &["mlp", "norm"]]
+    {
+        let groups: Vec<_> = patterns.iter().map(|name| json!({ "match": name, "frozen": true })).collect();
+        let extra = json!({ "ulysses": { "parameter_groups": groups } });
+        for rule in [Rule::Sgd { lr: 0.1 }, Rule::Lamb(LAMB)] {
+            let problem = Problem { extra: extra.clone(), ..tied(rule, Some(0.25)) };
+            let alone = problem.run(layout(1, 1, 0)).unwrap();
+            for stage in [0, 3] {
+                let outcome = problem.run(Layout { accumulation: 2, ..on_pp([2, 2, 1, 1], stage) }).unwrap();
+                let label = format!("{patterns:?} {rule:?} {stage}");
+                assert_eq!(outcome.gradients.len(), alone.gradients.len(), "{label}");
+                let names = |outcome: &BatchOutcome| {
+                    outcome.parameters.iter().map(|p| p.0.clone()).collect::<Vec<_>>()
+                };
+                assert_eq!(names(&outcome), names(&alone), "{label}");
+                let expected = by_name(&alone.parameters);
+                assert_all_close(&label, &by_name(&outcome.parameters), &expected, 2e-4);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_overflow_on_one_stage_skips_the_step_on_all() {
+    let extra = json!({ "fp16": { "enabled": true, "loss_scale": 1e30 } });
+    let problem = Problem { extra, ..tied(Rule::AdamW(ADAMW), None) };
+    for stage in [0, 2] {
+        let outcome = problem.run(Layout { accumulation: 2, ..on_pp([3, 1, 1, 1], stage) }).unwrap();
+        assert!(outcome.reports.iter().all(|report| report.skipped && report.overflow), "stage {stage}");
+        assert_eq!(outcome.reports.len(), problem.steps);
+    }
+}
+
+#[test]
+fn a_tied_gradient_without_its_sum_is_detected() {
+    fn with(groups: ZeroGroups, fault: Fault) -> ZeroGroups {
+        let wrap = |groups: PipelineGroups| PipelineGroups {
+            tied: groups.tied.map(|tied| FaultyGroup::wrap(tied, fault)),
+            ..groups
+        };
+        ZeroGroups { pipeline: groups.pipeline.map(wrap), ..groups }
+    }
+    let problem = tied(Rule::Sgd { lr: 0.1 }, None);
+    let expected = problem.reference().unwrap();
+    let is_accepted = |groups: fn(ZeroGroups) -> ZeroGroups, stage| {
+        let doubles = Doubles { groups, ..Doubles::default() };
+        let outcome = problem.run_with(on_pp([3, 2, 1, 1], stage), &doubles).unwrap();
+        matches(&outcome, &expected, 2e-5)
+    };
+    for stage in [0, 3] {
+        assert!(is_accepted(|groups| groups, stage));
+        assert!(!is_accepted(|groups| with(groups, Fault::SkipsTheSum), stage));
+        assert!(!is_accepted(|groups| with(groups, Fault::ScalesByWorldSize), stage));
+    }
+}
+
+#[test]
+fn tied_stages_are_saved_once_load_on_one_rank_and_evaluate_alike() {
+    let problem = tied(Rule::AdamW(ADAMW), Some(0.25));
+    let dir = tempfile::tempdir().unwrap();
+    let global = global_batch(&problem.batch).unwrap();
+    let run = |layout: Layout, loads: bool| {
+        let config = problem.json_config(layout, 8).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let world = groups.pipeline.as_ref().map_or(groups.dp.clone(), |groups| groups.pp.clone());
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+            let micro_batches = micro_batches(&global, &engine)?;
+            if loads {
+                engine.load_checkpoint(&Checkpoint::open(&dir.path().join(step_name(1)))?)?;
+            }
+            // By hand, all stages in the same order: as with one rank.
+            for micro_batch in &micro_batches {
+                let loss = engine.forward(micro_batch)?;
+                engine.backward(loss)?;
+            }
+            engine.step()?;
+            if !loads {
+                let group = world.split("checkpoint", Some(0), world.rank())?.unwrap();
+                let mut saver = engine.saver(group, dir.path(), SaveOptions::default())?;
+                engine.save_checkpoint(&mut saver, record())?;
+                saver.finish()?;
+                let next = micro_batches.iter().cloned();
+                let mut next = next.into_iter();
+                engine.train_batch(|| next.next().ok_or("a step has its micro batches"))?;
+            }
+            let loss = engine.evaluate(&micro_batches[0])?;
+            engine.check_replicas()?;
+            Ok((loss.sum, loss.valid_tokens, by_name(&engine.gather_parameters()?)))
+        });
+        ranks.unwrap().swap_remove(0)
+    };
+    for saving in [on_pp([3, 1, 1, 1], 1), on_pp([2, 1, 1, 1], 3), layout(1, 1, 0)] {
+        let saving = Layout { accumulation: 2, ..saving };
+        let (loss, tokens, parameters) = run(saving, false);
+        for loading in [layout(1, 1, 0), on_pp([2, 1, 1, 1], 0), on_pp([5, 1, 1, 1], 2)] {
+            let label = format!("{saving:?} to {loading:?}");
+            let (again, of_tokens, resumed) = run(Layout { accumulation: 2, ..loading }, true);
+            assert_scalar_close(&label, again, loss, 2e-5);
+            assert_eq!(of_tokens, tokens, "{label}");
+            assert_all_close(&label, &resumed, &parameters, 5e-5);
+        }
+        std::fs::remove_dir_all(dir.path().join(step_name(1))).unwrap();
+    }
+}
+
+fn record() -> RunRecord {
+    let data = DataCursor { samples_consumed: 8, seed: 1, seq_len: 22, num_sequences: 8, data_hash: None };
+    RunRecord {
+        run_id: "a-run".into(),
+        model: serde_json::Value::Null,
+        source: None,
+        data,
+        evaluations: Default::default(),
+    }
+}
+
+#[test]
+fn more_stages_than_layers_are_refused() {
+    let problem = problem(CONFIG, packed_batch());
+    let error = format!("{:#}", problem.run(on_pp([3, 1, 1, 1], 0)).unwrap_err());
+    assert!(error.contains("pp") && error.contains('2') && error.contains("layers"), "{error}");
+}
