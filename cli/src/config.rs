@@ -24,7 +24,7 @@ pub(super) enum ConfigCommand {
     Resolve {
         /// DeepSpeed-style JSON config.
         config: PathBuf,
-        /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
+        /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
         #[arg(long, allow_hyphen_values = true)]
         mesh: Option<String>,
         /// Number of optimizer steps, for schedules that decay over the whole run.

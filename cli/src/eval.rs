@@ -28,7 +28,7 @@ pub(super) struct EvalArgs {
     /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Mesh: `DPxSP`, `DPxSPxTP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP` or `pp=2,dp=2,sp=2,tp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// Tokens per sequence, over all sp ranks: the longest context of a prediction.

@@ -28,7 +28,8 @@ pub struct RankPlan {
     pub persistent_bytes: u64,
     /// Peak of the offloaded bytes: in files, or of a GPU in host memory.
     pub offloaded_bytes: u64,
-    /// Peak memory in each part of the last micro batch, and in the update.
+    /// Peak memory in each part of the last micro batch, and in the update. On a pipeline stage, backward passes of earlier micro
+    /// batches follow its forward pass: each part is there once, with its largest peak.
     pub timeline: Vec<MomentMemory>,
     /// FLOPs of forward and backward passes.
     pub model_flops: f64,
@@ -99,13 +100,26 @@ impl RankPlan {
             peak_by_category: peak.by_category,
             persistent_bytes: step.persistent_bytes,
             offloaded_bytes: step.offloaded_bytes,
-            timeline: moments.split_off(last_micro_batch),
+            timeline: largest_of_each_part(moments.split_off(last_micro_batch)),
             model_flops,
             recompute_flops,
             sent,
             sent_by_purpose,
         })
     }
+}
+
+/// Keeps each part once, in the order of their first peaks.
+fn largest_of_each_part(moments: Vec<MomentMemory>) -> Vec<MomentMemory> {
+    let mut parts: Vec<MomentMemory> = Vec::with_capacity(moments.len());
+    for moment in moments {
+        match parts.iter_mut().find(|part| part.at == moment.at) {
+            Some(part) if part.bytes < moment.bytes => *part = moment,
+            Some(_) => {}
+            None => parts.push(moment),
+        }
+    }
+    parts
 }
 
 fn as_text<S: Serializer>(moment: &Moment, serializer: S) -> Result<S::Ok, S::Error> {

@@ -183,19 +183,22 @@ mod tests {
 
     #[test]
     fn the_flops_of_a_step_do_not_depend_on_the_mesh_that_computes_it() {
-        let of_mesh = |dp: usize, sp: usize, tp: usize| {
+        let of_mesh = |pp: usize, dp: usize, sp: usize, tp: usize| {
             let json = json!({
-                "train_batch_size": 4, "mesh_param": [dp, sp], "tensor_parallel_size": tp, "ulysses": { "seq_len": 64 },
+                "train_batch_size": 4, "mesh_param": [dp, sp], "tensor_parallel_size": tp, "pipeline_parallel_size": pp,
+                "ulysses": { "seq_len": 64 },
             });
             let config = Config::from_json_str(&json.to_string(), "c.json").unwrap();
             let mesh = config.mesh.shape().row_major().unwrap();
             model_flops(&config, &preset("nano").unwrap(), &mesh).unwrap().with_labels(1.0)
         };
-        let alone = of_mesh(1, 1, 1);
+        let alone = of_mesh(1, 1, 1, 1);
         assert!(alone > 0.0);
-        for (dp, sp, tp) in [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)] {
-            let error = (of_mesh(dp, sp, tp) - alone).abs() / alone;
-            assert!(error < 1e-12, "dp {dp} × sp {sp} × tp {tp}: {error}");
+        for (pp, dp, sp, tp) in
+            [(1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2), (2, 1, 1, 1), (2, 2, 2, 2)]
+        {
+            let error = (of_mesh(pp, dp, sp, tp) - alone).abs() / alone;
+            assert!(error < 1e-12, "pp {pp} × dp {dp} × sp {sp} × tp {tp}: {error}");
         }
     }
 

@@ -46,6 +46,12 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
         ("state in host memory", gpu, with(3, [2, 2], offload("cpu"))),
         ("a GPU's chunks", gpu, with(3, [1, 2], ulysses(bounded))),
         ("tp 2", cpu, with(0, [1, 1], json!({ "tensor_parallel_size": 2 }))),
+        ("stage 2, pp 2, dp 2", cpu, with(2, [2, 1], json!({ "pipeline_parallel_size": 2 }))),
+        (
+            "stage 3, pp 3, sp 2, tp 2",
+            cpu,
+            with(3, [2, 2], json!({ "pipeline_parallel_size": 3, "tensor_parallel_size": 2 })),
+        ),
         ("stage 3, tp 2, sp 2", cpu, with(3, [2, 2], json!({ "tensor_parallel_size": 2 }))),
     ]
 }

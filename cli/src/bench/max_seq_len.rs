@@ -44,7 +44,7 @@ pub(super) struct Args {
     /// small].
     #[arg(long)]
     model: Option<String>,
-    /// Mesh: `DPxSP`, `DPxSPxTP` or `dp=2,sp=2` [default: the config's].
+    /// Mesh: `DPxSP`, `DPxSPxTP` or `pp=2,dp=2,sp=2,tp=2` [default: the config's].
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// Memory limit per rank in GiB. The limit applies to the sum over ranks, which share a process.

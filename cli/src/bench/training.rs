@@ -49,7 +49,7 @@ pub(crate) struct TrainingArgs {
     /// Vocabulary size, instead of the preset's (256) or shape's.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     vocab_size: Option<u32>,
-    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or, with a ring, `dp=2,ring=2,ulysses=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or, with a ring, `dp=2,ring=2,ulysses=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: 0].

@@ -107,6 +107,7 @@ pub(super) fn run(
         "settings": settings(&workload.config, device),
         "zero_stage": workload.config.zero.stage,
         "zero_partition_axes": workload.config.ulysses.zero_partition_axes,
+        "micro_batches": proposal.chosen.workload.config.gradient_accumulation_steps,
         "tried": proposal.tried.iter().map(trial).collect::<Vec<_>>(),
         "chosen": trial(&proposal.chosen),
     });

@@ -71,7 +71,7 @@ pub(super) struct PlanArgs {
     /// --memory-gib].
     #[arg(long, value_parser = at_least_1::<usize>)]
     seq_len: Option<usize>,
-    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Replaces sizes of the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// Device of the ranks: `cpu`, `cuda` or `auto`, which is cuda if the backend is nccl, else as in `ulysses train` on

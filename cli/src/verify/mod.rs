@@ -35,7 +35,7 @@ pub(super) struct VerifyArgs {
     /// -100 is ignored).
     #[arg(long)]
     batch: PathBuf,
-    /// Mesh: `DPxSP`, `DPxSPxTP`, `dp=2,sp=2` or `dp=2,ring=2,ulysses=2`.
+    /// Mesh: `DPxSP`, `DPxSPxTP`, `pp=2,dp=2,sp=2,tp=2` or `dp=2,ring=2,ulysses=2`.
     #[arg(long, allow_hyphen_values = true)]
     mesh: String,
     /// ZeRO stage (0 to 3) [default: the config's].

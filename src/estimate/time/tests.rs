@@ -91,6 +91,18 @@ const HEAD: f64 = 64.0 * 256.0;
 const WEIGHTS: f64 = 2.0 * (64.0 * 192.0 + 3.0 * 64.0 * 172.0) + HEAD;
 
 #[test]
+fn a_pipeline_takes_all_micro_batches_of_its_slowest_stage_and_one_of_the_others() {
+    let machine = with_rates(|rates| rates.product_flops_per_second = 1e9);
+    let stages = json!({ "gradient_accumulation_steps": 4, "pipeline_parallel_size": 2 });
+    let layer = 64.0 * 6.0 * (WEIGHTS - HEAD) / 2.0 / 1e9;
+    let with_head = layer + 64.0 * 8.0 * HEAD / 1e9;
+    let workload = nano(1, 1, stages);
+    assert_close(seconds(&workload, &machine), 4.0 * with_head + layer);
+    let time = workload.step_time(&machine).unwrap();
+    assert_eq!((time.rank, time.parts.pipeline_seconds), (1, time.total_seconds - 4.0 * with_head));
+}
+
+#[test]
 fn matmuls_take_six_flops_a_weight_and_token_and_the_logits_once_more() {
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e9);
     assert_close(seconds(&nano(1, 1, json!({})), &machine), 64.0 * (6.0 * WEIGHTS + 2.0 * HEAD) / 1e9);
