@@ -63,6 +63,8 @@
 //!    - the [`objective`]: the loss, in tiles of tokens;
 //!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;
 //!    - normalize, clip, update the own partition.
+//!
+//!    The stages of a [`pipeline`] have some of the layers each, and pass hidden states and gradients on.
 //! 6. [`checkpoint`]: the state that outlives the run, for any other mesh.
 //! 7. [`monitor`]: metrics, progress, traces.
 //! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.

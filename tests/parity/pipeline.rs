@@ -9,11 +9,12 @@ use crate::support::mesh_run::{
 use crate::support::problems::{ADAMW, CONFIG, LAMB, packed_batch, problem};
 use crate::support::reference::{Family, ReferenceConfig};
 use crate::support::sample::{axes, sampled};
+use candle_core::Tensor;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::checkpoint::{Checkpoint, DataCursor, SaveOptions, step_name};
 use ulysses::comm::LaunchOptions;
-use ulysses::engine::{BatchOutcome, RunRecord};
+use ulysses::engine::RunRecord;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::zero::{PipelineGroups, ZeroGroups};
 
@@ -112,8 +113,7 @@ fn schedules_and_divisions_of_layers_give_the_same_bits() {
         let extra = json!({ "ulysses": { "pipeline": pipeline } });
         let problem = Problem { extra, ..tied(Rule::AdamW(ADAMW), Some(0.25)) };
         let outcome = problem.run(Layout { accumulation: 4, ..on_pp([2, 1, 2, 1], 2) }).unwrap();
-        let gradients = outcome.gradients.iter().map(|(name, gradient)| (name.clone(), gradient.clone()));
-        by_name(&gradients.collect::<Vec<_>>())
+        by_name(&outcome.gradients)
     };
     let expected = run(json!({ "schedule": "1f1b" }));
     for pipeline in [json!({ "schedule": "gpipe" }), json!({ "layers_per_stage": [1, 4] })] {
@@ -123,26 +123,22 @@ fn schedules_and_divisions_of_layers_give_the_same_bits() {
 
 #[test]
 fn frozen_parameters_and_stages_without_trained_ones_match() {
-    for patterns in
-        [&["embed_tokens"][..], &["layers.0.", "layers.1.", "layers.2.", "embed_tokens"], &["mlp", "norm"]]
-    {
+    let lower = ["layers.0.", "layers.1.", "layers.2.", "embed_tokens"];
+    for (patterns, rule, stage) in [
+        (&["embed_tokens"][..], Rule::Sgd { lr: 0.1 }, 0),
+        (&lower, Rule::Lamb(LAMB), 3),
+        (&["mlp", "norm"], Rule::Lamb(LAMB), 1),
+    ] {
         let groups: Vec<_> = patterns.iter().map(|name| json!({ "match": name, "frozen": true })).collect();
         let extra = json!({ "ulysses": { "parameter_groups": groups } });
-        for rule in [Rule::Sgd { lr: 0.1 }, Rule::Lamb(LAMB)] {
-            let problem = Problem { extra: extra.clone(), ..tied(rule, Some(0.25)) };
-            let alone = problem.run(layout(1, 1, 0)).unwrap();
-            for stage in [0, 3] {
-                let outcome = problem.run(Layout { accumulation: 2, ..on_pp([2, 2, 1, 1], stage) }).unwrap();
-                let label = format!("{patterns:?} {rule:?} {stage}");
-                assert_eq!(outcome.gradients.len(), alone.gradients.len(), "{label}");
-                let names = |outcome: &BatchOutcome| {
-                    outcome.parameters.iter().map(|p| p.0.clone()).collect::<Vec<_>>()
-                };
-                assert_eq!(names(&outcome), names(&alone), "{label}");
-                let expected = by_name(&alone.parameters);
-                assert_all_close(&label, &by_name(&outcome.parameters), &expected, 2e-4);
-            }
-        }
+        let problem = Problem { extra, ..tied(rule, Some(0.25)) };
+        let alone = problem.run(layout(1, 1, 0)).unwrap();
+        let outcome = problem.run(Layout { accumulation: 2, ..on_pp([2, 2, 1, 1], stage) }).unwrap();
+        let names = |tensors: &[(String, Tensor)]| tensors.iter().map(|of| of.0.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&outcome.gradients), names(&alone.gradients), "{patterns:?}");
+        assert_eq!(names(&outcome.parameters), names(&alone.parameters), "{patterns:?}");
+        let expected = by_name(&alone.parameters);
+        assert_all_close(&format!("{patterns:?}"), &by_name(&outcome.parameters), &expected, 2e-4);
     }
 }
 
@@ -205,8 +201,7 @@ fn tied_stages_are_saved_once_load_on_one_rank_and_evaluate_alike() {
                 let mut saver = engine.saver(group, dir.path(), SaveOptions::default())?;
                 engine.save_checkpoint(&mut saver, record())?;
                 saver.finish()?;
-                let next = micro_batches.iter().cloned();
-                let mut next = next.into_iter();
+                let mut next = micro_batches.iter().cloned();
                 engine.train_batch(|| next.next().ok_or("a step has its micro batches"))?;
             }
             let loss = engine.evaluate(&micro_batches[0])?;
@@ -215,7 +210,7 @@ fn tied_stages_are_saved_once_load_on_one_rank_and_evaluate_alike() {
         });
         ranks.unwrap().swap_remove(0)
     };
-    for saving in [on_pp([3, 1, 1, 1], 1), on_pp([2, 1, 1, 1], 3), layout(1, 1, 0)] {
+    for saving in [on_pp([3, 1, 1, 1], 1), layout(1, 1, 0)] {
         let saving = Layout { accumulation: 2, ..saving };
         let (loss, tokens, parameters) = run(saving, false);
         for loading in [layout(1, 1, 0), on_pp([2, 1, 1, 1], 0), on_pp([5, 1, 1, 1], 2)] {

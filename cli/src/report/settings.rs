@@ -15,9 +15,11 @@ enum Origin {
     Default,
 }
 
-/// What `--mesh` and `mesh_param` set.
-const SIZES: [&str; 4] =
-    ["pipeline_parallel_size", "data_parallel_size", "sequence_parallel_size", "tensor_parallel_size"];
+/// What `mesh_param` sets.
+const MESH_PARAM: [&str; 2] = ["data_parallel_size", "sequence_parallel_size"];
+
+/// What `--mesh` sets besides.
+const DIVIDED: [&str; 2] = ["pipeline_parallel_size", "tensor_parallel_size"];
 
 /// A key of the resolved config.
 #[derive(Serialize)]
@@ -71,8 +73,7 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
     match given.iter().find(|(path, _)| path == key) {
         Some((_, given)) if given == "auto" && value != "auto" => Origin::Auto,
         Some(_) => Origin::File,
-        // `mesh_param` sets both sizes.
-        None if name.ends_with("parallel_size") && given.iter().any(|(path, _)| path == "mesh_param") => {
+        None if MESH_PARAM.contains(&name) && given.iter().any(|(path, _)| path == "mesh_param") => {
             Origin::File
         }
         // `sequence_parallel_size` without a dp size sets the axes of ZeRO's partitions too.
@@ -92,11 +93,11 @@ fn flags(command: &Value) -> BTreeSet<String> {
             None => (flag, words.get(index + 1).copied()),
         };
         match flag {
-            "mesh" => names.extend(SIZES.map(str::to_owned)),
+            "mesh" => names.extend([MESH_PARAM, DIVIDED].concat().into_iter().map(str::to_owned)),
             "zero-stage" => _ = names.insert("zero_optimization.stage".to_owned()),
             "batch-size" => _ = names.insert("train_batch_size".to_owned()),
             "set" => match value.and_then(|value| value.split('=').next()) {
-                Some("mesh_param") => names.extend(SIZES.map(str::to_owned)),
+                Some("mesh_param") => names.extend(MESH_PARAM.map(str::to_owned)),
                 key => names.extend(key.map(str::to_owned)),
             },
             _ => _ = names.insert(flag.replace('-', "_")),
