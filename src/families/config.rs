@@ -131,6 +131,7 @@ impl ModelConfig {
             rope: Some(rope),
             scale: None,
             qk_norm: None,
+            qkv_bias: false,
         };
         Self {
             family,
@@ -271,7 +272,7 @@ impl ModelConfig {
 }
 
 fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), ModelError> {
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, qk_norm: _ } = *attention;
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, .. } = *attention;
     let error = |key, got: String, expected: String| Err(refused(origin, key, got, expected));
     check_sizes(
         origin,

@@ -3,7 +3,7 @@
 use super::{FAMILIES, KnownModel, ModelConfig, ModelError, PRESETS, preset};
 
 /// Published models that this version does not support: the beginning of the name, and the reason.
-const UNSUPPORTED: [(&str, &str); 11] = [
+const UNSUPPORTED: [(&str, &str); 10] = [
     ("gpt-oss", "it has a mixture of experts and attention sinks"),
     ("mixtral", "it has a mixture of experts"),
     ("llama-4", "it has a mixture of experts"),
@@ -13,8 +13,7 @@ const UNSUPPORTED: [(&str, &str); 11] = [
     ("deepseek-r1", "it has a mixture of experts and latent attention"),
     ("gemma-2-", "it caps the logits of its attention"),
     ("gemma-3n", "it has embeddings per layer"),
-    ("phi-3", "it has scaled positions of the type longrope"),
-    ("phi-4-mini", "it rotates parts of its heads, with positions of the type longrope"),
+    ("phi-3.5-moe", "it has a mixture of experts"),
 ];
 
 /// Returns the shape of a published model or a preset by name.
@@ -72,7 +71,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 31);
+        assert_eq!(known_models().count(), 37);
     }
 
     #[test]
@@ -92,7 +91,7 @@ mod tests {
         assert!(message.contains("base") && message.contains("llama3-405b"), "{message}");
         assert_eq!(shape("google/gemma-3-1b-it").unwrap(), shape("gemma-3-1b").unwrap());
         for (name, reason) in
-            [("google/gemma-2-2b-it", "caps"), ("microsoft/Phi-4-mini-instruct", "longrope")]
+            [("google/gemma-2-2b-it", "caps"), ("microsoft/Phi-3.5-MoE-instruct", "mixture of experts")]
         {
             let message = shape(name).unwrap_err().to_string();
             assert!(message.contains(reason), "{message}");

@@ -18,6 +18,7 @@ pub(crate) mod tests;
 
 mod exaone4;
 mod gemma;
+mod glm;
 mod granite;
 mod llama;
 mod mistral;
@@ -28,7 +29,7 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 14] = [
+pub static FAMILIES: [&Family; 16] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -43,6 +44,8 @@ pub static FAMILIES: [&Family; 14] = [
     &smollm3::SMOLLM3,
     &exaone4::EXAONE4,
     &seed_oss::SEED_OSS,
+    &glm::GLM,
+    &glm::GLM4,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};

@@ -80,6 +80,7 @@ impl HfConfig<'_> {
             rope: None,
             scale: None,
             qk_norm: None,
+            qkv_bias: false,
         })
     }
 
@@ -105,7 +106,7 @@ impl HfConfig<'_> {
             if self.flag(key)? {
                 return Err(self.error(
                     key,
-                    "this version has biases on queries, keys and values of Qwen2 and Seed-OSS only",
+                    "this version has biases on queries, keys and values of Qwen2, GLM and Seed-OSS only",
                 ));
             }
         }
@@ -178,9 +179,14 @@ impl HfConfig<'_> {
 
     /// As [`attention`](Self::attention), with the head size of a family's first model if the file does not have the key.
     pub(crate) fn attention_with_head_dim(&self, head_dim: usize) -> Result<AttentionConfig, ModelError> {
-        let attention = self.attention()?;
-        let head_dim = if self.has("head_dim") { attention.head_dim } else { head_dim };
-        Ok(AttentionConfig { head_dim, ..attention })
+        Ok(AttentionConfig { rope: Some(self.rope()?), ..self.heads_with_head_dim(head_dim)? })
+    }
+
+    /// As [`heads`](Self::heads), with the head size of a family's first model if the file does not have the key.
+    pub(crate) fn heads_with_head_dim(&self, head_dim: usize) -> Result<AttentionConfig, ModelError> {
+        let heads = self.heads()?;
+        let head_dim = if self.has("head_dim") { heads.head_dim } else { head_dim };
+        Ok(AttentionConfig { head_dim, ..heads })
     }
 
     /// The head of a family that ties it to the embedding unless the file says otherwise.

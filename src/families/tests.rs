@@ -6,10 +6,10 @@ use crate::nn::tests::{context, random};
 use crate::nn::{AttentionConfig, Init, LayerError, ParameterSpec};
 use candle_core::Tensor;
 use serde_json::{Value, json};
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::{Rope, Scaling, kept_list};
 
 pub(crate) fn config() -> ModelConfig {
-    let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 6);
+    let nano = preset("nano").unwrap().with_attention(|layer| layer.head_dim = 8);
     ModelConfig { hidden_size: 24, intermediate_size: 20, ..nano }
 }
 
@@ -34,7 +34,10 @@ fn descriptions() -> Vec<ModelConfig> {
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
     let mut exaone = of_family("exaone4");
     (exaone.layers[0].window, exaone.layers[1].rope) = (Some(7), None);
-    let others = [partly_rotated, granite, gemma, exaone];
+    let glm = of_family("glm4").with_rope(|rope| rope.partial_rotary_factor = 0.5);
+    let glm_with_biases = of_family("glm").with_attention(|layer| layer.qkv_bias = true);
+    let phi = of_family("phi3").with_rope(|rope| rope.partial_rotary_factor = 0.75);
+    let others = [partly_rotated, granite, gemma, exaone, glm, glm_with_biases, phi];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -80,9 +83,17 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        // Phi-3 has none.
+        let pairs = config.rope().unwrap().rotary_dim(8) / 2;
+        // The factor is that of transformers for four times the positions, or another.
+        let long = [(1.0 + 4f64.ln() / 128f64.ln()).sqrt(), 1.75].map(|attention_factor| {
+            let [short_factor, long_factor] = [[1.0, 1.5, 2.0, 4.0], [1.25, 2.0, 8.0, 16.0]];
+            let [short_factor, long_factor] =
+                [short_factor, long_factor].map(|list| kept_list(&list[..pairs]));
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len }
+        });
+        // Phi-3 has no other.
         let allowed = if config.family.model_type == "phi3" { 1 } else { scalings.len() };
-        for scaling in scalings.into_iter().take(allowed) {
+        for scaling in scalings.into_iter().take(allowed).chain(long) {
             // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
@@ -147,6 +158,10 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
     let after = "post_attention_layernorm post_feedforward_layernorm";
     assert_eq!(names("olmo2"), format!("{projections} {after} {qk_norms}"));
+    let glm = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm";
+    let projections =
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
+    assert_eq!(names("glm4"), format!("{projections} {glm}"));
     let fused = "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj";
     assert_eq!(names("phi3"), format!("{fused} input_layernorm post_attention_layernorm"));
 }
@@ -272,7 +287,11 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
         json!({ "rope_type": "linear", "factor": "4" }),
         json!({ "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64 }),
         json!({ "rope_type": "yarn", "original_max_position_embeddings": 64 }),
-        json!({ "rope_type": "longrope", "factor": 8.0 }),
+        json!({ "rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 64 }),
+        json!({
+            "rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 64,
+            "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1],
+        }),
         json!({ "rope_type": "default", "partial_rotary_factor": 0.5 }),
         json!({ "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": null }),
         json!({ "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": 0 }),
@@ -283,6 +302,50 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
     }
     let dynamic = json!({ "rope_type": "dynamic", "factor": 2.0 });
     assert_refused(&changed("llama", "rope_scaling", Some(dynamic)), "max_position_embeddings");
+}
+
+#[test]
+fn phi_is_read_as_published() {
+    let long = json!({ "type": "longrope", "short_factor": [1, 1, 1], "long_factor": [1.5, 2, 4] });
+    let mut json = changed("phi3", "rope_scaling", Some(long));
+    json["partial_rotary_factor"] = json!(0.75);
+    json["max_position_embeddings"] = json!(512);
+    assert_refused(&json, "original_max_position_embeddings");
+    json["original_max_position_embeddings"] = json!(128);
+    let rope = read(&json).unwrap().rope().unwrap();
+    let Scaling::LongRope { short_factor, long_factor, attention_factor, original_len } = rope.scaling else {
+        panic!("longrope was asked for")
+    };
+    assert_eq!((rope.partial_rotary_factor, rope.interleaved, original_len), (0.75, false, 128));
+    assert_eq!((short_factor, long_factor), (&[1.0; 3][..], &[1.5, 2.0, 4.0][..]));
+    assert_eq!(attention_factor, (1.0 + 4f64.ln() / 128f64.ln()).sqrt());
+    let written = read(&json).unwrap().to_hf_json();
+    assert_eq!(written["max_position_embeddings"], 512);
+    assert_eq!(written["rope_scaling"].as_object().unwrap().len(), 3);
+    json["partial_rotary_factor"] = json!(1.0);
+    assert_refused(&json, "rope_scaling");
+}
+
+#[test]
+fn the_part_that_rotates_is_that_of_the_object_the_top_level_or_the_family() {
+    let part = |json: &Value| read(json).unwrap().rope().unwrap().partial_rotary_factor;
+    let mut json = changed("glm4", "partial_rotary_factor", None);
+    assert_eq!(part(&json), 0.5);
+    json["partial_rotary_factor"] = json!(0.75);
+    assert_eq!(part(&json), 0.75);
+    json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 10.0 });
+    assert_eq!(part(&json), 0.75);
+    json["rope_parameters"]["partial_rotary_factor"] = json!(0.25);
+    assert_eq!(part(&json), 0.25);
+    for invalid in [json!(0.3), json!(1.5), json!(0)] {
+        let json = changed("glm4", "partial_rotary_factor", Some(invalid));
+        assert_refused(&json, "rope_scaling");
+    }
+    assert_refused(&changed("glm4", "partial_rotary_factor", Some(json!(null))), "partial_rotary_factor");
+    assert_refused(&changed("llama", "partial_rotary_factor", Some(json!(0.5))), "partial_rotary_factor");
+    let bias = |json: &Value| read(json).unwrap().layers[0].qkv_bias;
+    assert!(bias(&changed("glm4", "attention_bias", None)), "by default");
+    assert!(!bias(&changed("glm4", "attention_bias", Some(json!(null)))));
 }
 
 #[test]

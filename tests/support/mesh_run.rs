@@ -333,19 +333,28 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Exaone4, false, false, Some(_)) => "exaone4",
         (Family::Phi3, false, false, _) => "phi3",
         (Family::SmolLm3, false, false, None) => "smollm3",
+        (Family::Glm, _, false, None) => "glm",
+        (Family::Glm4, _, false, None) => "glm4",
         other => panic!("no family has {other:?}"),
     };
     let (scaling, has_scale) = (scaling(config.rope_scaling), [Family::Gemma3, Family::Granite]);
+    let rope = |theta: f64| Rope {
+        scaling,
+        partial_rotary_factor: config.partial_rotary_factor,
+        interleaved: config.family.is_glm(),
+        ..theta.into()
+    };
     let layer = |layer: usize| AttentionConfig {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
         window: config.window(layer),
-        rope: config.theta(layer).map(|theta| Rope { scaling, ..theta.into() }),
+        rope: config.theta(layer).map(rope),
         scale: has_scale.contains(&config.family).then(|| config.attention_scale()),
         qk_norm: config
             .qk_norm_sizes()
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
+        qkv_bias: config.qkv_bias,
     };
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,
@@ -376,6 +385,9 @@ fn scaling(scaling: RopeScaling) -> Scaling {
         }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len: len(original) }
+        }
+        RopeScaling::LongRope { short_factor, long_factor, attention_factor, original } => {
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len: len(original) }
         }
         RopeScaling::Yarn { factor, original } => Scaling::Yarn {
             factor,

@@ -20,6 +20,7 @@ pub const CONFIG: ReferenceConfig = ReferenceConfig {
     rope_scaling: RopeScaling::Default,
     rms_norm_eps: 1e-5,
     tie_word_embeddings: false,
+    partial_rotary_factor: 1.0,
     qkv_bias: false,
     qk_norm: false,
     sliding_window: None,

@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 24] = [
+const FAMILIES: [&str; 29] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -44,6 +44,11 @@ const FAMILIES: [&str; 24] = [
     "exaone4",
     "exaone4_full",
     "seed_oss",
+    "phi3_long",
+    "phi3_short",
+    "glm",
+    "glm4",
+    "glm4_linear",
     "gemma3_vision",
     "mistral3_vision",
     "qwen3_vision",

@@ -17,6 +17,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG_FACTORS = {
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.8, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0],
+    "partial_rotary_factor": 0.75,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
 # windows and lengths are shorter.
@@ -80,6 +85,20 @@ FAMILIES = {
     "exaone4": {"model_type": "exaone4", "sliding_window": 7, "layer_types": MIXED},
     "exaone4_full": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
     "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    # Three quarters of each head rotate. 40 tokens are more than the original length, or fewer.
+    "phi3_long": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "longrope", **LONG_FACTORS},
+    },
+    "phi3_short": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "longrope", **LONG_FACTORS},
+    },
+    "glm": {"model_type": "glm"},
+    "glm4": {"model_type": "glm4", "attention_bias": False},
+    "glm4_linear": {"model_type": "glm4", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},

@@ -9,7 +9,7 @@ mod scaling;
 #[cfg(test)]
 mod tests;
 
-pub use scaling::{Refused, Rope, Scaling};
+pub use scaling::{Refused, Rope, Scaling, kept_list};
 
 use super::OpError;
 use super::arg_check::ArgCheck;
@@ -66,8 +66,8 @@ impl Table {
     }
 
     /// As [`new`](Self::new), for any [`Rope`]. `document_lens` has the length of each token's document, for
-    /// [`Scaling::Dynamic`]: a document rotates as it would alone, however it is packed. Other scalings
-    /// ignore it, and it may be empty.
+    /// [`Scaling::Dynamic`] and [`Scaling::LongRope`]: a document rotates as it would alone, however it is packed. Other
+    /// scalings ignore it, and it may be empty.
     ///
     /// # Errors
     /// A `rope` without frequencies for `head_dim`, or a missing length.
@@ -82,7 +82,7 @@ impl Table {
             call.expect_value(argument, value, false, expected)?;
         }
         let tokens = position_ids.len();
-        if matches!(rope.scaling, Scaling::Dynamic { .. }) {
+        if rope.depends_on_length() {
             call.expect_tokens("document_lens", document_lens.len(), tokens)?;
         }
         let frequencies = cpu::Frequencies::new(rope, head_dim, document_lens);

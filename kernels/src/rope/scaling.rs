@@ -3,6 +3,7 @@
 //! The formulas are those of Hugging Face's `modeling_rope_utils.py`, in f64.
 
 use std::f64::consts::TAU;
+use std::sync::{Mutex, PoisonError};
 
 /// The rotary embedding of a model's description.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,6 +64,31 @@ pub enum Scaling {
         /// Number of positions before the extension.
         original_len: u32,
     },
+    /// Divides each frequency by a factor of its own (`longrope`; Ding et al. 2024, arXiv 2402.13753).
+    LongRope {
+        /// The divisors in documents of up to `original_len` tokens, one per pair.
+        short_factor: &'static [f64],
+        /// The divisors in longer ones.
+        long_factor: &'static [f64],
+        /// Factor on cosines and sines in all documents; scores grow by its square.
+        attention_factor: f64,
+        /// Number of positions before the extension.
+        original_len: u32,
+    },
+}
+
+/// Keeps a list, such as the factors of [`Scaling::LongRope`], until the program ends, so that descriptions can be copied.
+/// Equal lists share their memory.
+#[must_use]
+pub fn kept_list(list: &[f64]) -> &'static [f64] {
+    static LISTS: Mutex<Vec<&'static [f64]>> = Mutex::new(Vec::new());
+    let mut lists = LISTS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = lists.iter().find(|known| **known == list) {
+        return known;
+    }
+    let kept: &'static [f64] = Box::leak(list.into());
+    lists.push(kept);
+    kept
 }
 
 impl From<f64> for Rope {
@@ -117,6 +143,16 @@ impl Rope {
                     || positive("factor", factor).or_else(|| positive("attention_factor", attention_factor));
                 base.or_else(factors).or_else(betas).or_else(order).or_else(|| len(original_len))
             }
+            Scaling::LongRope { short_factor, long_factor, attention_factor, original_len } => {
+                let list = |name, list: &[f64]| {
+                    let other_len = list.len() != rotary_dim / 2;
+                    let expected = "a number for each pair of a head's elements that rotates";
+                    let first = other_len.then_some((name, list.len() as f64, expected));
+                    first.or_else(|| list.iter().find_map(|factor| positive(name, *factor)))
+                };
+                let lists = list("short_factor", short_factor).or_else(|| list("long_factor", long_factor));
+                lists.or_else(|| positive("attention_factor", attention_factor)).or_else(|| len(original_len))
+            }
         })
     }
 
@@ -124,7 +160,9 @@ impl Rope {
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         match self.scaling {
-            Scaling::Yarn { attention_factor, .. } => attention_factor,
+            Scaling::Yarn { attention_factor, .. } | Scaling::LongRope { attention_factor, .. } => {
+                attention_factor
+            }
             _ => 1.0,
         }
     }
@@ -134,8 +172,18 @@ impl Rope {
     pub fn scaled_len(&self, document_len: u32) -> u32 {
         match self.scaling {
             Scaling::Dynamic { original_len, .. } => document_len.max(original_len),
+            Scaling::LongRope { original_len, .. } => {
+                document_len.clamp(original_len, original_len.saturating_add(1))
+            }
             _ => 0,
         }
+    }
+
+    /// Whether the frequencies depend on the length of the document. It is that of the whole document, so neither packing nor
+    /// the mesh matters.
+    #[must_use]
+    pub fn depends_on_length(&self) -> bool {
+        matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. })
     }
 
     /// The number of a head's elements that rotate.
@@ -177,6 +225,11 @@ impl Rope {
                 let scaled =
                     |(pair, frequency)| blend(frequency, factor, 1.0 - (pair as f64 - first) / length);
                 unscaled(self.theta).into_iter().enumerate().map(scaled).collect()
+            }
+            Scaling::LongRope { short_factor, long_factor, original_len, .. } => {
+                let factors = if document_len > original_len { long_factor } else { short_factor };
+                let unscaled = unscaled(self.theta).into_iter();
+                unscaled.zip(factors).map(|(frequency, factor)| frequency / factor).collect()
             }
         }
     }

@@ -20,7 +20,7 @@ use ulysses_kernels::glu::Activation;
 /// ```
 ///
 /// [`Llama`](DecoderParts::LLAMA) (arXiv 2302.13971) has the inner norms only, and a multiplier of 1. Families choose their
-/// [`DecoderParts`], and add biases.
+/// [`DecoderParts`].
 ///
 /// [`Tiling`](crate::nn::Tiling) limits memory: the MLP runs in tiles of tokens, the attention in head chunks.
 #[derive(Debug)]
@@ -41,8 +41,10 @@ pub struct DecoderParts {
     pub mlp_norms: BranchNorms,
     /// The activation of the MLP's gate.
     pub activation: Activation,
-    /// Whether queries, keys and values are one parameter, and gate and up projection.
-    pub fused_projections: bool,
+    /// Whether the projections of queries, keys and values are one parameter.
+    pub fused_qkv: bool,
+    /// Whether gate and up projection are one parameter.
+    pub fused_gate_up: bool,
 }
 
 impl DecoderParts {
@@ -51,7 +53,8 @@ impl DecoderParts {
         attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
         activation: Activation::Silu,
-        fused_projections: false,
+        fused_qkv: false,
+        fused_gate_up: false,
     };
 
     /// As Llama, with the norms after the modules instead of before.
@@ -92,23 +95,17 @@ impl DecoderLayer {
         let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         // Partitions and checkpoints depend on this order.
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let fused = parts.fused_projections;
+        let DecoderParts { fused_qkv, fused_gate_up, activation, .. } = parts;
         let mut attention =
-            SelfAttention::new(&mut parameters, fused, hidden, config.layers[index], [normal, residual]);
+            SelfAttention::new(&mut parameters, fused_qkv, hidden, config.layers[index], [normal, residual]);
         let sizes = [hidden, intermediate_size];
-        let mlp = GatedMlp::new(&mut parameters, fused, parts.activation, sizes, [normal, residual]);
+        let mlp = GatedMlp::new(&mut parameters, fused_gate_up, activation, sizes, [normal, residual]);
         let [attention_branch, mlp_branch] = [parts.attention_norms, parts.mlp_norms].map(|norms| {
             Branch::new(&mut parameters, norms, hidden, config.norm(), config.multipliers.residual)
         });
         attention.add_qk_norm(&mut parameters, config.norm());
+        attention.add_qkv_bias(&mut parameters);
         Self { parameters, attention_branch, attention, mlp_branch, mlp }
-    }
-
-    /// Adds biases to the projections of queries, keys and values.
-    #[must_use]
-    pub fn with_qkv_bias(mut self) -> Self {
-        self.attention.add_qkv_bias(&mut self.parameters);
-        self
     }
 
     /// The attention's output, and the input of the MLP. Passes the state of every head chunk to `keep`.

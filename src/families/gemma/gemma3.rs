@@ -30,7 +30,8 @@ const PARTS: DecoderParts = DecoderParts {
         after: Some("post_feedforward_layernorm"),
     },
     activation: Activation::GeluTanh,
-    fused_projections: false,
+    fused_qkv: false,
+    fused_gate_up: false,
 };
 
 /// Rotary bases of the first models.

@@ -6,7 +6,7 @@
 use super::config::{FULL, HfConfig, WINDOWED};
 use crate::families::ModelError;
 use serde_json::{Map, Value, json};
-use ulysses_kernels::rope::{Rope, Scaling};
+use ulysses_kernels::rope::{Rope, Scaling, kept_list};
 
 /// Keys of the object for all types of scaling; `finetuned` describes the weights. Sections (`mrope`) rotate alike where a
 /// token has one position.
@@ -164,8 +164,10 @@ impl RopeObject<'_> {
                 original_len: self.original_len()?,
             }),
             Some("yarn") => self.yarn(),
+            // Its name in the first versions.
+            Some("longrope" | "su") => self.longrope(),
             _ => {
-                let known = "\"default\", \"linear\", \"dynamic\", \"llama3\" or \"yarn\"";
+                let known = "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\" or \"longrope\"";
                 Err(self.error(&format!("this version computes a rope_type of {known}")))
             }
         }
@@ -197,6 +199,20 @@ impl RopeObject<'_> {
         Ok(Scaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, original_len })
     }
 
+    fn longrope(&self) -> Result<Scaling, ModelError> {
+        let original_len = self.original_len()?;
+        let attention_factor = match (self.number("attention_factor")?, self.number("factor")?) {
+            (Some(given), _) => given,
+            (None, Some(factor)) => longrope_attention_factor(factor, original_len),
+            (None, None) => {
+                let factor = f64::from(self.max_positions()?) / f64::from(original_len);
+                longrope_attention_factor(factor, original_len)
+            }
+        };
+        let (short_factor, long_factor) = (self.numbers("short_factor")?, self.numbers("long_factor")?);
+        Ok(Scaling::LongRope { short_factor, long_factor, attention_factor, original_len })
+    }
+
     /// The length before scaling. transformers 5 takes it from the top level before it looks into the object,
     /// and uses the model's own limit if neither has it.
     fn original_len(&self) -> Result<u32, ModelError> {
@@ -221,6 +237,13 @@ impl RopeObject<'_> {
         self.number(key)?.ok_or_else(|| self.error(&format!("{key} must be given")))
     }
 
+    fn numbers(&self, key: &str) -> Result<&'static [f64], ModelError> {
+        let list = self.object.get(key).and_then(Value::as_array);
+        let numbers: Option<Vec<f64>> = list.and_then(|list| list.iter().map(Value::as_f64).collect());
+        let numbers = numbers.ok_or_else(|| self.error(&format!("{key} must be a list of numbers")))?;
+        Ok(kept_list(&numbers))
+    }
+
     fn number(&self, key: &str) -> Result<Option<f64>, ModelError> {
         match self.object.get(key).filter(|value| !value.is_null()) {
             None => Ok(None),
@@ -234,6 +257,11 @@ impl RopeObject<'_> {
     fn error(&self, expected: &str) -> ModelError {
         self.config.error(self.key, expected)
     }
+}
+
+/// The factor on cosines and sines of a model whose number of positions grew by `factor`.
+fn longrope_attention_factor(factor: f64, original_len: u32) -> f64 {
+    if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / f64::from(original_len).ln()).sqrt() }
 }
 
 /// The entries of `config.json` for a scaled rotary embedding: `rope_scaling`, which all versions of
@@ -262,6 +290,20 @@ pub(crate) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
             });
             // Older versions derive the factor from the ratio of the two lengths.
             Some((value, positions(original_len, factor)))
+        }
+        Scaling::LongRope { short_factor, long_factor, attention_factor, original_len } => {
+            let mut value = json!({
+                "rope_type": "longrope", "short_factor": short_factor, "long_factor": long_factor,
+                "original_max_position_embeddings": original_len,
+            });
+            // Older versions derive the attention's factor from the ratio of the two lengths, and refuse it here.
+            let len = f64::from(original_len);
+            let positions = len.powf(attention_factor.powi(2)).round();
+            if longrope_attention_factor(positions / len, original_len) == attention_factor {
+                return Some((value, Some(positions as u64)));
+            }
+            value["attention_factor"] = json!(attention_factor);
+            Some((value, None))
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Seed-OSS: Llama with biases on the projections of queries, keys and values.
 
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use crate::nn::AttentionConfig;
 use serde_json::json;
 
 pub(super) static SEED_OSS: Family = Family {
@@ -8,7 +9,7 @@ pub(super) static SEED_OSS: Family = Family {
     class: "SeedOssForCausalLM",
     read,
     write: |_, json| json["attention_bias"] = json!(true),
-    block: |config, index| Box::new(DecoderLayer::new(config, index).with_qkv_bias()),
+    block: |config, index| Box::new(DecoderLayer::new(config, index)),
     models: &[KnownModel::new("Seed-OSS-36B", 36_151_104_512, 524_288, seed_oss_36b)],
 };
 
@@ -23,14 +24,16 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
         }
     }
     file.require_kv_heads()?;
-    let config = file.decoder(&SEED_OSS, file.attention_with_head_dim(128)?, 1e-6)?;
+    let layer = AttentionConfig { qkv_bias: true, ..file.attention_with_head_dim(128)? };
+    let config = file.decoder(&SEED_OSS, layer, 1e-6)?;
     file.check_full_attention(&config)?;
     Ok(config)
 }
 
 fn seed_oss_36b() -> ModelConfig {
     let config = ModelConfig::with_sizes(&SEED_OSS, [5120, 64, 80, 8, 27648]);
-    let config =
-        config.with_attention(|layer| layer.head_dim = 128).with_rope(|rope| rope.theta = 10_000_000.0);
+    let config = config
+        .with_attention(|layer| (layer.head_dim, layer.qkv_bias) = (128, true))
+        .with_rope(|rope| rope.theta = 10_000_000.0);
     ModelConfig { vocab_size: 155_136, rms_norm_eps: 1e-6, ..config }
 }

@@ -51,6 +51,8 @@ pub struct AttentionConfig {
     pub scale: Option<f64>,
     /// Norms of queries and keys before the rotary embedding.
     pub qk_norm: Option<QkNorm>,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
 }
 
 /// The elements over which a norm of queries or keys is computed.
@@ -109,8 +111,11 @@ impl SelfAttention {
         Self { shape, q, k, v, o }
     }
 
-    /// Adds biases to the projections of queries, keys and values.
+    /// Adds biases to the projections of queries, keys and values, if there are any.
     pub fn add_qkv_bias(&mut self, parameters: &mut ParameterList) {
+        if !self.shape.qkv_bias {
+            return;
+        }
         for (projection, name) in [(&mut self.q, Q_PROJ), (&mut self.k, K_PROJ), (&mut self.v, V_PROJ)] {
             projection.linear.add_bias(parameters, name);
         }

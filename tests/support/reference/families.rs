@@ -16,6 +16,8 @@ pub enum Family {
     Exaone4,
     Phi3,
     SmolLm3,
+    Glm,
+    Glm4,
 }
 
 /// The rotary base of Gemma 3's layers with a window.
@@ -31,6 +33,16 @@ impl Family {
     /// Gemma 1 or 3.
     pub fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3)
+    }
+
+    /// GLM-4, in both versions: neighboring elements rotate as a pair.
+    pub fn is_glm(self) -> bool {
+        matches!(self, Self::Glm | Self::Glm4)
+    }
+
+    /// Whether gate and up projection are one parameter.
+    pub fn has_fused_gate_up(self) -> bool {
+        self.is_glm() || self == Self::Phi3
     }
 
     /// Whether only every other layer has the window.
@@ -49,6 +61,9 @@ impl Family {
         let post_feedforward = Some("post_feedforward_layernorm");
         match self {
             Self::Gemma3 => [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward],
+            Self::Glm4 => {
+                [input, Some("post_self_attn_layernorm"), post_attention, Some("post_mlp_layernorm")]
+            }
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
             _ => [input, None, post_attention, None],
         }

@@ -40,6 +40,7 @@ pub fn row_logits(
         let mask = document_causal_mask(position_ids, config.window(layer))?;
         let tables = config.theta(layer).map(|theta| rope_tables(config, theta, position_ids)).transpose()?;
         let rotated = |heads: Tensor| match &tables {
+            Some((cos, sin)) if family.is_glm() => rotate_neighbors(&heads, cos, sin),
             Some((cos, sin)) => rotate(&heads, cos, sin),
             None => Ok(heads),
         };
@@ -73,13 +74,13 @@ pub fn row_logits(
         x = (x + (output * residual_factor)?)?;
 
         let h = maybe_norm(x.clone(), before_mlp)?;
-        let (gate, up) = match family {
-            Family::Phi3 => {
+        let (gate, up) = match family.has_fused_gate_up() {
+            true => {
                 let gate_up = linear(&h, part("mlp.gate_up_proj")?)?; // [S, 2·F]
                 let size = config.intermediate_size;
                 (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?)
             }
-            _ => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
+            false => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
         };
         let activated = if family.is_gemma() { gelu_tanh(&gate)? } else { silu(&gate)? };
         let output = maybe_norm(linear(&(activated * up)?, part("mlp.down_proj")?)?, after_mlp)?;
@@ -145,13 +146,31 @@ fn repeat_kv(x: &Tensor, config: &ReferenceConfig) -> Result<Tensor> {
     Ok(x.index_select(&Tensor::new(kv_heads, &Device::Cpu)?, 0)?)
 }
 
-/// Rotary embedding of `[H, S, D]`: `x · cos + rotate_half(x) · sin`, where
-/// `rotate_half` turns the halves (a, b) of each head into (−b, a).
+/// Rotary embedding of the first elements of `[H, S, D]`, as many as `cos` has; the others pass: `x · cos + rotate_half(x) · sin`,
+/// where `rotate_half` turns the halves (a, b) of each head into (−b, a).
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let half = x.dim(D::Minus1)? / 2;
+    let (size, rotating) = (x.dim(D::Minus1)?, cos.dim(D::Minus1)?);
+    if rotating < size {
+        let rotated = rotate(&x.narrow(D::Minus1, 0, rotating)?, cos, sin)?;
+        return Ok(Tensor::cat(&[rotated, x.narrow(D::Minus1, rotating, size - rotating)?], D::Minus1)?);
+    }
+    let half = size / 2;
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
     let rotate_half = Tensor::cat(&[&b.neg()?, &a.contiguous()?], D::Minus1)?;
     Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
+}
+
+/// As [`rotate`], with neighboring elements as pairs: sorted by even and odd index, they are halves.
+fn rotate_neighbors(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (size, rotating) = (x.dim(D::Minus1)? as u32, cos.dim(D::Minus1)? as u32);
+    let half = rotating / 2;
+    let sorted = (0..rotating).step_by(2).chain((1..rotating).step_by(2)).chain(rotating..size);
+    let back = (0..rotating).map(|i| i / 2 + i % 2 * half).chain(rotating..size);
+    let [sorted, back]: [Vec<u32>; 2] = [sorted.collect(), back.collect()];
+    let select = |x: &Tensor, order: Vec<u32>| {
+        x.contiguous()?.index_select(&Tensor::new(order, &Device::Cpu)?, D::Minus1)
+    };
+    Ok(select(&rotate(&select(x, sorted)?, cos, sin)?, back)?)
 }
 
 /// Returns the attention mask `[S, S]` (query, key): 0 if the key is in the query's document, not after it and less

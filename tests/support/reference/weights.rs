@@ -27,6 +27,8 @@ pub struct ReferenceConfig {
     pub head_dim: usize,
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,
+    /// The part of a head that rotates, as in GLM-4 and Phi-4 mini.
+    pub partial_rotary_factor: f64,
     pub rms_norm_eps: f64,
     pub tie_word_embeddings: bool,
     /// Biases on q, k and v, as in Qwen2.
@@ -57,6 +59,12 @@ pub enum RopeScaling {
     /// With the paper's `beta_fast` 32, `beta_slow` 1 and attention factor.
     Yarn {
         factor: f64,
+        original: usize,
+    },
+    LongRope {
+        short_factor: &'static [f64],
+        long_factor: &'static [f64],
+        attention_factor: f64,
         original: usize,
     },
 }
@@ -98,6 +106,7 @@ impl ReferenceConfig {
             head_dim: hf.head_dim,
             rope_theta: hf.rope_parameters.rope_theta,
             rope_scaling: RopeScaling::Default,
+            partial_rotary_factor: 1.0,
             rms_norm_eps: hf.rms_norm_eps,
             tie_word_embeddings: hf.tie_word_embeddings,
             qkv_bias: false,
@@ -129,11 +138,14 @@ impl ReferenceConfig {
             self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
             if self.family == Family::Phi3 {
                 add("self_attn.qkv_proj", vec![q_size + 2 * kv_size, hidden]);
-                add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
             } else {
                 add("self_attn.q_proj", vec![q_size, hidden]);
                 add("self_attn.k_proj", vec![kv_size, hidden]);
                 add("self_attn.v_proj", vec![kv_size, hidden]);
+            }
+            if self.family.has_fused_gate_up() {
+                add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
+            } else {
                 add("mlp.gate_proj", vec![intermediate, hidden]);
                 add("mlp.up_proj", vec![intermediate, hidden]);
             }

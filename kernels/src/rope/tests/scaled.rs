@@ -84,6 +84,31 @@ fn yarn_ramps_from_kept_to_divided_frequencies() {
 }
 
 #[test]
+fn longrope_divides_every_frequency_by_a_factor_of_the_documents_length() {
+    let scaling = Scaling::LongRope {
+        short_factor: kept_list(&[1.0, 2.0, 4.0]),
+        long_factor: kept_list(&[2.0, 5.0, 8.0]),
+        attention_factor: 1.19,
+        original_len: 16,
+    };
+    // 8 elements, of which 6 rotate.
+    let rope = Rope { scaling, partial_rotary_factor: 0.75, ..1000.0.into() };
+    assert_eq!((rope.refused(8), rope.amplitude()), (None, 1.19));
+    for (len, expected) in [(16, [1.0, 0.05, 0.0025]), (17, [0.5, 0.02, 0.00125])] {
+        for (got, expected) in rope.frequencies(8, len).iter().zip(expected) {
+            assert!((got - expected).abs() < 1e-15, "{len}: {got}, expected {expected}");
+        }
+    }
+    let mixed = Table::scaled(&[5, 5], &[16, 17], 8, &rope).unwrap();
+    for (token, len) in [16, 17].into_iter().enumerate() {
+        let alone = Table::scaled(&[5], &[len], 8, &rope).unwrap();
+        assert_eq!(mixed.cos()[3 * token..3 * token + 3], *alone.cos());
+    }
+    assert_eq!(rope.refused(16).unwrap().0, "short_factor");
+    assert_eq!(kept_list(&[1.0, 2.0, 4.0]).as_ptr(), kept_list(&[1.0, 2.0, 4.0]).as_ptr());
+}
+
+#[test]
 fn tables_turn_every_token_by_its_own_documents_frequencies() {
     let (positions, lens) = ([0, 1, 2, 60, 15], [64, 64, 3, 64, 16]);
     let rope = Rope { scaling: DYNAMIC, ..THETA.into() };
