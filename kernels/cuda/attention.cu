@@ -122,11 +122,11 @@ template <typename T> __device__ __forceinline__ void write_columns(T *to, const
     *reinterpret_cast<Pack<T, kColumns> *>(to) = elements;
 }
 
-// One warp per row: p = exp(score − m), where m is the maximum score of the row so far. The row's sum of p,
+// One warp per row: p = exp(score − m) of the scores with soft cap `cap` (0: none), where m is the maximum score of the row so far. The row's sum of p,
 // and the sum of p · v in `acc`, are first rescaled to the new m.
 template <typename T>
 __device__ void softmax(T *p, float *maxima, float *sums, float *acc, const float *scores, const u32 *ranges,
-                        u32 rows, u32 acc_rows, u32 group, u32 first_key, u32 keys, u32 stride, u32 d) {
+                        u32 rows, u32 acc_rows, u32 group, u32 first_key, u32 keys, u32 stride, u32 d, float cap) {
     const TileRow at = tile_row(rows);
     if (!at.exists) return;
     const u64 offset = (static_cast<u64>(blockIdx.y) * rows + at.row) * stride;
@@ -147,7 +147,8 @@ __device__ void softmax(T *p, float *maxima, float *sums, float *acc, const floa
         if (column < keys) values[step] = *reinterpret_cast<const Scores *>(scores + offset + column);
 #pragma unroll
         for (u32 j = 0; j < kColumns; ++j) {
-            if (!seen.contains(column + j)) values[step].at[j] = kNegativeInfinity;
+            const bool is_seen = seen.contains(column + j);
+            values[step].at[j] = is_seen ? softcap(values[step].at[j], cap) : kNegativeInfinity;
             max = Max()(values[step].at[j], max);
         }
     }
@@ -174,11 +175,11 @@ __device__ void softmax(T *p, float *maxima, float *sums, float *acc, const floa
     }
 }
 
-// One warp per row: p = exp(score − lse) and ds = p · (dp − delta).
+// One warp per row: p = exp(score − lse) and ds = p · (dp − delta), times the derivative of the soft cap (0: none).
 template <typename T>
 __device__ void softmax_backward(T *p, T *ds, const float *scores, const float *dp, const float *lse,
                                  const float *delta, const u32 *heads, const u32 *ranges, u32 rows, u32 group,
-                                 u32 num_tokens, u32 first_key, u32 keys, u32 stride) {
+                                 u32 num_tokens, u32 first_key, u32 keys, u32 stride, float cap) {
     const TileRow at = tile_row(rows);
     if (!at.exists) return;
     const u64 offset = (static_cast<u64>(blockIdx.y) * rows + at.row) * stride;
@@ -192,9 +193,11 @@ __device__ void softmax_backward(T *p, T *ds, const float *scores, const float *
 #pragma unroll
         for (u32 j = 0; j < kColumns; ++j) {
             const bool is_seen = seen.contains(column + j);
-            const float probability = is_seen ? expf(probabilities.at[j] - row_lse) : 0.0f;
+            const float score = softcap(probabilities.at[j], cap);
+            const float probability = is_seen ? expf(score - row_lse) : 0.0f;
             probabilities.at[j] = probability;
-            gradients.at[j] = is_seen ? probability * (gradients.at[j] - row_delta) : 0.0f;
+            gradients.at[j] =
+                is_seen ? probability * (gradients.at[j] - row_delta) * softcap_slope(score, cap) : 0.0f;
         }
         write_columns(p + offset + column, probabilities);
         write_columns(ds + offset + column, gradients);
@@ -318,14 +321,15 @@ KERNEL(attention_zero, float *x, u64 count) {
         }                                                                                                         \
     }                                                                                                             \
     KERNEL(attention_softmax_##suffix, T *p, float *maxima, float *sums, float *acc, const float *scores,         \
-           const u32 *ranges, u32 rows, u32 acc_rows, u32 group, u32 first_key, u32 keys, u32 stride, u32 d) {    \
-        softmax<T>(p, maxima, sums, acc, scores, ranges, rows, acc_rows, group, first_key, keys, stride, d);      \
+           const u32 *ranges, u32 rows, u32 acc_rows, u32 group, u32 first_key, u32 keys, u32 stride, u32 d,      \
+           float cap) {                                                                                           \
+        softmax<T>(p, maxima, sums, acc, scores, ranges, rows, acc_rows, group, first_key, keys, stride, d, cap); \
     }                                                                                                             \
     KERNEL(attention_softmax_backward_##suffix, T *p, T *ds, const float *scores, const float *dp,                \
            const float *lse, const float *delta, const u32 *heads, const u32 *ranges, u32 rows, u32 group,        \
-           u32 num_tokens, u32 first_key, u32 keys, u32 stride) {                                                 \
+           u32 num_tokens, u32 first_key, u32 keys, u32 stride, float cap) {                                      \
         softmax_backward<T>(p, ds, scores, dp, lse, delta, heads, ranges, rows, group, num_tokens, first_key,     \
-                            keys, stride);                                                                        \
+                            keys, stride, cap);                                                                   \
     }                                                                                                             \
     KERNEL(attention_delta_##suffix, float *sums, const T *o, const T *dout, u64 rows, u32 tokens, u32 num_heads, \
            u32 d, u32 width) {                                                                                    \

@@ -136,6 +136,14 @@ __device__ __forceinline__ void store_in_row(T *row, u32 i, u32 size, bool align
     }
 }
 
+// cap · tanh(x / cap), or x if `cap` is 0. The derivative at the result y is `softcap_slope`.
+__device__ __forceinline__ float softcap(float x, float cap) { return cap == 0.0f ? x : cap * tanhf(x / cap); }
+
+__device__ __forceinline__ float softcap_slope(float y, float cap) {
+    const float t = cap == 0.0f ? 0.0f : y / cap;
+    return 1.0f - t * t;
+}
+
 inline constexpr u32 kWarp = 32;
 inline constexpr u32 kFullWarp = 0xffffffffu;
 

@@ -101,6 +101,18 @@ template <typename T> struct Scale {
     }
 };
 
+// dst = cap · tanh(dst / cap)
+template <typename T> struct Softcap {
+    T *dst;
+    float cap;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto values = load<N>(dst + i);
+        for (int k = 0; k < N; ++k) values.at[k] = softcap(values.at[k], cap);
+        store(dst + i, values);
+    }
+};
+
 // dst = value
 template <typename T> struct Fill {
     T *dst;
@@ -127,6 +139,9 @@ template <typename T> struct Fill {
     }                                                                                                          \
     KERNEL(elementwise_scale_##suffix, T *__restrict__ dst, float factor, u64 size) {                          \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Scale<T>{dst, factor});                                 \
+    }                                                                                                          \
+    KERNEL(elementwise_softcap_##suffix, T *__restrict__ dst, float cap, u64 size) {                           \
+        for_each_pack<kPack<T>>(size, is_aligned(dst), Softcap<T>{dst, cap});                                  \
     }                                                                                                          \
     KERNEL(elementwise_fill_##suffix, T *__restrict__ dst, float value, u64 size) {                            \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Fill<T>{dst, value});                                   \

@@ -14,11 +14,12 @@ constexpr u32 kUnroll = 4;
 // The value to subtract before exponentiating; finite if all logits are −∞, so that −∞ − shift is not NaN.
 __device__ __forceinline__ float shift_of(float max) { return max == kNegativeInfinity ? 0.0f : max; }
 
-// gradient = softmax − one-hot of the label for N adjacent columns; 0 for an ignored token. `gradient` may
+// gradient = softmax − one-hot of the label for N adjacent columns, times the derivative of the soft cap `cap` (0: none); 0 for an
+// ignored token. `gradient` may
 // overwrite the logits: a thread reads its columns before it writes them.
 template <typename T>
 __device__ void gradient_of_columns(T *gradient, const float *logits, const float *lse, const i64 *labels,
-                                    u32 vocab_size, u32 row_stride) {
+                                    u32 vocab_size, u32 row_stride, float cap) {
     constexpr u32 N = kPack<T>;
     const u64 row = blockIdx.x;
     const u32 column = (blockIdx.y * blockDim.x + threadIdx.x) * N;
@@ -34,7 +35,9 @@ __device__ void gradient_of_columns(T *gradient, const float *logits, const floa
             const auto some = *reinterpret_cast<const Pack<float, 4> *>(logits + offset + begin);
             for (u32 j = 0; j < 4; ++j) {
                 const float hit = static_cast<i64>(column + begin + j) == label ? 1.0f : 0.0f;
-                result.at[begin + j] = round_to<T>(expf(some.at[j] - log_denominator) - hit);
+                const float logit = softcap(some.at[j], cap);
+                const float difference = expf(logit - log_denominator) - hit;
+                result.at[begin + j] = round_to<T>(difference * softcap_slope(logit, cap));
             }
         }
     }
@@ -47,11 +50,11 @@ template <typename T> __device__ void clear(T *rows, u64 len) {
 
 }  // namespace
 
-// One block per token: logsumexp of its logits, and its loss, logsumexp − logit of the label; both 0 if the
+// One block per token: logsumexp of its logits with their soft cap (0: none), and its loss, logsumexp − logit of the label; both 0 if the
 // label is ignored. The maximum is updated along the way, so the logits are read once (Milakov & Gimelshein
 // 2018).
 KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, const i64 *labels, u32 vocab_size,
-       u32 row_stride) {
+       u32 row_stride, float cap) {
     SHARED(float, scratch, [kWarp]);
     const u64 row = blockIdx.x;
     const i64 label = labels[row];
@@ -70,7 +73,9 @@ KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, con
             Pack<float, 4> some = {};
             if (column < vocab_size) some = *reinterpret_cast<const Pack<float, 4> *>(logits + column);
 #pragma unroll
-            for (u32 j = 0; j < 4; ++j) values[u * 4 + j] = column + j < vocab_size ? some.at[j] : kNegativeInfinity;
+            for (u32 j = 0; j < 4; ++j) {
+                values[u * 4 + j] = column + j < vocab_size ? softcap(some.at[j], cap) : kNegativeInfinity;
+            }
         }
         float larger = max;
 #pragma unroll
@@ -85,14 +90,14 @@ KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, con
     sum = block_reduce<Sum>(sum * expf(max - shift), scratch);
     if (threadIdx.x == 0) {
         lse[row] = shift + logf(sum);
-        losses[row] = logf(sum) + (shift - logits[label]);
+        losses[row] = logf(sum) + (shift - softcap(logits[label], cap));
     }
 }
 
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(lm_head_loss_gradient_##suffix, T *gradient, const float *logits, const float *lse,                 \
-           const i64 *labels, u32 vocab_size, u32 row_stride) {                                                \
-        gradient_of_columns<T>(gradient, logits, lse, labels, vocab_size, row_stride);                         \
+           const i64 *labels, u32 vocab_size, u32 row_stride, float cap) {                                     \
+        gradient_of_columns<T>(gradient, logits, lse, labels, vocab_size, row_stride, cap);                    \
     }                                                                                                          \
     KERNEL(lm_head_loss_clear_##suffix, T *rows, u64 len) { clear<T>(rows, len); }
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -14,7 +14,7 @@
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |
-//! | [`elementwise`] | norms, finiteness, sums and fills of flat tensors | – |
+//! | [`elementwise`] | norms, finiteness, sums, fills and soft caps of flat tensors | – |
 //!
 //! Each op is a folder. `mod.rs` checks arguments and dispatches on the device; `cpu.rs` has the kernel on
 //! slices; `reference.rs` has the same in slow, readable f64. `tests.rs` compares the two and checks the
@@ -67,6 +67,7 @@ pub mod rope;
 mod sample;
 mod scratch;
 pub mod simd;
+mod softcap;
 pub mod strided_copy;
 pub mod tensor;
 #[cfg(test)]

@@ -88,6 +88,8 @@ pub struct ModelConfig {
     pub norm_offset: f64,
     /// Constant factors.
     pub multipliers: Multipliers,
+    /// The soft cap of the logits, `cap · tanh(logit / cap)`; `None` without one.
+    pub final_softcap: Option<f64>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
     /// Whether the output projection is the embedding matrix.
@@ -131,6 +133,7 @@ impl ModelConfig {
             rope: Some(rope),
             scale: None,
             qk_norm: None,
+            softcap: None,
             qkv_bias: false,
         };
         Self {
@@ -142,6 +145,7 @@ impl ModelConfig {
             rms_norm_eps: 1e-5,
             norm_offset: 0.0,
             multipliers: Multipliers::default(),
+            final_softcap: None,
             initializer_range: 0.02,
             tie_word_embeddings: false,
         }
@@ -257,6 +261,7 @@ impl ModelConfig {
             ],
         )?;
         check_number(origin, "rms_norm_eps", self.rms_norm_eps, 0.0)?;
+        check_positive(origin, "final_logit_softcapping", self.final_softcap)?;
         self.distinct_layers().iter().try_for_each(|layer| check_attention(origin, layer))?;
         // Otherwise an export would be another model.
         let json = self.to_hf_json();
@@ -272,7 +277,7 @@ impl ModelConfig {
 }
 
 fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), ModelError> {
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, .. } = *attention;
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, rope, scale, softcap, .. } = *attention;
     let error = |key, got: String, expected: String| Err(refused(origin, key, got, expected));
     check_sizes(
         origin,
@@ -291,10 +296,8 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
             return error("rope_scaling", format!("{argument} {value}"), format!("it must be {expected}"));
         }
     }
-    if let Some(scale) = scale.filter(|scale| !(scale.is_finite() && *scale > 0.0)) {
-        let expected = "the factor on the logits must be positive".to_owned();
-        return error("attention_multiplier", scale.to_string(), expected);
-    }
+    check_positive(origin, "attention_multiplier", scale)?;
+    check_positive(origin, "attn_logit_softcapping", softcap)?;
     if window == Some(0) {
         return error("sliding_window", "0".into(), "a token sees at least itself: from 1, or null".into());
     }
@@ -320,6 +323,14 @@ fn check_number(origin: &str, key: &'static str, number: f64, least: f64) -> Res
         return Ok(());
     }
     Err(refused(origin, key, number.to_string(), format!("it must be at least {least}")))
+}
+
+/// Refuses a number of the logits, if there is one, that is not positive.
+fn check_positive(origin: &str, key: &'static str, number: Option<f64>) -> Result<(), ModelError> {
+    match number.filter(|number| !(number.is_finite() && *number > 0.0)) {
+        None => Ok(()),
+        Some(number) => Err(refused(origin, key, number.to_string(), "it must be positive".to_owned())),
+    }
 }
 
 fn refused(origin: &str, key: &'static str, got: String, expected: String) -> ModelError {

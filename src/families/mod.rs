@@ -29,13 +29,14 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 16] = [
+pub static FAMILIES: [&Family; 17] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
     &qwen::QWEN2,
     &qwen::QWEN3,
     &gemma::GEMMA,
+    &gemma::GEMMA2,
     &gemma::GEMMA3,
     &granite::GRANITE,
     &olmo::OLMO2,

@@ -54,6 +54,7 @@ impl HfConfig<'_> {
             rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
             norm_offset: 0.0,
             multipliers: Multipliers::default(),
+            final_softcap: None,
             initializer_range: self.number("initializer_range", 0.02)?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
         })
@@ -80,6 +81,7 @@ impl HfConfig<'_> {
             rope: None,
             scale: None,
             qk_norm: None,
+            softcap: None,
             qkv_bias: false,
         })
     }

@@ -22,7 +22,7 @@ fn of_family(model_type: &str) -> ModelConfig {
 fn descriptions() -> Vec<ModelConfig> {
     let windowed =
         ["mistral", "phi3"].map(|family| of_family(family).with_attention(|layer| layer.window = Some(7)));
-    let upper_windowed = ["qwen2", "qwen3", "gemma3_text", "ministral", "olmo3"].map(|family| {
+    let upper_windowed = ["qwen2", "qwen3", "gemma2", "gemma3_text", "ministral", "olmo3"].map(|family| {
         let mut config = of_family(family);
         config.layers[1].window = Some(7);
         config
@@ -31,13 +31,15 @@ fn descriptions() -> Vec<ModelConfig> {
     partly_rotated.layers[0].rope = None;
     let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
     granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
+    let capped = of_family("gemma2").with_attention(|layer| layer.softcap = Some(20.5));
+    let capped = ModelConfig { final_softcap: Some(12.0), ..capped };
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
     let mut exaone = of_family("exaone4");
     (exaone.layers[0].window, exaone.layers[1].rope) = (Some(7), None);
     let glm = of_family("glm4").with_rope(|rope| rope.partial_rotary_factor = 0.5);
     let glm_with_biases = of_family("glm").with_attention(|layer| layer.qkv_bias = true);
     let phi = of_family("phi3").with_rope(|rope| rope.partial_rotary_factor = 0.75);
-    let others = [partly_rotated, granite, gemma, exaone, glm, glm_with_biases, phi];
+    let others = [partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -155,6 +157,7 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     let qk_norms = "self_attn.q_norm self_attn.k_norm";
     let sandwich =
         "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm";
+    assert_eq!(names("gemma2"), format!("{projections} {sandwich}"));
     assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
     let after = "post_attention_layernorm post_feedforward_layernorm";
     assert_eq!(names("olmo2"), format!("{projections} {after} {qk_norms}"));
@@ -194,10 +197,31 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
     let rope = |theta: f64, scaling| Rope { scaling, ..theta.into() };
     let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
     assert_eq!(layers, [(Some(9), local), (None, global)]);
+    let capped = changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0)));
+    assert_eq!(read(&capped).unwrap().final_softcap, Some(30.0));
     assert_refused(
-        &changed("gemma3_text", "final_logit_softcapping", Some(json!(30.0))),
-        "final_logit_softcapping",
+        &changed("gemma3_text", "attn_logit_softcapping", Some(json!(30.0))),
+        "attn_logit_softcapping",
     );
+}
+
+#[test]
+fn soft_caps_are_those_of_the_first_model_by_default_and_none_if_null() {
+    let caps = |json: &Value| {
+        let config = read(json).unwrap();
+        (config.layers[0].softcap, config.final_softcap)
+    };
+    let mut json = changed("gemma2", "attn_logit_softcapping", None);
+    json.as_object_mut().unwrap().shift_remove("final_logit_softcapping");
+    assert_eq!(caps(&json), (Some(50.0), Some(30.0)));
+    json["attn_logit_softcapping"] = json!(null);
+    json["final_logit_softcapping"] = json!(15);
+    assert_eq!(caps(&json), (None, Some(15.0)));
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        for invalid in [json!(0), json!(-2.0), json!("50")] {
+            assert_refused(&changed("gemma2", key, Some(invalid)), key);
+        }
+    }
 }
 
 #[test]

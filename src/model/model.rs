@@ -59,14 +59,17 @@ impl Model {
 
     /// As [`new`](Self::new), for an unchecked description; allocates nothing.
     pub(super) fn layers_of(config: &ModelConfig) -> Self {
-        let ModelConfig { vocab_size, hidden_size, initializer_range: std, multipliers, .. } = *config;
+        let ModelConfig {
+            vocab_size, hidden_size, initializer_range: std, multipliers, final_softcap, ..
+        } = *config;
         let input = Embedding::new(vocab_size, hidden_size, std).with_multiplier(multipliers.embedding);
         let projection = match config.tie_word_embeddings {
             true => &input.parameters()[0].name,
             false => "lm_head.weight",
         };
         let objective = CausalLm::new(projection, vocab_size, hidden_size, config.norm(), std)
-            .with_logit_scale(multipliers.logits);
+            .with_logit_scale(multipliers.logits)
+            .with_softcap(final_softcap);
         let layer = |index| (config.family.block)(config, index);
         let layers = (0..config.num_layers()).map(layer).collect();
         Self { input: Box::new(input), layers, objective: Box::new(objective) }

@@ -7,13 +7,13 @@ use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionLayout, grouped_heads};
+use ulysses_kernels::attention::{Attention, AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
 
 /// Query heads, KV heads, window, bits of the factor on the logits.
-type HeadKey = (usize, usize, Option<usize>, Option<u32>);
+type HeadKey = (usize, usize, Option<usize>, [Option<u32>; 2]);
 
 /// Limits how much of a layer's intermediate values is in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,11 +186,11 @@ impl LayerContext {
     pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
         let mut layouts = self.tokens.head_layouts.lock();
         let make = || self.tokens.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
-        layouts.entry((num_heads, num_kv_heads, None, None)).or_insert_with(make).clone()
+        layouts.entry((num_heads, num_kv_heads, None, [None; 2])).or_insert_with(make).clone()
     }
 
     /// As [`attention_layout`](Self::attention_layout), with a sliding window of `window` tokens, including
-    /// the query's own, and a factor on the logits.
+    /// the query's own, and a form of the logits.
     ///
     /// # Errors
     /// A window of 0.
@@ -199,10 +199,11 @@ impl LayerContext {
         num_heads: usize,
         num_kv_heads: usize,
         window: Option<usize>,
-        scale: Option<f32>,
+        logits: Logits,
     ) -> Result<AttentionLayout, LayerError> {
         let mut layouts = self.tokens.head_layouts.lock();
-        let key = (num_heads, num_kv_heads, window, scale.map(f32::to_bits));
+        let bits = [logits.scale, logits.softcap].map(|number| number.map(f32::to_bits));
+        let key = (num_heads, num_kv_heads, window, bits);
         if let Some(layout) = layouts.get(&key) {
             return Ok(layout.clone());
         }
@@ -211,7 +212,7 @@ impl LayerContext {
             None => all.with_heads(heads),
             window => all.with_window(heads, window)?,
         };
-        let layout = layout.with_scale(scale);
+        let layout = layout.with_logits(logits);
         layouts.insert(key, layout.clone());
         Ok(layout)
     }

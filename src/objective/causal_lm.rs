@@ -6,7 +6,7 @@ use crate::nn::{Init, LayerContext, LayerError, LocalBatch, NormConfig, Paramete
 use candle_core::Tensor;
 use std::num::NonZero;
 use ulysses_kernels::device::dry;
-use ulysses_kernels::lm_head_loss::{self, Losses, default_tile_tokens};
+use ulysses_kernels::lm_head_loss::{self, LogitTiles, Losses, default_tile_tokens};
 use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
 
 /// RMSNorm, linear head and cross-entropy of the next token, for the tokens that have a label.
@@ -20,6 +20,8 @@ pub struct CausalLm {
     norm: NormConfig,
     /// Factor on the logits.
     logit_scale: f64,
+    /// Then their soft cap.
+    softcap: Option<f32>,
 }
 
 /// State saved for the backward pass.
@@ -41,8 +43,8 @@ struct ChunkTensors<'a> {
     rstd: Tensor,
     /// Rows for temporary values, as many as the shard has.
     buffer: &'a Tensor,
-    /// Number of tokens whose logits exist at a time.
-    tile: usize,
+    /// How the logits are computed.
+    tile: LogitTiles,
 }
 
 /// A value for each parameter.
@@ -63,13 +65,19 @@ impl CausalLm {
         let norm_config = norm.into();
         let norm = ParameterSpec::new("model.norm.weight", [hidden_size], norm_config.init());
         let projection = ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std });
-        Self { parameters: [norm, projection], norm: norm_config, logit_scale: 1.0 }
+        Self { parameters: [norm, projection], norm: norm_config, logit_scale: 1.0, softcap: None }
     }
 
     /// Multiplies the logits.
     #[must_use]
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         Self { logit_scale, ..self }
+    }
+
+    /// Limits the logits to `cap · tanh(logit / cap)`, after their factor.
+    #[must_use]
+    pub fn with_softcap(self, cap: Option<f64>) -> Self {
+        Self { softcap: cap.map(|cap| cap as f32), ..self }
     }
 
     /// The input of the projection, or its gradient, instead of the logits.
@@ -98,14 +106,14 @@ impl CausalLm {
         }
     }
 
-    /// Number of tokens in a tile. It does not depend on the masks, so that all micro batches recycle the same
+    /// The logits that exist at a time. Their number does not depend on the masks, so that all micro batches recycle the same
     /// memory.
-    fn tile_tokens(&self, tokens: &LabeledTokens, ctx: &LayerContext) -> Result<usize, LayerError> {
+    fn logit_tiles(&self, tokens: &LabeledTokens, ctx: &LayerContext) -> Result<LogitTiles, LayerError> {
         let tile = match ctx.tiling().loss_tile_tokens.map(NonZero::get) {
             Some(tile) => tile,
             None => default_tile_tokens(self.vocab_size(), &ctx.workspace().options().device)?,
         };
-        Ok(tile.min(tokens.num_tokens()).max(1))
+        Ok(LogitTiles { tokens: tile.min(tokens.num_tokens()).max(1), softcap: self.softcap })
     }
 
     fn tokens(&self, batch: &LocalBatch<'_>) -> Result<LabeledTokens, LayerError> {
@@ -129,7 +137,7 @@ impl CausalLm {
         let [rstd, lse] = [ws.alloc_f32(tokens.num_tokens())?, ws.alloc_f32(tokens.num_tokens())?];
         let normed = ws.alloc(rows.dims())?;
         let gathered = tokens.is_compacted().then(|| ws.alloc(rows.dims())).transpose()?;
-        let tile = self.tile_tokens(&tokens, ctx)?;
+        let tile = self.logit_tiles(&tokens, ctx)?;
         let mut losses = Losses::default();
         for chunk in &tokens.chunks {
             let labeled = chunk.labels.len();
@@ -208,7 +216,7 @@ impl Objective for CausalLm {
         let ws = ctx.workspace();
         let (params, grads) = (self.head(params)?, self.head(grads)?);
         let SavedHead { x, lse, tokens } = saved.downcast(self.name())?;
-        let tile = self.tile_tokens(&tokens, ctx)?;
+        let tile = self.logit_tiles(&tokens, ctx)?;
         let (rows, dx, buffer) = (tokens.rows_of(&x)?, ws.alloc(x.dims())?, ws.alloc(x.dims())?);
         let (dx_rows, buffer_rows) = (tokens.rows_of(&dx)?, tokens.rows_of(&buffer)?);
         let rstd = ws.alloc_f32(tokens.num_tokens())?;
@@ -250,6 +258,9 @@ impl Objective for CausalLm {
         self.normalize(x, norm, &normed, &rstd)?;
         let logits = Tensor::zeros((batch, tokens, self.vocab_size()), x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;
+        if let Some(cap) = self.softcap {
+            elementwise::softcap(&logits, cap)?;
+        }
         [normed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(logits)
     }

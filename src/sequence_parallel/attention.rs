@@ -107,7 +107,7 @@ impl UlyssesAttention {
             }
         };
         let exchange = Exchange::new(plan, self.group.clone());
-        let whole = whole.with_scale(layout.scale());
+        let whole = whole.with_logits(layout.logits());
         Ok(Sharding { sharded: layout.clone(), shape, exchange, whole })
     }
 

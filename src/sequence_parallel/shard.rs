@@ -48,5 +48,5 @@ pub(super) fn shares_mask(a: &AttentionLayout, b: &AttentionLayout) -> bool {
 
 /// Returns whether two layouts are equal, judged by shared pointers.
 pub(super) fn is_same(a: &AttentionLayout, b: &AttentionLayout) -> bool {
-    shares_mask(a, b) && a.scale() == b.scale() && Arc::ptr_eq(a.q_to_kv(), b.q_to_kv())
+    shares_mask(a, b) && a.logits() == b.logits() && Arc::ptr_eq(a.q_to_kv(), b.q_to_kv())
 }

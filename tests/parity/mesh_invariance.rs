@@ -158,7 +158,9 @@ fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
 /// Families whose blocks differ from Llama's: [`Family`] has their parts.
 #[test]
 fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
-    use Family::{Exaone4, Gemma, Gemma3, Glm, Glm4, Granite, Ministral, Olmo2, Olmo3, Phi3, SmolLm3};
+    use Family::{
+        Exaone4, Gemma, Gemma2, Gemma3, Glm, Glm4, Granite, Ministral, Olmo2, Olmo3, Phi3, SmolLm3,
+    };
     let of_family = |family| ReferenceConfig { family, num_layers: 3, ..CONFIG };
     let gemma = ReferenceConfig {
         sliding_window: Some(5),
@@ -171,6 +173,7 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     let windowed = |family| ReferenceConfig { sliding_window: Some(6), ..of_family(family) };
     check_families(&[gemma, phi, of_family(Granite), of_family(Olmo2), of_family(SmolLm3)]);
     check_families(&[of_family(Gemma), windowed(Olmo3), windowed(Exaone4), windowed(Ministral)]);
+    check_families(&[windowed(Gemma2), ReferenceConfig { tie_word_embeddings: true, ..windowed(Gemma2) }]);
     // Parts of heads rotate, in documents of up to 6 tokens with other factors than in longer ones.
     let long = RopeScaling::LongRope {
         short_factor: &[1.0, 1.5, 2.0],

@@ -26,6 +26,7 @@ fn small_config(tie_word_embeddings: bool) -> ReferenceConfig {
         rope_scaling: RopeScaling::Default,
         rms_norm_eps: 1e-5,
         tie_word_embeddings,
+        partial_rotary_factor: 1.0,
         qkv_bias: false,
         qk_norm: false,
         sliding_window: None,

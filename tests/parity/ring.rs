@@ -3,7 +3,7 @@
 use crate::support::compare::assert_all_close;
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, by_name, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
-use crate::support::reference::{Batch, ReferenceConfig};
+use crate::support::reference::{Batch, Family, ReferenceConfig, RopeScaling};
 use crate::support::sample::{axes, sampled};
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -65,6 +65,20 @@ fn few_heads_train_on_many_ranks() {
 fn sliding_windows_are_the_same_on_every_ring() {
     let windowed = |window| ReferenceConfig { sliding_window: Some(window), ..CONFIG };
     let problems = [1, 5, SEQ_LEN].map(|window| problem(windowed(window), packed_batch()));
+    check(&problems, &SOME_DEGREES, &[0, 3]);
+}
+
+#[test]
+fn soft_caps_and_factors_by_the_documents_length_are_the_same_on_every_ring() {
+    let capped = ReferenceConfig { family: Family::Gemma2, sliding_window: Some(6), ..CONFIG };
+    let rope_scaling = RopeScaling::LongRope {
+        short_factor: &[1.0, 1.5],
+        long_factor: &[2.0, 8.0],
+        attention_factor: 1.2,
+        original: 8,
+    };
+    let long = ReferenceConfig { family: Family::Phi3, rope_theta: 100.0, rope_scaling, ..CONFIG };
+    let problems = [capped, long].map(|config| problem(config, packed_batch()));
     check(&problems, &SOME_DEGREES, &[0, 3]);
 }
 

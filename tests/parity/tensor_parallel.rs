@@ -78,6 +78,7 @@ fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
         family(Family::Llama, |config| config.tie_word_embeddings = true),
         family(Family::Phi3, |_| ()),
         family(Family::Phi3, |config| config.num_kv_heads = 1),
+        family(Family::Gemma2, |config| config.sliding_window = Some(5)),
         family(Family::Gemma3, |config| config.sliding_window = Some(5)),
         family(Family::Granite, |_| ()),
         family(Family::Glm4, |config| (config.qkv_bias, config.partial_rotary_factor) = (true, 0.5)),

@@ -326,6 +326,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, false, true, None) => "qwen3",
         (Family::Ministral, false, false, Some(_)) => "ministral",
         (Family::Gemma, false, false, None) => "gemma",
+        (Family::Gemma2, false, false, Some(_)) => "gemma2",
         (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
         (Family::Granite, false, false, None) => "granite",
         (Family::Olmo2, false, false, None) => "olmo2",
@@ -337,7 +338,9 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Glm4, _, false, None) => "glm4",
         other => panic!("no family has {other:?}"),
     };
-    let (scaling, has_scale) = (scaling(config.rope_scaling), [Family::Gemma3, Family::Granite]);
+    let (scaling, has_scale) =
+        (scaling(config.rope_scaling), [Family::Gemma2, Family::Gemma3, Family::Granite]);
+    let [attention_cap, final_softcap] = config.family.softcaps();
     let rope = |theta: f64| Rope {
         scaling,
         partial_rotary_factor: config.partial_rotary_factor,
@@ -354,6 +357,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         qk_norm: config
             .qk_norm_sizes()
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
+        softcap: attention_cap,
         qkv_bias: config.qkv_bias,
     };
     let [embedding, residual, _, logits] = match config.family {
@@ -370,6 +374,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         rms_norm_eps: config.rms_norm_eps,
         norm_offset: config.family.norm_offset(),
         multipliers: Multipliers { embedding, residual, logits },
+        final_softcap,
         initializer_range: 0.02,
         tie_word_embeddings: config.tie_word_embeddings,
     }

@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 29] = [
+const FAMILIES: [&str; 31] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -33,7 +33,9 @@ const FAMILIES: [&str; 29] = [
     "qwen2",
     "qwen3",
     "qwen3_windows",
+    "gemma2",
     "gemma3",
+    "gemma3_capped",
     "granite",
     "olmo2",
     "phi3",

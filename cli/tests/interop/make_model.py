@@ -61,6 +61,15 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
         },
     },
+    "gemma3_capped": {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
+    # Caps that all logits come near.
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 21,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 3.0,

@@ -37,7 +37,7 @@ pub struct AttentionLayout {
     cu_seqlens: Arc<Vec<Vec<u32>>>,
     q_to_kv: Arc<[usize]>,
     window: Option<usize>,
-    scale: Option<f32>,
+    logits: Logits,
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
@@ -93,7 +93,7 @@ impl AttentionLayout {
             cu_seqlens,
             q_to_kv: q_to_kv.into(),
             window,
-            scale: None,
+            logits: Logits::default(),
             visible,
             ranges_on_device: DeviceTable::default(),
             heads_on_device: DeviceTable::default(),
@@ -133,7 +133,7 @@ impl AttentionLayout {
         Ok(Self { num_queries, num_keys, dry: Arc::new(Some(dry)), ..layout })
     }
 
-    /// The same tokens with other heads and another window, and the default factor on the logits.
+    /// The same tokens with other heads and another window, and the default form of the logits.
     ///
     /// # Errors
     /// A window of 0.
@@ -173,10 +173,10 @@ impl AttentionLayout {
         Self { q_to_kv: q_to_kv.into(), heads_on_device: DeviceTable::default(), ..self.clone() }
     }
 
-    /// The same layout with another factor on the logits; `None` for `1 / sqrt(head_dim)`.
+    /// The same layout with another form of the logits.
     #[must_use]
-    pub fn with_scale(self, scale: Option<f32>) -> Self {
-        Self { scale, ..self }
+    pub fn with_logits(self, logits: Logits) -> Self {
+        Self { logits, ..self }
     }
 
     /// Number of sequences.
@@ -219,9 +219,9 @@ impl AttentionLayout {
         self.window
     }
 
-    /// The factor on the logits, if it is not `1 / sqrt(head_dim)`.
-    pub fn scale(&self) -> Option<f32> {
-        self.scale
+    /// The form of the logits.
+    pub fn logits(&self) -> Logits {
+        self.logits
     }
 
     /// The visible keys of the queries of the sequence, or `None` if it does not exist.
@@ -269,6 +269,15 @@ impl AttentionLayout {
             heads
         })
     }
+}
+
+/// What becomes of the product of a query and a key before the softmax.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Logits {
+    /// The factor; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// Then `softcap · tanh(logit / softcap)`, which is positive; `None` without a cap.
+    pub softcap: Option<f32>,
 }
 
 /// The visible key range of each query of one sequence; both ends never decrease.

@@ -38,7 +38,7 @@ pub use choice::{CheckedKernels, ChosenKernels};
 pub use compute::AttentionCompute;
 pub use error::AttentionError;
 pub use kernels::{backward, delta, forward, merge};
-pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
+pub use layout::{AttentionLayout, Logits, VisibleRanges, grouped_heads};
 pub use operands::{AttentionKernels, Gradients, Operands, Upstream};
 pub use steps::{Attend, QkvGradients, Returning, StartedBackward, StartedForward, StartedRecomputed};
 
@@ -206,7 +206,7 @@ impl FlashAttention {
     /// The factor on the logits for a `q [b, sq, hq, d]`.
     fn scale(q: &Tensor, layout: &AttentionLayout) -> Result<f32, AttentionError> {
         let (_, _, _, head_dim) = q.dims4()?;
-        Ok(layout.scale().unwrap_or((1.0 / (head_dim as f64).sqrt()) as f32))
+        Ok(layout.logits().scale.unwrap_or((1.0 / (head_dim as f64).sqrt()) as f32))
     }
 }
 

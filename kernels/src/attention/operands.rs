@@ -28,7 +28,7 @@ pub struct Operands<'a> {
     pub v: &'a Tensor,
     /// Factor on the logits, usually `1 / sqrt(d)`.
     pub scale: f32,
-    /// The visible keys of each query, and the KV head of each query head.
+    /// The visible keys of each query, the KV head of each query head, and the soft cap of the logits.
     pub layout: &'a AttentionLayout,
     /// The kernels on a GPU.
     pub kernels: AttentionKernels,

@@ -21,6 +21,8 @@ pub trait Real:
     fn exp(self) -> Self;
     /// The natural logarithm.
     fn ln(self) -> Self;
+    /// The hyperbolic tangent.
+    fn tanh(self) -> Self;
 }
 
 impl Real for f32 {
@@ -30,6 +32,9 @@ impl Real for f32 {
     fn ln(self) -> Self {
         self.ln()
     }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
 }
 
 impl Real for f64 {
@@ -38,6 +43,9 @@ impl Real for f64 {
     }
     fn ln(self) -> Self {
         self.ln()
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
     }
 }
 
@@ -56,7 +64,7 @@ pub struct Problem<'a, T> {
     pub head_dim: usize,
     /// Factor on the logits.
     pub scale: T,
-    /// The visible keys of each query.
+    /// The visible keys of each query, and the soft cap of the logits.
     pub layout: &'a AttentionLayout,
 }
 
@@ -91,6 +99,7 @@ pub fn backward<T: Real>(problem: &Problem<'_, T>, dout: &[T]) -> (Vec<T>, Vec<T
     let mut dv = dk.clone();
     problem.for_each_query(|query| {
         let (weights, _) = problem.softmax(&query);
+        let one = T::from(1.0);
         let dout = &dout[query.offset..][..problem.head_dim];
         let dweights: Vec<T> =
             weights.iter().map(|(key, _)| dot(dout, &problem.v[problem.kv_offset(&query, *key)..])).collect();
@@ -99,8 +108,12 @@ pub fn backward<T: Real>(problem: &Problem<'_, T>, dout: &[T]) -> (Vec<T>, Vec<T
             mean += *weight * *dweight;
         }
         for ((key, weight), dweight) in weights.into_iter().zip(dweights) {
-            let dlogit = weight * (dweight - mean) * problem.scale;
             let kv = problem.kv_offset(&query, key);
+            let slope = problem.softcap().map_or(one, |cap| {
+                let tanh = (problem.product(&query, key) / cap).tanh();
+                one - tanh * tanh
+            });
+            let dlogit = weight * (dweight - mean) * slope * problem.scale;
             for column in 0..problem.head_dim {
                 dv[kv + column] += weight * dout[column];
                 dk[kv + column] += dlogit * problem.q[query.offset + column];
@@ -141,14 +154,24 @@ impl<T: Real> Problem<'_, T> {
         ((query.row * keys + key) * self.num_kv_heads + kv_head) * self.head_dim
     }
 
+    fn softcap(&self) -> Option<T> {
+        self.layout.logits().softcap.map(T::from)
+    }
+
+    /// The scaled product of a query and a key.
+    fn product(&self, query: &Query, key: usize) -> T {
+        let k = &self.k[self.kv_offset(query, key)..];
+        self.scale * dot(&self.q[query.offset..][..self.head_dim], k)
+    }
+
     /// The visible keys with their probabilities, and the log-denominator.
     fn softmax(&self, query: &Query) -> (Vec<(usize, T)>, T) {
         let keys = 0..self.layout.kv_positions().len();
         let mut weights: Vec<(usize, T)> = keys
             .filter(|key| is_visible(self.layout, query.row, query.index, *key))
             .map(|key| {
-                let k = &self.k[self.kv_offset(query, key)..];
-                (key, self.scale * dot(&self.q[query.offset..][..self.head_dim], k))
+                let product = self.product(query, key);
+                (key, self.softcap().map_or(product, |cap| cap * (product / cap).tanh()))
             })
             .collect();
         let mut max = T::from(f32::NEG_INFINITY);

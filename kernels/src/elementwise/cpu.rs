@@ -70,6 +70,23 @@ simd_kernel! {
     }
 }
 
+pub(super) fn softcap<T: Pieces>(dst: &mut [T], cap: f32) {
+    let block = rows_per_block(dst.len(), 1);
+    dst.par_chunks_mut(block).for_each_init(Vec::new, |buffer, dst| {
+        for dst in dst.chunks_mut(PIECE) {
+            T::update(dst, Before::Values, buffer, |dst| softcap_piece(dst, cap));
+        }
+    });
+}
+
+simd_kernel! {
+    fn softcap_piece<S>(dst: &mut [f32], cap: f32) {
+        for dst in dst.iter_mut() {
+            *dst = crate::softcap::softcap::<S>(*dst, cap);
+        }
+    }
+}
+
 pub(super) fn fill<T: Pieces>(dst: &mut [T], value: f32) {
     let block = rows_per_block(dst.len(), 1);
     let mut element = [T::zero()];

@@ -79,6 +79,10 @@ pub(super) fn scale(launcher: &Launcher, dst: &Tensor, factor: f32) -> Result<()
     one_tensor(launcher, "elementwise_scale", dst, factor)
 }
 
+pub(super) fn softcap(launcher: &Launcher, dst: &Tensor, cap: f32) -> Result<(), DeviceError> {
+    one_tensor(launcher, "elementwise_softcap", dst, cap)
+}
+
 pub(super) fn fill(launcher: &Launcher, dst: &Tensor, value: f32) -> Result<(), DeviceError> {
     one_tensor(launcher, "elementwise_fill", dst, value)
 }

@@ -98,6 +98,23 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
     }
 }
 
+/// dst = cap · tanh(dst / cap), which stays within ±cap.
+///
+/// # Errors
+/// A cap that is not positive, or a dtype, device or layout that is not supported.
+pub fn softcap(dst: &Tensor, cap: f32) -> Result<(), OpError> {
+    let call = ArgCheck::new("elementwise::softcap");
+    call.expect_value("cap", f64::from(cap), cap > 0.0 && cap.is_finite(), "a positive finite number")?;
+    dry::report_elementwise([dst]);
+    match call.elementwise(&[("dst", dst)], &[])? {
+        Target::Cpu => with_element_type!(dst.dtype(), T => {
+            call.on_cpu([], [dst], |[], [dst]| cpu::softcap::<T>(dst, cap))
+        }),
+        Target::Dry(_) => Ok(()),
+        Target::Kernels(launcher) => call.kernels(cuda::softcap(&launcher, dst, cap)),
+    }
+}
+
 /// Sets every element to `value`.
 ///
 /// # Errors

@@ -96,6 +96,9 @@ fn buffer_arithmetic_touches_every_element_and_nothing_around_it() {
             assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == a + b));
             scale(&dst, 0.5).unwrap();
             assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == (a + b) * 0.5));
+            softcap(&dst, 0.3).unwrap();
+            let capped = a.iter().zip(&b).map(|(a, b)| 0.3 * (f64::from((a + b) * 0.5) / 0.3).tanh());
+            assert_close("capped", &read(&dst), &capped.collect::<Vec<f64>>(), 5e-7);
             fill(&dst, -3.0).unwrap();
             assert!(read(&dst).iter().all(|got| *got == -3.0));
             let flat = read(&flat);
@@ -168,6 +171,8 @@ fn buffer_arithmetic_of_every_element_type_rounds_once_on_a_gpu() {
             fill(&dst, -1.5).unwrap();
             scale(&dst, 0.25).unwrap();
             assert!(read(&dst).iter().all(|got| *got == -0.375));
+            softcap(&dst, 0.5).unwrap();
+            assert_close("capped", &read(&dst), &vec![0.5 * (-0.75f64).tanh(); len], rounding + 5e-7);
         }
     });
 }

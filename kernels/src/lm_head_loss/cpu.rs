@@ -7,6 +7,7 @@ use crate::gemm::dispatch::multiply;
 use crate::gemm::operand::MatmulOperand;
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
+use crate::softcap::{slope, softcap};
 use rayon::prelude::*;
 
 /// `logits` has room for a tile.
@@ -78,7 +79,7 @@ pub(super) fn backward<T: Stored>(
         let rows = rows_per_block(n, vocab_size);
         (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
             .into_par_iter()
-            .for_each(|(tile, labels, lse)| gradient_rows(tile, vocab_size, labels, lse, scale));
+            .for_each(|(tile, labels, lse)| gradient_rows(tile, labels, lse, scale, sizes));
 
         multiply(
             MatmulOperand::contiguous(tile, n, vocab_size)?,
@@ -98,14 +99,26 @@ pub(super) fn backward<T: Stored>(
     Ok(())
 }
 
-/// The logits of a tile's tokens `x`.
+/// The logits of a tile's tokens `x`, with their soft cap.
 fn logits_of_tile<T: Stored>(
-    Sizes { dim, vocab_size, .. }: Sizes,
+    Sizes { dim, vocab_size, softcap, .. }: Sizes,
     [x, weight]: [&[T]; 2],
     logits: &mut [f32],
 ) -> Result<(), OpError> {
     let x = MatmulOperand::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
-    multiply(x, MatmulOperand::contiguous(weight, vocab_size, dim)?, logits, false)
+    multiply(x, MatmulOperand::contiguous(weight, vocab_size, dim)?, logits, false)?;
+    if let Some(cap) = softcap {
+        logits.par_chunks_mut(rows_per_block(logits.len(), 1)).for_each(|logits| cap_logits(logits, cap));
+    }
+    Ok(())
+}
+
+simd_kernel! {
+    fn cap_logits<S>(logits: &mut [f32], cap: f32) {
+        for logit in logits.iter_mut() {
+            *logit = softcap::<S>(*logit, cap);
+        }
+    }
 }
 
 simd_kernel! {
@@ -158,17 +171,27 @@ fn max_of(values: &[f32]) -> f32 {
 }
 
 simd_kernel! {
-    /// Turns logits into scale · (softmax − one-hot of the label), and rows of ignored tokens into zeros.
-    fn gradient_rows<S>(tile: &mut [f32], vocab_size: usize, labels: &[i64], lse: &[f32], scale: f32) {
-        for ((row, label), lse) in tile.chunks_exact_mut(vocab_size).zip(labels).zip(lse) {
+    /// Turns logits into scale · (softmax − one-hot of the label), times the derivative of a soft cap, and rows of ignored
+    /// tokens into zeros.
+    fn gradient_rows<S>(tile: &mut [f32], labels: &[i64], lse: &[f32], scale: f32, sizes: Sizes) {
+        for ((row, label), lse) in tile.chunks_exact_mut(sizes.vocab_size).zip(labels).zip(lse) {
             if *label == IGNORED {
                 row.fill(0.0);
+                continue;
+            }
+            let label = *label as usize;
+            if let Some(cap) = sizes.softcap {
+                let of_label = scale * slope(row[label], cap);
+                for value in row.iter_mut() {
+                    *value = exp::<S>(*value - lse) * scale * slope(*value, cap);
+                }
+                row[label] -= of_label;
                 continue;
             }
             for value in row.iter_mut() {
                 *value = exp::<S>(*value - lse) * scale;
             }
-            row[*label as usize] -= scale;
+            row[label] -= scale;
         }
     }
 }

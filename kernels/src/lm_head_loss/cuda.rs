@@ -46,6 +46,7 @@ pub(super) fn forward(
                     device_labels.offset(tokens.start).into(),
                     (sizes.vocab_size as u32).into(),
                     (row_stride(sizes) as u32).into(),
+                    sizes.softcap.unwrap_or(0.0).into(),
                 ];
                 let grid = Grid::blocks(tokens.len()).of_threads(ROW_THREADS);
                 // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, losses and lse have one
@@ -141,7 +142,7 @@ unsafe fn logits_of_tile(
     unsafe { launcher.gemm(&matmul(1.0, x, weight.transposed(), 0.0, logits)) }
 }
 
-/// gradient = softmax(logits) − one-hot. The matmuls apply the upstream gradient, since in their f32
+/// gradient = softmax(logits) − one-hot, times the derivative of a soft cap. The matmuls apply the upstream gradient, since in their f32
 /// arithmetic a small one does not underflow.
 ///
 /// # Safety
@@ -163,6 +164,7 @@ unsafe fn gradient_of_tile(
         labels.into(),
         (sizes.vocab_size as u32).into(),
         (row_stride(sizes) as u32).into(),
+        sizes.softcap.unwrap_or(0.0).into(),
     ];
     // SAFETY: by this function's contract.
     unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }

@@ -63,26 +63,41 @@ pub fn default_tile_tokens(vocab_size: usize, device: &Device) -> Result<usize, 
     })
 }
 
+/// How the logits are computed, from a number of tokens or with a cap as well.
+#[derive(Clone, Copy, Debug)]
+pub struct LogitTiles {
+    /// Number of tokens whose logits exist at a time.
+    pub tokens: usize,
+    /// The logits' soft cap, `cap · tanh(logit / cap)`, which is positive; `None` without one.
+    pub softcap: Option<f32>,
+}
+
+impl From<usize> for LogitTiles {
+    fn from(tokens: usize) -> Self {
+        Self { tokens, softcap: None }
+    }
+}
+
 /// Computes the losses, and writes each token's logsumexp for [`backward`]. Does not synchronize with a GPU;
-/// their sum does. The buffer for logits has room for `tile_tokens`, even if there are fewer tokens; on a CPU
+/// their sum does. The buffer for logits has room for a tile of `tiles`, even if there are fewer tokens; on a CPU
 /// it is allocated from the `workspace`, which must be one of CPU tensors.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
 ///
 /// # Errors
-/// A label that is neither [`IGNORED`] nor in 0..vocab, a `tile_tokens` of 0, shapes, dtypes, devices or
+/// A label that is neither [`IGNORED`] nor in 0..vocab, tiles of 0 tokens, shapes, dtypes, devices or
 /// layouts that do not match, or an `lse_out` that shares storage with an input.
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
     labels: &Labels,
-    tile_tokens: usize,
+    tiles: impl Into<LogitTiles>,
     lse_out: &Tensor,
     workspace: &Workspace,
 ) -> Result<Losses, OpError> {
     let call = ArgCheck::new("lm_head_loss::forward");
-    let shape = check(call, x, weight, labels, tile_tokens)?;
+    let shape = check(call, x, weight, labels, tiles.into())?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
     let target = call.target(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])?;
     call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
@@ -98,7 +113,7 @@ pub fn forward(
         }
         Target::Dry(cpu) => {
             workspace.recycle(workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?);
-            let Sizes { tokens, dim, vocab_size, tile_tokens } = shape;
+            let Sizes { tokens, dim, vocab_size, tile_tokens, .. } = shape;
             alloc_matmul_scratch(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: tokens as u64 }))
         }
@@ -124,12 +139,12 @@ pub fn backward<'a>(
     scale: f32,
     dx: &Tensor,
     dweight: impl Into<Option<&'a Tensor>>,
-    tile_tokens: usize,
+    tiles: impl Into<LogitTiles>,
     workspace: &Workspace,
 ) -> Result<(), OpError> {
     let dweight = dweight.into();
     let call = ArgCheck::new("lm_head_loss::backward");
-    let shape = check(call, x, weight, labels, tile_tokens)?;
+    let shape = check(call, x, weight, labels, tiles.into())?;
     call.expect(("lse", lse), &[shape.tokens])?;
     call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
     let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
@@ -214,6 +229,7 @@ struct Sizes {
     dim: usize,
     vocab_size: usize,
     tile_tokens: usize,
+    softcap: Option<f32>,
 }
 
 impl Sizes {
@@ -240,7 +256,7 @@ fn check(
     x: &Tensor,
     weight: &Tensor,
     labels: &Labels,
-    tile_tokens: usize,
+    LogitTiles { tokens: tile_tokens, softcap }: LogitTiles,
 ) -> Result<Sizes, OpError> {
     let (tokens, dim) = call.rows(("x", x))?;
     let (vocab_size, _) = call.rows(("weight", weight))?;
@@ -248,7 +264,7 @@ fn check(
     call.expect_tokens("labels", labels.len(), tokens)?;
     call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
     check_labels(call, labels, vocab_size)?;
-    Ok(Sizes { tokens, dim, vocab_size, tile_tokens })
+    Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap })
 }
 
 fn check_labels(call: ArgCheck, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {

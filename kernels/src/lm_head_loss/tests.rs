@@ -64,14 +64,40 @@ fn loss_and_gradients_match_the_reference_for_every_tile_size_on_every_target() 
 }
 
 #[test]
+fn soft_caps_match_the_reference_on_every_target() {
+    on_every_target(|target| {
+        for (sizes, cap) in [([5, 1, 33], 2.0f32), ([13, 20, 131], 3.0), ([3, 4, 2051], 30.0)] {
+            let Case { x, weight, labels, sizes: [n, d, vocab_size] } = Case::new(sizes);
+            let (x64, weight64, cap64) = (to_f64(&x), to_f64(&weight), Some(f64::from(cap)));
+            let (expected, expected_lse) = reference::forward_capped(&x64, &weight64, &labels, d, cap64);
+            let (dx64, dweight64) = reference::backward_capped(&x64, &weight64, &labels, 0.25, d, cap64);
+            let tiles = LogitTiles { tokens: 4, softcap: Some(cap) };
+            let (x, weight, labels) =
+                (tensor(&x, &[n, d]), tensor(&weight, &[vocab_size, d]), Labels::new(labels));
+            let (lse, dx, ws) = (output(&[n]), output(&[n, d]), Workspace::new());
+            let loss = forward(&x, &weight, &labels, tiles, &lse, &ws).unwrap().sum().unwrap();
+            assert!((loss.sum / expected.sum - 1.0).abs() < 1e-6, "{target}: {} {}", loss.sum, expected.sum);
+            assert_close(&format!("lse {target}"), &read(&lse), &expected_lse, 1e-6);
+            let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
+            backward(&x, &weight, &labels, &lse, 0.25, &dx, &dweight, tiles, &ws).unwrap();
+            assert_close(&format!("dx {target}"), &read(&dx), &dx64, 5e-6);
+            assert_close(&format!("dweight {target}"), &read(&dweight), &dweight64, 5e-6);
+        }
+    });
+}
+
+#[test]
 fn the_reference_gradients_are_the_derivatives_of_the_loss() {
     let (n, d, vocab_size) = (4, 3, 6);
     let labels = labels(n, vocab_size);
     let (x, weight) = (to_f64(&random(1, n * d)), to_f64(&random(2, vocab_size * d)));
-    let (dx, dweight) = reference::backward(&x, &weight, &labels, 0.5, d);
-    assert_gradient("dx", |x| 0.5 * reference::forward(x, &weight, &labels, d).0.sum, &x, &dx);
-    let loss = |weight: &[f64]| 0.5 * reference::forward(&x, weight, &labels, d).0.sum;
-    assert_gradient("dweight", loss, &weight, &dweight);
+    for softcap in [None, Some(1.5)] {
+        let (dx, dweight) = reference::backward_capped(&x, &weight, &labels, 0.5, d, softcap);
+        let loss =
+            |x: &[f64], weight: &[f64]| 0.5 * reference::forward_capped(x, weight, &labels, d, softcap).0.sum;
+        assert_gradient("dx", |x| loss(x, &weight), &x, &dx);
+        assert_gradient("dweight", |weight| loss(&x, weight), &weight, &dweight);
+    }
 }
 
 #[test]

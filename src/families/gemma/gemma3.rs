@@ -1,14 +1,11 @@
 //! Gemma 3, its text model: norms before and after every module with weights around 0, GeGLU, five layers with a window
 //! to one without, and another rotary base for each (arXiv 2503.19786).
 
-use super::{ACTIVATION, with_constants};
+use super::{SANDWICH, read_shared, softcap, with_constants, write_shared};
 use crate::families::read::write_windows;
-use crate::families::{
-    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes,
-};
-use crate::nn::{AttentionConfig, BranchNorms, QkNorm};
+use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::nn::{AttentionConfig, QkNorm};
 use serde_json::{Value, json};
-use ulysses_kernels::glu::Activation;
 use ulysses_kernels::rope::Rope;
 
 pub(in crate::families) static GEMMA3: Family = Family {
@@ -16,22 +13,11 @@ pub(in crate::families) static GEMMA3: Family = Family {
     class: "Gemma3ForCausalLM",
     read,
     write,
-    block: |config, index| Box::new(DecoderLayer::with_parts(config, index, PARTS)),
+    block: |config, index| Box::new(DecoderLayer::with_parts(config, index, SANDWICH)),
     models: &[
         KnownModel::new("gemma-3-270m", 268_098_176, 32_768, || published([640, 18, 4, 1, 2048])),
         KnownModel::new("gemma-3-1b", 999_885_952, 32_768, || published([1152, 26, 4, 1, 6912])),
     ],
-};
-
-const PARTS: DecoderParts = DecoderParts {
-    attention_norms: BranchNorms { before: Some("input_layernorm"), after: Some("post_attention_layernorm") },
-    mlp_norms: BranchNorms {
-        before: Some("pre_feedforward_layernorm"),
-        after: Some("post_feedforward_layernorm"),
-    },
-    activation: Activation::GeluTanh,
-    fused_qkv: false,
-    fused_gate_up: false,
 };
 
 /// Rotary bases of the first models.
@@ -39,19 +25,10 @@ const THETA: f64 = 1_000_000.0;
 const LOCAL_THETA: f64 = 10_000.0;
 
 fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
-    file.check_activation("hidden_activation", ACTIVATION)?;
-    file.accept(&["hidden_act"]);
-    file.check_biases()?;
-    file.require_kv_heads()?;
-    for key in ["final_logit_softcapping", "attn_logit_softcapping"] {
-        if file.get(key).is_some() {
-            return Err(file.error(key, "this version does not cap logits: it must be null"));
-        }
-    }
-    file.check_causal()?;
-    let scalar = file.number("query_pre_attn_scalar", 256.0)?;
-    if !(scalar.is_finite() && scalar > 0.0) {
-        return Err(file.error("query_pre_attn_scalar", "it must be positive"));
+    let scale = read_shared(file)?;
+    if file.get("attn_logit_softcapping").is_some() {
+        let expected = "transformers does not apply it to this model_type: it must be null";
+        return Err(file.error("attn_logit_softcapping", expected));
     }
     let (global, local) = file.rope_of_layer_types(THETA)?;
     let local_theta = file.number("rope_local_base_freq", LOCAL_THETA)?;
@@ -59,11 +36,12 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let layer = AttentionConfig {
         head_dim: file.optional_size("head_dim")?.unwrap_or(256),
         rope: Some(global),
-        scale: Some(1.0 / scalar.sqrt()),
+        scale: Some(scale),
         qk_norm: Some(QkNorm::Head),
         ..file.heads()?
     };
-    let config = file.decoder(&GEMMA3, layer, 1e-6)?;
+    let final_softcap = softcap(file, "final_logit_softcapping", None)?;
+    let config = ModelConfig { final_softcap, ..file.decoder(&GEMMA3, layer, 1e-6)? };
     let pattern = file.interval("sliding_window_pattern", 6)?;
     let windowed = file.windowed_layers(config.num_layers(), |index| (index + 1) % pattern != 0)?;
     let window = file.window_or(4096)?;
@@ -73,19 +51,12 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 
 fn write(config: &ModelConfig, json: &mut Value) {
     write_windows(config, json);
-    json["hidden_activation"] = json!(ACTIVATION);
-    let scale = config.layers.first().and_then(|layer| layer.scale);
-    json["query_pre_attn_scalar"] = scale.map_or(json!(256), |scale| decimal(1.0 / (scale * scale)));
+    write_shared(config, json);
+    json["final_logit_softcapping"] = json!(config.final_softcap);
     let windowed = config.layers.iter().find(|layer| layer.window.is_some());
     if let Some(Some(local)) = windowed.map(|layer| layer.rope) {
         json["rope_local_base_freq"] = json!(local.theta);
     }
-}
-
-/// The number that was written before its square root was taken; transformers accepts no fraction of 0.
-fn decimal(number: f64) -> Value {
-    let written: f64 = format!("{number:.12e}").parse().unwrap_or(number);
-    if written.fract() == 0.0 { json!(written as u64) } else { json!(written) }
 }
 
 fn published(sizes: Sizes) -> ModelConfig {

@@ -24,7 +24,7 @@ use super::{
 use candle_core::Tensor;
 use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
-use ulysses_kernels::attention::{AttentionLayout, grouped_heads};
+use ulysses_kernels::attention::{AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::rope::{self, Direction, Rope};
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::tensor;
@@ -51,6 +51,8 @@ pub struct AttentionConfig {
     pub scale: Option<f64>,
     /// Norms of queries and keys before the rotary embedding.
     pub qk_norm: Option<QkNorm>,
+    /// The soft cap of the logits, `cap · tanh(logit / cap)`; `None` without one.
+    pub softcap: Option<f64>,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
 }
@@ -163,9 +165,9 @@ impl SelfAttention {
 
     /// The attention layout of a chunk.
     fn layout(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<AttentionLayout, LayerError> {
-        let AttentionConfig { window, scale, .. } = self.shape;
-        let scale = scale.map(|scale| scale as f32);
-        pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, scale)
+        let AttentionConfig { window, scale, softcap, .. } = self.shape;
+        let [scale, softcap] = [scale, softcap].map(|number| number.map(|number| number as f32));
+        pass.ctx.attention_layout_with(chunk.q.len(), chunk.kv.len(), window, Logits { scale, softcap })
     }
 
     /// Rotates queries and keys, if there is a rotary embedding.

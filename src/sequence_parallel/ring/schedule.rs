@@ -88,7 +88,7 @@ impl RingSchedule {
             let block = || {
                 let keys = tokens[owner].ranges();
                 let block = AttentionLayout::of_ranges(own_queries, keys, documents, heads, layout.window())?;
-                Ok::<_, SequenceParallelError>(block.with_scale(layout.scale()))
+                Ok::<_, SequenceParallelError>(block.with_logits(layout.logits()))
             };
             routes[owner].0[step].then(block).transpose()
         };
@@ -102,11 +102,11 @@ impl RingSchedule {
         })
     }
 
-    /// The same tokens and window with the heads and the scale of another layout.
+    /// The same tokens and window with the heads and the form of the logits of another layout.
     pub(super) fn with_heads(&self, layout: &AttentionLayout) -> Self {
         let with_heads = |block: &Option<AttentionLayout>| {
             let block = block.as_ref()?.with_heads(layout.q_to_kv().clone());
-            Some(block.with_scale(layout.scale()))
+            Some(block.with_logits(layout.logits()))
         };
         Self {
             rank: self.rank,

@@ -9,6 +9,7 @@ pub enum Family {
     Llama,
     Ministral,
     Gemma,
+    Gemma2,
     Gemma3,
     Granite,
     Olmo2,
@@ -29,10 +30,13 @@ pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 /// The number whose root divides Gemma's logits of attention.
 pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
 
+/// Gemma 2's soft caps of the logits of attention and head.
+pub const SOFTCAPS: [f64; 2] = [0.9, 1.5];
+
 impl Family {
-    /// Gemma 1 or 3.
+    /// Gemma 1 to 3.
     pub fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3)
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3)
     }
 
     /// GLM-4, in both versions: neighboring elements rotate as a pair.
@@ -47,7 +51,12 @@ impl Family {
 
     /// Whether only every other layer has the window.
     pub fn has_full_layers(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral)
+        matches!(self, Self::Gemma2 | Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral)
+    }
+
+    /// The soft caps of the logits of attention and head.
+    pub fn softcaps(self) -> [Option<f64>; 2] {
+        if self == Self::Gemma2 { SOFTCAPS.map(Some) } else { [None; 2] }
     }
 
     /// Added to the weights of norms.
@@ -60,7 +69,9 @@ impl Family {
         let (input, post_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
         let post_feedforward = Some("post_feedforward_layernorm");
         match self {
-            Self::Gemma3 => [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward],
+            Self::Gemma2 | Self::Gemma3 => {
+                [input, post_attention, Some("pre_feedforward_layernorm"), post_feedforward]
+            }
             Self::Glm4 => {
                 [input, Some("post_self_attn_layernorm"), post_attention, Some("post_mlp_layernorm")]
             }
@@ -90,7 +101,7 @@ impl ReferenceConfig {
     pub fn attention_scale(&self) -> f64 {
         match self.family {
             Family::Granite => GRANITE[2],
-            Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
+            Family::Gemma2 | Family::Gemma3 => 1.0 / QUERY_PRE_ATTN_SCALAR.sqrt(),
             _ => 1.0 / (self.head_dim as f64).sqrt(),
         }
     }

@@ -21,6 +21,7 @@ pub fn row_logits(
     let family = config.family;
     let norm =
         |x: &Tensor, weight: &Tensor| rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps);
+    let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
@@ -69,7 +70,8 @@ pub fn row_logits(
         let q = rotated(heads("q", config.num_heads)?)?; // [H, S, D]
         let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
         let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
-        let attended = merge_heads(&attention(&q, &k, &v, &mask, config.attention_scale())?)?; // [S, H·D]
+        let attended =
+            merge_heads(&attention(&q, &k, &v, &mask, (config.attention_scale(), attention_cap))?)?; // [S, H·D]
         let output = maybe_norm(linear(&attended, part("self_attn.o_proj")?)?, after_attention)?;
         x = (x + (output * residual_factor)?)?;
 
@@ -88,7 +90,15 @@ pub fn row_logits(
     }
     let h = norm(&x, get("model.norm.weight")?)?;
     let head = if config.tie_word_embeddings { embedding } else { get("lm_head.weight")? };
-    Ok((linear(&h, head)? * logits_factor)?)
+    capped((linear(&h, head)? * logits_factor)?, final_cap)
+}
+
+/// `cap · tanh(x / cap)`
+fn capped(x: Tensor, cap: Option<f64>) -> Result<Tensor> {
+    Ok(match cap {
+        Some(cap) => ((x / cap)?.tanh()? * cap)?,
+        None => x,
+    })
 }
 
 /// The rows of queries, keys or values in the weight that has all three, in this order.
@@ -189,9 +199,15 @@ fn document_causal_mask(position_ids: &[u32], window: Option<usize>) -> Result<T
     Ok(Tensor::from_vec(mask, (seq_len, seq_len), &Device::Cpu)?)
 }
 
-/// `softmax(scale · q · kᵀ + mask) · v` for `[H, S, D]` each.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
-    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?;
+/// `softmax(capped(scale · q · kᵀ) + mask) · v` for `[H, S, D]` each.
+fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: &Tensor,
+    (scale, cap): (f64, Option<f64>),
+) -> Result<Tensor> {
+    let scores = capped((q.matmul(&k.transpose(1, 2)?.contiguous()?)? * scale)?, cap)?;
     let scores = scores.broadcast_add(mask)?;
     Ok(softmax(&scores)?.matmul(v)?)
 }

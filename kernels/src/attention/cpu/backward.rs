@@ -9,7 +9,7 @@ use super::{
     matrix::{HeadsMut, Mat, MatMut, Store},
     precision::from_tile_both,
     scratch::{dq_lengths, keys_lengths, with_scratch},
-    softmax::{ROW_STRIDE, RowTerms, softmax_backward},
+    softmax::{ROW_STRIDE, RowTerms, cap_scores, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips},
 };
 use crate::attention::blocks::blocks;
@@ -216,7 +216,12 @@ impl<T: Precision> Pass<'_, T> {
         T::multiply(kernel, scores, Store::Overwrite, scale, q, k_t);
         T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
         let first = (sequence * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
-        let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
+        let softcap = layout.logits().softcap;
+        if let Some(cap) = softcap {
+            cap_scores(rectangle, cap, p);
+        }
+        let terms =
+            RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries], softcap };
         softmax_backward(rectangle, layout.visible(sequence), &terms, p, ds);
     }
 

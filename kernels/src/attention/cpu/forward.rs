@@ -5,7 +5,7 @@ use super::{
     matrix::{HeadsMut, MatMut, Store},
     precision::{Form, terms},
     scratch::{queries_lengths, with_scratch},
-    softmax::{ROW_STRIDE, Running, SUMS, online_softmax},
+    softmax::{ROW_STRIDE, Running, SUMS, cap_scores, online_softmax},
     tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens, rectangles, strips, within},
 };
 use crate::attention::blocks::blocks;
@@ -100,6 +100,9 @@ impl Task {
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
                 let k_t = k_t.columns(in_keys.clone());
                 T::multiply(kernel, s, Store::Overwrite, scale, q.rows(in_queries.clone()), k_t);
+                if let Some(cap) = layout.logits().softcap {
+                    cap_scores(&rectangle, cap, scores);
+                }
                 online_softmax(&rectangle, visible, scores, running);
                 let p = T::from_tile(scores, num_queries, num_keys, buffer);
                 let output = &mut running.output[in_queries.start * dims.head_dim..];

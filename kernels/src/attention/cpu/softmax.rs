@@ -7,6 +7,7 @@ use super::exp::exp;
 use super::tiles::{KEY_BLOCK, Rectangle};
 use crate::attention::{VisibleRanges, blocks::intersect};
 use crate::simd::{Isa, LANES, Lanes, dot, max_lanes, max_of_lanes, simd_kernel};
+use crate::softcap::{slope, softcap};
 use std::ops::Range;
 
 /// Distance between two rows of scores. Not a power of two, so that a column is spread over the cache sets.
@@ -27,6 +28,20 @@ pub(super) struct Running<'a> {
     pub(super) head_dim: usize,
     /// The block's first query.
     pub(super) first_query: usize,
+}
+
+simd_kernel! {
+    /// Replaces a rectangle's scores by their soft caps.
+    ///
+    /// # Shapes
+    /// `scores` has a row of [`ROW_STRIDE`] per query of the rectangle.
+    pub(super) fn cap_scores<S>(rectangle: &Rectangle, cap: f32, scores: &mut [f32]) {
+        for row in scores.chunks_mut(ROW_STRIDE).take(rectangle.queries.len()) {
+            for score in &mut row[..rectangle.keys.len()] {
+                *score = softcap::<S>(*score, cap);
+            }
+        }
+    }
 }
 
 simd_kernel! {
@@ -86,11 +101,13 @@ pub(super) struct RowTerms<'a> {
     pub(super) lse: &'a [f32],
     /// `rowsum(o * dout)`.
     pub(super) delta: &'a [f32],
+    /// The soft cap that the scores have.
+    pub(super) softcap: Option<f32>,
 }
 
 simd_kernel! {
     /// Turns scores into probabilities `p = exp(score - lse)`, and the gradients `dp` of these into those of
-    /// the scores, `p * (dp - delta)`.
+    /// the scores, `p * (dp - delta)`, before their soft cap.
     ///
     /// # Shapes
     /// `scores` and `gradients` have a row of [`ROW_STRIDE`] per query of the rectangle.
@@ -102,6 +119,7 @@ simd_kernel! {
         gradients: &mut [f32],
     ) {
         let rows = scores.chunks_mut(ROW_STRIDE).zip(gradients.chunks_mut(ROW_STRIDE));
+        let softcap = terms.softcap;
         let terms = terms.lse.iter().zip(terms.delta);
         for ((query, (scores, gradients)), (&lse, &delta)) in rectangle.queries.clone().zip(rows).zip(terms) {
             let (seen, scores) = visible_part(rectangle, visible, query, scores);
@@ -112,6 +130,14 @@ simd_kernel! {
                 continue;
             }
             hide(scores, &seen);
+            if let Some(cap) = softcap {
+                for (score, gradient) in scores.iter_mut().zip(gradients.iter_mut()) {
+                    let (p, slope) = (exp::<S>(*score - lse), slope(*score, cap));
+                    *score = p;
+                    *gradient = p * (*gradient - delta) * slope;
+                }
+                continue;
+            }
             for (score, gradient) in scores.iter_mut().zip(gradients.iter_mut()) {
                 let p = exp::<S>(*score - lse);
                 *score = p;

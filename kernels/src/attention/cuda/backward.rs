@@ -204,7 +204,7 @@ impl Backward<'_> {
             tile.keys.len(),
             pass.score_stride(),
         ]);
-        let args = [&addresses[..], &sizes].concat();
+        let args = [&addresses[..], &sizes, &[pass.softcap()]].concat();
         // SAFETY: the tile's scores are within the scratch, its queries within `lse`, `delta` and the ranges.
         unsafe { pass.launch_on_tile(&self.softmax, block, tile, &args) }
     }

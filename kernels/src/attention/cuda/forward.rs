@@ -155,7 +155,7 @@ impl Forward<'_> {
             pass.score_stride(),
             head_dim,
         ]);
-        let args = [&addresses[..], &sizes].concat();
+        let args = [&addresses[..], &sizes, &[pass.softcap()]].concat();
         // SAFETY: the tile's scores and rows are within the scratch, its queries within the ranges.
         unsafe { pass.launch_on_tile(&self.softmax, block, tile, &args) }
     }

@@ -162,6 +162,11 @@ impl<'a> Pass<'a> {
         self.score_stride
     }
 
+    /// The soft cap of the scores as a kernel's parameter: 0 for none.
+    pub(super) fn softcap(&self) -> Arg<'static> {
+        self.layout.logits().softcap.unwrap_or(0.0).into()
+    }
+
     /// The tile's scores, or another tensor of their shape.
     pub(super) fn scores(&self, scores: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
         let rows = block.rows_of(tile).len();

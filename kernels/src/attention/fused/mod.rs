@@ -127,12 +127,15 @@ fn warn_of_tiled(problem: &Problem<'_>, found: &str) {
 
 /// The first property of a problem that the fused kernels do not support.
 fn unsupported(problem: &Problem<'_>, others: &[&Tensor]) -> Option<String> {
-    let Problem { q, k, v, dims, dtype, scale, .. } = *problem;
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     if !is_16_bits(dtype) {
         return Some(format!("{} elements", dtype.as_str()));
     }
     if !HEAD_DIMS.contains(&dims.head_dim) {
         return Some(format!("a head dimension of {}", dims.head_dim));
+    }
+    if layout.logits().softcap.is_some() {
+        return Some("a soft cap of the logits".to_owned());
     }
     let tensors = [q, k, v].into_iter().chain(others.iter().copied());
     let offsets = tensors.map(|tensor| tensor.layout().start_offset());

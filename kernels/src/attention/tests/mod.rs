@@ -8,8 +8,8 @@ mod precision;
 mod properties;
 
 use super::{
-    Attention, AttentionError, AttentionKernels, AttentionLayout, FlashAttention, Gradients, Operands,
-    Upstream, backward, delta, forward, reference,
+    Attention, AttentionError, AttentionKernels, AttentionLayout, FlashAttention, Gradients, Logits,
+    Operands, Upstream, backward, delta, forward, reference,
 };
 use crate::OpError;
 use crate::tensor::to_vec;

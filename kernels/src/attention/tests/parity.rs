@@ -65,10 +65,30 @@ fn large_logits_neither_overflow_nor_lose_accuracy() -> Result<()> {
 }
 
 #[test]
+fn soft_caps_match_the_reference() -> Result<()> {
+    on_every_target(|_| {
+        let rows: [&[u32]; 2] = [&[0, 300], &[0, 1, 2, 64, 190, 300]];
+        for (softcap, window) in [(1.5, None), (4.0, Some(70)), (50.0, None)] {
+            let layout = packed(&rows, &[0, 0, 1], window)?;
+            let layout = layout.with_logits(Logits { softcap: Some(softcap), ..Logits::default() });
+            Case::new(layout, 2, 16)?.check(&format!("soft cap {softcap}"))?;
+        }
+        let layout = shards(350..700, 0..350)?;
+        let layout = layout.with_logits(Logits { softcap: Some(2.0), ..Logits::default() });
+        Case::new(layout, 2, 8)?.check("soft cap of a shard")
+    })
+}
+
+#[test]
 fn the_reference_gradients_match_finite_differences() -> Result<()> {
-    const STEP: f64 = 1e-5;
     let layout = packed(&[&[0, 9], &[0, 4, 9]], &[0, 1, 1], Some(5))?;
-    let case = Case::new(layout, 2, 4)?;
+    let capped = layout.clone().with_logits(Logits { softcap: Some(2.0), ..Logits::default() });
+    assert_reference_gradients(&Case::new(layout, 2, 4)?)?;
+    assert_reference_gradients(&Case::new(capped, 2, 4)?)
+}
+
+fn assert_reference_gradients(case: &Case) -> Result<()> {
+    const STEP: f64 = 1e-5;
     let dout: Vec<f64> = read(&case.dout).into_iter().map(f64::from).collect();
     let inputs: Vec<Vec<f64>> = [&case.q, &case.k, &case.v]
         .into_iter()
