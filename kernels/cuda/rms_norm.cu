@@ -4,36 +4,55 @@
 
 namespace {
 
-// One block per row: y = (offset + w) · x / sqrt(mean(x²) + eps); rstd stores the reciprocal root.
+// The mean of the block's row if it is to be subtracted (LayerNorm), else 0.
+template <typename T>
+__device__ __forceinline__ float mean_of(const T *x, u32 d, bool aligned, u32 centered, float *scratch) {
+    constexpr int N = kPack<T>;
+    if (!centered) return 0.0f;
+    float sum = 0.0f;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto value = load_in_row<N>(x, i, d, aligned);
+        for (int k = 0; k < N; ++k) sum += value.at[k];
+    }
+    return block_reduce<Sum>(sum, scratch) / static_cast<float>(d);
+}
+
+// One block per row: y = (offset + w) · x / sqrt(mean(x²) + eps), of x without its mean if it is `centered`; rstd stores the
+// reciprocal root.
 template <typename T>
 __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps,
-                                        float offset) {
+                                        float offset, u32 centered) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(y, x, weight);
     const u64 row = blockIdx.x;
     x += row * d;
     y += row * d;
+    const float mean = mean_of(x, d, aligned, centered, scratch);
     float squares = 0.0f;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto value = load_in_row<N>(x, i, d, aligned);
-        for (int k = 0; k < N; ++k) squares += value.at[k] * value.at[k];
+        for (int k = 0; k < N; ++k) {
+            // Elements past the row's end are 0, not minus the mean.
+            const float part = !aligned && i + k >= d ? 0.0f : value.at[k] - mean;
+            squares += part * part;
+        }
     }
     const float scale = rsqrtf(block_reduce<Sum>(squares, scratch) / static_cast<float>(d) + eps);
     if (threadIdx.x == 0) rstd[row] = scale;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto value = load_in_row<N>(x, i, d, aligned), w = load_in_row<N>(weight, i, d, aligned);
         Pack<float, N> normed;
-        for (int k = 0; k < N; ++k) normed.at[k] = (offset + w.at[k]) * (value.at[k] * scale);
+        for (int k = 0; k < N; ++k) normed.at[k] = (offset + w.at[k]) * ((value.at[k] - mean) * scale);
         store_in_row(y, i, d, aligned, normed);
     }
 }
 
 // One block per row: dx = rstd · (w · dy − x · rstd² · mean(w · dy · x)) for w = offset + weight, added to dx with
-// `accumulate`.
+// `accumulate`. If it is `centered`, of x without its mean, which goes to `means`, and minus the mean of the result.
 template <typename T>
-__device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, const T *weight, const float *rstd,
-                                               u32 d, u32 accumulate, float offset) {
+__device__ __forceinline__ void backward_input(T *dx, float *means, const T *dy, const T *x, const T *weight, const float *rstd,
+                                               u32 d, u32 accumulate, float offset, u32 centered) {
     constexpr int N = kPack<T>;
     SHARED(float, scratch, [kWarp]);
     const bool aligned = d % N == 0 && is_aligned(dx, dy, x, weight);
@@ -41,13 +60,19 @@ __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, c
     x += row * d;
     dy += row * d;
     dx += row * d;
-    const float scale = rstd[row];
-    float dot = 0.0f;
+    const float scale = rstd[row], mean_x = mean_of(x, d, aligned, centered, scratch);
+    if (centered && threadIdx.x == 0) means[row] = mean_x;
+    float dot = 0.0f, sum = 0.0f;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
         const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
         const auto value = load_in_row<N>(x, i, d, aligned);
-        for (int k = 0; k < N; ++k) dot += (offset + w.at[k]) * gradient.at[k] * value.at[k];
+        for (int k = 0; k < N; ++k) {
+            const float product = (offset + w.at[k]) * gradient.at[k];
+            dot += product * (value.at[k] - mean_x);
+            sum += product;
+        }
     }
+    const float mean_gradient = centered ? block_reduce<Sum>(sum, scratch) / static_cast<float>(d) : 0.0f;
     const float mean = block_reduce<Sum>(dot, scratch) / static_cast<float>(d);
     const float shift = scale * scale * mean;
     for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
@@ -56,17 +81,18 @@ __device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, c
         Pack<float, N> result = {};
         if (accumulate) result = load_in_row<N>(dx, i, d, aligned);
         for (int k = 0; k < N; ++k) {
-            result.at[k] += scale * ((offset + w.at[k]) * gradient.at[k] - value.at[k] * shift);
+            const float product = (offset + w.at[k]) * gradient.at[k] - mean_gradient;
+            result.at[k] += scale * (product - (value.at[k] - mean_x) * shift);
         }
         store_in_row(dx, i, d, aligned, result);
     }
 }
 
 // A block sums a chunk of the rows for 32 packs of columns: 8 rows at a time, one pack per lane.
-// partial[chunk, i] = Σ over the chunk's rows of dy · x · rstd.
+// partial[chunk, i] = Σ over the chunk's rows of dy · x · rstd, of x minus the row's mean if there are `means`.
 template <typename T>
-__device__ __forceinline__ void backward_weight(float *partial, const T *dy, const T *x, const float *rstd, u64 rows,
-                                                u32 rows_per_chunk, u32 d) {
+__device__ __forceinline__ void backward_weight(float *partial, const T *dy, const T *x, const float *rstd,
+                                                const float *means, u64 rows, u32 rows_per_chunk, u32 d) {
     constexpr int N = kPack<T>;
     constexpr u32 kWarps = kThreads / kWarp, kColumns = kWarp * N;
     SHARED(float, sums, [kWarps][kColumns]);
@@ -80,8 +106,8 @@ __device__ __forceinline__ void backward_weight(float *partial, const T *dy, con
         for (u64 row = begin + warp; row < end; row += kWarps) {
             const auto gradient = load_in_row<N>(dy + row * d, column, d, aligned);
             const auto value = load_in_row<N>(x + row * d, column, d, aligned);
-            const float scale = rstd[row];
-            for (int k = 0; k < N; ++k) sum.at[k] += gradient.at[k] * (value.at[k] * scale);
+            const float scale = rstd[row], mean = means != nullptr ? means[row] : 0.0f;
+            for (int k = 0; k < N; ++k) sum.at[k] += gradient.at[k] * ((value.at[k] - mean) * scale);
         }
     }
     for (int k = 0; k < N; ++k) sums[warp][lane * N + k] = sum.at[k];
@@ -106,16 +132,17 @@ KERNEL(rms_norm_sum_chunks, float *__restrict__ dweight, const float *__restrict
 
 #define INSTANTIATE(T, suffix)                                                                                 \
     KERNEL(rms_norm_forward_##suffix, T *__restrict__ y, float *__restrict__ rstd, const T *__restrict__ x,    \
-           const T *__restrict__ weight, u32 d, float eps, float offset) {                                     \
-        forward(y, rstd, x, weight, d, eps, offset);                                                           \
+           const T *__restrict__ weight, u32 d, float eps, float offset, u32 centered) {                       \
+        forward(y, rstd, x, weight, d, eps, offset, centered);                                                 \
     }                                                                                                          \
-    KERNEL(rms_norm_backward_input_##suffix, T *__restrict__ dx, const T *__restrict__ dy,                     \
+    KERNEL(rms_norm_backward_input_##suffix, T *__restrict__ dx, float *means, const T *__restrict__ dy,       \
            const T *__restrict__ x, const T *__restrict__ weight, const float *__restrict__ rstd, u32 d,       \
-           u32 accumulate, float offset) {                                                                     \
-        backward_input(dx, dy, x, weight, rstd, d, accumulate, offset);                                        \
+           u32 accumulate, float offset, u32 centered) {                                                       \
+        backward_input(dx, means, dy, x, weight, rstd, d, accumulate, offset, centered);                       \
     }                                                                                                          \
     KERNEL(rms_norm_backward_weight_##suffix, float *__restrict__ partial, const T *__restrict__ dy,           \
-           const T *__restrict__ x, const float *__restrict__ rstd, u64 rows, u32 rows_per_chunk, u32 d) {     \
-        backward_weight(partial, dy, x, rstd, rows, rows_per_chunk, d);                                        \
+           const T *__restrict__ x, const float *__restrict__ rstd, const float *means, u64 rows,              \
+           u32 rows_per_chunk, u32 d) {                                                                        \
+        backward_weight(partial, dy, x, rstd, means, rows, rows_per_chunk, d);                                 \
     }
 FOR_EACH_FLOAT(INSTANTIATE)

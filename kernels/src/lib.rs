@@ -3,7 +3,7 @@
 //! | op | computes | gradient |
 //! |---|---|---|
 //! | [`linear`] | x·Wᵀ | input; weight added straight into the flat gradient |
-//! | [`rms_norm`] | gain · x / √(mean(x²) + ε) | input, weight |
+//! | [`rms_norm`] | gain · x / √(mean(x²) + ε), and LayerNorm without a bias | input, weight |
 //! | [`rope`] | rotary position embedding, in place | the inverse rotation, in place |
 //! | [`glu`] | activation(gate) · up | both |
 //! | [`embedding`] | rows of a table, or of tokens | summed per row |

@@ -86,6 +86,8 @@ pub struct ModelConfig {
     pub rms_norm_eps: f64,
     /// Added to the weights of the norms: 0, or 1 in Gemma.
     pub norm_offset: f64,
+    /// Whether the norms subtract the mean first: LayerNorm without a bias.
+    pub centered_norms: bool,
     /// Constant factors.
     pub multipliers: Multipliers,
     /// The soft cap of the logits, `cap · tanh(logit / cap)`; `None` without one.
@@ -144,6 +146,7 @@ impl ModelConfig {
             layers: vec![layer; num_layers],
             rms_norm_eps: 1e-5,
             norm_offset: 0.0,
+            centered_norms: false,
             multipliers: Multipliers::default(),
             final_softcap: None,
             initializer_range: 0.02,
@@ -199,7 +202,7 @@ impl ModelConfig {
 
     /// The constants of its norms.
     pub fn norm(&self) -> NormConfig {
-        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset }
+        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset, centered: self.centered_norms }
     }
 
     /// The layers that differ in their attention, each once.

@@ -16,6 +16,7 @@ mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 
+mod cohere;
 mod exaone4;
 mod gemma;
 mod glm;
@@ -29,7 +30,7 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 17] = [
+pub static FAMILIES: [&Family; 19] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -47,10 +48,12 @@ pub static FAMILIES: [&Family; 17] = [
     &seed_oss::SEED_OSS,
     &glm::GLM,
     &glm::GLM4,
+    &cohere::COHERE,
+    &cohere::COHERE2,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};
-pub use decoder_layer::{DecoderLayer, DecoderParts};
+pub use decoder_layer::{DecoderLayer, DecoderParts, ParallelDecoderLayer};
 pub use error::ModelError;
 pub(crate) use hf::{HfConfig, language_model, language_model_name};
 pub use known_models::{known_models, max_positions, shape};

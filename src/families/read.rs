@@ -53,6 +53,7 @@ impl HfConfig<'_> {
             layers: vec![layer; num_layers],
             rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
             norm_offset: 0.0,
+            centered_norms: false,
             multipliers: Multipliers::default(),
             final_softcap: None,
             initializer_range: self.number("initializer_range", 0.02)?,

@@ -39,7 +39,11 @@ fn descriptions() -> Vec<ModelConfig> {
     let glm = of_family("glm4").with_rope(|rope| rope.partial_rotary_factor = 0.5);
     let glm_with_biases = of_family("glm").with_attention(|layer| layer.qkv_bias = true);
     let phi = of_family("phi3").with_rope(|rope| rope.partial_rotary_factor = 0.75);
-    let others = [partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi];
+    let mut cohere = of_family("cohere2");
+    cohere.layers[0].rope = Some(Rope { interleaved: true, ..300.0.into() });
+    cohere.layers[0].window = Some(7);
+    cohere.multipliers.logits = 0.25;
+    let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -85,7 +89,7 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        let pairs = config.rope().unwrap().rotary_dim(8) / 2;
+        let pairs = config.rope().map_or(8, |rope| rope.rotary_dim(8)) / 2;
         // The factor is that of transformers for four times the positions, or another.
         let long = [(1.0 + 4f64.ln() / 128f64.ln()).sqrt(), 1.75].map(|attention_factor| {
             let [short_factor, long_factor] = [[1.0, 1.5, 2.0, 4.0], [1.25, 2.0, 8.0, 16.0]];
@@ -157,6 +161,8 @@ fn every_family_has_the_parameters_of_its_published_checkpoints() {
     let qk_norms = "self_attn.q_norm self_attn.k_norm";
     let sandwich =
         "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm";
+    let side_by_side = format!("{projections} input_layernorm");
+    assert_eq!([names("cohere"), names("cohere2")], [side_by_side.clone(), side_by_side]);
     assert_eq!(names("gemma2"), format!("{projections} {sandwich}"));
     assert_eq!(names("gemma3_text"), format!("{projections} {sandwich} {qk_norms}"));
     let after = "post_attention_layernorm post_feedforward_layernorm";
@@ -222,6 +228,26 @@ fn soft_caps_are_those_of_the_first_model_by_default_and_none_if_null() {
             assert_refused(&changed("gemma2", key, Some(invalid)), key);
         }
     }
+}
+
+#[test]
+fn command_has_layer_norm_and_no_position_embedding_without_a_window() {
+    let mut json = of_family("cohere2").to_hf_json();
+    for key in ["layer_types", "logit_scale", "layer_norm_eps"] {
+        json.as_object_mut().unwrap().shift_remove(key);
+    }
+    json["sliding_window"] = json!(9);
+    json["sliding_window_pattern"] = json!(2);
+    let config = read(&json).unwrap();
+    assert_eq!((config.multipliers.logits, config.rms_norm_eps), (0.0625, 1e-5));
+    assert!(config.norm().centered);
+    let layers = config.layers.iter().map(|layer| (layer.window, layer.rope.map(|rope| rope.interleaved)));
+    assert_eq!(layers.collect::<Vec<_>>(), [(Some(9), Some(true)), (None, None)]);
+    assert_refused(&changed("cohere", "use_qk_norm", Some(json!(true))), "use_qk_norm");
+    assert_refused(&changed("cohere", "logit_scale", Some(json!(0))), "logit_scale");
+    let tp = crate::nn::TensorRank { size: 2, rank: 0 };
+    let error = Model::new(&config).unwrap().tensor_parallel(tp).err().unwrap();
+    assert!(error.to_string().contains("model.layers.0"), "{error}");
 }
 
 #[test]

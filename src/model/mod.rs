@@ -15,7 +15,7 @@ mod weights;
 
 pub use crate::families::{
     DecoderLayer, DecoderParts, FAMILIES, Family, KnownModel, ModelConfig, ModelError, Multipliers, PRESETS,
-    Sizes, family, known_models, max_positions, preset, shape,
+    ParallelDecoderLayer, Sizes, family, known_models, max_positions, preset, shape,
 };
 pub use hf::{HfDescription, HfModel, HfSource, HfWeights, OtherTensor};
 pub use model::{Model, UnitSpec};

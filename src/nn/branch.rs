@@ -64,6 +64,12 @@ impl Branch {
         Self { residual: Residual::AfterModule, ..self }
     }
 
+    /// A module alone behind the same norm: beside this branch's, of which the sum has both.
+    #[must_use]
+    pub fn module_beside(&self) -> Self {
+        Self { before: self.before.clone(), ..Self::module_alone() }
+    }
+
     /// Nothing is between the module and the sum.
     fn is_plain(&self) -> bool {
         self.after.is_none() && self.multiplier == 1.0

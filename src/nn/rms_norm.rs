@@ -1,4 +1,4 @@
-//! RMSNorm (arXiv 1910.07467).
+//! RMSNorm (arXiv 1910.07467), and LayerNorm without a bias (arXiv 1607.06450).
 
 use super::{BackwardPass, ForwardPass, Init, LayerError, Parameter, ParameterList};
 use candle_core::Tensor;
@@ -11,11 +11,13 @@ pub struct NormConfig {
     pub eps: f64,
     /// Added to the weight: 0, or 1 for weights around 0.
     pub offset: f64,
+    /// Whether the mean is subtracted first: LayerNorm.
+    pub centered: bool,
 }
 
 impl From<f64> for NormConfig {
     fn from(eps: f64) -> Self {
-        Self { eps, offset: 0.0 }
+        Self { eps, offset: 0.0, centered: false }
     }
 }
 
@@ -27,27 +29,26 @@ impl NormConfig {
 
     /// The gain of a weight.
     pub fn gain<'a>(&self, weight: &'a Tensor) -> Gain<'a> {
-        Gain { weight, offset: self.offset as f32 }
+        Gain { weight, offset: self.offset as f32, centered: self.centered }
     }
 }
 
-/// `y = x / sqrt(mean(x²) + eps) · (offset + w)`, over the last dimension.
+/// `y = x / sqrt(mean(x²) + eps) · (offset + w)`, over the last dimension; of x without its mean if it is centered.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Parameter,
-    offset: f32,
-    eps: f64,
+    config: NormConfig,
 }
 
 impl RmsNorm {
     /// Adds the parameter `name.weight`, `[size]`.
     pub fn new(parameters: &mut ParameterList, name: &str, size: usize, config: NormConfig) -> Self {
         let weight = parameters.add(&format!("{name}.weight"), [size], config.init());
-        Self { weight, offset: config.offset as f32, eps: config.eps }
+        Self { weight, config }
     }
 
     fn gain<'a>(&self, pass: &'a ForwardPass<'_>) -> Gain<'a> {
-        Gain { weight: &pass[self.weight], offset: self.offset }
+        self.config.gain(&pass[self.weight])
     }
 
     /// Returns the normalized `x`, and writes the reciprocal root mean squares to `rstd`.
@@ -59,7 +60,7 @@ impl RmsNorm {
     /// Shapes that do not fit.
     pub fn forward(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
         let y = pass.workspace().alloc(x.dims())?;
-        rms_norm::forward(x, self.gain(pass), self.eps, &y, rstd)?;
+        rms_norm::forward(x, self.gain(pass), self.config.eps, &y, rstd)?;
         Ok(y)
     }
 

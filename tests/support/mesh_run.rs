@@ -1,7 +1,7 @@
 //! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
-use super::reference::families::GRANITE;
+use super::reference::families::{GRANITE, LOGIT_SCALE};
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
@@ -336,6 +336,8 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::SmolLm3, false, false, None) => "smollm3",
         (Family::Glm, _, false, None) => "glm",
         (Family::Glm4, _, false, None) => "glm4",
+        (Family::Cohere, false, false, None) => "cohere",
+        (Family::Cohere2, false, false, Some(_)) => "cohere2",
         other => panic!("no family has {other:?}"),
     };
     let (scaling, has_scale) =
@@ -344,7 +346,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
     let rope = |theta: f64| Rope {
         scaling,
         partial_rotary_factor: config.partial_rotary_factor,
-        interleaved: config.family.is_glm(),
+        interleaved: config.family.is_interleaved(),
         ..theta.into()
     };
     let layer = |layer: usize| AttentionConfig {
@@ -363,6 +365,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0, 1.0],
+        family if family.is_cohere() => [1.0, 1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 4],
     };
     ModelConfig {
@@ -373,6 +376,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         layers: (0..config.num_layers).map(layer).collect(),
         rms_norm_eps: config.rms_norm_eps,
         norm_offset: config.family.norm_offset(),
+        centered_norms: config.family.is_cohere(),
         multipliers: Multipliers { embedding, residual, logits },
         final_softcap,
         initializer_range: 0.02,

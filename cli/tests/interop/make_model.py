@@ -105,6 +105,8 @@ FAMILIES = {
         "original_max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "longrope", **LONG_FACTORS},
     },
+    "cohere": {"model_type": "cohere", "logit_scale": 0.7},
+    "cohere2": {"model_type": "cohere2", "logit_scale": 0.7, "sliding_window": 7, "layer_types": MIXED},
     "glm": {"model_type": "glm"},
     "glm4": {"model_type": "glm4", "attention_bias": False},
     "glm4_linear": {"model_type": "glm4", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},

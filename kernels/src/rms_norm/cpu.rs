@@ -2,7 +2,7 @@
 
 use crate::cast::{Before, Pieces, rows_per_piece};
 use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
-use crate::simd::{self, simd_kernel};
+use crate::simd::{self, LANES, simd_kernel};
 use rayon::prelude::*;
 
 /// The rows are divided into at most this many blocks, each with its own partial weight gradient.
@@ -11,7 +11,13 @@ const MAX_WEIGHT_BLOCKS: usize = 64;
 /// A weight block has at least this many rows, so that summing the partials stays cheap.
 const MIN_WEIGHT_BLOCK_ROWS: usize = 16;
 
-pub(super) fn forward<T: Pieces>(x: &[T], gain: &[f32], eps: f64, y: &mut [T], rstd: &mut [f32]) {
+pub(super) fn forward<T: Pieces>(
+    x: &[T],
+    gain: &[f32],
+    (eps, centered): (f64, bool),
+    y: &mut [T],
+    rstd: &mut [f32],
+) {
     let d = gain.len();
     let (rows, piece) = (rows_per_block(rstd.len(), d), rows_per_piece(d));
     (x.par_chunks(rows * d), y.par_chunks_mut(rows * d), rstd.par_chunks_mut(rows))
@@ -20,7 +26,10 @@ pub(super) fn forward<T: Pieces>(x: &[T], gain: &[f32], eps: f64, y: &mut [T], r
             let outputs = y.chunks_mut(piece * d).zip(rstd.chunks_mut(piece));
             for (x, (y, rstd)) in x.chunks(piece * d).zip(outputs) {
                 let x = T::read(x, a);
-                T::update(y, Before::Garbage, b, |y| forward_rows(x, gain, eps, y, rstd));
+                T::update(y, Before::Garbage, b, |y| match centered {
+                    true => forward_rows_centered(x, gain, eps, y, rstd),
+                    false => forward_rows(x, gain, eps, y, rstd),
+                });
             }
         });
 }
@@ -37,6 +46,45 @@ simd_kernel! {
             }
         }
     }
+}
+
+simd_kernel! {
+    fn forward_rows_centered<S>(x: &[f32], gain: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
+        let d = gain.len();
+        for ((x, y), rstd) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd) {
+            center(x, y);
+            let mean_square = f64::from(simd::dot::<S>(y, y)) / d as f64;
+            let r = (1.0 / (mean_square + eps).sqrt()) as f32;
+            *rstd = r;
+            for (y, w) in y.iter_mut().zip(gain) {
+                *y = w * (*y * r);
+            }
+        }
+    }
+}
+
+/// Writes the row without its mean.
+#[inline(always)]
+fn center(x: &[f32], centered: &mut [f32]) {
+    let mean = mean(x);
+    for (centered, x) in centered.iter_mut().zip(x) {
+        *centered = x - mean;
+    }
+}
+
+#[inline(always)]
+fn mean(x: &[f32]) -> f32 {
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    let mut sums = [0.0f64; LANES];
+    for chunk in chunks {
+        for (sum, x) in sums.iter_mut().zip(chunk) {
+            *sum += f64::from(*x);
+        }
+    }
+    for (sum, x) in sums.iter_mut().zip(tail) {
+        *sum += f64::from(*x);
+    }
+    (sums.iter().sum::<f64>() / x.len() as f64) as f32
 }
 
 /// Rows per block with a partial weight gradient. Independent of the number of threads, since it determines
@@ -57,6 +105,7 @@ pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) x: &'a [T],
     pub(super) gain: &'a [f32],
     pub(super) rstd: &'a [f32],
+    pub(super) centered: bool,
 }
 
 /// Writes dx and returns the partial sums of the weight gradient, for [`add_partials`], computed in the same
@@ -66,7 +115,7 @@ pub(super) fn backward<T: Pieces>(
     dx: &mut [T],
     accumulate_dx: bool,
 ) -> Vec<f32> {
-    let BackwardInputs { dy, x, gain, rstd } = inputs;
+    let BackwardInputs { dy, x, gain, rstd, centered } = inputs;
     let d = gain.len();
     let rows = weight_block_rows(rstd.len());
     let mut partials = vec![0.0; rstd.len().div_ceil(rows) * d];
@@ -80,7 +129,7 @@ pub(super) fn backward<T: Pieces>(
     );
     let blocks = blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
     blocks.for_each_init(Default::default, |buffers: &mut [Vec<f32>; 3], (dy, x, rstd, dx, partial)| {
-        let inputs = BackwardInputs { dy, x, gain, rstd };
+        let inputs = BackwardInputs { dy, x, gain, rstd, centered };
         backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
     });
     partials
@@ -93,15 +142,16 @@ fn backward_pieces<T: Pieces>(
     partial: &mut [f32],
     [a, b, c]: &mut [Vec<f32>; 3],
 ) {
-    let BackwardInputs { dy, x, gain, rstd } = inputs;
+    let BackwardInputs { dy, x, gain, rstd, centered } = inputs;
     let (d, piece) = (gain.len(), rows_per_piece(gain.len()));
     let before = if accumulate_dx { Before::Values } else { Before::Garbage };
     let inputs = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
     for (((dy, x), rstd), dx) in inputs.zip(dx.chunks_mut(piece * d)) {
-        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd };
-        T::update(dx, before, c, |dx| match accumulate_dx {
-            true => backward_rows_accumulating(inputs, dx, partial),
-            false => backward_rows(inputs, dx, partial),
+        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), gain, rstd, centered };
+        T::update(dx, before, c, |dx| match (centered, accumulate_dx) {
+            (true, _) => backward_rows_centered(inputs, dx, accumulate_dx, partial),
+            (false, true) => backward_rows_accumulating(inputs, dx, partial),
+            (false, false) => backward_rows(inputs, dx, partial),
         });
     }
 }
@@ -115,6 +165,29 @@ simd_kernel! {
 simd_kernel! {
     fn backward_rows_accumulating<S>(inputs: BackwardInputs<'_>, dx: &mut [f32], dweight: &mut [f32]) {
         backward_rows_with::<S, true>(inputs, dx, dweight);
+    }
+}
+
+simd_kernel! {
+    /// As the others for the centered row, whose gradient is then centered: the derivative of a projection is itself.
+    fn backward_rows_centered<S>(
+        inputs: BackwardInputs<'_>,
+        dx: &mut [f32],
+        accumulate: bool,
+        dweight: &mut [f32],
+    ) {
+        let d = inputs.gain.len();
+        let (mut x, mut gradient) = (vec![0.0; d], vec![0.0; d]);
+        let rows = inputs.dy.chunks_exact(d).zip(inputs.x.chunks_exact(d)).zip(inputs.rstd.chunks_exact(1));
+        for (((dy, row), rstd), dx) in rows.zip(dx.chunks_exact_mut(d)) {
+            center(row, &mut x);
+            let inputs = BackwardInputs { dy, x: &x, rstd, ..inputs };
+            backward_rows_with::<S, false>(inputs, &mut gradient, dweight);
+            let mean = mean(&gradient);
+            for (dx, gradient) in dx.iter_mut().zip(&gradient) {
+                *dx = if accumulate { *dx + (gradient - mean) } else { gradient - mean };
+            }
+        }
     }
 }
 

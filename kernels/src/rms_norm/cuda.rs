@@ -1,7 +1,7 @@
 //! The launches of `cuda/rms_norm.cu`.
 
 use super::Gain;
-use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
 use candle_core::{DType, Tensor};
 
 /// Rows that one block sums for the weight gradient: enough blocks to fill a GPU, and few partial sums.
@@ -21,14 +21,14 @@ fn row_blocks(rows: usize, d: usize, dtype: DType) -> Grid {
 pub(super) fn forward(
     launcher: &Launcher,
     dtype: DType,
-    Gain { weight, offset }: Gain<'_>,
+    Gain { weight, offset, centered }: Gain<'_>,
     [x, y, rstd]: [&Tensor; 3],
     eps: f64,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_forward", dtype)?;
     launcher.open([y, rstd], [x, weight], |[y, rstd], [x, weight]| {
-        let constants = [(d as u32).into(), (eps as f32).into(), offset.into()];
+        let constants = [(d as u32).into(), (eps as f32).into(), offset.into(), centered.into()];
         let args = [&[y.into(), rstd.into(), x.into(), weight.into()], &constants[..]].concat();
         // SAFETY: `x` and `y` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
@@ -52,11 +52,19 @@ pub(super) fn backward(
     accumulate_dx: bool,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
-    let Backward { dy, x, gain: Gain { weight, offset }, rstd, dx, dweight } = *tensors;
+    let Backward { dy, x, gain: Gain { weight, offset, centered }, rstd, dx, dweight } = *tensors;
     let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_input", dtype)?;
-    launcher.open([dx], [dy, x, weight, rstd], |[dx], [dy, x, weight, rstd]| {
+    // The weight's gradient needs them too.
+    let means = centered.then(|| crate::tensor::empty(rows.max(1), DType::F32, x.device())).transpose()?;
+    let outputs: Vec<_> = [dx].into_iter().chain(&means).collect();
+    launcher.open_slices(&outputs, &[dy, x, weight, rstd], |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [dy, x, weight, rstd] = std::array::from_fn(|i| inputs[i]);
+        let dx = outputs[0];
+        let means = outputs.get(1).copied().unwrap_or(Address::null(DType::F32));
         let args = [
             dx.into(),
+            means.into(),
             dy.into(),
             x.into(),
             weight.into(),
@@ -64,12 +72,13 @@ pub(super) fn backward(
             (d as u32).into(),
             accumulate_dx.into(),
             offset.into(),
+            centered.into(),
         ];
-        // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
+        // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` and `means` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
     })?;
     match dweight {
-        Some(dweight) => backward_weight(launcher, dtype, [dy, x, rstd, dweight], (rows, d)),
+        Some(dweight) => backward_weight(launcher, dtype, [dy, x, rstd, dweight], means.as_ref(), (rows, d)),
         None => Ok(()),
     }
 }
@@ -79,6 +88,7 @@ fn backward_weight(
     launcher: &Launcher,
     dtype: DType,
     [dy, x, rstd, dweight]: [&Tensor; 4],
+    means: Option<&Tensor>,
     (rows, d): (usize, usize),
 ) -> Result<(), DeviceError> {
     if rows == 0 {
@@ -88,7 +98,10 @@ fn backward_weight(
     let partial = crate::tensor::empty((chunks, d), DType::F32, x.device())?;
     let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
-    launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {
+    let inputs: Vec<_> = [dy, x, rstd].into_iter().chain(means).collect();
+    launcher.open_slices(&[&partial, dweight], &inputs, |addresses| {
+        let [partial, dweight, dy, x, rstd] = std::array::from_fn(|i| addresses[i]);
+        let means = addresses.get(5).copied().unwrap_or(Address::null(DType::F32));
         // Chunks come first, because a grid has at most 65535 blocks along its other dimensions.
         let grid = Grid { blocks: [chunks, d.div_ceil(32 * pack(dtype)), 1], ..Grid::blocks(0) };
         let (rows, rows_per_chunk) = (rows as u64, ROWS_PER_CHUNK as u32);
@@ -97,11 +110,12 @@ fn backward_weight(
             dy.into(),
             x.into(),
             rstd.into(),
+            means.into(),
             rows.into(),
             rows_per_chunk.into(),
             (d as u32).into(),
         ];
-        // SAFETY: `dy` and `x` have `rows` rows of `d` elements, `rstd` one a row, `partial` d for every chunk.
+        // SAFETY: `dy` and `x` have `rows` rows of `d` elements, `rstd` and `means` one a row, `partial` d for every chunk.
         unsafe { launcher.launch(&sum_rows, grid, &args)? };
         let args = [dweight.into(), partial.into(), (chunks as u32).into(), (d as u32).into()];
         // SAFETY: as above, and `dweight` has d elements.

@@ -1,5 +1,6 @@
 //! RMS normalization: y = gain · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019). The
-//! position of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`.
+//! position of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`. [Centered](Gain::centered), it is
+//! LayerNorm without a bias (Ba et al. 2016).
 
 mod cpu;
 mod cuda;
@@ -21,11 +22,13 @@ pub struct Gain<'a> {
     pub weight: &'a Tensor,
     /// Added to it.
     pub offset: f32,
+    /// Whether the mean of each row is subtracted first: LayerNorm.
+    pub centered: bool,
 }
 
 impl<'a> From<&'a Tensor> for Gain<'a> {
     fn from(weight: &'a Tensor) -> Self {
-        Self { weight, offset: 0.0 }
+        Self { weight, offset: 0.0, centered: false }
     }
 }
 
@@ -39,7 +42,7 @@ impl Gain<'_> {
     }
 }
 
-/// Normalizes each row and writes 1/√(mean(x²) + ε) to `rstd` for [`backward`].
+/// Normalizes each row and writes 1/√(mean(x²) + ε), of the centered row if it is, to `rstd` for [`backward`].
 ///
 /// # Shapes
 /// `x, y: [n, d], gain: [d], rstd: [n]`
@@ -55,7 +58,7 @@ pub fn forward<'a>(
     rstd: &Tensor,
 ) -> Result<(), OpError> {
     let gain = gain.into();
-    let weight = gain.weight;
+    let Gain { weight, centered, .. } = gain;
     let call = ArgCheck::new("rms_norm::forward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("weight", weight), &[d])?;
@@ -69,7 +72,9 @@ pub fn forward<'a>(
             let gain = gain.values(&weight);
             call.write(rstd, |rstd| {
                 with_element_type!(dtype, T => {
-                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &gain, eps, y, rstd))
+                    call.on_cpu([x], [y], |[x], [y]| {
+                        cpu::forward::<T>(x, &gain, (eps, centered), y, rstd);
+                    })
                 })
             })
         }
@@ -101,7 +106,7 @@ pub fn backward<'a, 'b>(
     dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
     let (gain, dweight) = (gain.into(), dweight.into());
-    let weight = gain.weight;
+    let Gain { weight, centered, .. } = gain;
     let call = ArgCheck::new("rms_norm::backward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("dy", dy), &[n, d])?;
@@ -121,7 +126,7 @@ pub fn backward<'a, 'b>(
             let gain = gain.values(&weight);
             let mut partials = Vec::new();
             with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
-                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd };
+                let inputs = cpu::BackwardInputs::<T> { dy, x, gain: &gain, rstd: &rstd, centered };
                 partials = cpu::backward(inputs, dx, accumulate_dx);
             }))?;
             dweight.map_or(Ok(()), |dweight| {

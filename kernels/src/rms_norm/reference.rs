@@ -14,6 +14,16 @@ pub fn forward(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     (y, rstd)
 }
 
+/// The rows of `d` elements without their means. LayerNorm is [`forward`] of these.
+#[must_use]
+pub fn centered(x: &[f64], d: usize) -> Vec<f64> {
+    let center = |row: &[f64]| {
+        let mean = row.iter().sum::<f64>() / d as f64;
+        row.iter().map(|x| x - mean).collect::<Vec<f64>>()
+    };
+    x.chunks_exact(d).flat_map(center).collect()
+}
+
 /// (dx, dweight) for the upstream gradient dy.
 #[must_use]
 pub fn backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {

@@ -38,6 +38,36 @@ fn forward_and_backward_match_the_reference_on_every_target() {
 }
 
 #[test]
+fn centered_rows_match_the_reference_on_every_target() {
+    on_every_target(|target| {
+        for (seed, (n, d)) in SHAPES.into_iter().enumerate().filter(|(_, (_, d))| *d > 2) {
+            let seed = seed as u64;
+            // The mean is no small part of the elements.
+            let x: Vec<f32> = random(seed, n * d).into_iter().map(|x| x + 0.75).collect();
+            let (weight, dy) = (random(seed + 100, d), random(seed + 200, n * d));
+            let (x64, weight64, dy64) = (reference::centered(&to_f64(&x), d), to_f64(&weight), to_f64(&dy));
+            let (x, weight, dy) = (tensor(&x, &[n, d]), tensor(&weight, &[d]), tensor(&dy, &[n, d]));
+            let gain = Gain { centered: true, ..Gain::from(&weight) };
+            let (y, rstd, case) = (output(&[n, d]), output(&[n]), format!("{target} {n}x{d}"));
+            forward(&x, gain, EPS, &y, &rstd).unwrap();
+            let (expected_y, expected_rstd) = reference::forward(&x64, &weight64, EPS);
+            assert_close(&format!("y {case}"), &read(&y), &expected_y, 1e-6);
+            assert_close(&format!("rstd {case}"), &read(&rstd), &expected_rstd, 1e-6);
+
+            let (expected_dx, expected_dweight) = reference::backward(&dy64, &x64, &weight64, EPS);
+            let expected_dx = reference::centered(&expected_dx, d);
+            for old in [0.0, 0.5] {
+                let (dx, dweight) = (tensor(&vec![old; n * d], &[n, d]), tensor(&vec![0.0; d], &[d]));
+                backward(&dy, &x, gain, &rstd, &dx, old != 0.0, &dweight).unwrap();
+                let expected_dx: Vec<f64> = expected_dx.iter().map(|dx| dx + f64::from(old)).collect();
+                assert_close(&format!("dx {case}"), &read(&dx), &expected_dx, 3e-6);
+                assert_close(&format!("dweight {case}"), &read(&dweight), &expected_dweight, 3e-6);
+            }
+        }
+    });
+}
+
+#[test]
 fn the_reference_gradients_are_the_derivatives_of_the_forward() {
     for (n, d) in [(1, 1), (2, 3), (3, 7)] {
         let (x, weight, dy) = (to_f64(&random(1, n * d)), to_f64(&random(2, d)), to_f64(&random(3, n * d)));
@@ -45,6 +75,12 @@ fn the_reference_gradients_are_the_derivatives_of_the_forward() {
         assert_gradient("dx", |x| weighted_sum(&reference::forward(x, &weight, EPS).0, &dy), &x, &dx);
         let loss = |weight: &[f64]| weighted_sum(&reference::forward(&x, weight, EPS).0, &dy);
         assert_gradient("dweight", loss, &weight, &dweight);
+
+        let centered = reference::centered(&x, d);
+        let (dx, _) = reference::backward(&dy, &centered, &weight, EPS);
+        let loss =
+            |x: &[f64]| weighted_sum(&reference::forward(&reference::centered(x, d), &weight, EPS).0, &dy);
+        assert_gradient("dx", loss, &x, &reference::centered(&dx, d));
     }
 }
 
@@ -85,7 +121,7 @@ fn an_offset_adds_to_the_weight_and_not_to_its_gradient() {
         let gain: Vec<f64> = weight.iter().map(|weight| f64::from(*weight) + 1.0).collect();
         let (x64, dy64) = (to_f64(&x), to_f64(&dy));
         let (x, weight, dy) = (tensor(&x, &[n, d]), tensor(&weight, &[d]), tensor(&dy, &[n, d]));
-        let one_plus = Gain { weight: &weight, offset: 1.0 };
+        let one_plus = Gain { weight: &weight, offset: 1.0, centered: false };
         let (y, rstd) = (output(&[n, d]), output(&[n]));
         forward(&x, one_plus, EPS, &y, &rstd).unwrap();
         assert_close(&format!("y {target}"), &read(&y), &reference::forward(&x64, &gain, EPS).0, 3e-7);

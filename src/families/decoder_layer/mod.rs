@@ -1,6 +1,9 @@
 //! The decoder block.
 
+mod parallel;
 mod tensor_parallel;
+
+pub use parallel::ParallelDecoderLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{

@@ -19,6 +19,8 @@ pub enum Family {
     SmolLm3,
     Glm,
     Glm4,
+    Cohere,
+    Cohere2,
 }
 
 /// The rotary base of Gemma 3's layers with a window.
@@ -30,6 +32,9 @@ pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];
 /// The number whose root divides Gemma's logits of attention.
 pub const QUERY_PRE_ATTN_SCALAR: f64 = 7.0;
 
+/// Command's factor on the logits.
+pub const LOGIT_SCALE: f64 = 0.4;
+
 /// Gemma 2's soft caps of the logits of attention and head.
 pub const SOFTCAPS: [f64; 2] = [0.9, 1.5];
 
@@ -39,9 +44,19 @@ impl Family {
         matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3)
     }
 
-    /// GLM-4, in both versions: neighboring elements rotate as a pair.
+    /// GLM-4, in both versions.
     pub fn is_glm(self) -> bool {
         matches!(self, Self::Glm | Self::Glm4)
+    }
+
+    /// Cohere's Command, in both versions: LayerNorm, and attention and MLP side by side.
+    pub fn is_cohere(self) -> bool {
+        matches!(self, Self::Cohere | Self::Cohere2)
+    }
+
+    /// Whether neighboring elements rotate as a pair.
+    pub fn is_interleaved(self) -> bool {
+        self.is_glm() || self.is_cohere()
     }
 
     /// Whether gate and up projection are one parameter.
@@ -51,7 +66,10 @@ impl Family {
 
     /// Whether only every other layer has the window.
     pub fn has_full_layers(self) -> bool {
-        matches!(self, Self::Gemma2 | Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral)
+        matches!(
+            self,
+            Self::Gemma2 | Self::Gemma3 | Self::Olmo3 | Self::Exaone4 | Self::Ministral | Self::Cohere2
+        )
     }
 
     /// The soft caps of the logits of attention and head.
@@ -76,6 +94,7 @@ impl Family {
                 [input, Some("post_self_attn_layernorm"), post_attention, Some("post_mlp_layernorm")]
             }
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
+            Self::Cohere | Self::Cohere2 => [input, None, None, None],
             _ => [input, None, post_attention, None],
         }
     }
@@ -87,12 +106,12 @@ impl ReferenceConfig {
         self.sliding_window.filter(|_| !self.family.has_full_layers() || layer.is_multiple_of(2))
     }
 
-    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 without a window.
+    /// The rotary base of a layer; `None` without rotation, in every other one of SmolLM3 and those of EXAONE 4 and Command without a window.
     pub fn theta(&self, layer: usize) -> Option<f64> {
         match self.family {
             Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
-            Family::Exaone4 if self.window(layer).is_none() => None,
+            Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
         }
     }

@@ -4,7 +4,7 @@
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
-use super::families::{Family, GRANITE};
+use super::families::{Family, GRANITE, LOGIT_SCALE};
 use super::rope::rope_tables;
 use super::weights::{ReferenceConfig, Weights};
 use anyhow::{Context, Result};
@@ -19,12 +19,15 @@ pub fn row_logits(
 ) -> Result<Tensor> {
     let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
     let family = config.family;
-    let norm =
-        |x: &Tensor, weight: &Tensor| rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps);
+    let norm = |x: &Tensor, weight: &Tensor| {
+        let x = if family.is_cohere() { &x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
+        rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps)
+    };
     let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
         family if family.is_gemma() => [(config.hidden_size as f64).sqrt(), 1.0, 1.0],
+        family if family.is_cohere() => [1.0, 1.0, LOGIT_SCALE],
         _ => [1.0; 3],
     };
 
@@ -41,7 +44,7 @@ pub fn row_logits(
         let mask = document_causal_mask(position_ids, config.window(layer))?;
         let tables = config.theta(layer).map(|theta| rope_tables(config, theta, position_ids)).transpose()?;
         let rotated = |heads: Tensor| match &tables {
-            Some((cos, sin)) if family.is_glm() => rotate_neighbors(&heads, cos, sin),
+            Some((cos, sin)) if family.is_interleaved() => rotate_neighbors(&heads, cos, sin),
             Some((cos, sin)) => rotate(&heads, cos, sin),
             None => Ok(heads),
         };
@@ -75,7 +78,7 @@ pub fn row_logits(
         let output = maybe_norm(linear(&attended, part("self_attn.o_proj")?)?, after_attention)?;
         x = (x + (output * residual_factor)?)?;
 
-        let h = maybe_norm(x.clone(), before_mlp)?;
+        let h = if family.is_cohere() { h } else { maybe_norm(x.clone(), before_mlp)? };
         let (gate, up) = match family.has_fused_gate_up() {
             true => {
                 let gate_up = linear(&h, part("mlp.gate_up_proj")?)?; // [S, 2·F]
