@@ -152,6 +152,9 @@ fn calls_that_the_fused_kernels_do_not_support_are_refused_only_if_they_are_forc
         for scale in [0.0, -1.0, f32::INFINITY] {
             refused(&case, scale, &format!("a scale of {scale}"))?;
         }
+        let mut capped = case;
+        capped.layout = capped.layout.with_logits(Logits { softcap: Some(30.0), ..Logits::default() });
+        refused(&capped, 1.0, "a soft cap of the logits")?;
         Ok(())
     })
 }
