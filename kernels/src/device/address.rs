@@ -18,6 +18,11 @@ impl Address {
         Self { pointer: 0, dtype, is_writable: false }
     }
 
+    /// The null address, for optional outputs.
+    pub fn null_output(dtype: DType) -> Self {
+        Self { is_writable: true, ..Self::null(dtype) }
+    }
+
     /// The address of the element that is `elements` further.
     #[must_use]
     pub fn offset(self, elements: usize) -> Self {

@@ -61,7 +61,7 @@ pub(super) fn backward(
         let (outputs, inputs) = addresses.split_at(outputs.len());
         let [dy, x, weight, rstd] = std::array::from_fn(|i| inputs[i]);
         let dx = outputs[0];
-        let means = outputs.get(1).copied().unwrap_or(Address::null(DType::F32));
+        let means = outputs.get(1).copied().unwrap_or(Address::null_output(DType::F32));
         let args = [
             dx.into(),
             means.into(),

@@ -200,6 +200,7 @@ impl RopeObject<'_> {
     }
 
     fn longrope(&self) -> Result<Scaling, ModelError> {
+        let (short_factor, long_factor) = (self.numbers("short_factor")?, self.numbers("long_factor")?);
         let original_len = self.original_len()?;
         let attention_factor = match (self.number("attention_factor")?, self.number("factor")?) {
             (Some(given), _) => given,
@@ -209,7 +210,6 @@ impl RopeObject<'_> {
                 longrope_attention_factor(factor, original_len)
             }
         };
-        let (short_factor, long_factor) = (self.numbers("short_factor")?, self.numbers("long_factor")?);
         Ok(Scaling::LongRope { short_factor, long_factor, attention_factor, original_len })
     }
 
