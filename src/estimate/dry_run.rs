@@ -159,7 +159,9 @@ impl Workload {
         let (pp, micro_batches) = (self.config.mesh.pp_size, self.config.gradient_accumulation_steps);
         match self.config.ulysses.pipeline.schedule {
             _ if pp == 1 => Ok(others),
-            PipelineSchedule::OneForwardOneBackward => Ok(others.max(pp + 2)),
+            // A stage starts up to pp - 1 micro batches before its first backward pass, and ends as many after its last forward
+            // pass.
+            PipelineSchedule::OneForwardOneBackward => Ok(others.max(2 * pp + 2)),
             PipelineSchedule::Gpipe if micro_batches <= MAX_GPIPE_MICRO_BATCHES => Ok(micro_batches),
             PipelineSchedule::Gpipe => Err(EngineError::step_too_large(&self.config)),
         }
@@ -209,9 +211,11 @@ impl DryRank {
     fn step(&mut self, accumulation: usize) -> Result<DryStep, EngineError> {
         self.recorder.lock().take();
         let num_run = self.engine.config().gradient_accumulation_steps;
-        let mut micro_batches: Vec<(u64, Vec<Event>)> = Vec::with_capacity(num_run);
+        // One with only full turns before and after its passes represents all that are not run.
+        let repeated = self.engine.config().mesh.pp_size + 1;
+        let times = |index| if index == repeated { accumulation - num_run + 1 } else { 1 };
+        let mut micro_batches: Vec<_> = (0..num_run).map(|index| (times(index) as u64, Vec::new())).collect();
         let mut started = BTreeMap::new();
-        let mut previous = None;
         for Action { micro_batch, .. } in self.engine.passes(num_run)? {
             match started.remove(&micro_batch) {
                 None => {
@@ -226,15 +230,7 @@ impl DryRank {
                     self.engine.backward(loss)?;
                 }
             }
-            // The second to last one represents all that are not run.
-            let times = if micro_batch + 2 == num_run { accumulation - num_run + 1 } else { 1 };
-            let events = self.recorder.lock().take();
-            match micro_batches.last_mut() {
-                // A gather may be in flight between the two passes.
-                Some((_, earlier)) if previous == Some(micro_batch) => earlier.extend(events),
-                _ => micro_batches.push((times as u64, events)),
-            }
-            previous = Some(micro_batch);
+            micro_batches[micro_batch].1.extend(self.recorder.lock().take());
         }
         self.begin(Phase::Update);
         self.engine.step()?;
