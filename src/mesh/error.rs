@@ -239,7 +239,7 @@ pub enum MeshError {
     },
     /// Text that is not a mesh.
     #[error(
-        "invalid mesh `{text}`: {reason}; write DPxSP such as `2x4`, DPxSPxTP, or axes such as `pp=2,dp=2,sp=2,tp=2`"
+        "invalid mesh `{text}`: {reason}; write DPxSP such as `2x4`, DPxSPxTP, or axes such as `dp=2,sp=4` or `pp=2,dp=2,sp=2,tp=2`"
     )]
     Notation {
         /// The text.

@@ -99,7 +99,8 @@ fn a_pipeline_takes_all_micro_batches_of_its_slowest_stage_and_one_of_the_others
     let workload = nano(1, 1, stages);
     assert_close(seconds(&workload, &machine), 4.0 * with_head + layer);
     let time = workload.step_time(&machine).unwrap();
-    assert_eq!((time.rank, time.parts.pipeline_seconds), (1, time.total_seconds - 4.0 * with_head));
+    assert_eq!(time.rank, 1);
+    assert_close(time.parts.pipeline_seconds, layer);
 }
 
 #[test]
