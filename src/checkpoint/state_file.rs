@@ -104,7 +104,7 @@ fn expected_header(manifest: &Manifest, layouts: &StoredLayouts, kind: &str, par
         ("kind", kind.to_owned()),
         ("partition", name),
     ]);
-    for layout in layouts.of_part(part).filter(|layout| manifest.has(layout, kind)) {
+    for layout in layouts.part_layouts(part).filter(|layout| manifest.has(layout, kind)) {
         let elements = layout.unpadded(layout.partition(partition)).len();
         if elements > 0 {
             header.push(layout.name(), Dtype::F32, vec![elements]);

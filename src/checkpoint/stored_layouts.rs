@@ -60,7 +60,7 @@ impl StoredLayouts {
     }
 
     /// Returns the layouts of the units of which a part has elements, of either division.
-    pub(super) fn of_part(
+    pub(super) fn part_layouts(
         &self,
         CheckpointPart { tp_rank, stage, .. }: CheckpointPart,
     ) -> impl Iterator<Item = &FlatLayout> {

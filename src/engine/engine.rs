@@ -180,7 +180,7 @@ impl Engine {
     /// A failed collective.
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, EngineError> {
         let own = self.zero.gather_parameters()?;
-        self.tensors_of_all_stages(own)
+        self.gather_stage_tensors(own)
     }
 
     /// The data-parallel group. It is the ZeRO world by default.

@@ -194,7 +194,7 @@ impl Engine {
         let logits = self.model.objective.output(&params, &hidden, &ctx)?;
         self.zero.release(self.objective_unit());
         self.flush_messages()?;
-        let logits = self.of_last_stage(logits)?;
+        let logits = self.broadcast_last_stage(logits)?;
         self.settle_all_messages()?;
         // Recycled once; another stage's message is, when it has been received.
         self.workspace.recycle(hidden);

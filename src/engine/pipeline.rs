@@ -139,7 +139,7 @@ impl Engine {
     }
 
     /// Collects a value of every stage, first stage first; without a pipeline only `own`. Collective.
-    pub(super) fn of_all_stages<T>(&self, own: T) -> Result<Vec<T>, EngineError>
+    pub(super) fn gather_stages<T>(&self, own: T) -> Result<Vec<T>, EngineError>
     where
         T: serde::Serialize + serde::de::DeserializeOwned,
     {
@@ -151,13 +151,13 @@ impl Engine {
 
     /// Collects tensors by name from all stages, in f32 and in the order of the model. A tied one comes from the first stage.
     /// Collective.
-    pub(super) fn tensors_of_all_stages(
+    pub(super) fn gather_stage_tensors(
         &self,
         own: Vec<(String, Tensor)>,
     ) -> Result<Vec<(String, Tensor)>, EngineError> {
         let (Some(stages), Some(pipeline)) = (self.stages(), &self.pipeline) else { return Ok(own) };
         let names = own.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec()));
-        let names: Vec<Vec<(String, Vec<usize>)>> = self.of_all_stages(names.collect())?;
+        let names: Vec<Vec<(String, Vec<usize>)>> = self.gather_stages(names.collect())?;
         let mut elements = Vec::new();
         for (_, tensor) in &own {
             elements.extend(ulysses_kernels::tensor::to_vec::<f32>(&tensor.to_dtype(DType::F32)?)?);
@@ -177,10 +177,10 @@ impl Engine {
     }
 
     /// Returns a tensor of the last stage on all stages; the others pass anything. Collective.
-    pub(super) fn of_last_stage(&self, own: Tensor) -> Result<Tensor, EngineError> {
+    pub(super) fn broadcast_last_stage(&self, own: Tensor) -> Result<Tensor, EngineError> {
         let Some(stages) = self.stages() else { return Ok(own) };
         let last = stages.world_size() - 1;
-        let dims = self.of_all_stages(own.dims().to_vec())?.swap_remove(last);
+        let dims = self.gather_stages(own.dims().to_vec())?.swap_remove(last);
         let tensor = match stages.rank() == last {
             true => own.contiguous()?,
             false => ulysses_kernels::tensor::empty(dims, own.dtype(), own.device())?,

@@ -200,7 +200,7 @@ impl Engine {
         let is_unit = |layout: &&FlatLayout| self.pipeline.is_none() || layout.numel() > 0;
         let own = self.zero.saved_layouts().filter(is_unit);
         let own = own.map(|layout| UnitEntry { stage, ..UnitEntry::of(layout) }).collect();
-        Ok(self.of_all_stages::<Vec<UnitEntry>>(own)?.concat())
+        Ok(self.gather_stages::<Vec<UnitEntry>>(own)?.concat())
     }
 
     /// Resumes from a checkpoint, saved on any mesh and at any ZeRO stage. Restores parameters, optimizer

@@ -163,7 +163,7 @@ impl Engine {
             first = groups.tp.all_reduce_values(&first, ReduceOp::Min)?;
         }
         let part = usize::try_from(first[0]).ok().and_then(|part| parts.get(part));
-        let of_stages = self.of_all_stages(part.map(|(part, _)| part.clone()))?;
+        let of_stages = self.gather_stages(part.map(|(part, _)| part.clone()))?;
         Ok(of_stages.into_iter().rev().flatten().next().unwrap_or_else(|| "the loss".to_owned()))
     }
 
@@ -247,7 +247,7 @@ impl Engine {
     /// An incomplete accumulation, or failed communication.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, EngineError> {
         let factor = self.global_gradient()?.factor;
-        let gradients = self.tensors_of_all_stages(self.zero.gather_gradients()?)?;
+        let gradients = self.gather_stage_tensors(self.zero.gather_gradients()?)?;
         let scaled = gradients.into_iter().map(|(name, gradient)| Ok((name, (gradient * factor)?)));
         scaled.collect()
     }
