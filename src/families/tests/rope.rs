@@ -82,7 +82,7 @@ fn the_part_that_rotates_is_that_of_the_object_the_top_level_or_the_family() {
     assert_eq!(part(&json), 0.75);
     json["rope_parameters"]["partial_rotary_factor"] = json!(0.25);
     assert_eq!(part(&json), 0.25);
-    for invalid in [json!(0.3), json!(1.5), json!(0)] {
+    for invalid in [json!(0.4), json!(1.5), json!(0)] {
         let json = changed("glm4", "partial_rotary_factor", Some(invalid));
         assert_refused(&json, "rope_scaling");
     }
