@@ -1,6 +1,6 @@
 //! `manifest.json`: the metadata of a checkpoint, with the hash of every file.
 
-use super::parameter_table::UnitEntry;
+use super::parameter_table::{UnitEntry, is_first};
 use super::{CheckpointError, EvaluationSummary};
 use crate::model::HfSource;
 use crate::regular_file;
@@ -190,10 +190,6 @@ impl FileEntry {
     pub fn part(&self) -> CheckpointPart {
         CheckpointPart { partition: self.partition, tp_rank: self.tp_rank, stage: self.stage }
     }
-}
-
-pub(super) fn is_first(rank: &usize) -> bool {
-    *rank == 0
 }
 
 impl Manifest {

@@ -1,6 +1,5 @@
 //! The parameter table of a manifest: the units, their whole parameters, and the shards of these along tp.
 
-use super::manifest::is_first;
 use crate::mesh::TensorShard;
 use crate::zero::{FlatLayout, FlatParameter};
 use serde::{Deserialize, Serialize};
@@ -42,6 +41,10 @@ pub struct ShardEntry {
     pub dim: usize,
     /// The indices of every rank, ascending.
     pub ranks: Vec<Vec<Range<usize>>>,
+}
+
+pub(super) fn is_first(rank: &usize) -> bool {
+    *rank == 0
 }
 
 impl UnitEntry {

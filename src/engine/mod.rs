@@ -28,6 +28,7 @@ mod offload;
 mod parameter_groups;
 mod pipeline;
 mod report;
+mod stages;
 mod state;
 mod step;
 mod times;

@@ -226,12 +226,12 @@ fn damaged_manifests_are_errors() {
 fn newest_fails_if_the_newest_checkpoint_may_be_intact() {
     let copy = tempfile::tempdir().unwrap();
     copy_dir(INTACT.path(), copy.path());
-    edit_manifest(&copy.path().join(step_name(2)), |manifest| manifest.format_version = 3);
+    edit_manifest(&copy.path().join(step_name(2)), |manifest| manifest.format_version = 4);
     on_mesh(setup(2, 1, 0), |rank| {
         let error = newest(copy.path(), &*rank.all).unwrap_err();
         assert!(matches!(error, CheckpointError::Unreadable { rank: 0, .. }), "{error}");
         let message = error.to_string();
-        assert!(message.contains("format version 3 is too new; this version reads up to 2"), "{message}");
+        assert!(message.contains("format version 4 is too new; this version reads up to 3"), "{message}");
         Ok(())
     });
 }

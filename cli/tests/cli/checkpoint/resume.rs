@@ -143,12 +143,12 @@ fn a_checkpoint_of_a_newer_version_is_not_skipped() {
     place.run(&["train", "c.json", "--steps", "10"]).assert_done();
     let manifest = place.path("out/step_00000010/manifest.json");
     let newer =
-        fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 3");
+        fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 4");
     fs::write(&manifest, &newer).unwrap();
     place.run(&["train", "c.json", "--steps", "12", "--resume"]).assert_refused(
         1,
         &[
-            "out/step_00000010/manifest.json: format version 3 is too new",
+            "out/step_00000010/manifest.json: format version 4 is too new",
             "it may be intact, so it is not skipped",
         ],
     );
