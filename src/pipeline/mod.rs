@@ -1,7 +1,7 @@
 //! Pipeline parallelism: ranks that divide the layers of a model into stages of consecutive ones.
 //!
 //! - [`Schedule`]: the order of the passes of every rank, as data that is checked before it runs.
-//! - [`stage_model`]: the part of a model that one rank has. It is a [`Model`] like any other, whose input receives hidden states
+//! - [`stage_model`]: the part of a model that one rank has. It is a [`Model`](crate::model::Model) like any other, whose input receives hidden states
 //!   of the previous stage, and whose objective sends them to the next one: the engine runs it as a whole model.
 //! - [`Neighbors`]: the messages between the stages.
 //!

@@ -105,8 +105,8 @@ fn schedules_that_cannot_run_are_refused_with_rank_and_pass() {
     assert!(error(&|s| s.ranks[0][0].micro_batch = 7).contains("F7 of rank 0 is of a micro batch"));
     // The last stage has its second micro batch first, the first one waits for the gradient of the first.
     let blocked = error(&|s| {
-        s.ranks[0] = ["F0", "B0", "F1", "B1"].map(|name| named(name)).to_vec();
-        s.ranks[1] = ["F1", "B1", "F0", "B0"].map(|name| named(name)).to_vec();
+        s.ranks[0] = ["F0", "B0", "F1", "B1"].map(named).to_vec();
+        s.ranks[1] = ["F1", "B1", "F0", "B0"].map(named).to_vec();
     });
     assert!(
         blocked.contains("rank 0 waits in B0 for B0 of rank 1, rank 1 waits in F1 for F1 of rank 0"),
@@ -150,7 +150,7 @@ fn stream(actions: &[Action], rank: usize, ranks: usize, is_grouped: bool) -> Ve
             open.insert((is_forward, action.micro_batch, rank, to));
         }
         let pairs = actions.get(index + 1).is_some_and(|next| (next.pass == Pass::Forward) != is_forward);
-        if !open.is_empty() && !(is_grouped && pairs) {
+        if !(open.is_empty() || is_grouped && pairs) {
             groups.push(std::mem::take(&mut open));
         }
     }

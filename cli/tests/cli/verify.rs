@@ -69,7 +69,7 @@ fn every_mesh_and_stage_agrees_with_a_single_rank() {
 fn packed_documents_are_compared_with_each_alone() {
     let place = Workplace::new();
     for mesh in ["1x1", "2x2", "1x3"] {
-        let flags = ["--packing", "--mesh", mesh, "--steps", "1", "--set", "gradient_accumulation_steps=2"];
+        let flags = ["--packing", "--mesh", mesh, "--steps", "1"];
         let outcome = verify(&place, "packed_strong", &flags);
         assert!(outcome.assert_done().stdout.contains("a single rank, every document alone;"), "{outcome:?}");
     }

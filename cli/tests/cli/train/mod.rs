@@ -384,7 +384,7 @@ fn mesh_rules_are_selected_by_machine() {
         (json!([["(", "1x2"]]), "a regular expression in rule 0"),
         (json!([["a", "2x"]]), "a mesh in rule 0"),
         (json!([["a"]]), "`ulysses.mesh_rules[0]`"),
-        (json!([["a", "pp=2"]]), "the axes are dp (or "),
+        (json!([["a", "ep=2"]]), "the axes are, first, pp, dp (or "),
     ] {
         place.write_config("bad.json", json!({ "ulysses": { "mesh_rules": rules } }));
         place.run(&["train", "bad.json"]).assert_refused(2, &[expected]);
