@@ -177,7 +177,7 @@ mod tests {
             refused(&sparse),
             format!("the file has {} bytes: expected at most {MAX_BYTES}", 1_u64 << 40)
         );
-        // What the system says is empty is read as empty, though it never ends.
+        // A file of size 0 is read as empty, even one that never ends.
         assert_eq!(read(Path::new("/proc/self/pagemap")).unwrap(), b"");
     }
 

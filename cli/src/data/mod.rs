@@ -62,7 +62,7 @@ pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
     match command {
         DataCommand::Prepare(args) => run_prepare(&args),
         DataCommand::Inspect(args) => {
-            // What does not exist may be a pattern or the prefix of a pair.
+            // A path that does not exist may be a pattern, or the prefix of a `.bin` and `.idx` pair.
             let is_text = args.tokenizer.is_some() || !args.file.is_file();
             let format = if is_text { None } else { TokenFile::detect(&args.file).map_err(failure)? };
             match format {

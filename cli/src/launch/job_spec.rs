@@ -1,4 +1,4 @@
-//! What the starts of a job have in common, and when a failed job is started again.
+//! Settings that all starts of a job share, and the rules for restarting it.
 
 use super::job::Start;
 use super::memory_dir::{MEMORY_DIR_VARIABLE, MemoryDir};
@@ -21,7 +21,7 @@ use ulysses::config::Config;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FewerNodes {
     num_nodes: usize,
-    /// What the nodes are called.
+    /// The name of nodes in messages.
     kind: &'static str,
     pub(super) mesh: Option<SmallerMesh>,
 }

@@ -271,7 +271,7 @@ impl AttentionLayout {
     }
 }
 
-/// What becomes of the product of a query and a key before the softmax.
+/// The scale and the soft cap of attention logits, applied before the softmax.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Logits {
     /// The factor; `None` for `1 / sqrt(head_dim)`.

@@ -12,7 +12,7 @@ const DEFAULT_PORT: u16 = 29_500;
 /// Set, to any value, if the launcher itself hosts the store.
 pub(super) const HOSTED: &str = "ULYSSES_STORE_HOSTED";
 
-/// What the members of a store are.
+/// The kind of a store's members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum Member {
     Rank,

@@ -1,4 +1,4 @@
-//! What a file is: by its extension, then by its beginning.
+//! The kind of a data file: from its extension, then from its first bytes.
 
 use super::binary::{ARROW, NUMPY};
 use super::layout::is_sample;

@@ -1,4 +1,4 @@
-//! What the fields of a line and the files of a tokenizer do to a conversation.
+//! The effect of the fields of a line, and of the files of a tokenizer, on a conversation.
 
 use super::corpus::write;
 use super::tuning::{CHATML, texts, tokenizer};
