@@ -30,10 +30,11 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 19] = [
+pub static FAMILIES: [&Family; 20] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
+    &mistral::MINISTRAL3,
     &qwen::QWEN2,
     &qwen::QWEN3,
     &gemma::GEMMA,

@@ -99,9 +99,14 @@ fn every_family_and_scaling_round_trips() {
                 [short_factor, long_factor].map(|list| kept_list(&list[..pairs]));
             Scaling::LongRope { short_factor, long_factor, attention_factor, original_len }
         });
-        // Phi-3 has no other.
-        let allowed = if config.family.model_type == "phi3" { 1 } else { scalings.len() };
-        for scaling in scalings.into_iter().take(allowed).chain(long) {
+        for scaling in scalings.into_iter().chain(long) {
+            match (config.family.model_type, scaling) {
+                ("phi3", Scaling::None | Scaling::LongRope { .. }) | ("ministral3", Scaling::Yarn { .. }) => {
+                }
+                // They have no others.
+                ("phi3" | "ministral3", _) => continue,
+                _ => {}
+            }
             // Of these, layers with a window have no scaling.
             let config = config.clone().with_attention(|layer| match &mut layer.rope {
                 Some(rope)
@@ -372,6 +377,10 @@ fn the_language_model_of_a_larger_model_is_described_by_its_text_config() {
     qwen["rope_scaling"] =
         json!({ "rope_type": "default", "mrope_section": [1, 1, 1], "mrope_interleaved": true });
     assert_eq!(read(&larger("qwen3_vl", qwen)).unwrap(), of_family("qwen3"));
+
+    let mut ministral = of_family("ministral3").with_rope(|rope| rope.query_growth = 0.3);
+    ministral.tie_word_embeddings = true;
+    assert_eq!(read(&larger("mistral3", ministral.to_hf_json())).unwrap(), ministral);
 
     text["model_type"] = json!("llama");
     assert_refused(&larger("mistral3", text), "text_config");

@@ -159,8 +159,8 @@ fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
 #[test]
 fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     use Family::{
-        Cohere, Cohere2, Exaone4, Gemma, Gemma2, Gemma3, Glm, Glm4, Granite, Ministral, Olmo2, Olmo3, Phi3,
-        SmolLm3,
+        Cohere, Cohere2, Exaone4, Gemma, Gemma2, Gemma3, Glm, Glm4, Granite, Ministral, Ministral3, Olmo2,
+        Olmo3, Phi3, SmolLm3,
     };
     let of_family = |family| ReferenceConfig { family, num_layers: 3, ..CONFIG };
     let gemma = ReferenceConfig {
@@ -193,6 +193,9 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     let phi = ReferenceConfig { rope_scaling: long, ..rotating(0.75, of_family(Phi3)) };
     let glm = ReferenceConfig { qkv_bias: true, ..rotating(1.0, of_family(Glm)) };
     check_families(&[phi, glm, rotating(0.5, of_family(Glm4))]);
+    // Queries grow after every 6 positions.
+    let yarn = RopeScaling::Yarn { factor: 4.0, original: 6 };
+    check_families(&[ReferenceConfig { rope_scaling: yarn, ..rotating(1.0, of_family(Ministral3)) }]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
-use super::reference::families::{GRANITE, LOGIT_SCALE};
+use super::reference::families::{GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
@@ -328,6 +328,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Llama, true, false, None) => "qwen2",
         (Family::Llama, false, true, None) => "qwen3",
         (Family::Ministral, false, false, Some(_)) => "ministral",
+        (Family::Ministral3, false, false, _) => "ministral3",
         (Family::Gemma, false, false, None) => "gemma",
         (Family::Gemma2, false, false, Some(_)) => "gemma2",
         (Family::Gemma3, false, false, Some(_)) => "gemma3_text",
@@ -350,6 +351,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         scaling,
         partial_rotary_factor: config.partial_rotary_factor,
         interleaved: config.family.is_interleaved(),
+        query_growth: if config.family == Family::Ministral3 { QUERY_GROWTH } else { 0.0 },
         ..theta.into()
     };
     let layer = |layer: usize| AttentionConfig {

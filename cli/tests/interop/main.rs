@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 33] = [
+const FAMILIES: [&str; 35] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -42,6 +42,7 @@ const FAMILIES: [&str; 33] = [
     "smollm3",
     "gemma",
     "ministral",
+    "ministral3",
     "olmo3",
     "exaone4",
     "exaone4_full",
@@ -55,6 +56,7 @@ const FAMILIES: [&str; 33] = [
     "glm4_linear",
     "gemma3_vision",
     "mistral3_vision",
+    "ministral3_vision",
     "qwen3_vision",
 ];
 

@@ -82,6 +82,17 @@ FAMILIES = {
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "gemma": {"model_type": "gemma"},
     "ministral": {"model_type": "ministral", "sliding_window": 7, "layer_types": MIXED},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "olmo3": {
         "model_type": "olmo3",
         "sliding_window": 7,
@@ -113,16 +124,19 @@ FAMILIES = {
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},
+    "ministral3_vision": {"model_type": "mistral3", "image_token_index": 5, "tie_word_embeddings": False},
     "qwen3_vision": {"model_type": "qwen3_vl", "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": True},
 }
 
+PIXTRAL = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
 # Of "FAMILY_vision": what reads images, and the options of the language model.
 VISION = {
     "gemma3_vision": (
         {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
         FAMILIES["gemma3"],
     ),
-    "mistral3_vision": ({"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}, FAMILIES["mistral"]),
+    "mistral3_vision": (PIXTRAL, FAMILIES["mistral"]),
+    "ministral3_vision": (PIXTRAL, FAMILIES["ministral3"]),
     "qwen3_vision": (
         {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
         {"model_type": "qwen3_vl_text"},

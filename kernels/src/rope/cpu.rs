@@ -37,8 +37,8 @@ impl Frequencies {
     }
 }
 
-/// (cos, sin), each [n, pairs], times `amplitude`.
-pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: f64) -> (Vec<f32>, Vec<f32>) {
+/// (cos, sin), each [n, pairs], times the amplitude.
+pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, rope: &Rope) -> (Vec<f32>, Vec<f32>) {
     let pairs = frequencies.pairs();
     let (mut cos, mut sin) = (vec![0.0; position_ids.len() * pairs], vec![0.0; position_ids.len() * pairs]);
     let rows = rows_per_block(position_ids.len(), pairs);
@@ -48,9 +48,11 @@ pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: 
         .for_each(|(block, (position_ids, cos, sin))| {
             let tokens = position_ids.iter().zip(block * rows..);
             let angles = tokens.flat_map(|(position, token)| {
-                frequencies.of(token).iter().map(move |frequency| f64::from(*position) * frequency)
+                let amplitude = rope.amplitude(*position);
+                let angle = move |frequency| (f64::from(*position) * frequency, amplitude);
+                frequencies.of(token).iter().map(angle)
             });
-            for ((angle, cos), sin) in angles.zip(cos).zip(sin) {
+            for (((angle, amplitude), cos), sin) in angles.zip(cos).zip(sin) {
                 let (sin_f64, cos_f64) = angle.sin_cos();
                 (*sin, *cos) = ((amplitude * sin_f64) as f32, (amplitude * cos_f64) as f32);
             }

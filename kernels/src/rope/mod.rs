@@ -86,7 +86,7 @@ impl Table {
             call.expect_tokens("document_lens", document_lens.len(), tokens)?;
         }
         let frequencies = cpu::Frequencies::new(rope, head_dim, document_lens);
-        let (cos, sin) = cpu::table(position_ids, &frequencies, rope.amplitude());
+        let (cos, sin) = cpu::table(position_ids, &frequencies, rope);
         let heads =
             HeadPairs { head_dim, pairs: rope.rotary_dim(head_dim) / 2, interleaved: rope.interleaved };
         Ok(Self { cos, sin, tokens, heads, on_device: DeviceTable::default(), _dry: None })

@@ -17,6 +17,9 @@ pub struct Rope {
     /// Whether neighboring elements form a pair (2i and 2i + 1; GPT-J, GLM, Cohere), not those half of the rotating
     /// part apart.
     pub interleaved: bool,
+    /// The β of the factor `1 + β · ln(1 + ⌊position / original_len⌋)` on queries, which grow with their position (Llama 4's
+    /// attention temperature, Ministral 3); 0 without it. It needs a scaling with an original length.
+    pub query_growth: f64,
 }
 
 /// A scaling of the frequencies θ^(−2i/rotary_dim). `original_len` is the number of positions of the model
@@ -77,6 +80,20 @@ pub enum Scaling {
     },
 }
 
+impl Scaling {
+    /// The number of positions before the extension, if the scaling has it.
+    #[must_use]
+    pub fn original_len(self) -> Option<u32> {
+        match self {
+            Self::None | Self::Linear { .. } => None,
+            Self::Dynamic { original_len, .. }
+            | Self::Llama3 { original_len, .. }
+            | Self::Yarn { original_len, .. }
+            | Self::LongRope { original_len, .. } => Some(original_len),
+        }
+    }
+}
+
 /// Keeps a list, such as the factors of [`Scaling::LongRope`], until the program ends, so that descriptions can be copied.
 /// Equal lists share their memory.
 #[must_use]
@@ -94,7 +111,13 @@ pub fn kept_list(list: &[f64]) -> &'static [f64] {
 impl From<f64> for Rope {
     /// θ without scaling, for whole heads, whose halves form pairs.
     fn from(theta: f64) -> Self {
-        Self { theta, scaling: Scaling::None, partial_rotary_factor: 1.0, interleaved: false }
+        Self {
+            theta,
+            scaling: Scaling::None,
+            partial_rotary_factor: 1.0,
+            interleaved: false,
+            query_growth: 0.0,
+        }
     }
 }
 
@@ -118,7 +141,8 @@ impl Rope {
             let expected = "at most 1, for a positive even number of a head's elements";
             (!valid).then_some(("partial_rotary_factor", part, expected))
         };
-        shape.or_else(uneven_part).or_else(|| positive("theta", self.theta)).or_else(|| match self.scaling {
+        let unscaled = shape.or_else(uneven_part).or_else(|| positive("theta", self.theta));
+        let refused = unscaled.or_else(|| match self.scaling {
             Scaling::None => None,
             Scaling::Linear { factor } => positive("factor", factor),
             Scaling::Dynamic { factor, original_len } => {
@@ -153,17 +177,34 @@ impl Rope {
                 let lists = list("short_factor", short_factor).or_else(|| list("long_factor", long_factor));
                 lists.or_else(|| positive("attention_factor", attention_factor)).or_else(|| len(original_len))
             }
+        });
+        refused.or_else(|| {
+            let growth = self.query_growth;
+            // Elements that do not rotate would not grow.
+            let valid = growth.is_finite() && rotary_dim == head_dim && self.scaling.original_len().is_some();
+            let expected = "a finite number, for whole heads and a scaling with an original length";
+            (growth != 0.0 && !valid).then_some(("query_growth", growth, expected))
         })
     }
 
-    /// The factor on cosines and sines.
+    /// The rotary embedding of keys: as that of queries, without their growth.
     #[must_use]
-    pub fn amplitude(&self) -> f64 {
-        match self.scaling {
+    pub fn of_keys(self) -> Self {
+        Self { query_growth: 0.0, ..self }
+    }
+
+    /// The factor on cosines and sines at a position.
+    #[must_use]
+    pub fn amplitude(&self, position: u32) -> f64 {
+        let amplitude = match self.scaling {
             Scaling::Yarn { attention_factor, .. } | Scaling::LongRope { attention_factor, .. } => {
                 attention_factor
             }
             _ => 1.0,
+        };
+        match self.scaling.original_len().filter(|_| self.query_growth != 0.0) {
+            Some(len) => amplitude * (1.0 + self.query_growth * f64::from(position / len).ln_1p()),
+            None => amplitude,
         }
     }
 

@@ -7,5 +7,6 @@ mod rope;
 mod wrapper;
 
 pub(crate) use config::{FULL, HfConfig, WINDOWED};
+pub(crate) use rope::QUERY_GROWTH;
 pub(super) use rope::scaling_to_hf;
 pub(crate) use wrapper::{language_model, language_model_name};

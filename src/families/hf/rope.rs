@@ -35,6 +35,7 @@ const FIELDS: [&str; 19] = [
 const PARAMETERS: &str = "rope_parameters";
 const SCALING: &str = "rope_scaling";
 const ORIGINAL_LEN: &str = "original_max_position_embeddings";
+pub(crate) const QUERY_GROWTH: &str = "llama_4_scaling_beta";
 
 /// The object that describes the scaling, with its key.
 struct RopeObject<'a> {
@@ -77,6 +78,19 @@ impl HfConfig<'_> {
             }
             None => Ok(Rope { partial_rotary_factor: at_top, ..theta()?.into() }),
         }
+    }
+
+    /// The rotary embedding of a family of which queries grow with their position, which its object says
+    /// (`llama_4_scaling_beta`); `None` without such an object.
+    pub(crate) fn rope_with_query_growth(&self) -> Result<Option<Rope>, ModelError> {
+        self.accept_rope();
+        let Some(object) = self.rope_object()? else { return Ok(None) };
+        let mut others = object.object.clone();
+        let growth = object.required(QUERY_GROWTH)?;
+        // The model's own length counts, not that in the object.
+        ["max_position_embeddings", QUERY_GROWTH].into_iter().for_each(|key| drop(others.remove(key)));
+        let rope = RopeObject { object: &others, ..object }.read(|| self.number("rope_theta", 10_000.0))?;
+        Ok(Some(Rope { query_growth: growth, ..rope }))
     }
 
     /// The object that describes the rotary embedding of all layers, if it is not empty.

@@ -1,17 +1,15 @@
 //! Models of which one part is a language model of a family here, such as vision-language models.
 
 use super::HfConfig;
-use crate::families::ModelError;
+use crate::families::{ModelError, listed};
 use serde_json::{Map, Value, json};
 
 /// A model around a language model, with the constants that transformers uses for it.
 struct Wrapper {
     model_type: &'static str,
     class: &'static str,
-    /// `model_type` of the language model.
-    text: &'static str,
-    /// Other names of it in `text_config`.
-    alias: &'static str,
+    /// Names of the language model in `text_config`, with its `model_type`. The first one may be left out.
+    text: &'static [(&'static str, &'static str)],
     /// Numbers that `text_config` may leave out.
     defaults: &'static [(&'static str, usize)],
     /// Whether the head is tied to the embedding if the file does not say so.
@@ -22,8 +20,7 @@ const WRAPPERS: [Wrapper; 3] = [
     Wrapper {
         model_type: "gemma3",
         class: "Gemma3ForConditionalGeneration",
-        text: "gemma3_text",
-        alias: "gemma3_text",
+        text: &[("gemma3_text", "gemma3_text")],
         defaults: &[
             ("vocab_size", 262_208),
             ("hidden_size", 2304),
@@ -37,16 +34,14 @@ const WRAPPERS: [Wrapper; 3] = [
     Wrapper {
         model_type: "mistral3",
         class: "Mistral3ForConditionalGeneration",
-        text: "mistral",
-        alias: "mistral",
+        text: &[("mistral", "mistral"), ("ministral3", "ministral3")],
         defaults: &[],
         is_tied: true,
     },
     Wrapper {
         model_type: "qwen3_vl",
         class: "Qwen3VLForConditionalGeneration",
-        text: "qwen3",
-        alias: "qwen3_vl_text",
+        text: &[("qwen3_vl_text", "qwen3"), ("qwen3", "qwen3")],
         defaults: &[("head_dim", 128), ("rope_theta", 500_000)],
         is_tied: false,
     },
@@ -71,14 +66,18 @@ pub(crate) fn language_model(
     }
     let text = file.get("text_config").and_then(Value::as_object);
     let text = text.ok_or_else(|| file.error("text_config", "it must describe the language model"))?;
-    let is_known = |name: &Value| name == wrapper.text || name == wrapper.alias;
-    if text.get("model_type").is_some_and(|name| !is_known(name)) {
-        let expected = format!("this version trains a language model of type {:?} in it", wrapper.alias);
+    let known = match text.get("model_type") {
+        None => wrapper.text.first(),
+        Some(name) => wrapper.text.iter().find(|(known, _)| name == known),
+    };
+    let Some((_, text_type)) = known else {
+        let known = listed(wrapper.text.iter().map(|(known, _)| format!("{known:?}")), "or");
+        let expected = format!("this version trains a language model of type {known} in it");
         return Err(file.error("text_config", &expected));
-    }
+    };
     let mut text: Map<String, Value> = text.clone();
     text.remove("architectures");
-    text.insert("model_type".to_owned(), json!(wrapper.text));
+    text.insert("model_type".to_owned(), json!(text_type));
     for (key, size) in wrapper.defaults {
         text.entry(*key).or_insert(json!(size));
     }

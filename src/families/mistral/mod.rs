@@ -1,8 +1,10 @@
 //! Mistral: Llama with a sliding window.
 
 mod ministral;
+mod ministral3;
 
 pub(super) use ministral::MINISTRAL;
+pub(super) use ministral3::MINISTRAL3;
 
 use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
 use crate::nn::AttentionConfig;

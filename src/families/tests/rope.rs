@@ -72,6 +72,28 @@ fn phi_is_read_as_published() {
 }
 
 #[test]
+fn ministral_3_is_read_as_published() {
+    let mut json = of_family("ministral3").to_hf_json();
+    let published = json!({
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6, "rope_type": "yarn",
+        "type": "yarn", "max_position_embeddings": 262_144,
+    });
+    json["rope_parameters"] = published.clone();
+    json.as_object_mut().unwrap().shift_remove("rope_scaling");
+    assert_eq!(read(&json).unwrap(), of_family("ministral3"), "by default");
+    for (key, value) in
+        [("llama_4_scaling_beta", json!(null)), ("rope_type", json!("default")), ("attn_factor", json!(2.0))]
+    {
+        json["rope_parameters"] = published.clone();
+        json["rope_parameters"][key] = value;
+        assert_refused(&json, "rope_parameters");
+    }
+    let growth = json!({ "rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1 });
+    assert_refused(&changed("mistral", "rope_scaling", Some(growth)), "rope_scaling");
+}
+
+#[test]
 fn the_part_that_rotates_is_that_of_the_object_the_top_level_or_the_family() {
     let part = |json: &Value| read(json).unwrap().rope().unwrap().partial_rotary_factor;
     let mut json = changed("glm4", "partial_rotary_factor", None);

@@ -173,13 +173,15 @@ impl SelfAttention {
     /// Rotates queries and keys, if there is a rotary embedding.
     fn rotate(
         &self,
-        queries_and_keys: [&Tensor; 2],
+        [queries, keys]: [&Tensor; 2],
         direction: Direction,
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
         let Some(rope) = self.shape.rope else { return Ok(()) };
-        let table = pass.ctx.rope(self.shape.head_dim, rope)?;
-        Ok(queries_and_keys.into_iter().try_for_each(|heads| rope::apply(heads, &table, direction))?)
+        for (heads, rope) in [(queries, rope), (keys, rope.of_keys())] {
+            rope::apply(heads, &*pass.ctx.rope(self.shape.head_dim, rope)?, direction)?;
+        }
+        Ok(())
     }
 
     /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.

@@ -8,6 +8,7 @@ pub enum Family {
     /// Also Mistral, Qwen2, Qwen3 and Seed-OSS.
     Llama,
     Ministral,
+    Ministral3,
     Gemma,
     Gemma2,
     Gemma3,
@@ -25,6 +26,9 @@ pub enum Family {
 
 /// The rotary base of Gemma 3's layers with a window.
 pub const LOCAL_THETA: f64 = 100.0;
+
+/// The growth of Ministral 3's queries, with the original length of its scaling.
+pub const QUERY_GROWTH: f64 = 0.7;
 
 /// Granite's factors on embedding, residual branches, attention and logits.
 pub const GRANITE: [f64; 4] = [3.0, 0.4, 0.3, 0.5];

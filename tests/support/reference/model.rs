@@ -4,9 +4,9 @@
 //! F intermediate size, V vocabulary.
 
 use super::batch::document_ids;
-use super::families::{Family, GRANITE, LOGIT_SCALE};
+use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::rope::rope_tables;
-use super::weights::{ReferenceConfig, Weights};
+use super::weights::{ReferenceConfig, RopeScaling, Weights};
 use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
 
@@ -70,7 +70,7 @@ pub fn row_logits(
                 None => split_heads(&y, num_heads),
             }
         };
-        let q = rotated(heads("q", config.num_heads)?)?; // [H, S, D]
+        let q = grown(config, rotated(heads("q", config.num_heads)?)?, position_ids)?; // [H, S, D]
         let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
         let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
         let attended =
@@ -171,6 +171,17 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
     let rotate_half = Tensor::cat(&[&b.neg()?, &a.contiguous()?], D::Minus1)?;
     Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
+}
+
+/// Queries `[H, S, D]` of Ministral 3 grow with their position.
+fn grown(config: &ReferenceConfig, queries: Tensor, position_ids: &[u32]) -> Result<Tensor> {
+    let (Family::Ministral3, RopeScaling::Yarn { original, .. }) = (config.family, config.rope_scaling)
+    else {
+        return Ok(queries);
+    };
+    let lens = position_ids.iter().map(|position| *position as usize / original);
+    let factors: Vec<f64> = lens.map(|lens| 1.0 + QUERY_GROWTH * (1.0 + lens as f64).ln()).collect();
+    Ok(queries.broadcast_mul(&Tensor::from_vec(factors, (position_ids.len(), 1), &Device::Cpu)?)?)
 }
 
 /// As [`rotate`], with neighboring elements as pairs: sorted by even and odd index, they are halves.

@@ -93,7 +93,7 @@ fn longrope_divides_every_frequency_by_a_factor_of_the_documents_length() {
     };
     // 8 elements, of which 6 rotate.
     let rope = Rope { scaling, partial_rotary_factor: 0.75, ..1000.0.into() };
-    assert_eq!((rope.refused(8), rope.amplitude()), (None, 1.19));
+    assert_eq!((rope.refused(8), rope.amplitude(17)), (None, 1.19));
     for (len, expected) in [(16, [1.0, 0.05, 0.0025]), (17, [0.5, 0.02, 0.00125])] {
         for (got, expected) in rope.frequencies(8, len).iter().zip(expected) {
             assert!((got - expected).abs() < 1e-15, "{len}: {got}, expected {expected}");
@@ -128,7 +128,7 @@ fn tables_turn_every_token_by_its_own_documents_frequencies() {
 fn yarn_multiplies_the_rotation_and_its_gradient() {
     on_every_target(|target| {
         let rope = Rope { scaling: YARN, ..THETA.into() };
-        let (factor, angle) = (rope.amplitude(), 3.0 * 0.1_f64);
+        let (factor, angle) = (rope.amplitude(3), 3.0 * 0.1_f64);
         let table = Table::scaled(&[3], &[], 16, &rope).unwrap();
         for (direction, sign) in [(Direction::Forward, 1.0), (Direction::Backward, -1.0)] {
             let mut data = [0.0; 16];
@@ -140,6 +140,29 @@ fn yarn_multiplies_the_rotation_and_its_gradient() {
             assert_close(&format!("{target} {direction:?}"), &read(&x), &expected, 1e-7);
         }
     });
+}
+
+#[test]
+fn queries_grow_by_a_step_per_original_length_and_keys_do_not() {
+    let rope = Rope { scaling: YARN, query_growth: 0.1, ..THETA.into() };
+    let positions = [0, 2047, 2048, 6143, 6144];
+    let (queries, keys) = (Table::scaled(&positions, &[], 16, &rope).unwrap(), rope.of_keys());
+    let keys = Table::scaled(&positions, &[], 16, &keys).unwrap();
+    for (token, len) in [1.0, 1.0, 2.0, 3.0, 4.0_f64].into_iter().enumerate() {
+        let growth = 1.0 + 0.1 * len.ln();
+        for (queries, keys) in [(queries.cos(), keys.cos()), (queries.sin(), keys.sin())] {
+            let expected: Vec<_> =
+                keys[8 * token..8 * token + 8].iter().map(|k| f64::from(*k) * growth).collect();
+            assert_close(&format!("token {token}"), &queries[8 * token..8 * token + 8], &expected, 2e-7);
+        }
+    }
+    for refused in [
+        Rope { scaling: Scaling::None, ..rope },
+        Rope { partial_rotary_factor: 0.5, ..rope },
+        Rope { query_growth: f64::NAN, ..rope },
+    ] {
+        assert_eq!(refused.refused(16).unwrap().0, "query_growth");
+    }
 }
 
 #[test]
