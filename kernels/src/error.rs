@@ -139,6 +139,19 @@ pub enum OpError {
         /// Number of tokens of the argument.
         got: usize,
     },
+    /// The boundaries of the documents do not cover their sequence.
+    #[error(
+        "sequence {sequence}: `cu_seqlens` must ascend from 0 to {seq_len} (the length of the first sequence) in each of \
+         one or more sequences, got {boundaries:?}"
+    )]
+    Boundaries {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Length of the sequences.
+        seq_len: u32,
+        /// Its boundaries.
+        boundaries: Vec<u32>,
+    },
     /// A token id or label is outside the vocabulary.
     #[error("{op}: `{argument}[{position}]` is {value}, valid are 0..{vocab_size}{also_valid}")]
     IdOutOfRange {

@@ -11,6 +11,8 @@
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
 //! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
+//! | [`gated_delta`] | linear attention by the gated delta rule, in chunks | queries, keys, values, decays, rates |
+//! | [`causal_conv`] | depthwise convolution along the tokens of a document, SiLU | input, weight, bias |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |
@@ -44,17 +46,21 @@
 mod arg_check;
 pub mod attention;
 pub mod cast;
+pub mod causal_conv;
 pub mod device;
 mod device_table;
+mod documents;
 mod element;
 pub mod elementwise;
 pub mod embedding;
 mod error;
+pub mod gated_delta;
 pub mod gemm;
 pub mod glu;
 pub mod host_table;
 pub mod linear;
 pub mod lm_head_loss;
+mod matrix;
 pub mod memory;
 pub mod offload;
 pub mod optimizer;
@@ -75,6 +81,7 @@ mod testing;
 mod token_table;
 mod workspace;
 
+pub use documents::Documents;
 pub use error::OpError;
 pub use token_table::TokenTable;
 pub use workspace::Workspace;

@@ -11,6 +11,7 @@ mod case;
 mod checkpoint;
 mod communication;
 mod gemm;
+mod linear_attention;
 mod max_seq_len;
 mod overlap;
 mod profile;
@@ -56,6 +57,8 @@ enum Bench {
     Overlap(Repeated<overlap::Overlap>),
     /// Measure attention forward and backward, compared with a square GEMM.
     Attention(Repeated<attention::Attention>),
+    /// Measure linear attention (the gated delta rule) forward and backward, compared with a square GEMM.
+    LinearAttention(Repeated<linear_attention::LinearAttention>),
     /// Measure the GEMMs of a model, compared with a square GEMM.
     Gemm(Repeated<gemm::Gemms>),
     /// Measure training steps, compared with a square GEMM and optionally with a single rank.
@@ -73,6 +76,7 @@ pub(super) fn run(args: BenchArgs, process: &mut Option<Box<dyn Session>>) -> Re
         Bench::Collectives(args) => args.run(process),
         Bench::Overlap(args) => args.run(process),
         Bench::Attention(args) => args.run(process),
+        Bench::LinearAttention(args) => args.run(process),
         Bench::Gemm(args) => args.run(process),
         Bench::Train(args) => args.run(process),
         Bench::Profile(args) => profile::run(&args),

@@ -6,7 +6,6 @@
 use super::{
     Precision, Problem, Upstream,
     gathered::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
-    matrix::{HeadsMut, Mat, MatMut, Store},
     precision::from_tile_both,
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, cap_scores, softmax_backward},
@@ -14,6 +13,7 @@ use super::{
 };
 use crate::attention::blocks::blocks;
 use crate::cast::Float;
+use crate::matrix::{HeadsMut, Mat, MatMut, Store};
 use rayon::prelude::*;
 use std::ops::Range;
 

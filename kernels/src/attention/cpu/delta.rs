@@ -1,10 +1,10 @@
 //! `delta`: the term that a query's keys share in the derivative of the softmax.
 
-use super::matrix::Heads;
 use super::scratch::with_scratch;
 use super::softmax::row_dots;
 use crate::attention::blocks::blocks;
 use crate::cast::Float;
+use crate::matrix::Heads;
 use rayon::prelude::*;
 
 /// Tokens that are converted to f32 at a time.

@@ -2,7 +2,6 @@
 
 use super::{
     Precision, Problem,
-    matrix::{HeadsMut, MatMut, Store},
     precision::{Form, terms},
     scratch::{queries_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, SUMS, cap_scores, online_softmax},
@@ -11,6 +10,7 @@ use super::{
 use crate::attention::blocks::blocks;
 use crate::attention::dims::Dims;
 use crate::cast::Float;
+use crate::matrix::{HeadsMut, MatMut, Store};
 use rayon::prelude::*;
 use std::ops::Range;
 

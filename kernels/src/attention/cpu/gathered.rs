@@ -1,10 +1,10 @@
 //! The blocks of queries and keys that a backward task copies together.
 
-use super::matrix::{Mat, MatMut};
 use super::precision::{Form, gather_both, terms};
 use super::tiles::{KEY_BLOCK, Rectangle, within};
 use super::{Precision, Problem, Upstream};
 use crate::attention::blocks::blocks;
+use crate::matrix::{Mat, MatMut};
 use std::ops::Range;
 
 /// `q` and `dout` of a block of one query head, copied for matmuls over `head_dim`.

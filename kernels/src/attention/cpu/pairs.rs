@@ -4,11 +4,11 @@
 //! that are tokens come from two rows. So a tile is copied once for each kind of matmul, which is cheap
 //! compared with packing it for every matmul.
 
-use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use super::precision::{Form, Precision};
 use super::softmax::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
 use crate::gemm::unpacked::{StridedRows, round_neighbors, round_rows};
+use crate::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use crate::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;

@@ -3,11 +3,11 @@
 //! Scores, probabilities and their gradients are f32 tiles in either case. As operands of a bf16 matmul they
 //! are rounded to bf16, as in FlashAttention (Dao 2023: `P` and `dS` are converted before the second matmul).
 
-use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
 use crate::cast::Float;
 use crate::gemm::bf16::{Block, Kernel, multiply_on_caller, packed_bytes};
 use crate::gemm::operand::MatmulOperand;
+use crate::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use crate::simd::simd_kernel;
 use half::bf16;
 use std::marker::PhantomData;

@@ -7,7 +7,7 @@ use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
 #[derive(Clone, Copy)]
-pub(in crate::attention) struct Mat<'a, T = f32> {
+pub(crate) struct Mat<'a, T = f32> {
     data: &'a [T],
     rows: usize,
     cols: usize,
@@ -17,35 +17,35 @@ pub(in crate::attention) struct Mat<'a, T = f32> {
 
 impl<'a, T> Mat<'a, T> {
     /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(super) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    pub(super) fn num_cols(&self) -> usize {
+    pub(crate) fn num_cols(&self) -> usize {
         self.cols
     }
 
     /// A range of the rows; not for transposed views.
-    pub(super) fn rows(self, rows: Range<usize>) -> Self {
+    pub(crate) fn rows(self, rows: Range<usize>) -> Self {
         assert_eq!(self.col_stride, 1);
         Self::new(&self.data[rows.start * self.row_stride..], rows.len(), self.cols, self.row_stride)
     }
 
     /// A range of the columns.
-    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+    pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.end <= self.cols);
         Self { data: &self.data[columns.start * self.col_stride..], cols: columns.len(), ..self }
     }
 
     /// The transposed view.
-    pub(super) fn t(self) -> Self {
+    pub(crate) fn t(self) -> Self {
         let Self { data, rows, cols, row_stride, col_stride } = self;
         Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 
     /// The elements, the shape, and the strides.
-    pub(super) fn parts(self) -> (&'a [T], [usize; 2], [usize; 2]) {
+    pub(crate) fn parts(self) -> (&'a [T], [usize; 2], [usize; 2]) {
         (self.data, [self.rows, self.cols], [self.row_stride, self.col_stride])
     }
 }
@@ -53,7 +53,7 @@ impl<'a, T> Mat<'a, T> {
 /// A writable matrix with contiguous rows.
 ///
 /// Not a slice, because several threads write interleaved rows of one tensor.
-pub(in crate::attention) struct MatMut<'a, T = f32> {
+pub(crate) struct MatMut<'a, T = f32> {
     data: *mut T,
     rows: usize,
     cols: usize,
@@ -63,27 +63,27 @@ pub(in crate::attention) struct MatMut<'a, T = f32> {
 
 impl<'a, T> MatMut<'a, T> {
     /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(super) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, _borrowed: PhantomData }
     }
 
     #[inline(always)]
-    pub(super) fn row(&mut self, row: usize) -> &mut [T] {
+    pub(crate) fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
         // SAFETY: the view's rows are in bounds, and exclusive while it lives.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
     }
 
     /// Checks that the matrix has the shape of `lhs * rhs`.
-    pub(super) fn expect_matmul<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
+    pub(crate) fn expect_matmul<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
         assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
     }
 }
 
 impl<T: Float> MatMut<'_, T> {
     /// Overwrites the matrix with contiguous values, rounded.
-    pub(super) fn round_from(&mut self, values: &[f32]) {
+    pub(crate) fn round_from(&mut self, values: &[f32]) {
         for (index, values) in values.chunks(self.cols).take(self.rows).enumerate() {
             T::round(values, self.row(index));
         }
@@ -91,7 +91,7 @@ impl<T: Float> MatMut<'_, T> {
 }
 
 impl MatMut<'_> {
-    pub(super) fn fill(&mut self, value: f32) {
+    pub(crate) fn fill(&mut self, value: f32) {
         for row in 0..self.rows {
             self.row(row).fill(value);
         }
@@ -104,20 +104,20 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
 
 /// Whether a matmul overwrites its destination or adds to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::attention) enum Store {
+pub(crate) enum Store {
     Overwrite,
     Add,
 }
 
 /// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
-pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+pub(crate) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
     let matmul = matmul_of(&dst, store, factor, lhs, rhs);
     // SAFETY: see `matmul_of`.
     unsafe { multiply(matmul) }
 }
 
 /// As [`multiply_f32`], for operands with two bf16 terms per element.
-pub(super) fn multiply_words(
+pub(crate) fn multiply_words(
     dst: MatMut<'_>,
     store: Store,
     factor: f32,
@@ -151,7 +151,7 @@ fn matmul_of<T>(dst: &MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, T>, rh
 
 /// A tensor `[batch, tokens, heads, head_dim]` to read.
 #[derive(Clone, Copy)]
-pub(in crate::attention) struct Heads<'a, T = f32> {
+pub(crate) struct Heads<'a, T = f32> {
     data: &'a [T],
     tokens: usize,
     heads: usize,
@@ -159,19 +159,19 @@ pub(in crate::attention) struct Heads<'a, T = f32> {
 }
 
 impl<'a, T: Copy> Heads<'a, T> {
-    pub(in crate::attention) fn new(data: &'a [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
+    pub(crate) fn new(data: &'a [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
         Self { data, tokens, heads, head_dim }
     }
 
-    pub(super) fn num_tokens(&self) -> usize {
+    pub(crate) fn num_tokens(&self) -> usize {
         self.tokens
     }
 
-    pub(super) fn num_heads(&self) -> usize {
+    pub(crate) fn num_heads(&self) -> usize {
         self.heads
     }
 
-    pub(super) fn head_dim(&self) -> usize {
+    pub(crate) fn head_dim(&self) -> usize {
         self.head_dim
     }
 
@@ -179,7 +179,7 @@ impl<'a, T: Copy> Heads<'a, T> {
     ///
     /// Rows of a head are usually a power of two apart, so they share few cache sets. A tile that reads them
     /// repeatedly copies them once.
-    pub(super) fn gather<'b>(
+    pub(crate) fn gather<'b>(
         &self,
         at: (usize, usize),
         tokens: &Range<usize>,
@@ -191,17 +191,17 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// One head of a sequence, from its first element on, with rows of `head_dim` [`Self::row_stride`] apart.
-    pub(super) fn head_slice(&self, (sequence, head): (usize, usize)) -> &'a [T] {
+    pub(crate) fn head_slice(&self, (sequence, head): (usize, usize)) -> &'a [T] {
         &self.data[(sequence * self.tokens * self.heads + head) * self.head_dim..]
     }
 
     /// Distance between two tokens of a head.
-    pub(super) fn row_stride(&self) -> usize {
+    pub(crate) fn row_stride(&self) -> usize {
         self.heads * self.head_dim
     }
 
     /// Some tokens of one head, `[tokens, head_dim]`.
-    pub(super) fn head(&self, (sequence, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
+    pub(crate) fn head(&self, (sequence, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let start = ((sequence * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
@@ -210,7 +210,7 @@ impl<'a, T: Copy> Heads<'a, T> {
 
 impl<'a, T: Float> Heads<'a, T> {
     /// As [`Self::gather`], in f32.
-    pub(super) fn gather_f32<'b>(
+    pub(crate) fn gather_f32<'b>(
         &self,
         at: (usize, usize),
         tokens: &Range<usize>,
@@ -223,7 +223,7 @@ impl<'a, T: Float> Heads<'a, T> {
 
     /// As [`Self::gather_f32`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of
     /// [`TILE`](crate::gemm::tile::TILE).
-    pub(super) fn gather_transposed<'b>(
+    pub(crate) fn gather_transposed<'b>(
         &self,
         at: (usize, usize),
         tokens: &Range<usize>,
@@ -236,14 +236,14 @@ impl<'a, T: Float> Heads<'a, T> {
     }
 
     /// The same tensor, if its elements are f32.
-    pub(super) fn as_f32(&self) -> Option<Heads<'a>> {
+    pub(crate) fn as_f32(&self) -> Option<Heads<'a>> {
         let Self { data, tokens, heads, head_dim } = *self;
         T::as_f32(data).map(|data| Heads { data, tokens, heads, head_dim })
     }
 }
 
 /// A tensor `[batch, tokens, heads, head_dim]` in which each thread writes its own heads and tokens.
-pub(super) struct HeadsMut<'a, T = f32> {
+pub(crate) struct HeadsMut<'a, T = f32> {
     data: *mut T,
     len: usize,
     tokens: usize,
@@ -256,7 +256,7 @@ pub(super) struct HeadsMut<'a, T = f32> {
 unsafe impl<T: Send> Sync for HeadsMut<'_, T> {}
 
 impl<'a, T> HeadsMut<'a, T> {
-    pub(super) fn new(data: &'a mut [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), tokens, heads, head_dim, _borrowed: PhantomData }
     }
 
@@ -264,7 +264,7 @@ impl<'a, T> HeadsMut<'a, T> {
     ///
     /// # Safety
     /// While the view lives, no other view of the same sequence and head may share a token with it.
-    pub(super) unsafe fn head(
+    pub(crate) unsafe fn head(
         &self,
         (sequence, head): (usize, usize),
         tokens: &Range<usize>,

@@ -1,0 +1,199 @@
+//! The working memory of the heads that are processed together, with a name for each part.
+
+use super::Sizes;
+use super::segments::{CHUNK, SLOTS, STATE_INTERVAL, Segment};
+use std::ops::Range;
+
+/// Columns of a value, and so of a state, that one task of a scan processes. No two columns depend on each other.
+pub(super) const COLUMNS: usize = 32;
+
+/// A segment of one key head: rows per token.
+pub(super) struct KeyHead<'a> {
+    pub(super) sequence: usize,
+    pub(super) head: usize,
+    /// Normalized queries times 1/√Dk, `[tokens, Dk]`.
+    pub(super) q: &'a mut [f32],
+    /// Normalized keys, `[tokens, Dk]`.
+    pub(super) k: &'a mut [f32],
+    /// Inverse norms of the queries, `[tokens]`.
+    pub(super) q_inverse_norms: &'a mut [f32],
+    /// Inverse norms of the keys, `[tokens]`.
+    pub(super) k_inverse_norms: &'a mut [f32],
+    /// Products of a chunk's queries with its keys, `[tokens, CHUNK]`.
+    pub(super) qk: &'a mut [f32],
+    /// Products of a chunk's keys, `[tokens, CHUNK]`.
+    pub(super) kk: &'a mut [f32],
+}
+
+/// A segment of one value head.
+pub(super) struct ValueHead<'a> {
+    pub(super) sequence: usize,
+    pub(super) head: usize,
+    /// The index of its key head among those that are processed together.
+    pub(super) key: usize,
+    /// Sums of g from the start of the chunk, `[tokens]`.
+    pub(super) decay: &'a mut [f32],
+    /// β, `[tokens]`.
+    pub(super) beta: &'a mut [f32],
+    /// (I + L)⁻¹ of each chunk, `[tokens, CHUNK]`, with zeros above the diagonal.
+    pub(super) inverse: &'a mut [f32],
+    /// The gradient of the output, `[tokens, Dv]`. In a backward pass.
+    pub(super) dout: &'a mut [f32],
+    pub(super) blocks: Vec<Block<'a>>,
+}
+
+/// Some columns of a [`ValueHead`].
+pub(super) struct Block<'a> {
+    pub(super) columns: Range<usize>,
+    /// Values minus those that the state recalls, `[tokens, columns]`.
+    pub(super) errors: &'a mut [f32],
+    /// What the delta rule adds to the state for a key, `[tokens, columns]`.
+    pub(super) updates: &'a mut [f32],
+    /// The state behind the tokens that were processed last, `[Dk, columns]`.
+    pub(super) state: &'a mut [f32],
+    /// The states before chunks, `[SLOTS, Dk, columns]`.
+    pub(super) states: &'a mut [f32],
+    /// In a backward pass: gradients of the updates, then of β · errors, `[tokens, columns]`.
+    pub(super) gradients: &'a mut [f32],
+    /// The gradient of the state before the tokens that were processed last, `[Dk, columns]`.
+    pub(super) dstate: &'a mut [f32],
+    /// The gradients of the states behind chunks, `[SLOTS, Dk, columns]`.
+    pub(super) dstates: &'a mut [f32],
+}
+
+impl Block<'_> {
+    /// The state in a slot; `None` if it is zero.
+    pub(super) fn slot<'b>(&self, slots: &'b [f32], slot: Option<usize>) -> Option<&'b [f32]> {
+        slot.map(|slot| &slots[slot * self.state.len()..][..self.state.len()])
+    }
+}
+
+/// The key heads that are processed together, each with the value heads that use it.
+#[derive(Debug, Clone)]
+pub(super) struct Unit {
+    pub(super) sequence: usize,
+    pub(super) key_head: usize,
+    pub(super) value_heads: Vec<usize>,
+}
+
+/// The units of a call in the order in which they are processed: by sequence, then by key head.
+pub(super) fn units(sizes: &Sizes, v_to_k: &[usize]) -> Vec<Unit> {
+    let mut of_sequence: Vec<_> = (0..sizes.key_heads)
+        .map(|key_head| Unit { sequence: 0, key_head, value_heads: Vec::new() })
+        .collect();
+    for (value_head, &key_head) in v_to_k.iter().enumerate() {
+        of_sequence[key_head].value_heads.push(value_head);
+    }
+    let of = |sequence| of_sequence.iter().map(move |unit| Unit { sequence, ..unit.clone() });
+    (0..sizes.batch).flat_map(of).collect()
+}
+
+/// Number of units that are processed together: enough tasks for the threads, of chunks and of blocks of columns, and enough
+/// tokens to be worth a division.
+pub(super) fn units_together(sizes: &Sizes, threads: usize) -> usize {
+    let tasks = if threads > 1 { 2 * threads } else { 1 };
+    let heads_per_key = (sizes.value_heads / sizes.key_heads.max(1)).max(1);
+    let blocks = heads_per_key * sizes.value_dim.div_ceil(COLUMNS);
+    let tokens = segment_tokens(sizes).max(1);
+    tasks.div_ceil(blocks.min(tokens.div_ceil(CHUNK))).max(STATE_INTERVAL / tokens)
+}
+
+fn segment_tokens(sizes: &Sizes) -> usize {
+    sizes.seq_len.min(STATE_INTERVAL)
+}
+
+fn slots(sizes: &Sizes) -> usize {
+    SLOTS.min(sizes.seq_len.div_ceil(CHUNK))
+}
+
+/// The columns of each block.
+pub(super) fn blocks(value_dim: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..value_dim).step_by(COLUMNS).map(move |start| start..value_dim.min(start + COLUMNS))
+}
+
+/// Number of f32 elements of a call's working memory, for its largest group of units.
+pub(super) fn scratch_elems(sizes: &Sizes, v_to_k: &[usize], together: usize, is_backward: bool) -> usize {
+    let elems = |units: &[Unit]| {
+        let value_heads: usize = units.iter().map(|unit| unit.value_heads.len()).sum();
+        units.len() * key_head_elems(sizes) + value_heads * value_head_elems(sizes, is_backward)
+    };
+    units(sizes, v_to_k).chunks(together).map(elems).max().unwrap_or(0)
+}
+
+fn key_head_elems(sizes: &Sizes) -> usize {
+    segment_tokens(sizes) * (2 * sizes.key_dim + 2 + 2 * CHUNK)
+}
+
+fn value_head_elems(sizes: &Sizes, is_backward: bool) -> usize {
+    let (tokens, slots) = (segment_tokens(sizes), slots(sizes));
+    let forward = tokens * (2 + CHUNK + 2 * sizes.value_dim) + (1 + slots) * sizes.key_dim * sizes.value_dim;
+    let backward = tokens * 2 * sizes.value_dim + (1 + slots) * sizes.key_dim * sizes.value_dim;
+    forward + if is_backward { backward } else { 0 }
+}
+
+/// The working memory of some units.
+pub(super) struct Heads<'a> {
+    pub(super) keys: Vec<KeyHead<'a>>,
+    pub(super) values: Vec<ValueHead<'a>>,
+}
+
+impl<'a> Heads<'a> {
+    /// Divides `scratch` of at least [`scratch_elems`].
+    pub(super) fn new(sizes: &Sizes, units: &[Unit], mut scratch: &'a mut [f32], is_backward: bool) -> Self {
+        let mut take = |len: usize| scratch.split_off_mut(..len).unwrap_or_default();
+        let (tokens, key_dim, value_dim) = (segment_tokens(sizes), sizes.key_dim, sizes.value_dim);
+        let only_backward = |len: usize| if is_backward { len } else { 0 };
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for unit in units {
+            let Unit { sequence, key_head, .. } = *unit;
+            for &head in &unit.value_heads {
+                let blocks = blocks(value_dim).map(|columns| {
+                    let (rows, state) = (tokens * columns.len(), key_dim * columns.len());
+                    Block {
+                        columns,
+                        errors: take(rows),
+                        updates: take(rows),
+                        state: take(state),
+                        states: take(slots(sizes) * state),
+                        gradients: take(only_backward(rows)),
+                        dstate: take(only_backward(state)),
+                        dstates: take(only_backward(slots(sizes) * state)),
+                    }
+                });
+                let blocks = blocks.collect();
+                values.push(ValueHead {
+                    sequence,
+                    head,
+                    key: keys.len(),
+                    decay: take(tokens),
+                    beta: take(tokens),
+                    inverse: take(tokens * CHUNK),
+                    dout: take(only_backward(tokens * value_dim)),
+                    blocks,
+                });
+            }
+            keys.push(KeyHead {
+                sequence,
+                head: key_head,
+                q: take(tokens * key_dim),
+                k: take(tokens * key_dim),
+                q_inverse_norms: take(tokens),
+                k_inverse_norms: take(tokens),
+                qk: take(tokens * CHUNK),
+                kk: take(tokens * CHUNK),
+            });
+        }
+        Self { keys, values }
+    }
+}
+
+/// Divides rows of a segment, each with its number of elements per token, among the chunks.
+pub(super) fn by_chunk<'a, const N: usize>(
+    mut rows: [(&'a mut [f32], usize); N],
+    segment: &Segment,
+) -> impl Iterator<Item = [&'a mut [f32]; N]> {
+    segment.chunks.iter().map(move |chunk| {
+        let tokens = chunk.tokens.len();
+        rows.each_mut().map(|(rows, width)| rows.split_off_mut(..tokens * *width).unwrap_or_default())
+    })
+}

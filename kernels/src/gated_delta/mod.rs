@@ -1,0 +1,286 @@
+//! Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), forward and backward in chunks.
+//!
+//! Each value head of each document has a state, a matrix `[Dk, Dv]` that is zero at first. With the normalized key k,
+//! the normalized query q times 1/√Dk, value v, decay eᵍ and rate β of a token:
+//!
+//! ```text
+//! state ← eᵍ · state                            decay
+//! state ← state + k · (β · (v − stateᵀ·k))ᵀ     the delta rule: what the state recalls for k moves towards v
+//! o = stateᵀ·q
+//! ```
+//!
+//! Queries and keys are normalized inside: x / √(Σx² + 1e-6), as in transformers (`use_qk_l2norm_in_kernel`).
+//!
+//! # Shapes
+//! `q, k [B, S, Hk, Dk]`, `v, o [B, S, Hv, Dv]` of one element type; `g, beta [B, S, Hv]` in f32. A gradient has the shape
+//! and the element type of its tensor.
+
+mod cpu;
+mod layout;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+pub use layout::DeltaLayout;
+
+use super::OpError;
+use super::Workspace;
+use super::arg_check::{ArgCheck, Argument};
+use super::cast::with_element_type;
+use crate::device::dry::{self, DryCpu, MatmulOp};
+use crate::device::{DeviceError, Target};
+use candle_core::{DType, Tensor};
+
+/// Added to the squared norm of a query or key: that of transformers.
+const NORM_EPS: f64 = 1e-6;
+
+/// Inputs of both directions.
+#[derive(Debug, Clone, Copy)]
+pub struct Operands<'a> {
+    /// Queries `[B, S, Hk, Dk]`, before normalization.
+    pub q: &'a Tensor,
+    /// Keys `[B, S, Hk, Dk]`, before normalization.
+    pub k: &'a Tensor,
+    /// Values `[B, S, Hv, Dv]`.
+    pub v: &'a Tensor,
+    /// Logarithms of the decays, at most 0, `[B, S, Hv]` in f32.
+    pub g: &'a Tensor,
+    /// Rates of the updates, `[B, S, Hv]` in f32.
+    pub beta: &'a Tensor,
+    /// The documents, and the key head of each value head.
+    pub layout: &'a DeltaLayout,
+}
+
+/// Outputs of the backward pass, which are overwritten.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradients<'a> {
+    /// Gradient of the queries, summed over the value heads that share a key head.
+    pub dq: &'a Tensor,
+    /// Gradient of the keys, summed likewise.
+    pub dk: &'a Tensor,
+    /// Gradient of the values.
+    pub dv: &'a Tensor,
+    /// Gradient of the logarithms of the decays.
+    pub dg: &'a Tensor,
+    /// Gradient of the rates.
+    pub dbeta: &'a Tensor,
+}
+
+/// Writes the output, and the states at some tokens for [`backward`], if it will be called.
+///
+/// # Shapes
+/// [`Operands`] to `o [B, S, Hv, Dv]`, and `states` of [`DeltaLayout::states_shape`] in f32.
+///
+/// # Errors
+/// A tensor that is not contiguous, or whose shape, element type or device does not match; a `v_to_k` with a key head that
+/// does not exist; an output that shares storage with another argument; a device without kernels.
+pub fn forward<'a>(
+    operands: &Operands<'_>,
+    o: &Tensor,
+    states: impl Into<Option<&'a Tensor>>,
+    workspace: &Workspace,
+) -> Result<(), OpError> {
+    let call = ArgCheck::new("gated_delta::forward");
+    let states = states.into().map(|states| ("states", states));
+    let sizes = Sizes::check(call, operands)?;
+    call.expect(("o", o), &sizes.value_shape())?;
+    sizes.check_states(call, operands, states)?;
+    let outputs: Vec<_> = [("o", o)].into_iter().chain(states).collect();
+    let target = call.target(&outputs, &operands.named())?;
+    let dtype =
+        call.element_type(&[&operands.elements()[..], &[("o", o)]].concat(), &operands.sums(states))?;
+    let Operands { q, k, v, g, beta, layout } = *operands;
+    report_flops(layout, &sizes, false);
+    match target {
+        Target::Cpu => sizes.with_scratch(call, layout, workspace, false, |scratch| {
+            with_element_type!(dtype, T => call.on_cpu([q, k, v], [o], |[q, k, v]: [&[T]; 3], [o]| {
+                call.on_cpu([g, beta], [], |gates, []| {
+                    let problem = cpu::Problem::new(sizes, layout, [q, k, v], gates);
+                    let mut run = |states: Option<&mut [f32]>| {
+                        cpu::forward(&problem, o, states, scratch);
+                        Ok(())
+                    };
+                    match states {
+                        Some((_, states)) => call.write(states, |states| run(Some(states))),
+                        None => run(None),
+                    }
+                })?
+            })?)
+        }),
+        Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
+        Target::Kernels(_) => no_kernels(call, "gated_delta_forward", dtype),
+    }
+}
+
+/// Writes the gradients. The result has the same bits for any number of threads.
+///
+/// # Shapes
+/// [`Operands`], the `states` of [`forward`] and `dout [B, S, Hv, Dv]` to [`Gradients`].
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(
+    operands: &Operands<'_>,
+    states: &Tensor,
+    dout: &Tensor,
+    gradients: &Gradients<'_>,
+    workspace: &Workspace,
+) -> Result<(), OpError> {
+    let call = ArgCheck::new("gated_delta::backward");
+    let Gradients { dq, dk, dv, dg, dbeta } = *gradients;
+    let sizes = Sizes::check(call, operands)?;
+    sizes.check_states(call, operands, Some(("states", states)))?;
+    for argument in [("dout", dout), ("dv", dv)] {
+        call.expect(argument, &sizes.value_shape())?;
+    }
+    for argument in [("dq", dq), ("dk", dk)] {
+        call.expect(argument, &sizes.key_shape())?;
+    }
+    for argument in [("dg", dg), ("dbeta", dbeta)] {
+        call.expect(argument, &sizes.gate_shape())?;
+    }
+    let elements = [("dq", dq), ("dk", dk), ("dv", dv)];
+    let sums = [("dg", dg), ("dbeta", dbeta)];
+    let inputs = [&operands.named()[..], &[("states", states), ("dout", dout)]].concat();
+    let target = call.target(&[&elements[..], &sums].concat(), &inputs)?;
+    let elements = [&operands.elements()[..], &[("dout", dout)], &elements].concat();
+    let dtype =
+        call.element_type(&elements, &[&operands.sums(Some(("states", states)))[..], &sums].concat())?;
+    let Operands { q, k, v, g, beta, layout } = *operands;
+    report_flops(layout, &sizes, true);
+    match target {
+        Target::Cpu => sizes.with_scratch(call, layout, workspace, true, |scratch| {
+            with_element_type!(dtype, T => {
+                call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T]; 4], [dq, dk, dv]| {
+                    call.on_cpu([g, beta, states], [dg, dbeta], |[g, beta, states], [dg, dbeta]| {
+                        let problem = cpu::Problem::new(sizes, layout, [q, k, v], [g, beta]);
+                        let gradients = cpu::Gradients { dq, dk, dv, dg, dbeta };
+                        cpu::backward(&problem, states, dout, gradients, scratch);
+                    })
+                })?
+            })
+        }),
+        Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
+        Target::Kernels(_) => no_kernels(call, "gated_delta_backward", dtype),
+    }
+}
+
+/// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; what it computes again does not count.
+fn report_flops(layout: &DeltaLayout, sizes: &Sizes, is_backward: bool) {
+    if dry::is_dry() {
+        let passes = if is_backward { 2.0 } else { 1.0 };
+        let flops = passes * layout.flops(sizes.key_dim, sizes.value_dim);
+        dry::report_flops(MatmulOp::Attention, is_backward, flops);
+    }
+}
+
+fn no_kernels(call: ArgCheck, kernel: &'static str, dtype: DType) -> Result<(), OpError> {
+    call.kernels(Err(DeviceError::NoKernel { kernel, dtype }))
+}
+
+impl<'a> Operands<'a> {
+    fn elements(&self) -> [Argument<'a>; 3] {
+        [("q", self.q), ("k", self.k), ("v", self.v)]
+    }
+
+    fn sums(&self, states: Option<Argument<'a>>) -> Vec<Argument<'a>> {
+        [("g", self.g), ("beta", self.beta)].into_iter().chain(states).collect()
+    }
+
+    fn named(&self) -> Vec<Argument<'a>> {
+        [&self.elements()[..], &self.sums(None)].concat()
+    }
+}
+
+/// The sizes of a call.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    seq_len: usize,
+    key_heads: usize,
+    value_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+}
+
+impl Sizes {
+    /// Checks the operands against each other and the layout.
+    fn check(call: ArgCheck, operands: &Operands<'_>) -> Result<Self, OpError> {
+        let Operands { q, k, v, g, beta, layout } = *operands;
+        let heads = |argument: Argument<'_>| match argument.1.dims() {
+            &[_, _, heads, dim] if dim > 0 => Ok((heads, dim)),
+            dims => {
+                let expected = "[B, S, heads, dim], where dim is not 0";
+                Err(OpError::Dimensions { op: call.op, argument: argument.0, expected, got: dims.to_vec() })
+            }
+        };
+        let ((key_heads, key_dim), (_, value_dim)) = (heads(("k", k))?, heads(("v", v))?);
+        let (documents, value_heads) = (layout.documents(), layout.v_to_k().len());
+        let (batch, seq_len) = (documents.batch(), documents.seq_len());
+        let sizes = Self { batch, seq_len, key_heads, value_heads, key_dim, value_dim };
+        let shapes: [(Argument<'_>, &[usize]); 5] = [
+            (("q", q), &sizes.key_shape()),
+            (("k", k), &sizes.key_shape()),
+            (("v", v), &sizes.value_shape()),
+            (("g", g), &sizes.gate_shape()),
+            (("beta", beta), &sizes.gate_shape()),
+        ];
+        shapes.into_iter().try_for_each(|(argument, shape)| call.expect(argument, shape))?;
+        for &key_head in layout.v_to_k().iter() {
+            let exists = key_head < key_heads;
+            call.expect_value("v_to_k", key_head as f64, exists, "the index of a head of `k`")?;
+        }
+        Ok(sizes)
+    }
+
+    fn check_states(
+        &self,
+        call: ArgCheck,
+        operands: &Operands<'_>,
+        states: Option<Argument<'_>>,
+    ) -> Result<(), OpError> {
+        let shape = operands.layout.states_shape(self.key_dim, self.value_dim);
+        states.map_or(Ok(()), |states| call.expect(states, &shape))
+    }
+
+    /// Calls `work` with the working memory of a call, from the workspace.
+    fn with_scratch(
+        &self,
+        call: ArgCheck,
+        layout: &DeltaLayout,
+        workspace: &Workspace,
+        is_backward: bool,
+        work: impl FnOnce(&mut [f32]) -> Result<(), OpError>,
+    ) -> Result<(), OpError> {
+        let elems = cpu::scratch_elems(self, layout, rayon::current_num_threads(), is_backward);
+        let scratch = workspace.alloc_f32(elems)?;
+        call.write(&scratch, work)?;
+        workspace.recycle(scratch);
+        Ok(())
+    }
+
+    /// Counts the working memory of a call in a dry run.
+    fn alloc_scratch(
+        &self,
+        cpu: DryCpu,
+        layout: &DeltaLayout,
+        workspace: &Workspace,
+        is_backward: bool,
+    ) -> Result<(), OpError> {
+        workspace.recycle(workspace.alloc_f32(cpu::scratch_elems(self, layout, cpu.threads, is_backward))?);
+        cpu::alloc_thread_scratch(cpu, self, is_backward);
+        Ok(())
+    }
+
+    fn key_shape(&self) -> [usize; 4] {
+        [self.batch, self.seq_len, self.key_heads, self.key_dim]
+    }
+
+    fn value_shape(&self) -> [usize; 4] {
+        [self.batch, self.seq_len, self.value_heads, self.value_dim]
+    }
+
+    fn gate_shape(&self) -> [usize; 3] {
+        [self.batch, self.seq_len, self.value_heads]
+    }
+}

@@ -1,0 +1,317 @@
+use super::reference::{Inputs, Problem};
+use super::*;
+use crate::Documents;
+use crate::device::DeviceKind;
+use crate::device::dry::DryDevice;
+use crate::simd::Level;
+use crate::testing::*;
+use candle_core::Device;
+
+/// Random inputs of a call, and a gradient of its output.
+struct Case {
+    problem: Problem,
+    /// q, k, v, dout, g and beta.
+    data: [Vec<f32>; 6],
+}
+
+/// The names of the outputs that [`Case::run`] returns.
+const NAMES: [&str; 6] = ["o", "dq", "dk", "dv", "dg", "dbeta"];
+
+impl Case {
+    fn new(
+        cu_seqlens: &[&[u32]],
+        v_to_k: &[usize],
+        key_heads: usize,
+        [key_dim, value_dim]: [usize; 2],
+    ) -> Self {
+        let lists = cu_seqlens.iter().map(|list| list.to_vec()).collect::<Vec<_>>();
+        let layout = DeltaLayout::new(Documents::new(lists).unwrap(), v_to_k);
+        let tokens = layout.documents().batch() * layout.documents().seq_len();
+        let [keys, values] = [key_heads * key_dim, v_to_k.len() * value_dim].map(|row| tokens * row);
+        let gates = tokens * v_to_k.len();
+        // Decays so weak that states of earlier chunks count, and now and then an almost complete one; rates between 0 and 1.
+        let g = random(5, gates).into_iter().enumerate();
+        let g = g.map(|(i, x)| if i % 397 == 5 { -20.0 } else { (x - 2.0) / 200.0 }).collect();
+        let beta = random(6, gates).into_iter().map(|x| (x + 2.0) / 4.0).collect();
+        let data = [random(1, keys), random(2, keys), random(3, values), random(4, values), g, beta];
+        Self { problem: Problem { layout, key_heads, key_dim, value_dim }, data }
+    }
+
+    /// Chunks that are whole, partial, of one token and empty; heads that share key heads unevenly, and a key head that no
+    /// value head uses.
+    fn all() -> Vec<Self> {
+        vec![
+            Self::new(&[&[0, 1]], &[0], 1, [2, 1]),
+            Self::new(&[&[0, 3]], &[0], 1, [3, 5]),
+            Self::new(&[&[0, 64], &[0, 64]], &[0, 0, 1], 2, [16, 16]),
+            Self::new(&[&[0, 130]], &[0, 2, 2, 2, 3], 4, [8, 40]),
+            Self::new(&[&[0, 1, 1, 3, 66, 66, 193, 200], &[0, 200]], &[1, 0, 1], 3, [33, 7]),
+            Self::new(&[&[0, 64, 128, 129, 193]], &[0], 1, [17, 100]),
+            Self::new(&[&[0, 70]], &[0], 1, [8, 8]).with_short_keys(),
+        ]
+    }
+
+    /// With queries and keys so short that the ε of their norms counts.
+    fn with_short_keys(mut self) -> Self {
+        self.data[..2].iter_mut().flatten().for_each(|x| *x *= 1e-3);
+        self
+    }
+
+    /// As [`all`](Self::all), with documents that end before, at and behind the tokens whose states are saved.
+    fn long() -> Vec<Self> {
+        let cu_seqlens: &[&[u32]] = &[&[0, 2100, 2200], &[0, 1024, 1025, 2199, 2200], &[0, 30, 1055, 2200]];
+        vec![Self::new(cu_seqlens, &[0, 1, 1], 2, [8, 36])]
+    }
+
+    fn name(&self) -> String {
+        let Problem { layout, key_heads, key_dim, value_dim } = &self.problem;
+        let (seq_len, v_to_k) = (layout.documents().seq_len(), layout.v_to_k());
+        format!("{seq_len} tokens, {key_heads} key heads of {key_dim}, {v_to_k:?} of {value_dim}")
+    }
+
+    fn sizes(&self) -> Sizes {
+        let Problem { ref layout, key_heads, key_dim, value_dim } = self.problem;
+        let documents = layout.documents();
+        Sizes {
+            batch: documents.batch(),
+            seq_len: documents.seq_len(),
+            key_heads,
+            value_heads: layout.v_to_k().len(),
+            key_dim,
+            value_dim,
+        }
+    }
+
+    /// The shapes of q, k, v, dout, g and beta.
+    fn shapes(&self) -> [Vec<usize>; 6] {
+        let sizes = self.sizes();
+        let [key, value] = [sizes.key_shape(), sizes.value_shape()].map(|shape| shape.to_vec());
+        let gate = sizes.gate_shape().to_vec();
+        [key.clone(), key, value.clone(), value, gate.clone(), gate]
+    }
+
+    /// The tensors of q, k, v, dout, g and beta, rounded to `dtype` but for the gates.
+    fn tensors(&self, dtype: DType) -> [Tensor; 6] {
+        let shapes = self.shapes();
+        std::array::from_fn(|i| {
+            let dtype = if i < 4 { dtype } else { DType::F32 };
+            rounded(dtype, &self.data[i], &shapes[i]).0
+        })
+    }
+
+    /// The outputs of both directions, on tensors that contain NaN, and the bytes of scratch left in the workspace.
+    fn run(&self, dtype: DType) -> ([Vec<f32>; 6], usize) {
+        let Problem { ref layout, key_dim, value_dim, .. } = self.problem;
+        let [q, k, v, dout, g, beta] = &self.tensors(dtype);
+        let workspace = Workspace::new();
+        let operands = Operands { q, k, v, g, beta, layout };
+        let dirty = |like: &Tensor| rounded(like.dtype(), &vec![f32::NAN; like.elem_count()], like.dims()).0;
+        let (o, states) = (dirty(v), output(&layout.states_shape(key_dim, value_dim)));
+        forward(&operands, &o, &states, &workspace).unwrap();
+        let o_without_states = dirty(v);
+        forward(&operands, &o_without_states, None, &workspace).unwrap();
+        assert_eq!(read(&o), read(&o_without_states), "saved states change the output");
+        let [dq, dk, dv, dg, dbeta] = [q, k, v, g, beta].map(dirty);
+        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta };
+        backward(&operands, &states, dout, &gradients, &workspace).unwrap();
+        ([&o, &dq, &dk, &dv, &dg, &dbeta].map(read), workspace.free_bytes())
+    }
+
+    /// The same of the reference.
+    fn expected(&self, dtype: DType) -> [Vec<f64>; 6] {
+        let [q, k, v, dout, g, beta] = self.tensors(dtype).map(|tensor| to_f64(&read(&tensor)));
+        let inputs = Inputs { q, k, v, g, beta };
+        let o = self.problem.forward(&inputs);
+        let Inputs { q, k, v, g, beta } = self.problem.backward(&inputs, &dout);
+        [o, q, k, v, g, beta]
+    }
+
+    #[track_caller]
+    fn check(&self, dtype: DType, level: Level, rounding: f64) {
+        let (got, expected) = (self.run(dtype).0, self.expected(dtype));
+        for (i, name) in NAMES.iter().enumerate() {
+            let tolerance = 2e-5 + if i < 4 { rounding } else { 0.0 };
+            let what = format!("{name} {dtype:?} {level:?}, {}", self.name());
+            assert_close(&what, &got[i], &expected[i], tolerance);
+        }
+    }
+}
+
+#[test]
+fn both_directions_match_the_reference_at_every_level() {
+    at_every_level_in_one_thread(|level| {
+        for case in Case::all().iter().chain(&Case::long()) {
+            case.check(DType::F32, level, 0.0);
+        }
+    });
+}
+
+#[test]
+fn elements_of_16_bits_are_rounded_once() {
+    at_every_level_in_one_thread(|level| {
+        for case in [&Case::all()[3], &Case::all()[4]] {
+            case.check(DType::BF16, level, 2f64.powi(-8));
+            case.check(DType::F16, level, 2f64.powi(-11));
+        }
+    });
+}
+
+#[test]
+fn the_reference_gradients_are_the_derivatives_of_the_forward() {
+    let case = Case::new(&[&[0, 2, 6], &[0, 6, 6]], &[1, 0, 1], 3, [3, 2]);
+    let [q, k, v, dout, g, beta] = case.tensors(DType::F32).map(|tensor| to_f64(&read(&tensor)));
+    let inputs = Inputs { q, k, v, g, beta };
+    let gradients = case.problem.backward(&inputs, &dout);
+    let loss = |inputs: &Inputs| weighted_sum(&case.problem.forward(inputs), &dout);
+    let with = |change: &dyn Fn(&mut Inputs)| {
+        let mut changed = inputs.clone();
+        change(&mut changed);
+        loss(&changed)
+    };
+    assert_gradient("dq", |q| with(&|inputs| inputs.q = q.to_vec()), &inputs.q, &gradients.q);
+    assert_gradient("dk", |k| with(&|inputs| inputs.k = k.to_vec()), &inputs.k, &gradients.k);
+    assert_gradient("dv", |v| with(&|inputs| inputs.v = v.to_vec()), &inputs.v, &gradients.v);
+    assert_gradient("dg", |g| with(&|inputs| inputs.g = g.to_vec()), &inputs.g, &gradients.g);
+    assert_gradient(
+        "dbeta",
+        |beta| with(&|inputs| inputs.beta = beta.to_vec()),
+        &inputs.beta,
+        &gradients.beta,
+    );
+}
+
+#[test]
+fn the_number_of_threads_does_not_change_a_bit() {
+    for case in [&Case::all()[3], &Case::long()[0]] {
+        assert_same_for_any_thread_count(|| case.run(DType::F32).0);
+    }
+}
+
+#[test]
+fn a_document_has_the_same_results_wherever_it_is_packed() {
+    let alone = Case::new(&[&[0, 100]], &[0, 0], 1, [8, 8]);
+    let [expected, ..] = alone.run(DType::F32).0;
+    for start in [1, 64, 93] {
+        let mut packed = Case::new(&[&[0, start, start + 100, 300]], &[0, 0], 1, [8, 8]);
+        for (packed, alone) in packed.data.iter_mut().zip(&alone.data) {
+            let row = alone.len() / 100;
+            packed[start as usize * row..][..alone.len()].copy_from_slice(alone);
+        }
+        let [o, ..] = packed.run(DType::F32).0;
+        assert_eq!(o[start as usize * 16..][..1600], expected, "after {start} tokens");
+    }
+}
+
+#[test]
+fn the_shape_of_the_states_does_not_depend_on_the_documents() {
+    for cu_seqlens in [vec![vec![0, 3000]], vec![vec![0, 1, 5, 2000, 3000]]] {
+        let layout = DeltaLayout::new(Documents::new(cu_seqlens).unwrap(), [0, 0]);
+        assert_eq!(layout.states_shape(3, 4), [1, 2, 2, 3, 4]);
+    }
+}
+
+#[test]
+fn an_empty_shard_has_no_results() {
+    for (cu_seqlens, v_to_k) in [(vec![vec![0]], &[0][..]), (vec![vec![0, 3]], &[])] {
+        let tokens = *cu_seqlens[0].last().unwrap() as usize;
+        let layout = DeltaLayout::new(Documents::new(cu_seqlens).unwrap(), v_to_k);
+        let key = tensor(&vec![1.0; tokens * 4], &[1, tokens, 1, 4]);
+        let [value, gate] = [output(&[1, tokens, v_to_k.len(), 2]), output(&[1, tokens, v_to_k.len()])];
+        let operands = Operands { q: &key, k: &key, v: &value, g: &gate, beta: &gate, layout: &layout };
+        let states = output(&layout.states_shape(4, 2));
+        let like = |tensor: &Tensor| output(tensor.dims());
+        forward(&operands, &like(&value), &states, &Workspace::new()).unwrap();
+        let [dq, dk, dv, dg, dbeta] = [&key, &key, &value, &gate, &gate].map(like);
+        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv, dg: &dg, dbeta: &dbeta };
+        backward(&operands, &states, &value, &gradients, &Workspace::new()).unwrap();
+        assert_eq!([read(&dq), read(&dk)], [vec![0.0; tokens * 4], vec![0.0; tokens * 4]]);
+    }
+}
+
+#[test]
+fn wrong_arguments_are_named() {
+    let case = Case::new(&[&[0, 6]], &[0, 1], 2, [4, 3]);
+    let [q, k, v, dout, g, beta] = &case.tensors(DType::F32);
+    let layout = &case.problem.layout;
+    let operands = Operands { q, k, v, g, beta, layout };
+    let states = output(&layout.states_shape(4, 3));
+    let name = |result: Result<(), OpError>| match result.unwrap_err() {
+        OpError::Shape { argument, .. }
+        | OpError::Dimensions { argument, .. }
+        | OpError::MixedDTypes { argument, .. }
+        | OpError::InvalidValue { argument, .. }
+        | OpError::SharedStorage { output: argument, .. } => argument,
+        error => panic!("{error}"),
+    };
+    let run = |operands: &Operands<'_>, o: &Tensor| name(forward(operands, o, &states, &Workspace::new()));
+    let (o, half) = (output(&[1, 6, 2, 3]), rounded(DType::BF16, &[1.0; 48], &[1, 6, 2, 4]).0);
+    assert_eq!(run(&Operands { q: v, ..operands }, &o), "q");
+    assert_eq!(run(&Operands { k: &k.narrow(2, 0, 1).unwrap().contiguous().unwrap(), ..operands }, &o), "q");
+    assert_eq!(run(&Operands { v: k, ..operands }, &o), "o");
+    assert_eq!(run(&Operands { v: g, ..operands }, &o), "v");
+    assert_eq!(run(&Operands { g: v, ..operands }, &o), "g");
+    assert_eq!(run(&Operands { beta: v, ..operands }, &o), "beta");
+    assert_eq!(run(&Operands { k: &half, ..operands }, &o), "k");
+    assert_eq!(run(&operands, v), "o");
+    let wrong = DeltaLayout::new(layout.documents().clone(), [0, 2]);
+    assert_eq!(run(&Operands { layout: &wrong, ..operands }, &o), "v_to_k");
+    let longer = DeltaLayout::new(Documents::new(vec![vec![0, 7]]).unwrap(), [0, 1]);
+    assert_eq!(run(&Operands { layout: &longer, ..operands }, &o), "q");
+    assert_eq!(name(forward(&operands, &o, g, &Workspace::new())), "states");
+
+    let [dq, dk, dv, dg, dbeta] = &[q, k, v, g, beta].map(|tensor| output(tensor.dims()));
+    let gradients = Gradients { dq, dk, dv, dg, dbeta };
+    let run = |states: &Tensor, gradients: &Gradients<'_>| {
+        name(backward(&operands, states, dout, gradients, &Workspace::new()))
+    };
+    assert_eq!(run(g, &gradients), "states");
+    assert_eq!(run(&states, &Gradients { dq: dv, ..gradients }), "dq");
+    assert_eq!(run(&states, &Gradients { dv: dk, ..gradients }), "dv");
+    assert_eq!(run(&states, &Gradients { dbeta: dk, ..gradients }), "dbeta");
+    assert_eq!(run(&states, &Gradients { dk: dq, ..gradients }), "dq");
+}
+
+/// The results of both directions in a dry run, and the bytes of scratch that they leave in the workspace.
+fn run_dry(case: &Case, kind: DeviceKind, threads: usize) -> ([Result<(), OpError>; 2], usize) {
+    let (shapes, layout) = (case.shapes(), case.problem.layout.clone());
+    let states = layout.states_shape(case.problem.key_dim, case.problem.value_dim);
+    dry::run(
+        DryDevice { kind, threads },
+        |_| {},
+        move || {
+            let zeros = |shape: &[usize]| crate::tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+            let [q, k, v, dout, g, beta] = &shapes.clone().map(|shape| zeros(&shape));
+            let [dq, dk, dv, o, dg, dbeta] = &shapes.map(|shape| zeros(&shape));
+            let (states, workspace) = (zeros(&states), Workspace::new());
+            let operands = Operands { q, k, v, g, beta, layout: &layout };
+            let gradients = Gradients { dq, dk, dv, dg, dbeta };
+            let results = [
+                forward(&operands, o, &states, &workspace),
+                backward(&operands, &states, dout, &gradients, &workspace),
+            ];
+            (results, workspace.free_bytes())
+        },
+    )
+    .unwrap()
+}
+
+#[test]
+fn a_dry_run_takes_the_scratch_of_a_real_one() {
+    for case in [&Case::all()[3], &Case::long()[0]] {
+        for threads in [1, 3] {
+            let ([forward, backward], bytes) = run_dry(case, DeviceKind::Cpu, threads);
+            forward.and(backward).unwrap();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            assert_eq!(pool.install(|| case.run(DType::F32).1), bytes, "{threads} threads, {}", case.name());
+        }
+    }
+}
+
+#[test]
+fn a_gpu_gets_an_error_that_names_the_op() {
+    let ([forward, backward], _) = run_dry(&Case::all()[1], DeviceKind::Cuda, 1);
+    for (result, expected) in [(forward, "gated_delta::forward"), (backward, "gated_delta::backward")] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, OpError::Device { op, .. } if op == expected), "{error}");
+    }
+}
