@@ -6,8 +6,10 @@
 //! ```
 
 use anyhow::{Result, ensure};
+use std::path::Path;
 use std::sync::Arc;
 use ulysses::candle::DType;
+use ulysses::checkpoint::{LocalStorage, load_tensors, save_tensors};
 use ulysses::placement::{Layout, Placement::*, ShardedTensor, draw};
 use ulysses::prelude::*;
 
@@ -36,6 +38,13 @@ fn main() -> Result<()> {
         two_axes(&Arc::new(MeshGroups::new(&mesh, rank.group.clone())?))
     })?;
     println!("\n{}", texts[0]);
+
+    let dir = tempfile::tempdir()?;
+    let texts = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
+        let groups = Arc::new(MeshGroups::new(&mesh, rank.group.clone())?);
+        save_and_load(&groups, &dir.path().join("tensors"))
+    })?;
+    println!("{}", texts[0]);
     Ok(())
 }
 
@@ -49,8 +58,11 @@ fn one_axis(groups: &Arc<MeshGroups>) -> Result<Vec<String>> {
     let same = ShardedTensor::from_local(groups, rows.local(), &[Shard(0)], None)?;
     ensure!(same.shape() == [7, 6] && same.equals(&rows)?);
 
-    // columns = rows.redistribute(mesh, [Shard(1)]): an all-to-all.
-    let columns = rows.redistribute(&[Shard(1)])?;
+    // columns = rows.redistribute(mesh, [Shard(1)], async_op=True): an all-to-all, while this rank computes.
+    let pending = rows.start_redistribute(&[Shard(1)])?;
+    let norm = rows.local().sqr()?.sum_all()?;
+    ensure!(norm.to_scalar::<f32>()? > 0.0);
+    let columns = pending.wait()?;
 
     // replica = columns.redistribute(mesh, [Replicate()]): a gather, with bytes that are known before.
     let group = groups.get_group("x")?;
@@ -64,6 +76,20 @@ fn one_axis(groups: &Arc<MeshGroups>) -> Result<Vec<String>> {
     let dims = |tensor: &ShardedTensor| format!("{:?}", tensor.local().dims());
     let bytes = format!("{planned} planned, {sent} sent");
     Ok(vec![dims(&rows), dims(&columns), dims(&replica), bytes, rows.to_string()])
+}
+
+/// Saves rows, and loads columns.
+fn save_and_load(groups: &Arc<MeshGroups>, dir: &Path) -> Result<String> {
+    let x = Tensor::arange(0_f32, 42.0, &Device::Cpu)?.reshape((7, 6))?;
+    let rows = ShardedTensor::distribute(groups, &x, &[Shard(0), Replicate])?;
+
+    // dcp.save({"x": rows}, checkpoint_id=dir): each slice is written once.
+    save_tensors(groups, dir, &[("x".to_owned(), rows.clone())].into(), &LocalStorage)?;
+
+    // dcp.load(…): in any placements, on any mesh. A directory or file of Hugging Face's is read in the same way.
+    let loaded = load_tensors(groups, dir, |_, _| Some(vec![Replicate, Shard(1)]))?;
+    ensure!(loaded["x"].equals(&rows)?);
+    Ok(format!("loaded {:?}: {:?}", loaded["x"].placements(), loaded["x"].local().dims()))
 }
 
 fn two_axes(groups: &Arc<MeshGroups>) -> Result<String> {

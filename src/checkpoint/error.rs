@@ -2,6 +2,7 @@
 
 use crate::comm::CommError;
 use crate::model::ModelError;
+use crate::placement::PlacementError;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
@@ -77,6 +78,14 @@ pub enum CheckpointError {
         tensor: String,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A sharded tensor cannot be saved, or not be loaded in the given placements.
+    #[error("tensor {tensor}: {source}")]
+    ShardedTensor {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        source: PlacementError,
     },
     /// A parameter would overflow in the dtype of an export.
     #[error("parameter {name}: {value} is out of range for {dtype}; export with another dtype")]
@@ -176,6 +185,12 @@ impl CheckpointError {
             | Self::Tensor { .. } => true,
             _ => false,
         }
+    }
+
+    /// Returns a converter for `map_err` of an operation on a sharded tensor.
+    pub(super) fn of_tensor<E: Into<PlacementError>>(tensor: &str) -> impl FnOnce(E) -> Self + use<E> {
+        let tensor = tensor.to_owned();
+        move |source| Self::ShardedTensor { tensor, source: source.into() }
     }
 
     /// Returns a converter for `map_err` of an operation on a path.

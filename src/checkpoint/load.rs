@@ -79,7 +79,8 @@ impl Checkpoint {
     /// Verifies every `step`-th file, starting with file `first`.
     fn verify_share(&self, first: usize, step: usize) -> Result<(), CheckpointError> {
         self.manifest.files.iter().skip(first).step_by(step).try_for_each(|entry| {
-            StateFile::open(&self.dir, &self.manifest, &self.stored, entry)?.verify(entry)
+            StateFile::open(&self.dir, &self.manifest, &self.stored, entry)?
+                .verify(entry.bytes, &entry.blake3)
         })
     }
 

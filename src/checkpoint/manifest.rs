@@ -198,21 +198,8 @@ impl Manifest {
     /// # Errors
     /// Fails if the manifest is missing, damaged, inconsistent or of a newer format.
     pub fn read(dir: &Path) -> Result<Self, CheckpointError> {
-        Self::parse(&Self::read_text(dir)?, &dir.join(MANIFEST))
-    }
-
-    /// Reads the text of a checkpoint's manifest, without checking it.
-    pub(super) fn read_text(dir: &Path) -> Result<String, CheckpointError> {
         let path = dir.join(MANIFEST);
-        let io = |operation| CheckpointError::io(operation, &path);
-        let (file, size) = regular_file::open(&path).map_err(io("open"))?;
-        let invalid = |reason: String| CheckpointError::Manifest { path: path.clone(), reason };
-        if size > MAX_MANIFEST_BYTES {
-            return Err(invalid(format!("manifest has {size} bytes; the maximum is {MAX_MANIFEST_BYTES}")));
-        }
-        let mut text = String::new();
-        file.take(size).read_to_string(&mut text).map_err(io("read"))?;
-        Ok(text)
+        Self::parse(&read_text(&path)?, &path)
     }
 
     /// Parses and checks the text of the manifest at `path`.
@@ -238,9 +225,7 @@ impl Manifest {
     /// # Errors
     /// Fails if the config or the model cannot be encoded as JSON.
     pub fn to_text(&self) -> serde_json::Result<String> {
-        let text = serde_json::to_string_pretty(self)?;
-        let body = text.strip_suffix("\n}").unwrap_or(&text);
-        Ok(format!("{body}{HASH_LINE}{}\"\n}}\n", blake3::hash(body.as_bytes()).to_hex()))
+        serde_json::to_string_pretty(self).map(|text| with_own_hash(&text))
     }
 
     /// Returns the name of the file of one kind and part.
@@ -338,7 +323,26 @@ struct FormatVersion {
     format_version: u64,
 }
 
-fn check_own_hash(text: &str) -> Result<(), String> {
+/// Reads the text of a manifest, without checking it.
+pub(super) fn read_text(path: &Path) -> Result<String, CheckpointError> {
+    let io = |operation| CheckpointError::io(operation, path);
+    let (file, size) = regular_file::open(path).map_err(io("open"))?;
+    if size > MAX_MANIFEST_BYTES {
+        let reason = format!("manifest has {size} bytes; the maximum is {MAX_MANIFEST_BYTES}");
+        return Err(CheckpointError::Manifest { path: path.to_owned(), reason });
+    }
+    let mut text = String::new();
+    file.take(size).read_to_string(&mut text).map_err(io("read"))?;
+    Ok(text)
+}
+
+/// Appends the hash of a JSON object as its last line.
+pub(super) fn with_own_hash(text: &str) -> String {
+    let body = text.strip_suffix("\n}").unwrap_or(text);
+    format!("{body}{HASH_LINE}{}\"\n}}\n", blake3::hash(body.as_bytes()).to_hex())
+}
+
+pub(super) fn check_own_hash(text: &str) -> Result<(), String> {
     let (body, rest) = text.rsplit_once(HASH_LINE).ok_or("damaged: the last line is not the hash")?;
     let expected = blake3::hash(body.as_bytes()).to_hex();
     if rest == format!("{expected}\"\n}}\n") {

@@ -8,6 +8,7 @@
 //! - [`MemoryCopies`]: copies in the host memory of two nodes, from which a restarted run continues.
 //! - [`Checkpoint`], [`Reader`]: reads of any range of a flat buffer of any mesh.
 //! - [`export`]: export in Hugging Face's layout. [`diff`]: comparison of two checkpoints.
+//! - [`save_tensors`], [`load_tensors`]: sharded tensors of a program of one's own.
 //! - [`OutputLock`]: exclusive access to an output directory.
 //!
 //! The README of this folder documents the format and the protocol.
@@ -25,6 +26,7 @@ mod manifest;
 mod memory;
 mod parameter_table;
 mod save;
+mod sharded_tensors;
 mod state_file;
 mod storage;
 mod stored_layouts;
@@ -45,4 +47,5 @@ pub use manifest::{
 pub use memory::{MemoryCheckpoint, MemoryCopies, NewestCopy};
 pub use parameter_table::{ParameterEntry, ShardEntry, UnitEntry};
 pub use save::{SaveOptions, SavedCheckpoint, Saver};
+pub use sharded_tensors::{load_tensors, save_tensors};
 pub use storage::{LocalStorage, Storage, StorageFile};

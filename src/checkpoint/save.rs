@@ -261,7 +261,7 @@ impl WriteJob {
         let layouts = StoredLayouts::new(manifest);
         let entry = write_state_file(&*self.storage, dir, (manifest, &layouts), (kind, self.part), units)?;
         if self.read_back {
-            StateFile::open(dir, manifest, &layouts, &entry)?.verify(&entry)?;
+            StateFile::open(dir, manifest, &layouts, &entry)?.verify(entry.bytes, &entry.blake3)?;
         }
         Ok(entry)
     }

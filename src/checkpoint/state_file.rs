@@ -9,6 +9,7 @@ use crate::safetensors_file::{CHUNK_BYTES, read_elements};
 use crate::zero::{CheckpointPart, StateSlice};
 use candle_core::Device;
 use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::ops::Range;
@@ -25,6 +26,7 @@ pub(super) struct TensorFileWriter {
 }
 
 /// Size and hash of a durably written file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WrittenFile {
     pub(super) bytes: u64,
     pub(super) blake3: String,
@@ -158,13 +160,18 @@ impl StateFile {
         layouts: &StoredLayouts,
         entry: &FileEntry,
     ) -> Result<Self, CheckpointError> {
-        let path = dir.join(&entry.name);
+        let header = expected_header(manifest, layouts, &entry.kind, entry.part());
+        Self::open_as(dir.join(&entry.name), entry.bytes, &header)
+    }
+
+    /// Opens a file that has this size and header.
+    pub(super) fn open_as(path: PathBuf, bytes: u64, expected: &Header) -> Result<Self, CheckpointError> {
         let (mut file, found) = regular_file::open(&path).map_err(CheckpointError::io("open", &path))?;
-        if found != entry.bytes {
-            return Err(CheckpointError::FileSize { path, expected: entry.bytes, found });
+        if found != bytes {
+            return Err(CheckpointError::FileSize { path, expected: bytes, found });
         }
         let (header, data_start) = Header::read(&mut file, found, &path)?;
-        header.check(&expected_header(manifest, layouts, &entry.kind, entry.part()), &path)?;
+        header.check(expected, &path)?;
         let expected = data_start + header.data_bytes() as u64;
         if found != expected {
             return Err(CheckpointError::FileSize { path, expected, found });
@@ -173,13 +180,12 @@ impl StateFile {
     }
 
     /// Reads the whole file and checks its hash.
-    pub(super) fn verify(&mut self, entry: &FileEntry) -> Result<(), CheckpointError> {
-        let found =
-            hash_file(&mut self.file, entry.bytes).map_err(CheckpointError::io("read", &self.path))?;
-        if found == entry.blake3 {
+    pub(super) fn verify(&mut self, bytes: u64, blake3: &str) -> Result<(), CheckpointError> {
+        let found = hash_file(&mut self.file, bytes).map_err(CheckpointError::io("read", &self.path))?;
+        if found == blake3 {
             return Ok(());
         }
-        Err(CheckpointError::FileHash { path: self.path.clone(), expected: entry.blake3.clone(), found })
+        Err(CheckpointError::FileHash { path: self.path.clone(), expected: blake3.to_owned(), found })
     }
 
     /// Reads only elements `range` of a unit's tensor.

@@ -17,6 +17,7 @@ pub use crate::families::{
     DecoderLayer, DecoderParts, FAMILIES, Family, KnownModel, ModelConfig, ModelError, Multipliers, PRESETS,
     ParallelDecoderLayer, Sizes, family, known_models, max_positions, preset, shape,
 };
+pub(crate) use hf::TensorFile;
 pub use hf::{HfDescription, HfModel, HfSource, HfWeights, OtherTensor};
 pub use model::{Model, UnitSpec};
 pub use weights::{RandomWeights, WeightSource};

@@ -1,11 +1,13 @@
 //! Runs the steps of a redistribution as collectives on the groups of a mesh.
 
 use super::{Layout, PlacementError, Plan, Step, StepKind};
-use crate::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedPlan};
+use crate::comm::{MeshGroups, Pending, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedPlan};
 use candle_core::Tensor;
+use std::mem::replace;
 use std::ops::Range;
 use std::slice::from_ref;
 use std::sync::Arc;
+use std::vec::IntoIter;
 use ulysses_kernels::strided_copy::{self, BlockCopy, StridedBlock};
 use ulysses_kernels::tensor;
 
@@ -32,6 +34,15 @@ impl Plan {
         groups: &[Arc<dyn ProcessGroup>],
         local: &Tensor,
     ) -> Result<Tensor, PlacementError> {
+        self.start_on(groups.to_vec(), local)?.wait()
+    }
+
+    /// Starts the first collective of [`execute_on`](Self::execute_on).
+    pub(super) fn start_on(
+        &self,
+        groups: Vec<Arc<dyn ProcessGroup>>,
+        local: &Tensor,
+    ) -> Result<StartedPlan, PlacementError> {
         let coordinate: Vec<usize> = groups.iter().map(|group| group.rank()).collect();
         let fits = |what, expected: Vec<usize>, got: Vec<usize>| match expected == got {
             true => Ok(()),
@@ -40,9 +51,48 @@ impl Plan {
         let sizes = self.from.axes().iter().map(|axis| axis.size).collect();
         fits("the mesh", sizes, groups.iter().map(|group| group.world_size()).collect())?;
         fits("the shape", self.from.local_shape(&coordinate)?, local.dims().to_vec())?;
-        self.steps
-            .iter()
-            .try_fold(local.clone(), |local, step| step.execute(&*groups[step.axis], &coordinate, &local))
+        let steps = self.steps.clone().into_iter();
+        let mut plan =
+            StartedPlan { groups, coordinate, steps, local: local.clone(), pending: Pending::ready() };
+        // Local steps complete at once.
+        while plan.start_next()?.is_some_and(StepKind::is_local) {}
+        Ok(plan)
+    }
+}
+
+/// A plan of which a step is in progress. Later steps need its result.
+#[derive(Debug)]
+pub(super) struct StartedPlan {
+    groups: Vec<Arc<dyn ProcessGroup>>,
+    coordinate: Vec<usize>,
+    /// The steps that have not started.
+    steps: IntoIter<Step>,
+    /// The result of the last started step, valid after `pending`.
+    local: Tensor,
+    pending: Pending,
+}
+
+impl StartedPlan {
+    /// Starts the next step, if there is one. The one before it has completed.
+    fn start_next(&mut self) -> Result<Option<StepKind>, PlacementError> {
+        let Some(step) = self.steps.next() else { return Ok(None) };
+        (self.pending, self.local) = step.start(&*self.groups[step.axis], &self.coordinate, &self.local)?;
+        Ok(Some(step.kind))
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once.
+    pub(super) fn is_completed(&self) -> bool {
+        self.steps.as_slice().is_empty() && self.pending.is_completed()
+    }
+
+    /// Runs the other steps.
+    pub(super) fn wait(mut self) -> Result<Tensor, PlacementError> {
+        loop {
+            replace(&mut self.pending, Pending::ready()).wait()?;
+            if self.start_next()?.is_none() {
+                return Ok(self.local);
+            }
+        }
     }
 }
 
@@ -50,12 +100,13 @@ impl Plan {
 type SlicesByRank = Vec<Vec<Range<usize>>>;
 
 impl Step {
-    fn execute(
+    /// Starts the step. The tensor is valid when the operation has completed.
+    fn start(
         &self,
         group: &dyn ProcessGroup,
         coordinate: &[usize],
         local: &Tensor,
-    ) -> Result<Tensor, PlacementError> {
+    ) -> Result<(Pending, Tensor), PlacementError> {
         let shape = self.after.local_shape(coordinate)?;
         let zeros = |shape: &[usize]| tensor::zeros(shape, local.dtype(), local.device());
         let (rank, held, needed) = (
@@ -64,19 +115,18 @@ impl Step {
             self.along_axis(&self.after, coordinate)?,
         );
         match self.kind {
-            StepKind::ZeroOthers if rank == 0 => Ok(local.clone()),
-            StepKind::ZeroOthers => Ok(zeros(&shape)?),
+            StepKind::ZeroOthers if rank == 0 => Ok((Pending::ready(), local.clone())),
+            StepKind::ZeroOthers => Ok((Pending::ready(), zeros(&shape)?)),
             StepKind::Slice { .. } | StepKind::Pad { .. } => {
                 let own = zeros(&shape)?;
                 let copies = Vec::from_iter(transfer(&held[rank], &needed[rank]));
                 strided_copy::copy_blocks(&[local], &[&own], &copies)?;
-                Ok(own)
+                Ok((Pending::ready(), own))
             }
             StepKind::AllReduce => {
                 let sum = zeros(&shape)?;
                 strided_copy::copy(local, &sum)?;
-                group.all_reduce(&sum, ReduceOp::Sum)?;
-                Ok(sum)
+                Ok((group.start_all_reduce(&sum, ReduceOp::Sum)?, sum))
             }
             StepKind::ReduceScatter { .. } => {
                 let chunk = self.chunk_numel(coordinate)?;
@@ -87,8 +137,9 @@ impl Step {
                 };
                 let copies: Vec<_> = needed.iter().enumerate().filter_map(pack).collect();
                 strided_copy::copy_blocks(&[local], &[&padded], &copies)?;
-                group.reduce_scatter(&padded, &sum, ReduceOp::Sum)?;
-                Ok(sum.narrow(0, 0, shape.iter().product())?.reshape(shape)?)
+                let pending = group.start_reduce_scatter(&padded, &sum, ReduceOp::Sum)?;
+                // A view, without the padding.
+                Ok((pending, sum.narrow(0, 0, shape.iter().product())?.reshape(shape)?))
             }
             StepKind::AllGather { .. } | StepKind::AllToAll { .. } => {
                 let received = zeros(&shape)?;
@@ -99,8 +150,8 @@ impl Step {
                     send: to_peers.map(|copy| copy.map(|copy| copy.from).into_iter().collect()).collect(),
                     recv: from_peers.map(|copy| copy.map(recv).into_iter().collect()).collect(),
                 };
-                group.all_to_all_strided(from_ref(local), from_ref(&received), &Arc::new(plan))?;
-                Ok(received)
+                let plan = Arc::new(plan);
+                Ok((group.start_all_to_all_strided(from_ref(local), from_ref(&received), &plan)?, received))
             }
         }
     }
@@ -139,7 +190,7 @@ impl Step {
 
 /// The elements that a rank with the slices `held` has for one that needs the slices `needed`: from where in the one's
 /// tensor, to where in the other's. Each tensor may have more than them in one dimension.
-fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<BlockCopy> {
+pub(crate) fn transfer(held: &[Range<usize>], needed: &[Range<usize>]) -> Option<BlockCopy> {
     let both = held.iter().zip(needed);
     let part: Vec<Range<usize>> =
         both.map(|(held, needed)| held.start.max(needed.start)..held.end.min(needed.end)).collect();

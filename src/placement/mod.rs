@@ -24,6 +24,7 @@ mod tests;
 pub use axis::{LayoutAxis, Placement};
 pub use draw::draw;
 pub use error::PlacementError;
+pub(crate) use execute::transfer;
 pub use layout::Layout;
 pub use plan::{Plan, Step, StepKind, redistribute};
-pub use sharded_tensor::ShardedTensor;
+pub use sharded_tensor::{PendingTensor, ShardedTensor};

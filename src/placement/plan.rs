@@ -101,6 +101,11 @@ pub fn redistribute(from: &Layout, to: &Layout) -> Result<Plan, PlacementError> 
 }
 
 impl StepKind {
+    /// Whether ranks need nothing of each other.
+    pub(super) fn is_local(self) -> bool {
+        matches!(self, Self::Slice { .. } | Self::Pad { .. } | Self::ZeroOthers)
+    }
+
     fn placement_after(self) -> Placement {
         match self {
             Self::Slice { dim } | Self::ReduceScatter { dim } | Self::AllToAll { to: dim, .. } => Shard(dim),

@@ -27,7 +27,7 @@ const MAY_IMPORT: [(&str, &str); 19] = [
     ("pipeline", "mesh, comm, kernels, nn, objective, model"),
     ("zero", "mesh, comm, placement, config, kernels, optim"),
     ("data", "mesh, config"),
-    ("checkpoint", "mesh, comm, nn, model, zero"),
+    ("checkpoint", "mesh, comm, placement, nn, model, zero"),
     ("monitor", "comm"),
     (
         "engine",

@@ -240,6 +240,7 @@ fn sharded_tensors_follow_the_tutorial_of_dtensor() {
             "replicated: [7, 6] on every rank",
             "x · w: [Shard(0), Partial] without communication; whole: equal",
             "`b.redistribute(&[Shard(0), Partial])?`",
+            "loaded [Replicate, Shard(1)]: [7, 3]",
         ],
     );
     let counted = text.lines().find_map(|line| line.strip_prefix("bytes to replicate: ")).unwrap();

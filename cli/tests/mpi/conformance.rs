@@ -2,6 +2,7 @@
 
 use crate::job::Job;
 use crate::large;
+use crate::sharded;
 use crate::support::comm::cases::every_case;
 use crate::support::comm::mpi::Mpi;
 use crate::support::comm::{
@@ -29,6 +30,9 @@ fn cases() -> Vec<Case> {
     }));
     cases.push(("large", "a_tensor_with_more_elements_than_an_int_arrives_complete", |mpi| {
         large::a_tensor_with_more_elements_than_an_int_arrives_complete(mpi);
+    }));
+    cases.push(("sharded", "sharded_tensors_move_at_the_same_time_and_are_saved_and_loaded", |mpi| {
+        sharded::sharded_tensors_move_at_the_same_time_and_are_saved_and_loaded(mpi);
     }));
     cases
 }

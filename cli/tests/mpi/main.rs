@@ -14,6 +14,7 @@ mod job;
 mod large;
 mod launching;
 mod nodes;
+mod sharded;
 mod slurm;
 mod training;
 

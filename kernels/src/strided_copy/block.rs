@@ -125,8 +125,8 @@ impl StridedBlock {
         self.may_overlap(other) && self.runs().any(|begin| other.meets(begin..begin + self.run))
     }
 
-    /// Offsets of the runs.
-    fn runs(&self) -> impl Iterator<Item = usize> {
+    /// Offsets of the runs, batch by batch.
+    pub fn runs(&self) -> impl Iterator<Item = usize> {
         let in_batch = move |batch: usize| (0..self.rows).map(move |row| batch + row * self.row_stride);
         (0..self.batch).map(|batch| self.offset + batch * self.batch_stride).flat_map(in_batch)
     }

@@ -4,6 +4,7 @@ use super::MemoryCopies;
 use super::choose::{Choice, CopyId, Holders, Listed, choose};
 use super::transfer::{Transfer, send_files};
 use crate::checkpoint::directory::saved_steps;
+use crate::checkpoint::manifest::read_text;
 use crate::checkpoint::state_file::StateFile;
 use crate::checkpoint::stored_layouts::StoredLayouts;
 use crate::checkpoint::{Checkpoint, CheckpointError, MANIFEST, Manifest};
@@ -64,7 +65,7 @@ impl MemoryCopies {
         }
         let manifest = match &complete {
             Some(holders) if is_described_here(holders) => {
-                Manifest::read_text(&self.directories.of(holders.copy.step)).map(Some)
+                read_text(&self.directories.of(holders.copy.step).join(MANIFEST)).map(Some)
             }
             _ => Ok(None),
         };
@@ -90,7 +91,7 @@ impl MemoryCopies {
         let mut listed = Vec::new();
         for step in saved_steps(&self.directories.path)? {
             let dir = self.directories.of(step);
-            let text = Manifest::read_text(&dir);
+            let text = read_text(&dir.join(MANIFEST));
             let parsed = text.and_then(|text| Ok((Manifest::parse(&text, &dir.join(MANIFEST))?, text)));
             let (manifest, text) = match parsed {
                 Ok(parsed) => parsed,
@@ -106,7 +107,7 @@ impl MemoryCopies {
                     continue;
                 }
                 let opened = StateFile::open(&dir, &manifest, &layouts, entry);
-                match opened.and_then(|mut file| file.verify(entry)) {
+                match opened.and_then(|mut file| file.verify(entry.bytes, &entry.blake3)) {
                     Ok(()) => valid.push(index),
                     Err(error) => refused.push(error.to_string()),
                 }
@@ -144,7 +145,8 @@ impl MemoryCopies {
         self.all(send_files(&*self.group, &*self.directories.storage, &dir, &transfers)?)?;
         let layouts = StoredLayouts::new(&manifest);
         let verify = |transfer: &Transfer| {
-            StateFile::open(&dir, &manifest, &layouts, &transfer.file)?.verify(&transfer.file)
+            StateFile::open(&dir, &manifest, &layouts, &transfer.file)?
+                .verify(transfer.file.bytes, &transfer.file.blake3)
         };
         let verified = transfers.iter().filter(|transfer| transfer.to == own).try_for_each(verify);
         let opened = verified.and_then(|()| Checkpoint::open(&dir));

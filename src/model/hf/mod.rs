@@ -5,4 +5,5 @@ mod tensor_file;
 mod weights;
 
 pub use model::{HfDescription, HfModel, HfSource};
+pub(crate) use tensor_file::TensorFile;
 pub use weights::{HfWeights, OtherTensor};

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// An open file. Only its header is in memory.
-pub(super) struct TensorFile {
+pub(crate) struct TensorFile {
     path: PathBuf,
     file: Mutex<File>,
     tensors: HashMap<String, TensorInfo>,
@@ -27,7 +27,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// A file that is missing or is not safetensors.
-    pub(super) fn open(path: PathBuf) -> Result<Self, ModelError> {
+    pub(crate) fn open(path: PathBuf) -> Result<Self, ModelError> {
         let io = |source| ModelError::Io { path: path.clone(), source };
         let (mut file, file_bytes) = regular_file::open(&path).map_err(io)?;
         let (metadata, data_start) = read_header(&mut file, file_bytes, &path)?;
@@ -35,7 +35,7 @@ impl TensorFile {
         Ok(Self { path, file: Mutex::new(file), tensors, data_start })
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
@@ -44,7 +44,7 @@ impl TensorFile {
         self.tensors.keys().map(String::as_str)
     }
 
-    pub(super) fn info(&self, name: &str) -> Option<&TensorInfo> {
+    pub(crate) fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
@@ -73,6 +73,26 @@ impl TensorFile {
             Dtype::F16 => self.widen(start, range, out, |bytes| f16::from_le_bytes(bytes).to_f32()),
             other => Err(self.format(format!("tensor {name} is {other:?}; f32, bf16 and f16 can be loaded"))),
         }
+    }
+
+    /// Reads bytes `range` of a tensor's elements into `out`, of the same length.
+    ///
+    /// # Errors
+    /// A tensor or a range that the file lacks, or a failed read.
+    pub(crate) fn read_bytes(
+        &self,
+        name: &str,
+        range: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let offsets = self.info(name).map(|info| info.data_offsets);
+        let Some((start, _)) = offsets.filter(|(start, end)| range.end <= end - start) else {
+            return Err(self.format(format!("bytes {range:?} of tensor {name} are missing")));
+        };
+        let mut file = self.file.lock();
+        file.seek(SeekFrom::Start(self.data_start + (start + range.start) as u64))
+            .and_then(|_| file.read_exact(out))
+            .map_err(|source| ModelError::Io { path: self.path.clone(), source })
     }
 
     /// Passes the bytes of a tensor to `write`, part by part.

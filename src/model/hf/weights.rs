@@ -65,19 +65,27 @@ impl HfWeights {
             let advice = other_weights(dir).map_or_else(String::new, |advice| format!("; {advice}"));
             return Err(ModelError::NoWeights { advice, dir: dir.to_owned(), single: SINGLE, index: INDEX });
         }
-        if single.exists() {
-            let file = TensorFile::open(single.clone())?;
-            let places: Vec<_> = file.names().map(|name| Place::new(0, name)).collect();
-            let weights =
-                Self { listing: single, files: vec![file], file_of: places.iter().cloned().collect() };
-            return match weights.file_of.len() == places.len() {
-                true => Ok(weights),
-                false => {
-                    Err(weights.files[0].format("it holds tensors of a language model twice".to_owned()))
-                }
-            };
+        if single.exists() { Self::open_file(&single) } else { Self::open_shards(dir, index) }
+    }
+
+    /// Opens one safetensors file.
+    ///
+    /// # Errors
+    /// A file that is missing or is not safetensors.
+    pub fn open_file(path: &Path) -> Result<Self, ModelError> {
+        let file = TensorFile::open(path.to_owned())?;
+        let places: Vec<_> = file.names().map(|name| Place::new(0, name)).collect();
+        let (listing, file_of) = (path.to_owned(), places.iter().cloned().collect());
+        let weights = Self { listing, files: vec![file], file_of };
+        match weights.file_of.len() == places.len() {
+            true => Ok(weights),
+            false => Err(weights.files[0].format("it holds tensors of a language model twice".to_owned())),
         }
-        Self::open_shards(dir, index)
+    }
+
+    /// The files, and the name of every tensor with the index of its file.
+    pub(crate) fn into_files(self) -> (Vec<TensorFile>, impl Iterator<Item = (String, usize)>) {
+        (self.files, self.file_of.into_values().map(|place| (place.name, place.file)))
     }
 
     fn open_shards(dir: &Path, index: PathBuf) -> Result<Self, ModelError> {

@@ -10,6 +10,7 @@ mod rules;
 mod tests;
 mod views;
 
+use super::execute::StartedPlan;
 use super::{Layout, Placement, PlacementError, Plan, Step, StepKind, redistribute};
 use crate::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use Placement::{Partial, Replicate, Shard};
@@ -200,8 +201,20 @@ impl ShardedTensor {
     /// # Errors
     /// As [`plan`](Self::plan), or failed communication.
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self, PlacementError> {
+        self.start_redistribute(placements)?.wait()
+    }
+
+    /// Starts a redistribution: torch's `redistribute(…, async_op=True)`. Collective.
+    ///
+    /// The first collective of [`plan`](Self::plan) runs while this rank computes. Those that need its result run in
+    /// [`wait`](PendingTensor::wait). All ranks wait in the same order.
+    ///
+    /// # Errors
+    /// As [`redistribute`](Self::redistribute).
+    pub fn start_redistribute(&self, placements: &[Placement]) -> Result<PendingTensor, PlacementError> {
         let plan = self.plan(placements)?;
-        self.with(plan.to().clone(), &plan.execute(&self.groups, &self.local)?)
+        let started = plan.start_on(self.groups.get_all_groups()?, &self.local)?;
+        Ok(PendingTensor { tensor: Self { layout: plan.to().clone(), ..self.clone() }, started })
     }
 
     /// The whole tensor, on every rank. Collective.
@@ -233,6 +246,31 @@ impl ShardedTensor {
             differing = group.all_reduce_values(&[differing], ReduceOp::Max)?[0];
         }
         Ok(differing == 0)
+    }
+}
+
+/// A redistribution in progress. Dropping it completes its first collective only.
+#[derive(Debug)]
+#[must_use = "the tensor is valid only after `wait`"]
+pub struct PendingTensor {
+    /// The result, whose local tensor is still to come.
+    tensor: ShardedTensor,
+    started: StartedPlan,
+}
+
+impl PendingTensor {
+    /// Whether [`wait`](Self::wait) would return without waiting.
+    pub fn is_completed(&self) -> bool {
+        self.started.is_completed()
+    }
+
+    /// Blocks until this rank has its part, and returns the tensor. Collective.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn wait(self) -> Result<ShardedTensor, PlacementError> {
+        let Self { tensor, started } = self;
+        tensor.with(tensor.layout.clone(), &started.wait()?)
     }
 }
 

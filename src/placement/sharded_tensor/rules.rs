@@ -16,7 +16,8 @@
 //! | `matmul` | Shard(1), Shard(0) | Partial |
 //! | `matmul` | Partial, Replicate, in any order | Partial |
 //! | `map` | Shard(d) or Replicate | the same |
-//! | `scale`, `transpose` | any | the same, of the moved dimension |
+//! | `scale`, `transpose`, `unsqueeze` | any | the same, of the moved dimension |
+//! | `narrow`, `squeeze` of d | any but Shard(d) | the same, of the moved dimension |
 //! | `sum`, `mean` over d | Shard(d) | Partial |
 //! | `sum`, `mean` over d | any other | the same |
 

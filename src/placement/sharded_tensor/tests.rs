@@ -153,8 +153,12 @@ fn tensors_move_between_any_placements_and_send_the_bytes_that_they_say() {
             let first = sharded(groups, &whole, &placements(&case.first, dims))?;
             let to = placements(&case.second, dims);
             let before = traffic(groups)?[0];
-            let second = first.redistribute(&to)?;
-            assert_eq!(traffic(groups)?[0] - before, first.sent_bytes(&to)?, "{first:?}");
+            // Another tensor moves at the same time, and is waited for later.
+            let pending = first.start_redistribute(&to)?;
+            let other = first.scale(-1.0)?.start_redistribute(&to)?;
+            let second = pending.wait()?;
+            assert_same(other.wait()?.local(), &second.local().affine(-1.0, 0.0)?, "the other one");
+            assert_eq!(traffic(groups)?[0] - before, 2 * first.sent_bytes(&to)?, "{first:?}");
             assert_eq!(second.placements(), to);
             assert_same(&second.full_tensor()?, &whole, "redistributed");
             assert!(first.equals(&second)? && second.equals(&first)?);
@@ -220,6 +224,12 @@ fn operations_of_one_tensor_are_those_of_the_whole() {
                 compare("mean", mean.squeeze(dim)?, &|x| x.mean(dim))?;
                 compare("mean_keepdim", mean, &|x| x.mean_keepdim(dim))?;
                 compare("transpose", whole.transpose(0, dim)?, &|x| x.transpose(0, dim))?;
+                let (start, len) = (case.shape[dim] / 3, case.shape[dim] / 2);
+                compare("narrow", whole.narrow(dim, start, len)?, &|x| x.narrow(dim, start, len))?;
+                let unsqueezed = whole.unsqueeze(dim)?;
+                compare("unsqueeze", unsqueezed.clone(), &|x| x.unsqueeze(dim))?;
+                let unsqueezed = sharded(groups, &unsqueezed, &placements(&case.second, dims + 1))?;
+                self::compare("squeeze", &[&unsqueezed], &whole, |x| x[0].squeeze(dim))?;
                 // Two dimensions become one, and back.
                 let mut merged = case.shape.clone();
                 if dim + 1 < dims {

@@ -1,6 +1,7 @@
 //! Operations that only rename dimensions: no element changes its rank.
 
 use super::ShardedTensor;
+use super::rules::propagate;
 use crate::mesh::shard_range;
 use crate::placement::{Layout, Placement, PlacementError};
 use Placement::{Replicate, Shard};
@@ -22,6 +23,65 @@ impl ShardedTensor {
         let placements: Vec<_> = self.placements().into_iter().map(moved).collect();
         let layout = Layout::on_mesh(shape, self.groups.mesh(), &placements)?;
         self.with(layout, &self.local.transpose(dim1, dim2)?)
+    }
+
+    /// The items `start..start + len` of a dimension that is not sharded.
+    ///
+    /// # Errors
+    /// Items that the dimension lacks, or a sharded dimension.
+    pub fn narrow(&self, dim: usize, start: usize, len: usize) -> Result<Self, PlacementError> {
+        let call = "a.narrow(dim, start, len)";
+        self.require_dims(call, &[dim])?;
+        let mut shape = self.shape().to_vec();
+        if start.checked_add(len).is_none_or(|end| end > shape[dim]) {
+            let expected = format!("at most {} items in dimension {dim}, got {len} from {start}", shape[dim]);
+            return Err(PlacementError::Shape { call, shapes: vec![shape], expected });
+        }
+        shape[dim] = len;
+        let rule = |placements: &[Placement]| Some(placements[0]).filter(|own| *own != Shard(dim));
+        let layout = propagate(call, &[&self.layout], shape, rule)?;
+        self.with(layout, &self.local.narrow(dim, start, len)?)
+    }
+
+    /// Inserts a dimension of length 1 before `dim`, or after the last one.
+    ///
+    /// # Errors
+    /// A dimension beyond the shape.
+    pub fn unsqueeze(&self, dim: usize) -> Result<Self, PlacementError> {
+        let (call, mut shape) = ("a.unsqueeze(dim)", self.shape().to_vec());
+        if dim > shape.len() {
+            let expected = format!("a dimension up to {}, got {dim}", shape.len());
+            return Err(PlacementError::Shape { call, shapes: vec![shape], expected });
+        }
+        shape.insert(dim, 1);
+        let rule = |placements: &[Placement]| match placements[0] {
+            Shard(own) if own >= dim => Some(Shard(own + 1)),
+            other => Some(other),
+        };
+        let layout = propagate(call, &[&self.layout], shape, rule)?;
+        self.with(layout, &self.local.unsqueeze(dim)?)
+    }
+
+    /// Removes a dimension of length 1 that is not sharded.
+    ///
+    /// # Errors
+    /// A dimension that is longer, sharded or beyond the shape.
+    pub fn squeeze(&self, dim: usize) -> Result<Self, PlacementError> {
+        let call = "a.squeeze(dim)";
+        self.require_dims(call, &[dim])?;
+        let mut shape = self.shape().to_vec();
+        if shape[dim] != 1 {
+            let expected = format!("dimension {dim} of length 1");
+            return Err(PlacementError::Shape { call, shapes: vec![shape], expected });
+        }
+        shape.remove(dim);
+        let rule = |placements: &[Placement]| match placements[0] {
+            Shard(own) if own == dim => None,
+            Shard(own) if own > dim => Some(Shard(own - 1)),
+            other => Some(other),
+        };
+        let layout = propagate(call, &[&self.layout], shape, rule)?;
+        self.with(layout, &self.local.squeeze(dim)?)
     }
 
     /// The elements in the same row-major order, in another shape.

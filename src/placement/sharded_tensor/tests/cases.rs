@@ -62,6 +62,14 @@ fn refusals_name_placements_axis_and_what_would_work() {
             "`a.reshape(shape)` has no rule for Shard(0) along axis `a`; it works with \
              `a.redistribute(&[Replicate, Replicate])?`"
         );
+        assert_eq!(
+            message(whole.narrow(0, 1, 2)),
+            "`a.narrow(dim, start, len)` has no rule for Shard(0) along axis `b`; it works with \
+             `a.redistribute(&[Replicate, Replicate])?`"
+        );
+        assert!(message(whole.narrow(1, 2, 2)).ends_with("at most 3 items in dimension 1, got 2 from 2"));
+        assert!(message(whole.unsqueeze(3)).ends_with("a dimension up to 2, got 3"));
+        assert!(message(whole.squeeze(1)).ends_with("dimension 1 of length 1"));
         let shapes = message(whole.matmul(&whole));
         assert_eq!(shapes, "`a.matmul(&b)` of shape [4, 3] and [4, 3]: expected [m, k] and [k, n]");
         assert_eq!(
