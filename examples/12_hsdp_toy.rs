@@ -40,7 +40,7 @@ pub(crate) fn toy() -> Model {
     ];
     Model {
         input: Box::new(Features::new("x")),
-        layers: vec![Box::new(AutogradLayer::new("net", parameters, net).with_output_width(5))],
+        layers: vec![Box::new(AutogradLayer::new("net", parameters, net).with_output_width(5).token_wise())],
         objective: Box::new(AutogradObjective::new("mse", vec![], squared_error)),
     }
 }

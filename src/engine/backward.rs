@@ -104,7 +104,7 @@ impl Engine {
         }
         let (params, grads) = (self.model.objective_views(params), self.model.objective_views(grads));
         let begin = self.timer.now()?;
-        let dx = self.model.objective.backward(&params, saved, scale, &grads, ctx)?;
+        let dx = self.model.objective.backward(&params, saved, scale, &grads, &ctx.of_own_tokens())?;
         self.timer.add(Timed::BackwardOfPart(num_layers), begin)?;
         self.zero.release(unit);
         Ok(dx)

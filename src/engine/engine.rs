@@ -39,6 +39,8 @@ pub struct Engine {
     pub(super) workspace: Arc<Workspace>,
     /// The last micro batch's, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
+    /// That of this rank's tokens between the modules of tensor-parallel layers.
+    pub(super) own_token_layout: Option<Arc<TokenLayout>>,
     /// Storage for offloaded activation checkpoints, if configured.
     pub(super) activation_offload: Option<ActivationOffload>,
     pub(super) schedule: LrSchedule,
@@ -149,6 +151,7 @@ impl Engine {
             pipeline,
             workspace,
             token_layout: None,
+            own_token_layout: None,
             activation_offload,
             accumulation: Accumulation::default(),
             step: 0,

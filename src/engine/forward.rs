@@ -1,16 +1,18 @@
 //! The forward pass.
 
 use super::blocks::SharedAttention;
-use super::local_tokens::LocalTokens;
+use super::local_tokens::{LocalTokens, tokens_of_rows};
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::times::Timed;
 use super::{Engine, EngineError};
 use crate::config::UlyssesConfig;
 use crate::data::{FlexibleStep, MicroBatch};
-use crate::mesh::shard_range;
+use crate::mesh::{TokenRanges, shard_range};
 use crate::nn::{LayerContext, LocalBatch, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
@@ -118,7 +120,8 @@ impl Engine {
         }
         let params = self.objective_parameters()?;
         let begin = self.timer.now()?;
-        let (losses, objective) = self.model.objective.forward(&params, &hidden, &local, &ctx)?;
+        let own = ctx.of_own_tokens();
+        let (losses, objective) = self.model.objective.forward(&params, &hidden, &local, &own)?;
         self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
         self.flush_messages()?;
         let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
@@ -170,7 +173,7 @@ impl Engine {
         let tokens = tokens.view();
         let hidden = self.run_without_tape(&tokens, &ctx)?;
         let params = self.objective_parameters()?;
-        let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx)?;
+        let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx.of_own_tokens())?;
         self.flush_messages()?;
         self.zero.release(self.objective_unit());
         let local = losses.sum()?;
@@ -191,7 +194,7 @@ impl Engine {
         let ctx = self.context(batch)?;
         let hidden = self.run_without_tape(&self.local(batch).view(), &ctx)?;
         let params = self.objective_parameters()?;
-        let logits = self.model.objective.output(&params, &hidden, &ctx)?;
+        let logits = self.model.objective.output(&params, &hidden, &ctx.of_own_tokens())?;
         self.zero.release(self.objective_unit());
         self.flush_messages()?;
         let logits = self.broadcast_last_stage(logits)?;
@@ -266,7 +269,7 @@ impl Engine {
             self.zero.read_ahead(self.unit_after(0))?;
         }
         let own = &params[..self.model.input.parameters().len()];
-        let (x, saved) = self.model.input.forward(own, batch, ctx)?;
+        let (x, saved) = self.model.input.forward(own, batch, &ctx.of_own_tokens())?;
         self.zero.release(0);
         Ok((x, saved))
     }
@@ -305,32 +308,45 @@ impl Engine {
                 return Err(EngineError::MicroBatchValues { name: name.clone(), got: values.len(), tokens });
             }
         }
-        let tokens = self.token_layout(batch)?;
+        let MicroBatch { shard, position_ids, cu_seqlens, .. } = batch;
+        let known = self.token_layout.take();
+        let tokens = token_layout(known, shard, Cow::Borrowed(position_ids), cu_seqlens)?;
+        self.token_layout = Some(tokens.clone());
         let ctx = LayerContext::new(tokens, attention, self.workspace.clone());
         let UlyssesConfig { tile_tokens, head_chunks, loss_tile_tokens, .. } = self.config.ulysses;
         let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks, loss_tile_tokens });
         let ctx = ctx.with_overlapped_exchange(self.config.overlaps_exchange());
-        Ok(ctx.with_token_exchange(self.token_exchange.clone()))
+        let Some(exchange) = self.token_exchange.clone() else { return Ok(ctx) };
+        let (own, known) = (self.own_tokens(shard.len()), self.own_token_layout.take());
+        let own_positions = Cow::Owned(tokens_of_rows(position_ids, shard.len(), &own, 1));
+        let own = token_layout(known, &shard.slice(&own), own_positions, cu_seqlens)?;
+        self.own_token_layout = Some(own.clone());
+        Ok(ctx.with_token_exchange(exchange, own))
+    }
+
+    /// The tokens of an sp rank's shard that this rank has between modules.
+    fn own_tokens(&self, shard: usize) -> Range<usize> {
+        let tp = self.groups.tensor.as_ref().map(|groups| &groups.tp);
+        tp.map_or(0..shard, |tp| shard_range(shard, tp.world_size(), tp.rank()))
     }
 
     /// The tokens that input and objective read.
     fn local<'a>(&self, batch: &'a MicroBatch) -> LocalTokens<'a> {
-        let shard = batch.seq_len_local();
-        let tp = self.groups.tensor.as_ref().map(|groups| &groups.tp);
-        let some = tp.map_or(0..shard, |tp| shard_range(shard, tp.world_size(), tp.rank()));
-        LocalTokens::new(batch, some)
+        LocalTokens::new(batch, self.own_tokens(batch.seq_len_local()))
     }
+}
 
-    /// The token layout of this micro batch; the previous one with its tables, already on the device, if
-    /// the positions are the same.
-    fn token_layout(&mut self, batch: &MicroBatch) -> Result<Arc<TokenLayout>, EngineError> {
-        let MicroBatch { shard, position_ids, cu_seqlens, .. } = batch;
-        let shard = shard.ranges();
-        let known = self.token_layout.take().filter(|last| last.is_of(shard, position_ids, cu_seqlens));
-        let layout = match known {
-            Some(layout) => layout,
-            None => Arc::new(TokenLayout::new(shard, position_ids.clone(), cu_seqlens.clone())?),
-        };
-        Ok(self.token_layout.insert(layout).clone())
+/// The layout of a micro batch's tokens; the known one with its tables, already on the device, if the positions are the same.
+fn token_layout(
+    known: Option<Arc<TokenLayout>>,
+    shard: &TokenRanges,
+    position_ids: Cow<'_, [u32]>,
+    cu_seqlens: &Arc<Vec<Vec<u32>>>,
+) -> Result<Arc<TokenLayout>, EngineError> {
+    match known.filter(|last| last.is_of(shard.ranges(), &position_ids, cu_seqlens)) {
+        Some(layout) => Ok(layout),
+        None => {
+            Ok(Arc::new(TokenLayout::new(shard.ranges(), position_ids.into_owned(), cu_seqlens.clone())?))
+        }
     }
 }

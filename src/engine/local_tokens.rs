@@ -28,11 +28,11 @@ impl<'a> LocalTokens<'a> {
             false => {
                 let values = batch.values.iter().map(|(name, all)| {
                     let width = all.len() / (batch_size * shard).max(1);
-                    (name.clone(), tokens(all, shard, &some, width))
+                    (name.clone(), tokens_of_rows(all, shard, &some, width))
                 });
                 (
-                    Cow::Owned(tokens(&batch.input_ids, shard, &some, 1)),
-                    Cow::Owned(tokens(&batch.labels, shard, &some, 1)),
+                    Cow::Owned(tokens_of_rows(&batch.input_ids, shard, &some, 1)),
+                    Cow::Owned(tokens_of_rows(&batch.labels, shard, &some, 1)),
                     Cow::Owned(values.collect()),
                 )
             }
@@ -53,7 +53,7 @@ impl<'a> LocalTokens<'a> {
 }
 
 /// Some tokens of each row of `[batch, seq, width]`.
-fn tokens<T: Copy>(all: &[T], seq: usize, some: &Range<usize>, width: usize) -> Vec<T> {
+pub(super) fn tokens_of_rows<T: Copy>(all: &[T], seq: usize, some: &Range<usize>, width: usize) -> Vec<T> {
     let rows = all.chunks_exact((seq * width).max(1));
     rows.flat_map(|row| &row[some.start * width..some.end * width]).copied().collect()
 }

@@ -1,6 +1,7 @@
 //! [`AutogradLayer`]: any block written with candle ops, as a layer.
 
-use super::{Layer, LayerContext, LayerError, ParameterSpec, Saved, autograd_attention};
+use super::{Layer, LayerContext, LayerError, ParameterSpec, Saved, TensorRank, autograd_attention};
+use crate::mesh::shard_range;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
@@ -60,7 +61,10 @@ impl BlockContext<'_> {
 /// spans only the block and is dropped after the layer's backward.
 ///
 /// The block must treat tokens independently except through [`BlockContext::attention`]; this allows sequence
-/// parallelism. Every op must be differentiable in candle. The fused softmax, norms and rope of `candle_nn`
+/// parallelism. With tensor parallelism, every tp rank has the whole parameters and computes all tokens of its sp rank;
+/// a block that is [`token_wise`](Self::token_wise) computes only the rank's own. Gradients count each token once.
+///
+/// Every op must be differentiable in candle. The fused softmax, norms and rope of `candle_nn`
 /// are not, and silently give no gradient; a parameter without a gradient is an error here.
 ///
 /// From forward to backward, the layer stores a copy of its whole parameters, even at ZeRO stage 3, and
@@ -71,6 +75,9 @@ pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,
     output_width: Option<usize>,
+    is_token_wise: bool,
+    /// This rank of those that get all tokens, if there are several.
+    tp: Option<TensorRank>,
     block: F,
 }
 
@@ -139,7 +146,8 @@ where
 {
     /// Creates a layer with `parameters` that computes `block(parameters, x, context)`.
     pub fn new(name: impl Into<String>, parameters: Vec<ParameterSpec>, block: F) -> Self {
-        Self { name: name.into(), parameters, output_width: None, block }
+        let (name, output_width, is_token_wise, tp) = (name.into(), None, false, None);
+        Self { name, parameters, output_width, is_token_wise, tp, block }
     }
 
     /// Sets the width of the hidden states that the block returns; by default that of its input.
@@ -147,11 +155,24 @@ where
     pub fn with_output_width(self, width: usize) -> Self {
         Self { output_width: Some(width), ..self }
     }
+
+    /// States that the block treats every token by itself and does not attend. The ranks of tp then share its tokens.
+    #[must_use]
+    pub fn token_wise(self) -> Self {
+        Self { is_token_wise: true, ..self }
+    }
+
+    /// This rank's tokens of the block's result.
+    fn of_own_tokens(&self, y: &Tensor) -> Result<Tensor> {
+        let Some(tp) = self.tp else { return Ok(y.clone()) };
+        let own = shard_range(y.dim(1)?, tp.size, tp.rank);
+        y.narrow(1, own.start, own.len())
+    }
 }
 
 impl<F> Layer for AutogradLayer<F>
 where
-    F: Fn(&[Tensor], &Tensor, &BlockContext<'_>) -> Result<Tensor> + Send + Sync,
+    F: Fn(&[Tensor], &Tensor, &BlockContext<'_>) -> Result<Tensor> + Send + Sync + 'static,
 {
     fn name(&self) -> &str {
         &self.name
@@ -167,9 +188,14 @@ where
         x: &Tensor,
         ctx: &LayerContext,
     ) -> std::result::Result<(Tensor, Saved), LayerError> {
-        let graph = AutogradGraph::record(params, x, |params, x| {
-            (self.block)(params, x, &BlockContext { layer: ctx })
-        })?;
+        let own = self.is_token_wise.then(|| ctx.of_own_tokens());
+        let gathered = match self.tp {
+            Some(_) => Some(ctx.token_exchange(&self.name)?.gather(x, ctx.seq_len_local())?),
+            None => None,
+        };
+        let (x, layer) = (gathered.as_ref().unwrap_or(x), own.as_ref().unwrap_or(ctx));
+        let run = |params: &[Tensor], x: &Tensor| (self.block)(params, x, &BlockContext { layer });
+        let graph = AutogradGraph::record(params, x, run)?;
         let y = graph.output();
         let (batch, seq_len, hidden) = x.dims3()?;
         let expected = [batch, seq_len, self.output_width.unwrap_or(hidden)];
@@ -181,7 +207,7 @@ where
             });
         }
         // The engine recycles the result; the graph keeps its own output.
-        let result = y.detach().contiguous()?.copy()?;
+        let result = self.of_own_tokens(&y.detach())?.contiguous()?.copy()?;
         let bytes = graph.bytes();
         Ok((result, Saved::new(graph, bytes)))
     }
@@ -192,11 +218,21 @@ where
         saved: Saved,
         dy: Tensor,
         grads: &[Option<Tensor>],
-        _ctx: &LayerContext,
+        ctx: &LayerContext,
     ) -> std::result::Result<Tensor, LayerError> {
         let graph: AutogradGraph = saved.downcast(&self.name)?;
         // The gradient of Σ y·dy with respect to y is exactly dy.
-        let scalar = (graph.output() * dy)?.sum_all()?;
-        graph.backward(&format!("layer {}", self.name), scalar, &self.parameters, grads)
+        let scalar = (self.of_own_tokens(graph.output())? * dy)?.sum_all()?;
+        let dx = graph.backward(&format!("layer {}", self.name), scalar, &self.parameters, grads)?;
+        match self.tp {
+            // The other ranks have the gradients by way of their tokens.
+            Some(_) => ctx.token_exchange(&self.name)?.sum_scatter(&dx),
+            None => Ok(dx),
+        }
+    }
+
+    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> std::result::Result<Box<dyn Layer>, LayerError> {
+        let tp = (!self.is_token_wise).then_some(tp);
+        Ok(Box::new(Self { tp, ..*self }))
     }
 }

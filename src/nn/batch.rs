@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use ulysses_kernels::lm_head_loss::IGNORED;
 
 /// This rank's tokens of a micro batch, as the input and the objective of a model read them. With tensor parallelism, each
-/// tp rank has some of its sp rank's tokens here, while the positions of a [`LayerContext`](super::LayerContext) are those of all.
+/// tp rank has some of its sp rank's tokens here.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalBatch<'a> {
     /// Number of sequences.

@@ -84,7 +84,8 @@ impl Branch {
         self.after.is_some()
     }
 
-    /// The input of the module, for some tokens. Writes their reciprocal root mean squares to `rstd`, if there is a norm.
+    /// The input of the module, for some tokens: `x` itself without a norm. Writes their reciprocal root mean squares to
+    /// `rstd`, if there is one.
     ///
     /// # Shapes
     /// `x`, result: `[…, hidden]`, `rstd`: `[…]`.
@@ -94,7 +95,7 @@ impl Branch {
     pub fn enter(&self, x: &Tensor, rstd: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
         match &self.before {
             Some(norm) => norm.forward(x, rstd, pass),
-            None => copy(x, pass),
+            None => Ok(x.clone()),
         }
     }
 

@@ -76,8 +76,14 @@ impl TokenLayout {
 }
 
 /// The micro batch that a layer works on, and the services that it may use.
+#[derive(Clone)]
 pub struct LayerContext {
+    /// The tokens that the layer gets.
     tokens: Arc<TokenLayout>,
+    /// Those that attention sees on this rank.
+    attended: Arc<TokenLayout>,
+    /// With tensor parallelism, those of this rank between modules.
+    own_tokens: Option<Arc<TokenLayout>>,
     attention: Arc<dyn Attention>,
     workspace: Arc<Workspace>,
     tiling: Tiling,
@@ -91,6 +97,8 @@ impl LayerContext {
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
         let tiling = Tiling::default();
         Self {
+            attended: tokens.clone(),
+            own_tokens: None,
             tokens,
             attention,
             workspace,
@@ -101,10 +109,18 @@ impl LayerContext {
         }
     }
 
-    /// Sets the exchange of tokens of tensor-parallel layers.
+    /// Sets the exchange of tokens of tensor-parallel layers, and this rank's tokens between their modules.
     #[must_use]
-    pub fn with_token_exchange(self, token_exchange: Option<Arc<dyn TokenExchange>>) -> Self {
-        Self { token_exchange, ..self }
+    pub fn with_token_exchange(self, exchange: Arc<dyn TokenExchange>, own_tokens: Arc<TokenLayout>) -> Self {
+        Self { token_exchange: Some(exchange), own_tokens: Some(own_tokens), ..self }
+    }
+
+    /// The context of input, objective and layers that get only this rank's tokens with tensor parallelism: it has their
+    /// number, positions and rotary tables, and attention refuses them. Without, the same context.
+    #[must_use]
+    pub fn of_own_tokens(&self) -> Self {
+        let tokens = self.own_tokens.as_ref().unwrap_or(&self.tokens).clone();
+        Self { tokens, ..self.clone() }
     }
 
     /// The exchange of tokens around the modules of the tensor-parallel layer called `layer`.
@@ -161,7 +177,8 @@ impl LayerContext {
         self.tokens.layout.batch()
     }
 
-    /// Number of this sp rank's tokens per sequence, over all its tensor-parallel ranks.
+    /// Number of this sp rank's tokens per sequence, over all its tensor-parallel ranks; of this rank's only
+    /// [`of_own_tokens`](Self::of_own_tokens).
     pub fn seq_len_local(&self) -> usize {
         self.tokens.layout.num_queries()
     }
@@ -184,8 +201,8 @@ impl LayerContext {
     /// The attention layout for `num_heads` query heads, with `num_heads / num_kv_heads` query heads per KV
     /// head.
     pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
-        let mut layouts = self.tokens.head_layouts.lock();
-        let make = || self.tokens.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
+        let mut layouts = self.attended.head_layouts.lock();
+        let make = || self.attended.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
         layouts.entry((num_heads, num_kv_heads, None, [None; 2])).or_insert_with(make).clone()
     }
 
@@ -201,13 +218,13 @@ impl LayerContext {
         window: Option<usize>,
         logits: Logits,
     ) -> Result<AttentionLayout, LayerError> {
-        let mut layouts = self.tokens.head_layouts.lock();
+        let mut layouts = self.attended.head_layouts.lock();
         let bits = [logits.scale, logits.softcap].map(|number| number.map(f32::to_bits));
         let key = (num_heads, num_kv_heads, window, bits);
         if let Some(layout) = layouts.get(&key) {
             return Ok(layout.clone());
         }
-        let (all, heads) = (&self.tokens.layout, grouped_heads(num_heads, num_kv_heads));
+        let (all, heads) = (&self.attended.layout, grouped_heads(num_heads, num_kv_heads));
         let layout = match window {
             None => all.with_heads(heads),
             window => all.with_window(heads, window)?,

@@ -39,7 +39,9 @@ pub enum LayerError {
         max_size: usize,
     },
     /// A layer that does not support tensor parallelism.
-    #[error("layer {layer}: this kind of layer cannot be divided over tensor-parallel ranks: use tp = 1")]
+    #[error(
+        "layer {layer}: this kind of layer cannot be divided over tensor-parallel ranks: use tp = 1, or implement `Layer::tensor_parallel`"
+    )]
     NoTensorParallelism {
         /// The layer.
         layer: String,

@@ -180,7 +180,7 @@ impl GatedMlp {
         let normed = branch.enter(x, &rstd, forward)?;
         self.gate.backward_weight(&dgate, &normed, pass)?;
         self.up.backward_weight(&dup, &normed, pass)?;
-        let dnormed = normed;
+        let dnormed = if normed.id() == x.id() { ws.alloc(x.dims())? } else { normed };
         self.gate.backward_input(&dgate, &dnormed, false, forward)?;
         self.up.backward_input(&dup, &dnormed, true, forward)?;
         branch.backward_enter(&dnormed, x, &rstd, dy, pass)?;
@@ -198,12 +198,14 @@ impl GatedMlp {
     ) -> Result<GateUp, LayerError> {
         let ws = pass.workspace();
         let rstd = ws.alloc_f32(tile.len())?;
-        let normed = branch.enter(&token_rows(x, tile)?, &rstd, pass)?;
+        let x = token_rows(x, tile)?;
+        let normed = branch.enter(&x, &rstd, pass)?;
         let dims = (tile.len(), self.gate.num_outputs());
         let (gate, up) = (ws.alloc(dims)?, ws.alloc(dims)?);
         self.gate.forward(&normed, &gate, false, pass)?;
         self.up.forward(&normed, &up, false, pass)?;
-        pass.recycle([normed, rstd]);
+        recycle_unless(normed, &x, pass);
+        pass.recycle([rstd]);
         Ok(GateUp { gate, up })
     }
 }

@@ -95,7 +95,8 @@ pub trait Layer: Send + Sync {
     ) -> Result<Tensor, LayerError>;
 
     /// The part of the layer that one rank of tp has. Between modules it has some of the tokens only, and its input and
-    /// output are `[batch, some tokens, hidden]`: [`TokenExchange`](super::TokenExchange).
+    /// output are `[batch, some tokens, hidden]`: [`TokenExchange`](super::TokenExchange). A layer that treats every token by
+    /// itself may return itself; its context is then [`LayerContext::of_own_tokens`].
     ///
     /// # Errors
     /// A layer that cannot be divided, by default.

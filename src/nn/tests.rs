@@ -53,6 +53,43 @@ fn blocks_must_return_the_shape_that_the_layer_promises() {
     assert!(error.contains("[1, 3, 3]") && error.contains("[1, 3, 2]"), "{error}");
 }
 
+/// Nothing is exchanged in these tests.
+struct NoExchange;
+
+impl TokenExchange for NoExchange {
+    fn gather(&self, some: &Tensor, _: usize) -> Result<Tensor, LayerError> {
+        Ok(some.clone())
+    }
+
+    fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError> {
+        Ok(summand.clone())
+    }
+}
+
+#[test]
+fn a_token_wise_block_has_the_positions_of_its_tokens_and_no_attention() {
+    let documents = Arc::new(vec![vec![0, 6]]);
+    let own = TokenLayout::new(from_ref(&(4..6)), vec![4, 5], documents).unwrap();
+    let ctx = context(1, 6).with_token_exchange(Arc::new(NoExchange), Arc::new(own));
+    let attend = |_: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| {
+        assert_eq!((ctx.seq_len_local(), ctx.position_ids()), (2, &[4, 5][..]));
+        let heads = x.unsqueeze(2)?;
+        ctx.attention(&heads, &heads, &heads)?.squeeze(2)
+    };
+    let layer = Box::new(AutogradLayer::new("attends", vec![], attend).token_wise());
+    let layer = layer.tensor_parallel(TensorRank { size: 3, rank: 2 }).unwrap();
+    let error = layer.forward(&[], &random(&[1, 2, 4], 0), &ctx).err().unwrap().to_string();
+    assert!(error.contains("[1, 2, 1, 4]") && error.contains("[1, 6, 1, 4]"), "{error}");
+}
+
+#[test]
+fn a_branch_without_a_norm_does_not_copy_its_input() {
+    let (parameters, ctx) = (ParameterList::new("layer"), context(1, 3));
+    let x = random(&[1, 3, 4], 0);
+    let pass = parameters.forward(&[], &ctx).unwrap();
+    assert_eq!(Branch::module_alone().enter(&x, &x, &pass).unwrap().id(), x.id());
+}
+
 #[test]
 fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
     let documents = [vec![0, 3, 8], vec![0, 8, 8]];

@@ -16,20 +16,25 @@ use crate::support::mesh_run::{
 use crate::support::problems::{CONFIG, main_problem, packed_batch};
 use crate::support::reference::{Batch, ReferenceConfig};
 use std::sync::Arc;
-use ulysses::candle::{Tensor, bail};
+use ulysses::candle::{Device, Result, Tensor, bail};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::GlobalBatch;
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{DecoderLayer, Model, ModelConfig, RandomWeights};
-use ulysses::nn::{Init, LocalBatch, ParameterSpec};
+use ulysses::nn::{
+    AutogradLayer, BlockContext, Features, Init, InputLayer, LayerContext, LayerError, LocalBatch,
+    ParameterSpec, Saved,
+};
 use ulysses::objective::{AutogradObjective, LossTerms};
 
 const TOLERANCE: f64 = 2e-5;
 
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 2), (1, 3)];
-    meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
+    let whole = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
+    let divided = [layout(1, 1, 0), layout(1, 2, 3), layout(2, 1, 2)].map(|whole| Layout { tp: 2, ..whole });
+    whole.chain(divided).chain([Layout { tp: 3, ..layout(1, 1, 1) }])
 }
 
 /// Four packed sequences.
@@ -84,6 +89,55 @@ fn the_block_of_the_example_is_the_same_on_every_mesh() {
 #[test]
 fn a_model_without_a_vocabulary_and_with_its_own_loss_is_the_same_on_every_mesh() {
     check(toy::toy, &toy::batch(4, 22).unwrap());
+}
+
+/// Values that grow with the position of their token.
+struct PositionedFeatures;
+
+/// 1 plus a tenth of each token's position.
+fn growth(positions: &[u32], x: &Tensor) -> Result<Tensor> {
+    let growth = positions.iter().map(|position| 1.0 + *position as f32 / 10.0).collect();
+    Tensor::from_vec(growth, (x.dim(0)?, x.dim(1)?, 1), &Device::Cpu)?.to_device(x.device())
+}
+
+impl InputLayer for PositionedFeatures {
+    fn name(&self) -> &str {
+        "features"
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &[]
+    }
+
+    fn forward(
+        &self,
+        params: &[Tensor],
+        batch: &LocalBatch<'_>,
+        ctx: &LayerContext,
+    ) -> std::result::Result<(Tensor, Saved), LayerError> {
+        let (x, saved) = Features::new("x").forward(params, batch, ctx)?;
+        assert_eq!(ctx.seq_len_local(), batch.seq_len_local);
+        Ok((x.broadcast_mul(&growth(ctx.position_ids(), &x)?)?, saved))
+    }
+
+    fn backward(&self, _: Saved, _: &Tensor, _: &[Option<Tensor>]) -> std::result::Result<(), LayerError> {
+        Ok(())
+    }
+}
+
+/// The toy with an input and layers that read positions.
+fn with_positions() -> Model {
+    let grow =
+        |_: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| x.broadcast_mul(&growth(ctx.position_ids(), x)?);
+    let mut model = Model { input: Box::new(PositionedFeatures), ..toy::toy() };
+    model.layers.insert(0, Box::new(AutogradLayer::new("own tokens", vec![], grow).token_wise()));
+    model.layers.insert(0, Box::new(AutogradLayer::new("all tokens", vec![], grow)));
+    model
+}
+
+#[test]
+fn an_input_and_layers_get_the_positions_of_their_tokens_on_every_mesh() {
+    check(with_positions, &toy::batch(4, 22).unwrap());
 }
 
 /// The toy with a readout of its objective's own, on labeled tokens.

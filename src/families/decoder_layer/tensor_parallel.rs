@@ -45,8 +45,9 @@ impl TensorParallelDecoder {
         pass: &ForwardPass<'_>,
     ) -> Result<(Tensor, T), LayerError> {
         let exchange = pass.ctx.token_exchange(pass.layer)?;
-        let (input, normed) = gathered_input(branch, x, pass)?;
-        pass.recycle(normed);
+        let (input, normed, rstd) = gathered_input(branch, x, pass)?;
+        recycle_unless(normed, x, pass);
+        pass.recycle([rstd]);
         let (summand, saved) = module(&input)?;
         let output = exchange.sum_scatter(&summand)?;
         pass.recycle([input, summand]);
@@ -117,12 +118,13 @@ impl TensorParallelDecoder {
     ) -> Result<(), LayerError> {
         let forward = &pass.forward;
         let exchange = forward.ctx.token_exchange(forward.layer)?;
-        let (input, [normed, rstd]) = gathered_input(branch, x, forward)?;
+        let (input, normed, rstd) = gathered_input(branch, x, forward)?;
         let gradient = exchange.gather(doutput, forward.ctx.seq_len_local())?;
         module(&input, &gradient)?;
         let dnormed = exchange.sum_scatter(&gradient)?;
         branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
-        forward.recycle([input, normed, rstd, gradient, dnormed]);
+        recycle_unless(normed, x, forward);
+        forward.recycle([input, rstd, gradient, dnormed]);
         Ok(())
     }
 }
@@ -132,11 +134,11 @@ fn gathered_input(
     branch: &Branch,
     x: &Tensor,
     pass: &ForwardPass<'_>,
-) -> Result<(Tensor, [Tensor; 2]), LayerError> {
+) -> Result<(Tensor, Tensor, Tensor), LayerError> {
     let rstd = pass.workspace().alloc_f32(&x.dims()[..2])?;
     let normed = branch.enter(x, &rstd, pass)?;
     let input = pass.ctx.token_exchange(pass.layer)?.gather(&normed, pass.ctx.seq_len_local())?;
-    Ok((input, [normed, rstd]))
+    Ok((input, normed, rstd))
 }
 
 impl Layer for TensorParallelDecoder {

@@ -3,7 +3,7 @@
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
 use super::{ColumnBlocks, HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{BackwardPass, Branch, LayerError, token_dims, token_rows};
+use crate::nn::{BackwardPass, Branch, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
@@ -217,14 +217,15 @@ impl AttentionBackward<'_> {
         });
         let rows = rows.into_iter().collect::<Result<Vec<_>, LayerError>>()?;
         for tile in forward.ctx.token_tiles() {
-            let normed = branch.enter(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, forward)?;
+            let x = token_rows(x, &tile)?;
+            let normed = branch.enter(&x, &token_rows(rstd, &tile)?, forward)?;
             let dx = token_rows(dnormed, &tile)?;
             for (index, (dy, (weights, gradients))) in dqkv.iter().zip(&rows).enumerate() {
                 let dy = token_rows(dy, &tile)?;
                 gradients.add(&dy, &normed, forward.workspace())?;
                 weights.backward_input(&dy, &dx, accumulates || index > 0)?;
             }
-            forward.recycle([normed]);
+            recycle_unless(normed, &x, forward);
         }
         forward.recycle(dqkv);
         Ok(())

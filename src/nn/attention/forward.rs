@@ -3,7 +3,7 @@
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
 use super::{HeadChunk, SelfAttention, trim_after_chunks};
-use crate::nn::{Branch, ForwardPass, LayerError, token_dims, token_rows};
+use crate::nn::{Branch, ForwardPass, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::linear;
 use ulysses_kernels::rope::Direction;
@@ -98,11 +98,12 @@ impl SelfAttention {
         let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc(heads, pass));
         let (q, k, v) = (q?, k?, v?);
         for tile in pass.ctx.token_tiles() {
-            let normed = branch.enter(&token_rows(x, &tile)?, &token_rows(rstd, &tile)?, pass)?;
+            let x = token_rows(x, &tile)?;
+            let normed = branch.enter(&x, &token_rows(rstd, &tile)?, pass)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
                 weights.forward(&normed, &token_rows(y, &tile)?, false, pass.workspace())?;
             }
-            pass.recycle([normed]);
+            recycle_unless(normed, &x, pass);
         }
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;
