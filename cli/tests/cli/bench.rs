@@ -125,6 +125,9 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     let grouped =
         report(&place, &["attention", "--seq-len", "64", "--num-heads", "4", "--num-kv-heads", "2"]);
     assert_eq!(grouped["settings"]["num_kv_heads"], 2);
+    let heads = ["--num-value-heads", "2", "--num-key-heads", "1", "--head-dim", "16"];
+    let linear = report(&place, &[&["linear-attention", "--seq-len", "64"][..], &heads].concat());
+    assert_eq!(keys(&linear, "ratios"), beside_square);
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
     let ring = report(&place, &[&training[..], &["--mesh", "ring=2,ulysses=2"]].concat());

@@ -147,6 +147,28 @@ fn both_directions_match_the_reference_at_every_level() {
 }
 
 #[test]
+fn both_directions_agree_with_transformers() {
+    /// Σ xᵢ cos(0.37 i) of the output and the gradients of `torch_chunk_gated_delta_rule` (transformers 5.24.0) and PyTorch's
+    /// autograd in f32, on the inputs below.
+    const EXPECTED: [f64; 6] =
+        [1.620_366_7, -0.474_985_6, 0.421_775_0, -0.004_163_3, 0.007_523_8, 0.151_703_8];
+    let mut case = Case::new(&[&[0, 70]], &[0, 0, 1, 1], 2, [5, 3]);
+    let waves = [(0.7, 0.1), (0.9, 0.4), (1.1, 0.2), (0.3, 0.5), (1.3, 0.3), (1.7, 0.6)];
+    for (data, (frequency, phase)) in case.data.iter_mut().zip(waves) {
+        let wave = |i: usize| (frequency * i as f64 + phase).sin() as f32;
+        data.iter_mut().enumerate().for_each(|(i, x)| *x = wave(i));
+    }
+    let [.., g, beta] = &mut case.data;
+    g.iter_mut().for_each(|g| *g = -0.05 * (1.0 + *g));
+    beta.iter_mut().for_each(|beta| *beta = 0.5 + 0.4 * *beta);
+    for ((name, values), expected) in NAMES.iter().zip(case.run(DType::F32).0).zip(EXPECTED) {
+        let terms = values.iter().enumerate().map(|(i, x)| f64::from(*x) * (0.37 * i as f64).cos());
+        let sum: f64 = terms.sum();
+        assert!((sum - expected).abs() < 1e-5, "{name}: {sum}, expected {expected}");
+    }
+}
+
+#[test]
 fn elements_of_16_bits_are_rounded_once() {
     at_every_level_in_one_thread(|level| {
         for case in [&Case::all()[3], &Case::all()[4]] {

@@ -68,7 +68,7 @@ impl Block<'_> {
     }
 }
 
-/// The key heads that are processed together, each with the value heads that use it.
+/// A key head of a sequence, and the value heads that use it.
 #[derive(Debug, Clone)]
 pub(super) struct Unit {
     pub(super) sequence: usize,
@@ -132,12 +132,12 @@ fn value_head_elems(sizes: &Sizes, is_backward: bool) -> usize {
 }
 
 /// The working memory of some units.
-pub(super) struct Heads<'a> {
+pub(super) struct HeadBuffers<'a> {
     pub(super) keys: Vec<KeyHead<'a>>,
     pub(super) values: Vec<ValueHead<'a>>,
 }
 
-impl<'a> Heads<'a> {
+impl<'a> HeadBuffers<'a> {
     /// Divides `scratch` of at least [`scratch_elems`].
     pub(super) fn new(sizes: &Sizes, units: &[Unit], mut scratch: &'a mut [f32], is_backward: bool) -> Self {
         let mut take = |len: usize| scratch.split_off_mut(..len).unwrap_or_default();

@@ -4,7 +4,7 @@
 //! one from the state before it and one from the state behind it. A gradient of γᵢ − γⱼ counts for γᵢ, and negatively for
 //! γⱼ; g is in all γ from its token to the end of the chunk.
 
-use super::buffers::{Block, Heads, KeyHead, ValueHead};
+use super::buffers::{Block, HeadBuffers, KeyHead, ValueHead};
 use super::scan::exponentials;
 use super::segments::{CHUNK, Chunk, Segment};
 use super::{Gradients, HeadsMut, Problem, Sizes, Step, with_scratch};
@@ -45,7 +45,7 @@ pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 8] {
 /// Writes the gradients of all chunks.
 pub(super) fn chunks<T: Float>(
     problem: &Problem<'_, T>,
-    heads: &Heads<'_>,
+    heads: &HeadBuffers<'_>,
     step: &Step<'_>,
     outputs: &Outputs<'_, T>,
 ) {

@@ -1,6 +1,6 @@
 //! What a chunk needs before its state is known: normalized queries and keys, their products, and (I + L)⁻¹.
 
-use super::buffers::{Heads, by_chunk};
+use super::buffers::{HeadBuffers, by_chunk};
 use super::segments::CHUNK;
 use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
@@ -35,7 +35,7 @@ struct ValueTask<'a> {
 }
 
 /// Fills the parts of the buffers that do not depend on states.
-pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut Heads<'_>, step: &Step<'_>) {
+pub(super) fn prepare<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffers<'_>, step: &Step<'_>) {
     let mut tasks = Vec::new();
     for key in &mut heads.keys {
         let Some(segment) = step.segment(key.sequence) else { continue };

@@ -25,9 +25,9 @@ mod segments;
 use super::{DeltaLayout, Sizes};
 use crate::cast::Float;
 use crate::device::dry::DryCpu;
-use crate::matrix::{Heads as HeadsOf, HeadsMut};
+use crate::matrix::{Heads, HeadsMut};
 use crate::scratch::{self, Scratch};
-use buffers::{Heads, blocks, units, units_together};
+use buffers::{HeadBuffers, blocks, units, units_together};
 use rayon::prelude::*;
 use segments::{Segment, segments};
 
@@ -35,11 +35,11 @@ use segments::{Segment, segments};
 pub(super) struct Problem<'a, T> {
     pub(super) sizes: Sizes,
     pub(super) layout: &'a DeltaLayout,
-    pub(super) q: HeadsOf<'a, T>,
-    pub(super) k: HeadsOf<'a, T>,
-    pub(super) v: HeadsOf<'a, T>,
-    pub(super) g: HeadsOf<'a, f32>,
-    pub(super) beta: HeadsOf<'a, f32>,
+    pub(super) q: Heads<'a, T>,
+    pub(super) k: Heads<'a, T>,
+    pub(super) v: Heads<'a, T>,
+    pub(super) g: Heads<'a, f32>,
+    pub(super) beta: Heads<'a, f32>,
 }
 
 impl<'a, T: Float> Problem<'a, T> {
@@ -49,8 +49,8 @@ impl<'a, T: Float> Problem<'a, T> {
         [q, k, v]: [&'a [T]; 3],
         [g, beta]: [&'a [f32]; 2],
     ) -> Self {
-        let keys = |elements| HeadsOf::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
-        let gates = |elements| HeadsOf::new(elements, sizes.seq_len, sizes.value_heads, 1);
+        let keys = |elements| Heads::new(elements, sizes.seq_len, sizes.key_heads, sizes.key_dim);
+        let gates = |elements| Heads::new(elements, sizes.seq_len, sizes.value_heads, 1);
         let (q, k, v) = (keys(q), keys(k), sizes.values(v));
         Self { sizes, layout, q, k, v, g: gates(g), beta: gates(beta) }
     }
@@ -62,8 +62,8 @@ impl<'a, T: Float> Problem<'a, T> {
 }
 
 impl Sizes {
-    fn values<'a, T: Copy>(&self, elements: &'a [T]) -> HeadsOf<'a, T> {
-        HeadsOf::new(elements, self.seq_len, self.value_heads, self.value_dim)
+    fn values<'a, T: Copy>(&self, elements: &'a [T]) -> Heads<'a, T> {
+        Heads::new(elements, self.seq_len, self.value_heads, self.value_dim)
     }
 
     fn values_mut<'a, T>(&self, elements: &'a mut [T]) -> HeadsMut<'a, T> {
@@ -110,7 +110,7 @@ pub(super) fn forward<T: Float>(
     let steps = segments.iter().map(Vec::len).max().unwrap_or(0);
     let o = sizes.values_mut(o);
     for units in units(&sizes, layout.v_to_k()).chunks(units_together(&sizes, rayon::current_num_threads())) {
-        let mut heads = Heads::new(&sizes, units, scratch, false);
+        let mut heads = HeadBuffers::new(&sizes, units, scratch, false);
         let saved = heads.values.iter().flat_map(|_| blocks(sizes.value_dim)).map(|columns| {
             let len = columns.len() * sizes.saved_elems_per_column(layout);
             states.as_mut().and_then(|states| states.split_off_mut(..len)).unwrap_or_default()
@@ -139,7 +139,7 @@ pub(super) fn backward<T: Float>(
     let outputs = gradients::Outputs::new(&sizes, gradients);
     let dout = sizes.values(dout);
     for units in units(&sizes, layout.v_to_k()).chunks(units_together(&sizes, rayon::current_num_threads())) {
-        let mut heads = Heads::new(&sizes, units, scratch, true);
+        let mut heads = HeadBuffers::new(&sizes, units, scratch, true);
         let saved = heads.values.iter().flat_map(|_| blocks(sizes.value_dim)).map(|columns| {
             let len = columns.len() * sizes.saved_elems_per_column(layout);
             states.split_off(..len).unwrap_or_default()

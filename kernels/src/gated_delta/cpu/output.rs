@@ -1,9 +1,9 @@
 //! The output of every chunk, once the states before them are known, and the gradient that it passes to the updates.
 
-use super::buffers::{Heads, KeyHead, ValueHead, by_chunk};
+use super::buffers::{HeadBuffers, KeyHead, ValueHead, by_chunk};
 use super::scan::{exponentials, scale_rows_in_place};
 use super::segments::{CHUNK, Chunk, Segment};
-use super::{HeadsMut, HeadsOf, Problem, Sizes, Step, with_scratch};
+use super::{Heads, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
 use crate::simd::{self, simd_kernel};
@@ -17,7 +17,7 @@ pub(super) fn scratch_lengths(sizes: &Sizes) -> [usize; 2] {
 /// Writes `O = exp(γ)∘(Q S) + A updates`.
 pub(super) fn forward<T: Float>(
     problem: &Problem<'_, T>,
-    heads: &Heads<'_>,
+    heads: &HeadBuffers<'_>,
     step: &Step<'_>,
     o: &HeadsMut<'_, T>,
 ) {
@@ -29,7 +29,8 @@ pub(super) fn forward<T: Float>(
     tasks.into_par_iter().for_each(|(value, segment, chunk)| {
         with_scratch(scratch_lengths(&problem.sizes), |[a, output]| {
             let key = &heads.keys[value.key];
-            write_attention(key, value, segment, chunk, a);
+            let rows = segment.rows(chunk);
+            attention(&key.qk[rows.start * CHUNK..], &value.decay[rows], a);
             chunk_output(&problem.sizes, key, value, (segment, chunk), a, output);
             // SAFETY: no other task has these tokens of this sequence and value head.
             unsafe { o.head((value.sequence, value.head), &chunk.tokens) }.round_from(output);
@@ -75,12 +76,12 @@ fn chunk_output(
 /// Reads the output's gradient, and writes `Aᵀ dO`, its share of the gradients of the updates.
 pub(super) fn backward<T: Float>(
     problem: &Problem<'_, T>,
-    heads: &mut Heads<'_>,
+    heads: &mut HeadBuffers<'_>,
     step: &Step<'_>,
-    dout: &HeadsOf<'_, T>,
+    dout: &Heads<'_, T>,
 ) {
     let dim = problem.sizes.value_dim;
-    let Heads { keys, values } = heads;
+    let HeadBuffers { keys, values } = heads;
     let mut tasks = Vec::new();
     for value in values {
         let Some(segment) = step.segment(value.sequence) else { continue };
@@ -111,17 +112,6 @@ pub(super) fn backward<T: Float>(
             }
         });
     });
-}
-
-fn write_attention(
-    key: &KeyHead<'_>,
-    value: &ValueHead<'_>,
-    segment: &Segment,
-    chunk: &Chunk,
-    a: &mut [f32],
-) {
-    let rows = segment.rows(chunk);
-    attention(&key.qk[rows.start * CHUNK..], &value.decay[rows], a);
 }
 
 simd_kernel! {

@@ -1,6 +1,6 @@
 //! The recurrence over the chunks of a segment, forward and in reverse, for one block of columns per task.
 
-use super::buffers::{Block, COLUMNS, Heads, KeyHead, ValueHead};
+use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
 use super::segments::{CHUNK, Chunk, Segment};
 use super::{Problem, Step, with_scratch};
 use crate::cast::Float;
@@ -25,7 +25,7 @@ pub(super) fn scratch_lengths() -> [usize; 2] {
 /// Writes errors and updates, and the states before chunks.
 pub(super) fn forward<T: Float>(
     problem: &Problem<'_, T>,
-    heads: &mut Heads<'_>,
+    heads: &mut HeadBuffers<'_>,
     step: &Step<'_>,
     saved: Saved<'_, '_>,
 ) {
@@ -41,7 +41,7 @@ pub(super) fn forward<T: Float>(
 
 /// Writes the gradients of β · errors over those of the outputs' share of the updates, and the gradients of the states
 /// behind chunks.
-pub(super) fn backward<T: Float>(problem: &Problem<'_, T>, heads: &mut Heads<'_>, step: &Step<'_>) {
+pub(super) fn backward<T: Float>(problem: &Problem<'_, T>, heads: &mut HeadBuffers<'_>, step: &Step<'_>) {
     let value_dim = problem.sizes.value_dim;
     for_each_block(heads, step, |task, block| {
         with_scratch(scratch_lengths(), |mut buffers| {
@@ -53,7 +53,7 @@ pub(super) fn backward<T: Float>(problem: &Problem<'_, T>, heads: &mut Heads<'_>
 }
 
 /// Copies states that are needed between segments.
-fn restore_states(heads: &mut Heads<'_>, step: &Step<'_>, mut saved: Saved<'_, '_>) {
+fn restore_states(heads: &mut HeadBuffers<'_>, step: &Step<'_>, mut saved: Saved<'_, '_>) {
     let blocks = heads.values.iter_mut().flat_map(|value| {
         let sequence = value.sequence;
         value.blocks.iter_mut().map(move |block| (sequence, block))
@@ -84,11 +84,11 @@ struct Task<'a, 'b> {
 }
 
 fn for_each_block(
-    heads: &mut Heads<'_>,
+    heads: &mut HeadBuffers<'_>,
     step: &Step<'_>,
     work: impl Fn(&Task<'_, '_>, &mut Block<'_>) + Sync,
 ) {
-    let Heads { keys, values } = heads;
+    let HeadBuffers { keys, values } = heads;
     let mut tasks = Vec::new();
     for value in values {
         let ValueHead { sequence, head, key, decay, beta, inverse, dout, blocks } = value;
