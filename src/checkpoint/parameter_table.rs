@@ -88,7 +88,7 @@ impl UnitEntry {
             (parameter.name.clone(), shape.unwrap_or_else(|| parameter.shape.clone()))
         });
         let layout = FlatLayout::new(self.name.clone(), shapes, num_partitions).with_shards(shards);
-        if self.frozen { layout.frozen() } else { layout }
+        layout.with_frozen(|_| self.frozen)
     }
 
     /// Checks that parameters are contiguous, that their sizes do not overflow, and that their shards over `tp` ranks are

@@ -2,16 +2,16 @@
 
 use super::moment::Moment;
 use super::{Engine, EngineError, StepReport};
-use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::data::FlexibleStep;
 use crate::model::Model;
 use crate::nn::ParameterSpec;
 use crate::placement::Placement;
-use crate::zero::{Buffer, Division, ZeroAxis, ZeroError};
+use crate::placement::ledger::sums;
+use crate::zero::{Buffer, Comparison, Division, FlatLayout, ZeroAxis, ZeroError};
 use candle_core::Tensor;
 use std::collections::HashSet;
-use std::sync::Arc;
 use ulysses_kernels::OpError;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
@@ -76,9 +76,6 @@ struct GlobalGradient {
     factor: f64,
     norm: f64,
 }
-
-/// Compared buffers, each with the group along which its replicas were compared.
-type Compared<'a> = Vec<(Buffer, &'a Arc<dyn ProcessGroup>)>;
 
 impl Engine {
     /// At the accumulation boundary: normalizes, clips and updates. Before it: does nothing, as in
@@ -232,11 +229,13 @@ impl Engine {
     /// Sums two numbers over dp, then over the ranks with other tokens, then over the stages.
     /// All but the last have 0.
     pub(super) fn sum_over_mesh(&self, local: [f64; 2]) -> Result<[f64; 2], EngineError> {
+        sums::begin_tokens("the sum of the losses");
         let dp = self.groups.dp.all_reduce_values(&local, ReduceOp::Sum)?;
         let mut global = self.groups.tokens().all_reduce_values(&dp, ReduceOp::Sum)?;
         if let Some(stages) = self.stages() {
             global = stages.all_reduce_values(&global, ReduceOp::Sum)?;
         }
+        sums::end().map_err(ZeroError::from)?;
         Ok([global[0], global[1]])
     }
 
@@ -264,16 +263,23 @@ impl Engine {
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        self.check_replicas_of(Division::Whole)?;
-        if self.groups.tensor.is_some() {
-            self.check_replicas_of(Division::OverTp)?;
+        let layouts: Vec<_> = self.zero.layouts().map(FlatLayout::division).collect();
+        let divisions = [Division::Whole, Division::OverTp, Division::Tied].into_iter();
+        // All stages compare the same: the layers of another one may be frozen.
+        let is_present = |division: &Division| match division {
+            Division::Whole => true,
+            Division::OverTp => self.groups.tensor.is_some(),
+            Division::Tied => layouts.contains(division),
+        };
+        let mut compared = Vec::new();
+        for division in divisions.filter(is_present) {
+            compared.extend(self.check_replicas_of(division)?);
         }
-        let has_tied = self.zero.layouts().any(|layout| layout.division() == Division::Tied);
-        if has_tied { self.check_replicas_of(Division::Tied) } else { Ok(()) }
+        Ok(self.zero.check_compared(&compared)?)
     }
 
     /// [`check_replicas`](Self::check_replicas) of the parameters with one division.
-    fn check_replicas_of(&self, division: Division) -> Result<(), EngineError> {
+    fn check_replicas_of(&self, division: Division) -> Result<Vec<Comparison<'_>>, EngineError> {
         let buffers = [("parameters", Buffer::Parameters), ("optimizer state", Buffer::OptimizerState)];
         let layout = |buffer| self.groups.layout(buffer, self.zero.stage(), division);
         let mut compared = Vec::new();
@@ -284,24 +290,26 @@ impl Engine {
                 buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
             compared.extend(self.check_replicas_along(axis, &replicated, division)?);
         }
-        let check = |(_, buffer)| self.zero.check_compared(buffer, division, &compared);
-        Ok(buffers.into_iter().try_for_each(check)?)
+        Ok(compared)
     }
 
-    /// Compares buffers, each with its name, along an axis that replicates them. Returns what was compared along which group.
+    /// Compares buffers, each with its name, along an axis that replicates them.
     fn check_replicas_along<'a>(
         &self,
         ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
         division: Division,
-    ) -> Result<Compared<'a>, EngineError> {
+    ) -> Result<Vec<Comparison<'a>>, EngineError> {
         if group.world_size() == 1 || buffers.is_empty() {
             return Ok(Vec::new());
         }
         let hashes = buffers.iter().map(|(_, buffer)| self.zero.hash(*buffer, division));
         let hashes = hashes.collect::<Result<Vec<u64>, ZeroError>>()?;
         match group.find_disagreement(&hashes)? {
-            None => Ok(buffers.iter().map(|(_, buffer)| (*buffer, group)).collect()),
+            None => Ok(buffers
+                .iter()
+                .map(|(_, buffer)| Comparison { buffer: *buffer, division, group })
+                .collect()),
             Some((rank, index)) => {
                 let (what, first) = (buffers[index].0, group.global_ranks()[0]);
                 Err(EngineError::ReplicasDiffer { what, axis, rank, first })

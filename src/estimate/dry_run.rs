@@ -122,8 +122,19 @@ impl Workload {
 
     fn dry<R>(
         &self,
+        rank: (&DeviceMesh, usize),
+        max_micro_batches: usize,
+        work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
+    ) -> Result<R, EngineError> {
+        self.dry_on(rank, max_micro_batches, |groups| groups, work)
+    }
+
+    /// Runs `work` on a dry rank, whose fake groups are changed by `change`.
+    fn dry_on<R>(
+        &self,
         (mesh, rank): (&DeviceMesh, usize),
         max_micro_batches: usize,
+        change: impl FnOnce(ZeroGroups) -> ZeroGroups,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
     ) -> Result<R, EngineError> {
         let mut config = self.config.clone();
@@ -137,7 +148,7 @@ impl Workload {
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
         let sink = recorder.clone();
         let run = || {
-            let groups = fake_groups(&config, mesh, rank, &recorder)?;
+            let groups = change(fake_groups(&config, mesh, rank, &recorder)?);
             let model = Model::new(&self.model)?;
             let batch = self.batch(groups.sp.rank())?;
             let device = &Device::Cpu;
@@ -148,9 +159,10 @@ impl Workload {
         // Logs and traces of the dry run are dropped.
         let silent = tracing::subscriber::NoSubscriber::default();
         let axes = mesh.split(config.zero_shards(), config.seq_sharding().ring_size)?;
-        tracing::subscriber::with_default(silent, || {
-            dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, run))
-        })?
+        let outcome = tracing::subscriber::with_default(silent, || {
+            dry::run(device, move |event| sink.lock().record(event), || ledger::run(axes, rank, run))
+        });
+        outcome??
     }
 
     /// Returns the number of micro batches to run of a step for which `others` would be enough without a pipeline: so many that

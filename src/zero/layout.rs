@@ -18,9 +18,20 @@ pub struct FlatParameter {
     pub shard: Option<Box<TensorShard>>,
     /// Whether the last stage of a pipeline has it too, for its objective.
     pub is_tied: bool,
+    /// Whether it is frozen: without gradient and optimizer state.
+    pub is_frozen: bool,
 }
 
 impl FlatParameter {
+    /// The ranks that have the parameter.
+    pub fn division(&self) -> Division {
+        match &self.shard {
+            _ if self.is_tied => Division::Tied,
+            Some(_) => Division::OverTp,
+            None => Division::Whole,
+        }
+    }
+
     /// Number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
@@ -54,7 +65,6 @@ pub struct FlatLayout {
     parameters: Vec<FlatParameter>,
     numel: usize,
     num_partitions: usize,
-    is_frozen: bool,
 }
 
 impl FlatLayout {
@@ -64,15 +74,31 @@ impl FlatLayout {
         parameters: impl IntoIterator<Item = (String, Vec<usize>)>,
         num_partitions: usize,
     ) -> Self {
+        let whole = |(name, shape)| FlatParameter {
+            name,
+            shape,
+            offset: 0,
+            shard: None,
+            is_tied: false,
+            is_frozen: false,
+        };
+        Self::with_parameters(name, parameters.into_iter().map(whole), num_partitions)
+    }
+
+    /// Places parameters one after another.
+    pub(super) fn with_parameters(
+        name: impl Into<String>,
+        parameters: impl IntoIterator<Item = FlatParameter>,
+        num_partitions: usize,
+    ) -> Self {
         let mut numel = 0;
-        let place = |(name, shape): (String, Vec<usize>)| {
-            let parameter = FlatParameter { name, shape, offset: numel, shard: None, is_tied: false };
+        let place = |parameter: FlatParameter| {
+            let parameter = FlatParameter { offset: numel, ..parameter };
             numel += parameter.numel();
             parameter
         };
         let parameters = parameters.into_iter().map(place).collect();
-        let (name, num_partitions) = (name.into(), num_partitions.max(1));
-        Self { name, parameters, numel, num_partitions, is_frozen: false }
+        Self { name: name.into(), parameters, numel, num_partitions: num_partitions.max(1) }
     }
 
     /// Sets the parts of the whole parameters, one per parameter.
@@ -92,13 +118,16 @@ impl FlatLayout {
         self
     }
 
-    /// How the parameters are divided. A flat buffer has parameters of one kind.
+    /// Marks the parameters with a name that `is_frozen` as frozen.
+    #[must_use]
+    pub fn with_frozen(mut self, is_frozen: impl Fn(&str) -> bool) -> Self {
+        self.parameters.iter_mut().for_each(|parameter| parameter.is_frozen = is_frozen(&parameter.name));
+        self
+    }
+
+    /// The ranks that have the parameters. A flat buffer has parameters of one division.
     pub fn division(&self) -> Division {
-        match self.parameters.first() {
-            Some(parameter) if parameter.is_tied => Division::Tied,
-            _ if self.is_sharded() => Division::OverTp,
-            _ => Division::Whole,
-        }
+        self.parameters.first().map_or(Division::Whole, FlatParameter::division)
     }
 
     /// Returns whether the ranks of tp divide the parameters. Otherwise all of them have the same.
@@ -109,24 +138,20 @@ impl FlatLayout {
     /// The layout of the same unit on another rank of tp.
     #[must_use]
     pub fn at_tp_rank(&self, tp_rank: usize) -> Self {
-        let at = |parameter: &FlatParameter| parameter.shard.as_ref().map(|shard| shard.at(tp_rank));
-        let shapes = self.parameters.iter().map(|parameter| {
-            let shape = at(parameter).map(|shard| shard.local_shape(&shard.whole_shape(&parameter.shape)));
-            (parameter.name.clone(), shape.unwrap_or_else(|| parameter.shape.clone()))
-        });
-        let layout = Self::new(self.name.clone(), shapes, self.num_partitions);
-        Self { is_frozen: self.is_frozen, ..layout.with_shards(self.parameters.iter().map(at)) }
-    }
-
-    /// Marks the parameters as frozen.
-    #[must_use]
-    pub fn frozen(self) -> Self {
-        Self { is_frozen: true, ..self }
+        let at = |parameter: &FlatParameter| match &parameter.shard {
+            None => parameter.clone(),
+            Some(shard) => {
+                let (whole, shard) = (parameter.whole_shape(), shard.at(tp_rank));
+                let shape = shard.local_shape(&whole);
+                FlatParameter { shape, shard: Some(Box::new(shard)), ..parameter.clone() }
+            }
+        };
+        Self::with_parameters(self.name.clone(), self.parameters.iter().map(at), self.num_partitions)
     }
 
     /// Returns whether the parameters are frozen, without gradients and optimizer state.
     pub fn is_frozen(&self) -> bool {
-        self.is_frozen
+        self.parameters.first().is_some_and(|parameter| parameter.is_frozen)
     }
 
     /// Name of the unit.

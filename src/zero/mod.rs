@@ -41,4 +41,5 @@ pub use groups::{
 };
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
+pub(crate) use state::Comparison;
 pub use state::{RestoreState, StateBytes, StateSlice, Storage};

@@ -7,7 +7,8 @@ use super::unit_split::{UnitSplit, split_units};
 use super::{Buffer, Division, FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
-use crate::placement::{Placement, ledger};
+use crate::placement::Placement;
+use crate::placement::ledger::{self, sums};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -59,7 +60,8 @@ impl ZeroOptimizer {
     ) -> Result<Self, E> {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
-        let (units, splits) = split_units(units, is_frozen);
+        let units = units.into_iter().map(|unit| unit.with_frozen(is_frozen)).collect();
+        let (units, splits) = split_units(units);
         let storage: Storage = storage.into();
         let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::AllocationMeter::start();
@@ -337,6 +339,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A refused operation.
     pub fn zero_gradients(&mut self) -> Result<(), ZeroError> {
+        ledger::clear_gradients();
         self.units.iter_mut().try_for_each(Unit::zero_gradients)
     }
 
@@ -347,12 +350,14 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
+        sums::begin_norm();
         let mut sum = self.sum_of_squares(Division::Whole)?;
         // The layers of another stage may be frozen.
         let other_stages = self.groups.tensor.is_some() && self.groups.pipeline.is_some();
         if other_stages || self.trained_units().any(|unit| unit.layout.is_sharded()) {
             sum += self.sum_of_squares(Division::OverTp)?;
         }
+        sums::end_norm()?;
         Ok(sum)
     }
 
@@ -367,16 +372,13 @@ impl ZeroOptimizer {
     /// [`gradient_sum_of_squares`](Self::gradient_sum_of_squares) of the parameters that the ranks of tp divide, or of the others.
     fn sum_of_squares(&self, division: Division) -> Result<f64, ZeroError> {
         let units = || self.trained_units().filter(move |unit| self.is_counted(unit, division));
-        let (tied, others): (Vec<_>, Vec<_>) =
-            units().partition(|unit| unit.layout.division() == Division::Tied);
-        tied.iter().filter_map(|unit| unit.placed_gradient()).try_for_each(|tied| tied.check_summed())?;
-        ledger::open_norm(others.into_iter().map(Unit::placed_gradient))?;
+        sums::begin_squares(units().filter_map(Unit::placed_gradient))?;
         let own = match self.known_sum_of_squares(units()) {
             Some(own) => vec![own],
             None => self.squares_of_partitions(units)?,
         };
         let sum = self.sum_over_shards(own, division)?;
-        ledger::close_norm()?;
+        sums::end()?;
         Ok(sum)
     }
 

@@ -2,10 +2,10 @@
 
 use super::state::{GradientPartition, StateTensor};
 use super::update::param_group_ranges::ParamGroupRange;
-use super::{Buffer, FlatLayout, ZeroError, ZeroGroups};
+use super::{Buffer, FlatLayout, FlatParameter, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
-use crate::placement::ledger::{self, Placed};
+use crate::placement::ledger::{self, GradientOf, Placed};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
@@ -32,9 +32,18 @@ impl Viewed {
     }
 }
 
-/// The name of a unit's tensor in a dry run.
+/// The name of a unit's tensor in a dry run, by its parameters.
 fn label(what: &str, layout: &FlatLayout) -> String {
-    format!("the {what} of `{}`", layout.name())
+    match layout.parameters() {
+        [] => format!("the {what} of `{}`", layout.name()),
+        [only] => format!("the {what} of `{}`", only.name),
+        [first, others @ ..] => format!("the {what} of `{}` and {} more", first.name, others.len()),
+    }
+}
+
+fn gradient_of<'a>(parameter: &'a FlatParameter, groups: &'a ZeroGroups) -> GradientOf<'a> {
+    let FlatParameter { name, is_frozen, .. } = parameter;
+    GradientOf { parameter: name, is_frozen: *is_frozen, divided: groups.divides(parameter.division()) }
 }
 
 /// A flat buffer of a unit on this rank, by stage: whole, or its partition and, while in use, a buffer for
@@ -205,9 +214,8 @@ impl Unit {
                 transient.insert(whole)
             }
         };
-        ledger::add_tokens(&whole.flat, &groups.divides(self.layout.division()), || {
-            label("gradient", &self.layout)
-        })?;
+        let parameters = || self.layout.parameters().iter().map(|parameter| gradient_of(parameter, groups));
+        ledger::add_tokens(&whole.flat, || parameters().collect(), || label("gradient", &self.layout))?;
         Ok(whole.views.iter().cloned().map(Some).collect())
     }
 

@@ -34,60 +34,62 @@ impl UnitSplit {
     }
 }
 
-/// The kinds of parameters, each with whether it is frozen, in the order of flat buffers.
-fn kinds() -> impl Iterator<Item = (bool, Division)> {
+/// The kinds of parameters in the order of flat buffers.
+fn kinds() -> impl Iterator<Item = Kind> {
     let divisions = [Division::OverTp, Division::Whole, Division::Tied];
-    [false, true].into_iter().flat_map(move |frozen| divisions.map(|division| (frozen, division)))
+    let with = move |is_frozen| divisions.map(|division| Kind { is_frozen, division });
+    [false, true].into_iter().flat_map(with)
 }
 
-fn division_of(parameter: &FlatParameter) -> Division {
-    match (&parameter.shard, parameter.is_tied) {
-        (_, true) => Division::Tied,
-        (Some(_), false) => Division::OverTp,
-        (None, false) => Division::Whole,
+/// The properties that the parameters of a flat buffer have in common.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    is_frozen: bool,
+    division: Division,
+}
+
+impl Kind {
+    fn of(parameter: &FlatParameter) -> Self {
+        Self { is_frozen: parameter.is_frozen, division: parameter.division() }
+    }
+
+    /// The name of the buffer of these parameters of a unit.
+    fn buffer_name(self, unit: &FlatLayout, has_others: bool) -> String {
+        let mut name = unit.name().to_owned();
+        if unit.is_sharded() && self.division != Division::OverTp {
+            name += " (replicated)";
+        }
+        if self.division == Division::Tied && has_others {
+            name += " (tied)";
+        }
+        if self.is_frozen {
+            name += " (frozen)";
+        }
+        name
     }
 }
 
 /// Splits each unit. One with parameters of one kind keeps its layout.
-pub(crate) fn split_units(
-    units: Vec<FlatLayout>,
-    is_frozen: impl Fn(&str) -> bool,
-) -> (Vec<FlatLayout>, Vec<UnitSplit>) {
+pub(crate) fn split_units(units: Vec<FlatLayout>) -> (Vec<FlatLayout>, Vec<UnitSplit>) {
     let mut layouts = Vec::new();
     let split_unit = |unit: FlatLayout| {
         let first = layouts.len();
         let mut places = vec![(0, 0); unit.parameters().len()];
-        for (frozen, division) in kinds() {
-            let is_meant = |parameter: &FlatParameter| {
-                is_frozen(&parameter.name) == frozen && division_of(parameter) == division
-            };
+        for kind in kinds() {
             let all = unit.parameters().iter().enumerate();
-            let parameters: Vec<_> = all.filter(|(_, parameter)| is_meant(parameter)).collect();
+            let (indices, parameters): (Vec<usize>, Vec<_>) =
+                all.filter(|(_, parameter)| Kind::of(parameter) == kind).unzip();
             // A unit without any parameters counts as trained: it keeps its place in checkpoints.
-            let keeps_place = unit.parameters().is_empty() && !frozen && division == Division::Whole;
-            if parameters.is_empty() && !keeps_place {
+            let trained = Kind { is_frozen: false, division: Division::Whole };
+            if parameters.is_empty() && !(unit.parameters().is_empty() && kind == trained) {
                 continue;
             }
-            for (position, (index, _)) in parameters.iter().enumerate() {
-                places[*index] = (layouts.len(), position);
+            for (position, index) in indices.into_iter().enumerate() {
+                places[index] = (layouts.len(), position);
             }
-            let shapes =
-                parameters.iter().map(|(_, parameter)| (parameter.name.clone(), parameter.shape.clone()));
-            let mut name = unit.name().to_owned();
-            if unit.is_sharded() && division != Division::OverTp {
-                name += " (replicated)";
-            }
-            if division == Division::Tied && parameters.len() < unit.parameters().len() {
-                name += " (tied)";
-            }
-            if frozen {
-                name += " (frozen)";
-            }
-            let layout = FlatLayout::new(name, shapes, unit.num_partitions());
-            let layout = layout
-                .with_shards(parameters.iter().map(|(_, parameter)| parameter.shard.as_deref().cloned()))
-                .with_tied(|_| division == Division::Tied);
-            layouts.push(if frozen { layout.frozen() } else { layout });
+            let name = kind.buffer_name(&unit, parameters.len() < unit.parameters().len());
+            let parameters = parameters.into_iter().cloned();
+            layouts.push(FlatLayout::with_parameters(name, parameters, unit.num_partitions()));
         }
         UnitSplit { flats: first..layouts.len(), places }
     };

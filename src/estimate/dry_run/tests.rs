@@ -1,5 +1,7 @@
 //! Dry steps, by the engine.
 
+mod mistakes;
+
 use super::*;
 use crate::comm::CollectiveOp;
 use crate::estimate::event::Purpose;
@@ -48,6 +50,8 @@ struct Shape {
     mesh: [usize; 2],
     /// Tensor-parallel ranks.
     tp: usize,
+    /// Pipeline stages.
+    pp: usize,
     /// Size of the ring within sp.
     ring_size: usize,
     /// Size of the shards along dp; -1 for all of dp.
@@ -57,8 +61,10 @@ struct Shape {
 }
 
 fn shapes() -> Vec<Shape> {
-    let of = |mesh, ring_size, shard_size, spans_sp| Shape { mesh, tp: 1, ring_size, shard_size, spans_sp };
+    let of =
+        |mesh, ring_size, shard_size, spans_sp| Shape { mesh, tp: 1, pp: 1, ring_size, shard_size, spans_sp };
     let with_tp = |mesh, tp, ring_size| Shape { tp, ..of(mesh, ring_size, -1, false) };
+    let with_pp = |mesh, tp, pp| Shape { pp, ..with_tp(mesh, tp, 1) };
     vec![
         of([1, 1], 1, -1, false),
         of([2, 1], 1, -1, false),
@@ -77,6 +83,10 @@ fn shapes() -> Vec<Shape> {
         with_tp([1, 1], 4, 1),
         with_tp([2, 2], 2, 1),
         with_tp([2, 2], 2, 2),
+        with_pp([1, 1], 1, 2),
+        with_pp([2, 1], 1, 3),
+        with_pp([2, 2], 2, 2),
+        with_pp([1, 2], 2, 3),
     ]
 }
 
@@ -101,6 +111,7 @@ fn config(shape: &Shape, variant: &Value, stage: u8) -> Value {
     let mut config = variant.clone();
     config["mesh_param"] = json!(shape.mesh);
     config["tensor_parallel_size"] = json!(shape.tp);
+    config["pipeline_parallel_size"] = json!(shape.pp);
     config["zero_optimization"]["stage"] = json!(stage);
     config["zero_optimization"]["mics_shard_size"] = json!(shape.shard_size);
     config["ulysses"]["ring_size"] = json!(shape.ring_size);
@@ -115,7 +126,7 @@ fn supports(variant: &Value, stage: u8) -> bool {
     (stage >= 1 || !has("offload_optimizer")) && (stage == 3 || !has("offload_param"))
 }
 
-/// Runs two steps and a comparison of the replicas on the last rank, and describes a run that fails.
+/// Runs two steps and a comparison of the replicas on the last rank of each stage, and describes a run that fails.
 fn check_ledger(
     shape: &Shape,
     variant: &Value,
@@ -124,9 +135,11 @@ fn check_ledger(
     let mut workload = workload(&config(shape, variant, stage), DeviceKind::Cpu, accumulation);
     workload.model.tie_word_embeddings = tied;
     let mesh = workload.mesh().unwrap();
-    let outcome = workload.warm_step(&mesh, mesh.world_size() - 1);
+    let ranks_per_stage = mesh.world_size() / shape.pp;
+    let mut ranks = (1..=shape.pp).map(|stages| stages * ranks_per_stage - 1);
+    let outcome = ranks.try_for_each(|rank| workload.warm_step(&mesh, rank).map(drop));
     let run = format!("stage {stage}, tied {tied}, {accumulation} micro steps, {shape:?}, {variant}");
-    outcome.map(drop).map_err(|error| format!("{run}: {error}"))
+    outcome.map_err(|error| format!("{run}: {error}"))
 }
 
 #[test]
@@ -152,7 +165,7 @@ type Reductions = BTreeMap<(String, CollectiveOp, u64), usize>;
 #[test]
 fn zero_reduces_a_gradient_by_the_steps_from_its_layout_to_that_of_the_state() {
     // Parameters that tp divides have another layout than the others.
-    let shapes: Vec<_> = shapes().into_iter().filter(|shape| shape.tp == 1).collect();
+    let shapes: Vec<_> = shapes().into_iter().filter(|shape| shape.tp * shape.pp == 1).collect();
     for (shape, stage) in shapes.iter().flat_map(|shape| (0..4).map(move |stage| (shape, stage))) {
         let workload = workload(&config(shape, &json!({}), stage), DeviceKind::Cpu, 1);
         let mesh = workload.mesh().unwrap();

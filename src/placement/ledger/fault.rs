@@ -28,15 +28,23 @@ pub enum Fault {
     ShardsCompared,
     /// Its replicas are not compared.
     NotCompared,
+    /// A backward pass adds to it, but its parameter is frozen.
+    Frozen,
+    /// Its squares are not in the norm.
+    NotCounted,
+    /// Its squares are in the norm twice.
+    CountedTwice,
+    /// Its squares are in the norm of several ranks that have it.
+    CountedByReplicas,
 }
 
 /// A reduction, gather or comparison that is missing, or one too many.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct LedgerError {
-    /// The tensor, with its unit.
+    /// The tensor, with its parameters.
     pub tensor: String,
-    /// The axis of the mesh.
-    pub axis: String,
+    /// The axis of the mesh; `None` of a fault along no axis.
+    pub axis: Option<String>,
     /// The fault.
     pub fault: Fault,
 }
@@ -55,7 +63,12 @@ impl fmt::Display for LedgerError {
             Fault::NotSharded => ("gathered over", ", but not sharded over it"),
             Fault::ShardsCompared => ("compared over", ", but sharded over it"),
             Fault::NotCompared => ("not compared over", ", but replicated over it"),
+            Fault::Frozen => ("computed, but the parameter is frozen", ""),
+            Fault::NotCounted => ("not counted in the norm", ""),
+            Fault::CountedTwice => ("counted twice in the norm", ""),
+            Fault::CountedByReplicas => ("counted in the norm by several ranks along", ", which all have it"),
         };
-        write!(f, "{} is {before} `{}`{after}", self.tensor, self.axis)
+        write!(f, "{} is {before}", self.tensor)?;
+        self.axis.as_ref().map_or(Ok(()), |axis| write!(f, " `{axis}`{after}"))
     }
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::comm::fake::FakeGroup;
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use candle_core::{DType, Device};
+use std::sync::Arc;
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::device::dry::DryDevice;
 use ulysses_kernels::tensor::zeros;
@@ -27,9 +28,13 @@ impl Groups {
 }
 
 fn with_ledger(mesh: &str, work: impl FnOnce(&Groups)) {
+    on_rank(0, mesh, work);
+}
+
+fn on_rank(rank: usize, mesh: &str, work: impl FnOnce(&Groups)) {
     let groups = Groups { mesh: DeviceMesh::parse(mesh, None).unwrap() };
     let device = DryDevice { kind: DeviceKind::Cpu, threads: 1 };
-    dry::run(device, |_| {}, || run(groups.mesh.clone(), || work(&groups))).unwrap();
+    dry::run(device, |_| {}, || run(groups.mesh.clone(), rank, || work(&groups))).unwrap().unwrap();
 }
 
 fn tensor() -> Tensor {
@@ -38,9 +43,23 @@ fn tensor() -> Tensor {
 
 /// A gradient that a backward pass has added to.
 fn gradient() -> Tensor {
+    gradient_of("model.layers.3", &[])
+}
+
+/// The gradient of a parameter that the ranks of some groups divide.
+fn gradient_of(parameter: &str, divided: &[&dyn ProcessGroup]) -> Tensor {
     let gradient = tensor();
-    add_tokens(&gradient, &[], || "the gradient of `model.layers.3`".to_owned()).unwrap();
+    let of_parameter = || GradientOf { parameter, is_frozen: false, divided: divided.to_vec() };
+    add_tokens(&gradient, || vec![of_parameter()], || format!("the gradient of `{parameter}`")).unwrap();
     gradient
+}
+
+/// Sums a gradient over every axis, and returns its placements.
+fn sum(groups: &Groups, gradient: &Tensor, axes: &[&str]) -> Placed {
+    for axis in axes {
+        groups.along(axis).all_reduce(gradient, ReduceOp::Sum).unwrap();
+    }
+    placed(gradient).unwrap()
 }
 
 fn check_summed(gradient: &Tensor) -> Result<(), LedgerError> {
@@ -85,12 +104,11 @@ fn only_a_sum_is_the_sum() {
                 reduced,
                 "the gradient of `model.layers.3` is reduced over `sp`, but not to the sum",
             );
-            open_norm(std::iter::empty()).unwrap();
         }
         let (gradient, partition) = (gradient(), zeros(4, DType::F32, &Device::Cpu).unwrap());
         groups.along("dp").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
         groups.along("sp").all_reduce(&partition, ReduceOp::Sum).unwrap();
-        open_norm([placed(&partition)].into_iter()).unwrap();
+        sums::begin_squares(placed(&partition)).unwrap();
         let norm = groups.along("dp").all_reduce_values(&[1.0], ReduceOp::Max).map(drop);
         assert_fault(norm, "the norm of the gradients is reduced over `dp`, but not to the sum");
     });
@@ -138,7 +156,7 @@ fn a_backward_pass_must_not_add_to_a_sum() {
     with_ledger("2x1", |groups| {
         let gradient = gradient();
         groups.along("dp").all_reduce(&gradient, ReduceOp::Sum).unwrap();
-        let tied = add_tokens(&gradient, &[], || unreachable!("it has a name"));
+        let tied = add_tokens(&gradient, Vec::new, || unreachable!("it has a name"));
         assert_fault(tied, "is added to by a backward pass after its sum over `dp`");
     });
 }
@@ -180,23 +198,111 @@ fn a_gradient_without_a_backward_pass_is_neither_summed_nor_used() {
 fn a_norm_is_summed_over_shards_and_not_over_replicas() {
     with_ledger("2x2", |groups| {
         let (gradient, partition) = (gradient(), zeros(4, DType::F32, &Device::Cpu).unwrap());
-        let open = || open_norm([placed(&partition)].into_iter());
+        let begin = || sums::begin_squares(placed(&partition));
         groups.along("dp").reduce_scatter(&gradient, &partition, ReduceOp::Sum).unwrap();
-        assert_fault(open(), "the gradient of `model.layers.3` is used without its sum over `sp`");
+        assert_fault(begin(), "the gradient of `model.layers.3` is used without its sum over `sp`");
         groups.along("sp").all_reduce(&partition, ReduceOp::Sum).unwrap();
-        open().unwrap();
-        assert_fault(close_norm(), "the norm of the gradients is used without its sum over `dp`");
-        open().unwrap();
+        begin().unwrap();
+        assert_fault(sums::end(), "the norm of the gradients is used without its sum over `dp`");
+        begin().unwrap();
         groups.along("dp").all_gather_values(&[1.0]).unwrap();
-        close_norm().unwrap();
+        sums::end().unwrap();
         // Not of a norm.
         groups.along("dp").all_reduce_values(&[1.0], ReduceOp::Sum).unwrap();
         for axis in ["sp", "dp"] {
-            open().unwrap();
+            begin().unwrap();
             groups.along("dp").all_gather_values(&[1.0]).unwrap();
             let twice = groups.along(axis).all_reduce_values(&[1.0], ReduceOp::Sum).map(drop);
             assert_fault(twice, &format!("the norm of the gradients is summed over `{axis}` twice"));
         }
+    });
+}
+
+#[test]
+fn every_gradient_counts_once_in_the_norm() {
+    with_ledger("2x1", |groups| {
+        let [first, second] = ["a", "b"].map(|name| sum(groups, &gradient_of(name, &[]), &["dp"]));
+        let norm_of = |gradients: &[&Placed]| {
+            sums::begin_norm();
+            sums::begin_squares(gradients.iter().copied().cloned())?;
+            sums::end()?;
+            sums::end_norm()
+        };
+        norm_of(&[&first, &second]).unwrap();
+        assert_fault(norm_of(&[&first]), "the gradient of `b` is not counted in the norm");
+        assert_fault(
+            norm_of(&[&second, &first, &second]),
+            "the gradient of `b` is counted twice in the norm",
+        );
+        clear_gradients();
+        norm_of(&[]).unwrap();
+    });
+}
+
+#[test]
+fn a_gradient_of_two_stages_counts_on_the_first_and_the_norm_is_summed_over_stages() {
+    for stage in [0, 1] {
+        on_rank(stage, "pp=2,dp=1,sp=1", |groups| {
+            let pp = groups.along("pp");
+            let tied = sum(groups, &gradient_of("tied", &[]), &["pp"]);
+            let own = sum(groups, &gradient_of("own", &[&pp]), &[]);
+            let norm_of = |gradients: &[&Placed], is_summed: bool| {
+                sums::begin_norm();
+                sums::begin_squares(gradients.iter().copied().cloned())?;
+                if is_summed {
+                    pp.all_gather_values(&[1.0]).unwrap();
+                }
+                sums::end()?;
+                sums::end_norm()
+            };
+            let (both, one) = (norm_of(&[&own, &tied], true), norm_of(&[&own], true));
+            if stage == 0 {
+                both.unwrap();
+                assert_fault(one, "the gradient of `tied` is not counted in the norm");
+            } else {
+                assert_fault(
+                    both,
+                    "the gradient of `tied` is counted in the norm by several ranks along `pp`, which all have it",
+                );
+                one.unwrap();
+            }
+            assert_fault(
+                norm_of(&[&own], false),
+                "the norm of the gradients is used without its sum over `pp`",
+            );
+            assert_fault(norm_of(&[], false), "the norm of the gradients is used without its sum over `pp`");
+        });
+    }
+}
+
+#[test]
+fn the_losses_are_summed_over_every_axis() {
+    with_ledger("2x2", |groups| {
+        sums::begin_tokens("the sum of the losses");
+        groups.along("sp").all_reduce_values(&[1.0], ReduceOp::Sum).unwrap();
+        assert_fault(sums::end(), "the sum of the losses is used without its sum over `dp`");
+    });
+}
+
+#[test]
+fn parameters_in_a_buffer_are_trained_and_divided_alike() {
+    with_ledger("2x2", |groups| {
+        let dp = groups.along("dp");
+        let of = |parameter, is_frozen, divided: &[_]| GradientOf {
+            parameter,
+            is_frozen,
+            divided: divided.to_vec(),
+        };
+        let add = |parameters| add_tokens(&tensor(), || parameters, || "the gradient of a buffer".to_owned());
+        add(vec![of("a", false, &[&dp]), of("b", false, &[&dp])]).unwrap();
+        assert_fault(
+            add(vec![of("a", false, &[&dp]), of("b", false, &[])]),
+            "the gradient of `b` is combined with a tensor that is placed differently over `dp`",
+        );
+        assert_fault(
+            add(vec![of("a", false, &[]), of("b", true, &[])]),
+            "the gradient of `b` is computed, but the parameter is frozen",
+        );
     });
 }
 
@@ -238,8 +344,10 @@ fn replicas_are_compared_along_exactly_the_axes_that_replicate() {
 #[test]
 fn outside_of_a_dry_run_nothing_is_recorded() {
     let gradient = tensor();
-    add_tokens(&gradient, &[], || unreachable!("no name is made")).unwrap();
+    add_tokens(&gradient, || unreachable!("no parameters"), || unreachable!("no name")).unwrap();
     assert_eq!(placed(&gradient), None);
-    open_norm(std::iter::empty()).unwrap();
-    close_norm().unwrap();
+    sums::begin_norm();
+    sums::begin_squares(None).unwrap();
+    sums::end().unwrap();
+    sums::end_norm().unwrap();
 }

@@ -8,6 +8,7 @@ mod state_tensor;
 mod storage;
 
 pub(super) use gradient_partition::GradientPartition;
+pub(crate) use replicas::Comparison;
 pub use restore::RestoreState;
 pub use state_bytes::StateBytes;
 pub use state_tensor::StateSlice;

@@ -11,6 +11,16 @@ use ulysses_kernels::device::dry;
 /// Independent hashes, so that multiplications do not wait for each other and memory bandwidth is the limit.
 const LANES: usize = 8;
 
+/// A comparison of replicas: of all parameters with a division, along a group.
+pub(crate) struct Comparison<'a> {
+    /// The compared tensors.
+    pub(crate) buffer: Buffer,
+    /// The division of the parameters.
+    pub(crate) division: Division,
+    /// The ranks that have replicas.
+    pub(crate) group: &'a Arc<dyn ProcessGroup>,
+}
+
 impl ZeroOptimizer {
     /// Hash of what this rank keeps of a buffer, over all parameters with this division. Equal
     /// on all ranks along an axis that replicates it by [`ZeroGroups::layout`](crate::zero::ZeroGroups::layout). 0 in a dry run,
@@ -23,24 +33,28 @@ impl ZeroOptimizer {
         if dry::is_dry() { Ok(0) } else { hash(tensors.map(|tensor| tensor.fetch())) }
     }
 
-    /// In a dry run, checks that a buffer is among those that are `compared`, each along a group, with all groups that
-    /// replicate it.
+    /// In a dry run, checks that every buffer is among those that are `compared`, along exactly the groups that replicate it.
     ///
     /// # Errors
     /// A comparison that is missing, or one of shards.
-    pub(crate) fn check_compared(
-        &self,
-        buffer: Buffer,
-        division: Division,
-        compared: &[(Buffer, &Arc<dyn ProcessGroup>)],
-    ) -> Result<(), ZeroError> {
+    pub(crate) fn check_compared(&self, compared: &[Comparison<'_>]) -> Result<(), ZeroError> {
         if !dry::is_dry() {
             return Ok(());
         }
-        let groups = compared.iter().filter(|(other, _)| *other == buffer).map(|(_, group)| &***group);
-        let groups: Vec<_> = groups.collect();
-        let mut placed = self.persistent(buffer, division).filter_map(|tensor| tensor.placed());
-        Ok(placed.try_for_each(|placed| placed.check_compared(&groups))?)
+        for unit in &self.units {
+            let check = |buffer: Buffer, tensor: &StateTensor| {
+                let is_of_buffer = |other: &&Comparison<'_>| {
+                    other.buffer == buffer && other.division == unit.layout.division()
+                };
+                let groups = compared.iter().filter(is_of_buffer).map(|other| &**other.group);
+                let groups: Vec<_> = groups.collect();
+                tensor.placed().map_or(Ok(()), |placed| placed.check_compared(&groups))
+            };
+            check(Buffer::Parameters, &unit.parameters.persistent())?;
+            let mut state = unit.master.iter().chain(&unit.state);
+            state.try_for_each(|tensor| check(Buffer::OptimizerState, tensor))?;
+        }
+        Ok(())
     }
 
     /// The tensors of a buffer on this rank.
