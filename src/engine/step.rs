@@ -284,8 +284,9 @@ impl Engine {
         let layout = |buffer| self.groups.layout(buffer, self.zero.stage(), division);
         let mut compared = Vec::new();
         // Replicas of the partitions first.
-        for (index, axis) in layout(Buffer::Parameters).into_iter().enumerate().rev() {
-            let is_replicated = |buffer: Buffer| layout(buffer)[index].placement == Placement::Replicate;
+        for (index, axis) in layout(Buffer::Parameters).axes().iter().enumerate().rev() {
+            let is_replicated =
+                |buffer: Buffer| layout(buffer).axes()[index].placement == Placement::Replicate;
             let replicated: Vec<_> =
                 buffers.into_iter().filter(|(_, buffer)| is_replicated(*buffer)).collect();
             compared.extend(self.check_replicas_along(axis, &replicated, division)?);
@@ -296,7 +297,7 @@ impl Engine {
     /// Compares buffers, each with its name, along an axis that replicates them.
     fn check_replicas_along<'a>(
         &self,
-        ZeroAxis { name: axis, group, .. }: ZeroAxis<'a>,
+        &ZeroAxis { name: axis, group, .. }: &ZeroAxis<'a>,
         buffers: &[(&'static str, Buffer)],
         division: Division,
     ) -> Result<Vec<Comparison<'a>>, EngineError> {

@@ -3,9 +3,8 @@
 use crate::comm::{
     CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, RING_AXIS, SHARD_AXIS, ShardShape, ULYSSES_AXIS,
 };
-use crate::config::{CommunicationDtype, ZeroStage};
+use crate::config::CommunicationDtype;
 use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
-use crate::placement::Placement::{self, Replicate, Shard};
 use std::sync::Arc;
 
 /// The groups over which one rank's gradients are reduced.
@@ -91,37 +90,6 @@ pub struct CheckpointPart {
     pub tp_rank: usize,
     /// The stage of the pipeline whose parameters these are. Tied ones belong to the first.
     pub stage: usize,
-}
-
-/// How a flat buffer is divided over the axes that are not ZeRO's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Division {
-    /// All ranks of a stage have its parameters.
-    Whole,
-    /// The ranks of tp divide its parameters.
-    OverTp,
-    /// All ranks of the first and of the last stage have its parameters.
-    Tied,
-}
-
-/// A persistent buffer of a unit, by its content.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Buffer {
-    /// Parameters, between their uses.
-    Parameters,
-    /// Optimizer state with the master copy of 16-bit parameters. Reduced gradients are placed as it.
-    OptimizerState,
-}
-
-/// One of ZeRO's two axes, and the placement of a buffer along it.
-#[derive(Debug, Clone)]
-pub struct ZeroAxis<'a> {
-    /// Name of the axis.
-    pub name: &'static str,
-    /// The ranks along it.
-    pub group: &'a Arc<dyn ProcessGroup>,
-    /// The placement.
-    pub placement: Placement,
 }
 
 impl ZeroGroups {
@@ -218,50 +186,6 @@ impl ZeroGroups {
         self.tensor.as_ref().map_or(&self.sp, |groups| &groups.tokens)
     }
 
-    /// Ranks with the same partition of parameters that the ranks of tp divide (`is_sharded`), or of others.
-    pub fn replicas(&self, is_sharded: bool) -> &Arc<dyn ProcessGroup> {
-        match &self.sharding {
-            Some(groups) => &groups.replicas,
-            None if is_sharded => &self.sp,
-            None => self.tokens(),
-        }
-    }
-
-    /// The layout of a buffer at a stage, of parameters with this division: along the ranks with the other partitions, those
-    /// with the same one, tp if it divides them, and pp.
-    ///
-    /// The rest follows. A gradient, of which every rank has a summand, is reduced to the layout of the optimizer state: scattered
-    /// where that is sharded, as a whole where it is replicated. The norm adds up shards. Replicas are compared.
-    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, division: Division) -> Vec<ZeroAxis<'_>> {
-        let is_sharded = division == Division::OverTp;
-        let is_partitioned = match buffer {
-            Buffer::Parameters => stage.partitions_parameters(),
-            Buffer::OptimizerState => stage.partitions_optimizer(),
-        };
-        let (shard, replicas) = match self.sharding {
-            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
-            None if is_sharded || self.tensor.is_none() => ("dp", "sp"),
-            None => ("dp", TOKENS_AXIS),
-        };
-        let placement = if is_partitioned { Shard(0) } else { Replicate };
-        let mut axes = vec![
-            ZeroAxis { name: shard, group: self.shard(), placement },
-            ZeroAxis { name: replicas, group: self.replicas(is_sharded), placement: Replicate },
-        ];
-        if let Some(groups) = self.tensor.as_ref().filter(|_| is_sharded) {
-            axes.push(ZeroAxis { name: TP_AXIS, group: &groups.tp, placement: Shard(0) });
-        }
-        if let Some(groups) = &self.pipeline {
-            axes.push(match &groups.tied {
-                Some(tied) if division == Division::Tied => {
-                    ZeroAxis { name: PP_AXIS, group: tied, placement: Replicate }
-                }
-                _ => ZeroAxis { name: PP_AXIS, group: &groups.pp, placement: Shard(0) },
-            });
-        }
-        axes
-    }
-
     /// This rank along tp.
     pub fn tp_rank(&self) -> usize {
         self.tensor.as_ref().map_or(0, |groups| groups.tp.rank())
@@ -280,23 +204,6 @@ impl ZeroGroups {
     /// Number of stages of the pipeline.
     pub fn num_stages(&self) -> usize {
         self.pipeline.as_ref().map_or(1, |groups| groups.pp.world_size())
-    }
-
-    /// The groups of this rank's stage that divide whole parameters of this buffer, where others have others: tp, pp.
-    pub(super) fn divides(&self, division: Division) -> Vec<&dyn ProcessGroup> {
-        let tp = self.tensor.iter().filter(|_| division == Division::OverTp).map(|groups| &*groups.tp);
-        let pp = self.pipeline.iter().filter(|_| division != Division::Tied).map(|groups| &*groups.pp);
-        tp.chain(pp).collect()
-    }
-
-    /// The part of the state that this rank writes to a checkpoint, if any.
-    pub fn written_part(&self) -> Option<CheckpointPart> {
-        let part = || CheckpointPart {
-            partition: self.shard().rank(),
-            tp_rank: self.tp_rank(),
-            stage: self.stage(),
-        };
-        (self.replicas(true).rank() == 0).then(part)
     }
 
     /// Every group once, with its axis; blocks of sp have the axis sp. A group that spans the world serves several axes and is listed under

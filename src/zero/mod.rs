@@ -21,6 +21,7 @@
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
+mod buffer_layout;
 mod error;
 mod finite;
 mod groups;
@@ -34,11 +35,9 @@ mod unit;
 mod unit_split;
 mod update;
 
+pub use buffer_layout::{Buffer, BufferLayout, Division, ZeroAxis};
 pub use error::ZeroError;
-pub use groups::{
-    Buffer, CheckpointPart, Division, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroAxis,
-    ZeroGroups,
-};
+pub use groups::{CheckpointPart, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub(crate) use state::Comparison;

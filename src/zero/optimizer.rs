@@ -277,7 +277,7 @@ impl ZeroOptimizer {
     pub fn gradients(&mut self, unit: usize) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let split = &self.splits[unit];
         let units = self.units[split.flats.clone()].iter_mut();
-        let views = units.map(|unit| unit.gradient_views(&self.groups));
+        let views = units.map(Unit::gradient_views);
         let views: Vec<_> = views.collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
@@ -327,9 +327,8 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective, or a write of an offloaded gradient that failed.
     pub fn sum_tied_gradients(&mut self) -> Result<(), ZeroError> {
-        let tied = self.units.iter_mut().filter(|unit| unit.layout.division() == Division::Tied);
-        for unit in tied {
-            reduce::sum_tied(unit, self.stage, &self.groups, &self.storage)?;
+        for unit in &mut self.units {
+            reduce::sum_over_stages(unit, self.stage, &self.groups, &self.storage)?;
         }
         self.storage.settle()
     }
@@ -406,7 +405,7 @@ impl ZeroOptimizer {
 
     /// Sums a value per partition that this rank has, in their order, over the axes along which gradients are sharded.
     fn sum_over_shards(&self, mut of_partitions: Vec<f64>, division: Division) -> Result<f64, ZeroError> {
-        for axis in self.groups.layout(Buffer::OptimizerState, self.stage, division) {
+        for axis in self.groups.layout(Buffer::OptimizerState, self.stage, division).axes() {
             if axis.placement != Placement::Replicate {
                 of_partitions = axis.group.all_gather_values(&of_partitions)?;
             }

@@ -1,10 +1,10 @@
-//! Reduces gradients: first over the ranks that share the partitions (by default dp), then over those with the same
-//! partition (sp), always in rank order.
+//! Reduces gradients to the layout of the optimizer state: first over the ranks that share the partitions (by default dp), then over
+//! those with the same partition (sp), always in rank order.
 //!
 //! Gradients sent in bf16 are summed in f32, from the contributions as sent, and the sum is not rounded.
 
 use super::unit::{Gradients, Unit};
-use super::{Buffer, Division, Storage, ZeroError, ZeroGroups};
+use super::{Buffer, BufferLayout, Storage, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::{CommunicationDtype, ZeroStage};
 use crate::placement::{Placement, ledger};
@@ -34,8 +34,8 @@ pub(super) fn start(
     groups: &ZeroGroups,
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
-    let shard = &**groups.shard();
-    let is_replicated = is_replicated(groups, stage);
+    let layout = state_layout(unit, stage, groups);
+    let (shard, is_replicated) = (&**layout.partitions().group, is_replicated(&layout));
     let whole = match &mut unit.gradients {
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
@@ -73,23 +73,24 @@ pub(super) fn complete(
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
     let own = unit.layout.partition(unit.shard_rank);
-    let replicas = &**groups.replicas(unit.layout.is_sharded());
+    let layout = state_layout(unit, stage, groups);
+    let sum_over_replicas = |gradient: &Tensor| sum_over_replicas(gradient, &layout, false, groups);
     match (&mut unit.gradients, received) {
         (None, _) => {}
-        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat, replicas, groups)?,
-        (Some(Gradients::Whole(whole)), Some(received)) if is_replicated(groups, stage) => {
-            sum_over_replicas(&received, replicas, groups)?;
-            groups.shard().all_gather(&received, &whole.flat)?;
+        (Some(Gradients::Whole(whole)), None) => sum_over_replicas(&whole.flat)?,
+        (Some(Gradients::Whole(whole)), Some(received)) if is_replicated(&layout) => {
+            sum_over_replicas(&received)?;
+            layout.partitions().group.all_gather(&received, &whole.flat)?;
         }
         (Some(Gradients::Whole(whole)), Some(received)) => {
-            sum_over_replicas(&received, replicas, groups)?;
+            sum_over_replicas(&received)?;
             strided_copy::copy(&received, &whole.flat.narrow(0, own.start, own.len())?)?;
             ledger::copy(&received, &whole.flat)?;
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
             let sum = partition.plus(received)?;
             if boundary {
-                sum_over_replicas(&sum, replicas, groups)?;
+                sum_over_replicas(&sum)?;
             }
             storage.settle()?;
             partition.put(sum, boundary)?;
@@ -99,51 +100,56 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// Sums the complete gradient of a tied unit over the stages that have it, so that both update it alike.
-pub(super) fn sum_tied(
+/// Sums the complete gradient of a unit over the stages of a pipeline that have it, so that all update it alike.
+pub(super) fn sum_over_stages(
     unit: &mut Unit,
     stage: ZeroStage,
     groups: &ZeroGroups,
     storage: &Storage,
 ) -> Result<(), ZeroError> {
-    let Some(tied) = groups.pipeline.as_ref().and_then(|groups| groups.tied.as_deref()) else {
+    let layout = state_layout(unit, stage, groups);
+    if layout.replicas(true).next().is_none() {
         return Ok(());
-    };
+    }
+    let sum_over_stages = |gradient: &Tensor| sum_over_replicas(gradient, &layout, true, groups);
     match &mut unit.gradients {
         None => Ok(()),
-        Some(Gradients::Whole(whole)) if is_replicated(groups, stage) => {
-            sum_over_replicas(&whole.flat, tied, groups)
-        }
+        Some(Gradients::Whole(whole)) if is_replicated(&layout) => sum_over_stages(&whole.flat),
         Some(Gradients::Whole(whole)) => {
             let own = unit.layout.partition(unit.shard_rank);
-            sum_over_replicas(&whole.flat.narrow(0, own.start, own.len())?, tied, groups)
+            sum_over_stages(&whole.flat.narrow(0, own.start, own.len())?)
         }
         Some(Gradients::Partitioned { partition, .. }) => {
             let sum = partition.fetch()?;
-            sum_over_replicas(&sum, tied, groups)?;
+            sum_over_stages(&sum)?;
             storage.settle()?;
             partition.put(sum, true)
         }
     }
 }
 
-/// Returns whether all ranks that share the partitions get the whole reduced gradient.
-fn is_replicated(groups: &ZeroGroups, stage: ZeroStage) -> bool {
-    groups.layout(Buffer::OptimizerState, stage, Division::Whole)[0].placement == Placement::Replicate
+/// The layout of a unit's optimizer state, which that of its reduced gradient is.
+fn state_layout<'a>(unit: &Unit, stage: ZeroStage, groups: &'a ZeroGroups) -> BufferLayout<'a> {
+    groups.layout(Buffer::OptimizerState, stage, unit.layout.division())
 }
 
+/// Returns whether all ranks that share the partitions get the whole reduced gradient.
+fn is_replicated(layout: &BufferLayout<'_>) -> bool {
+    layout.partitions().placement == Placement::Replicate
+}
+
+/// Sums a gradient over the ranks with the same partition: those of this stage, or those of other stages (`are_stages`).
 fn sum_over_replicas(
     gradient: &Tensor,
-    replicas: &dyn ProcessGroup,
+    layout: &BufferLayout<'_>,
+    are_stages: bool,
     groups: &ZeroGroups,
 ) -> Result<(), ZeroError> {
-    match replicas.world_size() {
-        1 => Ok(()),
-        _ if rounds(replicas, groups) => {
-            with_category(Category::Gradients, || sum_rounded(gradient, replicas))
-        }
-        _ => Ok(replicas.all_reduce(gradient, ReduceOp::Sum)?),
-    }
+    layout.replicas(are_stages).try_for_each(|axis| match &**axis.group {
+        group if group.world_size() == 1 => Ok(()),
+        group if rounds(group, groups) => with_category(Category::Gradients, || sum_rounded(gradient, group)),
+        group => Ok(group.all_reduce(gradient, ReduceOp::Sum)?),
+    })
 }
 
 /// Returns whether gradients are rounded before they are sent to the other ranks of a group.

@@ -5,6 +5,7 @@ use super::update::param_group_ranges::ParamGroupRange;
 use super::{Buffer, FlatLayout, FlatParameter, ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
+use crate::mesh::{PP_AXIS, TP_AXIS};
 use crate::placement::ledger::{self, GradientOf, Placed};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -41,9 +42,15 @@ fn label(what: &str, layout: &FlatLayout) -> String {
     }
 }
 
-fn gradient_of<'a>(parameter: &'a FlatParameter, groups: &'a ZeroGroups) -> GradientOf<'a> {
-    let FlatParameter { name, is_frozen, .. } = parameter;
-    GradientOf { parameter: name, is_frozen: *is_frozen, divided: groups.divides(parameter.division()) }
+/// The gradient of a parameter in a dry run.
+fn gradient_of(parameter: &FlatParameter) -> GradientOf<'_> {
+    let tp = parameter.shard.is_some().then_some(TP_AXIS);
+    let pp = (!parameter.is_tied).then_some(PP_AXIS);
+    GradientOf {
+        parameter: &parameter.name,
+        is_frozen: parameter.is_frozen,
+        divided_over: tp.into_iter().chain(pp).collect(),
+    }
 }
 
 /// A flat buffer of a unit on this rank, by stage: whole, or its partition and, while in use, a buffer for
@@ -200,7 +207,7 @@ impl Unit {
     }
 
     /// Views for the gradients of a backward pass: one per parameter, `None` for frozen ones.
-    pub(super) fn gradient_views(&mut self, groups: &ZeroGroups) -> Result<Vec<Option<Tensor>>, ZeroError> {
+    pub(super) fn gradient_views(&mut self) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let whole = match &mut self.gradients {
             None => return Ok(vec![None; self.layout.parameters().len()]),
             Some(Gradients::Whole(whole)) => whole,
@@ -214,8 +221,8 @@ impl Unit {
                 transient.insert(whole)
             }
         };
-        let parameters = || self.layout.parameters().iter().map(|parameter| gradient_of(parameter, groups));
-        ledger::add_tokens(&whole.flat, || parameters().collect(), || label("gradient", &self.layout))?;
+        let gradients = || self.layout.parameters().iter().map(gradient_of).collect();
+        ledger::add_tokens(&whole.flat, gradients, || label("gradient", &self.layout))?;
         Ok(whole.views.iter().cloned().map(Some).collect())
     }
 
@@ -277,7 +284,7 @@ impl Unit {
     pub(super) fn place_state(&self, groups: &ZeroGroups, stage: ZeroStage) {
         let place = |tensor: &StateTensor, what: &str, buffer: Buffer| {
             let layout = groups.layout(buffer, stage, self.layout.division());
-            let axes: Vec<_> = layout.iter().map(|axis| (&**axis.group, axis.placement)).collect();
+            let axes: Vec<_> = layout.axes().iter().map(|axis| (&**axis.group, axis.placement)).collect();
             tensor.place(Placed::along(|| label(what, &self.layout), &axes));
         };
         place(&self.parameters.persistent(), "parameter buffer", Buffer::Parameters);

@@ -1,7 +1,6 @@
 //! The gradients that backward passes add to.
 
 use super::{Fault, LedgerError, Placed, fault, place, placed, with};
-use crate::comm::ProcessGroup;
 use crate::placement::Placement::{self, Partial};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -20,12 +19,12 @@ pub struct GradientOf<'a> {
     pub parameter: &'a str,
     /// Whether it is frozen, and so has no gradient.
     pub is_frozen: bool,
-    /// The groups whose ranks divide the parameter, or have different ones.
-    pub divided: Vec<&'a dyn ProcessGroup>,
+    /// Names of the axes whose ranks divide the parameter, or have different ones. A mesh may lack them.
+    pub divided_over: Vec<&'static str>,
 }
 
 /// Records that a backward pass adds to a buffer of gradients with this name: a summand, since every rank has other tokens,
-/// except along the groups whose ranks divide the parameters.
+/// except along the axes whose ranks divide the parameters.
 ///
 /// # Errors
 /// A gradient that is summed already, that of a frozen parameter, or parameters in one buffer that are divided differently.
@@ -57,14 +56,14 @@ pub fn clear_gradients() {
 
 /// The placements of the parameters' gradients before any sum.
 fn placements_of(parameters: &[GradientOf<'_>]) -> Result<Vec<Placement>, LedgerError> {
-    let placements = |divided: &[_]| with(|ledger| ledger.partial(divided)).unwrap_or_default();
+    let placements = |divided: &[&str]| with(|ledger| ledger.partial(divided)).unwrap_or_default();
     let mut common: Option<Vec<Placement>> = None;
-    for GradientOf { parameter, is_frozen, divided } in parameters {
+    for GradientOf { parameter, is_frozen, divided_over } in parameters {
         let tensor = format!("the gradient of `{parameter}`");
         if *is_frozen {
             return Err(LedgerError { tensor, axis: None, fault: Fault::Frozen });
         }
-        let own = placements(divided);
+        let own = placements(divided_over);
         let common = common.get_or_insert_with(|| own.clone());
         if let Some(axis) = (0..own.len()).find(|&axis| own[axis] != common[axis]) {
             return Err(fault(&tensor, axis, Fault::Mixed));

@@ -38,15 +38,16 @@ struct Ledger {
 }
 
 impl Ledger {
-    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks of the groups
-    /// `divided` divide.
-    fn partial(&self, divided: &[&dyn ProcessGroup]) -> Vec<Placement> {
-        let summand = |&size: &usize| if size > 1 { Partial } else { Replicate };
-        let mut placements: Vec<_> = self.mesh.shape().iter().map(summand).collect();
-        for axis in divided.iter().flat_map(|group| spanned_axes(&self.mesh, *group)) {
-            placements[axis] = Shard(0);
-        }
-        placements
+    /// The placements of a summand that each rank has computed from its own tokens, of a tensor that the ranks along the axes
+    /// `divided_over` divide.
+    fn partial(&self, divided_over: &[&str]) -> Vec<Placement> {
+        let axes = self.mesh.axis_names().iter().zip(self.mesh.shape());
+        let placement = |(name, size): (&String, &usize)| match size {
+            1 => Replicate,
+            _ if divided_over.contains(&name.as_str()) => Shard(0),
+            _ => Partial,
+        };
+        axes.map(placement).collect()
     }
 
     /// The axis whose ranks have different parts of the model, if there are several.

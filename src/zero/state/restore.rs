@@ -2,7 +2,7 @@
 
 use super::state_tensor::{StateSlice, StateTensor};
 use crate::zero::unit::Unit;
-use crate::zero::{Division, FlatLayout, ZeroError, ZeroOptimizer};
+use crate::zero::{Buffer, Division, FlatLayout, ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -18,13 +18,9 @@ impl ZeroOptimizer {
         [&["parameters"], self.config.params().state_kinds()].concat()
     }
 
-    /// Returns whether checkpoints have the unit's state from this rank of tp and pp, not only from the first one.
+    /// Returns whether checkpoints have the unit's state from this rank: the first of those that have it.
     fn is_saved(&self, unit: &Unit) -> bool {
-        match unit.layout.division() {
-            Division::OverTp => true,
-            Division::Whole => self.groups.tp_rank() == 0,
-            Division::Tied => self.groups.tp_rank() == 0 && self.groups.stage() == 0,
-        }
+        self.groups.layout(Buffer::OptimizerState, self.stage, unit.layout.division()).is_first_replica()
     }
 
     /// The layouts of the units that checkpoints have from this rank's stage.

@@ -1,0 +1,116 @@
+//! The layout of a flat buffer on the groups of ZeRO. What is summed, counted, compared and saved follows from it.
+
+use super::{CheckpointPart, ZeroGroups};
+use crate::comm::{ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
+use crate::config::ZeroStage;
+use crate::mesh::{PP_AXIS, TOKENS_AXIS, TP_AXIS};
+use crate::placement::Placement::{self, Partial, Replicate, Shard};
+use std::sync::Arc;
+
+/// The ranks that have the parameters of a flat buffer, apart from ZeRO's partitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Division {
+    /// All ranks of a stage have its parameters.
+    Whole,
+    /// The ranks of tp divide its parameters.
+    OverTp,
+    /// All ranks of the first and of the last stage have its parameters.
+    Tied,
+}
+
+/// A persistent buffer of a unit, by its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Buffer {
+    /// Parameters, between their uses.
+    Parameters,
+    /// Optimizer state with the master copy of 16-bit parameters. Reduced gradients are placed as it.
+    OptimizerState,
+}
+
+/// A group of ranks, and the placement of a buffer along it.
+#[derive(Debug, Clone)]
+pub struct ZeroAxis<'a> {
+    /// Name of the axis.
+    pub name: &'static str,
+    /// The ranks along it.
+    pub group: &'a Arc<dyn ProcessGroup>,
+    /// The placement of a gradient before any sum: a summand, unless the ranks have different parameters.
+    pub unreduced: Placement,
+    /// The placement of the buffer.
+    pub placement: Placement,
+}
+
+/// The placement of a buffer along every axis: first that of ZeRO's partitions, then those of ranks with the same partition,
+/// tp if it divides the parameters, and pp.
+///
+/// A gradient is summed over the axes on which it is unreduced a summand: scattered where the optimizer state is sharded, as a whole
+/// where it is replicated. The norm adds up shards. Replicas are compared, and the first one is saved.
+#[derive(Debug, Clone)]
+pub struct BufferLayout<'a> {
+    axes: Vec<ZeroAxis<'a>>,
+}
+
+impl ZeroGroups {
+    /// The layout of a buffer at a stage, of parameters with this division.
+    pub fn layout(&self, buffer: Buffer, stage: ZeroStage, division: Division) -> BufferLayout<'_> {
+        BufferLayout::new(self, buffer, stage, division)
+    }
+
+    /// The part of the state that this rank writes to a checkpoint, if any.
+    pub fn written_part(&self) -> Option<CheckpointPart> {
+        let part = || CheckpointPart {
+            partition: self.shard().rank(),
+            tp_rank: self.tp_rank(),
+            stage: self.stage(),
+        };
+        // Each rank of tp has parameters of its own.
+        let layout = self.layout(Buffer::OptimizerState, ZeroStage::Parameters, Division::OverTp);
+        layout.is_first_replica().then(part)
+    }
+}
+
+impl<'a> BufferLayout<'a> {
+    fn new(groups: &'a ZeroGroups, buffer: Buffer, stage: ZeroStage, division: Division) -> Self {
+        let is_partitioned = match buffer {
+            Buffer::Parameters => stage.partitions_parameters(),
+            Buffer::OptimizerState => stage.partitions_optimizer(),
+        };
+        let (shard, replicas, same_partition) = match (&groups.sharding, &groups.tensor) {
+            (Some(sharding), _) => (SHARD_AXIS, REPLICAS_AXIS, &sharding.replicas),
+            (None, Some(tensor)) if division != Division::OverTp => ("dp", TOKENS_AXIS, &tensor.tokens),
+            (None, _) => ("dp", "sp", &groups.sp),
+        };
+        let placement = if is_partitioned { Shard(0) } else { Replicate };
+        let summed = |name, group, placement| ZeroAxis { name, group, unreduced: Partial, placement };
+        let divided = |name, group| ZeroAxis { name, group, unreduced: Shard(0), placement: Shard(0) };
+        let tp = groups.tensor.iter().filter(|_| division == Division::OverTp);
+        let pp = groups.pipeline.iter().map(|groups| match &groups.tied {
+            Some(tied) if division == Division::Tied => summed(PP_AXIS, tied, Replicate),
+            _ => divided(PP_AXIS, &groups.pp),
+        });
+        let axes = [summed(shard, groups.shard(), placement), summed(replicas, same_partition, Replicate)];
+        let axes = axes.into_iter().chain(tp.map(|groups| divided(TP_AXIS, &groups.tp))).chain(pp);
+        Self { axes: axes.collect() }
+    }
+
+    /// The axes, in the order of sums.
+    pub fn axes(&self) -> &[ZeroAxis<'a>] {
+        &self.axes
+    }
+
+    /// The axis of ZeRO's partitions.
+    pub fn partitions(&self) -> &ZeroAxis<'a> {
+        &self.axes[0]
+    }
+
+    /// The axes over which the gradient of a partition is summed: those within a stage of a pipeline, or those between stages.
+    pub(super) fn replicas(&self, are_stages: bool) -> impl Iterator<Item = &ZeroAxis<'a>> {
+        let others = self.axes[1..].iter().filter(|axis| axis.unreduced == Partial);
+        others.filter(move |axis| (axis.name == PP_AXIS) == are_stages)
+    }
+
+    /// Returns whether this rank is the first of those with the same part of the buffer.
+    pub(super) fn is_first_replica(&self) -> bool {
+        self.axes[1..].iter().all(|axis| axis.placement != Replicate || axis.group.rank() == 0)
+    }
+}
