@@ -1,5 +1,6 @@
 //! The backward pass.
 
+use super::engine::{INPUT_UNIT, layer_unit};
 use super::forward::{LayerTape, Loss, Tape};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, OffloadedTensor};
@@ -64,17 +65,17 @@ impl Engine {
             let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
-            self.zero.reduce(index + 1, boundary)?;
+            self.zero.reduce(layer_unit(index), boundary)?;
         }
         self.begin_part(Moment::EmbeddingBackward);
-        let grads = self.zero.gradients(0)?;
+        let grads = self.zero.gradients(INPUT_UNIT)?;
         tracing::trace_span!("embedding backward").in_scope(|| {
             self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()])
         })?;
         self.flush_messages()?;
         let dx = Some(dx).filter(|_| !self.model.input.keeps_gradient());
         [dx, output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
-        self.zero.reduce(0, boundary)?;
+        self.zero.reduce(INPUT_UNIT, boundary)?;
         self.zero.finish_reductions()?;
         if boundary {
             // Here, after all messages: the stages that share parameters wait for each other.
@@ -97,10 +98,10 @@ impl Engine {
         let grads = self.zero.gradients(unit)?;
         let num_layers = self.model.layers.len();
         if num_layers > 0 {
-            self.zero.prefetch(num_layers)?;
+            self.zero.prefetch(layer_unit(num_layers - 1))?;
         }
         if num_layers > 1 {
-            self.zero.read_ahead(num_layers - 1)?;
+            self.zero.read_ahead(layer_unit(num_layers - 2))?;
         }
         let (params, grads) = (self.model.objective_views(params), self.model.objective_views(grads));
         let begin = self.timer.now()?;
@@ -127,14 +128,14 @@ impl Engine {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
         let _layer = tracing::trace_span!("layer backward", layer = index).entered();
-        let unit = index + 1;
+        let unit = layer_unit(index);
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
         if index > 0 {
-            self.zero.prefetch(unit - 1)?;
+            self.zero.prefetch(layer_unit(index - 1))?;
             // The embedding's parameters are not needed in its backward.
             if index > 1 {
-                self.zero.read_ahead(unit - 2)?;
+                self.zero.read_ahead(layer_unit(index - 2))?;
             }
         }
         let begin = self.timer.now()?;

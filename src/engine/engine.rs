@@ -24,6 +24,14 @@ use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::tensor::TensorOptions;
 
+/// Index of the input's unit. The units are in forward order.
+pub(super) const INPUT_UNIT: usize = 0;
+
+/// Index of the unit of a layer.
+pub(super) fn layer_unit(layer: usize) -> usize {
+    INPUT_UNIT + 1 + layer
+}
+
 /// A model in training on one rank of the mesh.
 pub struct Engine {
     pub(super) config: Config,
@@ -226,14 +234,14 @@ impl Engine {
         Ok(self.activation_offload.as_ref().map_or(Ok(()), ActivationOffload::trim)?)
     }
 
-    /// Index of the objective's unit. The units are in forward order: the input is 0, layer i is i + 1.
+    /// Index of the objective's unit.
     pub(super) fn objective_unit(&self) -> usize {
-        if self.model.is_tied() { 0 } else { self.model.layers.len() + 1 }
+        if self.model.is_tied() { INPUT_UNIT } else { layer_unit(self.model.layers.len()) }
     }
 
     /// The unit that follows layer `index` in the forward pass.
     pub(super) fn unit_after(&self, index: usize) -> usize {
-        if index + 1 < self.model.layers.len() { index + 2 } else { self.objective_unit() }
+        if index + 1 < self.model.layers.len() { layer_unit(index + 1) } else { self.objective_unit() }
     }
 
     /// Starts to record the memory peak of each part of a step ([`Moment`]). This costs a clock read and

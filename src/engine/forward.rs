@@ -1,6 +1,7 @@
 //! The forward pass.
 
 use super::blocks::SharedAttention;
+use super::engine::{INPUT_UNIT, layer_unit};
 use super::local_tokens::{LocalTokens, tokens_of_rows};
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
@@ -243,13 +244,13 @@ impl Engine {
         for index in 0..self.model.layers.len() {
             self.begin_part(Moment::Forward { layer: self.layer_number(index) });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
-            let params = self.zero.parameters(index + 1)?;
+            let params = self.zero.parameters(layer_unit(index))?;
             self.zero.prefetch(self.unit_after(index))?;
             if index + 1 < self.model.layers.len() {
                 self.zero.read_ahead(self.unit_after(index + 1))?;
             }
             x = run(self, index, &params, x)?;
-            self.zero.release(index + 1);
+            self.zero.release(layer_unit(index));
         }
         Ok((x, input))
     }
@@ -262,15 +263,16 @@ impl Engine {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), EngineError> {
         let _embedding = tracing::trace_span!("embedding").entered();
-        let params = self.zero.parameters(0)?;
-        let next = if self.model.layers.is_empty() { self.objective_unit() } else { 1 };
-        self.zero.prefetch(next)?;
-        if next == 1 {
+        let params = self.zero.parameters(INPUT_UNIT)?;
+        if self.model.layers.is_empty() {
+            self.zero.prefetch(self.objective_unit())?;
+        } else {
+            self.zero.prefetch(layer_unit(0))?;
             self.zero.read_ahead(self.unit_after(0))?;
         }
         let own = &params[..self.model.input.parameters().len()];
         let (x, saved) = self.model.input.forward(own, batch, &ctx.of_own_tokens())?;
-        self.zero.release(0);
+        self.zero.release(INPUT_UNIT);
         Ok((x, saved))
     }
 

@@ -63,18 +63,18 @@ impl ZeroOptimizer {
         let units = units.into_iter().map(|unit| unit.with_frozen(is_frozen)).collect();
         let (units, splits) = split_units(units);
         let storage: Storage = storage.into();
-        let TensorOptions { device, dtype } = &storage.options;
+        let options = &storage.options;
         let meter = memory::AllocationMeter::start();
         let parameters = each(Category::Parameters, &units, |layout| {
             let store = storage.parameters.as_ref();
-            Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), store)
+            Parameters::zeros(layout, stage.partitions_parameters(), options, store)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();
         let meter = memory::AllocationMeter::start();
         let gradients = each(Category::Gradients, &units, |layout| {
             let store = storage.gradients(stage);
-            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device, store);
+            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), &options.device, store);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         storage.settle()?;

@@ -1,6 +1,6 @@
 //! Partition arithmetic by hand, and live optimizers on several meshes.
 
-use super::update::param_group_ranges::{ParamGroupRange, Settings};
+use super::update::param_group_ranges::{GroupSettings, ParamGroupRange};
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
 use crate::config::{
@@ -219,7 +219,7 @@ fn cut_into_groups(zero: &mut ZeroOptimizer) {
         let Some(first) = ranges.first_mut() else { continue };
         let (middle, end) = (first.elements.end / 2, first.elements.end);
         first.elements.end = middle;
-        let settings = Settings { rate: GroupRate::Scaled(0.5), weight_decay: Some(0.3) };
+        let settings = GroupSettings { rate: GroupRate::Scaled(0.5), weight_decay: Some(0.3) };
         ranges.push(ParamGroupRange { elements: middle..end, settings, tensors: None });
     }
 }

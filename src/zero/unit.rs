@@ -12,6 +12,7 @@ use std::sync::Arc;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::OffloadStore;
+use ulysses_kernels::tensor::TensorOptions;
 
 /// A flat buffer together with its parameter-shaped views.
 #[derive(Debug)]
@@ -78,18 +79,18 @@ impl Parameters {
     pub(super) fn zeros(
         layout: &FlatLayout,
         partitioned: bool,
-        (dtype, device): (DType, &Device),
+        TensorOptions { dtype, device }: &TensorOptions,
         store: Option<&Arc<OffloadStore>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
             let partition = StateTensor::new(
-                ulysses_kernels::tensor::zeros(layout.partition_numel(), dtype, device)?,
+                ulysses_kernels::tensor::zeros(layout.partition_numel(), *dtype, device)?,
                 Category::Parameters,
                 store,
             )?;
             Self::Partitioned { partition, transient: None }
         } else {
-            Self::Whole(Viewed::zeros(layout, dtype, device)?)
+            Self::Whole(Viewed::zeros(layout, *dtype, device)?)
         })
     }
 

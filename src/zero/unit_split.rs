@@ -10,8 +10,16 @@ pub(crate) struct UnitSplit {
     /// Indices of its flat buffers: first those of trained parameters, then those of frozen ones; of either, first that of
     /// parameters which tp divides, last that of tied ones.
     pub(crate) flats: Range<usize>,
-    /// Flat buffer of each parameter, and its index within it.
-    places: Vec<(usize, usize)>,
+    places: Vec<Place>,
+}
+
+/// The place of a parameter among the flat buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Place {
+    /// Index of the flat buffer.
+    pub(super) flat: usize,
+    /// Index of the parameter within it.
+    pub(super) parameter: usize,
 }
 
 impl UnitSplit {
@@ -19,18 +27,23 @@ impl UnitSplit {
     pub(super) fn in_order<T: Clone>(&self, of_flats: &[Vec<T>]) -> Vec<T> {
         self.places
             .iter()
-            .map(|&(flat, parameter)| of_flats[flat - self.flats.start][parameter].clone())
+            .map(|place| of_flats[place.flat - self.flats.start][place.parameter].clone())
             .collect()
     }
 
-    /// Flat buffer of each parameter, and its index within it, in the unit's order.
-    pub(super) fn places(&self) -> &[(usize, usize)] {
+    /// The place of each parameter, in the unit's order.
+    pub(super) fn places(&self) -> &[Place] {
         &self.places
     }
 
     /// The unit's indices of the parameters in flat buffer `flat`.
     pub(super) fn parameters_of(&self, flat: usize) -> Vec<usize> {
-        self.places.iter().enumerate().filter(|(_, place)| place.0 == flat).map(|(index, _)| index).collect()
+        self.places
+            .iter()
+            .enumerate()
+            .filter(|(_, place)| place.flat == flat)
+            .map(|(index, _)| index)
+            .collect()
     }
 }
 
@@ -74,7 +87,7 @@ pub(crate) fn split_units(units: Vec<FlatLayout>) -> (Vec<FlatLayout>, Vec<UnitS
     let mut layouts = Vec::new();
     let split_unit = |unit: FlatLayout| {
         let first = layouts.len();
-        let mut places = vec![(0, 0); unit.parameters().len()];
+        let mut places = vec![Place { flat: 0, parameter: 0 }; unit.parameters().len()];
         for kind in kinds() {
             let all = unit.parameters().iter().enumerate();
             let (indices, parameters): (Vec<usize>, Vec<_>) =
@@ -84,8 +97,8 @@ pub(crate) fn split_units(units: Vec<FlatLayout>) -> (Vec<FlatLayout>, Vec<UnitS
             if parameters.is_empty() && !(unit.parameters().is_empty() && kind == trained) {
                 continue;
             }
-            for (position, index) in indices.into_iter().enumerate() {
-                places[index] = (layouts.len(), position);
+            for (parameter, index) in indices.into_iter().enumerate() {
+                places[index] = Place { flat: layouts.len(), parameter };
             }
             let name = kind.buffer_name(&unit, parameters.len() < unit.parameters().len());
             let parameters = parameters.into_iter().cloned();

@@ -6,7 +6,7 @@ pub(super) mod param_group_ranges;
 
 use super::state::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
-use super::unit_split::UnitSplit;
+use super::unit_split::{Place, UnitSplit};
 use super::{FlatParameter, ZeroError, ZeroGroups, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
@@ -204,9 +204,9 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = HashMap::new();
-        for index in 0..self.units.len() {
-            let master = self.whole_master(index)?;
-            let unit = &mut self.units[index];
+        for flat in 0..self.units.len() {
+            let master = self.whole_master(flat)?;
+            let unit = &mut self.units[flat];
             let views = match master {
                 Some(whole) => unit.layout.views(&whole)?,
                 None => unit.gather(&**self.groups.shard())?,
@@ -215,7 +215,7 @@ impl ZeroOptimizer {
                 // Frozen parameters have no master copy.
                 let part = view.to_dtype(DType::F32)?.force_contiguous()?;
                 let whole = whole_parameter(parameter, part, &self.groups)?;
-                all.insert((index, number), (parameter.name.clone(), whole));
+                all.insert(Place { flat, parameter: number }, (parameter.name.clone(), whole));
             }
             unit.release();
         }
@@ -223,8 +223,8 @@ impl ZeroOptimizer {
     }
 
     /// A unit's whole master copy, if it has one.
-    fn whole_master(&self, index: usize) -> Result<Option<Tensor>, ZeroError> {
-        let unit = &self.units[index];
+    fn whole_master(&self, flat: usize) -> Result<Option<Tensor>, ZeroError> {
+        let unit = &self.units[flat];
         match &unit.master {
             Some(own) if self.stage.partitions_optimizer() => {
                 let own = own.fetch()?;
@@ -243,7 +243,7 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = HashMap::new();
-        for (index, unit) in self.units.iter().enumerate().filter(|(_, unit)| !unit.layout.is_frozen()) {
+        for (flat, unit) in self.units.iter().enumerate().filter(|(_, unit)| !unit.layout.is_frozen()) {
             let whole = match &unit.gradients {
                 Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
@@ -261,14 +261,14 @@ impl ZeroOptimizer {
             let views = unit.layout.views(&whole)?;
             for (number, (parameter, part)) in unit.layout.parameters().iter().zip(views).enumerate() {
                 let whole = whole_parameter(parameter, part, &self.groups)?;
-                all.insert((index, number), (parameter.name.clone(), whole));
+                all.insert(Place { flat, parameter: number }, (parameter.name.clone(), whole));
             }
         }
         Ok(self.in_model_order(all))
     }
 
     /// The values by flat buffer and parameter, in the order of the model.
-    fn in_model_order<T>(&self, mut by_place: HashMap<(usize, usize), T>) -> Vec<T> {
+    fn in_model_order<T>(&self, mut by_place: HashMap<Place, T>) -> Vec<T> {
         let places = self.splits.iter().flat_map(UnitSplit::places);
         places.filter_map(|place| by_place.remove(place)).collect()
     }

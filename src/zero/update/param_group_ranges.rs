@@ -10,12 +10,12 @@ use ulysses_kernels::optimizer::lamb::Segments;
 
 /// The optimizer settings of a parameter group.
 #[derive(Clone, Copy, PartialEq)]
-pub(in crate::zero) struct Settings {
+pub(in crate::zero) struct GroupSettings {
     pub(in crate::zero) rate: GroupRate,
     pub(in crate::zero) weight_decay: Option<f64>,
 }
 
-impl Settings {
+impl GroupSettings {
     fn of(groups: &[ParameterGroup], name: &str) -> Self {
         match ParameterGroup::of(groups, name) {
             Some(group) => Self { rate: group.rate(), weight_decay: group.weight_decay },
@@ -39,7 +39,7 @@ impl Settings {
 pub(in crate::zero) struct ParamGroupRange {
     /// Range within the elements that this rank updates.
     pub(in crate::zero) elements: Range<usize>,
-    pub(in crate::zero) settings: Settings,
+    pub(in crate::zero) settings: GroupSettings,
     /// For a rule by tensors, the parameter tensors of the elements.
     pub(in crate::zero) tensors: Option<Tensors>,
 }
@@ -62,7 +62,7 @@ impl Unit {
     ) -> Result<Vec<ParamGroupRange>, ZeroError> {
         let layout = &self.layout;
         let names = layout.parameters().iter().map(|parameter| &parameter.name);
-        let settings: Vec<_> = names.map(|name| Settings::of(groups, name)).collect();
+        let settings: Vec<_> = names.map(|name| GroupSettings::of(groups, name)).collect();
         let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.shard_rank) };
         if config.is_by_element() {
             let runs = equal_settings(layout, updated, &settings);
@@ -88,7 +88,7 @@ impl Unit {
 /// Consecutive pieces of parameters with equal settings.
 struct Run {
     start: usize,
-    settings: Settings,
+    settings: GroupSettings,
     parameters: Vec<usize>,
     /// Relative to `start`.
     pieces: Vec<Range<usize>>,
@@ -103,7 +103,7 @@ impl Run {
 }
 
 /// The runs within `range` of a flat buffer, relative to its start.
-fn equal_settings(layout: &FlatLayout, range: Range<usize>, settings: &[Settings]) -> Vec<Run> {
+fn equal_settings(layout: &FlatLayout, range: Range<usize>, settings: &[GroupSettings]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for piece in layout.pieces(range) {
         let settings = settings[piece.parameter];
