@@ -85,7 +85,7 @@ pub enum CheckpointError {
         /// The tensor.
         tensor: String,
         /// What is wrong with it.
-        source: PlacementError,
+        source: Box<PlacementError>,
     },
     /// A parameter would overflow in the dtype of an export.
     #[error("parameter {name}: {value} is out of range for {dtype}; export with another dtype")]
@@ -190,7 +190,7 @@ impl CheckpointError {
     /// Returns a converter for `map_err` of an operation on a sharded tensor.
     pub(super) fn of_tensor<E: Into<PlacementError>>(tensor: &str) -> impl FnOnce(E) -> Self + use<E> {
         let tensor = tensor.to_owned();
-        move |source| Self::ShardedTensor { tensor, source: source.into() }
+        move |source| Self::ShardedTensor { tensor, source: Box::new(source.into()) }
     }
 
     /// Returns a converter for `map_err` of an operation on a path.
