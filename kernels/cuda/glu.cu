@@ -8,14 +8,21 @@ namespace {
 // need not wait for the sigmoids of another.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
-// The activation is g · σ(z), and this is z with its derivative.
+// An activation, with its derivative.
 struct Curve {
-    float z, slope;
+    float value, slope;
 };
+
+// g · σ(z), with the derivative σ + g · σ · (1 − σ) · z′.
+__device__ __forceinline__ Curve gated(float g, float z, float slope) {
+    const float s = sigmoid(z);
+    const float value = g * s;
+    return {value, value * slope * (1.0f - s) + s};
+}
 
 // silu(g) = g · σ(g)
 struct Silu {
-    static __device__ __forceinline__ Curve at(float g) { return {g, 1.0f}; }
+    static __device__ __forceinline__ Curve at(float g) { return gated(g, g, 1.0f); }
 };
 
 // gelu(g) ≈ g · (1 + tanh(√(2/π) · (g + 0.044715 g³))) / 2, with (1 + tanh(x)) / 2 = σ(2x). Beyond 12 the sigmoid is 0
@@ -23,8 +30,15 @@ struct Silu {
 struct GeluTanh {
     static __device__ __forceinline__ Curve at(float g) {
         constexpr float kSlope = 1.5957691f, kCubic = 0.044715f;
-        g = fminf(fmaxf(g, -12.0f), 12.0f);
-        return {kSlope * g * (kCubic * g * g + 1.0f), kSlope * (3.0f * kCubic * g * g + 1.0f)};
+        const float c = fminf(fmaxf(g, -12.0f), 12.0f);
+        return gated(g, kSlope * c * (kCubic * c * c + 1.0f), kSlope * (3.0f * kCubic * c * c + 1.0f));
+    }
+};
+
+struct Sigmoid {
+    static __device__ __forceinline__ Curve at(float g) {
+        const float s = sigmoid(g);
+        return {s, s * (1.0f - s)};
     }
 };
 
@@ -36,12 +50,12 @@ template <typename T, typename Activation> struct Forward {
     template <int N> __device__ __forceinline__ void at(u64 i) const {
         const auto g = load<N>(gate + i), u = load<N>(up + i);
         Pack<float, N> product;
-        for (int k = 0; k < N; ++k) product.at[k] = g.at[k] * sigmoid(Activation::at(g.at[k]).z) * u.at[k];
+        for (int k = 0; k < N; ++k) product.at[k] = Activation::at(g.at[k]).value * u.at[k];
         store(y + i, product);
     }
 };
 
-// dup = dy · activation(gate), dgate = dy · up · (σ + g · σ · (1 − σ) · z′)
+// dup = dy · activation(gate), dgate = dy · up · activation′(gate)
 template <typename T, typename Activation> struct Backward {
     T *dgate, *dup;
     const T *dy, *gate, *up;
@@ -51,10 +65,8 @@ template <typename T, typename Activation> struct Backward {
         Pack<float, N> of_gate, of_up;
         for (int k = 0; k < N; ++k) {
             const Curve curve = Activation::at(g.at[k]);
-            const float s = sigmoid(curve.z);
-            const float activated = g.at[k] * s;
-            of_up.at[k] = d.at[k] * activated;
-            of_gate.at[k] = d.at[k] * u.at[k] * (activated * curve.slope * (1.0f - s) + s);
+            of_up.at[k] = d.at[k] * curve.value;
+            of_gate.at[k] = d.at[k] * u.at[k] * curve.slope;
         }
         store(dgate + i, of_gate);
         store(dup + i, of_up);
@@ -63,23 +75,18 @@ template <typename T, typename Activation> struct Backward {
 
 }  // namespace
 
-#define INSTANTIATE(T, suffix)                                                                                \
-    KERNEL(swiglu_forward_##suffix, T *__restrict__ y, const T *__restrict__ gate, const T *__restrict__ up,  \
+#define INSTANTIATE_ONE(name, Activation, T, suffix)                                                          \
+    KERNEL(name##_forward_##suffix, T *__restrict__ y, const T *__restrict__ gate, const T *__restrict__ up,  \
            u64 size) {                                                                                        \
-        for_each_pack<kPack<T>>(size, is_aligned(y, gate, up), Forward<T, Silu>{y, gate, up});                \
+        for_each_pack<kPack<T>>(size, is_aligned(y, gate, up), Forward<T, Activation>{y, gate, up});          \
     }                                                                                                         \
-    KERNEL(swiglu_backward_##suffix, T *__restrict__ dgate, T *__restrict__ dup, const T *__restrict__ dy,    \
+    KERNEL(name##_backward_##suffix, T *__restrict__ dgate, T *__restrict__ dup, const T *__restrict__ dy,    \
            const T *__restrict__ gate, const T *__restrict__ up, u64 size) {                                  \
-        const Backward<T, Silu> body = {dgate, dup, dy, gate, up};                                            \
-        for_each_pack<kPack<T>>(size, is_aligned(dgate, dup, dy, gate, up), body);                            \
-    }                                                                                                         \
-    KERNEL(geglu_forward_##suffix, T *__restrict__ y, const T *__restrict__ gate, const T *__restrict__ up,   \
-           u64 size) {                                                                                        \
-        for_each_pack<kPack<T>>(size, is_aligned(y, gate, up), Forward<T, GeluTanh>{y, gate, up});            \
-    }                                                                                                         \
-    KERNEL(geglu_backward_##suffix, T *__restrict__ dgate, T *__restrict__ dup, const T *__restrict__ dy,     \
-           const T *__restrict__ gate, const T *__restrict__ up, u64 size) {                                  \
-        const Backward<T, GeluTanh> body = {dgate, dup, dy, gate, up};                                        \
+        const Backward<T, Activation> body = {dgate, dup, dy, gate, up};                                      \
         for_each_pack<kPack<T>>(size, is_aligned(dgate, dup, dy, gate, up), body);                            \
     }
+#define INSTANTIATE(T, suffix)                                                                                \
+    INSTANTIATE_ONE(swiglu, Silu, T, suffix)                                                                  \
+    INSTANTIATE_ONE(geglu, GeluTanh, T, suffix)                                                               \
+    INSTANTIATE_ONE(glu, Sigmoid, T, suffix)
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -13,6 +13,7 @@
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`gated_delta`] | linear attention by the gated delta rule, in chunks | queries, keys, values, decays, rates |
 //! | [`causal_conv`] | depthwise convolution along the tokens of a document, SiLU | input, weight, bias |
+//! | [`delta_gates`] | decay and rate of the gated delta rule | both projections and both parameters |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
 //! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, averages, products, maxima and minima over ranks, in rank order | – |
@@ -47,6 +48,7 @@ mod arg_check;
 pub mod attention;
 pub mod cast;
 pub mod causal_conv;
+pub mod delta_gates;
 pub mod device;
 mod device_table;
 mod documents;

@@ -5,7 +5,8 @@ use crate::comm::ProcessGroup;
 use crate::config::Config;
 use crate::data::MicroBatch;
 use crate::mesh::SeqSharding;
-use crate::sequence_parallel::{RingAttention, UlyssesAttention};
+use crate::nn::HeadExchange;
+use crate::sequence_parallel::{RingAttention, UlyssesAttention, UlyssesHeads};
 use crate::zero::{RingGroups, ZeroGroups};
 use std::sync::Arc;
 use ulysses_kernels::attention::{Attention, AttentionCompute};
@@ -14,6 +15,8 @@ use ulysses_kernels::attention::{Attention, AttentionCompute};
 #[derive(Clone)]
 pub(super) struct SharedAttention {
     pub(super) attention: Arc<dyn Attention>,
+    /// The exchange of heads for other modules that read whole sequences; `None` for one rank.
+    pub(super) heads: Option<Arc<dyn HeadExchange>>,
     /// How the ranks share each sequence.
     pub(super) sharding: SeqSharding,
     /// This rank among them.
@@ -34,17 +37,19 @@ impl BlockAttention {
         let blocks = match config.ulysses.flexible_sp {
             false => Vec::new(),
             true => {
-                let alone =
-                    SharedAttention { attention: local.clone(), sharding: SeqSharding::from(1), rank: 0 };
+                let sharding = SeqSharding::from(1);
+                let alone = SharedAttention { attention: local.clone(), heads: None, sharding, rank: 0 };
                 let of_group = |group: &Arc<dyn ProcessGroup>| {
                     let (sharding, rank) = (SeqSharding::from(group.world_size()), group.rank());
                     let attention = Arc::new(UlyssesAttention::new(local.clone(), group.clone()));
-                    SharedAttention { attention, sharding, rank }
+                    let heads = Some(Arc::new(UlyssesHeads::new(group.clone(), sharding)) as _);
+                    SharedAttention { attention, heads, sharding, rank }
                 };
                 std::iter::once(alone).chain(groups.sp_blocks.iter().map(of_group)).collect()
             }
         };
         let sharding = config.seq_sharding();
+        let heads = Some(Arc::new(UlyssesHeads::new(groups.sp.clone(), sharding)) as _);
         let attention: Arc<dyn Attention> = match &groups.ring {
             None => Arc::new(UlyssesAttention::new(local, groups.sp.clone())),
             Some(RingGroups { ring, ulysses }) => {
@@ -59,7 +64,7 @@ impl BlockAttention {
                 .chain(&groups.sp_blocks)
                 .for_each(|group| group.progress_in_background());
         }
-        Self { all: SharedAttention { attention, sharding, rank: groups.sp.rank() }, blocks }
+        Self { all: SharedAttention { attention, heads, sharding, rank: groups.sp.rank() }, blocks }
     }
 
     /// Returns the attention of the ranks that share a micro batch.

@@ -277,7 +277,7 @@ impl Engine {
     }
 
     fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
-        let SharedAttention { attention, sharding, rank } = self.attention.of(batch)?.clone();
+        let SharedAttention { attention, heads, sharding, rank } = self.attention.of(batch)?.clone();
         let shard = sharding.tokens(batch.seq_len, rank);
         if batch.shard != shard {
             return Err(EngineError::Shard { got: batch.shard.clone(), expected: shard });
@@ -318,6 +318,10 @@ impl Engine {
         let UlyssesConfig { tile_tokens, head_chunks, loss_tile_tokens, .. } = self.config.ulysses;
         let ctx = ctx.with_tiling(Tiling { tile_tokens, head_chunks, loss_tile_tokens });
         let ctx = ctx.with_overlapped_exchange(self.config.overlaps_exchange());
+        let ctx = match heads {
+            Some(heads) => ctx.with_head_exchange(heads),
+            None => ctx,
+        };
         let Some(exchange) = self.token_exchange.clone() else { return Ok(ctx) };
         let (own, known) = (self.own_tokens(shard.len()), self.own_token_layout.take());
         let own_positions = Cow::Owned(tokens_of_rows(position_ids, shard.len(), &own, 1));

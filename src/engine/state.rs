@@ -11,8 +11,8 @@ use crate::data::{DataError, DataLoader};
 use crate::mesh::MeshShape;
 use crate::model::{HfSource, ModelConfig};
 use crate::monitor::RankSummary;
-use crate::nn::TensorRank;
-use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use crate::nn::{MixerConfig, TensorRank};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume};
 use crate::zero::{FlatLayout, RingGroups, StateBytes, TensorGroups};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -313,6 +313,22 @@ impl Engine {
         let mut bytes = 0;
         let first = self.pipeline.as_ref().map_or(0, |pipeline| pipeline.layers.start);
         for (index, layer) in model.layers.iter().skip(first).take(self.model.layers.len()).enumerate() {
+            let mut add = |volume: ExchangeVolume, saves_output| {
+                let again = match self.is_recomputed(index) {
+                    true => volume.recompute_bytes(saves_output, elem_bytes),
+                    false => 0,
+                };
+                bytes += trained * (volume.total_elems() * elem_bytes + again);
+                bytes += evaluated * volume.forward_elems * elem_bytes;
+            };
+            let layer = match layer {
+                MixerConfig::Attention(attention) => attention,
+                MixerConfig::LinearAttention(linear) => {
+                    let (size, rank) = (group.world_size(), group.rank());
+                    add(ExchangeVolume::of_linear_attention(linear, [batch, seq_len], size, rank), false);
+                    continue;
+                }
+            };
             let layer = match &self.groups.tensor {
                 Some(TensorGroups { tp, .. }) => {
                     let tp = TensorRank { size: tp.world_size(), rank: tp.rank() };
@@ -324,13 +340,8 @@ impl Engine {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
                 let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
                 let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-                let volume = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?.volume();
-                let again = match self.is_recomputed(index) {
-                    true => volume.recompute_bytes(self.config.saves_attention_output(), elem_bytes),
-                    false => 0,
-                };
-                bytes += trained * (volume.total_elems() * elem_bytes + again);
-                bytes += evaluated * volume.forward_elems * elem_bytes;
+                let plan = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?;
+                add(plan.volume(), self.config.saves_attention_output());
             }
         }
         Ok(bytes)

@@ -10,7 +10,7 @@ use crate::data::MicroBatch;
 use crate::engine::{Engine, EngineError, PartPeak, attention};
 use crate::mesh::{DeviceMesh, PP_AXIS, TOKENS_AXIS, TP_AXIS};
 use crate::model::{Model, ModelError, WeightSource};
-use crate::nn::ParameterSpec;
+use crate::nn::{MixerConfig, ParameterSpec};
 use crate::pipeline::Action;
 use crate::placement::ledger::{self, LedgerGroup};
 use crate::zero::{CheckpointPart, PipelineGroups, RingGroups, ShardGroups, TensorGroups, ZeroGroups};
@@ -205,7 +205,7 @@ impl Workload {
         const BYTES: f64 = 64.0;
         let (config, model) = (&self.config, &self.model);
         let seq_len = config.require_seq_len()?;
-        let heads = model.layers.iter().map(|layer| layer.num_heads * layer.head_dim).max().unwrap_or(0);
+        let heads = model.layers.iter().map(MixerConfig::width).max().unwrap_or(0);
         let widths = [model.hidden_size, model.intermediate_size, model.vocab_size, heads];
         let of_token =
             widths.into_iter().map(|width| width as f64).sum::<f64>() * (model.num_layers() + 1) as f64;

@@ -166,8 +166,8 @@ impl Workload {
 pub fn ulysses_limits(model: &ModelConfig, config: &Config, ranks_per_node: usize) -> UlyssesLimits {
     let tp_size = config.mesh.tp_size;
     // Heads that tp ranks cannot divide are refused elsewhere.
-    let layers =
-        layers_of_tp_ranks(model, tp_size).map_or_else(|_| model.distinct_layers(), |layers| layers.concat());
+    let layers = layers_of_tp_ranks(model, tp_size)
+        .map_or_else(|_| model.attention_layers().copied().collect(), |layers| layers.concat());
     // More chunks are refused elsewhere, with the key.
     let max_chunks = layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0);
     let num_chunks = config.ulysses.head_chunks.min(max_chunks);
@@ -177,6 +177,7 @@ pub fn ulysses_limits(model: &ModelConfig, config: &Config, ranks_per_node: usiz
         num_heads: fewest(&|chunk| chunk.q.len()),
         num_kv_heads: fewest(&|chunk| chunk.kv.len()),
         ranks_per_node: (ranks_per_node / tp_size).max(1),
+        has_rings: model.linear_layers().next().is_none(),
     }
 }
 

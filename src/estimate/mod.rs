@@ -51,8 +51,8 @@ use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::{DeviceMesh, MeshShape, shard_range};
 use crate::model::ModelConfig;
-use crate::nn::{AttentionConfig, HeadChunk, LayerError};
-use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan, SequenceParallelError};
 use dry_run::DryStep;
 use event::Event;
 use nodes::Nodes;
@@ -167,11 +167,13 @@ impl Workload {
     fn rank_classes_of_row(&self) -> Result<Vec<RankClass>, EngineError> {
         let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
+        self.check_linear_attention()?;
+        let distinct = self.model.distinct_layers();
         let layers = layers_of_tp_ranks(&self.model, tp_size)?;
         let mut classes: Vec<RankClass> = Vec::new();
         // A zigzag over one causal document gives every ring rank as much to attend and to pass on.
         let is_balanced = self.document_len.is_none()
-            && self.model.layers.iter().all(|layer| layer.window.is_none())
+            && self.model.attention_layers().all(|layer| layer.window.is_none())
             && seq_len.is_multiple_of(2 * sharding.ring_size);
         let ring_ranks = if is_balanced { 1 } else { sharding.ring_size };
         for ring_rank in 0..ring_ranks {
@@ -189,6 +191,11 @@ impl Workload {
                 let tokens_of_sp = kind.first().map_or(0, |[tokens, ..]| *tokens);
                 let share = |len| shard_range(len, tp_size, tp_rank).len();
                 kind.push([tp_size, share(tokens_of_sp), share(self.model.intermediate_size)]);
+                for linear in distinct.iter().filter_map(MixerConfig::linear_attention) {
+                    let HeadShare { keys, values } =
+                        linear.heads().share(sharding.ulysses_size, ulysses_rank);
+                    kind.push([0, keys.len(), values.len()]);
+                }
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
                     Some((_, class)) => class.ranks += sharding.ring_size / ring_ranks,
                     None => {
@@ -201,6 +208,15 @@ impl Workload {
             classes.extend(of_ring_rank.into_iter().map(|(_, class)| class));
         }
         Ok(classes)
+    }
+
+    /// Refuses a ring if a layer has linear attention.
+    fn check_linear_attention(&self) -> Result<(), EngineError> {
+        let ring_size = self.config.seq_sharding().ring_size;
+        match ring_size > 1 && self.model.linear_layers().next().is_some() {
+            true => Err(SequenceParallelError::LinearInRing { ring_size }.into()),
+            false => Ok(()),
+        }
     }
 
     /// Returns the exchange plan of each head chunk of a rank's layers, for sequences of which a Ulysses group has `tokens` tokens.

@@ -86,7 +86,7 @@ pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
     models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank, &RANKS)).collect()
 }
 
-/// Runs the study for the first layer of a model.
+/// Runs the study for the first layer of a model that has attention.
 ///
 /// # Errors
 /// When there are fewer tokens than ranks, or the description of the model is not valid.
@@ -97,7 +97,7 @@ pub fn of_model(
     ranks: &[usize],
 ) -> Result<ModelScaling, EngineError> {
     model.validate(&name)?;
-    let layer = &model.layers[0];
+    let layer = model.attention();
     let point = |&ranks: &usize| point(model.hidden_size, layer, ranks, ranks * tokens_per_rank);
     let points = ranks.iter().map(point);
     Ok(ModelScaling {
@@ -119,7 +119,7 @@ fn point(
     let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *layer;
     let kv = (num_kv_heads * head_dim) as f64;
     let to_others = (ranks - 1) as f64 / ranks as f64;
-    let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE };
+    let limits = UlyssesLimits { num_heads, num_kv_heads, ranks_per_node: RANKS_PER_NODE, has_rings: true };
     let sharding = SeqSharding::auto(ranks, limits);
     let exchange = (num_heads >= ranks).then(|| exchanged(layer, ranks, seq_len)).transpose()?;
     Ok(Point {

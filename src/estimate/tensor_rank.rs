@@ -2,7 +2,7 @@
 
 use crate::engine::EngineError;
 use crate::model::{Model, ModelConfig};
-use crate::nn::{AttentionConfig, LayerError, TensorRank};
+use crate::nn::{AttentionConfig, LayerError, MixerConfig, TensorRank};
 
 /// Checks that each of `size` tensor-parallel ranks can have a part of every layer.
 ///
@@ -13,18 +13,21 @@ pub fn check_tensor_parallel(model: &ModelConfig, size: usize) -> Result<(), Eng
     Ok(())
 }
 
-/// Returns the layers of a model that differ, for each tensor-parallel rank with the heads that it has.
+/// Returns the attention of the layers of a model that differ, for each tensor-parallel rank with the heads that it has.
 ///
 /// # Errors
 /// Heads that cannot be divided over so many ranks.
 pub fn layers_of_tp_ranks(model: &ModelConfig, size: usize) -> Result<Vec<Vec<AttentionConfig>>, LayerError> {
-    let layers = model.distinct_layers();
+    let distinct = model.distinct_layers();
+    let layers: Vec<AttentionConfig> =
+        distinct.iter().filter_map(|layer| layer.attention().copied()).collect();
     if size == 1 {
         return Ok(vec![layers]);
     }
     let of_rank = |rank| {
         let divided = |layer: &AttentionConfig| {
-            let index = model.layers.iter().position(|known| known == layer).unwrap_or(0);
+            let is_this = |known: &MixerConfig| known.attention() == Some(layer);
+            let index = model.layers.iter().position(is_this).unwrap_or(0);
             Ok(layer.divided(&format!("model.layers.{index}"), TensorRank { size, rank })?.0)
         };
         layers.iter().map(divided).collect()

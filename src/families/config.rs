@@ -2,9 +2,10 @@
 
 use super::ModelError;
 use super::hf::{HfConfig, scaling_to_hf};
-use crate::nn::{AttentionConfig, Layer, NormConfig};
+use crate::nn::{AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig};
 use serde_json::{Value, json};
 use std::fmt;
+use ulysses_kernels::causal_conv::MAX_WIDTH;
 use ulysses_kernels::rope::Rope;
 
 /// A model family: what differs between models that are composed of the same modules.
@@ -67,7 +68,7 @@ impl PartialEq for Family {
 ///
 /// let config = ModelConfig { vocab_size: 32_000, ..preset("nano")?.with_num_layers(4) };
 /// config.validate("my model")?;
-/// assert_eq!(config.layers[3].q_to_kv(), [0, 0, 1, 1]);
+/// assert_eq!(config.attention_layers().nth(3).unwrap().q_to_kv(), [0, 0, 1, 1]);
 /// # Ok::<(), ulysses::model::ModelError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
@@ -80,8 +81,8 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// The decoder layers, by their attention.
-    pub layers: Vec<AttentionConfig>,
+    /// The decoder layers, by what mixes their tokens.
+    pub layers: Vec<MixerConfig>,
     /// Epsilon of the RMSNorm, added to the mean square.
     pub rms_norm_eps: f64,
     /// Added to the weights of the norms: 0, or 1 in Gemma.
@@ -137,13 +138,14 @@ impl ModelConfig {
             qk_norm: None,
             softcap: None,
             qkv_bias: false,
+            output_gate: false,
         };
         Self {
             family,
             vocab_size: 32_000,
             hidden_size,
             intermediate_size,
-            layers: vec![layer; num_layers],
+            layers: vec![layer.into(); num_layers],
             rms_norm_eps: 1e-5,
             norm_offset: 0.0,
             centered_norms: false,
@@ -161,7 +163,7 @@ impl ModelConfig {
 
     /// The largest number of head chunks that all layers allow.
     pub fn max_head_chunks(&self) -> usize {
-        self.layers.iter().map(AttentionConfig::max_head_chunks).min().unwrap_or(0)
+        self.attention_layers().map(AttentionConfig::max_head_chunks).min().unwrap_or(0)
     }
 
     /// The same model with another number of layers: the first ones, repeated if there are not as many.
@@ -171,17 +173,41 @@ impl ModelConfig {
         Self { layers, ..self }
     }
 
-    /// The same model with a change in the attention of all layers.
+    /// The same model with a change in the attention of all layers that have one.
     #[must_use]
     pub fn with_attention(mut self, change: impl Fn(&mut AttentionConfig)) -> Self {
-        self.layers.iter_mut().for_each(change);
+        self.attention_layers_mut().for_each(change);
         self
+    }
+
+    /// The layers with attention, to change them.
+    pub fn attention_layers_mut(&mut self) -> impl Iterator<Item = &mut AttentionConfig> {
+        self.layers.iter_mut().filter_map(MixerConfig::attention_mut)
+    }
+
+    /// The attention of the first layer that has one.
+    ///
+    /// # Panics
+    /// If no layer has attention, which [`validate`](Self::validate) refuses.
+    pub fn attention(&self) -> &AttentionConfig {
+        self.attention_layers().next().expect("some layer has attention")
+    }
+
+    /// The layers with attention.
+    pub fn attention_layers(&self) -> impl Iterator<Item = &AttentionConfig> {
+        self.layers.iter().filter_map(MixerConfig::attention)
+    }
+
+    /// The layers with linear attention.
+    pub fn linear_layers(&self) -> impl Iterator<Item = &LinearAttentionConfig> {
+        self.layers.iter().filter_map(MixerConfig::linear_attention)
     }
 
     /// The same model with a window in some layers, and their rotary embedding if it is another one.
     #[must_use]
     pub fn with_windows(mut self, windowed: &[bool], window: usize, rope: Option<Rope>) -> Self {
-        for (layer, _) in self.layers.iter_mut().zip(windowed).filter(|(_, windowed)| **windowed) {
+        let layers = self.layers.iter_mut().map(MixerConfig::attention_mut);
+        for layer in layers.zip(windowed).filter(|(_, windowed)| **windowed).filter_map(|(layer, _)| layer) {
             layer.window = Some(window);
             layer.rope = rope.or(layer.rope);
         }
@@ -196,7 +222,7 @@ impl ModelConfig {
 
     /// The rotary embedding of the layers that see the whole document, or else of the first layer that has one.
     pub fn rope(&self) -> Option<Rope> {
-        let rotating = || self.layers.iter().filter(|layer| layer.rope.is_some());
+        let rotating = || self.attention_layers().filter(|layer| layer.rope.is_some());
         rotating().find(|layer| layer.window.is_none()).or_else(|| rotating().next())?.rope
     }
 
@@ -205,8 +231,8 @@ impl ModelConfig {
         NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset, centered: self.centered_norms }
     }
 
-    /// The layers that differ in their attention, each once.
-    pub fn distinct_layers(&self) -> Vec<AttentionConfig> {
+    /// The layers that differ in what mixes their tokens, each once.
+    pub fn distinct_layers(&self) -> Vec<MixerConfig> {
         let mut distinct = Vec::new();
         for layer in &self.layers {
             if !distinct.contains(layer) {
@@ -219,7 +245,7 @@ impl ModelConfig {
     /// The same description as a Hugging Face `config.json`.
     pub fn to_hf_json(&self) -> Value {
         let Family { model_type, class, write, .. } = self.family;
-        let first = self.layers.first();
+        let first = self.attention_layers().next();
         let rope = self.rope();
         let mut json = json!({
             "architectures": [class], "model_type": model_type, "hidden_act": "silu",
@@ -263,9 +289,16 @@ impl ModelConfig {
                 ("num_hidden_layers", self.num_layers(), MAX_LAYERS),
             ],
         )?;
+        if self.attention_layers().next().is_none() {
+            let expected = "at least one layer must have attention".to_owned();
+            return Err(refused(origin, "layer_types", "none with attention".to_owned(), expected));
+        }
         check_number(origin, "rms_norm_eps", self.rms_norm_eps, 0.0)?;
         check_positive(origin, "final_logit_softcapping", self.final_softcap)?;
-        self.distinct_layers().iter().try_for_each(|layer| check_attention(origin, layer))?;
+        self.distinct_layers().iter().try_for_each(|layer| match layer {
+            MixerConfig::Attention(attention) => check_attention(origin, attention),
+            MixerConfig::LinearAttention(linear) => check_linear_attention(origin, linear),
+        })?;
         // Otherwise an export would be another model.
         let json = self.to_hf_json();
         match (self.family.read)(&HfConfig::new(origin, &json)) {
@@ -307,6 +340,26 @@ fn check_attention(origin: &str, attention: &AttentionConfig) -> Result<(), Mode
     if !num_heads.is_multiple_of(num_kv_heads) {
         let expected = format!("it must divide num_attention_heads = {num_heads}");
         return error("num_key_value_heads", num_kv_heads.to_string(), expected);
+    }
+    Ok(())
+}
+
+fn check_linear_attention(origin: &str, linear: &LinearAttentionConfig) -> Result<(), ModelError> {
+    let LinearAttentionConfig { num_key_heads, num_value_heads, key_head_dim, value_head_dim, conv_width } =
+        *linear;
+    check_sizes(
+        origin,
+        &[
+            ("linear_num_key_heads", num_key_heads, 1 << 12),
+            ("linear_num_value_heads", num_value_heads, 1 << 12),
+            ("linear_key_head_dim", key_head_dim, 1 << 12),
+            ("linear_value_head_dim", value_head_dim, 1 << 12),
+            ("linear_conv_kernel_dim", conv_width, MAX_WIDTH),
+        ],
+    )?;
+    if !num_value_heads.is_multiple_of(num_key_heads) {
+        let expected = format!("it must divide linear_num_value_heads = {num_value_heads}");
+        return Err(refused(origin, "linear_num_key_heads", num_key_heads.to_string(), expected));
     }
     Ok(())
 }

@@ -70,7 +70,7 @@ mod tests {
             assert_eq!(config.num_parameters(), model.num_parameters, "{}", model.name);
             config.validate(model.name).unwrap();
         }
-        assert_eq!(known_models().count(), 46);
+        assert_eq!(known_models().count(), 47);
     }
 
     #[test]
@@ -79,7 +79,7 @@ mod tests {
             assert_eq!(shape(name).unwrap(), shape("Qwen3-8B").unwrap());
         }
         let instruct = shape("meta-llama/Llama-3.2-1B-Instruct").unwrap();
-        assert!(instruct.tie_word_embeddings && instruct.layers[0].head_dim == 64);
+        assert!(instruct.tie_word_embeddings && instruct.attention().head_dim == 64);
         assert_eq!((max_positions("Qwen/Qwen3-8B"), max_positions("nano")), (Some(40_960), None));
     }
 

@@ -30,13 +30,14 @@ mod seed_oss;
 mod smollm3;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 20] = [
+pub static FAMILIES: [&Family; 21] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
     &mistral::MINISTRAL3,
     &qwen::QWEN2,
     &qwen::QWEN3,
+    &qwen::QWEN3_5,
     &gemma::GEMMA,
     &gemma::GEMMA2,
     &gemma::GEMMA3,

@@ -13,8 +13,8 @@ const WINDOW: &str = "sliding_window";
 /// The inverse of [`HfConfig::windowed_layers`], with the window.
 pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
     let layer_type = |layer: &AttentionConfig| if layer.window.is_some() { WINDOWED } else { FULL };
-    json[LAYER_TYPES] = config.layers.iter().map(layer_type).collect();
-    json[WINDOW] = json!(config.layers.iter().find_map(|layer| layer.window));
+    json[LAYER_TYPES] = config.attention_layers().map(layer_type).collect();
+    json[WINDOW] = json!(config.attention_layers().find_map(|layer| layer.window));
 }
 
 /// Why a field may not be left out whose default is the size of the family's first model.
@@ -50,7 +50,7 @@ impl HfConfig<'_> {
             vocab_size: self.size("vocab_size")?,
             hidden_size: self.size("hidden_size")?,
             intermediate_size: self.size("intermediate_size")?,
-            layers: vec![layer; num_layers],
+            layers: vec![layer.into(); num_layers],
             rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
             norm_offset: 0.0,
             centered_norms: false,
@@ -84,6 +84,7 @@ impl HfConfig<'_> {
             qk_norm: None,
             softcap: None,
             qkv_bias: false,
+            output_gate: false,
         })
     }
 

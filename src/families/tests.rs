@@ -5,7 +5,7 @@ mod rope;
 use super::*;
 use crate::model::Model;
 use crate::nn::tests::{context, random};
-use crate::nn::{AttentionConfig, Init, LayerError, ParameterSpec};
+use crate::nn::{AttentionConfig, Init, LayerError, LinearAttentionConfig, MixerConfig, ParameterSpec};
 use candle_core::Tensor;
 use serde_json::{Value, json};
 use ulysses_kernels::rope::{Rope, Scaling, kept_list};
@@ -26,26 +26,37 @@ fn descriptions() -> Vec<ModelConfig> {
         ["mistral", "phi3"].map(|family| of_family(family).with_attention(|layer| layer.window = Some(7)));
     let upper_windowed = ["qwen2", "qwen3", "gemma2", "gemma3_text", "ministral", "olmo3"].map(|family| {
         let mut config = of_family(family);
-        config.layers[1].window = Some(7);
+        config.attention_layers_mut().nth(1).unwrap().window = Some(7);
         config
     });
     let mut partly_rotated = of_family("smollm3");
-    partly_rotated.layers[0].rope = None;
+    partly_rotated.attention_layers_mut().nth(0).unwrap().rope = None;
     let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
     granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
     let capped = of_family("gemma2").with_attention(|layer| layer.softcap = Some(20.5));
     let capped = ModelConfig { final_softcap: Some(12.0), ..capped };
     let gemma = of_family("gemma3_text").with_attention(|layer| layer.scale = Some(1.0 / 168f64.sqrt()));
     let mut exaone = of_family("exaone4");
-    (exaone.layers[0].window, exaone.layers[1].rope) = (Some(7), None);
+    exaone.attention_layers_mut().next().unwrap().window = Some(7);
+    exaone.attention_layers_mut().nth(1).unwrap().rope = None;
     let glm = of_family("glm4").with_rope(|rope| rope.partial_rotary_factor = 0.5);
     let glm_with_biases = of_family("glm").with_attention(|layer| layer.qkv_bias = true);
     let phi = of_family("phi3").with_rope(|rope| rope.partial_rotary_factor = 0.75);
+    let mut qwen = of_family("qwen3_5_text").with_num_layers(3);
+    let [num_key_heads, num_value_heads, conv_width] = [2, 6, 3];
+    let linear = LinearAttentionConfig {
+        num_key_heads,
+        num_value_heads,
+        key_head_dim: 4,
+        value_head_dim: 8,
+        conv_width,
+    };
+    qwen.layers[0] = MixerConfig::LinearAttention(linear);
     let mut cohere = of_family("cohere2");
-    cohere.layers[0].rope = Some(Rope { interleaved: true, ..300.0.into() });
-    cohere.layers[0].window = Some(7);
+    cohere.attention_layers_mut().nth(0).unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
+    cohere.attention_layers_mut().nth(0).unwrap().window = Some(7);
     cohere.multipliers.logits = 0.25;
-    let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi];
+    let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi, qwen];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -130,7 +141,8 @@ fn the_families_differ_in_their_parameters() {
         added.map(|spec| (spec.name.clone(), spec.shape.clone(), spec.init)).collect::<Vec<_>>()
     };
     let spec = |part: &str, size, init| (format!("model.layers.1.self_attn.{part}"), vec![size], init);
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = config().layers[1];
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } =
+        *config().attention_layers().nth(1).unwrap();
     let (q, kv) = (num_heads * head_dim, num_kv_heads * head_dim);
     let biases =
         [("q_proj.bias", q), ("k_proj.bias", kv), ("v_proj.bias", kv)].map(|(p, n)| spec(p, n, Init::Zeros));
@@ -206,7 +218,7 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
         read(&json).unwrap()
     });
     assert_eq!(old, new);
-    let layers = old.layers.iter().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
+    let layers = old.attention_layers().map(|layer| (layer.window, layer.rope.unwrap())).collect::<Vec<_>>();
     let rope = |theta: f64, scaling| Rope { scaling, ..theta.into() };
     let (local, global) = (rope(500.0, Scaling::None), rope(2e6, Scaling::Linear { factor: 8.0 }));
     assert_eq!(layers, [(Some(9), local), (None, global)]);
@@ -222,7 +234,7 @@ fn gemma_is_read_as_written_by_every_version_of_transformers() {
 fn soft_caps_are_those_of_the_first_model_by_default_and_none_if_null() {
     let caps = |json: &Value| {
         let config = read(json).unwrap();
-        (config.layers[0].softcap, config.final_softcap)
+        (config.attention().softcap, config.final_softcap)
     };
     let mut json = changed("gemma2", "attn_logit_softcapping", None);
     json.as_object_mut().unwrap().shift_remove("final_logit_softcapping");
@@ -248,7 +260,8 @@ fn command_has_layer_norm_and_no_position_embedding_without_a_window() {
     let config = read(&json).unwrap();
     assert_eq!((config.multipliers.logits, config.rms_norm_eps), (0.0625, 1e-5));
     assert!(config.norm().centered);
-    let layers = config.layers.iter().map(|layer| (layer.window, layer.rope.map(|rope| rope.interleaved)));
+    let layers =
+        config.attention_layers().map(|layer| (layer.window, layer.rope.map(|rope| rope.interleaved)));
     assert_eq!(layers.collect::<Vec<_>>(), [(Some(9), Some(true)), (None, None)]);
     assert_refused(&changed("cohere", "use_qk_norm", Some(json!(true))), "use_qk_norm");
     assert_refused(&changed("cohere", "logit_scale", Some(json!(0))), "logit_scale");
@@ -277,8 +290,9 @@ fn an_unused_window_of_qwen_is_none() {
         assert_refused(&changed(family, "layer_types", Some(mixed.clone())), "layer_types");
 
         json["use_sliding_window"] = json!(true);
-        let windows =
-            |json: &Value| read(json).unwrap().layers.iter().map(|layer| layer.window).collect::<Vec<_>>();
+        let windows = |json: &Value| {
+            read(json).unwrap().attention_layers().map(|layer| layer.window).collect::<Vec<_>>()
+        };
         json["layer_types"] = mixed;
         assert_eq!(windows(&json), [None, Some(4096)]);
         json.as_object_mut().unwrap().shift_remove("layer_types");
@@ -292,9 +306,8 @@ fn an_unused_window_of_qwen_is_none() {
 
 #[test]
 fn mistral_has_the_window_of_its_first_model_by_default() {
-    let window = |value: Option<Value>| {
-        read(&changed("mistral", "sliding_window", value)).unwrap().distinct_layers()[0].window
-    };
+    let window =
+        |value: Option<Value>| read(&changed("mistral", "sliding_window", value)).unwrap().attention().window;
     assert_eq!(window(None), Some(4096));
     assert_eq!(window(Some(Value::Null)), None);
     assert_refused(&changed("mistral", "sliding_window", Some(json!(0))), "sliding_window");
@@ -321,10 +334,10 @@ static ALTERNATING: Family = Family {
     read: |file| {
         let mut config = file.decoder(&ALTERNATING, file.attention()?, 1e-6)?;
         let window = file.optional_size("sliding_window")?;
-        config.layers.iter_mut().step_by(2).for_each(|layer| layer.window = window);
+        config.attention_layers_mut().step_by(2).for_each(|layer| layer.window = window);
         Ok(config)
     },
-    write: |config, json| json["sliding_window"] = json!(config.layers[0].window),
+    write: |config, json| json["sliding_window"] = json!(config.attention().window),
     block: |config, index| Box::new(DecoderLayer::new(config, index)),
     models: &[],
 };
@@ -332,15 +345,15 @@ static ALTERNATING: Family = Family {
 #[test]
 fn layers_may_differ_as_far_as_the_familys_file_says_so() {
     let mut config = ModelConfig { family: &ALTERNATING, ..config() }.with_num_layers(3);
-    config.layers[0].window = Some(5);
-    config.layers[2].window = Some(5);
+    config.attention_layers_mut().nth(0).unwrap().window = Some(5);
+    config.attention_layers_mut().nth(2).unwrap().window = Some(5);
     config.validate("alternating").unwrap();
     assert_eq!(config.distinct_layers().len(), 2);
     let model = Model::new(&config).unwrap();
     let windows: Vec<_> = model.layers.iter().map(|layer| layer.attention_extent().unwrap().window).collect();
     assert_eq!(windows, [Some(5), None, Some(5)]);
 
-    config.layers[1].window = Some(6);
+    config.attention_layers_mut().nth(1).unwrap().window = Some(6);
     let error = config.validate("alternating").unwrap_err().to_string();
     assert!(error.contains("`model_type` is alternating"), "{error}");
     config.family = family("llama").unwrap();
@@ -368,7 +381,7 @@ fn the_language_model_of_a_larger_model_is_described_by_its_text_config() {
         "rope_scaling": { "rope_type": "linear", "factor": 8.0 }, "sliding_window": 1024,
     });
     let gemma = read(&larger("gemma3", gemma)).unwrap();
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, .. } = gemma.layers[0];
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, window, .. } = *gemma.attention();
     assert_eq!((num_heads, num_kv_heads, head_dim, window), (8, 4, 256, Some(1024)));
     assert_eq!((gemma.vocab_size, gemma.num_parameters()), (262_208, 3_880_263_168));
 
@@ -388,6 +401,36 @@ fn the_language_model_of_a_larger_model_is_described_by_its_text_config() {
 }
 
 #[test]
+fn qwen3_5_has_linear_attention_in_the_layers_that_its_file_says() {
+    let mut json = changed("qwen3_5_text", "layer_types", None);
+    json["num_hidden_layers"] = json!(5);
+    let is_linear = |json: &Value| {
+        let config = read(json).unwrap();
+        config.layers.iter().map(|layer| layer.linear_attention().is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(is_linear(&json), [true, true, true, false, true]);
+    json["full_attention_interval"] = json!(2);
+    assert_eq!(is_linear(&json), [true, false, true, false, true]);
+    for (key, value) in [
+        ("attn_output_gate", json!(false)),
+        ("layer_types", json!(vec!["linear_attention"; 5])),
+        ("layer_types", json!(vec!["sliding_attention"; 5])),
+        ("linear_num_key_heads", json!(5)),
+        ("linear_conv_kernel_dim", json!(9)),
+        ("mlp_only_layers", json!([1])),
+        ("attention_bias", json!(true)),
+    ] {
+        let mut json = json.clone();
+        json[key] = value;
+        assert_refused(&json, key);
+    }
+    json["attn_output_gate"] = json!(true);
+    json["mamba_ssm_dtype"] = json!("float32");
+    let larger = json!({ "model_type": "qwen3_5", "text_config": json });
+    assert_eq!(read(&larger).unwrap(), read(&json).unwrap());
+}
+
+#[test]
 fn defaults_that_are_a_familys_own_are_those_of_transformers() {
     let windows = |family, changes: Value| {
         let mut json = of_family(family).to_hf_json();
@@ -396,8 +439,8 @@ fn defaults_that_are_a_familys_own_are_those_of_transformers() {
         }
         json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         json["num_hidden_layers"] = json!(6);
-        let layers = read(&json).unwrap().layers;
-        layers.iter().map(|layer| (layer.window, layer.rope.is_some())).collect::<Vec<_>>()
+        let config = read(&json).unwrap();
+        config.attention_layers().map(|layer| (layer.window, layer.rope.is_some())).collect::<Vec<_>>()
     };
     let (windowed, full) = ((Some(4096), true), (None, true));
     assert_eq!(windows("gemma3_text", json!({})), [[windowed; 5].as_slice(), &[full]].concat());

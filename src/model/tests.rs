@@ -27,19 +27,25 @@ fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Result<Tensor> {
     Tensor::cat(&[first, second], D::Minus1)
 }
 
-/// The Llama block in plain candle ops.
+/// The Llama block in plain candle ops, with a gate of the attention's output if the description says so.
 fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
     let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else {
         candle_core::bail!("nine parameters")
     };
-    let layer = config.layers[0];
+    let layer = *config.attention();
     let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
     let tables = ctx.rope_tables(layer.head_dim, layer.rope.unwrap().theta)?;
-    let q = rotate(&heads(linear(&normed, q)?, layer.num_heads)?, &tables)?;
+    let q = linear(&normed, q)?.reshape((ctx.batch(), ctx.seq_len_local(), layer.num_heads, ()))?;
+    let output_gate = layer.output_gate.then(|| q.narrow(3, layer.head_dim, layer.head_dim)).transpose()?;
+    let q = rotate(&q.narrow(3, 0, layer.head_dim)?, &tables)?;
     let k = rotate(&heads(linear(&normed, k)?, layer.num_kv_heads)?, &tables)?;
     let v = heads(linear(&normed, v)?, layer.num_kv_heads)?;
-    let mid = (x + linear(&ctx.attention(&q, &k, &v)?.flatten_from(2)?, o)?)?;
+    let mut out = ctx.attention(&q, &k, &v)?;
+    if let Some(gate) = output_gate {
+        out = (out / (gate.neg()?.exp()? + 1.0)?)?;
+    }
+    let mid = (x + linear(&out.flatten_from(2)?, o)?)?;
     let normed = rms_norm(&mid, norm_mid, config.rms_norm_eps)?;
     let (gate, up) = (linear(&normed, gate)?, linear(&normed, up)?);
     let silu = (&gate / (gate.neg()?.exp()? + 1.0)?)?;
@@ -60,7 +66,16 @@ fn run(layer: &dyn Layer, params: &[Tensor], x: &Tensor, dy: &Tensor) -> Vec<Ten
 
 #[test]
 fn fused_decoder_layer_is_the_block_under_autograd() {
-    let config = config();
+    compare_with_autograd(config());
+}
+
+#[test]
+fn a_gated_attention_is_the_block_under_autograd() {
+    compare_with_autograd(config().with_attention(|layer| layer.output_gate = true));
+}
+
+#[track_caller]
+fn compare_with_autograd(config: ModelConfig) {
     let fused = DecoderLayer::new(&config, 0);
     let specs = fused.parameters().to_vec();
     let description = config.clone();

@@ -53,14 +53,9 @@ impl WeightSource for RandomWeights {
         match spec.init {
             Init::Ones => out.fill(1.0),
             Init::Zeros => out.fill(0.0),
-            Init::Normal { std } => {
-                let generator = self.generator(&spec.name);
-                out.par_chunks_mut(ELEMENTS_PER_TASK).enumerate().for_each(|(task, elements)| {
-                    let mut generator = generator.clone();
-                    let first = range.start + task * ELEMENTS_PER_TASK;
-                    generator.set_word_pos(first as u128 * WORDS_PER_ELEMENT);
-                    elements.fill_with(|| (std * standard_normal(&mut generator)) as f32);
-                });
+            Init::Normal { std } => self.draw(spec, range, out, |generator| std * standard_normal(generator)),
+            Init::LogUniform { bounds: [low, high] } => {
+                self.draw(spec, range, out, |generator| (low + (high - low) * uniform(generator)).ln())
             }
         }
         Ok(())
@@ -68,6 +63,23 @@ impl WeightSource for RandomWeights {
 }
 
 impl RandomWeights {
+    /// Draws elements, each from its own words of the parameter's stream.
+    fn draw(
+        &self,
+        spec: &ParameterSpec,
+        range: Range<usize>,
+        out: &mut [f32],
+        element: impl Fn(&mut ChaCha8Rng) -> f64 + Sync,
+    ) {
+        let generator = self.generator(&spec.name);
+        out.par_chunks_mut(ELEMENTS_PER_TASK).enumerate().for_each(|(task, elements)| {
+            let mut generator = generator.clone();
+            let first = range.start + task * ELEMENTS_PER_TASK;
+            generator.set_word_pos(first as u128 * WORDS_PER_ELEMENT);
+            elements.fill_with(|| element(&mut generator) as f32);
+        });
+    }
+
     /// A separate counter-based stream for every parameter.
     fn generator(&self, name: &str) -> ChaCha8Rng {
         let mut key = [0; 32];
@@ -84,4 +96,9 @@ fn standard_normal(generator: &mut ChaCha8Rng) -> f64 {
     let radius = (f64::from(generator.next_u32()) + 1.0) / 4_294_967_296.0;
     let angle = f64::from(generator.next_u32()) / 4_294_967_296.0 * std::f64::consts::TAU;
     (-2.0 * radius.ln()).sqrt() * angle.cos()
+}
+
+/// Of 64 bits, between 0 and 1.
+fn uniform(generator: &mut ChaCha8Rng) -> f64 {
+    (generator.next_u64() as f64 + 0.5) / 18_446_744_073_709_551_616.0
 }

@@ -1,16 +1,17 @@
 //! Context shared by the layers of one micro batch.
 
-use super::{LayerError, TokenExchange};
+use super::head_exchange::WholeHeads;
+use super::{HeadExchange, LayerError, TokenExchange};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
+use ulysses_kernels::{Documents, Workspace};
 
 /// Query heads, KV heads, window, bits of the factor on the logits.
 type HeadKey = (usize, usize, Option<usize>, [Option<u32>; 2]);
@@ -42,6 +43,7 @@ pub struct TokenLayout {
     shard: Vec<Range<usize>>,
     position_ids: Vec<u32>,
     layout: AttentionLayout,
+    documents: Documents,
     head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
     /// Memory of the position ids in a dry run.
@@ -63,10 +65,11 @@ impl TokenLayout {
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, LayerError> {
-        let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens, Vec::new(), None)?;
+        let layout = AttentionLayout::of_ranges(shard, shard, cu_seqlens.clone(), Vec::new(), None)?;
+        let documents = Documents::new(cu_seqlens)?;
         let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
         let (head_layouts, rope_tables) = Default::default();
-        Ok(Self { shard: shard.to_vec(), position_ids, layout, head_layouts, rope_tables, _dry })
+        Ok(Self { shard: shard.to_vec(), position_ids, layout, documents, head_layouts, rope_tables, _dry })
     }
 
     /// Returns whether this layout equals the one that [`new`](Self::new) would create.
@@ -90,6 +93,7 @@ pub struct LayerContext {
     saves_attention_output: bool,
     overlaps_exchange: bool,
     token_exchange: Option<Arc<dyn TokenExchange>>,
+    head_exchange: Arc<dyn HeadExchange>,
 }
 
 impl LayerContext {
@@ -106,7 +110,24 @@ impl LayerContext {
             saves_attention_output: false,
             overlaps_exchange: false,
             token_exchange: None,
+            head_exchange: Arc::new(WholeHeads),
         }
+    }
+
+    /// Sets the exchange of tokens for heads; by default this rank has both.
+    #[must_use]
+    pub fn with_head_exchange(self, head_exchange: Arc<dyn HeadExchange>) -> Self {
+        Self { head_exchange, ..self }
+    }
+
+    /// The exchange of tokens for heads, for modules that read whole sequences and are not attention.
+    pub fn head_exchange(&self) -> &dyn HeadExchange {
+        &*self.head_exchange
+    }
+
+    /// The documents of the whole sequences.
+    pub fn documents(&self) -> &Documents {
+        &self.attended.documents
     }
 
     /// Sets the exchange of tokens of tensor-parallel layers, and this rank's tokens between their modules.

@@ -2,13 +2,14 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
-//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`GatedMlp`]: the modules of a block; a [`Branch`] joins one to the residual
-//!   stream.
+//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LinearAttention`], [`GatedMlp`]: the modules of a block; a [`Branch`] joins
+//!   one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
+//! - [`HeadExchange`]: tokens for heads, and back, around a module that reads whole sequences.
 //! - [`InputLayer`]: what comes before the layers, an [`Embedding`] or [`Features`] of the [`LocalBatch`].
 //! - [`LayerContext`]: the micro batch, and the services that a layer may use.
 //!
 //! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
-//! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
+//! [`Attention`](ulysses_kernels::attention::Attention) and [`HeadExchange`] hide the other ranks.
 
 mod attention;
 mod attention_node;
@@ -19,14 +20,17 @@ mod context;
 mod embedding;
 mod error;
 mod gated_mlp;
+mod head_exchange;
 mod input;
 mod layer;
 mod linear;
+mod linear_attention;
 mod parameters;
 mod rms_norm;
 mod tensor_parallel;
 #[cfg(test)]
 pub(crate) mod tests;
+mod token_mixer;
 
 pub use attention::{
     AttentionConfig, AttentionSaved, HeadChunk, HeadDivision, QkNorm, Saves, SelfAttention, head_chunks,
@@ -41,12 +45,15 @@ pub use context::{LayerContext, Tiling, TokenLayout};
 pub use embedding::Embedding;
 pub use error::LayerError;
 pub use gated_mlp::{GatedMlp, MlpSaved};
+pub use head_exchange::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare};
 pub use input::{Features, InputLayer};
 pub use layer::{AttentionExtent, Layer, Saved};
 pub use linear::{GroupNames, Linear};
+pub use linear_attention::{LinearAttention, LinearAttentionConfig, LinearAttentionSaved};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
 pub use tensor_parallel::{TensorRank, TokenExchange};
+pub use token_mixer::{MixerConfig, MixerSaved, TokenMixer};
 
 use candle_core::Tensor;
 use std::ops::Range;

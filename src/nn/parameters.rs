@@ -18,6 +18,11 @@ pub enum Init {
         /// Standard deviation.
         std: f64,
     },
+    /// The logarithm of a uniform distribution: the decays of Gated DeltaNet.
+    LogUniform {
+        /// Bounds of the distribution, positive.
+        bounds: [f64; 2],
+    },
     /// All ones.
     Ones,
     /// All zeros.

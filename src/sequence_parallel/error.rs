@@ -39,6 +39,15 @@ pub enum SequenceParallelError {
         /// The sharding.
         sharding: SeqSharding,
     },
+    /// Linear attention cannot pass its state around a ring.
+    #[error(
+        "a layer has linear attention, which needs whole sequences, but they are shared by a ring of {ring_size} ranks: set \
+         `ulysses.ring_size` 1"
+    )]
+    LinearInRing {
+        /// Ranks of the ring.
+        ring_size: usize,
+    },
     /// A ring has another number of ranks than its group.
     #[error("the sharding has a ring of {ring_size} ranks, but its group has {group_size}")]
     RingSize {

@@ -13,6 +13,8 @@
 //!   [`HeadSharded`].
 //! - [`UlyssesAttention`]: wraps a local attention, and implements
 //!   [`Attention`](ulysses_kernels::attention::Attention) itself.
+//! - [`UlyssesHeads`]: the same exchange around other modules, as linear attention. It implements
+//!   [`HeadExchange`](crate::nn::HeadExchange).
 //! - [`RingAttention`]: the second axis of sequence parallelism, for more ranks than heads. Between the two, a
 //!   [`SeqSharding`](crate::mesh::SeqSharding) divides the tokens.
 //!
@@ -21,6 +23,8 @@
 mod attention;
 mod error;
 mod exchange;
+mod head_blocks;
+mod heads;
 mod plan;
 mod ring;
 mod shard;
@@ -31,6 +35,7 @@ mod volume;
 pub use attention::UlyssesAttention;
 pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, PendingExchange, Qkv, SeqSharded};
+pub use heads::UlyssesHeads;
 pub use plan::{AttentionShape, ExchangePlan};
 pub use ring::RingAttention;
 pub use volume::{ExchangeVolume, RingVolume};

@@ -3,6 +3,7 @@
 //! The CPU backends and the CUDA kernels both execute the blocks of these plans.
 
 use super::SequenceParallelError;
+use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
 use crate::mesh::shard_range;
 use std::ops::Range;
@@ -208,82 +209,9 @@ impl ExchangePlan {
     /// Blocks of a head→seq exchange of several tensors, each given by the heads of every rank and their
     /// total number.
     fn head_to_seq(&self, tensors: &[(&[Range<usize>], usize)]) -> StridedPlan {
-        let mut plan = StridedPlan::default();
-        for peer in 0..self.seq.len() {
-            let (mut send, mut recv) = (Vec::new(), Vec::new());
-            for (tensor, (heads, num_heads)) in tensors.iter().enumerate() {
-                for (part, _) in parts_by_owner(heads, self.rank) {
-                    send.push(self.head_sharded_block(tensor, &heads[self.rank], &part, peer));
-                }
-                for (part, accumulate) in parts_by_owner(heads, peer) {
-                    let block = self.seq_sharded_block(tensor, *num_heads, &part);
-                    recv.push(RecvBlock { block, accumulate });
-                }
-            }
-            plan.send.push(send);
-            plan.recv.push(recv);
-        }
-        plan
-    }
-
-    /// Heads `part` of this rank's tokens within `[batch, seq_local, num_heads, head_dim]`.
-    fn seq_sharded_block(&self, tensor: usize, num_heads: usize, part: &Range<usize>) -> StridedBlock {
-        let AttentionShape { batch, head_dim, .. } = self.shape;
-        let rows = self.seq[self.rank].len();
-        let row_stride = num_heads * head_dim;
-        StridedBlock {
-            tensor,
-            offset: part.start * head_dim,
-            batch,
-            batch_stride: rows * row_stride,
-            rows,
-            row_stride,
-            run: part.len() * head_dim,
-        }
-    }
-
-    /// Heads `part` of `peer`'s tokens within this rank's `[batch, seq, heads_local, head_dim]`.
-    fn head_sharded_block(
-        &self,
-        tensor: usize,
-        heads_local: &Range<usize>,
-        part: &Range<usize>,
-        peer: usize,
-    ) -> StridedBlock {
         let AttentionShape { batch, seq_len, head_dim, .. } = self.shape;
-        let row_stride = heads_local.len() * head_dim;
-        StridedBlock {
-            tensor,
-            offset: self.seq[peer].start * row_stride + (part.start - heads_local.start) * head_dim,
-            batch,
-            batch_stride: seq_len * row_stride,
-            rows: self.seq[peer].len(),
-            row_stride,
-            run: part.len() * head_dim,
-        }
-    }
-}
-
-/// Splits the heads of `rank` into those that a lower rank also holds, which are added to that rank's values
-/// (`true`), and those that it holds first (`false`).
-fn parts_by_owner(heads: &[Range<usize>], rank: usize) -> impl Iterator<Item = (Range<usize>, bool)> {
-    let Range { start, end } = heads[rank];
-    let seen = if rank == 0 { start } else { heads[rank - 1].end.clamp(start, end) };
-    [(start..seen, true), (seen..end, false)].into_iter().filter(|(part, _)| !part.is_empty())
-}
-
-/// The exchange in the other direction. From seq to head nothing is summed: every element has one source.
-fn transposed(plan: StridedPlan) -> StridedPlan {
-    StridedPlan {
-        send: plan
-            .recv
-            .into_iter()
-            .map(|blocks| blocks.into_iter().map(|recv| recv.block).collect())
-            .collect(),
-        recv: plan
-            .send
-            .into_iter()
-            .map(|blocks| blocks.into_iter().map(|block| RecvBlock { block, accumulate: false }).collect())
-            .collect(),
+        let tensors: Vec<_> =
+            tensors.iter().map(|&(heads, num_heads)| HeadTensor { heads, num_heads, head_dim }).collect();
+        HeadBlocks { batch, seq_len, seq: &self.seq, rank: self.rank }.head_to_seq(&tensors)
     }
 }

@@ -1,6 +1,7 @@
 //! Plans against hand-worked literals; exchanges of values that encode their position.
 
 mod copies;
+mod heads;
 
 use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, launch};

@@ -1,6 +1,8 @@
 //! The communication of a dry run against that of real ranks in a step: every collective in order, with its
 //! bytes.
 
+mod hybrid_attention;
+
 use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::recorded::{Log, Recorded, Started};
@@ -128,6 +130,7 @@ fn cases() -> Vec<Case> {
     .chain(cases_in_bf16())
     .chain(ring_cases())
     .chain(pipeline_cases())
+    .chain(hybrid_attention::cases())
     .collect()
 }
 

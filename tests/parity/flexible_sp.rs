@@ -12,7 +12,8 @@ use ulysses::data::{Corpus, IGNORED_LABEL, PackedSequences, Packing, Tokenizer};
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::peak_bytes;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{Model, ModelConfig, RandomWeights, preset};
+use ulysses::model::{Model, ModelConfig, RandomWeights, family, preset};
+use ulysses::nn::{LinearAttentionConfig, MixerConfig, QkNorm};
 
 const SEQ_LEN: usize = 45;
 const MESHES: [(usize, usize); 5] = [(1, 2), (1, 4), (2, 2), (1, 8), (2, 4)];
@@ -81,20 +82,25 @@ fn config((dp, sp): (usize, usize), stage: u8, flexible: bool, extra: &Value) ->
 
 /// Runs `work` with an engine on every rank; returns the result of the first one.
 fn on_mesh<T: Send>(
-    config: &Config,
+    (model, config): (&ModelConfig, &Config),
     work: impl Fn(&mut Engine, usize) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     Ok(launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let mut engine = initialize(Model::new(&model()?)?, &RandomWeights { seed: 1 }, config, &groups)?;
+        let mut engine = initialize(Model::new(model)?, &RandomWeights { seed: 1 }, config, &groups)?;
         work(&mut engine, rank.rank)
     })?)
 }
 
-/// Trains three steps, from sample `consumed` on.
+/// Trains three steps of the usual model.
 fn run(config: &Config, data: &Arc<PackedSequences>) -> Result<Run> {
-    let runs = on_mesh(config, |engine, _| {
+    run_model(&model()?, config, data)
+}
+
+/// Trains three steps.
+fn run_model(model: &ModelConfig, config: &Config, data: &Arc<PackedSequences>) -> Result<Run> {
+    let runs = on_mesh((model, config), |engine, _| {
         let mut loader = engine.data_loader(data.clone())?;
         let (mut steps, mut label_tokens, mut block_sizes) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..3 {
@@ -185,6 +191,28 @@ fn partitions_over_sp_recomputation_and_head_chunks_train_the_same_with_flexible
 }
 
 #[test]
+fn linear_attention_sees_whole_documents_with_flexible_sp() {
+    let mut hybrid = model().unwrap();
+    let linear = LinearAttentionConfig {
+        num_key_heads: 1,
+        num_value_heads: 3,
+        key_head_dim: 8,
+        value_head_dim: 8,
+        conv_width: 4,
+    };
+    hybrid.layers[0] = MixerConfig::LinearAttention(linear);
+    let hybrid = ModelConfig { family: family("qwen3_5_text").unwrap(), norm_offset: 1.0, ..hybrid };
+    let hybrid =
+        hybrid.with_attention(|layer| (layer.output_gate, layer.qk_norm) = (true, Some(QkNorm::Head)));
+    let data = data(Packing::Greedy, false).unwrap();
+    let with = |mesh, flexible| run_model(&hybrid, &config(mesh, 1, flexible, &json!({})).unwrap(), &data);
+    let alone = with((1, 1), false).unwrap();
+    for mesh in [(2, 2), (1, 4)] {
+        assert_equal(&with(mesh, true).unwrap(), &alone, 2e-5, &format!("{mesh:?}"));
+    }
+}
+
+#[test]
 fn larger_micro_batches_are_larger_budgets() {
     check(Packing::Greedy, false, &json!({ "train_micro_batch_size_per_gpu": 2 }), &[(1, 4), (2, 2)]);
 }
@@ -207,7 +235,7 @@ fn memory_is_at_most_that_of_the_fixed_layout() {
     let data = data(Packing::Greedy, false).unwrap();
     let peak = |flexible: bool| {
         let config = config((1, 2), 0, flexible, &json!({})).unwrap();
-        let peaks = on_mesh(&config, |engine, _| {
+        let peaks = on_mesh((&model().unwrap(), &config), |engine, _| {
             let mut loader = engine.data_loader(data.clone())?;
             for _ in 0..6 {
                 engine.train_batch(|| loader.next_micro_batch())?;
@@ -225,7 +253,7 @@ fn memory_is_at_most_that_of_the_fixed_layout() {
 fn a_rank_with_another_assignment_is_named_before_any_rank_waits() {
     let data = data(Packing::Greedy, false).unwrap();
     let config = config((2, 2), 0, true, &json!({})).unwrap();
-    let error = on_mesh(&config, |engine, rank| {
+    let error = on_mesh((&model().unwrap(), &config), |engine, rank| {
         let mut loader = engine.data_loader(data.clone())?;
         if rank == 2 {
             loader.set_samples_consumed(1);

@@ -147,7 +147,7 @@ fn rotary_embeddings_are_those_that_transformers_reads_from_the_same_file() {
         let label = case["case"].as_str().unwrap();
         let expected: Vec<f64> = serde_json::from_value(case["inv_freq"].clone()).unwrap();
         let rope = config.rope().unwrap();
-        let found = rope.frequencies(config.layers[0].head_dim, 1);
+        let found = rope.frequencies(config.attention().head_dim, 1);
         assert_eq!(found.len(), expected.len(), "{label}");
         for (found, expected) in found.iter().zip(&expected) {
             // transformers computes these in f32.

@@ -6,6 +6,7 @@ mod fault_injection;
 mod flexible_sp;
 mod golden;
 mod hybrid_meshes;
+mod linear_attention;
 mod loss_normalization;
 mod lr_schedules;
 mod mesh_invariance;

@@ -18,7 +18,7 @@ const MAY_IMPORT: [(&str, &str); 19] = [
     ("placement", "mesh, comm, kernels"),
     ("optim", "config, kernels"),
     ("config", "mesh, optim"),
-    ("sequence_parallel", "mesh, comm, kernels"),
+    ("sequence_parallel", "mesh, comm, kernels, nn"),
     ("nn", "mesh, kernels"),
     ("tensor_parallel", "mesh, comm, placement, nn"),
     ("objective", "kernels, nn"),

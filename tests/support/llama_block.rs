@@ -14,7 +14,7 @@ pub fn autograd_decoder_layer(config: &ModelConfig, index: usize) -> Box<dyn Lay
 
 fn block(config: &ModelConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
     let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else { bail!("nine parameters") };
-    let layer = config.layers[0];
+    let layer = *config.attention();
     let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, layer.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
     let tables = ctx.rope_tables(layer.head_dim, layer.rope.unwrap().theta)?;

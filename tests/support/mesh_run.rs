@@ -2,6 +2,7 @@
 
 use super::compare::{assert_all_close, assert_scalar_close};
 use super::reference::families::{GRANITE, LOGIT_SCALE, QUERY_GROWTH};
+use super::reference::linear_attention;
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
@@ -20,7 +21,7 @@ use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::{Rope, Scaling};
 use ulysses::model::{Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
-use ulysses::nn::{AttentionConfig, ParameterSpec, QkNorm};
+use ulysses::nn::{AttentionConfig, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm};
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.
@@ -321,6 +322,15 @@ pub fn llama(config: &ModelConfig) -> Model {
     Model::new(config).expect("a valid description")
 }
 
+/// The linear attention of the reference.
+const LINEAR_ATTENTION: LinearAttentionConfig = LinearAttentionConfig {
+    num_key_heads: linear_attention::HEADS[0],
+    num_value_heads: linear_attention::HEADS[1],
+    key_head_dim: linear_attention::HEAD_DIMS[0],
+    value_head_dim: linear_attention::HEAD_DIMS[1],
+    conv_width: linear_attention::CONV_WIDTH,
+};
+
 pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
     let model_type = match (config.family, config.qkv_bias, config.qk_norm, config.sliding_window) {
         (Family::Llama, false, false, None) => "llama",
@@ -342,6 +352,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Glm4, _, false, None) => "glm4",
         (Family::Cohere, false, false, None) => "cohere",
         (Family::Cohere2, false, false, Some(_)) => "cohere2",
+        (Family::Qwen35, false, false, None) => "qwen3_5_text",
         other => panic!("no family has {other:?}"),
     };
     let (scaling, has_scale) =
@@ -366,6 +377,11 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
         softcap: attention_cap,
         qkv_bias: config.qkv_bias,
+        output_gate: config.family == Family::Qwen35,
+    };
+    let mixer = |index: usize| match config.is_linear(index) {
+        true => MixerConfig::LinearAttention(LINEAR_ATTENTION),
+        false => layer(index).into(),
     };
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,
@@ -378,7 +394,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
-        layers: (0..config.num_layers).map(layer).collect(),
+        layers: (0..config.num_layers).map(mixer).collect(),
         rms_norm_eps: config.rms_norm_eps,
         norm_offset: config.family.norm_offset(),
         centered_norms: config.family.is_cohere(),

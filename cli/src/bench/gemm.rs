@@ -114,7 +114,7 @@ struct WeightShape {
 /// Returns the weights of a layer and the LM head.
 fn weight_shapes(model: &ModelConfig) -> [WeightShape; 6] {
     let ModelConfig { hidden_size: d, intermediate_size: f, .. } = *model;
-    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = model.layers[0];
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = *model.attention();
     [
         WeightShape { name: "q_proj", inputs: d, outputs: num_heads * head_dim },
         WeightShape { name: "k_proj, v_proj", inputs: d, outputs: num_kv_heads * head_dim },

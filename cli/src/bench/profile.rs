@@ -62,7 +62,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let mut ranks = BenchRanks::place(Joined::threads(), args.device, count, args.threads_per_rank)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     ranks.check_tensors((count * (tensors + 8 * args.elems())) as f64)?;
-    let heads = model.layers[0].q_to_kv();
+    let heads = model.attention().q_to_kv();
     let layout = AttentionLayout::causal(1, args.tokens, heads).or_usage()?;
     let mut measured =
         |dtype| ranks.run(args.repeats, |bench| args.rates(bench, &model, &layout, dtype)).map(Some);
@@ -116,7 +116,7 @@ impl Args {
     ) -> Result<Rates> {
         let (tokens, options) = (self.tokens as usize, TensorOptions { device: bench.device.clone(), dtype });
         let attention =
-            AttentionPasses::new(layout, model.layers[0].head_dim, &options, AttentionKernels::Auto)?;
+            AttentionPasses::new(layout, model.attention().head_dim, &options, AttentionKernels::Auto)?;
         let [forward, backward, _] = attention.cases();
         let groups = [
             vec![square_gemm(dtype, &bench.device)?],

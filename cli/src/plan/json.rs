@@ -12,7 +12,7 @@ const OPTIONAL: [&str; 5] = ["assumed", "zero_note", "copies_in_memory", "step_t
 pub(super) fn plan(report: &Report) -> Value {
     let Candidate { workload, decided, plan, .. } = &report.planned;
     let (config, model) = (&workload.config, &workload.model);
-    let layer = &model.layers[0];
+    let layer = model.attention();
     let (ulysses, zero) = (&config.ulysses, &config.zero);
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&ulysses.parameter_groups, name);
     let features = json!({

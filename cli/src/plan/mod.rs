@@ -253,7 +253,7 @@ pub(super) fn scaling_of(
     model: &ModelConfig,
     tokens_per_rank: usize,
 ) -> Result<ModelScaling, Failure> {
-    let max_ranks = (4 * model.layers[0].num_heads).next_power_of_two();
+    let max_ranks = (4 * model.attention().num_heads).next_power_of_two();
     let ranks: Vec<usize> = std::iter::successors(Some(2), |ranks| Some(2 * ranks))
         .take_while(|ranks| *ranks <= max_ranks)
         .collect();

@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 35] = [
+const FAMILIES: [&str; 37] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -33,6 +33,7 @@ const FAMILIES: [&str; 35] = [
     "qwen2",
     "qwen3",
     "qwen3_windows",
+    "qwen3_5",
     "gemma2",
     "gemma3",
     "gemma3_capped",
@@ -58,6 +59,7 @@ const FAMILIES: [&str; 35] = [
     "mistral3_vision",
     "ministral3_vision",
     "qwen3_vision",
+    "qwen3_5_vision",
 ];
 
 fn main() -> ExitCode {

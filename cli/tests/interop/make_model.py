@@ -23,6 +23,7 @@ LONG_FACTORS = {
     "partial_rotary_factor": 0.75,
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
 # windows and lengths are shorter.
 FAMILIES = {
@@ -43,6 +44,16 @@ FAMILIES = {
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
+    # Four value heads that share two key heads; half of each head of attention rotates.
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": HYBRID,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    },
     "qwen3_windows": {
         "model_type": "qwen3",
         "use_sliding_window": True,
@@ -126,6 +137,7 @@ FAMILIES = {
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},
     "ministral3_vision": {"model_type": "mistral3", "image_token_index": 5, "tie_word_embeddings": False},
     "qwen3_vision": {"model_type": "qwen3_vl", "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": True},
+    "qwen3_5_vision": {"model_type": "qwen3_5", "image_token_id": 5, "video_token_id": 6},
 }
 
 PIXTRAL = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
@@ -141,6 +153,7 @@ VISION = {
         {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
         {"model_type": "qwen3_vl_text"},
     ),
+    "qwen3_5_vision": ({"depth": 1, "num_heads": 2, "out_hidden_size": 64}, FAMILIES["qwen3_5"]),
 }
 
 family, model_dir = sys.argv[1:]
@@ -172,7 +185,7 @@ with torch.no_grad():
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.uniform_(0.6, 1.4)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "A_log")):
             parameter.uniform_(-0.5, 0.5)
         else:
             parameter.normal_(std=1.25 / parameter.shape[-1] ** 0.5)

@@ -15,6 +15,7 @@ pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y
             T::update(y, Before::Garbage, c, |y| match activation {
                 Activation::Silu => forward_silu(gate, up, y),
                 Activation::GeluTanh => forward_gelu_tanh(gate, up, y),
+                Activation::Sigmoid => forward_sigmoid(gate, up, y),
             });
         }
     });
@@ -32,10 +33,16 @@ simd_kernel! {
     }
 }
 
+simd_kernel! {
+    fn forward_sigmoid<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, Sigmoid>(gate, up, y);
+    }
+}
+
 #[inline(always)]
-fn forward_piece<S: Isa, A: Curve>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+fn forward_piece<S: Isa, A: Activate>(gate: &[f32], up: &[f32], y: &mut [f32]) {
     for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-        *y = g * sigmoid::<S>(A::z::<S>(*g)) * u;
+        *y = A::at::<S>(*g).0 * u;
     }
 }
 
@@ -58,6 +65,7 @@ pub(super) fn backward<T: Pieces>(
                 T::update(dup, Before::Garbage, e, |dup| match activation {
                     Activation::Silu => backward_silu(dy, gate, up, dgate, dup),
                     Activation::GeluTanh => backward_gelu_tanh(dy, gate, up, dgate, dup),
+                    Activation::Sigmoid => backward_sigmoid(dy, gate, up, dgate, dup),
                 });
             });
         }
@@ -76,8 +84,14 @@ simd_kernel! {
     }
 }
 
+simd_kernel! {
+    fn backward_sigmoid<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, Sigmoid>(dy, gate, up, dgate, dup);
+    }
+}
+
 #[inline(always)]
-fn backward_piece<S: Isa, A: Curve>(
+fn backward_piece<S: Isa, A: Activate>(
     dy: &[f32],
     gate: &[f32],
     up: &[f32],
@@ -86,31 +100,23 @@ fn backward_piece<S: Isa, A: Curve>(
 ) {
     let inputs = dy.iter().zip(gate).zip(up);
     for ((((dy, g), u), dgate), dup) in inputs.zip(dgate).zip(dup) {
-        let s = sigmoid::<S>(A::z::<S>(*g));
-        let activated = g * s;
+        let (activated, derivative) = A::at::<S>(*g);
         *dup = dy * activated;
-        // (g · σ(z))′ = σ + g · σ · (1 − σ) · z′
-        *dgate = dy * u * S::mul_add(activated * A::slope::<S>(*g), 1.0 - s, s);
+        *dgate = dy * u * derivative;
     }
 }
 
-/// An activation g · σ(z(g)).
-trait Curve {
-    fn z<S: Isa>(g: f32) -> f32;
-    fn slope<S: Isa>(g: f32) -> f32;
+/// An activation, with its derivative.
+trait Activate {
+    fn at<S: Isa>(g: f32) -> (f32, f32);
 }
 
 struct Silu;
 
-impl Curve for Silu {
+impl Activate for Silu {
     #[inline(always)]
-    fn z<S: Isa>(g: f32) -> f32 {
-        g
-    }
-
-    #[inline(always)]
-    fn slope<S: Isa>(_: f32) -> f32 {
-        1.0
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        gated::<S>(g, g, 1.0)
     }
 }
 
@@ -123,18 +129,31 @@ const CUBIC: f32 = 0.044_715;
 /// Beyond it σ is 0 or 1 in f32; a cube could overflow.
 const SATURATED: f32 = 12.0;
 
-impl Curve for GeluTanh {
+impl Activate for GeluTanh {
     #[inline(always)]
-    fn z<S: Isa>(g: f32) -> f32 {
-        let g = g.clamp(-SATURATED, SATURATED);
-        SLOPE * g * S::mul_add(CUBIC * g, g, 1.0)
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        let clamped = g.clamp(-SATURATED, SATURATED);
+        let z = SLOPE * clamped * S::mul_add(CUBIC * clamped, clamped, 1.0);
+        gated::<S>(g, z, SLOPE * S::mul_add(3.0 * CUBIC * clamped, clamped, 1.0))
     }
+}
 
+struct Sigmoid;
+
+impl Activate for Sigmoid {
     #[inline(always)]
-    fn slope<S: Isa>(g: f32) -> f32 {
-        let g = g.clamp(-SATURATED, SATURATED);
-        SLOPE * S::mul_add(3.0 * CUBIC * g, g, 1.0)
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        let s = sigmoid::<S>(g);
+        (s, s * (1.0 - s))
     }
+}
+
+/// g · σ(z), and its derivative σ + g · σ · (1 − σ) · z′.
+#[inline(always)]
+fn gated<S: Isa>(g: f32, z: f32, slope: f32) -> (f32, f32) {
+    let s = sigmoid::<S>(z);
+    let activated = g * s;
+    (activated, S::mul_add(activated * slope, 1.0 - s, s))
 }
 
 #[inline(always)]

@@ -12,6 +12,7 @@ pub(super) fn forward(
     let name = match activation {
         Activation::Silu => "swiglu_forward",
         Activation::GeluTanh => "geglu_forward",
+        Activation::Sigmoid => "glu_forward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = y.elem_count();
@@ -31,6 +32,7 @@ pub(super) fn backward(
     let name = match activation {
         Activation::Silu => "swiglu_backward",
         Activation::GeluTanh => "geglu_backward",
+        Activation::Sigmoid => "glu_backward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = dy.elem_count();

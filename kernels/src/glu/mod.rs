@@ -1,4 +1,4 @@
-//! Gated linear units (Shazeer 2020): y = activation(gate) · up.
+//! Gated linear units (arXiv 2002.05202): y = activation(gate) · up.
 
 mod cpu;
 mod cuda;
@@ -19,6 +19,8 @@ pub enum Activation {
     Silu,
     /// g · (1 + tanh(√(2/π) · (g + 0.044715 g³))) / 2, as in Gemma's GeGLU: PyTorch's `gelu(approximate="tanh")`.
     GeluTanh,
+    /// σ(g), as in the first GLU (arXiv 1612.08083) and in gated attention.
+    Sigmoid,
 }
 
 /// y = activation(gate) · up.

@@ -31,5 +31,9 @@ fn activate(activation: Activation, g: f64) -> (f64, f64) {
             let slope = c * (1.0 + 3.0 * 0.044_715 * g * g);
             (0.5 * g * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * slope)
         }
+        Activation::Sigmoid => {
+            let s = 1.0 / (1.0 + (-g).exp());
+            (s, s * (1.0 - s))
+        }
     }
 }

@@ -8,14 +8,14 @@ pub use parallel::ParallelDecoderLayer;
 use crate::families::ModelConfig;
 use crate::nn::{
     AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer,
-    LayerContext, LayerError, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, SelfAttention,
-    TensorRank, recycle_unless,
+    LayerContext, LayerError, MixerSaved, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank,
+    TokenMixer, recycle_unless,
 };
 use candle_core::Tensor;
 use tensor_parallel::TensorParallelDecoder;
 use ulysses_kernels::glu::Activation;
 
-/// An attention branch and a gated MLP branch.
+/// An attention branch and a gated MLP branch. The attention may be another [`TokenMixer`].
 ///
 /// ```text
 /// mid = x + multiplier · norm(attention(norm(x)))
@@ -30,7 +30,7 @@ use ulysses_kernels::glu::Activation;
 pub struct DecoderLayer {
     parameters: ParameterList,
     attention_branch: Branch,
-    attention: SelfAttention,
+    mixer: TokenMixer,
     mlp_branch: Branch,
     mlp: GatedMlp,
 }
@@ -71,7 +71,7 @@ impl DecoderParts {
 /// State saved for the backward pass.
 struct SavedDecoder {
     x: Tensor,
-    attention: Vec<AttentionSaved>,
+    attention: Vec<MixerSaved>,
     /// The attention's output, with `x` if nothing is between them: `mid` follows from both.
     attention_output: Tensor,
     mlp: Option<MlpSaved>,
@@ -99,27 +99,26 @@ impl DecoderLayer {
         // Partitions and checkpoints depend on this order.
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
         let DecoderParts { fused_qkv, fused_gate_up, activation, .. } = parts;
-        let mut attention =
-            SelfAttention::new(&mut parameters, fused_qkv, hidden, config.layers[index], [normal, residual]);
+        let mixer = (config.layers[index], config.norm());
+        let mut mixer = TokenMixer::new(&mut parameters, fused_qkv, hidden, mixer, [normal, residual]);
         let sizes = [hidden, intermediate_size];
         let mlp = GatedMlp::new(&mut parameters, fused_gate_up, activation, sizes, [normal, residual]);
         let [attention_branch, mlp_branch] = [parts.attention_norms, parts.mlp_norms].map(|norms| {
             Branch::new(&mut parameters, norms, hidden, config.norm(), config.multipliers.residual)
         });
-        attention.add_qk_norm(&mut parameters, config.norm());
-        attention.add_qkv_bias(&mut parameters);
-        Self { parameters, attention_branch, attention, mlp_branch, mlp }
+        mixer.add_norms_and_biases(&mut parameters, config.norm());
+        Self { parameters, attention_branch, mixer, mlp_branch, mlp }
     }
 
-    /// The attention's output, and the input of the MLP. Passes the state of every head chunk to `keep`.
+    /// The attention's output. Passes the state of every head chunk to `keep`.
     fn attend(
         &self,
         x: &Tensor,
         saves: Saves,
-        keep: impl FnMut(AttentionSaved),
+        keep: impl FnMut(MixerSaved),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        self.attention.forward(&self.attention_branch, x, saves, keep, pass)
+        self.mixer.forward(&self.attention_branch, x, saves, keep, pass)
     }
 
     /// The input of the MLP; the same tensor as the attention's output if that has `x`.
@@ -165,7 +164,7 @@ impl DecoderLayer {
         let take = || output.take().ok_or_else(|| self.foreign());
         let doutput = self.attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(output);
-        self.attention.backward(&self.attention_branch, &x, attention, (&doutput, &dy), pass)?;
+        self.mixer.backward(&self.attention_branch, &x, attention, (&doutput, &dy), pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
     }
@@ -185,7 +184,7 @@ impl Layer for DecoderLayer {
     }
 
     fn attention_extent(&self) -> Option<AttentionExtent> {
-        Some(self.attention.extent())
+        self.mixer.extent()
     }
 
     fn forward(
@@ -217,7 +216,7 @@ impl Layer for DecoderLayer {
 
     /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
     /// chunk. Without these, if there are head chunks, it also contains the output of the attention, so that it is
-    /// recomputed once, chunk by chunk, and not twice.
+    /// recomputed once, chunk by chunk, and not twice. Of linear attention it is the input alone.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],
@@ -227,7 +226,7 @@ impl Layer for DecoderLayer {
         let pass = self.parameters.forward(params, ctx)?;
         let mut outputs = Vec::new();
         let saves_output = ctx.saves_attention_output();
-        let keep = |saved: AttentionSaved| match saves_output {
+        let keep = |saved: MixerSaved| match saves_output {
             true => outputs.extend(saved.into_checkpoint(&pass)),
             false => saved.recycle(&pass),
         };
@@ -235,7 +234,7 @@ impl Layer for DecoderLayer {
         let (y, _) = self.forward_mlp(&x, &attention_output, false, &pass)?;
         let mut checkpoint = vec![x];
         checkpoint.append(&mut outputs);
-        if !saves_output && ctx.tiling().head_chunks > 1 {
+        if !saves_output && ctx.tiling().head_chunks > 1 && self.mixer.attention().is_some() {
             checkpoint.push(attention_output);
         } else {
             pass.recycle([attention_output]);
@@ -256,12 +255,17 @@ impl Layer for DecoderLayer {
         let foreign = || self.foreign();
         let x = checkpoint.next().ok_or_else(foreign)?;
         let mut attention = Vec::new();
-        let attention_output = if ctx.saves_attention_output() {
+        let with_outputs = self.mixer.attention().filter(|_| ctx.saves_attention_output());
+        let attention_output = if let Some(module) = with_outputs {
+            let mut chunks = Vec::new();
             for _ in 0..ctx.tiling().head_chunks {
                 let (out, lse) = checkpoint.next().zip(checkpoint.next()).ok_or_else(foreign)?;
-                attention.push(AttentionSaved::from_checkpoint([out, lse]));
+                chunks.push(AttentionSaved::from_checkpoint([out, lse]));
             }
-            self.attention.forward_from_outputs(&self.attention_branch, &x, &attention, &pass.forward)?
+            let branch = &self.attention_branch;
+            let output = module.forward_from_outputs(branch, &x, &mut chunks, &pass.forward)?;
+            attention.extend(chunks.into_iter().map(MixerSaved::Attention));
+            output
         } else if let Some(attention_output) = checkpoint.next() {
             attention_output
         } else {
@@ -276,6 +280,6 @@ impl SavedDecoder {
         let own: usize =
             [&self.x, &self.attention_output].into_iter().map(ulysses_kernels::tensor::bytes).sum();
         let mlp = self.mlp.as_ref().map_or(0, MlpSaved::bytes);
-        own + mlp + self.attention.iter().map(AttentionSaved::bytes).sum::<usize>()
+        own + mlp + self.attention.iter().map(MixerSaved::bytes).sum::<usize>()
     }
 }

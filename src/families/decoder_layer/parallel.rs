@@ -2,8 +2,8 @@
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, Branch, BranchNorms, GatedMlp, Init, Layer, LayerContext, LayerError,
-    MlpSaved, ParameterList, ParameterSpec, Saved, Saves, SelfAttention,
+    AttentionExtent, Branch, BranchNorms, GatedMlp, Init, Layer, LayerContext, LayerError, MixerSaved,
+    MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TokenMixer,
 };
 use candle_core::Tensor;
 use ulysses_kernels::glu::Activation;
@@ -14,7 +14,7 @@ use ulysses_kernels::{elementwise, strided_copy};
 pub struct ParallelDecoderLayer {
     parameters: ParameterList,
     attention_branch: Branch,
-    attention: SelfAttention,
+    attention: TokenMixer,
     /// Behind the norm of the attention.
     mlp_branch: Branch,
     mlp: GatedMlp,
@@ -23,7 +23,7 @@ pub struct ParallelDecoderLayer {
 /// State saved for the backward pass.
 struct SavedParallel {
     x: Tensor,
-    attention: Vec<AttentionSaved>,
+    attention: Vec<MixerSaved>,
     mlp: Option<MlpSaved>,
 }
 
@@ -38,8 +38,8 @@ impl ParallelDecoderLayer {
         // As in `DecoderLayer`.
         let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let attention =
-            SelfAttention::new(&mut parameters, false, hidden, config.layers[index], [normal, residual]);
+        let mixer = (config.layers[index], config.norm());
+        let attention = TokenMixer::new(&mut parameters, false, hidden, mixer, [normal, residual]);
         let sizes = [hidden, intermediate_size];
         let mlp = GatedMlp::new(&mut parameters, false, Activation::Silu, sizes, [normal, residual]);
         let names = BranchNorms { before: Some("input_layernorm"), after: None };
@@ -59,7 +59,7 @@ impl Layer for ParallelDecoderLayer {
     }
 
     fn attention_extent(&self) -> Option<AttentionExtent> {
-        Some(self.attention.extent())
+        self.attention.extent()
     }
 
     fn forward(
@@ -102,7 +102,7 @@ impl Layer for ParallelDecoderLayer {
 
 impl SavedParallel {
     fn bytes(&self) -> usize {
-        let attention = self.attention.iter().map(AttentionSaved::bytes).sum::<usize>();
+        let attention = self.attention.iter().map(MixerSaved::bytes).sum::<usize>();
         ulysses_kernels::tensor::bytes(&self.x) + self.mlp.as_ref().map_or(0, MlpSaved::bytes) + attention
     }
 }

@@ -3,7 +3,7 @@
 use super::DecoderLayer;
 use crate::nn::{
     AttentionExtent, AttentionSaved, BackwardPass, Branch, ForwardPass, Layer, LayerContext, LayerError,
-    MlpSaved, ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
+    MixerSaved, MlpSaved, ParameterSpec, Saved, Saves, TensorRank, recycle_unless,
 };
 use candle_core::Tensor;
 use ulysses_kernels::tensor;
@@ -17,7 +17,7 @@ pub(super) struct TensorParallelDecoder(DecoderLayer);
 /// State saved for the backward pass.
 struct SavedDecoder {
     x: Tensor,
-    attention: Vec<AttentionSaved>,
+    attention: Vec<MixerSaved>,
     attention_output: Tensor,
     mlp: Option<MlpSaved>,
     /// If its gradient depends on it.
@@ -30,7 +30,7 @@ impl TensorParallelDecoder {
     /// # Errors
     /// A layer that cannot be divided over so many ranks.
     pub(super) fn new(mut layer: DecoderLayer, tp: TensorRank) -> Result<Self, LayerError> {
-        layer.attention.divide(&mut layer.parameters, tp)?;
+        layer.mixer.divide(&mut layer.parameters, tp)?;
         layer.mlp.divide(&mut layer.parameters, tp)?;
         layer.attention_branch = layer.attention_branch.around_module_alone();
         layer.mlp_branch = layer.mlp_branch.around_module_alone();
@@ -59,12 +59,12 @@ impl TensorParallelDecoder {
         &self,
         x: &Tensor,
         saves: Saves,
-        keep: impl FnMut(AttentionSaved),
+        keep: impl FnMut(MixerSaved),
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let DecoderLayer { attention_branch, attention, .. } = &self.0;
+        let DecoderLayer { attention_branch, mixer, .. } = &self.0;
         let attend =
-            |input: &Tensor| Ok((attention.forward(&Branch::module_alone(), input, saves, keep, pass)?, ()));
+            |input: &Tensor| Ok((mixer.forward(&Branch::module_alone(), input, saves, keep, pass)?, ()));
         Ok(Self::run(attention_branch, x, attend, pass)?.0)
     }
 
@@ -86,7 +86,7 @@ impl TensorParallelDecoder {
         dy: Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
-        let DecoderLayer { attention_branch, attention, mlp_branch, mlp, .. } = &self.0;
+        let DecoderLayer { attention_branch, mixer, mlp_branch, mlp, .. } = &self.0;
         let (forward, alone) = (&pass.forward, Branch::module_alone());
         let mid = attention_branch.join(&x, &attention_output, forward)?;
         let doutput = mlp_branch.backward_join(|| mlp_output.ok_or_else(|| self.foreign()), &dy, pass)?;
@@ -98,7 +98,7 @@ impl TensorParallelDecoder {
         let take = || attention_output.take().ok_or_else(|| self.foreign());
         let doutput = attention_branch.backward_join(take, &dy, pass)?;
         forward.recycle(attention_output);
-        let attend = |input: &Tensor, dy: &Tensor| attention.backward(&alone, input, chunks, (dy, dy), pass);
+        let attend = |input: &Tensor, dy: &Tensor| mixer.backward(&alone, input, chunks, (dy, dy), pass);
         Self::run_backward(attention_branch, &x, (&doutput, &dy), attend, pass)?;
         recycle_unless(doutput, &dy, forward);
         Ok(dy)
@@ -198,7 +198,7 @@ impl Layer for TensorParallelDecoder {
         let pass = self.0.parameters.forward(params, ctx)?;
         let mut outputs = Vec::new();
         let saves_output = ctx.saves_attention_output();
-        let keep = |saved: AttentionSaved| match saves_output {
+        let keep = |saved: MixerSaved| match saves_output {
             true => outputs.extend(saved.into_checkpoint(&pass)),
             false => saved.recycle(&pass),
         };
@@ -229,21 +229,25 @@ impl Layer for TensorParallelDecoder {
         let forward = &pass.forward;
         let mut checkpoint = checkpoint.into_iter();
         let x = checkpoint.next().ok_or_else(|| self.foreign())?;
-        let mut chunks = Vec::new();
-        let attention_output = if ctx.saves_attention_output() {
+        let mut saved = Vec::new();
+        let with_outputs = self.0.mixer.attention().filter(|_| ctx.saves_attention_output());
+        let attention_output = if let Some(module) = with_outputs {
+            let mut chunks = Vec::new();
             for _ in 0..ctx.tiling().head_chunks {
                 let output = checkpoint.next().zip(checkpoint.next()).ok_or_else(|| self.foreign())?;
                 chunks.push(AttentionSaved::from_checkpoint(output.into()));
             }
             let project = |input: &Tensor| {
                 let alone = Branch::module_alone();
-                Ok((self.0.attention.forward_from_outputs(&alone, input, &chunks, forward)?, ()))
+                Ok((module.forward_from_outputs(&alone, input, &mut chunks, forward)?, ()))
             };
-            Self::run(&self.0.attention_branch, &x, project, forward)?.0
+            let output = Self::run(&self.0.attention_branch, &x, project, forward)?.0;
+            saved.extend(chunks.into_iter().map(MixerSaved::Attention));
+            output
         } else if let Some(attention_output) = checkpoint.next() {
             attention_output
         } else {
-            self.attend(&x, Saves::Whole, |saved| chunks.push(saved), forward)?
+            self.attend(&x, Saves::Whole, |chunk| saved.push(chunk), forward)?
         };
         let mut mlp_output = None;
         if self.0.mlp_branch.needs_output() {
@@ -251,7 +255,7 @@ impl Layer for TensorParallelDecoder {
             mlp_output = Some(self.run_mlp(&mid, false, forward)?.0);
             forward.recycle([mid]);
         }
-        let saved = SavedDecoder { x, attention: chunks, attention_output, mlp: None, mlp_output };
+        let saved = SavedDecoder { x, attention: saved, attention_output, mlp: None, mlp_output };
         self.backward_saved(saved, dy, &pass)
     }
 }
@@ -260,7 +264,6 @@ impl SavedDecoder {
     fn bytes(&self) -> usize {
         let Self { x, attention, attention_output, mlp, mlp_output } = self;
         let own: usize = [x, attention_output].into_iter().chain(mlp_output).map(tensor::bytes).sum();
-        own + mlp.as_ref().map_or(0, MlpSaved::bytes)
-            + attention.iter().map(AttentionSaved::bytes).sum::<usize>()
+        own + mlp.as_ref().map_or(0, MlpSaved::bytes) + attention.iter().map(MixerSaved::bytes).sum::<usize>()
     }
 }

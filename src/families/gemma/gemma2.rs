@@ -45,7 +45,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 fn write(config: &ModelConfig, json: &mut Value) {
     write_windows(config, json);
     write_shared(config, json);
-    json["attn_logit_softcapping"] = json!(config.layers.first().and_then(|layer| layer.softcap));
+    json["attn_logit_softcapping"] = json!(config.attention_layers().next().and_then(|layer| layer.softcap));
     json["final_logit_softcapping"] = json!(config.final_softcap);
 }
 

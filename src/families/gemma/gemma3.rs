@@ -53,7 +53,7 @@ fn write(config: &ModelConfig, json: &mut Value) {
     write_windows(config, json);
     write_shared(config, json);
     json["final_logit_softcapping"] = json!(config.final_softcap);
-    let windowed = config.layers.iter().find(|layer| layer.window.is_some());
+    let windowed = config.attention_layers().find(|layer| layer.window.is_some());
     if let Some(Some(local)) = windowed.map(|layer| layer.rope) {
         json["rope_local_base_freq"] = json!(local.theta);
     }

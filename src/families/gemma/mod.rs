@@ -44,7 +44,7 @@ fn read_shared(file: &HfConfig<'_>) -> Result<f64, ModelError> {
 /// The inverse of [`read_shared`].
 fn write_shared(config: &ModelConfig, json: &mut Value) {
     json["hidden_activation"] = json!(ACTIVATION);
-    let scale = config.layers.first().and_then(|layer| layer.scale);
+    let scale = config.attention_layers().next().and_then(|layer| layer.scale);
     json["query_pre_attn_scalar"] = scale.map_or(json!(256), |scale| decimal(1.0 / (scale * scale)));
 }
 

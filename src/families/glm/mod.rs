@@ -58,7 +58,7 @@ fn read(file: &HfConfig<'_>, family: &'static Family) -> Result<ModelConfig, Mod
 
 fn write(config: &ModelConfig, json: &mut Value) {
     json["partial_rotary_factor"] = json!(config.rope().map(|rope| rope.partial_rotary_factor));
-    json["attention_bias"] = json!(config.layers.first().is_some_and(|layer| layer.qkv_bias));
+    json["attention_bias"] = json!(config.attention_layers().next().is_some_and(|layer| layer.qkv_bias));
 }
 
 fn published(family: &'static Family, sizes: Sizes, qkv_bias: bool) -> ModelConfig {

@@ -39,7 +39,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 
 fn write(config: &ModelConfig, json: &mut Value) {
     let Multipliers { embedding, residual, logits } = config.multipliers;
-    let scale = config.layers.first().and_then(|layer| layer.scale);
+    let scale = config.attention_layers().next().and_then(|layer| layer.scale);
     json["attention_multiplier"] = json!(scale.unwrap_or(1.0));
     json["embedding_multiplier"] = json!(embedding);
     json["residual_multiplier"] = json!(residual);

@@ -16,7 +16,7 @@ struct Wrapper {
     is_tied: bool,
 }
 
-const WRAPPERS: [Wrapper; 3] = [
+const WRAPPERS: [Wrapper; 4] = [
     Wrapper {
         model_type: "gemma3",
         class: "Gemma3ForConditionalGeneration",
@@ -43,6 +43,20 @@ const WRAPPERS: [Wrapper; 3] = [
         class: "Qwen3VLForConditionalGeneration",
         text: &[("qwen3_vl_text", "qwen3"), ("qwen3", "qwen3")],
         defaults: &[("head_dim", 128), ("rope_theta", 500_000)],
+        is_tied: false,
+    },
+    Wrapper {
+        model_type: "qwen3_5",
+        class: "Qwen3_5ForConditionalGeneration",
+        text: &[("qwen3_5_text", "qwen3_5_text")],
+        defaults: &[
+            ("vocab_size", 248_320),
+            ("hidden_size", 4096),
+            ("intermediate_size", 12288),
+            ("num_hidden_layers", 32),
+            ("num_attention_heads", 16),
+            ("num_key_value_heads", 4),
+        ],
         is_tied: false,
     },
 ];

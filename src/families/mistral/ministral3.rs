@@ -59,7 +59,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
-    json["sliding_window"] = json!(config.layers.first().and_then(|layer| layer.window));
+    json["sliding_window"] = json!(config.attention_layers().next().and_then(|layer| layer.window));
     if let (Some(rope), Some(Value::Object(scaling))) = (config.rope(), json.get_mut("rope_scaling")) {
         scaling.insert(QUERY_GROWTH.to_owned(), json!(rope.query_growth));
     }

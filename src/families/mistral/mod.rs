@@ -16,7 +16,7 @@ pub(super) static MISTRAL: Family = Family {
     read,
     // Not left out if there is none, which would mean the window of the first model.
     write: |config, json| {
-        json["sliding_window"] = json!(config.layers.first().and_then(|layer| layer.window))
+        json["sliding_window"] = json!(config.attention_layers().next().and_then(|layer| layer.window))
     },
     block: |config, index| Box::new(DecoderLayer::new(config, index)),
     models: &[KnownModel::new("Mistral-7B-v0.3", 7_248_023_552, 32_768, v0_3)],

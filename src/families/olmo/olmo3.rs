@@ -36,7 +36,7 @@ fn write(config: &ModelConfig, json: &mut Value) {
     write_windows(config, json);
     // The scaling of the others is in `rope_scaling`, which is merged.
     let theta = |rope: Option<Rope>| json!({ "rope_type": "default", "rope_theta": rope.map_or(THETA, |rope| rope.theta) });
-    let windowed = config.layers.iter().find(|layer| layer.window.is_some());
+    let windowed = config.attention_layers().find(|layer| layer.window.is_some());
     json["rope_parameters"] =
         json!({ FULL: theta(config.rope()), WINDOWED: theta(windowed.and_then(|layer| layer.rope)) });
 }

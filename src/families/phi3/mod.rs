@@ -55,7 +55,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
-    json["sliding_window"] = json!(config.layers.first().and_then(|layer| layer.window));
+    json["sliding_window"] = json!(config.attention_layers().next().and_then(|layer| layer.window));
     // As published: older versions of transformers accept no other fields of the object.
     if let Some(Value::Object(scaling)) = json.get_mut("rope_scaling") {
         let (kind, original_len) = (scaling.remove("rope_type"), scaling.remove(ORIGINAL_LEN));

@@ -1,10 +1,12 @@
-//! Qwen 2 and 3.
+//! Qwen 2, 3 and 3.5.
 
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 
 pub(super) use qwen2::QWEN2;
 pub(super) use qwen3::QWEN3;
+pub(super) use qwen3_5::QWEN3_5;
 
 use super::read::write_windows;
 use super::{HfConfig, ModelConfig, ModelError};
@@ -24,7 +26,7 @@ fn with_used_windows(file: &HfConfig<'_>, config: ModelConfig) -> Result<ModelCo
 
 /// The inverse of [`with_used_windows`].
 fn write_used_windows(config: &ModelConfig, json: &mut Value) {
-    if config.layers.iter().any(|layer| layer.window.is_some()) {
+    if config.attention_layers().any(|layer| layer.window.is_some()) {
         json["use_sliding_window"] = json!(true);
         write_windows(config, json);
     }

@@ -9,7 +9,7 @@ pub(super) static SMOLLM3: Family = Family {
     class: "SmolLM3ForCausalLM",
     read,
     write: |config, json| {
-        let has_rope = config.layers.iter().map(|layer| u8::from(layer.rope.is_some()));
+        let has_rope = config.attention_layers().map(|layer| u8::from(layer.rope.is_some()));
         json["no_rope_layers"] = has_rope.collect();
     },
     block: |config, index| Box::new(DecoderLayer::new(config, index)),
@@ -29,7 +29,7 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
     let has_rope = has_rope.as_array().filter(|layers| layers.len() >= config.num_layers());
     let expected = "it must be a list of 1 and 0 (no position embedding) for each layer";
     let has_rope = has_rope.ok_or_else(|| file.error("no_rope_layers", expected))?;
-    for (layer, has_rope) in config.layers.iter_mut().zip(has_rope) {
+    for (layer, has_rope) in config.attention_layers_mut().zip(has_rope) {
         match has_rope {
             has_rope if *has_rope == json!(1) => {}
             has_rope if *has_rope == json!(0) => layer.rope = None,
@@ -42,6 +42,6 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 fn smollm3_3b() -> ModelConfig {
     let config = ModelConfig::with_sizes(&SMOLLM3, [2048, 36, 16, 4, 11008]);
     let mut config = config.with_rope(|rope| rope.theta = 5_000_000.0);
-    config.layers.iter_mut().skip(3).step_by(4).for_each(|layer| layer.rope = None);
+    config.attention_layers_mut().skip(3).step_by(4).for_each(|layer| layer.rope = None);
     ModelConfig { vocab_size: 128_256, rms_norm_eps: 1e-6, tie_word_embeddings: true, ..config }
 }

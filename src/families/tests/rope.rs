@@ -8,7 +8,7 @@ fn scaling_is_read_as_written_by_every_version_of_transformers() {
     let old = llama("rope_scaling", json!({ "type": "linear", "factor": 2 })).unwrap();
     assert_eq!(old.rope().unwrap().scaling, Scaling::Linear { factor: 2.0 });
     let new = json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 });
-    let new = llama("rope_parameters", new).unwrap().layers[1].rope.unwrap();
+    let new = llama("rope_parameters", new).unwrap().attention_layers().nth(1).unwrap().rope.unwrap();
     assert_eq!((new.theta, new.scaling), (5e5, Scaling::Linear { factor: 2.0 }));
 
     // What yarn leaves out has the paper's values, and the model's own length.
@@ -110,7 +110,7 @@ fn the_part_that_rotates_is_that_of_the_object_the_top_level_or_the_family() {
     }
     assert_refused(&changed("glm4", "partial_rotary_factor", Some(json!(null))), "partial_rotary_factor");
     assert_refused(&changed("llama", "partial_rotary_factor", Some(json!(0.5))), "partial_rotary_factor");
-    let bias = |json: &Value| read(json).unwrap().layers[0].qkv_bias;
+    let bias = |json: &Value| read(json).unwrap().attention().qkv_bias;
     assert!(bias(&changed("glm4", "attention_bias", None)), "by default");
     assert!(!bias(&changed("glm4", "attention_bias", Some(json!(null)))));
 }

@@ -1,6 +1,7 @@
 //! The backward pass of self-attention.
 
 use super::chunk_pipeline::run_chunks;
+use super::output_gate::{self, GatedOutput};
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
 use super::{ColumnBlocks, HeadChunk, SelfAttention, trim_after_chunks};
 use crate::nn::{BackwardPass, Branch, LayerError, recycle_unless, token_dims, token_rows};
@@ -28,10 +29,18 @@ type Attend<'p> = Box<dyn FnOnce() -> Result<ReturningGradients<'p>, LayerError>
 /// A chunk's gradients on their way back.
 struct ReturningGradients<'p> {
     dqkv: Returning<'p, QkvGradients>,
-    /// The recomputed output, if the gradient of the output projection still needs it: where it was computed, and
-    /// on its way back.
-    out: Option<(Tensor, Returning<'p, Tensor>)>,
+    /// The recomputed output, if gradients still need it.
+    out: Option<AwaitedOutput<'p>>,
+    /// The gradient of the gate, if there is one and the output is known.
+    dgate: Option<Tensor>,
     norms: HeadNorms,
+}
+
+/// A recomputed output: where it was computed, on its way back, and its gate.
+struct AwaitedOutput<'p> {
+    sent: Tensor,
+    out: Returning<'p, Tensor>,
+    gated: Option<GatedOutput>,
 }
 
 impl SelfAttention {
@@ -65,9 +74,13 @@ impl AttentionBackward<'_> {
         run_chunks(
             &self.module.head_chunks(forward)?,
             forward.ctx.overlaps_exchange(),
-            |chunk| match saved_chunks.next().map(|saved| saved.0) {
-                Some(ChunkState::Whole { inner, out, norms }) => self.start_saved(chunk, inner, out, norms),
-                Some(ChunkState::Output { out, lse }) => self.start_from_output(chunk, out, lse),
+            |chunk| match saved_chunks.next() {
+                Some(AttentionSaved { state: ChunkState::Whole { inner, out, norms }, gate }) => {
+                    self.start_saved(chunk, inner, out, (norms, gate))
+                }
+                Some(AttentionSaved { state: ChunkState::Output { out, lse }, gate }) => {
+                    self.start_from_output(chunk, out, lse, gate)
+                }
                 None => self.start_recomputed(chunk),
             },
             |_, attend| attend(),
@@ -89,43 +102,45 @@ impl AttentionBackward<'_> {
         chunk: &HeadChunk,
         inner: SavedAttention,
         out: Tensor,
-        norms: HeadNorms,
+        (norms, gate): (HeadNorms, Option<Tensor>),
     ) -> Result<Attend<'_>, LayerError> {
         let forward = &self.pass.forward;
         let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
-        self.add_o_gradient(chunk, &out)?;
-        let dout = self.dout(chunk)?;
+        let (dout, gated) = self.dout(chunk, gate)?;
+        let dgate = self.backward_output(chunk, &out, gated)?;
         self.release(out, &inner);
         let attend = forward.ctx.attention().start_backward(&dout, &layout, ws)?;
         Ok(Box::new(move || {
             let dqkv = attend(inner)?;
             ws.recycle(dout);
-            Ok(ReturningGradients { dqkv, out: None, norms })
+            Ok(ReturningGradients { dqkv, out: None, dgate, norms })
         }))
     }
 
-    /// Starts a chunk of which the output is saved: recomputes q, k and v.
+    /// Starts a chunk of which the output is saved, and the gate if there is one: recomputes q, k and v.
     fn start_from_output(
         &self,
         chunk: &HeadChunk,
         out: Tensor,
         lse: Tensor,
+        gate: Option<Tensor>,
     ) -> Result<Attend<'_>, LayerError> {
         let forward = &self.pass.forward;
         let (ws, layout) = (forward.workspace(), self.module.layout(chunk, forward)?);
-        self.add_o_gradient(chunk, &out)?;
-        let dout = self.dout(chunk)?;
+        let (dout, gated) = self.dout(chunk, gate)?;
+        let dgate = self.backward_output(chunk, &out, gated)?;
         let (batch, tokens, heads, _) = out.dims4()?;
         let delta = ws.alloc_f32((batch, heads, tokens))?;
         attention::delta(&out, &dout, &delta)?;
         ws.recycle(out);
-        let QkvHeads { q, k, v, norms } = self.project_heads(chunk)?;
+        let QkvHeads { q, k, v, norms, gate } = self.project_heads(chunk)?;
+        forward.recycle(gate);
         let upstream = Upstream { dout: &dout, lse: &lse, delta: &delta };
         let attend = forward.ctx.attention().start_backward_recomputed(q, k, v, &upstream, &layout, ws)?;
         Ok(Box::new(move || {
             let dqkv = attend(())?;
             forward.recycle([lse, delta, dout]);
-            Ok(ReturningGradients { dqkv, out: None, norms })
+            Ok(ReturningGradients { dqkv, out: None, dgate, norms })
         }))
     }
 
@@ -133,31 +148,32 @@ impl AttentionBackward<'_> {
     fn start_recomputed(&self, chunk: &HeadChunk) -> Result<Attend<'_>, LayerError> {
         let ctx = self.pass.ctx();
         let (ws, layout) = (ctx.workspace(), self.module.layout(chunk, &self.pass.forward)?);
-        let QkvHeads { q, k, v, norms } = self.project_heads(chunk)?;
+        let QkvHeads { q, k, v, norms, gate } = self.project_heads(chunk)?;
         let forward = ctx.attention().start_forward(q, k, v, &layout, ws)?;
-        let dout = self.dout(chunk)?;
+        let (dout, gated) = self.dout(chunk, gate)?;
         let backward = ctx.attention().start_backward(&dout, &layout, ws)?;
         let chunk = chunk.clone();
         Ok(Box::new(move || {
             let (mut inner, out) = forward(())?;
             let out = if ctx.overlaps_exchange() { out } else { Returning::Ready(out.wait()?) };
-            let out = match out {
+            let (out, dgate) = match out {
                 // The output may share memory with the state that the backward pass consumes.
                 Returning::Ready(out) => {
-                    self.add_o_gradient(&chunk, &out)?;
+                    let dgate = self.backward_output(&chunk, &out, gated)?;
                     self.release(out, &inner);
-                    None
+                    (None, dgate)
                 }
-                under_way => {
+                out => {
                     // The backward pass recycles the state's output, which is still being sent.
                     let copy = ws.alloc(inner.o.dims())?;
                     strided_copy::copy(&inner.o, &copy)?;
-                    Some((std::mem::replace(&mut inner.o, copy), under_way))
+                    let sent = std::mem::replace(&mut inner.o, copy);
+                    (Some(AwaitedOutput { sent, out, gated }), None)
                 }
             };
             let dqkv = backward(inner)?;
             ws.recycle(dout);
-            Ok(ReturningGradients { dqkv, out, norms })
+            Ok(ReturningGradients { dqkv, out, dgate, norms })
         }))
     }
 
@@ -168,28 +184,53 @@ impl AttentionBackward<'_> {
         returning: ReturningGradients<'_>,
     ) -> Result<[Tensor; 3], LayerError> {
         let Self { module, pass, .. } = self;
-        let ReturningGradients { dqkv, out, norms: [q_norm, k_norm] } = returning;
-        if let Some((sent, out)) = out {
+        let ReturningGradients { dqkv, out, mut dgate, norms: [q_norm, k_norm] } = returning;
+        if let Some(AwaitedOutput { sent, out, gated }) = out {
             let out = out.wait()?;
-            self.add_o_gradient(chunk, &out)?;
+            dgate = self.backward_output(chunk, &out, gated)?;
             pass.forward.recycle([sent, out]);
         }
         let (dq, dk, dv) = dqkv.wait()?;
         module.rotate([&dq, &dk], Direction::Backward, &pass.forward)?;
-        Ok([module.q.backward_norm(dq, q_norm, pass)?, module.k.backward_norm(dk, k_norm, pass)?, dv])
+        let dq = module.q.backward_norm(dq, q_norm, pass)?;
+        let dq = match dgate {
+            Some(dgate) => output_gate::join([dq, dgate], &pass.forward)?,
+            None => dq,
+        };
+        Ok([dq, module.k.backward_norm(dk, k_norm, pass)?, dv])
     }
 
     fn project_heads(&self, chunk: &HeadChunk) -> Result<QkvHeads, LayerError> {
         self.module.project_heads(self.branch, chunk, (self.x, &self.rstd), &self.pass.forward)
     }
 
-    /// The gradient of a chunk's output.
-    fn dout(&self, chunk: &HeadChunk) -> Result<Tensor, LayerError> {
+    /// The gradient of a chunk's output, with the gate and the gradient of the gated output if there is one.
+    fn dout(
+        &self,
+        chunk: &HeadChunk,
+        gate: Option<Tensor>,
+    ) -> Result<(Tensor, Option<GatedOutput>), LayerError> {
         let forward = &self.pass.forward;
         let dout = self.module.q.alloc(&chunk.q, forward)?;
         let columns = self.module.o_columns(chunk, forward)?;
         linear::backward_input(self.dy, &columns, &dout.flatten_from(2)?, false)?;
-        Ok(dout)
+        let Some(gate) = gate else { return Ok((dout, None)) };
+        let gated = GatedOutput { gate, dgated: dout };
+        Ok((gated.dout(forward)?, Some(gated)))
+    }
+
+    /// Adds to the gradient of the output projection. Returns that of the gate, if there is one.
+    fn backward_output(
+        &self,
+        chunk: &HeadChunk,
+        out: &Tensor,
+        gated: Option<GatedOutput>,
+    ) -> Result<Option<Tensor>, LayerError> {
+        let Some(gated) = gated else { return self.add_o_gradient(chunk, out).map(|()| None) };
+        let forward = &self.pass.forward;
+        let output = output_gate::apply(&gated.gate, out, forward)?;
+        self.add_o_gradient(chunk, &output)?;
+        Ok(Some(gated.dgate(out, output, forward)?))
     }
 
     /// Recycles an output, unless the attention state has the same tensor: the attention may free that one, so

@@ -2,7 +2,7 @@
 
 use super::chunk_pipeline::run_chunks;
 use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
-use super::{HeadChunk, SelfAttention, trim_after_chunks};
+use super::{HeadChunk, SelfAttention, output_gate, trim_after_chunks};
 use crate::nn::{Branch, ForwardPass, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::linear;
@@ -32,12 +32,13 @@ impl SelfAttention {
             &self.head_chunks(pass)?,
             ctx.overlaps_exchange(),
             |chunk| {
-                let QkvHeads { q, k, v, norms } = self.project_heads(branch, chunk, (x, &rstd), pass)?;
-                Ok((ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass)?, ws)?, norms))
+                let QkvHeads { q, k, v, norms, gate } =
+                    self.project_heads(branch, chunk, (x, &rstd), pass)?;
+                Ok((ctx.attention().start_forward(q, k, v, &self.layout(chunk, pass)?, ws)?, norms, gate))
             },
-            |_, (attend, norms)| {
+            |_, (attend, norms, gate)| {
                 let (inner, out) = attend(())?;
-                let mut chunk = ReturningChunk::new(inner, norms, out);
+                let mut chunk = ReturningChunk::new(inner, (norms, gate), out);
                 if saves == Saves::Checkpoint {
                     chunk.recycle_qkv(pass);
                 }
@@ -45,7 +46,7 @@ impl SelfAttention {
             },
             |chunk, returning| {
                 let saved = returning.finish(pass)?;
-                self.add_projection(chunk, saved.out(), &y, pass)?;
+                self.add_projection(chunk, &saved, &y, pass)?;
                 keep(saved);
                 Ok::<_, LayerError>(())
             },
@@ -55,7 +56,7 @@ impl SelfAttention {
         Ok(y)
     }
 
-    /// The result of [`forward`](Self::forward), from the saved outputs of all chunks.
+    /// The result of [`forward`](Self::forward), from the saved outputs of all chunks. Recomputes their gates.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -63,12 +64,13 @@ impl SelfAttention {
         &self,
         branch: &Branch,
         x: &Tensor,
-        saved_chunks: &[AttentionSaved],
+        saved_chunks: &mut [AttentionSaved],
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let y = branch.open(x, pass)?;
         for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
-            self.add_projection(chunk, saved.out(), &y, pass)?;
+            saved.gate = self.project_gate(branch, chunk, x, pass)?;
+            self.add_projection(chunk, saved, &y, pass)?;
         }
         Ok(y)
     }
@@ -77,14 +79,43 @@ impl SelfAttention {
     fn add_projection(
         &self,
         chunk: &HeadChunk,
-        out: &Tensor,
+        saved: &AttentionSaved,
         y: &Tensor,
         pass: &ForwardPass<'_>,
     ) -> Result<(), LayerError> {
-        Ok(linear::forward(&out.flatten_from(2)?, &self.o_columns(chunk, pass)?, y, true)?)
+        let gated =
+            saved.gate.as_ref().map(|gate| output_gate::apply(gate, saved.out(), pass)).transpose()?;
+        let out = gated.as_ref().unwrap_or(saved.out());
+        linear::forward(&out.flatten_from(2)?, &self.o_columns(chunk, pass)?, y, true)?;
+        pass.recycle(gated);
+        Ok(())
     }
 
-    /// Queries, keys and values of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
+    /// The gate of one chunk, if there is one.
+    fn project_gate(
+        &self,
+        branch: &Branch,
+        chunk: &HeadChunk,
+        x: &Tensor,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Option<Tensor>, LayerError> {
+        if !self.shape.output_gate {
+            return Ok(None);
+        }
+        let (rows, joint) = (self.q.rows(&chunk.q, pass)?, self.q.alloc_outputs(&chunk.q, pass)?);
+        let rstd = pass.workspace().alloc_f32(token_dims(x))?;
+        for tile in pass.ctx.token_tiles() {
+            let x = token_rows(x, &tile)?;
+            let normed = branch.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
+            rows.forward(&normed, &token_rows(&joint, &tile)?, false, pass.workspace())?;
+            recycle_unless(normed, &x, pass);
+        }
+        let [q, gate] = output_gate::split(joint, pass)?;
+        pass.recycle([q, rstd]);
+        Ok(Some(gate))
+    }
+
+    /// Queries, keys, values and gate of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
     pub(super) fn project_heads(
         &self,
         branch: &Branch,
@@ -95,7 +126,7 @@ impl SelfAttention {
         let of_chunk = [(&self.q, &chunk.q), (&self.k, &chunk.kv), (&self.v, &chunk.kv)];
         let [wq, wk, wv] = of_chunk.map(|(projection, heads)| projection.rows(heads, pass));
         let (wq, wk, wv) = (wq?, wk?, wv?);
-        let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc(heads, pass));
+        let [q, k, v] = of_chunk.map(|(projection, heads)| projection.alloc_outputs(heads, pass));
         let (q, k, v) = (q?, k?, v?);
         for tile in pass.ctx.token_tiles() {
             let x = token_rows(x, &tile)?;
@@ -105,9 +136,13 @@ impl SelfAttention {
             }
             recycle_unless(normed, &x, pass);
         }
+        let (q, gate) = match self.shape.output_gate {
+            true => output_gate::split(q, pass).map(|[q, gate]| (q, Some(gate)))?,
+            false => (q, None),
+        };
         let (q, q_norm) = self.q.normalize(q, pass)?;
         let (k, k_norm) = self.k.normalize(k, pass)?;
         self.rotate([&q, &k], Direction::Forward, pass)?;
-        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm] })
+        Ok(QkvHeads { q, k, v, norms: [q_norm, k_norm], gate })
     }
 }

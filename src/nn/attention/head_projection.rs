@@ -6,7 +6,7 @@ use crate::nn::{BackwardPass, ForwardPass, LayerError, Linear, RmsNorm};
 use candle_core::Tensor;
 use std::ops::Range;
 
-/// A linear layer to `heads · head_dim` outputs, then a norm if there is one.
+/// A linear layer to `heads · outputs_per_head` outputs, then a norm if there is one.
 ///
 /// Projections work on a tile of tokens and some heads, norms on all tokens.
 #[derive(Debug)]
@@ -14,6 +14,8 @@ pub(super) struct HeadProjection {
     pub(super) linear: Linear,
     pub(super) norm: Option<HeadNorm>,
     pub(super) head_dim: usize,
+    /// `head_dim`, or twice as many with a gate.
+    pub(super) outputs_per_head: usize,
 }
 
 /// A norm of queries or keys.
@@ -71,12 +73,22 @@ impl HeadProjection {
     }
 
     fn range(&self, heads: &Range<usize>) -> Range<usize> {
-        heads.start * self.head_dim..heads.end * self.head_dim
+        heads.start * self.outputs_per_head..heads.end * self.outputs_per_head
     }
 
     /// Allocates some heads of all tokens, `[batch, seq_local, heads, head_dim]`, with unspecified content.
     pub(super) fn alloc(&self, heads: &Range<usize>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
         let dims = (pass.ctx.batch(), pass.ctx.seq_len_local(), heads.len(), self.head_dim);
+        Ok(pass.workspace().alloc(dims)?)
+    }
+
+    /// Allocates the outputs of some heads, `[batch, seq_local, heads, outputs_per_head]`.
+    pub(super) fn alloc_outputs(
+        &self,
+        heads: &Range<usize>,
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let dims = (pass.ctx.batch(), pass.ctx.seq_len_local(), heads.len(), self.outputs_per_head);
         Ok(pass.workspace().alloc(dims)?)
     }
 

@@ -11,6 +11,7 @@ mod forward;
 mod head_chunks;
 mod head_division;
 mod head_projection;
+mod output_gate;
 mod saved;
 
 pub use head_chunks::{HeadChunk, head_chunks};
@@ -55,6 +56,8 @@ pub struct AttentionConfig {
     pub softcap: Option<f64>,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the output is multiplied by the sigmoid of a gate, which the projection of the queries has as well.
+    pub output_gate: bool,
 }
 
 /// The elements over which a norm of queries or keys is computed.
@@ -77,13 +80,18 @@ impl AttentionConfig {
         if self.qk_norm == Some(QkNorm::AllHeads) { 1 } else { self.num_kv_heads }
     }
 
+    /// Outputs of the projection of the queries per head: queries, then the gate if there is one.
+    pub(in crate::nn) fn q_outputs_per_head(&self) -> usize {
+        self.head_dim * if self.output_gate { 2 } else { 1 }
+    }
+
     /// Splits the heads into `chunks` parts of whole KV groups, as [`head_chunks`] does.
     pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
         head_chunks(self.num_heads, self.num_kv_heads, chunks)
     }
 }
 
-/// `o(attend(rope(norm_q(q(x))), rope(norm_k(k(x))), v(x)))`, causal within documents.
+/// `o(attend(rope(norm_q(q(x))), rope(norm_k(k(x))), v(x)))`, causal within documents; with a gate, `o(σ(gate(x)) · attend(…))`.
 #[derive(Debug)]
 pub struct SelfAttention {
     shape: AttentionConfig,
@@ -104,12 +112,17 @@ impl SelfAttention {
         [init, o_init]: [Init; 2],
     ) -> Self {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
-        let outs = [num_heads, num_kv_heads, num_kv_heads].map(|heads| heads * head_dim);
+        let per_head = [shape.q_outputs_per_head(), head_dim, head_dim];
+        let outs = [num_heads * per_head[0], num_kv_heads * head_dim, num_kv_heads * head_dim];
         let names =
             if fused { GroupNames::One(QKV_PROJ) } else { GroupNames::Each([Q_PROJ, K_PROJ, V_PROJ]) };
         let qkv = Linear::group(parameters, names, outs, hidden_size, init);
         let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
-        let [q, k, v] = qkv.map(|linear| HeadProjection { linear, norm: None, head_dim });
+        let mut per_head = per_head.into_iter();
+        let [q, k, v] = qkv.map(|linear| {
+            let outputs_per_head = per_head.next().unwrap_or(head_dim);
+            HeadProjection { linear, norm: None, head_dim, outputs_per_head }
+        });
         Self { shape, q, k, v, o }
     }
 
@@ -141,9 +154,10 @@ impl SelfAttention {
     /// Heads that cannot be divided over so many ranks.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         let (shape, HeadDivision { q, kv }) = self.shape.divided(parameters.layer(), tp)?;
+        let q_outputs = scaled(&q, shape.q_outputs_per_head());
         let [q, kv] = [q, kv].map(|heads| scaled(&heads, shape.head_dim));
         let projections = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
-        Linear::divide_outputs(parameters, projections, [&q, &kv, &kv], tp.rank);
+        Linear::divide_outputs(parameters, projections, [&q_outputs, &kv, &kv], tp.rank);
         self.o.divide_inputs(parameters, &q, tp.rank);
         self.shape = shape;
         Ok(())

@@ -5,12 +5,13 @@ use crate::nn::{ForwardPass, LayerError};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{Returning, SavedAttention};
 
-/// Queries, keys and values of one head chunk, with the state of the norms over heads.
+/// Queries, keys, values and gate of one head chunk, with the state of the norms over heads.
 pub(super) struct QkvHeads {
     pub(super) q: Tensor,
     pub(super) k: Tensor,
     pub(super) v: Tensor,
     pub(super) norms: HeadNorms,
+    pub(super) gate: Option<Tensor>,
 }
 
 /// State of the norms over the heads of q and of k.
@@ -32,13 +33,18 @@ pub(super) struct ReturningChunk<'a> {
     /// The output where it was computed; it is being sent.
     o: Tensor,
     lse: Tensor,
+    gate: Option<Tensor>,
     out: Returning<'a, Tensor>,
 }
 
 impl<'a> ReturningChunk<'a> {
-    pub(super) fn new(inner: SavedAttention, norms: HeadNorms, out: Returning<'a, Tensor>) -> Self {
+    pub(super) fn new(
+        inner: SavedAttention,
+        (norms, gate): (HeadNorms, Option<Tensor>),
+        out: Returning<'a, Tensor>,
+    ) -> Self {
         let SavedAttention { q, k, v, o, lse } = inner;
-        Self { qkv: Some(([q, k, v], norms)), o, lse, out }
+        Self { qkv: Some(([q, k, v], norms)), o, lse, gate, out }
     }
 
     /// Recycles the tensors that a checkpoint does not contain and that are not being sent.
@@ -50,9 +56,9 @@ impl<'a> ReturningChunk<'a> {
 
     /// Waits for the output.
     pub(super) fn finish(self, pass: &ForwardPass<'_>) -> Result<AttentionSaved, LayerError> {
-        let Self { qkv, o, lse, out } = self;
+        let Self { qkv, o, lse, gate, out } = self;
         let out = out.wait()?;
-        Ok(AttentionSaved(match qkv {
+        let state = match qkv {
             Some(([q, k, v], norms)) => {
                 ChunkState::Whole { inner: SavedAttention { q, k, v, o, lse }, out, norms }
             }
@@ -62,12 +68,17 @@ impl<'a> ReturningChunk<'a> {
                 }
                 ChunkState::Output { out, lse }
             }
-        }))
+        };
+        Ok(AttentionSaved { state, gate })
     }
 }
 
 /// Saved state of one head chunk.
-pub struct AttentionSaved(pub(super) ChunkState);
+pub struct AttentionSaved {
+    pub(super) state: ChunkState,
+    /// The gate of the output, if there is one. A checkpoint does not contain it.
+    pub(super) gate: Option<Tensor>,
+}
 
 pub(super) enum ChunkState {
     /// All that the backward pass needs.
@@ -91,12 +102,12 @@ pub(super) enum ChunkState {
 impl AttentionSaved {
     /// The inverse of [`into_checkpoint`](Self::into_checkpoint).
     pub fn from_checkpoint([out, lse]: [Tensor; 2]) -> Self {
-        Self(ChunkState::Output { out, lse })
+        Self { state: ChunkState::Output { out, lse }, gate: None }
     }
 
     /// The attention output.
     pub(super) fn out(&self) -> &Tensor {
-        match &self.0 {
+        match &self.state {
             ChunkState::Whole { out, .. } | ChunkState::Output { out, .. } => out,
         }
     }
@@ -104,14 +115,15 @@ impl AttentionSaved {
     /// Bytes of the saved tensors.
     pub fn bytes(&self) -> usize {
         let bytes = ulysses_kernels::tensor::bytes;
-        match &self.0 {
+        let state = match &self.state {
             ChunkState::Whole { inner, out, norms } => {
                 let out = if shares_output(inner, out) { 0 } else { bytes(out) };
                 let norms = norms.iter().flatten().map(SavedHeadNorm::bytes);
                 inner.bytes() + out + norms.sum::<usize>()
             }
             ChunkState::Output { out, lse } => bytes(out) + bytes(lse),
-        }
+        };
+        state + self.gate.as_ref().map_or(0, bytes)
     }
 
     /// Recycles all tensors, for the next chunk.
@@ -121,7 +133,8 @@ impl AttentionSaved {
 
     /// The tensors of a checkpoint: attention output and lse. Recycles the others.
     pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> [Tensor; 2] {
-        match self.0 {
+        pass.recycle(self.gate);
+        match self.state {
             ChunkState::Output { out, lse } => [out, lse],
             ChunkState::Whole { inner, out, norms } => {
                 let is_shared = shares_output(&inner, &out);

@@ -22,6 +22,8 @@ pub enum Family {
     Glm4,
     Cohere,
     Cohere2,
+    /// Linear attention in every layer but the last.
+    Qwen35,
 }
 
 /// The rotary base of Gemma 3's layers with a window.
@@ -83,7 +85,7 @@ impl Family {
 
     /// Added to the weights of norms.
     pub fn norm_offset(self) -> f64 {
-        if self.is_gemma() { 1.0 } else { 0.0 }
+        if self.is_gemma() || self == Self::Qwen35 { 1.0 } else { 0.0 }
     }
 
     /// Names of the norms before and after attention, before and after the MLP.
@@ -105,6 +107,11 @@ impl Family {
 }
 
 impl ReferenceConfig {
+    /// Whether a layer has linear attention instead of attention with a gate.
+    pub fn is_linear(&self, layer: usize) -> bool {
+        self.family == Family::Qwen35 && layer + 1 < self.num_layers
+    }
+
     /// The window of a layer.
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.sliding_window.filter(|_| !self.family.has_full_layers() || layer.is_multiple_of(2))
@@ -135,7 +142,7 @@ impl ReferenceConfig {
             Family::Olmo2 | Family::Olmo3 => {
                 Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim))
             }
-            Family::Gemma3 | Family::Exaone4 => Some([self.head_dim; 2]),
+            Family::Gemma3 | Family::Exaone4 | Family::Qwen35 => Some([self.head_dim; 2]),
             _ => self.qk_norm.then_some([self.head_dim; 2]),
         }
     }

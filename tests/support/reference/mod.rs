@@ -5,10 +5,11 @@
 //! `tests/parity/reference.rs` compares it with tensors computed by PyTorch and Hugging Face transformers.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],
-//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama), [`loss`] (loss and gradients), [`optimizer`], [`train`].
+//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama, [`linear_attention`] that of Qwen3.5), [`loss`] (loss and gradients), [`optimizer`], [`train`].
 
 pub mod batch;
 pub mod families;
+pub mod linear_attention;
 pub mod loss;
 pub mod model;
 pub mod optimizer;

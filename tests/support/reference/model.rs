@@ -5,6 +5,7 @@
 
 use super::batch::document_ids;
 use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
+use super::linear_attention::{linear_attention, sigmoid};
 use super::rope::rope_tables;
 use super::weights::{ReferenceConfig, RopeScaling, Weights};
 use anyhow::{Context, Result};
@@ -70,12 +71,31 @@ pub fn row_logits(
                 None => split_heads(&y, num_heads),
             }
         };
-        let q = grown(config, rotated(heads("q", config.num_heads)?)?, position_ids)?; // [H, S, D]
-        let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
-        let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
-        let attended =
-            merge_heads(&attention(&q, &k, &v, &mask, (config.attention_scale(), attention_cap))?)?; // [S, H·D]
-        let output = maybe_norm(linear(&attended, part("self_attn.o_proj")?)?, after_attention)?;
+        let attend = || {
+            // Of gated attention, every head's queries and then its gate.
+            let (q, gate) = match family {
+                Family::Qwen35 => {
+                    let joint = split_heads(&biased("q")?, config.num_heads)?; // [H, S, 2·D]
+                    let half =
+                        |index| joint.narrow(2, index * config.head_dim, config.head_dim)?.contiguous();
+                    (norm(&half(0)?, part("self_attn.q_norm")?)?, Some(half(1)?))
+                }
+                _ => (heads("q", config.num_heads)?, None),
+            };
+            let q = grown(config, rotated(q)?, position_ids)?; // [H, S, D]
+            let k = repeat_kv(&rotated(heads("k", config.num_kv_heads)?)?, config)?;
+            let v = repeat_kv(&split_heads(&biased("v")?, config.num_kv_heads)?, config)?;
+            let mut attended = attention(&q, &k, &v, &mask, (config.attention_scale(), attention_cap))?;
+            if let Some(gate) = gate {
+                attended = (attended * sigmoid(&gate)?)?;
+            }
+            linear(&merge_heads(&attended)?, part("self_attn.o_proj")?)
+        };
+        let output = match config.is_linear(layer) {
+            true => linear_attention(config, weights, layer, &h, position_ids)?,
+            false => attend()?,
+        };
+        let output = maybe_norm(output, after_attention)?;
         x = (x + (output * residual_factor)?)?;
 
         let h = if family.is_cohere() { h } else { maybe_norm(x.clone(), before_mlp)? };

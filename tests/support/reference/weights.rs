@@ -1,6 +1,7 @@
 //! Configuration, parameter names and shapes, and weights.
 
 use super::families::Family;
+use super::linear_attention;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -131,15 +132,16 @@ impl ReferenceConfig {
             let mut add = |part: &str, shape: Vec<usize>| {
                 shapes.insert(format!("model.layers.{layer}.{part}.weight"), shape);
             };
-            if let Some([q_norm, k_norm]) = self.qk_norm_sizes() {
+            if let Some([q_norm, k_norm]) = self.qk_norm_sizes().filter(|_| !self.is_linear(layer)) {
                 add("self_attn.q_norm", vec![q_norm]);
                 add("self_attn.k_norm", vec![k_norm]);
             }
             self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
             if self.family == Family::Phi3 {
                 add("self_attn.qkv_proj", vec![q_size + 2 * kv_size, hidden]);
-            } else {
-                add("self_attn.q_proj", vec![q_size, hidden]);
+            } else if !self.is_linear(layer) {
+                let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
+                add("self_attn.q_proj", vec![gated * q_size, hidden]);
                 add("self_attn.k_proj", vec![kv_size, hidden]);
                 add("self_attn.v_proj", vec![kv_size, hidden]);
             }
@@ -149,8 +151,14 @@ impl ReferenceConfig {
                 add("mlp.gate_proj", vec![intermediate, hidden]);
                 add("mlp.up_proj", vec![intermediate, hidden]);
             }
-            add("self_attn.o_proj", vec![hidden, q_size]);
             add("mlp.down_proj", vec![hidden, intermediate]);
+            if !self.is_linear(layer) {
+                add("self_attn.o_proj", vec![hidden, q_size]);
+            } else {
+                for (part, shape) in linear_attention::parameter_shapes(hidden) {
+                    shapes.insert(format!("model.layers.{layer}.linear_attn.{part}"), shape);
+                }
+            }
         }
         shapes.insert("model.norm.weight".to_owned(), vec![hidden]);
         if !self.tie_word_embeddings {
@@ -174,6 +182,8 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
         let fan_in = shape[shape.len() - 1] as f64;
         let mut element = || match (shape.len(), name.as_str()) {
             (1, name) if name.ends_with("bias") => rng.random_range(-0.7..0.7),
+            (1, name) if name.ends_with("A_log") => rng.random_range(-2.0..0.5),
+            (1, name) if name.ends_with("linear_attn.norm.weight") => 1.0 + rng.random_range(-0.3..0.3),
             (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),
             // Looked up, not multiplied: the rows themselves are of order 1. A tied
             // embedding is the head as well, so it takes the scale of a matrix.

@@ -1,0 +1,44 @@
+//! Saved state of linear attention.
+
+use crate::nn::ForwardPass;
+use candle_core::Tensor;
+use ulysses_kernels::tensor;
+
+/// State of a forward pass for its backward pass. Convolution, decay and rate are recomputed.
+pub struct LinearAttentionSaved {
+    /// State of this rank's heads, for all tokens.
+    pub(super) heads: HeadsSaved,
+    /// The output of all heads before the norm, for this rank's tokens.
+    pub(super) out: Tensor,
+    /// The projection for its gate.
+    pub(super) z: Tensor,
+}
+
+/// State of one rank's heads.
+pub(super) struct HeadsSaved {
+    /// Queries, keys, values before the convolution, and the projections for rate and decay.
+    pub(super) mixed: [Tensor; 5],
+    /// The states at some tokens; `None` without heads.
+    pub(super) states: Option<Tensor>,
+}
+
+impl LinearAttentionSaved {
+    /// Bytes of the tensors.
+    pub fn bytes(&self) -> usize {
+        let HeadsSaved { mixed, states } = &self.heads;
+        mixed.iter().chain(states).chain([&self.out, &self.z]).map(tensor::bytes).sum()
+    }
+
+    /// Recycles the tensors.
+    pub fn recycle(self, pass: &ForwardPass<'_>) {
+        self.heads.recycle(pass);
+        pass.recycle([self.out, self.z]);
+    }
+}
+
+impl HeadsSaved {
+    pub(super) fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.mixed);
+        pass.recycle(self.states);
+    }
+}

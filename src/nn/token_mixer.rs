@@ -1,0 +1,211 @@
+//! The module of a layer that mixes tokens.
+
+use super::{
+    AttentionConfig, AttentionExtent, AttentionSaved, BackwardPass, Branch, ForwardPass, Init, LayerError,
+    LinearAttention, LinearAttentionConfig, LinearAttentionSaved, NormConfig, ParameterList, Saves,
+    SelfAttention, TensorRank,
+};
+use candle_core::Tensor;
+
+/// What mixes the tokens of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum MixerConfig {
+    /// Attention.
+    Attention(AttentionConfig),
+    /// Gated DeltaNet.
+    LinearAttention(LinearAttentionConfig),
+}
+
+impl MixerConfig {
+    /// The attention, if it is that.
+    pub fn attention(&self) -> Option<&AttentionConfig> {
+        match self {
+            Self::Attention(attention) => Some(attention),
+            Self::LinearAttention(_) => None,
+        }
+    }
+
+    /// As [`attention`](Self::attention), to change it.
+    pub fn attention_mut(&mut self) -> Option<&mut AttentionConfig> {
+        match self {
+            Self::Attention(attention) => Some(attention),
+            Self::LinearAttention(_) => None,
+        }
+    }
+
+    /// Elements per token of the widest of its tensors.
+    pub fn width(&self) -> usize {
+        match self {
+            Self::Attention(attention) => attention.num_heads * attention.q_outputs_per_head(),
+            Self::LinearAttention(linear) => 2 * linear.key_dim() + linear.value_dim(),
+        }
+    }
+
+    /// The linear attention, if it is that.
+    pub fn linear_attention(&self) -> Option<&LinearAttentionConfig> {
+        match self {
+            Self::LinearAttention(linear) => Some(linear),
+            Self::Attention(_) => None,
+        }
+    }
+}
+
+impl From<AttentionConfig> for MixerConfig {
+    fn from(attention: AttentionConfig) -> Self {
+        Self::Attention(attention)
+    }
+}
+
+/// The module that mixes the tokens of a layer.
+#[derive(Debug)]
+pub enum TokenMixer {
+    /// Attention.
+    Attention(SelfAttention),
+    /// Gated DeltaNet.
+    LinearAttention(LinearAttention),
+}
+
+/// The state of a [`TokenMixer`]: of one head chunk of an attention, or of all.
+pub enum MixerSaved {
+    /// State of a head chunk.
+    Attention(AttentionSaved),
+    /// State of all heads.
+    LinearAttention(LinearAttentionSaved),
+}
+
+impl TokenMixer {
+    /// Adds the projections, as [`SelfAttention::new`] or [`LinearAttention::new`].
+    pub fn new(
+        parameters: &mut ParameterList,
+        fused_qkv: bool,
+        hidden_size: usize,
+        (config, norm): (MixerConfig, NormConfig),
+        inits: [Init; 2],
+    ) -> Self {
+        match config {
+            MixerConfig::Attention(shape) => {
+                Self::Attention(SelfAttention::new(parameters, fused_qkv, hidden_size, shape, inits))
+            }
+            MixerConfig::LinearAttention(shape) => {
+                Self::LinearAttention(LinearAttention::new(parameters, hidden_size, shape, norm.eps, inits))
+            }
+        }
+    }
+
+    /// The attention, if it is that.
+    pub fn attention(&self) -> Option<&SelfAttention> {
+        match self {
+            Self::Attention(attention) => Some(attention),
+            Self::LinearAttention(_) => None,
+        }
+    }
+
+    /// Adds norms of queries and keys and biases of an attention that has them, in this order.
+    pub fn add_norms_and_biases(&mut self, parameters: &mut ParameterList, norm: NormConfig) {
+        if let Self::Attention(attention) = self {
+            attention.add_qk_norm(parameters, norm);
+            attention.add_qkv_bias(parameters);
+        }
+    }
+
+    /// Keeps the heads of one rank of tp.
+    ///
+    /// # Errors
+    /// Heads that cannot be divided over so many ranks, or linear attention.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        match self {
+            Self::Attention(attention) => attention.divide(parameters, tp),
+            Self::LinearAttention(_) => {
+                Err(LayerError::NoTensorParallelism { layer: parameters.layer().to_owned() })
+            }
+        }
+    }
+
+    /// The size of an attention, for its FLOPs.
+    pub fn extent(&self) -> Option<AttentionExtent> {
+        self.attention().map(SelfAttention::extent)
+    }
+
+    /// Adds the output to the tensor that the branch opens, and passes the state to `keep`. Linear attention has no
+    /// checkpoint, and then passes none.
+    ///
+    /// # Shapes
+    /// `x`, result: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A refused operation, or failed communication.
+    pub fn forward(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        saves: Saves,
+        mut keep: impl FnMut(MixerSaved),
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        match self {
+            Self::Attention(attention) => {
+                attention.forward(branch, x, saves, |saved| keep(MixerSaved::Attention(saved)), pass)
+            }
+            Self::LinearAttention(linear) => {
+                let (y, saved) = linear.forward(branch, x, saves == Saves::Whole, pass)?;
+                saved.into_iter().for_each(|saved| keep(MixerSaved::LinearAttention(saved)));
+                Ok(y)
+            }
+        }
+    }
+
+    /// Backward of [`forward`](Self::forward), from all that it saved; an attention recomputes what is missing.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), or state of another module.
+    pub fn backward(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        saved: Vec<MixerSaved>,
+        (dy, dx): (&Tensor, &Tensor),
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let foreign = || LayerError::ForeignSavedState { layer: pass.forward.layer.to_owned() };
+        match self {
+            Self::Attention(attention) => {
+                let chunks = saved.into_iter().map(|saved| match saved {
+                    MixerSaved::Attention(saved) => Ok(saved),
+                    MixerSaved::LinearAttention(_) => Err(foreign()),
+                });
+                let chunks = chunks.collect::<Result<_, _>>()?;
+                attention.backward(branch, x, chunks, (dy, dx), pass)
+            }
+            Self::LinearAttention(linear) => match saved.into_iter().next() {
+                Some(MixerSaved::LinearAttention(saved)) => linear.backward(branch, x, saved, (dy, dx), pass),
+                _ => Err(foreign()),
+            },
+        }
+    }
+}
+
+impl MixerSaved {
+    /// Bytes of the tensors.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Attention(saved) => saved.bytes(),
+            Self::LinearAttention(saved) => saved.bytes(),
+        }
+    }
+
+    /// The tensors that a checkpoint with outputs has. Recycles the others.
+    pub fn into_checkpoint(self, pass: &ForwardPass<'_>) -> Vec<Tensor> {
+        match self {
+            Self::Attention(saved) => saved.into_checkpoint(pass).into(),
+            Self::LinearAttention(saved) => {
+                saved.recycle(pass);
+                Vec::new()
+            }
+        }
+    }
+
+    /// Recycles all tensors.
+    pub fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.into_checkpoint(pass));
+    }
+}

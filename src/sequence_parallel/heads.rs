@@ -1,0 +1,131 @@
+//! [`UlyssesHeads`]: the exchange around modules that read whole sequences and are not attention.
+
+use super::head_blocks::{HeadBlocks, HeadTensor, transposed};
+use super::{ExchangeVolume, SequenceParallelError};
+use crate::comm::ProcessGroup;
+use crate::mesh::{SeqSharding, shard_range};
+use crate::nn::{
+    ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
+    LinearAttentionConfig,
+};
+use candle_core::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::device::dry;
+use ulysses_kernels::memory::{Category, with_category};
+
+/// Exchanges tokens for heads over an sp group, in one all-to-all per call. Ranks beyond the value heads have none.
+pub struct UlyssesHeads {
+    group: Arc<dyn ProcessGroup>,
+    sharding: SeqSharding,
+}
+
+impl UlyssesHeads {
+    /// Exchanges over `group`, which shares each sequence as `sharding` says. A ring is refused by the first exchange.
+    pub fn new(group: Arc<dyn ProcessGroup>, sharding: SeqSharding) -> Self {
+        Self { group, sharding }
+    }
+
+    fn send(
+        &self,
+        tensors: &[Tensor],
+        exchanged: &ExchangedHeads<'_>,
+        workspace: &Workspace,
+    ) -> Result<Vec<Tensor>, SequenceParallelError> {
+        if self.sharding.ring_size > 1 {
+            return Err(SequenceParallelError::LinearInRing { ring_size: self.sharding.ring_size });
+        }
+        let ExchangedHeads { heads, kinds, seq_len, gathered, is_backward } = *exchanged;
+        let (rank, size) = (self.group.rank(), self.group.world_size());
+        let seq: Vec<_> = (0..size).map(|rank| shard_range(seq_len, size, rank)).collect();
+        let (key_heads, value_heads) = ranges(heads, size);
+        let (mut described, mut received, mut batch) = (Vec::new(), Vec::new(), 0);
+        for (index, (tensor, kind)) in tensors.iter().zip(kinds).enumerate() {
+            let (heads_of_ranks, num_heads) = match kind {
+                HeadKind::Key => (&key_heads, heads.num_key_heads),
+                HeadKind::Value => (&value_heads, heads.num_value_heads),
+            };
+            let (tensor_batch, _, _, head_dim) = tensor.dims4()?;
+            batch = tensor_batch;
+            let of_tokens = vec![batch, seq[rank].len(), num_heads, head_dim];
+            let of_heads = vec![batch, seq_len, heads_of_ranks[rank].len(), head_dim];
+            let (expected, arrives) = match gathered {
+                Gathered::Tokens => (of_tokens, of_heads),
+                Gathered::Heads => (of_heads, of_tokens),
+            };
+            if tensor.dims() != expected {
+                let (tensor, got) = (NAMES[index.min(NAMES.len() - 1)], tensor.dims().to_vec());
+                return Err(SequenceParallelError::Shape { tensor, rank, expected, got });
+            }
+            described.push(HeadTensor { heads: heads_of_ranks, num_heads, head_dim });
+            received.push(workspace.alloc(arrives)?);
+        }
+        let plan = HeadBlocks { batch, seq_len, seq: &seq, rank }.head_to_seq(&described);
+        let plan = if gathered == Gathered::Tokens { transposed(plan) } else { plan };
+        dry::report_exchange(is_backward);
+        let span = tracing::trace_span!("heads", ?gathered, is_backward);
+        span.in_scope(|| self.group.start_all_to_all_strided(tensors, &received, &Arc::new(plan))?.wait())?;
+        Ok(received)
+    }
+}
+
+/// The tensors of an exchange, for errors.
+const NAMES: [&str; 5] = ["q or output", "k", "v", "b", "a"];
+
+/// The key heads and the value heads of every rank.
+fn ranges(heads: GroupedHeads, size: usize) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
+    (0..size).map(|rank| heads.share(size, rank)).map(|HeadShare { keys, values }| (keys, values)).unzip()
+}
+
+impl HeadExchange for UlyssesHeads {
+    fn share(&self, heads: GroupedHeads) -> HeadShare {
+        heads.share(self.group.world_size(), self.group.rank())
+    }
+
+    fn exchange(
+        &self,
+        tensors: Vec<Tensor>,
+        exchanged: &ExchangedHeads<'_>,
+        workspace: &Workspace,
+    ) -> Result<Vec<Tensor>, LayerError> {
+        if self.group.world_size() == 1 {
+            return Ok(tensors);
+        }
+        let received = with_category(Category::Exchange, || self.send(&tensors, exchanged, workspace));
+        let received = received.map_err(|error| LayerError::Exchange(error.into()))?;
+        tensors.into_iter().for_each(|tensor| workspace.recycle(tensor));
+        Ok(received)
+    }
+}
+
+impl ExchangeVolume {
+    /// The volume of the linear attention of rank i of `size`, with S tokens, Hk key heads and Hv value heads per rank, batch b and
+    /// head dimensions Dk and Dv:
+    ///
+    /// - forward `b·Σ_{j≠i} [S_i(2·Hk_j·Dk + Hv_j(Dv + 2)) + S_j·Hv_i·Dv]`
+    /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + 2))]`
+    pub fn of_linear_attention(
+        shape: &LinearAttentionConfig,
+        [batch, seq_len]: [usize; 2],
+        size: usize,
+        rank: usize,
+    ) -> Self {
+        let (keys, values) = ranges(shape.heads(), size);
+        let seq = |rank| shard_range(seq_len, size, rank).len();
+        let out = |rank: usize| values[rank].len() * shape.value_head_dim;
+        let mixed = |rank: usize| {
+            2 * keys[rank].len() * shape.key_head_dim + values[rank].len() * (shape.value_head_dim + 2)
+        };
+        let sum = |elems: &dyn Fn(usize) -> usize| {
+            (batch * (0..size).filter(|peer| *peer != rank).map(elems).sum::<usize>()) as u64
+        };
+        let qkv_elems = sum(&|peer| seq(rank) * mixed(peer));
+        Self {
+            forward_elems: qkv_elems + sum(&|peer| seq(peer) * out(rank)),
+            qkv_elems,
+            backward_elems: sum(&|peer| seq(rank) * out(peer) + seq(peer) * mixed(rank)),
+            delta_elems: 0,
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! The exchange around linear attention.
+
+use super::part;
+use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, ProcessGroupExt, launch};
+use crate::mesh::{SeqSharding, shard_range};
+use crate::nn::{
+    ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
+    LinearAttentionConfig,
+};
+use crate::sequence_parallel::{ExchangeVolume, UlyssesHeads};
+use candle_core::Tensor;
+use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::tensor::to_vec;
+
+const SHAPE: LinearAttentionConfig = LinearAttentionConfig {
+    num_key_heads: 2,
+    num_value_heads: 4,
+    key_head_dim: 3,
+    value_head_dim: 5,
+    conv_width: 4,
+};
+const BATCH: usize = 2;
+const SEQ_LEN: usize = 13;
+
+#[test]
+fn value_heads_come_with_their_key_heads_and_ranks_beyond_them_have_none() {
+    let heads = GroupedHeads { num_key_heads: 2, num_value_heads: 6 };
+    let shares: Vec<_> = (0..4).map(|rank| heads.share(4, rank)).collect();
+    let ranges: Vec<_> = shares.iter().map(|share| (share.values.clone(), share.keys.clone())).collect();
+    assert_eq!(ranges, [(0..2, 0..1), (2..4, 0..2), (4..5, 1..2), (5..6, 1..2)]);
+    assert_eq!(shares[1].v_to_k(heads), [0, 1]);
+    assert!(heads.share(8, 7).values.is_empty() && heads.share(8, 7).keys.is_empty());
+}
+
+#[test]
+fn heads_of_several_sizes_are_exchanged_and_gradients_of_shared_key_heads_are_summed() {
+    let heads = SHAPE.heads();
+    let dims = [(HeadKind::Key, 3), (HeadKind::Key, 3), (HeadKind::Value, 5), (HeadKind::Value, 1)];
+    let kinds = dims.map(|(kind, _)| kind);
+    for size in [2, 3, 5] {
+        launch(size, &LaunchOptions::default(), |ctx| {
+            let group: Arc<dyn ProcessGroup> = ctx.group.clone();
+            let exchange = UlyssesHeads::new(group.clone(), SeqSharding::from(size));
+            let HeadShare { keys, values } = exchange.share(heads);
+            let of = |seq: Vec<usize>, keys: Vec<usize>, values: Vec<usize>| -> Vec<Tensor> {
+                let tensor = |(index, (kind, dim)): (usize, (HeadKind, usize))| {
+                    let heads = if kind == HeadKind::Key { &keys } else { &values };
+                    part(index, BATCH, &seq, heads, dim)
+                };
+                dims.into_iter().enumerate().map(tensor).collect()
+            };
+            let exchanged = |gathered, is_backward| ExchangedHeads {
+                heads,
+                kinds: &kinds,
+                seq_len: SEQ_LEN,
+                gathered,
+                is_backward,
+            };
+            let own: Vec<usize> = shard_range(SEQ_LEN, size, group.rank()).collect();
+            let ws = Workspace::new();
+            let local = of(own.clone(), (0..2).collect(), (0..4).collect());
+            let whole = exchange.exchange(local, &exchanged(Gathered::Tokens, false), &ws)?;
+            let expected = of((0..SEQ_LEN).collect(), keys.collect(), values.collect());
+            for (got, expected) in whole.iter().zip(&expected) {
+                assert_eq!(got.dims(), expected.dims());
+                assert_eq!(to_vec::<f32>(got)?, to_vec::<f32>(expected)?, "sp {size} rank {}", group.rank());
+            }
+            let back = exchange.exchange(whole, &exchanged(Gathered::Heads, true), &ws)?;
+            let users = |key| (0..size).filter(|rank| heads.share(size, *rank).keys.contains(&key)).count();
+            for (index, got) in back.iter().enumerate() {
+                let (kind, dim) = dims[index];
+                let heads = if kind == HeadKind::Key { 2 } else { 4 };
+                let all: Vec<usize> = (0..heads).collect();
+                let once = to_vec::<f32>(&part(index, BATCH, &own, &all, dim))?;
+                let copies = |at: usize| if kind == HeadKind::Key { users(at / dim % heads) } else { 1 };
+                let expected: Vec<f32> =
+                    once.iter().enumerate().map(|(at, value)| copies(at) as f32 * value).collect();
+                assert_eq!(to_vec::<f32>(got)?, expected, "sp {size} rank {} tensor {index}", group.rank());
+            }
+            Ok::<_, LayerError>(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn the_formula_counts_the_bytes_that_are_sent() {
+    let kinds = [HeadKind::Key, HeadKind::Key, HeadKind::Value, HeadKind::Value, HeadKind::Value];
+    for size in [2, 3, 5] {
+        launch(size, &LaunchOptions::default(), |ctx| {
+            let group: Arc<dyn ProcessGroup> = ctx.group.clone();
+            let exchange = UlyssesHeads::new(group.clone(), SeqSharding::from(size));
+            let (own, ws) = (shard_range(SEQ_LEN, size, group.rank()).len(), Workspace::new());
+            let run = |tensors: Vec<Tensor>, kinds: &[HeadKind], gathered| {
+                let heads = SHAPE.heads();
+                let exchanged =
+                    ExchangedHeads { heads, kinds, seq_len: SEQ_LEN, gathered, is_backward: false };
+                exchange.exchange(tensors, &exchanged, &ws)
+            };
+            let sent = || {
+                group.barrier().unwrap();
+                group.stats().get(CollectiveOp::AllToAllStrided).bytes_sent / 4
+            };
+            let mixed =
+                [(2, 3), (2, 3), (4, 5), (4, 1), (4, 1)].map(|dims| ws.alloc((BATCH, own, dims.0, dims.1)));
+            let mixed = mixed.into_iter().collect::<Result<Vec<_>, _>>()?;
+            let mixed = run(mixed, &kinds, Gathered::Tokens)?;
+            let out = ws.alloc(mixed[2].dims())?;
+            let out = run(vec![out], &kinds[2..3], Gathered::Heads)?;
+            let forward = sent();
+            run(out, &kinds[2..3], Gathered::Tokens)?;
+            run(mixed, &kinds, Gathered::Heads)?;
+            let backward = sent() - forward;
+            let volume = ExchangeVolume::of_linear_attention(&SHAPE, [BATCH, SEQ_LEN], size, group.rank());
+            assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "sp {size}");
+            Ok::<_, LayerError>(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,34 @@
+//! Models with linear attention and attention with a gate.
+
+use super::{Case, case};
+use serde_json::{Value, json};
+use ulysses::model::{ModelConfig, shape};
+use ulysses::nn::MixerConfig;
+
+/// Three layers with linear attention of two key and four value heads, one with a gate.
+fn hybrid() -> ModelConfig {
+    let mut model = shape("Qwen3.5-9B").unwrap().with_num_layers(4).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (8, 2, 8);
+    });
+    for layer in &mut model.layers {
+        if let MixerConfig::LinearAttention(linear) = layer {
+            (linear.num_key_heads, linear.num_value_heads) = (2, 4);
+            (linear.key_head_dim, linear.value_head_dim) = (4, 6);
+        }
+    }
+    ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
+}
+
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former.
+pub(super) fn cases() -> Vec<Case> {
+    let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
+    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
+    let chunks = json!({ "head_chunks": 2, "overlap_exchange": true, "tile_tokens": 5 });
+    vec![
+        case("linear attention", hybrid(), (1, 1), 24, ulysses(json!({}))),
+        case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
+        case("linear attention, 2 x 2, recomputed", hybrid(), (2, 2), 22, ulysses(recompute(false))),
+        case("linear attention, 1 x 3, outputs kept", hybrid(), (1, 3), 22, ulysses(recompute(true))),
+        case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks)),
+    ]
+}

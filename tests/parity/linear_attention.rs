@@ -1,0 +1,107 @@
+//! Hybrid models of linear attention (Gated DeltaNet) and attention with a gate, against the independent f64 reference: state and
+//! convolution see whole documents on every mesh, and nothing else.
+
+use crate::support::compare::values;
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::problems::{ADAMW, CONFIG, packed_batch, problem};
+use crate::support::reference::{Family, ReferenceConfig, Tensors};
+use crate::support::sample::{axes, sampled};
+use serde_json::{Value, json};
+
+/// Two layers with linear attention of two key and four value heads, one with attention. Half of its heads rotates.
+const HYBRID: ReferenceConfig =
+    ReferenceConfig { family: Family::Qwen35, num_layers: 3, partial_rotary_factor: 0.5, ..CONFIG };
+
+/// Packed documents, some shorter than the convolution, on uneven shards; with sp 5 a rank has no head of linear attention.
+fn hybrid(extra: Value) -> Problem {
+    Problem { rule: Rule::AdamW(ADAMW), extra, ..problem(HYBRID, packed_batch()) }
+}
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (1, 5)];
+    let with_stages = meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage)));
+    let pipelines = [(1, 1), (2, 1), (1, 2), (1, 3)].map(|(dp, sp)| Layout { pp: 2, ..layout(dp, sp, 1) });
+    with_stages
+        .chain(pipelines)
+        .flat_map(|layout| [1, 2].map(|accumulation| Layout { accumulation, ..layout }))
+}
+
+#[test]
+fn linear_attention_is_the_same_on_every_mesh_with_and_without_features() {
+    let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
+    let tiles = json!({ "tile_tokens": 5, "head_chunks": 2, "overlap_exchange": true });
+    let chunks = json!({ "activation_checkpointing": true, "head_chunks": 2, "overlap_exchange": true });
+    let kept = json!({ "activation_checkpointing": true, "save_attention_output": true, "head_chunks": 2 });
+    let features = [json!({}), recompute(false), recompute(true), tiles, chunks, kept];
+    let problems = features.map(|ulysses| hybrid(json!({ "ulysses": ulysses })));
+    let expected = problems[0].reference().unwrap();
+    let cases = layouts().flat_map(|layout| (0..problems.len()).map(move |feature| (layout, feature)));
+    // A chunk of two has four heads.
+    let cases = cases.filter(|(layout, feature)| layout.sp <= 4 || *feature < 3);
+    let axes = |(layout, feature): &(Layout, usize)| {
+        let Layout { sp, pp, stage, .. } = layout;
+        axes![feature, sp, pp, stage]
+    };
+    for (layout, feature) in sampled(cases, axes) {
+        let outcome = problems[feature].run(layout).unwrap();
+        assert_matches(&outcome, &expected, 5e-5, &format!("features {feature}, {layout:?}"));
+    }
+}
+
+#[test]
+fn the_gradients_of_linear_attention_have_the_scale_of_one_rank_with_sgd_and_clipping() {
+    let sgd = Problem { rule: Rule::Sgd { lr: 0.1 }, clip: Some(0.25), ..hybrid(json!({})) };
+    let expected = sgd.reference().unwrap();
+    for layout in [layout(1, 1, 0), layout(2, 3, 3), layout(1, 5, 2)] {
+        assert_matches(&sgd.run(layout).unwrap(), &expected, 5e-5, &format!("{layout:?}"));
+    }
+}
+
+#[test]
+fn a_gate_of_the_output_is_the_same_for_tensor_parallel_ranks() {
+    // One layer is one with attention.
+    let gated = ReferenceConfig { num_layers: 1, ..HYBRID };
+    for extra in [json!({}), json!({ "ulysses": { "activation_checkpointing": true, "head_chunks": 2 } })] {
+        let problem = Problem { extra, ..problem(gated.clone(), packed_batch()) };
+        let expected = problem.reference().unwrap();
+        for layout in [Layout { tp: 2, ..layout(1, 1, 0) }, Layout { tp: 2, ..layout(2, 2, 3) }] {
+            assert_matches(&problem.run(layout).unwrap(), &expected, 2e-5, &format!("{layout:?}"));
+        }
+    }
+}
+
+#[test]
+fn rings_and_tensor_parallel_ranks_are_refused_by_name() {
+    let refusal = |layout| format!("{:#}", hybrid(json!({})).run(layout).unwrap_err());
+    let ring = refusal(Layout { ring: 2, ..layout(1, 2, 0) });
+    assert!(ring.contains("linear attention") && ring.contains("`ulysses.ring_size` 1"), "{ring}");
+    let tp = refusal(Layout { tp: 2, ..layout(1, 1, 0) });
+    assert!(tp.contains("model.layers.0") && tp.contains("use tp = 1"), "{tp}");
+}
+
+#[test]
+fn bf16_is_as_exact_on_meshes_as_on_one_rank() {
+    let config = ReferenceConfig { num_layers: 2, ..HYBRID };
+    let extra = json!({ "bf16": { "enabled": true } });
+    let half = Problem { steps: 1, extra, ..problem(config, packed_batch()) };
+    let expected = half.reference().unwrap();
+    let error = |layout| {
+        let outcome = half.run(layout).unwrap();
+        let gradients: Tensors = outcome.gradients.into_iter().collect();
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for (name, expected) in &expected.steps[0].grads {
+            for (got, expected) in values(&gradients[name]).iter().zip(values(expected)) {
+                squares += expected * expected;
+                errors += (got - expected) * (got - expected);
+            }
+        }
+        f64::sqrt(errors / squares)
+    };
+    let alone = error(layout(1, 1, 0));
+    // 8 bits of mantissa. Outputs of heads that are close to 0 before their norm multiply the rounding of queries and keys.
+    assert!(alone < 0.1, "{alone}");
+    for layout in [layout(1, 3, 3), layout(2, 2, 2)] {
+        let error = error(layout);
+        assert!(error < 1.3 * alone, "{layout:?}: {error}, alone {alone}");
+    }
+}
