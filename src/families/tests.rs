@@ -30,7 +30,7 @@ fn descriptions() -> Vec<ModelConfig> {
         config
     });
     let mut partly_rotated = of_family("smollm3");
-    partly_rotated.attention_layers_mut().nth(0).unwrap().rope = None;
+    partly_rotated.attention_layers_mut().next().unwrap().rope = None;
     let mut granite = of_family("granite").with_attention(|layer| layer.scale = Some(0.015));
     granite.multipliers = Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 16.0 };
     let capped = of_family("gemma2").with_attention(|layer| layer.softcap = Some(20.5));
@@ -53,8 +53,8 @@ fn descriptions() -> Vec<ModelConfig> {
     };
     qwen.layers[0] = MixerConfig::LinearAttention(linear);
     let mut cohere = of_family("cohere2");
-    cohere.attention_layers_mut().nth(0).unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
-    cohere.attention_layers_mut().nth(0).unwrap().window = Some(7);
+    cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
+    cohere.attention_layers_mut().next().unwrap().window = Some(7);
     cohere.multipliers.logits = 0.25;
     let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi, qwen];
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
@@ -345,7 +345,7 @@ static ALTERNATING: Family = Family {
 #[test]
 fn layers_may_differ_as_far_as_the_familys_file_says_so() {
     let mut config = ModelConfig { family: &ALTERNATING, ..config() }.with_num_layers(3);
-    config.attention_layers_mut().nth(0).unwrap().window = Some(5);
+    config.attention_layers_mut().next().unwrap().window = Some(5);
     config.attention_layers_mut().nth(2).unwrap().window = Some(5);
     config.validate("alternating").unwrap();
     assert_eq!(config.distinct_layers().len(), 2);
