@@ -4,16 +4,22 @@
 
 namespace {
 
-// y[i] = weight[ids[i]], bit for bit: one warp per row.
+// The id of a token whose row is in another slice of the table: `ELSEWHERE` of `src/embedding`.
+constexpr u32 kElsewhere = 0xffffffff;
+
+// y[i] = weight[ids[i]], bit for bit, or 0 if the row is elsewhere: one warp per row.
 template <int N, typename T>
 __device__ __forceinline__ void copy_rows(T *y, const T *weight, const u32 *ids, u64 rows, u32 d) {
     const u64 row = global_thread() / kWarp;
     if (row >= rows) return;
-    const T *from = weight + static_cast<u64>(ids[row]) * d;
+    const u32 id = ids[row];
+    const T *from = weight + static_cast<u64>(id) * d;
     T *to = y + row * d;
 #pragma unroll 4
     for (u32 i = threadIdx.x % kWarp * N; i < d; i += kWarp * N) {
-        *reinterpret_cast<Pack<T, N> *>(to + i) = *reinterpret_cast<const Pack<T, N> *>(from + i);
+        Pack<T, N> some = {};
+        if (id != kElsewhere) some = *reinterpret_cast<const Pack<T, N> *>(from + i);
+        *reinterpret_cast<Pack<T, N> *>(to + i) = some;
     }
 }
 

@@ -51,15 +51,15 @@ template <typename T> __device__ void clear(T *rows, u64 len) {
 }  // namespace
 
 // One block per token: logsumexp of its logits with their soft cap (0: none), and its loss, logsumexp − logit of the label; both 0 if the
-// label is ignored. The maximum is updated along the way, so the logits are read once (Milakov & Gimelshein
-// 2018).
-KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, const i64 *labels, u32 vocab_size,
-       u32 row_stride, float cap) {
+// label is ignored. Of a slice of the vocabulary: instead of the loss the logit of the label, −∞ if that is negative. The maximum is
+// updated along the way, so the logits are read once (Milakov & Gimelshein 2018).
+KERNEL(lm_head_loss_forward, float *lse, float *results, const float *logits, const i64 *labels, u32 vocab_size,
+       u32 row_stride, float cap, u32 is_slice) {
     SHARED(float, scratch, [kWarp]);
     const u64 row = blockIdx.x;
     const i64 label = labels[row];
     if (label == kIgnored) {
-        if (threadIdx.x == 0) lse[row] = losses[row] = 0.0f;
+        if (threadIdx.x == 0) lse[row] = results[row] = 0.0f;
         return;
     }
     logits += row * row_stride;
@@ -90,7 +90,25 @@ KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, con
     sum = block_reduce<Sum>(sum * expf(max - shift), scratch);
     if (threadIdx.x == 0) {
         lse[row] = shift + logf(sum);
-        losses[row] = logf(sum) + (shift - softcap(logits[label], cap));
+        const float logit = label < 0 ? kNegativeInfinity : softcap(logits[label], cap);
+        results[row] = is_slice ? logit : logf(sum) + (shift - logit);
+    }
+}
+
+// One thread per token: from the statistics of all slices of the vocabulary, [slices][2][tokens] (logsumexp, logit of the label or −∞),
+// the logsumexp of all logits, and the loss.
+KERNEL(lm_head_loss_combine, float *lse, float *losses, const float *statistics, u32 slices, u64 tokens) {
+    for (u64 token = global_thread(); token < tokens; token += global_threads()) {
+        float max = kNegativeInfinity, logit = kNegativeInfinity, sum = 0.0f;
+        for (u32 slice = 0; slice < slices; ++slice) {
+            const float *of_slice = statistics + 2 * slice * tokens + token;
+            max = fmaxf(max, of_slice[0]);
+            logit = fmaxf(logit, of_slice[tokens]);
+        }
+        const float shift = shift_of(max);
+        for (u32 slice = 0; slice < slices; ++slice) sum += expf(statistics[2 * slice * tokens + token] - shift);
+        lse[token] = shift + logf(sum);
+        losses[token] = logf(sum) + (shift - logit);
     }
 }
 

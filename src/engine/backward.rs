@@ -70,7 +70,7 @@ impl Engine {
         self.begin_part(Moment::EmbeddingBackward);
         let grads = self.zero.gradients(INPUT_UNIT)?;
         tracing::trace_span!("embedding backward").in_scope(|| {
-            self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()])
+            self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()], &ctx)
         })?;
         self.flush_messages()?;
         let dx = Some(dx).filter(|_| !self.model.input.keeps_gradient());

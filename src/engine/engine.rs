@@ -122,6 +122,12 @@ impl Engine {
         check_mesh(config, &groups)?;
         check_parameters(&model, config)?;
         let workspace = Arc::new(Workspace::with_options(options.clone()));
+        let tp = groups.tensor.as_ref().map(|groups| &groups.tp);
+        // First of the whole model: input and objective may share parameters.
+        let model = match tp {
+            Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
+            None => model,
+        };
         let (model, pipeline) = match &groups.pipeline {
             None => (model, None),
             Some(groups) => {
@@ -130,11 +136,6 @@ impl Engine {
             }
         };
         let tied = pipeline.as_ref().map_or(&[][..], |pipeline| &pipeline.tied);
-        let tp = groups.tensor.as_ref().map(|groups| &groups.tp);
-        let model = match tp {
-            Some(tp) => model.tensor_parallel(TensorRank { size: tp.world_size(), rank: tp.rank() })?,
-            None => model,
-        };
         let token_exchange = tp.map(|tp| Arc::new(TensorParallel::new(tp.clone())) as Arc<dyn TokenExchange>);
         let activation_offload = ActivationOffload::of(config, device)?;
         let zero = zero_optimizer(&model, tied, weights, config, groups.clone(), storage(config, options)?)?;

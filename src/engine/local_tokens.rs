@@ -13,6 +13,7 @@ pub(super) struct LocalTokens<'a> {
     input_ids: Cow<'a, [u32]>,
     labels: Cow<'a, [i64]>,
     values: Cow<'a, BTreeMap<String, Vec<f32>>>,
+    all: &'a MicroBatch,
 }
 
 impl<'a> LocalTokens<'a> {
@@ -37,7 +38,7 @@ impl<'a> LocalTokens<'a> {
                 )
             }
         };
-        Self { batch_size, seq_len_local: some.len(), input_ids, labels, values }
+        Self { batch_size, seq_len_local: some.len(), input_ids, labels, values, all: batch }
     }
 
     /// The tokens, as the model reads them.
@@ -47,6 +48,8 @@ impl<'a> LocalTokens<'a> {
             seq_len_local: self.seq_len_local,
             input_ids: &self.input_ids,
             labels: &self.labels,
+            all_input_ids: &self.all.input_ids,
+            all_labels: &self.all.labels,
             values: &self.values,
         }
     }

@@ -264,12 +264,12 @@ impl Engine {
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
         let layouts: Vec<_> = self.zero.layouts().map(FlatLayout::division).collect();
-        let divisions = [Division::Whole, Division::OverTp, Division::Tied].into_iter();
+        let divisions = [(false, false), (true, false), (false, true), (true, true)];
+        let divisions = divisions.map(|(over_tp, is_tied)| Division { over_tp, is_tied }).into_iter();
         // All stages compare the same: the layers of another one may be frozen.
-        let is_present = |division: &Division| match division {
-            Division::Whole => true,
-            Division::OverTp => self.groups.tensor.is_some(),
-            Division::Tied => layouts.contains(division),
+        let is_present = |division: &Division| match division.is_tied {
+            true => layouts.contains(division),
+            false => !division.over_tp || self.groups.tensor.is_some(),
         };
         let mut compared = Vec::new();
         for division in divisions.filter(is_present) {

@@ -44,8 +44,8 @@ impl Model {
         Ok(Self::layers_of(config))
     }
 
-    /// Keeps the part of every layer that one tensor-parallel rank has. Input and objective stay whole: each rank has some of
-    /// the tokens there.
+    /// Keeps the part that one tensor-parallel rank has of every layer, and of input and objective if they can be divided. One that
+    /// cannot stays whole, and so does the other if they share parameters: each rank has some of the tokens there.
     ///
     /// # Errors
     /// A layer that cannot be divided over so many ranks.
@@ -53,8 +53,16 @@ impl Model {
         if tp.size == 1 {
             return Ok(self);
         }
+        let (input, objective) = match (self.input.tensor_parallel(tp), self.objective.tensor_parallel(tp)) {
+            (None, _) | (_, None) if self.is_tied() => (None, None),
+            parts => parts,
+        };
         let layers = self.layers.into_iter().map(|layer| layer.tensor_parallel(tp));
-        Ok(Self { layers: layers.collect::<Result<_, _>>()?, ..self })
+        Ok(Self {
+            input: input.unwrap_or(self.input),
+            layers: layers.collect::<Result<_, _>>()?,
+            objective: objective.unwrap_or(self.objective),
+        })
     }
 
     /// As [`new`](Self::new), for an unchecked description; allocates nothing.

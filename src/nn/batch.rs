@@ -16,6 +16,10 @@ pub struct LocalBatch<'a> {
     pub input_ids: &'a [u32],
     /// The next token of each token, or −100, `[batch, seq_local]`; none in a dry run.
     pub labels: &'a [i64],
+    /// The token ids of all ranks of tp, `[batch, seq_len_of_tp_ranks]`; without tp those above.
+    pub all_input_ids: &'a [u32],
+    /// Their labels.
+    pub all_labels: &'a [i64],
     /// Values by name, each `[batch, seq_local, width]`.
     pub values: &'a BTreeMap<String, Vec<f32>>,
 }

@@ -204,6 +204,11 @@ impl LayerContext {
         self.tokens.layout.num_queries()
     }
 
+    /// Number of this sp rank's tokens per sequence, over all its tensor-parallel ranks.
+    pub fn seq_len_of_tp_ranks(&self) -> usize {
+        self.attended.layout.num_queries()
+    }
+
     /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
     pub fn position_ids(&self) -> &[u32] {
         &self.tokens.position_ids

@@ -1,7 +1,8 @@
 //! The token embedding: from token ids to hidden states.
 
-use super::{Init, InputLayer, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use super::{Init, InputLayer, LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank};
 use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::embedding::{self, Ids};
@@ -9,9 +10,12 @@ use ulysses_kernels::embedding::{self, Ids};
 /// The token embedding. With a tied head, both use its matrix.
 #[derive(Debug, Clone)]
 pub struct Embedding {
+    vocab_size: usize,
     hidden_size: usize,
     multiplier: f64,
     parameters: [ParameterSpec; 1],
+    /// The rows of the matrix that this rank has, if the ranks of tp divide it.
+    rows: Option<Range<usize>>,
 }
 
 impl Embedding {
@@ -20,13 +24,23 @@ impl Embedding {
     pub fn new(vocab_size: usize, hidden_size: usize, std: f64) -> Self {
         let name = "model.embed_tokens.weight";
         let parameters = [ParameterSpec::new(name, [vocab_size, hidden_size], Init::Normal { std })];
-        Self { hidden_size, multiplier: 1.0, parameters }
+        Self { vocab_size, hidden_size, multiplier: 1.0, parameters, rows: None }
     }
 
     /// Multiplies the rows of the matrix, by a factor that is rounded to the element type of the hidden states.
     #[must_use]
     pub fn with_multiplier(self, multiplier: f64) -> Self {
         Self { multiplier, ..self }
+    }
+
+    /// The ids that this rank looks up: with some rows of the matrix, those of all ranks of tp.
+    fn ids(&self, batch: &LocalBatch<'_>, ctx: &LayerContext) -> Result<Ids, LayerError> {
+        match &self.rows {
+            None if dry::is_dry() => Ok(Ids::dry(batch.num_tokens())),
+            None => Ok(Ids::new(batch.input_ids)),
+            Some(_) if dry::is_dry() => Ok(Ids::dry(batch.batch_size * ctx.seq_len_of_tp_ranks())),
+            Some(rows) => Ok(Ids::in_slice(batch.all_input_ids, self.vocab_size, rows)?),
+        }
     }
 
     /// Multiplies hidden states or their gradient.
@@ -52,6 +66,13 @@ impl InputLayer for Embedding {
         Some(self.hidden_size)
     }
 
+    /// Divides the rows of the matrix. A rank looks up its rows for the tokens of all.
+    fn tensor_parallel(&self, tp: TensorRank) -> Option<Box<dyn InputLayer>> {
+        let mut part = self.clone();
+        part.rows = Some(part.parameters[0].divide_vocabulary(tp)?);
+        Some(Box::new(part))
+    }
+
     fn forward(
         &self,
         params: &[Tensor],
@@ -59,25 +80,46 @@ impl InputLayer for Embedding {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), LayerError> {
         let [weight] = params else { return Err(LayerError::parameter_count(self.name(), 1, params.len())) };
-        let ids = match dry::is_dry() {
-            true => Ids::dry(batch.num_tokens()),
-            false => Ids::new(batch.input_ids),
-        };
-        let y = ctx.workspace().alloc((batch.batch_size, batch.seq_len_local, self.hidden_size))?;
+        let ids = self.ids(batch, ctx)?;
+        let y = ctx.workspace().alloc((
+            batch.batch_size,
+            ids.len() / batch.batch_size.max(1),
+            self.hidden_size,
+        ))?;
         embedding::forward(&ids, weight, &y)?;
+        let y = match &self.rows {
+            None => y,
+            Some(_) => {
+                // Each token's row is that of one rank, the others add 0.
+                let own = ctx.token_exchange(self.name())?.sum_scatter(&y)?;
+                ctx.workspace().recycle(y);
+                own
+            }
+        };
         self.multiply(&y)?;
         Ok((y, Saved::new(ids, 0)))
     }
 
-    fn backward(&self, saved: Saved, dx: &Tensor, grads: &[Option<Tensor>]) -> Result<(), LayerError> {
+    fn backward(
+        &self,
+        saved: Saved,
+        dx: &Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<(), LayerError> {
         let ids: Ids = saved.downcast(self.name())?;
-        match grads {
-            [Some(dweight)] => {
-                self.multiply(dx)?;
-                Ok(embedding::backward(&ids, dx, dweight)?)
-            }
-            [None] => Ok(()),
-            _ => Err(LayerError::parameter_count(self.name(), 1, grads.len())),
+        let dweight = match grads {
+            [Some(dweight)] => dweight,
+            [None] => return Ok(()),
+            _ => return Err(LayerError::parameter_count(self.name(), 1, grads.len())),
+        };
+        self.multiply(dx)?;
+        if self.rows.is_none() {
+            return Ok(embedding::backward(&ids, dx, dweight)?);
         }
+        let all = ctx.token_exchange(self.name())?.gather(dx, ctx.seq_len_of_tp_ranks())?;
+        embedding::backward(&ids, &all, dweight)?;
+        ctx.workspace().recycle(all);
+        Ok(())
     }
 }

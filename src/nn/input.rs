@@ -1,6 +1,6 @@
 //! The first part of a model: from a micro batch to hidden states.
 
-use super::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use super::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank};
 use candle_core::Tensor;
 
 /// The first part of a model. [`Embedding`](super::Embedding) looks up token ids, [`Features`] passes values on.
@@ -13,6 +13,12 @@ pub trait InputLayer: Send + Sync {
 
     /// Elements per token of its result, if it is known: the stages of a pipeline exchange hidden states of this size.
     fn hidden_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// The part of the input that one rank of tp has; `None` for one that stays whole, and computes each rank's tokens there.
+    fn tensor_parallel(&self, tp: TensorRank) -> Option<Box<dyn InputLayer>> {
+        let _ = tp;
         None
     }
 
@@ -36,8 +42,14 @@ pub trait InputLayer: Send + Sync {
     /// `dx`: `[batch, seq_local, hidden]`.
     ///
     /// # Errors
-    /// A refused operation.
-    fn backward(&self, saved: Saved, dx: &Tensor, grads: &[Option<Tensor>]) -> Result<(), LayerError>;
+    /// A refused operation or failed communication.
+    fn backward(
+        &self,
+        saved: Saved,
+        dx: &Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<(), LayerError>;
 
     /// Whether [`backward`](Self::backward) keeps `dx`, which is then not recycled.
     fn keeps_gradient(&self) -> bool {
@@ -78,7 +90,13 @@ impl InputLayer for Features {
         Ok((x, Saved::new((), 0)))
     }
 
-    fn backward(&self, _: Saved, _: &Tensor, _: &[Option<Tensor>]) -> Result<(), LayerError> {
+    fn backward(
+        &self,
+        _: Saved,
+        _: &Tensor,
+        _: &[Option<Tensor>],
+        _: &LayerContext,
+    ) -> Result<(), LayerError> {
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 //! The engine owns all parameters and passes a layer its own, in one order. A module keeps a [`Parameter`] for each
 //! of its own, and finds its values and gradients by it.
 
-use super::{LayerContext, LayerError};
+use super::{LayerContext, LayerError, TensorRank};
 use crate::mesh::TensorShard;
 use candle_core::Tensor;
 use std::num::NonZero;
@@ -57,6 +57,22 @@ impl ParameterSpec {
         Self { shape, shard: None, ..self.clone() }
     }
 
+    /// Keeps only the part of the parameter that `rank` has, if the ranks divide the dimension `dim` so.
+    pub(crate) fn shard(&mut self, dim: usize, ranks: Vec<Vec<Range<usize>>>, rank: usize) {
+        let shard = TensorShard::new(dim, self.shape[dim], ranks, rank);
+        self.shape = shard.local_shape(&self.shape);
+        self.shard = Some(Box::new(shard));
+    }
+
+    /// Keeps this rank's rows of a matrix with one row per token of the vocabulary, and returns which they are; `None` if there are
+    /// fewer rows than ranks.
+    pub(crate) fn divide_vocabulary(&mut self, tp: TensorRank) -> Option<Range<usize>> {
+        let ranks: Vec<_> = tp.ranges(self.shape[0]).collect();
+        let own = ranks.get(tp.rank).filter(|_| self.shape[0] >= tp.size)?.clone();
+        self.shard(0, ranks.into_iter().map(|rows| vec![rows]).collect(), tp.rank);
+        Some(own)
+    }
+
     /// Number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
@@ -102,10 +118,7 @@ impl ParameterList {
         ranks: Vec<Vec<Range<usize>>>,
         rank: usize,
     ) {
-        let spec = &mut self.specs[parameter.index()];
-        let shard = TensorShard::new(dim, spec.shape[dim], ranks, rank);
-        spec.shape = shard.local_shape(&spec.shape);
-        spec.shard = Some(Box::new(shard));
+        self.specs[parameter.index()].shard(dim, ranks, rank);
     }
 
     /// The layer's name.

@@ -1,7 +1,9 @@
 //! Tensor parallelism: the ranks that divide a layer, and the tokens that they exchange around its modules.
 
 use super::LayerError;
+use crate::mesh::shard_range;
 use candle_core::Tensor;
+use std::ops::Range;
 
 /// One of the ranks that divide the weights of every layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,6 +12,13 @@ pub struct TensorRank {
     pub size: usize,
     /// This rank.
     pub rank: usize,
+}
+
+impl TensorRank {
+    /// The range of each rank, if the ranks divide `len` as evenly as possible.
+    pub(crate) fn ranges(self, len: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..self.size).map(move |rank| shard_range(len, self.size, rank))
+    }
 }
 
 /// The exchange of tokens between the ranks that divide a layer's weights. Between modules each rank has some tokens of its
@@ -32,4 +41,32 @@ pub trait TokenExchange: Send + Sync {
     /// # Errors
     /// Failed communication.
     fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError>;
+
+    /// Trades features of all tokens, which the ranks divide, for all features of this rank's tokens. Collective.
+    ///
+    /// # Shapes
+    /// `[batch, seq_local, some of width]` → `[batch, some tokens, width]`.
+    ///
+    /// # Errors
+    /// Failed communication.
+    fn features_to_tokens(&self, part: &Tensor, width: usize) -> Result<Tensor, LayerError>;
+
+    /// Gathers rows, of which each rank has as many as `counts` says. Collective.
+    ///
+    /// # Shapes
+    /// `own`: `[counts[rank], width]`, `all`: `[sum of counts, width]`.
+    ///
+    /// # Errors
+    /// Failed communication.
+    fn gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError>;
+
+    /// Sums rows of which every rank has a summand, in rank order, and writes those that [`gather_rows`](Self::gather_rows) gets from
+    /// this rank. Collective.
+    ///
+    /// # Shapes
+    /// `summand`: `[sum of counts, width]`, `own`: `[counts[rank], width]`.
+    ///
+    /// # Errors
+    /// Failed communication.
+    fn sum_scatter_rows(&self, summand: &Tensor, counts: &[usize], own: &Tensor) -> Result<(), LayerError>;
 }

@@ -64,6 +64,18 @@ impl TokenExchange for NoExchange {
     fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError> {
         Ok(summand.clone())
     }
+
+    fn features_to_tokens(&self, part: &Tensor, _: usize) -> Result<Tensor, LayerError> {
+        Ok(part.clone())
+    }
+
+    fn gather_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
+        Ok(())
+    }
+
+    fn sum_scatter_rows(&self, _: &Tensor, _: &[usize], _: &Tensor) -> Result<(), LayerError> {
+        Ok(())
+    }
 }
 
 #[test]

@@ -1,13 +1,17 @@
 //! The final norm, the output projection and the loss, in tiles of labeled tokens.
 
+mod shared_tiles;
+mod vocab_parallel;
+
 use super::labeled_tokens::Chunk;
 use super::{LabeledTokens, Objective};
-use crate::nn::{Init, LayerContext, LayerError, LocalBatch, NormConfig, ParameterSpec, Saved};
+use crate::nn::{Init, LayerContext, LayerError, LocalBatch, NormConfig, ParameterSpec, Saved, TensorRank};
 use candle_core::Tensor;
 use std::num::NonZero;
 use ulysses_kernels::device::dry;
 use ulysses_kernels::lm_head_loss::{self, LogitTiles, Losses, default_tile_tokens};
 use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
+use vocab_parallel::VocabParallelLm;
 
 /// RMSNorm, linear head and cross-entropy of the next token, for the tokens that have a label.
 ///
@@ -106,14 +110,19 @@ impl CausalLm {
         }
     }
 
+    /// Number of tokens whose logits may exist at a time.
+    fn tile_tokens(&self, ctx: &LayerContext) -> Result<usize, LayerError> {
+        match ctx.tiling().loss_tile_tokens.map(NonZero::get) {
+            Some(tile) => Ok(tile),
+            None => Ok(default_tile_tokens(self.vocab_size(), &ctx.workspace().options().device)?),
+        }
+    }
+
     /// The logits that exist at a time. Their number does not depend on the masks, so that all micro batches recycle the same
     /// memory.
     fn logit_tiles(&self, tokens: &LabeledTokens, ctx: &LayerContext) -> Result<LogitTiles, LayerError> {
-        let tile = match ctx.tiling().loss_tile_tokens.map(NonZero::get) {
-            Some(tile) => tile,
-            None => default_tile_tokens(self.vocab_size(), &ctx.workspace().options().device)?,
-        };
-        Ok(LogitTiles { tokens: tile.min(tokens.num_tokens()).max(1), softcap: self.softcap })
+        let tokens = self.tile_tokens(ctx)?.min(tokens.num_tokens()).max(1);
+        Ok(LogitTiles { softcap: self.softcap, ..tokens.into() })
     }
 
     fn tokens(&self, batch: &LocalBatch<'_>) -> Result<LabeledTokens, LayerError> {
@@ -189,6 +198,11 @@ impl Objective for CausalLm {
 
     fn parameters(&self) -> &[ParameterSpec] {
         &self.parameters
+    }
+
+    /// Divides the vocabulary.
+    fn tensor_parallel(&self, tp: TensorRank) -> Option<Box<dyn Objective>> {
+        Some(Box::new(VocabParallelLm::new(self.clone(), tp)?))
     }
 
     /// Tokens without a label cost nothing.

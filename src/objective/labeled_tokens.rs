@@ -48,26 +48,40 @@ impl LabeledTokens {
     /// A label outside the vocabulary.
     pub fn new(labels: &[i64], vocab_size: usize) -> Result<Self, LayerError> {
         validate_labels(labels, vocab_size)?;
+        let (num_tokens, num_labeled) = (labels.len(), labels.iter().filter(|l| **l != IGNORED).count());
+        let chunk_tokens = if num_labeled == num_tokens { num_tokens } else { num_tokens / 2 }.max(1);
+        Ok(Self::in_chunks(labels, chunk_tokens, num_labeled.div_ceil(chunk_tokens)))
+    }
+
+    /// Divides the tokens with a label into `num_chunks` chunks of at most `chunk_tokens`, of which the last may be empty. Together
+    /// their regions are the shard, unless there is no chunk.
+    pub(super) fn in_chunks(labels: &[i64], chunk_tokens: usize, num_chunks: usize) -> Self {
         let num_tokens = labels.len();
         let labeled: Vec<usize> = (0..num_tokens).filter(|&token| labels[token] != IGNORED).collect();
-        let chunk_tokens = if labeled.len() == num_tokens { num_tokens } else { num_tokens / 2 }.max(1);
-        let starts = (0..labeled.len()).step_by(chunk_tokens);
-        let chunks = starts.map(|start| {
-            let end = (start + chunk_tokens).min(labeled.len());
-            // The masked tokens before the first chunk belong to it, others to the chunk that they follow.
-            let region_start = if start == 0 { 0 } else { labeled[start] };
-            let region = region_start..labeled.get(end).copied().unwrap_or(num_tokens);
-            Chunk::new(labels, region)
-        });
-        Ok(Self { num_tokens, chunks: chunks.collect(), reserved: None })
+        // The masked tokens before the first chunk belong to it, others to the chunk that they follow.
+        let region_start = |chunk: usize| match chunk {
+            0 => 0,
+            _ => labeled.get(chunk * chunk_tokens).copied().unwrap_or(num_tokens),
+        };
+        let chunks =
+            (0..num_chunks).map(|chunk| Chunk::new(labels, region_start(chunk)..region_start(chunk + 1)));
+        Self { num_tokens, chunks: chunks.collect(), reserved: None }
     }
 
     /// The tokens of a dry batch: all have a label, which takes the most compute and activation memory. It
     /// also has the tables of a masked batch, so that no batch needs more memory.
     pub fn dry(num_tokens: usize) -> Self {
-        let chunk = Chunk { region: 0..num_tokens, labels: Labels::dry(num_tokens), compaction: None };
+        Self::dry_in_chunks(num_tokens, num_tokens, 1)
+    }
+
+    /// As [`dry`](Self::dry), in chunks as those of [`in_chunks`](Self::in_chunks).
+    pub(super) fn dry_in_chunks(num_tokens: usize, chunk_tokens: usize, num_chunks: usize) -> Self {
+        let start = |chunk: usize| (chunk * chunk_tokens).min(num_tokens);
+        let regions = (0..num_chunks).map(|chunk| start(chunk)..start(chunk + 1));
+        let chunk =
+            |region: Range<usize>| Chunk { labels: Labels::dry(region.len()), region, compaction: None };
         let [rows, tokens] = [(); 2].map(|()| Rows::dry(num_tokens));
-        Self { num_tokens, chunks: vec![chunk], reserved: Some(Compaction { rows, tokens }) }
+        Self { num_tokens, chunks: regions.map(chunk).collect(), reserved: Some(Compaction { rows, tokens }) }
     }
 
     /// Number of tokens of the shard, with or without a label.
@@ -139,8 +153,15 @@ impl Compaction {
     pub(super) fn expand(&self, region: &Tensor, buffer: &Tensor) -> Result<(), LayerError> {
         let labeled = self.rows.len();
         strided_copy::copy(&region.narrow(0, 0, labeled)?, &buffer.narrow(0, 0, labeled)?)?;
-        elementwise::fill(&buffer.narrow(0, labeled, 1)?, 0.0)?;
-        embedding::gather(&self.tokens, &buffer.narrow(0, 0, labeled + 1)?, region)?;
+        self.expand_from(buffer, region)
+    }
+
+    /// Copies the first rows of `compact` to the rows of the labeled tokens of a region, and writes 0 to the masked ones. `compact`
+    /// has room for one row more than there are labeled tokens.
+    pub(super) fn expand_from(&self, compact: &Tensor, region: &Tensor) -> Result<(), LayerError> {
+        let labeled = self.rows.len();
+        elementwise::fill(&compact.narrow(0, labeled, 1)?, 0.0)?;
+        embedding::gather(&self.tokens, &compact.narrow(0, 0, labeled + 1)?, region)?;
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! - [`Objective`]: the trait that the engine calls. The loss of a step is the sum of all terms of the global batch
 //!   divided by their number.
-//! - [`CausalLm`]: cross-entropy of the next token, in tiles; it computes only [`LabeledTokens`].
+//! - [`CausalLm`]: cross-entropy of the next token, in tiles; it computes only [`LabeledTokens`]. The ranks of tp divide its vocabulary.
 //! - [`AutogradObjective`]: any loss written with candle ops.
 
 mod autograd;
@@ -17,7 +17,7 @@ pub use labeled_tokens::LabeledTokens;
 
 pub use ulysses_kernels::lm_head_loss::Losses;
 
-use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved};
+use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank};
 use candle_core::Tensor;
 
 /// The last part of a model, with its loss.
@@ -34,6 +34,12 @@ pub trait Objective: Send + Sync {
     /// The parameters, in the order of `params` and `grads`. One that has the name of a parameter of the model's input
     /// is the same parameter.
     fn parameters(&self) -> &[ParameterSpec];
+
+    /// The part of the objective that one rank of tp has; `None` for one that stays whole, and computes each rank's tokens there.
+    fn tensor_parallel(&self, tp: TensorRank) -> Option<Box<dyn Objective>> {
+        let _ = tp;
+        None
+    }
 
     /// Computes the terms of the loss on this rank.
     ///

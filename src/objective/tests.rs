@@ -19,7 +19,15 @@ fn logits_recycle_their_workspace_tensors() {
 }
 
 fn batch<'a>(values: &'a BTreeMap<String, Vec<f32>>) -> LocalBatch<'a> {
-    LocalBatch { batch_size: 1, seq_len_local: 3, input_ids: &[], labels: &[0, -100, 0], values }
+    LocalBatch {
+        batch_size: 1,
+        seq_len_local: 3,
+        input_ids: &[],
+        labels: &[0, -100, 0],
+        all_input_ids: &[],
+        all_labels: &[0, -100, 0],
+        values,
+    }
 }
 
 #[test]

@@ -62,7 +62,13 @@ impl InputLayer for FromPrevious {
         Ok((x, Saved::new((), 0)))
     }
 
-    fn backward(&self, _: Saved, dx: &Tensor, _: &[Option<Tensor>]) -> Result<(), LayerError> {
+    fn backward(
+        &self,
+        _: Saved,
+        dx: &Tensor,
+        _: &[Option<Tensor>],
+        _: &LayerContext,
+    ) -> Result<(), LayerError> {
         self.0.neighbors.send(dx, self.0.neighbor)
     }
 

@@ -1,11 +1,13 @@
 //! The exchange of tokens around the modules of tensor-parallel layers, as redistributions along tp.
 
-use crate::comm::ProcessGroup;
+use crate::comm::{ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::mesh::TP_AXIS;
 use crate::nn::{LayerError, TokenExchange};
 use crate::placement::{Layout, LayoutAxis, Placement, PlacementError, redistribute};
 use candle_core::Tensor;
+use std::slice::from_ref;
 use std::sync::Arc;
+use ulysses_kernels::{rank_reduce, tensor};
 
 /// Exchanges tokens over the ranks of tp, which divide those of an sp rank as evenly as possible.
 pub struct TensorParallel {
@@ -43,5 +45,69 @@ impl TokenExchange for TensorParallel {
 
     fn sum_scatter(&self, summand: &Tensor) -> Result<Tensor, LayerError> {
         self.redistribute(summand, summand.dims3()?.into(), [Placement::Partial, Placement::Shard(1)])
+    }
+
+    fn features_to_tokens(&self, part: &Tensor, width: usize) -> Result<Tensor, LayerError> {
+        let (batch, seq_local, _) = part.dims3()?;
+        self.redistribute(part, [batch, seq_local, width], [Placement::Shard(2), Placement::Shard(1)])
+    }
+
+    fn gather_rows(&self, own: &Tensor, counts: &[usize], all: &Tensor) -> Result<(), LayerError> {
+        let [own_at, all_at] = [vec![0; counts.len()], starts(counts)];
+        let sent = vec![counts[self.group.rank()]; counts.len()];
+        self.exchange(own, (&own_at, &sent), all, (&all_at, counts))
+    }
+
+    /// The summands of all ranks, then their sum: bytes of exactly these rows, and the same order on every backend.
+    fn sum_scatter_rows(&self, summand: &Tensor, counts: &[usize], own: &Tensor) -> Result<(), LayerError> {
+        let (ranks, rows) = (counts.len(), counts[self.group.rank()]);
+        let width = summand.dims2()?.1;
+        let summands = tensor::empty(((ranks * rows).max(1), width), summand.dtype(), summand.device())?;
+        let received = vec![rows; ranks];
+        self.exchange(summand, (&starts(counts), counts), &summands, (&starts(&received), &received))?;
+        if rows > 0 {
+            let of_ranks = (0..ranks).map(|rank| summands.narrow(0, rank * rows, rows));
+            let of_ranks = of_ranks.collect::<candle_core::Result<Vec<_>>>()?;
+            rank_reduce::reduce(ReduceOp::Sum, &of_ranks.iter().collect::<Vec<_>>(), 0, own)?;
+        }
+        Ok(())
+    }
+}
+
+/// First row of each rank, if rows are in rank order.
+fn starts(counts: &[usize]) -> Vec<usize> {
+    let of_rank = |end: &mut usize, count: &usize| {
+        let start = *end;
+        *end += count;
+        Some(start)
+    };
+    counts.iter().scan(0, of_rank).collect()
+}
+
+impl TensorParallel {
+    /// Sends rows of a matrix to every rank and receives rows from it; the first row and the number of rows for each rank.
+    fn exchange(
+        &self,
+        from: &Tensor,
+        (sent_at, sent): (&[usize], &[usize]),
+        to: &Tensor,
+        (received_at, received): (&[usize], &[usize]),
+    ) -> Result<(), LayerError> {
+        let width = from.dims().last().copied().unwrap_or(1);
+        let block = |at: usize, rows: usize| {
+            (rows > 0).then(|| StridedBlock::contiguous(0, at * width, rows * width))
+        };
+        let recv = |block| RecvBlock { block, accumulate: false };
+        let blocks = |at: &[usize], rows: &[usize]| -> Vec<Vec<StridedBlock>> {
+            at.iter().zip(rows).map(|(at, rows)| block(*at, *rows).into_iter().collect()).collect()
+        };
+        let received = blocks(received_at, received).into_iter();
+        let plan = StridedPlan {
+            send: blocks(sent_at, sent),
+            recv: received.map(|blocks| blocks.into_iter().map(recv).collect()).collect(),
+        };
+        self.group
+            .all_to_all_strided(from_ref(from), from_ref(to), &Arc::new(plan))
+            .map_err(|error| LayerError::Exchange(error.into()))
     }
 }

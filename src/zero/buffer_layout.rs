@@ -8,14 +8,13 @@ use crate::placement::Placement::{self, Partial, Replicate, Shard};
 use std::sync::Arc;
 
 /// The ranks that have the parameters of a flat buffer, apart from ZeRO's partitions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Division {
-    /// All ranks of a stage have its parameters.
-    Whole,
-    /// The ranks of tp divide its parameters.
-    OverTp,
-    /// All ranks of the first and of the last stage have its parameters.
-    Tied,
+/// By default all ranks of one stage do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Division {
+    /// Whether the ranks of tp divide its parameters.
+    pub over_tp: bool,
+    /// Whether the first and the last stage have its parameters.
+    pub is_tied: bool,
 }
 
 /// A persistent buffer of a unit, by its content.
@@ -64,7 +63,11 @@ impl ZeroGroups {
             stage: self.stage(),
         };
         // Each rank of tp has parameters of its own.
-        let layout = self.layout(Buffer::OptimizerState, ZeroStage::Parameters, Division::OverTp);
+        let layout = self.layout(
+            Buffer::OptimizerState,
+            ZeroStage::Parameters,
+            Division { over_tp: true, is_tied: false },
+        );
         layout.is_first_replica().then(part)
     }
 }
@@ -77,15 +80,15 @@ impl<'a> BufferLayout<'a> {
         };
         let (shard, replicas, same_partition) = match (&groups.sharding, &groups.tensor) {
             (Some(sharding), _) => (SHARD_AXIS, REPLICAS_AXIS, &sharding.replicas),
-            (None, Some(tensor)) if division != Division::OverTp => ("dp", TOKENS_AXIS, &tensor.tokens),
+            (None, Some(tensor)) if !division.over_tp => ("dp", TOKENS_AXIS, &tensor.tokens),
             (None, _) => ("dp", "sp", &groups.sp),
         };
         let placement = if is_partitioned { Shard(0) } else { Replicate };
         let summed = |name, group, placement| ZeroAxis { name, group, unreduced: Partial, placement };
         let divided = |name, group| ZeroAxis { name, group, unreduced: Shard(0), placement: Shard(0) };
-        let tp = groups.tensor.iter().filter(|_| division == Division::OverTp);
+        let tp = groups.tensor.iter().filter(|_| division.over_tp);
         let pp = groups.pipeline.iter().map(|groups| match &groups.tied {
-            Some(tied) if division == Division::Tied => summed(PP_AXIS, tied, Replicate),
+            Some(tied) if division.is_tied => summed(PP_AXIS, tied, Replicate),
             _ => divided(PP_AXIS, &groups.pp),
         });
         let axes = [summed(shard, groups.shard(), placement), summed(replicas, same_partition, Replicate)];

@@ -25,11 +25,7 @@ pub struct FlatParameter {
 impl FlatParameter {
     /// The ranks that have the parameter.
     pub fn division(&self) -> Division {
-        match &self.shard {
-            _ if self.is_tied => Division::Tied,
-            Some(_) => Division::OverTp,
-            None => Division::Whole,
-        }
+        Division { over_tp: self.shard.is_some(), is_tied: self.is_tied }
     }
 
     /// Number of elements.
@@ -127,7 +123,7 @@ impl FlatLayout {
 
     /// The ranks that have the parameters. A flat buffer has parameters of one division.
     pub fn division(&self) -> Division {
-        self.parameters.first().map_or(Division::Whole, FlatParameter::division)
+        self.parameters.first().map_or_else(Division::default, FlatParameter::division)
     }
 
     /// Returns whether the ranks of tp divide the parameters. Otherwise all of them have the same.

@@ -350,33 +350,32 @@ impl ZeroOptimizer {
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let _norm = tracing::trace_span!("norm").entered();
         sums::begin_norm();
-        let mut sum = self.sum_of_squares(Division::Whole)?;
+        let mut sum = self.sum_of_squares(false)?;
         // The layers of another stage may be frozen.
         let other_stages = self.groups.tensor.is_some() && self.groups.pipeline.is_some();
         if other_stages || self.trained_units().any(|unit| unit.layout.is_sharded()) {
-            sum += self.sum_of_squares(Division::OverTp)?;
+            sum += self.sum_of_squares(true)?;
         }
         sums::end_norm()?;
         Ok(sum)
     }
 
-    /// Returns whether a trained unit counts with others of this division: tied ones do with whole ones, on the first stage.
-    fn is_counted(&self, unit: &Unit, division: Division) -> bool {
-        match unit.layout.division() {
-            Division::Tied => division == Division::Whole && self.groups.stage() == 0,
-            own => own == division,
-        }
+    /// Returns whether a trained unit counts with others that the ranks of tp divide, or do not divide. Tied ones count on the first
+    /// stage.
+    fn is_counted(&self, unit: &Unit, over_tp: bool) -> bool {
+        let division = unit.layout.division();
+        division.over_tp == over_tp && (!division.is_tied || self.groups.stage() == 0)
     }
 
     /// [`gradient_sum_of_squares`](Self::gradient_sum_of_squares) of the parameters that the ranks of tp divide, or of the others.
-    fn sum_of_squares(&self, division: Division) -> Result<f64, ZeroError> {
-        let units = || self.trained_units().filter(move |unit| self.is_counted(unit, division));
+    fn sum_of_squares(&self, over_tp: bool) -> Result<f64, ZeroError> {
+        let units = || self.trained_units().filter(move |unit| self.is_counted(unit, over_tp));
         sums::begin_squares(units().filter_map(Unit::placed_gradient))?;
         let own = match self.known_sum_of_squares(units()) {
             Some(own) => vec![own],
             None => self.squares_of_partitions(units)?,
         };
-        let sum = self.sum_over_shards(own, division)?;
+        let sum = self.sum_over_shards(own, Division { over_tp, is_tied: false })?;
         sums::end()?;
         Ok(sum)
     }

@@ -49,7 +49,8 @@ impl UnitSplit {
 
 /// The kinds of parameters in the order of flat buffers.
 fn kinds() -> impl Iterator<Item = Kind> {
-    let divisions = [Division::OverTp, Division::Whole, Division::Tied];
+    let divisions = [(true, false), (false, false), (true, true), (false, true)];
+    let divisions = divisions.map(|(over_tp, is_tied)| Division { over_tp, is_tied });
     let with = move |is_frozen| divisions.map(|division| Kind { is_frozen, division });
     [false, true].into_iter().flat_map(with)
 }
@@ -69,10 +70,10 @@ impl Kind {
     /// The name of the buffer of these parameters of a unit.
     fn buffer_name(self, unit: &FlatLayout, has_others: bool) -> String {
         let mut name = unit.name().to_owned();
-        if unit.is_sharded() && self.division != Division::OverTp {
+        if unit.is_sharded() && !self.division.over_tp {
             name += " (replicated)";
         }
-        if self.division == Division::Tied && has_others {
+        if self.division.is_tied && has_others {
             name += " (tied)";
         }
         if self.is_frozen {
@@ -93,7 +94,7 @@ pub(crate) fn split_units(units: Vec<FlatLayout>) -> (Vec<FlatLayout>, Vec<UnitS
             let (indices, parameters): (Vec<usize>, Vec<_>) =
                 all.filter(|(_, parameter)| Kind::of(parameter) == kind).unzip();
             // A unit without any parameters counts as trained: it keeps its place in checkpoints.
-            let trained = Kind { is_frozen: false, division: Division::Whole };
+            let trained = Kind { is_frozen: false, division: Division::default() };
             if parameters.is_empty() && !(unit.parameters().is_empty() && kind == trained) {
                 continue;
             }

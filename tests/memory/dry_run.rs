@@ -182,6 +182,7 @@ fn pipeline_cases() -> Vec<Case> {
         config
     };
     let clipped = json!({ "gradient_clipping": 0.5, "ulysses": { "activation_checkpointing": true } });
+    let uneven = json!({ "tensor_parallel_size": 3, "ulysses": { "loss_tile_tokens": 7 } });
     vec![
         case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
         case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
@@ -193,6 +194,14 @@ fn pipeline_cases() -> Vec<Case> {
             25,
             of(2, 2, json!({ "tensor_parallel_size": 2 })),
         ),
+        case(
+            "pp 2, tied, 1 x 2, stage 3, tp",
+            tied(tiny(8, 4)),
+            (1, 2),
+            24,
+            of(2, 3, json!({ "tensor_parallel_size": 2 })),
+        ),
+        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven)),
     ]
 }
 

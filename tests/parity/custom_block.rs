@@ -120,7 +120,13 @@ impl InputLayer for PositionedFeatures {
         Ok((x.broadcast_mul(&growth(ctx.position_ids(), &x)?)?, saved))
     }
 
-    fn backward(&self, _: Saved, _: &Tensor, _: &[Option<Tensor>]) -> std::result::Result<(), LayerError> {
+    fn backward(
+        &self,
+        _: Saved,
+        _: &Tensor,
+        _: &[Option<Tensor>],
+        _: &LayerContext,
+    ) -> std::result::Result<(), LayerError> {
         Ok(())
     }
 }

@@ -4,6 +4,7 @@ use crate::support::doubles::{EqualWeights, Fault, FaultyGroup, LossyGroup, Wron
 use crate::support::mesh_run::{Doubles, Layout, Problem, Rule, layout, matches};
 use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
+use crate::support::vocab_doubles::{FaultyHeadGroup, HeadFault, with_head_summed_over_tp, with_next_row};
 use std::sync::Arc;
 use ulysses::zero::{RingGroups, TensorGroups, ZeroGroups};
 
@@ -22,7 +23,10 @@ enum Verdict {
 }
 
 fn verdict(layout: Layout, doubles: &Doubles) -> Verdict {
-    let problem = problem();
+    verdict_on(&problem(), layout, doubles)
+}
+
+fn verdict_on(problem: &Problem, layout: Layout, doubles: &Doubles) -> Verdict {
     let expected = problem.reference().unwrap();
     // A test double that caused an error would prove nothing about the comparison.
     let outcome = problem.run_with(layout, doubles).unwrap();
@@ -105,6 +109,28 @@ fn wrong_sums_of_tensor_parallelism_are_detected() {
         for (number, groups) in faults.into_iter().enumerate() {
             assert_eq!(verdict(layout, &with_groups(groups)), Verdict::WrongNumbers, "{number}, {layout:?}");
         }
+    }
+}
+
+#[test]
+fn wrong_sums_over_slices_of_the_vocabulary_are_detected() {
+    fn faulty(groups: ZeroGroups, fault: HeadFault) -> ZeroGroups {
+        let wrap =
+            |TensorGroups { tp, tokens }| TensorGroups { tp: FaultyHeadGroup::wrap(tp, fault), tokens };
+        ZeroGroups { tensor: groups.tensor.map(wrap), ..groups }
+    }
+    let faults: [fn(ZeroGroups) -> ZeroGroups; 3] = [
+        |groups| faulty(groups, HeadFault::DenominatorOfOneSlice),
+        |groups| faulty(groups, HeadFault::LabelTwice),
+        |groups| faulty(groups, HeadFault::GradientOfOneSlice),
+    ];
+    let layout = Layout { tp: 2, ..layout(1, 2, 1) };
+    for (number, groups) in faults.into_iter().enumerate() {
+        assert_eq!(verdict(layout, &with_groups(groups)), Verdict::WrongNumbers, "fault {number}");
+    }
+    for model in [with_next_row, with_head_summed_over_tp] {
+        let faulty = Problem { model, ..problem() };
+        assert_eq!(verdict_on(&faulty, layout, &Doubles::default()), Verdict::WrongNumbers);
     }
 }
 

@@ -31,7 +31,8 @@ fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
     let ulysses = meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)));
     let rings = [(2, 2), (4, 2), (3, 3), (8, 4)].map(|(sp, ring)| Layout { ring, ..layout(1, sp, 3) });
-    ulysses.chain(rings)
+    let tensor_parallel = [(1, 0), (2, 3)].map(|(sp, stage)| Layout { tp: 2, ..layout(1, sp, stage) });
+    ulysses.chain(rings).chain(tensor_parallel)
 }
 
 fn problem(fixture: &Fixture, clip: Option<f64>, steps: usize) -> Problem {

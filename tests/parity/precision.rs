@@ -128,7 +128,9 @@ fn bf16_gradients_of_wide_heads_are_pytorch_s() {
     };
     let meshes = [(1, 1, 0), (1, 3, 3), (2, 2, 2)];
     let ring = Layout { ring: 2, ..layout(1, 4, 0) };
-    let layouts = meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage)).chain([ring]);
+    let tensor_parallel = Layout { tp: 2, ..layout(1, 1, 2) };
+    let layouts = meshes.into_iter().map(|(dp, sp, stage)| layout(dp, sp, stage));
+    let layouts = layouts.chain([ring, tensor_parallel]);
     let loss = values(&fixture.outputs["loss"])[0];
     check_against("bf16", wide, (&fixture.grads, loss), layouts);
 }

@@ -4,7 +4,7 @@ use crate::support::mesh_run::{
     Layout, Problem, Rule, assert_matches, global_batch, layout, llama_config, micro_batches, on_mesh,
 };
 use crate::support::problems::{ADAMW, CONFIG, LAMB, SEQ_LEN, main_problem, packed_batch, problem};
-use crate::support::reference::{Batch, Family, ReferenceConfig};
+use crate::support::reference::{Batch, Family, IGNORED, ReferenceConfig};
 use crate::support::sample::{axes, sampled};
 use std::sync::Arc;
 use ulysses::comm::LaunchOptions;
@@ -81,6 +81,10 @@ fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
         family(Family::Gemma2, |config| config.sliding_window = Some(5)),
         family(Family::Gemma3, |config| config.sliding_window = Some(5)),
         family(Family::Granite, |_| ()),
+        family(Family::Cohere, |_| ()),
+        family(Family::Cohere2, |config| {
+            (config.sliding_window, config.tie_word_embeddings) = (Some(5), true);
+        }),
         family(Family::Glm4, |config| (config.qkv_bias, config.partial_rotary_factor) = (true, 0.5)),
     ];
     check_each(&problems, 2e-5);
@@ -109,6 +113,47 @@ fn recomputation_tiles_and_head_chunks_change_nothing() {
     check_each(&problems, 2e-5);
 }
 
+/// The batch with only the labels of tokens that `keeps` accepts.
+fn masked(keeps: fn(usize) -> bool) -> Batch {
+    let mut batch = packed_batch();
+    for row in &mut batch.labels {
+        row.iter_mut()
+            .enumerate()
+            .filter(|(token, _)| !keeps(*token))
+            .for_each(|(_, label)| *label = IGNORED);
+    }
+    batch
+}
+
+#[test]
+fn ranks_may_have_different_numbers_of_labels_or_none() {
+    /// Labeled tokens, and tokens in a tile.
+    type Case = (fn(usize) -> bool, usize);
+    let cases: [Case; 4] = [
+        (|token| token < 5, 1),
+        (|token| token == SEQ_LEN - 2, 64),
+        (|token| token > 6, 4),
+        (|token| token % 5 == 1, 9),
+    ];
+    let problems = cases.map(|(keeps, tile)| {
+        let extra = serde_json::json!({ "ulysses": { "loss_tile_tokens": tile } });
+        let config = ReferenceConfig { tie_word_embeddings: tile == 4, ..CONFIG };
+        Problem { extra, clip: Some(0.25), ..problem(config, masked(keeps)) }
+    });
+    check_each(&problems, 2e-5);
+}
+
+#[test]
+fn vocabularies_may_have_as_many_tokens_as_ranks_or_fewer() {
+    for vocab_size in [2, 3, 5] {
+        let config = ReferenceConfig { vocab_size, ..CONFIG };
+        let problem = problem(config, Batch::random(vocab_size, 4, SEQ_LEN, 3));
+        let expected = problem.reference().unwrap();
+        let layout = on_tp(1, 1, 3, 1);
+        assert_matches(&problem.run(layout).unwrap(), &expected, 2e-5, &format!("{vocab_size} tokens"));
+    }
+}
+
 #[test]
 fn a_ring_within_divided_layers_matches() {
     let problem = problem(CONFIG, packed_batch());
@@ -130,9 +175,11 @@ fn sequences_with_one_token_per_rank_work_and_shorter_ones_are_refused() {
 }
 
 #[test]
-fn a_layer_sends_the_bytes_of_the_formula_over_tp() {
+fn layers_embedding_and_head_send_the_bytes_of_the_formula_over_tp() {
     // Forward, per module: tokens gathered, outputs scattered. Backward: tokens and gradients gathered, gradients scattered.
-    const TRANSFERS: usize = 2 * 2 + 2 * 3;
+    const OF_LAYER: usize = 2 * 2 + 2 * 3;
+    // Rows scattered, gradients gathered.
+    const OF_EMBEDDING: usize = 2;
     let problem = problem(CONFIG, packed_batch());
     let layout = Layout { accumulation: 2, ..on_tp(1, 1, 2, 0) };
     let config = problem.json_config(layout, 8).unwrap();
@@ -144,12 +191,39 @@ fn a_layer_sends_the_bytes_of_the_formula_over_tp() {
         let before = tp.stats().total().bytes_sent;
         let loss = engine.forward(batch)?;
         engine.backward(loss)?;
-        Ok(tp.stats().total().bytes_sent - before)
+        let rows = batch.labels.chunks_exact(SEQ_LEN);
+        let [first, second] = [0..SEQ_LEN / 2, SEQ_LEN / 2..SEQ_LEN].map(|own| {
+            let labels = rows.clone().flat_map(|row| &row[own.clone()]);
+            labels.filter(|label| **label != IGNORED).count()
+        });
+        Ok((tp.stats().total().bytes_sent - before, [first, second]))
     });
     let (rows, tokens) = (8 / layout.accumulation, SEQ_LEN / layout.tp);
-    let transfer = rows * tokens * CONFIG.hidden_size * size_of::<f32>();
-    let expected = (CONFIG.num_layers * TRANSFERS * transfer) as u64;
-    assert_eq!(sent.unwrap(), [expected; 2]);
+    let transfer = rows * tokens * CONFIG.hidden_size;
+    let of_tokens = (CONFIG.num_layers * OF_LAYER + OF_EMBEDDING) * transfer;
+    for (rank, (sent, labeled)) in sent.unwrap().into_iter().enumerate() {
+        let [own, other] = [labeled[rank], labeled[1 - rank]];
+        assert_ne!(own, other, "ranks with different numbers of labels");
+        // In both passes the own hidden states; then the gradients of the other's. Two statistics of every token.
+        let of_head = (2 * own + other) * CONFIG.hidden_size + 2 * (own + other);
+        assert_eq!(sent, ((of_tokens + of_head) * size_of::<f32>()) as u64, "rank {rank}");
+    }
+}
+
+#[test]
+fn a_rank_has_its_rows_of_embedding_and_head() {
+    for (tie_word_embeddings, matrices) in [(false, 2), (true, 1)] {
+        let problem = problem(ReferenceConfig { tie_word_embeddings, ..CONFIG }, packed_batch());
+        let config = problem.json_config(on_tp(1, 1, 3, 0), 8).unwrap();
+        let rows = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+            let parameters = engine.zero().layouts().flat_map(|layout| layout.parameters());
+            let of_vocabulary =
+                parameters.filter(|parameter| parameter.whole_shape()[0] == CONFIG.vocab_size);
+            Ok(of_vocabulary.map(|parameter| parameter.shape[0]).collect::<Vec<_>>())
+        });
+        assert_eq!(rows.unwrap(), [21, 20, 20].map(|rows| vec![rows; matrices]));
+    }
 }
 
 #[test]

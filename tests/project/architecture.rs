@@ -20,7 +20,7 @@ const MAY_IMPORT: [(&str, &str); 19] = [
     ("config", "mesh, optim"),
     ("sequence_parallel", "mesh, comm, kernels, nn"),
     ("nn", "mesh, kernels"),
-    ("tensor_parallel", "mesh, comm, placement, nn"),
+    ("tensor_parallel", "mesh, comm, placement, kernels, nn"),
     ("objective", "kernels, nn"),
     ("families", "mesh, kernels, nn"),
     ("model", "mesh, kernels, nn, families, objective"),

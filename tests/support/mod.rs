@@ -15,3 +15,4 @@ pub mod problems;
 pub mod recorded;
 pub mod reference;
 pub mod sample;
+pub mod vocab_doubles;

@@ -88,16 +88,16 @@ fn loss_and_gradients_exist_at_the_accumulation_boundary_only() {
 fn step_before_the_boundary_returns_none_and_changes_nothing() {
     let reports = on_meshes(2, |engine, batches| {
         assert!(engine.step()?.is_none());
-        let before = engine.zero().hash(Buffer::Parameters, Division::Whole)?;
+        let before = engine.zero().hash(Buffer::Parameters, Division::default())?;
         micro_step(engine, &batches[0])?;
         assert!(engine.step()?.is_none());
         assert_eq!(
-            (engine.zero().hash(Buffer::Parameters, Division::Whole)?, engine.global_step()),
+            (engine.zero().hash(Buffer::Parameters, Division::default())?, engine.global_step()),
             (before, 0)
         );
         micro_step(engine, &batches[1])?;
         let report = report(engine);
-        assert_ne!(engine.zero().hash(Buffer::Parameters, Division::Whole)?, before);
+        assert_ne!(engine.zero().hash(Buffer::Parameters, Division::default())?, before);
         assert_eq!(engine.global_step(), 1);
         Ok(report)
     });

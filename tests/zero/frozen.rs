@@ -34,6 +34,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
         .into_iter()
         .flat_map(of_mesh)
         .chain([0, 2].map(|stage| Layout { accumulation: 2, ..layout(2, 2, stage) }))
+        .chain([1, 3].map(|stage| Layout { tp: 2, ..layout(2, 1, stage) }))
 }
 
 /// The patterns' indices in `CASES`, each with every layout.

@@ -19,7 +19,7 @@ pub(super) fn copy_rows(
     let kernel = Kernel::of_dtype(&EMBEDDING, "embedding_forward", dtype)?;
     launcher.open([y], [weight, ids], |[y], [weight, ids]| {
         let args = [y.into(), weight.into(), ids.into(), (rows as u64).into(), (d as u32).into()];
-        // SAFETY: `y` has `rows` rows of d elements, and all of the `rows` ids are rows of `weight`.
+        // SAFETY: `y` has `rows` rows of d elements, and all of the `rows` ids are rows of `weight` or elsewhere.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * 32), &args) }
     })
 }

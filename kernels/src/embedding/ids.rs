@@ -1,10 +1,13 @@
 //! The token ids of a micro batch.
 
 use super::plan::Plan;
+use super::{ELSEWHERE, check_ids};
+use crate::OpError;
+use crate::arg_check::ArgCheck;
 use crate::device::dry;
 use crate::host_table::HostTable;
 use candle_core::{DType, Device, Tensor};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, OnceLock};
 
 /// Token ids, for both directions. The first [`forward`](super::forward) on a device copies them, with the
@@ -14,6 +17,8 @@ use std::sync::{Arc, OnceLock};
 #[derive(Debug, Clone)]
 pub struct Ids {
     host: HostTable<u32>,
+    /// Whether ids may be [`ELSEWHERE`].
+    pub(super) is_slice: bool,
     on_device: Arc<OnceLock<DeviceIds>>,
 }
 
@@ -43,12 +48,26 @@ pub(super) struct DeviceIds {
 impl Ids {
     /// Creates ids on the host; a slice is copied.
     pub fn new(ids: impl Into<Arc<[u32]>>) -> Self {
-        Self { host: HostTable::new(ids), on_device: Arc::default() }
+        Self { host: HostTable::new(ids), is_slice: false, on_device: Arc::default() }
+    }
+
+    /// Creates the ids of a slice, the rows `rows` of a table of `vocab_size` rows. A token whose id is in another slice gets zeros, and
+    /// has no gradient.
+    ///
+    /// # Errors
+    /// An id that is not below `vocab_size`.
+    pub fn in_slice(ids: &[u32], vocab_size: usize, rows: &Range<usize>) -> Result<Self, OpError> {
+        check_ids(ArgCheck::new("embedding::forward"), ids, vocab_size)?;
+        let in_slice = |id: &u32| match rows.contains(&(*id as usize)) {
+            true => *id - rows.start as u32,
+            false => ELSEWHERE,
+        };
+        Ok(Self { is_slice: true, ..Self::new(ids.iter().map(in_slice).collect::<Vec<_>>()) })
     }
 
     /// Ids of a [dry run](dry): only their number.
     pub fn dry(len: usize) -> Self {
-        Self { host: HostTable::dry(len), on_device: Arc::default() }
+        Self { host: HostTable::dry(len), is_slice: false, on_device: Arc::default() }
     }
 
     /// The ids on `device`.

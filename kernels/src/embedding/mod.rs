@@ -18,6 +18,9 @@ use crate::device::{Target, dry};
 use crate::host_table::HostTable;
 use candle_core::{Device, Tensor};
 
+/// The id of a token whose row is in another slice of the table.
+const ELSEWHERE: u32 = u32::MAX;
+
 /// Indices of rows, for [`gather`].
 pub type Rows = TokenTable<u32>;
 
@@ -31,7 +34,9 @@ pub type Rows = TokenTable<u32>;
 /// shares storage with the weight.
 pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let on_device = |device: &Device| Ok(ids.on(device)?.tables);
-    copy_rows(ArgCheck::new("embedding::forward"), ids, on_device, ("weight", weight), y)
+    let call = ArgCheck::new("embedding::forward");
+    check_rows(call, ids, ("weight", weight))?;
+    copy_rows(call, ids, on_device, ("weight", weight), y)
 }
 
 /// `y[i] = x[rows[i]]`, bit for bit.
@@ -42,10 +47,12 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
 /// # Errors
 /// As [`forward`].
 pub fn gather(rows: &Rows, x: &Tensor, y: &Tensor) -> Result<(), OpError> {
-    copy_rows(ArgCheck::new("embedding::gather"), rows, |device| rows.on(device), ("x", x), y)
+    let call = ArgCheck::new("embedding::gather");
+    check_ids(call, rows, call.rows(("x", x))?.0)?;
+    copy_rows(call, rows, |device| rows.on(device), ("x", x), y)
 }
 
-/// Copies rows `ids` of `from`; `ids_on` returns them on the device, where more may follow them.
+/// Copies rows `ids` of `from`, which are checked; `ids_on` returns them on the device, where more may follow them.
 fn copy_rows(
     call: ArgCheck,
     ids: &HostTable<u32>,
@@ -53,9 +60,8 @@ fn copy_rows(
     from: Argument<'_>,
     y: &Tensor,
 ) -> Result<(), OpError> {
-    let (vocab_size, d) = call.rows(from)?;
+    let (_, d) = call.rows(from)?;
     call.expect(("y", y), &[ids.len(), d])?;
-    check_ids(call, ids, vocab_size)?;
     // Reads as many elements as it writes.
     dry::report_elementwise([y, y]);
     let target = call.target(&[("y", y)], &[from])?;
@@ -84,9 +90,9 @@ fn copy_rows(
 /// As [`forward`].
 pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("embedding::backward");
-    let (vocab_size, d) = call.rows(("dweight", dweight))?;
+    let (_, d) = call.rows(("dweight", dweight))?;
     call.expect(("dy", dy), &[ids.len(), d])?;
-    check_ids(call, ids, vocab_size)?;
+    check_rows(call, ids, ("dweight", dweight))?;
     dry::report_elementwise([dy, dy, dy]);
     let target = call.target(&[("dweight", dweight)], &[("dy", dy)])?;
     let dtype = call.element_type(&[("dy", dy)], &[("dweight", dweight)])?;
@@ -101,10 +107,25 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
     }
 }
 
+/// Checks that ids are rows of a table, or elsewhere.
+fn check_rows(call: ArgCheck, ids: &Ids, table: Argument<'_>) -> Result<(), OpError> {
+    let is_row = |id: &u32| !ids.is_slice || *id != ELSEWHERE;
+    check_each(call, ids.iter().copied().enumerate().filter(|(_, id)| is_row(id)), call.rows(table)?.0)
+}
+
 fn check_ids(call: ArgCheck, ids: &[u32], vocab_size: usize) -> Result<(), OpError> {
-    match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size) {
+    check_each(call, ids.iter().copied().enumerate(), vocab_size)
+}
+
+/// Checks ids, each with its position.
+fn check_each(
+    call: ArgCheck,
+    mut ids: impl Iterator<Item = (usize, u32)>,
+    vocab_size: usize,
+) -> Result<(), OpError> {
+    match ids.find(|(_, id)| *id as usize >= vocab_size) {
         None => Ok(()),
-        Some((position, &id)) => Err(OpError::IdOutOfRange {
+        Some((position, id)) => Err(OpError::IdOutOfRange {
             op: call.op,
             argument: "ids",
             position,

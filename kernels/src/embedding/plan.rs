@@ -1,10 +1,12 @@
 //! The division of the backward pass's sums on a device.
 
+use super::ELSEWHERE;
+
 /// Maximum number of tokens that one block adds up. An id may belong to half of all tokens, and a single
 /// block would take as long for it as all others together.
 const SEGMENT_TOKENS: usize = 128;
 
-/// The tokens of each id, and the segments in which their gradients are summed. A segment's sum goes to the
+/// The tokens of each id that is not elsewhere, and the segments in which their gradients are summed. A segment's sum goes to the
 /// id's row of dweight, or to a row of partial sums if the id has several segments; these are then added in
 /// order. All orders depend only on `ids`.
 #[derive(Debug, Default, PartialEq)]
@@ -48,10 +50,15 @@ impl Plan {
     }
 }
 
+/// The ids of a slice's own rows, each with its token.
+fn own(ids: &[u32]) -> impl DoubleEndedIterator<Item = (usize, u32)> {
+    ids.iter().copied().enumerate().filter(|(_, id)| *id != ELSEWHERE)
+}
+
 /// For each id up to the largest, the number of tokens with this id or a smaller one.
 fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
-    let mut ends = vec![0; ids.iter().max().map_or(0, |largest| *largest as usize + 1)];
-    for &id in ids {
+    let mut ends = vec![0; own(ids).map(|(_, id)| id as usize + 1).max().unwrap_or(0)];
+    for (_, id) in own(ids) {
         ends[id as usize] += 1;
     }
     let mut total = 0;
@@ -65,8 +72,8 @@ fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
 /// Token indices sorted by id, in order within an id.
 fn sorted_tokens(ids: &[u32], ends: &[u32]) -> Vec<u32> {
     let mut ends = ends.to_vec();
-    let mut tokens = vec![0; ids.len()];
-    for (token, &id) in ids.iter().enumerate().rev() {
+    let mut tokens = vec![0; ends.last().map_or(0, |&end| end as usize)];
+    for (token, id) in own(ids).rev() {
         let place = &mut ends[id as usize];
         *place -= 1;
         tokens[*place as usize] = token as u32;

@@ -87,6 +87,31 @@ fn no_tokens_leave_the_gradient_alone() {
     });
 }
 
+#[test]
+fn slices_of_the_table_add_up_to_the_whole_one() {
+    on_every_target(|_| {
+        let (ids, vocab_size, d) = ([3, 0, 4, 3, 1, 2], 5, 7);
+        let (weight, dy) = (random(1, vocab_size * d), random(2, ids.len() * d));
+        let (table, dy) = (tensor(&weight, &[vocab_size, d]), tensor(&dy, &[ids.len(), d]));
+        let (mut sum, dweight) =
+            (vec![0.0; ids.len() * d], tensor(&vec![1.0; vocab_size * d], &[vocab_size, d]));
+        for rows in [0..2, 2..4, 4..5] {
+            let of_slice = |table: &Tensor| table.narrow(0, rows.start, rows.len()).unwrap();
+            let in_slice = Ids::in_slice(&ids, vocab_size, &rows).unwrap();
+            let y = output(&[ids.len(), d]);
+            forward(&in_slice, &of_slice(&table), &y).unwrap();
+            sum.iter_mut().zip(read(&y)).for_each(|(sum, y)| *sum += y);
+            backward(&in_slice, &dy, &of_slice(&dweight)).unwrap();
+        }
+        assert_eq!(to_f64(&sum), reference::forward(&ids, &to_f64(&weight), d));
+        let expected = tensor(&vec![1.0; vocab_size * d], &[vocab_size, d]);
+        backward(&Ids::new(ids), &dy, &expected).unwrap();
+        assert_eq!(read(&dweight), read(&expected));
+        let error = Ids::in_slice(&[1, 5], 5, &(0..2)).unwrap_err();
+        assert_eq!(error.to_string(), "embedding::forward: `ids[1]` is 5, valid are 0..5");
+    });
+}
+
 #[cfg(feature = "cuda")]
 #[test]
 fn kernels_of_every_element_type_copy_rows_and_sum_gradients_in_f32_on_a_gpu() {

@@ -1,6 +1,6 @@
 //! Tiled linear + cross-entropy on slices, with checked labels. Logits and their gradients are always f32.
 
-use super::{IGNORED, LossSum, Sizes, all_ignored};
+use super::{ELSEWHERE, IGNORED, Sizes, all_ignored};
 use crate::OpError;
 use crate::gemm::bf16::Stored;
 use crate::gemm::dispatch::multiply;
@@ -9,17 +9,19 @@ use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
 use crate::softcap::{slope, softcap};
 use rayon::prelude::*;
+use std::ops::Range;
 
-/// `logits` has room for a tile.
+/// `logits` has room for a tile. Calls `each` with index, logsumexp and logit of the label of every token that has one, in order; the
+/// logit is −∞ if the label is elsewhere.
 pub(super) fn forward<T: Stored>(
     sizes: Sizes,
     [x, weight]: [&[T]; 2],
     labels: &[i64],
     lse: &mut [f32],
     logits: &mut [f32],
-) -> Result<LossSum, OpError> {
+    mut each: impl FnMut(usize, f32, f32),
+) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
-    let mut loss = LossSum::default();
     for tokens in sizes.tiles() {
         let (labels, lse) = (&labels[tokens.clone()], &mut lse[tokens.clone()]);
         if all_ignored(labels) {
@@ -34,13 +36,13 @@ pub(super) fn forward<T: Stored>(
             .into_par_iter()
             .for_each(|(logits, labels, lse)| lse_rows(logits, vocab_size, labels, lse));
 
-        let rows = logits.chunks_exact(vocab_size).zip(labels).zip(lse);
-        for ((logits, label), lse) in rows.filter(|((_, label), _)| **label != IGNORED) {
-            loss.sum += f64::from(*lse) - f64::from(logits[*label as usize]);
-            loss.valid_tokens += 1;
+        let rows = logits.chunks_exact(vocab_size).zip(labels).zip(lse).zip(tokens);
+        for (((logits, label), lse), token) in rows.filter(|(((_, label), _), _)| **label != IGNORED) {
+            let logit = usize::try_from(*label).map_or(f32::NEG_INFINITY, |label| logits[label]);
+            each(token, *lse, logit);
         }
     }
-    Ok(loss)
+    Ok(())
 }
 
 /// Inputs of the backward pass.
@@ -179,19 +181,37 @@ simd_kernel! {
                 row.fill(0.0);
                 continue;
             }
-            let label = *label as usize;
+            // The column of the label, unless it is in another slice.
+            let label = (*label != ELSEWHERE).then_some(*label as usize);
             if let Some(cap) = sizes.softcap {
-                let of_label = scale * slope(row[label], cap);
+                let of_label = label.map(|label| scale * slope(row[label], cap));
                 for value in row.iter_mut() {
                     *value = exp::<S>(*value - lse) * scale * slope(*value, cap);
                 }
-                row[label] -= of_label;
+                label.into_iter().zip(of_label).for_each(|(label, of_label)| row[label] -= of_label);
                 continue;
             }
             for value in row.iter_mut() {
                 *value = exp::<S>(*value - lse) * scale;
             }
-            row[label] -= scale;
+            label.into_iter().for_each(|label| row[label] -= scale);
         }
     }
+}
+
+/// The losses of the tokens `own`, summed, from the statistics of all slices, `[slices, 2, n]`, and the logsumexp of all tokens.
+pub(super) fn combine(statistics: &[f32], lse: &mut [f32], own: Range<usize>) -> f64 {
+    let n = lse.len();
+    let mut sum = 0.0;
+    for (token, lse) in lse.iter_mut().enumerate() {
+        let of_slices = |row: usize| statistics.iter().skip(row * n + token).step_by(2 * n).copied();
+        let max = of_slices(0).fold(f32::NEG_INFINITY, f32::max);
+        let shift = if max == f32::NEG_INFINITY { 0.0 } else { f64::from(max) };
+        let total: f64 = of_slices(0).map(|lse| (f64::from(lse) - shift).exp()).sum();
+        *lse = (shift + total.ln()) as f32;
+        if own.contains(&token) {
+            sum += f64::from(*lse) - f64::from(of_slices(1).fold(f32::NEG_INFINITY, f32::max));
+        }
+    }
+    sum
 }

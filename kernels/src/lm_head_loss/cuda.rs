@@ -13,7 +13,7 @@ const ROW_ALIGNMENT: usize = 8;
 const ROW_THREADS: u32 = 512;
 
 /// The losses of the tokens stay on the device until their sum is requested.
-pub(super) fn forward(
+pub(super) fn losses(
     launcher: &Launcher,
     sizes: Sizes,
     [x, weight, lse]: [&Tensor; 3],
@@ -22,18 +22,48 @@ pub(super) fn forward(
     if sizes.tokens == 0 {
         return Ok(Losses::summed(LossSum::default()));
     }
+    let losses = crate::tensor::empty(sizes.tokens, DType::F32, x.device())?;
+    forward(launcher, sizes, [x, weight, lse, &losses], labels)?;
+    let valid_tokens = match launcher.is_dry() {
+        true => sizes.tokens,
+        false => labels.iter().filter(|label| **label != super::IGNORED).count(),
+    };
+    Ok(Losses::from_tensor(losses, valid_tokens as u64))
+}
+
+/// The logsumexp of each token, then the logit of each token's label.
+pub(super) fn statistics(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [x, weight, statistics]: [&Tensor; 3],
+    labels: &Labels,
+) -> Result<(), DeviceError> {
+    if sizes.tokens == 0 {
+        return Ok(());
+    }
+    let flat = statistics.flatten_all()?;
+    let [lse, of_labels] = [flat.narrow(0, 0, sizes.tokens)?, flat.narrow(0, sizes.tokens, sizes.tokens)?];
+    forward(launcher, sizes, [x, weight, &lse, &of_labels], labels)
+}
+
+/// `results` are the losses or, of a slice, the logits of the labels.
+fn forward(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [x, weight, lse, results]: [&Tensor; 4],
+    labels: &Labels,
+) -> Result<(), DeviceError> {
     let device = x.device();
     let logits = crate::tensor::empty((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
-    let losses = crate::tensor::empty(sizes.tokens, DType::F32, device)?;
     let device_labels = labels.on(device)?;
     if launcher.is_dry() {
-        return Ok(Losses::from_tensor(losses, sizes.tokens as u64));
+        return Ok(());
     }
     let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
     launcher.open(
-        [lse, &losses, &logits],
+        [lse, results, &logits],
         [x, weight, &device_labels],
-        |[lse, losses, logits], [x, weight, device_labels]| {
+        |[lse, results, logits], [x, weight, device_labels]| {
             for tokens in sizes.tiles() {
                 if !all_ignored(&labels[tokens.clone()]) {
                     // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
@@ -41,23 +71,51 @@ pub(super) fn forward(
                 }
                 let args = [
                     lse.offset(tokens.start).into(),
-                    losses.offset(tokens.start).into(),
+                    results.offset(tokens.start).into(),
                     logits.into(),
                     device_labels.offset(tokens.start).into(),
                     (sizes.vocab_size as u32).into(),
                     (row_stride(sizes) as u32).into(),
                     sizes.softcap.unwrap_or(0.0).into(),
+                    u32::from(sizes.is_slice).into(),
                 ];
                 let grid = Grid::blocks(tokens.len()).of_threads(ROW_THREADS);
-                // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, losses and lse have one
-                // element for each token; every label that is not ignored is a column.
+                // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, results and lse have one
+                // element for each token; every label that is not negative is a column.
                 unsafe { launcher.launch(&kernel, grid, &args)? };
             }
             Ok(())
         },
-    )?;
-    let valid_tokens = labels.iter().filter(|label| **label != super::IGNORED).count() as u64;
-    Ok(Losses::from_tensor(losses, valid_tokens))
+    )
+}
+
+/// Combines the statistics of all slices.
+pub(super) fn combine(
+    launcher: &Launcher,
+    slices: usize,
+    [statistics, lse]: [&Tensor; 2],
+    own: Range<usize>,
+) -> Result<Losses, DeviceError> {
+    let tokens = lse.elem_count();
+    if tokens == 0 {
+        return Ok(Losses::summed(LossSum::default()));
+    }
+    let losses = crate::tensor::empty(tokens, DType::F32, lse.device())?;
+    if !launcher.is_dry() {
+        let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_combine");
+        launcher.open([lse, &losses], [statistics], |[lse, losses], [statistics]| {
+            let args = [
+                lse.into(),
+                losses.into(),
+                statistics.into(),
+                (slices as u32).into(),
+                (tokens as u64).into(),
+            ];
+            // SAFETY: `lse` and `losses` have one element for each token, `statistics` two of each slice.
+            unsafe { launcher.launch(&kernel, Grid::threads(tokens), &args) }
+        })?;
+    }
+    Ok(Losses::from_tensor(losses.narrow(0, own.start, own.len())?, own.len() as u64))
 }
 
 /// The tensors of a backward pass, with the names of `lm_head_loss::backward`.

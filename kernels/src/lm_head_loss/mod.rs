@@ -7,11 +7,15 @@
 //!
 //! The label [`IGNORED`] excludes a token: no loss, zero gradient, and an `lse` of 0. A tile with only such
 //! labels is skipped. All sums over tokens run in token order.
+//!
+//! A rank with a [slice](self::slice) of the vocabulary computes the [`Statistics`] of its logits; those of all slices combine
+//! to the losses, and [`backward`] takes the combined `lse`.
 
 mod cpu;
 mod cuda;
 mod losses;
 pub mod reference;
+pub mod slice;
 #[cfg(test)]
 mod tests;
 
@@ -22,12 +26,15 @@ use super::cast::with_element_type;
 use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, TokenTable, Workspace, linear};
 use crate::device::Target;
-use crate::device::dry::{self, MatmulOp};
+use crate::device::dry::{self, DryCpu, MatmulOp};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
 pub const IGNORED: i64 = -100;
+
+/// The label of a token whose label is in another [slice](self::slice) of the vocabulary.
+pub const ELSEWHERE: i64 = -1;
 
 /// The labels of a micro batch.
 pub type Labels = TokenTable<i64>;
@@ -70,11 +77,13 @@ pub struct LogitTiles {
     pub tokens: usize,
     /// The logits' soft cap, `cap · tanh(logit / cap)`, which is positive; `None` without one.
     pub softcap: Option<f32>,
+    /// Whether the weight is a [slice](self::slice) of the vocabulary, so that labels may be [`ELSEWHERE`].
+    pub is_slice: bool,
 }
 
 impl From<usize> for LogitTiles {
     fn from(tokens: usize) -> Self {
-        Self { tokens, softcap: None }
+        Self { tokens, softcap: None, is_slice: false }
     }
 }
 
@@ -106,19 +115,22 @@ pub fn forward(
         Target::Cpu => {
             let sum = with_element_type!(x.dtype(), T => with_tile_logits(call, shape, workspace, |logits| {
                 call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
-                    cpu::forward(shape, operands, labels, lse, logits)
+                    let mut loss = LossSum::default();
+                    cpu::forward(shape, operands, labels, lse, logits, |_, lse, logit| {
+                        loss.sum += f64::from(lse) - f64::from(logit);
+                        loss.valid_tokens += 1;
+                    })?;
+                    Ok(loss)
                 })?)
             }))?;
             Ok(Losses::summed(sum))
         }
         Target::Dry(cpu) => {
-            workspace.recycle(workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?);
-            let Sizes { tokens, dim, vocab_size, tile_tokens, .. } = shape;
-            alloc_matmul_scratch(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
-            Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: tokens as u64 }))
+            shape.alloc_dry(cpu, x.dtype(), workspace)?;
+            Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: shape.tokens as u64 }))
         }
         Target::Kernels(launcher) => {
-            call.kernels(cuda::forward(&launcher, shape, [x, weight, lse_out], labels))
+            call.kernels(cuda::losses(&launcher, shape, [x, weight, lse_out], labels))
         }
     }
 }
@@ -230,9 +242,18 @@ struct Sizes {
     vocab_size: usize,
     tile_tokens: usize,
     softcap: Option<f32>,
+    is_slice: bool,
 }
 
 impl Sizes {
+    /// The memory of a forward pass in a dry run.
+    fn alloc_dry(self, cpu: DryCpu, dtype: DType, workspace: &Workspace) -> Result<(), OpError> {
+        let Self { dim, vocab_size, tile_tokens, .. } = self;
+        workspace.recycle(workspace.alloc_f32((tile_tokens, vocab_size))?);
+        alloc_matmul_scratch(cpu, [dtype, dtype, DType::F32], [tile_tokens, vocab_size, dim]);
+        Ok(())
+    }
+
     /// Reports the matmuls, and the softmax or its gradient, which read and write the logits, in a dry run.
     fn report(self, is_backward: bool, products: f64) {
         let logits = self.tokens as f64 * self.vocab_size as f64;
@@ -256,23 +277,36 @@ fn check(
     x: &Tensor,
     weight: &Tensor,
     labels: &Labels,
-    LogitTiles { tokens: tile_tokens, softcap }: LogitTiles,
+    LogitTiles { tokens: tile_tokens, softcap, is_slice }: LogitTiles,
 ) -> Result<Sizes, OpError> {
     let (tokens, dim) = call.rows(("x", x))?;
     let (vocab_size, _) = call.rows(("weight", weight))?;
     call.expect(("weight", weight), &[vocab_size, dim])?;
     call.expect_tokens("labels", labels.len(), tokens)?;
     call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
-    check_labels(call, labels, vocab_size)?;
-    Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap })
+    match is_slice {
+        true => slice::check_labels(call, labels, vocab_size)?,
+        false => check_labels(call, labels, vocab_size)?,
+    }
+    Ok(Sizes { tokens, dim, vocab_size, tile_tokens, softcap, is_slice })
 }
 
 fn check_labels(call: ArgCheck, labels: &[i64], vocab_size: usize) -> Result<(), OpError> {
-    let valid = |label: i64| label == IGNORED || usize::try_from(label).is_ok_and(|l| l < vocab_size);
+    check_labels_or(call, labels, vocab_size, (IGNORED, " and -100 (ignored)"))
+}
+
+/// Checks labels, of which some may have another value, named for the error.
+fn check_labels_or(
+    call: ArgCheck,
+    labels: &[i64],
+    vocab_size: usize,
+    (other, also_valid): (i64, &'static str),
+) -> Result<(), OpError> {
+    let valid = |label: i64| label == other || usize::try_from(label).is_ok_and(|l| l < vocab_size);
     match labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
         None => Ok(()),
         Some((position, &value)) => {
-            let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
+            let (op, argument) = (call.op, "labels");
             Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid })
         }
     }

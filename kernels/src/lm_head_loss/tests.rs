@@ -1,3 +1,5 @@
+mod slices;
+
 use super::*;
 use crate::testing::*;
 
@@ -71,7 +73,7 @@ fn soft_caps_match_the_reference_on_every_target() {
             let (x64, weight64, cap64) = (to_f64(&x), to_f64(&weight), Some(f64::from(cap)));
             let (expected, expected_lse) = reference::forward_capped(&x64, &weight64, &labels, d, cap64);
             let (dx64, dweight64) = reference::backward_capped(&x64, &weight64, &labels, 0.25, d, cap64);
-            let tiles = LogitTiles { tokens: 4, softcap: Some(cap) };
+            let tiles = LogitTiles { tokens: 4, softcap: Some(cap), is_slice: false };
             let (x, weight, labels) =
                 (tensor(&x, &[n, d]), tensor(&weight, &[vocab_size, d]), Labels::new(labels));
             let (lse, dx, ws) = (output(&[n]), output(&[n, d]), Workspace::new());

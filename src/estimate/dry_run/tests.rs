@@ -172,7 +172,7 @@ fn zero_reduces_a_gradient_by_the_steps_from_its_layout_to_that_of_the_state() {
         let (mut planned, mut run) = (Reductions::new(), Reductions::new());
         let step = |rank: &mut DryRank, accumulation| {
             let (zero, groups) = (rank.engine.zero(), rank.engine.groups());
-            let layout = groups.layout(Buffer::OptimizerState, zero.stage(), Division::Whole);
+            let layout = groups.layout(Buffer::OptimizerState, zero.stage(), Division::default());
             let axes = layout.axes();
             let coordinate: Vec<usize> = axes.iter().map(|axis| axis.group.rank()).collect();
             for unit in zero.layouts() {

@@ -1,11 +1,14 @@
 //! The block of which attention and MLP have the same input.
 
+mod divided;
+
 use crate::families::ModelConfig;
 use crate::nn::{
     AttentionExtent, Branch, BranchNorms, GatedMlp, Init, Layer, LayerContext, LayerError, MixerSaved,
-    MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TokenMixer,
+    MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
+use divided::DividedParallelDecoder;
 use ulysses_kernels::glu::Activation;
 use ulysses_kernels::{elementwise, strided_copy};
 
@@ -56,6 +59,10 @@ impl Layer for ParallelDecoderLayer {
 
     fn parameters(&self) -> &[ParameterSpec] {
         self.parameters.specs()
+    }
+
+    fn tensor_parallel(self: Box<Self>, tp: TensorRank) -> Result<Box<dyn Layer>, LayerError> {
+        Ok(Box::new(DividedParallelDecoder::new(*self, tp)?))
     }
 
     fn attention_extent(&self) -> Option<AttentionExtent> {

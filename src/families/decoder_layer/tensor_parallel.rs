@@ -130,7 +130,7 @@ impl TensorParallelDecoder {
 }
 
 /// The input of a branch's module for all tokens, and for this rank's, with their reciprocal root mean squares.
-fn gathered_input(
+pub(super) fn gathered_input(
     branch: &Branch,
     x: &Tensor,
     pass: &ForwardPass<'_>,

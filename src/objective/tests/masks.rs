@@ -55,7 +55,15 @@ fn head() -> CausalLm {
 fn labeled<'a>(labels: &'a [i64], ctx: &LayerContext) -> LocalBatch<'a> {
     static NO_VALUES: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     let (batch_size, seq_len_local) = (ctx.batch(), ctx.seq_len_local());
-    LocalBatch { batch_size, seq_len_local, input_ids: &[], labels, values: &NO_VALUES }
+    LocalBatch {
+        batch_size,
+        seq_len_local,
+        input_ids: &[],
+        labels,
+        all_input_ids: &[],
+        all_labels: labels,
+        values: &NO_VALUES,
+    }
 }
 
 fn tiles(tile_tokens: usize) -> Tiling {

@@ -2,7 +2,7 @@
 
 use super::state_tensor::{StateSlice, StateTensor};
 use crate::zero::unit::Unit;
-use crate::zero::{Buffer, Division, FlatLayout, ZeroError, ZeroOptimizer};
+use crate::zero::{Buffer, FlatLayout, ZeroError, ZeroOptimizer};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::cast::cast;
@@ -25,8 +25,7 @@ impl ZeroOptimizer {
 
     /// The layouts of the units that checkpoints have from this rank's stage.
     pub fn saved_layouts(&self) -> impl Iterator<Item = &FlatLayout> {
-        let is_of_stage =
-            |layout: &&FlatLayout| layout.division() != Division::Tied || self.groups.stage() == 0;
+        let is_of_stage = |layout: &&FlatLayout| !layout.division().is_tied || self.groups.stage() == 0;
         self.layouts().filter(is_of_stage)
     }
 
