@@ -18,6 +18,7 @@ mod blocks;
 #[expect(clippy::module_inception, reason = "`Engine` is the main type of this module")]
 mod engine;
 mod error;
+mod flops;
 mod forward;
 mod initialize;
 mod local_tokens;
@@ -36,12 +37,14 @@ mod train;
 
 pub use engine::{Engine, initialize};
 pub use error::EngineError;
+pub use flops::{layers_of_stages, state_stages};
 pub use forward::Loss;
 pub(crate) use initialize::attention;
 pub use memory::PartPeak;
 pub use moment::Moment;
 pub use offload::{check_offload, check_offload_device};
 pub use parameter_groups::check_parameter_groups;
+pub(crate) use pipeline::pipeline_schedule;
 pub use report::{Passes, StepReport};
 pub use state::RunRecord;
 pub use times::{PartTimes, PhaseTimes, StepTimes};

@@ -1,12 +1,11 @@
 //! Training on whole global batches.
 
+use super::flops::document_cost;
 use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
 use crate::data::{
     DataError, DataLoader, Dataset, DocumentCost, GlobalBatch, LoaderOptions, MicroBatch, Placement,
 };
-use crate::model::Model;
-use crate::nn::{AttentionExtent, ParameterSpec};
 use candle_core::Tensor;
 use std::error::Error;
 
@@ -139,25 +138,5 @@ impl Engine {
         let accumulation = micro_batches.len();
         let missing = || EngineError::NotAtBoundary { accumulation, done: accumulation };
         self.run_micro_batches(|| rest.next().cloned().ok_or_else(missing))
-    }
-}
-
-/// 6 FLOPs per token and weight of a matrix product, 12 per visible pair and query element of a head (two products forward,
-/// four backward, 2 FLOPs per multiplication). Layers with different windows count as having the widest.
-fn document_cost(model: &Model) -> DocumentCost {
-    let weights = |parameters: &[ParameterSpec]| -> u64 {
-        let matrices = parameters.iter().filter(|parameter| parameter.shape.len() == 2);
-        matrices.map(|parameter| parameter.numel() as u64).sum()
-    };
-    let of_layers: u64 = model.layers.iter().map(|layer| weights(layer.parameters())).sum();
-    let of_objective = weights(model.objective.parameters());
-    let extents: Vec<AttentionExtent> =
-        model.layers.iter().filter_map(|layer| layer.attention_extent()).collect();
-    let widths: u64 = extents.iter().map(|extent| extent.width as u64).sum();
-    let windows: Option<Vec<usize>> = extents.iter().map(|extent| extent.window).collect();
-    DocumentCost {
-        per_token: 6 * (of_layers + of_objective),
-        per_pair: 12 * widths,
-        window: windows.and_then(|windows| windows.into_iter().max()),
     }
 }

@@ -35,8 +35,8 @@ pub(super) const MAX_DOCUMENTS: usize = 1 << 22;
 /// The events and the memory of a rank's step.
 #[derive(Debug)]
 pub(super) struct DryStep {
-    /// The events of each micro batch that was run, with the number of consecutive micro batches that it represents.
-    pub(super) micro_batches: Vec<(u64, Vec<Event>)>,
+    /// The passes that were run, in order.
+    pub(super) passes: Vec<DryPass>,
     pub(super) update: Vec<Event>,
     /// The peak memory of each part of the step, in order.
     pub(super) parts: Vec<PartPeak>,
@@ -44,6 +44,15 @@ pub(super) struct DryStep {
     pub(super) persistent_bytes: u64,
     /// Peak of the offloaded bytes.
     pub(super) offloaded_bytes: u64,
+}
+
+/// The events of a pass.
+#[derive(Debug)]
+pub(super) struct DryPass {
+    pub(super) action: Action,
+    /// Number of consecutive micro batches that its micro batch represents.
+    pub(super) times: u64,
+    pub(super) events: Vec<Event>,
 }
 
 /// The weights of a dry rank, which are never read.
@@ -226,9 +235,9 @@ impl DryRank {
         // One with only full turns before and after its passes represents all that are not run.
         let repeated = self.engine.config().mesh.pp_size + 1;
         let times = |index| if index == repeated { accumulation - num_run + 1 } else { 1 };
-        let mut micro_batches: Vec<_> = (0..num_run).map(|index| (times(index) as u64, Vec::new())).collect();
-        let mut started = BTreeMap::new();
-        for Action { micro_batch, .. } in self.engine.passes(num_run)? {
+        let (mut passes, mut started) = (Vec::new(), BTreeMap::new());
+        for action in self.engine.passes(num_run)? {
+            let micro_batch = action.micro_batch;
             match started.remove(&micro_batch) {
                 None => {
                     // Ids, labels and positions are not in tensors.
@@ -242,13 +251,14 @@ impl DryRank {
                     self.engine.backward(loss)?;
                 }
             }
-            micro_batches[micro_batch].1.extend(self.recorder.lock().take());
+            let (times, events) = (times(micro_batch) as u64, self.recorder.lock().take());
+            passes.push(DryPass { action, times, events });
         }
         self.begin(Phase::Update);
         self.engine.step()?;
         let mut recorder = self.recorder.lock();
         Ok(DryStep {
-            micro_batches,
+            passes,
             update: recorder.take(),
             parts: Vec::new(),
             persistent_bytes: 0,
@@ -264,9 +274,9 @@ impl DryRank {
 impl DryStep {
     /// Returns every event with its number of repetitions.
     pub(super) fn events(&self) -> impl Iterator<Item = (u64, &Event)> + Clone {
-        let of_batches =
-            self.micro_batches.iter().flat_map(|(times, events)| events.iter().map(|event| (*times, event)));
-        of_batches.chain(self.update.iter().map(|event| (1, event)))
+        let of_passes =
+            self.passes.iter().flat_map(|pass| pass.events.iter().map(|event| (pass.times, event)));
+        of_passes.chain(self.update.iter().map(|event| (1, event)))
     }
 }
 

@@ -15,8 +15,9 @@ use grid::{Grid, Point, Setting};
 use std::cmp::{Ordering, Reverse};
 
 /// The order of [`Fit::choices`] without a machine profile.
-pub const FIT_CRITERION: &str = "fewest bytes offloaded, then fewest FLOPs recomputed, then fewest bytes sent between \
-                                 nodes, then within nodes, then fewest head chunks, largest tiles and micro batches";
+pub const FIT_CRITERION: &str = "fewest bytes offloaded, then fewest FLOPs recomputed, or not computed by idle pipeline stages, \
+                                 then fewest bytes sent between nodes, then within nodes, then fewest head chunks, \
+                                 largest tiles and micro batches";
 
 /// The factor by which settings may exceed the budget before less saving ones are given up: offload needs buffers, which
 /// count in small models.
@@ -42,6 +43,9 @@ impl Workload {
     /// everything else is as configured. There is at least one choice per mesh on which the model fits, and several if
     /// they trade offload for recomputation.
     ///
+    /// Other numbers of pipeline stages than the configured one are searched where it can matter: on a machine, whose times include
+    /// the idle time of the stages, or if nothing fits without offload.
+    ///
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn fit(&self, budget: MemoryBudget, machine: Option<&MachineProfile>) -> Result<Fit, EngineError> {
@@ -49,12 +53,19 @@ impl Workload {
         let mut base = self.clone();
         base.config.ulysses.head_chunks = 1;
         let mut combinations = 0;
-        for mesh in base.meshes_of_batch()? {
-            let mut grid = Grid::new(mesh)?;
-            combinations += grid.num_points();
-            let most_recomputation = grid.num_levels(Setting::Recomputation) - 1;
-            search.keep_saving(&mut grid, Setting::Tiles, most_recomputation)?;
-            search.on_mesh(&grid)?;
+        let configured = self.config.mesh.pp_size;
+        for pp in std::iter::once(configured).chain(self.other_sizes_of_pp()) {
+            let needs_none = search.choices.iter().any(|choice| choice.plan.offloaded_bytes == 0);
+            if pp != configured && machine.is_none() && needs_none {
+                continue;
+            }
+            for mesh in base.meshes_of_batch(pp)? {
+                let mut grid = Grid::new(mesh)?;
+                combinations += grid.num_points();
+                let most_recomputation = grid.num_levels(Setting::Recomputation) - 1;
+                search.keep_saving(&mut grid, Setting::Tiles, most_recomputation)?;
+                search.on_mesh(&grid)?;
+            }
         }
         let FitSearch { runs: Search { tried, .. }, choices } = search;
         let choices = choices.into_iter().map(|choice| choice.timed(machine));
@@ -78,11 +89,15 @@ fn compare(choice: &Candidate, other: &Candidate) -> Ordering {
         let order = (config.ulysses.head_chunks, tiles, Reverse(config.micro_batch_size));
         (sent.inter_node_bytes, sent.intra_node_bytes, order, peak_bytes)
     };
-    let (plan, of_other) = (&choice.plan, &other.plan);
+    // Recomputed, and not computed while stages wait.
+    let flops = |Candidate { plan, workload, .. }: &Candidate| {
+        let bubble = workload.pipeline_bubble();
+        plan.recompute_flops + (plan.model_flops + plan.recompute_flops) * bubble / (1.0 - bubble)
+    };
     choice
         .compare_seconds(other)
-        .then(plan.offloaded_bytes.cmp(&of_other.offloaded_bytes))
-        .then(plan.recompute_flops.total_cmp(&of_other.recompute_flops))
+        .then(choice.plan.offloaded_bytes.cmp(&other.plan.offloaded_bytes))
+        .then_with(|| flops(choice).total_cmp(&flops(other)))
         .then_with(|| bytes(choice).cmp(&bytes(other)))
 }
 

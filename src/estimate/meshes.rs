@@ -5,7 +5,7 @@ use super::search::Search;
 use super::{Candidate, Criteria, MemoryBudget, RankPlan, Workload, layers_of_tp_ranks};
 use crate::config::{Config, MeshConfig, PartitionAxes, ZeroStage};
 use crate::engine::EngineError;
-use crate::mesh::{SeqSharding, UlyssesLimits};
+use crate::mesh::{MeshShape, SeqSharding, UlyssesLimits};
 use crate::model::ModelConfig;
 use crate::nn::{AttentionConfig, HeadChunk};
 use std::cmp::Ordering;
@@ -22,14 +22,17 @@ pub struct MeshChoice {
 }
 
 impl MeshChoice {
-    /// Orders the better mesh first: the faster one, known times first; then the one that sends less between nodes, less
-    /// in total, and needs less memory.
+    /// Orders the better mesh first: the faster one, known times first; then the one with less idle time between pipeline stages;
+    /// then the one that sends less between nodes, less in total, and needs less memory.
     pub(super) fn compare(&self, other: &Self) -> Ordering {
         let bytes = |RankPlan { sent, peak_bytes, .. }: &RankPlan| {
             (sent.inter_node_bytes, sent.intra_node_bytes, *peak_bytes)
         };
         let (this, other) = (&self.candidate, &other.candidate);
-        this.compare_seconds(other).then_with(|| bytes(&this.plan).cmp(&bytes(&other.plan)))
+        let bubble = |candidate: &Candidate| candidate.workload.pipeline_bubble();
+        this.compare_seconds(other)
+            .then_with(|| bubble(this).total_cmp(&bubble(other)))
+            .then_with(|| bytes(&this.plan).cmp(&bytes(&other.plan)))
     }
 }
 
@@ -39,6 +42,9 @@ impl Workload {
     /// batch that fits, or 1; without one, the configured micro batch or the largest smaller one that divides the batch.
     /// The best mesh has a reason: of those that fit, the fastest on the machine or, without a machine, the one that sends
     /// least between nodes, then least in total.
+    ///
+    /// Other numbers of pipeline stages than the configured one are compared where it can matter: on a machine, whose times include
+    /// the idle time of the stages, or if nothing fits without.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), for a mesh that the model and the batch allow.
@@ -51,9 +57,18 @@ impl Workload {
             let candidate = workload.candidate(criteria.budget)?.rated(criteria)?;
             Ok(MeshChoice { candidate, reason: None, is_longest: false })
         };
-        let meshes = self.meshes_of_batch()?.into_iter();
-        let at_stages = meshes.flat_map(|mesh| [vec![mesh.clone()], mesh.with_more_partitions()].concat());
-        let mut choices = at_stages.map(choice).collect::<Result<Vec<MeshChoice>, EngineError>>()?;
+        let of_stages = |pp: usize| {
+            let meshes = self.meshes_of_batch(pp)?.into_iter();
+            let at_stages =
+                meshes.flat_map(|mesh| [vec![mesh.clone()], mesh.with_more_partitions()].concat());
+            at_stages.map(choice).collect::<Result<Vec<MeshChoice>, EngineError>>()
+        };
+        let mut choices = of_stages(self.config.mesh.pp_size)?;
+        if criteria.machine.is_some() || !choices.iter().any(|choice| choice.candidate.fits()) {
+            for pp in self.other_sizes_of_pp() {
+                choices.extend(of_stages(pp)?);
+            }
+        }
         recommend(&mut choices, criteria.budget.is_some());
         // The first of equal ones; `max_by_key` takes the last.
         let longest = choices.iter_mut().rev().filter(|choice| choice.candidate.max_seq_len.is_some());
@@ -63,15 +78,34 @@ impl Workload {
         Ok(choices)
     }
 
-    /// Returns the workload on every mesh of its ranks, with its pp and tp, that the batch, the shard size and the sequence length allow,
-    /// by ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
-    pub(super) fn meshes_of_batch(&self) -> Result<Vec<Self>, EngineError> {
-        let MeshConfig { dp_size, sp_size, tp_size, .. } = self.config.mesh;
-        let ranks = dp_size * sp_size;
+    /// Returns the workload on every mesh of its ranks, with `pp` stages and its tp, that the batch, the shard size and the sequence
+    /// length allow, by ascending sp; for each sp with the shardings that are worth comparing, and the configured one.
+    pub(super) fn meshes_of_batch(&self, pp: usize) -> Result<Vec<Self>, EngineError> {
+        let MeshConfig { pp_size, dp_size, sp_size, tp_size } = self.config.mesh;
+        let ranks = pp_size * dp_size * sp_size / pp;
         let max_sp = self.config.require_seq_len()? / tp_size;
         let sizes = (1..=max_sp.min(ranks)).filter(|sp| ranks.is_multiple_of(*sp));
         let shardings = sizes.flat_map(|sp| self.shardings(sp));
-        Ok(shardings.filter_map(|sharding| self.arranged(ranks / sharding.sp_size(), sharding)).collect())
+        let arranged = |sharding: SeqSharding| {
+            let dp = ranks / sharding.sp_size();
+            self.arranged(MeshShape { pp, dp, sp: sharding.sp_size(), tp: tp_size }, sharding)
+        };
+        Ok(shardings.filter_map(arranged).collect())
+    }
+
+    /// Returns the numbers of pipeline stages that the ranks allow, without the configured one.
+    pub(super) fn other_sizes_of_pp(&self) -> Vec<usize> {
+        let MeshConfig { pp_size, dp_size, sp_size, .. } = self.config.mesh;
+        let ranks = pp_size * dp_size * sp_size;
+        let sizes = (1..=ranks.min(self.model.num_layers())).filter(|pp| ranks.is_multiple_of(*pp));
+        sizes.filter(|pp| *pp != pp_size && (*pp == 1 || self.may_have_stages())).collect()
+    }
+
+    /// Returns whether the config has no setting that a pipeline refuses, besides partitions over sp.
+    pub(super) fn may_have_stages(&self) -> bool {
+        let Config { ulysses, zero, checkpoint, .. } = &self.config;
+        let copies = checkpoint.as_ref().and_then(|checkpoint| checkpoint.memory_interval);
+        !ulysses.flexible_sp && zero.mics_shard_size.is_none() && copies.is_none()
     }
 
     /// Returns the shardings of an sp group, the configured one first if it leaves every Ulysses rank a head.
@@ -94,27 +128,37 @@ impl Workload {
         self.ulysses_limits().num_heads
     }
 
-    /// Sets the mesh.
-    pub(super) fn set_mesh(&mut self, dp_size: usize, sharding: SeqSharding) {
-        self.config.ulysses.ring_size = sharding.ring_size;
-        self.config.mesh = MeshConfig { dp_size, sp_size: sharding.sp_size(), ..self.config.mesh };
+    /// Sets the mesh. Other stages than the configured ones have the layers that balance them, and partitions over dp.
+    pub(super) fn set_mesh(&mut self, mesh: MeshShape, sharding: SeqSharding) {
+        let config = &mut self.config;
+        config.ulysses.ring_size = sharding.ring_size;
+        if mesh.pp != config.mesh.pp_size {
+            config.ulysses.pipeline.layers_per_stage = None;
+        }
+        if mesh.pp > 1 && config.mesh.pp_size == 1 {
+            config.ulysses.zero_partition_axes = PartitionAxes::Dp;
+        }
+        config.mesh = mesh.into();
     }
 
-    /// Returns the workload with the same batch on dp × sp ranks, if it divides. The micro batch is the configured one
-    /// or the largest smaller one that divides.
-    fn arranged(&self, dp: usize, sharding: SeqSharding) -> Option<Self> {
+    /// Returns the workload with the same batch on another mesh, if it divides. The micro batch is the configured one
+    /// or the largest smaller one that divides, and leaves a micro batch for each of other stages than the configured ones.
+    fn arranged(&self, mesh: MeshShape, sharding: SeqSharding) -> Option<Self> {
         let mut workload = self.clone();
         let config = &mut workload.config;
-        if !config.partitions_fill(dp) || !config.train_batch_size.is_multiple_of(dp) {
+        if !config.partitions_fill(mesh.dp) || !config.train_batch_size.is_multiple_of(mesh.dp) {
             return None;
         }
         let configured = config.micro_batch_size;
-        workload.set_mesh(dp, sharding);
+        let stages = if mesh.pp == config.mesh.pp_size { 1 } else { mesh.pp };
+        workload.set_mesh(mesh, sharding);
         // Training refuses it.
         if workload.config.mesh.shape().divides_model() && workload.config.zero_shards().is_some() {
             return None;
         }
-        let micro_batch = workload.micro_batches().into_iter().find(|size| *size <= configured)?;
+        let per_rank = workload.config.train_batch_size / mesh.dp;
+        let fits = |size: &usize| *size <= configured && per_rank / size >= stages;
+        let micro_batch = workload.micro_batches().into_iter().find(fits)?;
         Some(workload.with_micro_batch(micro_batch))
     }
 
@@ -137,9 +181,21 @@ impl Workload {
         workload
     }
 
+    /// Returns the micro batch sizes to choose from: of a pipeline those that leave four micro batches for each stage, or the
+    /// smallest, so that its stages are idle for less than a fifth of the step where that is possible.
+    pub(super) fn chosen_micro_batches(&self) -> Vec<usize> {
+        let mut sizes = self.micro_batches();
+        let MeshConfig { pp_size, dp_size, .. } = self.config.mesh;
+        let per_rank = self.config.train_batch_size / dp_size;
+        if pp_size > 1 {
+            sizes.retain(|size| *size == 1 || per_rank / size >= 4 * pp_size);
+        }
+        sizes
+    }
+
     /// Returns the workload with the largest micro batch within `budget`; 1 if none is.
     fn with_largest_micro_batch(&self, budget: MemoryBudget) -> Result<Self, EngineError> {
-        let sizes = self.micro_batches();
+        let sizes = self.chosen_micro_batches();
         let of_size = |index: usize| self.with_micro_batch(sizes[index]);
         Ok(of_size(Search::new(budget).first_that_fits(sizes.len() - 1, of_size)?))
     }

@@ -48,9 +48,9 @@ pub use tensor_rank::{check_tensor_parallel, layers_of_tp_ranks};
 pub use time::StepTime;
 
 use crate::config::Config;
-use crate::engine::EngineError;
-use crate::mesh::{DeviceMesh, MeshShape, shard_range};
-use crate::model::ModelConfig;
+use crate::engine::{EngineError, state_stages};
+use crate::mesh::{DeviceMesh, shard_range};
+use crate::model::{Model, ModelConfig};
 use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, SequenceParallelError};
 use dry_run::DryStep;
@@ -62,14 +62,15 @@ use ulysses_kernels::device::DeviceKind;
 /// Upper limit of the search for the longest sequence: positions have 32 bits.
 const MAX_SEQ_LEN: usize = 1 << 31;
 
-/// The ranks of a stage's first dp row, those of sp and tp, with the same numbers of tokens and heads.
+/// The ranks of a stage's first dp row, those of sp and tp, with the same numbers of tokens and heads; and those of stages that
+/// compute as much.
 #[derive(Debug, Clone, Copy)]
 struct RankClass {
-    /// The pipeline stage.
+    /// The first pipeline stage.
     stage: usize,
     /// The first rank of the class.
     rank: usize,
-    /// The number of ranks in the class.
+    /// The number of ranks in the class, of all its stages.
     ranks: usize,
 }
 
@@ -133,8 +134,8 @@ impl Workload {
     /// # Errors
     /// As [`plan_of`](Self::plan_of).
     pub fn events(&self, rank: usize) -> Result<Vec<Event>, EngineError> {
-        let DryStep { micro_batches, update, .. } = self.first_step(&self.mesh()?, rank)?;
-        Ok(micro_batches.into_iter().flat_map(|(_, events)| events).chain(update).collect())
+        let DryStep { passes, update, .. } = self.first_step(&self.mesh()?, rank)?;
+        Ok(passes.into_iter().flat_map(|pass| pass.events).chain(update).collect())
     }
 
     fn mesh(&self) -> Result<DeviceMesh, EngineError> {
@@ -147,20 +148,20 @@ impl Workload {
     }
 
     /// Returns the distinct ranks of the first dp row of each stage. Other rows are equal, because partitions are padded to equal
-    /// size. Stages differ: by their layers, and by the micro batches that they keep.
+    /// size. Of stages that compute as much, the first keeps the most micro batches.
     fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
-        let MeshShape { pp, dp, .. } = self.config.mesh.shape();
-        let ranks_per_stage = dp * self.config.mesh.ranks_per_sequence();
-        let of_first = self.rank_classes_of_row()?;
-        let at = |stage| {
-            let class = move |class: &RankClass| RankClass {
+        let of_row = self.rank_classes_of_row()?;
+        let at = |stages: Vec<usize>| {
+            let (stage, number) = (stages[0], stages.len());
+            let first = stage * self.ranks_per_stage();
+            let class = move |RankClass { rank, ranks, .. }: &RankClass| RankClass {
                 stage,
-                rank: class.rank + stage * ranks_per_stage,
-                ..*class
+                rank: first + rank,
+                ranks: number * ranks,
             };
-            of_first.iter().map(class)
+            of_row.iter().map(class).collect::<Vec<_>>()
         };
-        Ok((0..pp).flat_map(at).collect())
+        Ok(self.equal_stages()?.into_iter().flat_map(at).collect())
     }
 
     /// Returns the distinct ranks of the first dp row, by numbers of tokens and heads, by ring rank and by share of the weights.
@@ -252,9 +253,15 @@ impl Workload {
     }
 
     /// Returns the workload with another `seq_len`.
+    ///
+    /// The stages of a pipeline stay those of its own `seq_len`, if it has one.
     #[must_use]
     pub fn with_seq_len(&self, seq_len: usize) -> Self {
         let mut workload = self.clone();
+        if let (Some(_), Ok(model)) = (self.config.ulysses.seq_len, Model::new(&self.model)) {
+            // What this refuses is refused by the plan.
+            let _ = state_stages(&model, &mut workload.config);
+        }
         workload.config.ulysses.seq_len = Some(seq_len);
         workload
     }

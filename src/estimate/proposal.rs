@@ -11,9 +11,9 @@ const MAX_PROPOSED_RING: usize = 64;
 /// The proposed mesh for a cluster, and the meshes that were tried, with one micro batch per data-parallel rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Proposal {
-    /// The meshes that were tried, by ascending sp.
+    /// The meshes that were tried, by ascending pp, then sp.
     pub tried: Vec<Candidate>,
-    /// The proposed mesh: the smallest sp that fits or, if none does, the one that needs least memory, with the longest
+    /// The proposed mesh: the smallest pp and sp that fit or, if none does, the one that needs least memory, with the longest
     /// sequence that fits on it.
     pub chosen: Candidate,
 }
@@ -21,7 +21,8 @@ pub struct Proposal {
 impl Workload {
     /// Proposes the mesh with the smallest sp whose ranks stay within `budget`. Sizes within a node come first, then
     /// whole nodes; the remaining ranks are data-parallel. sp is no larger than necessary, because it trades activation
-    /// memory for communication; pp and tp are the workload's. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
+    /// memory for communication; tp is the workload's, and so is pp if any sp fits with it. If none does, pipelines with more stages,
+    /// of whole nodes, are tried, because stages are idle for a part of a step. Its ring is that of [`SeqSharding::auto`](crate::mesh::SeqSharding::auto), so sp may
     /// exceed the number of heads. The rest of the workload's mesh and its batch size are ignored: each data-parallel rank has one micro
     /// batch, in a pipeline one per stage.
     ///
@@ -34,18 +35,20 @@ impl Workload {
     ) -> Result<Proposal, EngineError> {
         let budget = Some(budget.into());
         let mut tried: Vec<Candidate> = Vec::new();
-        for sp in self.sizes_of_sp(cluster)? {
-            let workload = self.on_cluster(cluster, sp);
-            let mut trial = workload.candidate(budget)?;
-            for partitioned in workload.with_more_partitions() {
-                if trial.fits() {
-                    break;
+        for pp in self.sizes_of_pp(cluster) {
+            for sp in self.sizes_of_sp(cluster, pp)? {
+                let workload = self.on_cluster(cluster, pp, sp);
+                let mut trial = workload.candidate(budget)?;
+                for partitioned in workload.with_more_partitions() {
+                    if trial.fits() {
+                        break;
+                    }
+                    trial = partitioned.candidate(budget)?;
                 }
-                trial = partitioned.candidate(budget)?;
-            }
-            tried.push(trial.clone());
-            if trial.fits() {
-                return Ok(Proposal { tried, chosen: trial });
+                tried.push(trial.clone());
+                if trial.fits() {
+                    return Ok(Proposal { tried, chosen: trial });
+                }
             }
         }
         let smallest = tried.iter().min_by_key(|trial| trial.plan.peak_bytes).cloned();
@@ -59,10 +62,22 @@ impl Workload {
         self.config.mesh.ranks_per_sequence().div_ceil(self.ranks_per_node.max(1))
     }
 
+    /// Returns the sizes of pp to try: the configured one, then larger ones with which a stage is whole nodes.
+    fn sizes_of_pp(&self, cluster: Cluster) -> impl Iterator<Item = usize> + use<> {
+        let configured = self.config.mesh.pp_size;
+        let most = if self.may_have_stages() { cluster.nodes.min(self.model.num_layers()) } else { 0 };
+        let larger = (configured + 1..=most).filter(move |pp| cluster.nodes.is_multiple_of(*pp));
+        std::iter::once(configured).chain(larger)
+    }
+
     /// Returns the sizes of sp to try: divisors of a node's ranks, then whole nodes, up to the number of tokens and without
     /// rings that are too long to plan.
-    fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
-        let MeshShape { pp, tp: tp_size, .. } = self.config.mesh.shape();
+    fn sizes_of_sp(
+        &self,
+        cluster: Cluster,
+        pp: usize,
+    ) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
+        let tp_size = self.config.mesh.tp_size;
         let of_stage = cluster.world_size() / (pp * tp_size);
         // Neighbors are one tp rank each.
         let (nodes, ranks_per_node) = (cluster.nodes, (cluster.ranks_per_node / tp_size).max(1));
@@ -77,11 +92,11 @@ impl Workload {
             .filter(move |sp| *sp <= max_sp && of_stage.is_multiple_of(*sp) && is_short_ring(sp)))
     }
 
-    fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
+    fn on_cluster(&self, cluster: Cluster, pp: usize, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
         let sharding = SeqSharding::auto(sp, workload.ulysses_limits());
-        let others = MeshShape { dp: 1, sp, ..workload.config.mesh.shape() };
-        workload.set_mesh(cluster.world_size() / others.num_ranks(), sharding);
+        let others = MeshShape { pp, dp: 1, sp, tp: workload.config.mesh.tp_size };
+        workload.set_mesh(MeshShape { dp: cluster.world_size() / others.num_ranks(), ..others }, sharding);
         let config = &mut workload.config;
         if others.divides_model() {
             // Training refuses other partitions.
@@ -140,7 +155,7 @@ mod tests {
 
     #[test]
     fn a_sequence_goes_across_nodes_only_when_one_node_is_too_small() {
-        let whole_node = over_sp(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let whole_node = over_sp(1 << 22).on_cluster(TWO_OF_8, 1, 8).plan().unwrap().peak_bytes;
         let proposal = workload(1 << 22).propose(TWO_OF_8, whole_node - 1).unwrap();
         assert_eq!((sp(&proposal.chosen), proposal.chosen.workload.nodes_per_sequence()), (16, 2));
         assert!(proposal.chosen.fits());
@@ -155,7 +170,7 @@ mod tests {
             (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (16, 2, 256);
         });
         few.config.ulysses.zero_partition_axes = PartitionAxes::DpSp;
-        let of_two_nodes = few.on_cluster(four_of_8, 16).plan().unwrap().peak_bytes;
+        let of_two_nodes = few.on_cluster(four_of_8, 1, 16).plan().unwrap().peak_bytes;
         let proposal = few.propose(four_of_8, of_two_nodes - 1).unwrap();
         let ring_size = |trial: &Candidate| trial.workload.config.ulysses.ring_size;
         let Candidate { workload, .. } = &proposal.chosen;
@@ -186,7 +201,7 @@ mod tests {
         };
         let short = workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap();
         assert!(fits(1, PartitionAxes::Dp)(&short.chosen), "{short:?}");
-        let over_dp = workload(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let over_dp = workload(1 << 22).on_cluster(TWO_OF_8, 1, 8).plan().unwrap().peak_bytes;
         let proposal = workload(1 << 22).propose(TWO_OF_8, over_dp).unwrap();
         assert!(fits(8, PartitionAxes::Dp)(&proposal.chosen), "{proposal:?}");
         let proposal = workload(1 << 22).propose(TWO_OF_8, over_dp - 1).unwrap();
@@ -196,7 +211,7 @@ mod tests {
     #[test]
     fn an_undecided_attention_output_is_saved_only_if_it_fits() {
         let peak = |saves: Option<bool>| {
-            let mut workload = workload(1 << 22).on_cluster(TWO_OF_8, 8);
+            let mut workload = workload(1 << 22).on_cluster(TWO_OF_8, 1, 8);
             workload.config.ulysses.save_attention_output = saves;
             (workload.plan().unwrap().peak_bytes, workload)
         };
@@ -215,10 +230,11 @@ mod tests {
     #[test]
     fn if_nothing_fits_the_longest_sequence_that_would_is_reported() {
         let proposal = workload(1 << 22).propose(TWO_OF_8, 100 * GIB).unwrap();
-        assert!(!proposal.chosen.fits() && proposal.tried.len() == 5, "{proposal:?}");
+        // Also two stages, with up to the ranks of a node each.
+        assert!(!proposal.chosen.fits() && proposal.tried.len() == 9, "{proposal:?}");
         let longest = proposal.chosen.max_seq_len.unwrap();
         let chosen = sp(&proposal.chosen);
-        let peak = |seq_len| over_sp(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
+        let peak = |seq_len| over_sp(seq_len).on_cluster(TWO_OF_8, 1, chosen).plan().unwrap().peak_bytes;
         assert!(longest.is_multiple_of(chosen), "{longest} tokens over {chosen} ranks");
         assert!(peak(longest) <= 100 * GIB && peak(longest + chosen) > 100 * GIB);
     }

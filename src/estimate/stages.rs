@@ -1,7 +1,8 @@
 //! The stages of a pipeline, each with the plan of its ranks.
 
-use super::{RankPlan, Workload};
-use crate::engine::EngineError;
+use super::{RankClass, RankPlan, Workload};
+use crate::engine::{EngineError, layers_of_stages};
+use crate::model::Model;
 use std::ops::Range;
 
 /// The plan of a pipeline stage.
@@ -20,16 +21,46 @@ impl Workload {
     /// As [`plan`](Self::plan), or for a model whose layers do not fill the stages.
     pub fn stage_plans(&self) -> Result<Vec<StagePlan>, EngineError> {
         let mesh = self.mesh()?;
-        let pp = self.config.mesh.pp_size;
-        let layers = self.config.ulysses.pipeline.layers_of_stages(pp, self.model.num_layers());
-        let layers = layers.map_err(Box::new)?;
-        let classes = self.rank_classes()?;
+        let of_row = self.rank_classes_of_row()?;
         let stage_plan = |(stage, layers): (usize, Range<usize>)| {
-            let ranks = classes.iter().filter(|class| class.stage == stage);
-            let plans = ranks.map(|class| self.plan_of(mesh.ranks()[class.rank]));
+            let first = stage * self.ranks_per_stage();
+            let plans = of_row.iter().map(|RankClass { rank, .. }| self.plan_of(mesh.ranks()[first + rank]));
             Ok(StagePlan { layers, plan: RankPlan::largest(plans.collect::<Result<_, EngineError>>()?) })
         };
-        layers.into_iter().enumerate().map(stage_plan).collect()
+        self.layers_of_stages()?.into_iter().enumerate().map(stage_plan).collect()
+    }
+
+    /// Returns the layers of each pipeline stage.
+    fn layers_of_stages(&self) -> Result<Vec<Range<usize>>, EngineError> {
+        let layers = layers_of_stages(&Model::new(&self.model)?, &self.config);
+        Ok(layers.map_err(Box::new)?)
+    }
+
+    /// Returns the number of ranks of a pipeline stage.
+    pub(super) fn ranks_per_stage(&self) -> usize {
+        self.config.mesh.dp_size * self.config.mesh.ranks_per_sequence()
+    }
+
+    /// Returns the stages by what they compute and to whom they send: stages in between with the same layers at the same place of
+    /// their nodes are equal.
+    pub(super) fn equal_stages(&self) -> Result<Vec<Vec<usize>>, EngineError> {
+        let layers = self.layers_of_stages()?;
+        let place = |stage: usize| stage * self.ranks_per_stage() % self.ranks_per_node.max(1);
+        let is_equal = |stage: usize, other: usize| {
+            let is_between = |stage: usize| stage > 0 && stage + 1 < layers.len();
+            let [own, others] = [stage, other].map(|stage| &self.model.layers[layers[stage].clone()]);
+            is_between(stage) && is_between(other) && own == others && place(stage) == place(other)
+        };
+        // Groups name single layers.
+        let are_alike = self.config.ulysses.parameter_groups.is_empty();
+        let mut equal: Vec<Vec<usize>> = Vec::new();
+        for stage in 0..layers.len() {
+            match equal.iter_mut().find(|stages| are_alike && is_equal(stage, stages[0])) {
+                Some(stages) => stages.push(stage),
+                None => equal.push(vec![stage]),
+            }
+        }
+        Ok(equal)
     }
 
     /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch:
@@ -45,7 +76,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::estimate::event::Purpose;
-    use crate::model::preset;
+    use crate::model::{preset, shape};
     use serde_json::json;
     use ulysses_kernels::device::DeviceKind;
 
@@ -64,6 +95,52 @@ mod tests {
         let largest = plans.iter().map(|stage| stage.plan.peak_bytes).max();
         assert_eq!(Some(workload.plan().unwrap().peak_bytes), largest);
         plans
+    }
+
+    fn staged(pp: usize, ulysses: serde_json::Value) -> Workload {
+        let config = json!({
+            "train_batch_size": 8, "gradient_accumulation_steps": 8, "pipeline_parallel_size": pp, "ulysses": ulysses,
+        });
+        let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+        let model = shape("llama3-8b").unwrap();
+        Workload { config, model, document_len: None, ranks_per_node: 8, device: DeviceKind::Cpu }
+    }
+
+    fn counts(workload: &Workload) -> Vec<usize> {
+        workload.layers_of_stages().unwrap().iter().map(ExactSizeIterator::len).collect()
+    }
+
+    #[test]
+    fn the_last_stage_has_fewer_layers_by_the_loss_which_counts_less_in_long_sequences() {
+        let at = |seq_len: usize| counts(&staged(4, json!({ "seq_len": seq_len })));
+        // The head has as many FLOPs as three layers, at 131,072 tokens as one.
+        assert_eq!((at(512), at(131_072)), (vec![9, 9, 9, 5], vec![8, 8, 8, 8]));
+        let recomputed = staged(4, json!({ "seq_len": 512, "activation_checkpointing": true }));
+        assert_eq!(counts(&recomputed), [9, 9, 8, 6]);
+        let stated = staged(4, json!({ "seq_len": 4096, "pipeline": { "layers_per_stage": [1, 1, 1, 29] } }));
+        assert_eq!(counts(&stated), [1, 1, 1, 29]);
+    }
+
+    #[test]
+    fn stages_are_those_of_the_configs_longest_length_in_plans_of_any_length() {
+        let longer = json!([{ "step": 4, "seq_len": 131_072 }]);
+        let scheduled = staged(4, json!({ "seq_len": 4096, "seq_len_schedule": longer }));
+        let (longest, short) =
+            (staged(4, json!({ "seq_len": 131_072 })), staged(4, json!({ "seq_len": 4096 })));
+        for workload in [&longest, &scheduled] {
+            assert_eq!(counts(&workload.with_seq_len(4096)), [8, 8, 8, 8]);
+        }
+        assert_eq!(counts(&short.with_seq_len(131_072)), [9, 9, 8, 6]);
+    }
+
+    #[test]
+    fn stages_that_compute_as_much_are_planned_once() {
+        let workload = staged(8, json!({ "seq_len": 131_072 }));
+        assert_eq!(counts(&workload), [4; 8]);
+        assert_eq!(workload.equal_stages().unwrap(), [vec![0], (1..7).collect(), vec![7]]);
+        // Two stages on each node: those in between send to the other node, or receive from it.
+        let on_nodes = Workload { ranks_per_node: 2, ..workload };
+        assert_eq!(on_nodes.equal_stages().unwrap(), [vec![0], vec![1, 3, 5], vec![2, 4, 6], vec![7]]);
     }
 
     #[test]

@@ -6,16 +6,17 @@
 //! [supports it](MachineProfile::overlaps_communication): one after another, in the order of their start, as on NCCL's
 //! single stream. Otherwise the rank transfers them itself when it waits. `docs/planning.md` lists what is not modeled.
 
-use super::dry_run::DryStep;
+use super::dry_run::{DryPass, DryStep};
 use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
 use super::nodes::Nodes;
 use super::{SentBytes, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::{LinkRates, MachineProfile, Rates};
-use crate::engine::EngineError;
+use crate::engine::{EngineError, pipeline_schedule};
 use crate::mesh::DeviceMesh;
+use crate::pipeline::Action;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use ulysses_kernels::device::dry::MatmulOp;
 
 /// The step time of the slowest rank. The parts add up to the total.
@@ -40,6 +41,9 @@ pub struct StepTime {
     pub tokens_per_second: f64,
     /// Model FLOPs utilization: FLOPs of all ranks without recomputation, relative to their peak.
     pub mfu: f64,
+    /// The share of the step in which a pipeline stage waits for others, on average; `None` without a pipeline.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline_idle: Option<f64>,
 }
 
 /// The parts of a step's time.
@@ -58,7 +62,7 @@ pub struct TimeParts {
     pub zero_seconds: f64,
     /// Gradient norm and optimizer update.
     pub update_seconds: f64,
-    /// Passing activations between pipeline stages, and waiting for the first and the last micro batch.
+    /// Passing activations between pipeline stages, and waiting for them.
     pub pipeline_seconds: f64,
     /// Reads and writes of offload files.
     pub file_seconds: f64,
@@ -87,8 +91,7 @@ impl TimeParts {
 impl Workload {
     /// Returns the step time on `machine`: of the slowest rank, in an sp group that spans the most nodes.
     ///
-    /// The slowest stage of a pipeline computes all micro batches without a break. Before and after, one micro batch passes through
-    /// the other stages.
+    /// The passes of a pipeline begin in the order of its [`Schedule`](crate::pipeline::Schedule), once what they receive is sent.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), or when the machine profile lacks a rate that the step needs.
@@ -116,15 +119,16 @@ impl Workload {
                 stages.insert(kind.stage, (rank, simulation));
             }
         }
-        let micro_batches = config.gradient_accumulation_steps as f64;
-        let of_all: f64 = stages.values().map(|(_, stage)| stage.passes_seconds / micro_batches).sum();
+        let pipeline = match config.mesh.pp_size {
+            1 => None,
+            _ => Some(self.pipeline_time(&stages)?),
+        };
         // The first of equal ones; `max_by` takes the last.
         let slowest = stages.into_values().rev().max_by(|(_, a), (_, b)| a.now.total_cmp(&b.now));
         let (rank, mut simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
-        let others = of_all - simulation.passes_seconds / micro_batches;
-        if config.mesh.pp_size > 1 {
-            simulation.now += others;
-            simulation.parts.pipeline_seconds += others;
+        if let Some(PipelineTime { seconds, .. }) = pipeline {
+            simulation.parts.pipeline_seconds += seconds - simulation.now;
+            simulation.now = seconds;
         }
         let tokens = config.train_batch_size * config.require_seq_len()?;
         let peak = config.world_size() as f64 * rates.peak_flops_per_second;
@@ -138,7 +142,33 @@ impl Workload {
             hidden_seconds: simulation.hidden,
             tokens_per_second: tokens as f64 / simulation.now,
             mfu: model_flops / simulation.now / peak,
+            pipeline_idle: pipeline.map(|pipeline| pipeline.idle),
         })
+    }
+
+    /// Returns the time of a step of a pipeline. `stages`: the slowest rank of each kind of stage.
+    fn pipeline_time(
+        &self,
+        stages: &BTreeMap<usize, (usize, Simulation<'_>)>,
+    ) -> Result<PipelineTime, EngineError> {
+        let mut all: BTreeMap<usize, &Simulation<'_>> = BTreeMap::new();
+        for equal in self.equal_stages()? {
+            let (_, simulation) = &stages[&equal[0]];
+            all.extend(equal.into_iter().map(|stage| (stage, simulation)));
+        }
+        let num_run = all[&0].passes.keys().map(|action| action.micro_batch + 1).max().unwrap_or(1);
+        let timeline = pipeline_schedule(&self.config, num_run)?
+            .simulate(|stage, action| all[&stage].passes.get(&action).map_or(0.0, |pass| pass.seconds))?;
+        let slowest = |seconds: &dyn Fn(&Simulation<'_>) -> f64| {
+            all.values().map(|stage| seconds(stage)).fold(0.0, f64::max)
+        };
+        // In the middle of a step, micro batches that are not run take a turn of the slowest stage each.
+        let repeated = slowest(&|stage| {
+            stage.passes.values().map(|pass| pass.seconds * (pass.times - 1) as f64).sum::<f64>()
+        });
+        let seconds = timeline.seconds + repeated + slowest(&|stage| stage.now - stage.passes_seconds);
+        let busy: f64 = all.values().map(|stage| stage.now).sum();
+        Ok(PipelineTime { seconds, idle: 1.0 - busy / (seconds * all.len() as f64) })
     }
 
     /// Returns the first dp rank whose ranks of sp and tp span the most nodes.
@@ -151,6 +181,21 @@ impl Workload {
         // `max_by_key` takes the last of equal ones.
         (0..self.config.mesh.dp_size).rev().max_by_key(nodes).unwrap_or(0)
     }
+}
+
+/// The time of a step of a pipeline.
+#[derive(Clone, Copy)]
+struct PipelineTime {
+    seconds: f64,
+    /// The share in which a stage waits, on average.
+    idle: f64,
+}
+
+/// The time of a forward or backward pass.
+struct PassTime {
+    seconds: f64,
+    /// The number of micro batches that it represents.
+    times: u64,
 }
 
 /// A collective that has been started.
@@ -167,8 +212,9 @@ struct Simulation<'a> {
     rates: Rates,
     nodes: Nodes,
     now: f64,
-    /// The time of all forward and backward passes.
+    /// The time of all forward and backward passes, and of each that was run.
     passes_seconds: f64,
+    passes: HashMap<Action, PassTime>,
     /// The end of the last started collective.
     network_free: f64,
     in_flight: BTreeMap<(Purpose, Axis), VecDeque<InFlight>>,
@@ -191,6 +237,7 @@ impl<'a> Simulation<'a> {
             nodes,
             now: 0.0,
             passes_seconds: 0.0,
+            passes: HashMap::new(),
             network_free: 0.0,
             in_flight: BTreeMap::new(),
             is_updating: false,
@@ -204,9 +251,12 @@ impl<'a> Simulation<'a> {
 
     /// Simulates a step.
     fn run(&mut self, step: &DryStep) -> Result<(), EngineError> {
-        for (times, events) in &step.micro_batches {
+        for DryPass { action, times, events } in &step.passes {
+            let begin = self.now;
             self.times = *times as f64;
             events.iter().try_for_each(|event| self.process(event))?;
+            let seconds = (self.now - begin) / self.times;
+            self.passes.insert(*action, PassTime { seconds, times: *times });
         }
         (self.times, self.is_updating, self.passes_seconds) = (1.0, true, self.now);
         step.update.iter().try_for_each(|event| self.process(event))?;

@@ -1,5 +1,6 @@
 //! Pipeline parallelism: ranks that divide the layers of a model into stages of consecutive ones.
 //!
+//! - [`balanced_stages`]: the layers of each stage.
 //! - [`Schedule`]: the order of the passes of every rank, as data that is checked before it runs.
 //! - [`stage_model`]: the part of a model that one rank has. It is a [`Model`](crate::model::Model) like any other, whose input receives hidden states
 //!   of the previous stage, and whose objective sends them to the next one: the engine runs it as a whole model.
@@ -11,12 +12,14 @@
 //! would wait for each other. A sent tensor stays alive until it is received. Where one stream has all messages of a rank (NCCL),
 //! a send and the receive that follows it from the same neighbor form a group ([`Neighbors::flush`]), as in Megatron-LM.
 
+mod balance;
 mod neighbors;
 mod schedule;
 mod stage;
 #[cfg(test)]
 mod tests;
 
+pub use balance::balanced_stages;
 pub use neighbors::Neighbors;
 pub use schedule::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, TimedAction, Timeline};
 pub use stage::stage_model;

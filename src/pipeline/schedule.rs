@@ -171,7 +171,8 @@ impl Default for PassTimes {
 }
 
 impl PassTimes {
-    fn seconds(self, pass: Pass) -> f64 {
+    /// The time of a pass.
+    pub fn seconds(self, pass: Pass) -> f64 {
         match pass {
             Pass::Forward => self.forward,
             Pass::Backward => self.input_backward + self.weight_backward,
@@ -249,19 +250,20 @@ pub enum ScheduleError {
 }
 
 impl Schedule {
-    /// Checks the schedule, and simulates it with passes of equal times.
+    /// Checks the schedule, and simulates it with equal ranks and [`PassTimes::default`].
     ///
     /// # Errors
     /// As [`simulate`](Self::simulate).
     pub fn check(&self) -> Result<Timeline, ScheduleError> {
-        self.simulate(PassTimes::default())
+        self.simulate(|_, action| PassTimes::default().seconds(action.pass))
     }
 
     /// Checks that every pass runs once and in order, and simulates it: receives wait for the pass that sends, sends do not wait.
+    /// `seconds` gets the rank and the action.
     ///
     /// # Errors
     /// A pass that is missing, double or out of order, or ranks that wait for each other.
-    pub fn simulate(&self, times: PassTimes) -> Result<Timeline, ScheduleError> {
+    pub fn simulate(&self, seconds: impl Fn(usize, Action) -> f64) -> Result<Timeline, ScheduleError> {
         (0..self.ranks.len()).try_for_each(|rank| self.check_rank(rank))?;
         let mut ends: HashMap<(usize, Action), f64> = HashMap::new();
         let mut ranks: Vec<Vec<TimedAction>> = vec![Vec::new(); self.ranks.len()];
@@ -277,7 +279,7 @@ impl Schedule {
                         },
                     };
                     let start = done.last().map_or(0.0, |last| last.end).max(received);
-                    let end = start + times.seconds(action.pass);
+                    let end = start + seconds(rank, action);
                     ends.insert((rank, action), end);
                     done.push(TimedAction { action, start, end });
                     has_progressed = true;

@@ -1,6 +1,6 @@
 //! Schedules: their order, that they end, their memory and their idle time.
 
-use super::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind};
+use super::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, balanced_stages};
 use std::collections::BTreeSet;
 
 const KINDS: [ScheduleKind; 5] = [
@@ -19,6 +19,36 @@ fn each(mut test: impl FnMut(ScheduleKind, usize, usize, Schedule)) {
                 test(kind, ranks, micro_batches, schedule);
             }
         }
+    }
+}
+
+#[test]
+fn balanced_stages_are_the_best_of_all_divisions() {
+    let divisions = |layers: usize, stages: usize| -> Vec<Vec<usize>> {
+        // Bits are cuts between layers.
+        let cuts = (0_u32..1 << (layers - 1)).filter(|cuts| cuts.count_ones() as usize == stages - 1);
+        cuts.map(|cuts| {
+            std::iter::once(0)
+                .chain((1..layers).filter(|cut| cuts >> (cut - 1) & 1 == 1))
+                .chain([layers])
+                .collect()
+        })
+        .collect()
+    };
+    let costs = [5, 1, 4, 1, 1, 9, 2, 6];
+    for (objective, stages) in
+        [0, 3, 20].into_iter().flat_map(|objective| (1..=8).map(move |p| (objective, p)))
+    {
+        let most = |cuts: &[usize]| {
+            let cost = |pair: &[usize]| costs[pair[0]..pair[1]].iter().sum::<u64>();
+            let of_stages = cuts.windows(2).map(cost);
+            of_stages.zip(1..).map(|(cost, stage)| cost + if stage == stages { objective } else { 0 }).max()
+        };
+        let found = balanced_stages(&costs, objective, stages);
+        let cuts: Vec<usize> = std::iter::once(0).chain(found.iter().map(|stage| stage.end)).collect();
+        assert!(found.len() == stages && cuts.is_sorted_by(|a, b| a < b) && cuts[stages] == 8, "{found:?}");
+        let best = divisions(8, stages).iter().map(|cuts| most(cuts)).min().unwrap();
+        assert_eq!(most(&cuts), best, "{objective} {stages}: {found:?}");
     }
 }
 
@@ -125,11 +155,14 @@ fn named(name: &str) -> Action {
 #[test]
 fn a_slow_pass_delays_all_that_wait_for_it() {
     let schedule = ScheduleKind::GPipe.schedule(2, 1).unwrap();
-    let timeline =
-        schedule.simulate(PassTimes { forward: 3.0, input_backward: 1.0, weight_backward: 4.0 }).unwrap();
+    let times = PassTimes { forward: 3.0, input_backward: 1.0, weight_backward: 4.0 };
+    let timeline = schedule.simulate(|_, action| times.seconds(action.pass)).unwrap();
     let spans: Vec<_> = timeline.ranks.iter().flatten().map(|timed| (timed.start, timed.end)).collect();
     assert_eq!(spans, [(0.0, 3.0), (11.0, 16.0), (3.0, 6.0), (6.0, 11.0)]);
     assert_eq!((timeline.seconds, timeline.idle), (16.0, 0.5));
+    // A rank that is slower than the others.
+    let timeline = schedule.simulate(|rank, _| [1.0, 5.0][rank]).unwrap();
+    assert_eq!((timeline.seconds, timeline.idle), (12.0, 0.5));
 }
 
 /// A message: what it carries, the micro batch, sender, receiver.

@@ -106,6 +106,7 @@ pub(super) fn run(
         "config": args.config.as_ref().map(|path| path.display().to_string()),
         "settings": settings(&workload.config, device),
         "zero_stage": workload.config.zero.stage,
+        "pp": pp,
         "zero_partition_axes": workload.config.ulysses.zero_partition_axes,
         "micro_batches": proposal.chosen.workload.config.gradient_accumulation_steps,
         "tried": proposal.tried.iter().map(trial).collect::<Vec<_>>(),

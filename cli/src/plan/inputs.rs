@@ -51,7 +51,7 @@ pub(super) fn resolve(args: &PlanArgs) -> Result<Config, Failure> {
         _ if matches!(error, ConfigError::AutoWithoutSource { .. }) && !args.fit => {
             raw.resolve(&Overrides { steps: Some(1), ..overrides })
         }
-        // The search chooses the mesh, but for pp and tp: the batch need not be divisible by all ranks.
+        // The search chooses the mesh, but for tp: the batch need not be divisible by all ranks.
         Some(ranks) => {
             let divided = raw.divided_model();
             if !ranks.is_multiple_of(divided.num_ranks()) {

@@ -2,7 +2,6 @@
 
 use crate::config::define::words::{choice, counts};
 use crate::config::define::{choices, keys};
-use crate::mesh::shard_range;
 use std::ops::Range;
 
 keys! {
@@ -14,7 +13,7 @@ keys! {
         pub schedule: PipelineSchedule = choice().text("1f1b"),
         /// Number of layers of each stage, in order.
         pub layers_per_stage: Option<Vec<usize>> =
-            counts().derived("as equal as possible, the first stages with one more"),
+            counts().derived("those for which the slowest stage has the fewest FLOPs, with the loss, at the longest `ulysses.seq_len`"),
     }
 }
 
@@ -57,18 +56,20 @@ pub enum StagesError {
 }
 
 impl PipelineConfig {
-    /// Returns the layers of each of `pp` stages.
+    /// Returns the layers of each of `pp` stages as the file states them; `None` if it leaves the division open.
     ///
     /// # Errors
     /// When the layers of the model do not fill the stages.
-    pub fn layers_of_stages(&self, pp: usize, num_layers: usize) -> Result<Vec<Range<usize>>, StagesError> {
+    pub fn stated_layers(
+        &self,
+        pp: usize,
+        num_layers: usize,
+    ) -> Result<Option<Vec<Range<usize>>>, StagesError> {
         if pp > num_layers {
             return Err(StagesError::TooMany { pp, num_layers });
         }
         // One stage has all layers; the config notes that the counts have no effect.
-        let Some(counts) = self.layers_per_stage.as_ref().filter(|_| pp > 1) else {
-            return Ok((0..pp).map(|stage| shard_range(num_layers, pp, stage)).collect());
-        };
+        let Some(counts) = self.layers_per_stage.as_ref().filter(|_| pp > 1) else { return Ok(None) };
         let stated = counts.iter().fold(0_usize, |sum, count| sum.saturating_add(*count));
         if stated != num_layers {
             return Err(StagesError::OtherLayers { stated, num_layers });
@@ -77,6 +78,6 @@ impl PipelineConfig {
             *first += count;
             Some(*first - count..*first)
         });
-        Ok(layers.collect())
+        Ok(Some(layers.collect()))
     }
 }

@@ -98,7 +98,7 @@ impl Grid {
         };
         let head_chunks = std::iter::successors(Some(1), |chunks| Some(2 * chunks));
         let head_chunks = head_chunks.take_while(|chunks| *chunks <= max_chunks).filter(is_shared);
-        let micro_batches = base.micro_batches();
+        let micro_batches = base.chosen_micro_batches();
         let largest = micro_batches.first().copied().unwrap_or(1);
         let tokens = config.require_seq_len()?.div_ceil(config.mesh.sp_size).saturating_mul(largest);
         let tiles = TILES.into_iter().filter(|tile| *tile < tokens).map(NonZero::new);

@@ -3,7 +3,7 @@
 use super::options::{JobError, OrJobError};
 use crate::checkpoint::{MANIFEST, read_pointer, saved_steps};
 use crate::config::Config;
-use crate::engine::{EngineError, check_parameter_groups};
+use crate::engine::{EngineError, check_parameter_groups, layers_of_stages};
 use crate::estimate::{check_tensor_parallel, layers_of_tp_ranks, ulysses_limits};
 use crate::kernels::attention::grouped_heads;
 use crate::kernels::rope::Scaling;
@@ -160,9 +160,9 @@ pub fn check_layers(model: &ModelConfig, config: &Config) -> Result<(), JobError
              most {layers}"
         )));
     }
-    config.ulysses.pipeline.layers_of_stages(config.mesh.pp_size, layers).or_usage()?;
-    let units = Model::new(model).or_usage()?.units();
-    check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
+    let model = Model::new(model).or_usage()?;
+    layers_of_stages(&model, config).or_usage()?;
+    check_parameter_groups(&config.ulysses.parameter_groups, &model.units()).or_usage()
 }
 
 /// Sets a ring size of `"auto"` for the model, on nodes of `ranks_per_node` ranks.

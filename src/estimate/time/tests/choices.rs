@@ -1,7 +1,7 @@
 //! The times of single changes and of other meshes, and which of them is preferred.
 
 use super::*;
-use crate::estimate::{Criteria, MeshChoice};
+use crate::estimate::{Candidate, Criteria, MeshChoice};
 
 #[test]
 fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
@@ -68,6 +68,33 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     assert!(smaller.len() > 1);
     let reason = format!("fastest of the {} that fit", smaller.len());
     assert_eq!(reasons(&within), [(dp, zero_stage, reason)]);
+}
+
+/// Between nodes a pipeline sends only hidden states.
+#[test]
+fn a_pipeline_is_chosen_where_its_stages_idle_for_less_than_gradients_take() {
+    let mut machine = with_rates(|rates| rates.product_flops_per_second = 1e9);
+    let link = |bytes: f64| LinkRates {
+        all_to_all_bytes_per_second: 1e9,
+        all_reduce_bytes_per_second: bytes,
+        ..INSTANT
+    };
+    let workload = Workload { ranks_per_node: 1, ..nano(2, 1, json!({ "gradient_accumulation_steps": 8 })) };
+    let mut chosen = |bytes: f64| {
+        machine.links.inter_node = Some(link(bytes));
+        let choices = workload.meshes(Criteria { budget: None, machine: Some(&machine) }).unwrap();
+        let best = choices.into_iter().find(|choice| choice.reason.is_some()).unwrap();
+        let Candidate { workload, time, .. } = best.candidate;
+        (workload.config.mesh.pp_size, time.unwrap().pipeline_idle)
+    };
+    assert_eq!(chosen(1e12), (1, None));
+    let (pp, idle) = chosen(1e5);
+    assert_eq!(pp, 2);
+    // 16 micro batches, and a head that makes the second stage slower.
+    assert!((1.0 / 17.0..0.2).contains(&idle.unwrap()), "{idle:?}");
+    // Without a machine no time speaks for it.
+    let untimed = workload.meshes(Criteria::default()).unwrap();
+    assert!(untimed.iter().all(|choice| choice.candidate.workload.config.mesh.pp_size == 1), "{untimed:?}");
 }
 
 #[test]
