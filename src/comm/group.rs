@@ -199,6 +199,12 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
+    /// Whether this rank's messages are sent and received one after another, and each waits for both of its ranks: on the one
+    /// stream of NCCL.
+    fn has_one_stream(&self) -> bool {
+        false
+    }
+
     /// Starts an operation that completes once every rank has issued it.
     fn start_barrier(&self) -> Result<Pending, CommError> {
         self.start(Call::barrier())

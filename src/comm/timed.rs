@@ -1,7 +1,7 @@
 //! Time that a rank spends in collectives, for any backend.
 
 use super::{Call, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
-use crate::mesh::RING_AXIS;
+use crate::mesh::{PP_AXIS, RING_AXIS};
 use candle_core::Device;
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,8 @@ struct Totals {
     calls: BTreeMap<Kind, Times>,
     /// Since they were last taken.
     by_phase: BTreeMap<&'static str, CommSeconds>,
+    /// Along pp, in the phases of steps.
+    pp_seconds: f64,
     /// Seconds of each call, in order, if calls are recorded individually.
     each: Option<SecondsOfCalls>,
     is_verbose: bool,
@@ -98,6 +100,8 @@ pub struct CommSeconds {
     pub ring: f64,
     /// The part of them in the waits for blocks and gradients.
     pub exposed_ring: f64,
+    /// All operations along pp: waiting for messages of other pipeline stages, and sending to them.
+    pub pp: f64,
     /// Other operations along any axis but sp: dp, ZeRO partitions and their replicas.
     pub dp: f64,
     /// Other operations along sp.
@@ -107,7 +111,7 @@ pub struct CommSeconds {
 impl CommSeconds {
     /// The total.
     pub fn total(self) -> f64 {
-        self.all_to_all + self.ring + self.dp + self.sp
+        self.all_to_all + self.ring + self.pp + self.dp + self.sp
     }
 }
 
@@ -117,6 +121,7 @@ impl std::ops::AddAssign for CommSeconds {
         self.exposed_exchange += other.exposed_exchange;
         self.ring += other.ring;
         self.exposed_ring += other.exposed_ring;
+        self.pp += other.pp;
         self.dp += other.dp;
         self.sp += other.sp;
     }
@@ -158,7 +163,12 @@ impl CommTimer {
         Ok(std::mem::take(&mut state.totals.by_phase))
     }
 
-    /// Returns the calls so far, by axis, operation and size; without those that a failed GPU has not done.
+    /// Returns the time along pp in all steps so far.
+    pub fn pp_seconds(&self) -> f64 {
+        self.settled().totals.pp_seconds
+    }
+
+    /// Returns the calls so far, by axis, operation and size, without messages; without those that a failed GPU has not done.
     pub fn calls(&self) -> Vec<CallTimes> {
         let calls = &self.settled().totals.calls;
         let reported = calls.iter().map(|(kind, times)| CallTimes {
@@ -213,11 +223,19 @@ impl Totals {
     fn count(&mut self, kind: Kind, phase: &'static str, starting: f64, waiting: f64) {
         let seconds = starting + waiting;
         let Kind { axis, op, input_bytes, .. } = kind;
+        let of_phase = self.by_phase.entry(phase).or_default();
+        if axis == PP_AXIS {
+            of_phase.pp += seconds;
+            self.pp_seconds += if phase.is_empty() { 0.0 } else { seconds };
+        }
+        if op.is_message() {
+            return;
+        }
         let times = self.calls.entry(kind).or_default();
         times.calls += 1;
         times.seconds += seconds;
-        let of_phase = self.by_phase.entry(phase).or_default();
         match (op, axis) {
+            (_, PP_AXIS) => {}
             (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, RING_AXIS) => of_phase.ring += seconds,
             (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => of_phase.all_to_all += seconds,
             (_, "sp") => of_phase.sp += seconds,
@@ -253,27 +271,27 @@ impl GroupWrapper for TimedGroup {
     }
 
     fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
-        if call.op().is_message() {
-            // Messages involve two ranks only, so they have no sequence number in the group.
-            return self.inner.start(call);
-        }
         let op = call.op();
         let input_bytes = call.inputs.iter().map(ulysses_kernels::tensor::bytes).sum::<usize>() as u64;
         let kind = Kind { axis: self.axis, op, ranks: self.inner.world_size(), input_bytes };
-        let sequence = self.issued.fetch_add(1, Ordering::Relaxed);
+        // Messages involve two ranks only, so they have no sequence number in the group, and no place in a trace.
+        let is_traced = !op.is_message();
+        let sequence = if is_traced { self.issued.fetch_add(1, Ordering::Relaxed) } else { 0 };
         let first = self.inner.global_ranks()[0];
         let begun = self.timer.now()?;
         let pending = {
-            let _start =
-                tracing::trace_span!("start", axis = self.axis, %op, input_bytes, first, sequence).entered();
+            let _start = is_traced.then(|| {
+                tracing::trace_span!("start", axis = self.axis, %op, input_bytes, first, sequence).entered()
+            });
             self.inner.start(call)?
         };
         let starting = [begun, self.timer.now()?];
         let timer = self.timer.clone();
         Ok(pending.around(move |complete| {
             let begun = timer.now()?;
-            let waiting =
-                tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered();
+            let waiting = is_traced.then(|| {
+                tracing::trace_span!("wait", axis = kind.axis, %op, input_bytes, first, sequence).entered()
+            });
             complete()?;
             drop(waiting);
             let waited = [begun, timer.now()?];
@@ -348,16 +366,22 @@ mod tests {
         totals.count(kind("sp", CollectiveOp::AllReduce), "forward", 16.0, 32.0);
         totals.count(kind(RING_AXIS, CollectiveOp::AllToAllStrided), "forward", 64.0, 128.0);
         totals.count(kind("ulysses", CollectiveOp::AllToAllStrided), "forward", 0.25, 0.5);
+        totals.count(kind(PP_AXIS, CollectiveOp::Recv), "forward", 0.5, 1.0);
+        totals.count(kind(PP_AXIS, CollectiveOp::AllReduce), "", 2.0, 4.0);
         let expected = CommSeconds {
             all_to_all: 15.75,
             exposed_exchange: 2.5,
             ring: 192.0,
             exposed_ring: 128.0,
+            pp: 1.5,
             dp: 0.0,
             sp: 48.0,
         };
         assert_eq!(totals.by_phase["forward"], expected);
-        assert_eq!(expected.total(), 15.75 + 192.0 + 48.0);
+        assert_eq!(expected.total(), 15.75 + 192.0 + 1.5 + 48.0);
+        // Those outside of steps are none of theirs, and messages are no collectives.
+        assert_eq!((totals.pp_seconds, totals.by_phase[""].pp), (1.5, 6.0));
+        assert!(totals.calls.keys().all(|kind| kind.op != CollectiveOp::Recv));
     }
 
     #[test]

@@ -63,6 +63,10 @@ impl<W: GroupWrapper> ProcessGroup for W {
         self.inner().progress_in_background();
     }
 
+    fn has_one_stream(&self) -> bool {
+        self.inner().has_one_stream()
+    }
+
     fn flush_messages(&self) -> Result<(), CommError> {
         self.inner().flush_messages()
     }

@@ -129,13 +129,36 @@ pub enum MeshShapeError {
         /// The mesh.
         mesh: MeshShape,
     },
+    /// A schedule without several stages per rank.
+    #[error(
+        "`ulysses.pipeline.virtual_stages` is {virtual_stages}, but the schedule \"gpipe\" has one stage per rank: use \"1f1b\", which \
+         is then interleaved, or virtual_stages 1"
+    )]
+    InterleavedGpipe {
+        /// Stages of each rank.
+        virtual_stages: usize,
+    },
+    /// Micro batches that the interleaved schedule cannot group.
+    #[error(
+        "`ulysses.pipeline.virtual_stages` needs micro batches in groups of pp {pp}, but there are {accumulation} \
+         (`gradient_accumulation_steps`): use a multiple of {pp}, or virtual_stages 1"
+    )]
+    InterleavedMicroBatches {
+        /// Ranks of the pipeline.
+        pp: usize,
+        /// Micro batches of a step.
+        accumulation: usize,
+    },
     /// `ulysses.pipeline.layers_per_stage` is for another number of stages.
     #[error(
-        "pp is {pp}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it"
+        "pp is {pp}{}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it",
+        super::sections::pipeline::each(*virtual_stages)
     )]
     LayersPerStage {
         /// Stages.
         pp: usize,
+        /// Stages of each.
+        virtual_stages: usize,
         /// Entries.
         entries: usize,
     },

@@ -10,6 +10,7 @@ use super::raw::RawConfig;
 use super::reader::Note;
 use super::sections::mesh_rules::AppliedRule;
 use super::sections::mesh_spec::StatedMesh;
+use super::sections::pipeline::PipelineSchedule;
 use super::sections::scheduler::SchedulerConfig;
 use super::sections::ulysses::UlyssesConfig;
 use super::sections::zero::PartitionAxes;
@@ -202,21 +203,33 @@ impl RawConfig {
         })
     }
 
-    /// Checks that `ulysses.pipeline.layers_per_stage` has an entry for each stage; with one stage it has no effect.
+    /// Checks that the stages of a pipeline can be scheduled, and that `layers_per_stage` has an entry for each; with one stage
+    /// neither it nor `virtual_stages` has an effect.
     fn check_stages(&self, config: &mut Config) -> Result<(), ConfigError> {
-        let pp = config.mesh.pp_size;
-        match config.ulysses.pipeline.layers_per_stage.as_ref().map(Vec::len) {
-            None => Ok(()),
-            Some(_) if pp == 1 => {
-                let note = "`ulysses.pipeline.layers_per_stage` has no effect: pp is 1";
-                config.notes.push(Note::warning(note));
-                Ok(())
-            }
-            Some(entries) if entries != pp => {
-                Err(self.mesh_error(MeshShapeError::LayersPerStage { pp, entries }))
-            }
-            Some(_) => Ok(()),
+        let (pp, accumulation) = (config.mesh.pp_size, config.gradient_accumulation_steps);
+        let pipeline = &config.ulysses.pipeline;
+        let (virtual_stages, entries) =
+            (pipeline.virtual_stages, pipeline.layers_per_stage.as_ref().map(Vec::len));
+        if pp == 1 {
+            let keys = [("layers_per_stage", entries.is_some()), ("virtual_stages", virtual_stages > 1)];
+            let without_effect = keys
+                .into_iter()
+                .filter(|(_, is_set)| *is_set)
+                .map(|(key, _)| Note::warning(format!("`ulysses.pipeline.{key}` has no effect: pp is 1")));
+            config.notes.extend(without_effect);
+            return Ok(());
         }
+        let reason = if virtual_stages > 1 && pipeline.schedule == PipelineSchedule::Gpipe {
+            MeshShapeError::InterleavedGpipe { virtual_stages }
+        } else if virtual_stages > 1 && !accumulation.is_multiple_of(pp) {
+            MeshShapeError::InterleavedMicroBatches { pp, accumulation }
+        } else if let Some(entries) = entries.filter(|entries| *entries != pp.saturating_mul(virtual_stages))
+        {
+            MeshShapeError::LayersPerStage { pp, virtual_stages, entries }
+        } else {
+            return Ok(());
+        };
+        Err(self.mesh_error(reason))
     }
 
     fn check_ring(&self, sp: usize, ulysses: &UlyssesConfig) -> Result<(), ConfigError> {

@@ -1,6 +1,6 @@
 //! The backward pass.
 
-use super::engine::{INPUT_UNIT, layer_unit};
+use super::engine::layer_unit;
 use super::forward::{LayerTape, Loss, Tape};
 use super::moment::Moment;
 use super::offload::{ActivationOffload, OffloadedTensor};
@@ -11,6 +11,7 @@ use crate::config::LossNormalization;
 use crate::nn::{LayerContext, LayerError, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::Workspace;
+use ulysses_kernels::lm_head_loss::Losses;
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's gradients are reduced while the backward pass of
@@ -19,95 +20,110 @@ impl Engine {
     /// # Errors
     /// More calls than the accumulation allows, or failed communication.
     pub fn backward(&mut self, loss: Loss) -> Result<(), EngineError> {
+        let Loss { mut local, tapes } = loss;
+        tapes.into_iter().rev().try_for_each(|tape| self.backward_chunk(&mut local, tape))
+    }
+
+    /// Runs the backward pass of a chunk of layers. Takes the losses of the last one.
+    fn backward_chunk(&mut self, local: &mut Losses, tape: Tape) -> Result<(), EngineError> {
         self.check_usable()?;
-        let accumulation = self.micro_steps_per_step();
-        if self.accumulation.micro_steps == accumulation {
+        let (chunk, accumulation) = (tape.chunk, self.micro_steps_per_step());
+        if self.accumulation.backward_passes(chunk) == accumulation {
             return Err(EngineError::StepDue { accumulation });
         }
-        if loss.tape.step != self.attempted_steps {
-            let (made, now) = (loss.tape.step, self.attempted_steps);
+        if tape.step != self.attempted_steps {
+            let (made, now) = (tape.step, self.attempted_steps);
             return Err(EngineError::StaleLoss { made, now });
         }
-        if self.accumulation.micro_steps == 0 {
+        if self.accumulation.is_new() {
             self.zero.zero_gradients()?;
-            self.accumulation.begin(loss.tape.flexible);
+            self.accumulation.begin(tape.flexible);
         }
-        self.accumulation.check(loss.tape.flexible)?;
+        self.accumulation.check(tape.flexible)?;
         let accumulation = self.micro_steps_per_step();
         // Cleared at the end: a failure in between leaves partial gradients behind.
         self.is_broken = true;
-        let (scale, weight) = self.loss_scale(&loss)?;
-        let Loss { local, tape } = loss;
-        self.accumulation.add(local, tape.batch_hash, tape.tokens, weight);
-        self.backward_pass(tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
-        self.accumulation.micro_steps += 1;
+        let (scale, weight) = self.loss_scale(local)?;
+        if chunk + 1 == self.num_chunks() {
+            self.accumulation.add(std::mem::take(local), tape.batch_hash, tape.tokens, weight);
+        }
+        self.backward_pass(tape, scale, self.accumulation.backward_passes(chunk) + 1 == accumulation)?;
+        self.accumulation.count_backward_pass(chunk);
         self.is_broken = false;
         Ok(())
     }
 
-    /// Runs the backward pass of objective, layers and input.
+    /// Runs the backward pass of objective, layers and input of a chunk. At the `boundary`, its gradients are complete.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
-        let Tape { ctx, input, mut layers, hidden, objective, .. } = tape;
+        let Tape { chunk, ctx, input, mut layers, hidden, objective, .. } = tape;
+        let first = self.layers_of(chunk).start;
         self.read_ahead(layers.last())?;
-        let mut dx = self.backward_objective(objective, scale, &ctx)?;
-        if !self.model.is_tied() {
-            self.zero.reduce(self.objective_unit(), boundary)?;
+        let mut dx = self.backward_objective(chunk, objective, scale, &ctx)?;
+        if let (_, Some(unit)) = self.objective_of(chunk)
+            && !self.model.is_tied()
+        {
+            self.zero.reduce(unit, boundary)?;
         }
         let mut output = Some(hidden);
         while let Some(layer_tape) = layers.pop() {
-            let index = layers.len();
+            let index = first + layers.len();
             // A layer's saved state may hold its output. A checkpointed layer's output is recycled at
             // once.
             let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(Moment::Backward { layer: self.layer_number(index) });
             self.read_ahead(layers.last())?;
-            let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
+            let (gradient, x) = self.backward_layer(chunk, index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(layer_unit(index), boundary)?;
         }
         self.begin_part(Moment::EmbeddingBackward);
-        let grads = self.zero.gradients(INPUT_UNIT)?;
-        tracing::trace_span!("embedding backward").in_scope(|| {
-            self.model.input.backward(input, &dx, &grads[..self.model.input.parameters().len()], &ctx)
-        })?;
+        let unit = self.input_of(chunk).1;
+        let grads = unit.map_or(Ok(Vec::new()), |unit| self.zero.gradients(unit))?;
+        let (of_chunk, _) = self.input_of(chunk);
+        tracing::trace_span!("embedding backward")
+            .in_scope(|| of_chunk.backward(input, &dx, &grads[..of_chunk.parameters().len()], &ctx))?;
+        let dx = Some(dx).filter(|_| !of_chunk.keeps_gradient());
         self.flush_messages()?;
-        let dx = Some(dx).filter(|_| !self.model.input.keeps_gradient());
         [dx, output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
-        self.zero.reduce(INPUT_UNIT, boundary)?;
+        unit.map_or(Ok(()), |unit| self.zero.reduce(unit, boundary))?;
         self.zero.finish_reductions()?;
-        if boundary {
+        if boundary && chunk == 0 {
             // Here, after all messages: the stages that share parameters wait for each other.
             self.zero.sum_tied_gradients()?;
         }
         Ok(())
     }
 
-    /// Backward of the objective. The views are dropped here. Otherwise they would keep its full parameters and
+    /// Backward of a chunk's objective. The views are dropped here. Otherwise they would keep its full parameters and
     /// gradients alive through the backward pass of all layers.
     fn backward_objective(
         &mut self,
+        chunk: usize,
         saved: Saved,
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
         let _head = tracing::trace_span!("head backward").entered();
-        let unit = self.objective_unit();
-        let params = self.zero.parameters(unit)?;
-        let grads = self.zero.gradients(unit)?;
-        let num_layers = self.model.layers.len();
-        if num_layers > 0 {
-            self.zero.prefetch(layer_unit(num_layers - 1))?;
+        let unit = self.objective_of(chunk).1;
+        let params = unit.map_or(Ok(Vec::new()), |unit| self.zero.parameters(unit))?;
+        let grads = unit.map_or(Ok(Vec::new()), |unit| self.zero.gradients(unit))?;
+        let layers = self.layers_of(chunk);
+        if !layers.is_empty() {
+            self.zero.prefetch(layer_unit(layers.end - 1))?;
         }
-        if num_layers > 1 {
-            self.zero.read_ahead(layer_unit(num_layers - 2))?;
+        if layers.len() > 1 {
+            self.zero.read_ahead(layer_unit(layers.end - 2))?;
         }
-        let (params, grads) = (self.model.objective_views(params), self.model.objective_views(grads));
+        let (params, grads) = match unit {
+            Some(_) => (self.model.objective_views(params), self.model.objective_views(grads)),
+            None => (params, grads),
+        };
         let begin = self.timer.now()?;
-        let dx = self.model.objective.backward(&params, saved, scale, &grads, &ctx.of_own_tokens())?;
-        self.timer.add(Timed::BackwardOfPart(num_layers), begin)?;
-        self.zero.release(unit);
+        let dx = self.objective_of(chunk).0.backward(&params, saved, scale, &grads, &ctx.of_own_tokens())?;
+        self.timer.add(Timed::BackwardOfPart(self.model.layers.len()), begin)?;
+        unit.into_iter().for_each(|unit| self.zero.release(unit));
         Ok(dx)
     }
 
@@ -122,6 +138,7 @@ impl Engine {
     /// Backward of one layer from its tape: the gradient of its input, and the input.
     fn backward_layer(
         &mut self,
+        chunk: usize,
         index: usize,
         layer_tape: LayerTape,
         dy: Tensor,
@@ -131,10 +148,11 @@ impl Engine {
         let unit = layer_unit(index);
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
-        if index > 0 {
+        let first = self.layers_of(chunk).start;
+        if index > first {
             self.zero.prefetch(layer_unit(index - 1))?;
             // The embedding's parameters are not needed in its backward.
-            if index > 1 {
+            if index > first + 1 {
                 self.zero.read_ahead(layer_unit(index - 2))?;
             }
         }
@@ -163,12 +181,12 @@ impl Engine {
     /// With `global`, the factor is the constant `1/C`; `step` supplies the rest. With `micro_batch`, it is
     /// the mean over the sp group's valid tokens, then over dp and accumulation (as in DeepSpeed). The
     /// gradient's factor also contains the loss scale.
-    fn loss_scale(&self, loss: &Loss) -> Result<(f32, f64), EngineError> {
+    fn loss_scale(&self, local: &Losses) -> Result<(f32, f64), EngineError> {
         match self.config.loss_normalization {
             LossNormalization::Global => Ok(((self.scaler.scale() / self.loss_constant()) as f32, 1.0)),
             LossNormalization::MicroBatch => {
                 let valid =
-                    self.groups.tokens().all_reduce_values(&[loss.valid_tokens() as f64], ReduceOp::Sum)?[0];
+                    self.groups.tokens().all_reduce_values(&[local.valid_tokens() as f64], ReduceOp::Sum)?[0];
                 let micro_batches = self.config.mesh.dp_size * self.config.gradient_accumulation_steps;
                 let scale = if valid > 0.0 { 1.0 / (valid * micro_batches as f64) } else { 0.0 };
                 Ok(((scale * self.scaler.scale()) as f32, scale))

@@ -235,14 +235,9 @@ impl Engine {
         Ok(self.activation_offload.as_ref().map_or(Ok(()), ActivationOffload::trim)?)
     }
 
-    /// Index of the objective's unit.
+    /// Index of the model's objective's unit.
     pub(super) fn objective_unit(&self) -> usize {
         if self.model.is_tied() { INPUT_UNIT } else { layer_unit(self.model.layers.len()) }
-    }
-
-    /// The unit that follows layer `index` in the forward pass.
-    pub(super) fn unit_after(&self, index: usize) -> usize {
-        if index + 1 < self.model.layers.len() { layer_unit(index + 1) } else { self.objective_unit() }
     }
 
     /// Starts to record the memory peak of each part of a step ([`Moment`]). This costs a clock read and

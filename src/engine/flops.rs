@@ -53,7 +53,7 @@ pub fn state_stages(model: &Model, config: &mut Config) -> Result<(), StagesErro
     Ok(())
 }
 
-/// Returns the layers of each pipeline stage: as the config states them, or balanced by the FLOPs of a step.
+/// Returns the layers of each pipeline stage, first stage first: as the config states them, or balanced by the FLOPs of a step.
 ///
 /// Those of a layer are of its matrix products, once more where they are recomputed, and of attention to whole sequences of the
 /// config's longest length. The last stage also computes the loss: 8 FLOPs per token and weight, as its backward pass computes the
@@ -63,6 +63,7 @@ pub fn state_stages(model: &Model, config: &mut Config) -> Result<(), StagesErro
 /// When the layers of the model do not fill the stages.
 pub fn layers_of_stages(model: &Model, config: &Config) -> Result<Vec<Range<usize>>, StagesError> {
     let (pp, num_layers) = (config.mesh.pp_size, model.layers.len());
+    let num_stages = pp * config.ulysses.pipeline.stages_per_rank(pp);
     if let Some(stated) = config.ulysses.pipeline.stated_layers(pp, num_layers)? {
         return Ok(stated);
     }
@@ -79,5 +80,5 @@ pub fn layers_of_stages(model: &Model, config: &Config) -> Result<Vec<Range<usiz
     let unit = ((layers.iter().sum::<u128>() + of_objective) >> 40).max(1);
     let rounded = |flops: u128| u64::try_from(flops / unit).unwrap_or(u64::MAX);
     let layers: Vec<u64> = layers.into_iter().map(rounded).collect();
-    Ok(balanced_stages(&layers, rounded(of_objective), pp))
+    Ok(balanced_stages(&layers, rounded(of_objective), num_stages))
 }

@@ -1,7 +1,7 @@
 //! The forward pass.
 
 use super::blocks::SharedAttention;
-use super::engine::{INPUT_UNIT, layer_unit};
+use super::engine::layer_unit;
 use super::local_tokens::{LocalTokens, tokens_of_rows};
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
@@ -22,11 +22,14 @@ use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 #[must_use]
 pub struct Loss {
     pub(super) local: Losses,
-    pub(super) tape: Tape,
+    /// Those of the chunks of layers, the first one first.
+    pub(super) tapes: Vec<Tape>,
 }
 
 /// Tensors that the forward pass saves for the backward pass.
 pub(super) struct Tape {
+    /// The chunk of layers.
+    pub(super) chunk: usize,
     pub(super) ctx: LayerContext,
     /// Steps done before it, which tells which parameters it used.
     pub(super) step: u64,
@@ -78,8 +81,8 @@ impl Loss {
 
     /// Bytes of the tensors saved for the backward pass; a tensor saved twice counts twice.
     pub fn saved_bytes(&self) -> usize {
-        let layers: usize = self.tape.layers.iter().map(LayerTape::bytes).sum();
-        layers + self.tape.objective.bytes()
+        let of_layers = |tape: &Tape| tape.layers.iter().map(LayerTape::bytes).sum::<usize>();
+        self.tapes.iter().map(|tape| of_layers(tape) + tape.objective.bytes()).sum()
     }
 }
 
@@ -90,16 +93,27 @@ impl Engine {
     /// A batch that does not fit the config, a token or label outside the vocabulary, or failed
     /// communication.
     pub fn forward(&mut self, batch: &MicroBatch) -> Result<Loss, EngineError> {
+        let mut loss = self.forward_chunk(batch, 0)?;
+        for chunk in 1..self.num_chunks() {
+            let Loss { local, tapes } = self.forward_chunk(batch, chunk)?;
+            loss.local = local;
+            loss.tapes.extend(tapes);
+        }
+        Ok(loss)
+    }
+
+    /// Runs a chunk of layers: a stage of the pipeline.
+    pub(crate) fn forward_chunk(&mut self, batch: &MicroBatch, chunk: usize) -> Result<Loss, EngineError> {
         self.check_usable()?;
         self.begin_part(Moment::Embedding);
         // A loss that was dropped without a backward pass leaves its head gathered.
         self.zero.release_all();
         self.check_batch(batch)?;
         let ctx = self.context(batch)?.with_saved_attention_output(self.config.saves_attention_output());
-        let mut layers = Vec::with_capacity(self.model.layers.len());
+        let mut layers = Vec::with_capacity(self.layers_of(chunk).len());
         let local = self.local(batch);
         let local = local.view();
-        let (hidden, input) = self.run_layers(&local, &ctx, |engine, index, params, x| {
+        let (hidden, input) = self.run_layers(chunk, &local, &ctx, |engine, index, params, x| {
             let begin = engine.timer.now()?;
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
@@ -119,23 +133,35 @@ impl Engine {
             // Free the layers' working memory, which the head cannot use.
             self.workspace.trim();
         }
-        let params = self.objective_parameters()?;
+        let params = self.objective_parameters(chunk)?;
         let begin = self.timer.now()?;
         let own = ctx.of_own_tokens();
-        let (losses, objective) = self.model.objective.forward(&params, &hidden, &local, &own)?;
+        let (losses, objective) = self.objective_of(chunk).0.forward(&params, &hidden, &local, &own)?;
         self.timer.add(Timed::ForwardOfPart(self.model.layers.len()), begin)?;
         self.flush_messages()?;
         let (step, batch_hash, flexible) = (self.attempted_steps, batch.batch_hash, batch.flexible);
         let tokens = (batch.batch_size * batch.seq_len) as u64;
         Ok(Loss {
             local: losses,
-            tape: Tape { ctx, step, batch_hash, tokens, flexible, input, layers, hidden, objective },
+            tapes: vec![Tape {
+                chunk,
+                ctx,
+                step,
+                batch_hash,
+                tokens,
+                flexible,
+                input,
+                layers,
+                hidden,
+                objective,
+            }],
         })
     }
 
-    /// The objective's parameters. They stay gathered until the release of their unit.
-    fn objective_parameters(&mut self) -> Result<Vec<Tensor>, EngineError> {
-        let params = self.zero.parameters(self.objective_unit())?;
+    /// The parameters of a chunk's objective. They stay gathered until the release of their unit.
+    fn objective_parameters(&mut self, chunk: usize) -> Result<Vec<Tensor>, EngineError> {
+        let Some(unit) = self.objective_of(chunk).1 else { return Ok(Vec::new()) };
+        let params = self.zero.parameters(unit)?;
         Ok(self.model.objective_views(params))
     }
 
@@ -146,7 +172,7 @@ impl Engine {
         let mut what = "its number of sequences (train_micro_batch_size_per_gpu)";
         if let Some(step) = batch.flexible {
             (what, expected) = ("its number of rows (ulysses.flexible_sp)", 1);
-            if self.accumulation.micro_steps == 0 {
+            if self.accumulation.is_new() {
                 let numbers = [
                     ("the assignment of documents to ranks (ulysses.flexible_sp)", batch.batch_hash),
                     ("the number of micro steps", step.micro_steps as u64),
@@ -172,10 +198,13 @@ impl Engine {
         let ctx = self.context(batch)?;
         let tokens = self.local(batch);
         let tokens = tokens.view();
-        let hidden = self.run_without_tape(&tokens, &ctx)?;
-        let params = self.objective_parameters()?;
-        let losses = self.model.objective.evaluate(&params, hidden, &tokens, &ctx.of_own_tokens())?;
-        self.flush_messages()?;
+        let mut losses = Losses::default();
+        for chunk in 0..self.num_chunks() {
+            let hidden = self.run_without_tape(chunk, &tokens, &ctx)?;
+            let params = self.objective_parameters(chunk)?;
+            losses = self.objective_of(chunk).0.evaluate(&params, hidden, &tokens, &ctx.of_own_tokens())?;
+            self.flush_messages()?;
+        }
         self.zero.release(self.objective_unit());
         let local = losses.sum()?;
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
@@ -193,11 +222,16 @@ impl Engine {
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&self.local(batch).view(), &ctx)?;
-        let params = self.objective_parameters()?;
-        let logits = self.model.objective.output(&params, &hidden, &ctx.of_own_tokens())?;
+        let (mut last, local) = (None, self.local(batch));
+        for chunk in 0..self.num_chunks() {
+            let hidden = self.run_without_tape(chunk, &local.view(), &ctx)?;
+            let params = self.objective_parameters(chunk)?;
+            let output = self.objective_of(chunk).0.output(&params, &hidden, &ctx.of_own_tokens())?;
+            self.flush_messages()?;
+            last = Some((output, hidden));
+        }
+        let Some((logits, hidden)) = last else { unreachable!("a rank has a stage") };
         self.zero.release(self.objective_unit());
-        self.flush_messages()?;
         let logits = self.broadcast_last_stage(logits)?;
         self.settle_all_messages()?;
         // Recycled once; another stage's message is, when it has been received.
@@ -215,10 +249,11 @@ impl Engine {
     /// Runs the layers without saving anything for a backward pass.
     fn run_without_tape(
         &mut self,
+        chunk: usize,
         batch: &LocalBatch<'_>,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
-        let (hidden, _) = self.run_layers(batch, ctx, |engine, index, params, x| {
+        let (hidden, _) = self.run_layers(chunk, batch, ctx, |engine, index, params, x| {
             let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
             checkpoint.into_iter().for_each(|tensor| engine.workspace.recycle(tensor));
             Ok(y)
@@ -232,22 +267,26 @@ impl Engine {
             && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)
     }
 
-    /// Runs input and layers; `run` gets each layer's index, parameters and input. A layer's
+    /// Runs input and layers of a chunk; `run` gets each layer's index, parameters and input. A layer's
     /// parameters are gathered before it and released after it, while the gather of the next layer runs.
     fn run_layers(
         &mut self,
+        chunk: usize,
         batch: &LocalBatch<'_>,
         ctx: &LayerContext,
         mut run: impl FnMut(&mut Self, usize, &[Tensor], Tensor) -> Result<Tensor, EngineError>,
     ) -> Result<(Tensor, Saved), EngineError> {
-        let (mut x, input) = self.run_input(batch, ctx)?;
-        for index in 0..self.model.layers.len() {
+        let (mut x, input) = self.run_input(chunk, batch, ctx)?;
+        let layers = self.layers_of(chunk);
+        for index in layers.clone() {
             self.begin_part(Moment::Forward { layer: self.layer_number(index) });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(layer_unit(index))?;
-            self.zero.prefetch(self.unit_after(index))?;
-            if index + 1 < self.model.layers.len() {
-                self.zero.read_ahead(self.unit_after(index + 1))?;
+            let next = self.unit_after(chunk, index);
+            next.map_or(Ok(()), |next| self.zero.prefetch(next))?;
+            if index + 1 < layers.end {
+                let after = self.unit_after(chunk, index + 1);
+                after.map_or(Ok(()), |after| self.zero.read_ahead(after))?;
             }
             x = run(self, index, &params, x)?;
             self.zero.release(layer_unit(index));
@@ -255,24 +294,28 @@ impl Engine {
         Ok((x, input))
     }
 
-    /// Runs the input. The views are dropped here, or they would keep its gathered parameters alive after their
+    /// Runs the input of a chunk. The views are dropped here, or they would keep its gathered parameters alive after their
     /// release.
     fn run_input(
         &mut self,
+        chunk: usize,
         batch: &LocalBatch<'_>,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), EngineError> {
         let _embedding = tracing::trace_span!("embedding").entered();
-        let params = self.zero.parameters(INPUT_UNIT)?;
-        if self.model.layers.is_empty() {
-            self.zero.prefetch(self.objective_unit())?;
-        } else {
-            self.zero.prefetch(layer_unit(0))?;
-            self.zero.read_ahead(self.unit_after(0))?;
+        let unit = self.input_of(chunk).1;
+        let params = unit.map_or(Ok(Vec::new()), |unit| self.zero.parameters(unit))?;
+        let layers = self.layers_of(chunk);
+        let next =
+            if layers.is_empty() { self.objective_of(chunk).1 } else { Some(layer_unit(layers.start)) };
+        next.map_or(Ok(()), |next| self.zero.prefetch(next))?;
+        if !layers.is_empty() {
+            let after = self.unit_after(chunk, layers.start);
+            after.map_or(Ok(()), |after| self.zero.read_ahead(after))?;
         }
-        let own = &params[..self.model.input.parameters().len()];
-        let (x, saved) = self.model.input.forward(own, batch, &ctx.of_own_tokens())?;
-        self.zero.release(INPUT_UNIT);
+        let (input, _) = self.input_of(chunk);
+        let (x, saved) = input.forward(&params[..input.parameters().len()], batch, &ctx.of_own_tokens())?;
+        unit.into_iter().for_each(|unit| self.zero.release(unit));
         Ok((x, saved))
     }
 

@@ -44,7 +44,7 @@ pub use memory::PartPeak;
 pub use moment::Moment;
 pub use offload::{check_offload, check_offload_device};
 pub use parameter_groups::check_parameter_groups;
-pub(crate) use pipeline::pipeline_schedule;
+pub(crate) use pipeline::{pipeline_bubble, pipeline_schedule};
 pub use report::{Passes, StepReport};
 pub use state::RunRecord;
 pub use times::{PartTimes, PhaseTimes, StepTimes};

@@ -1,10 +1,14 @@
-//! What the engine of a stage knows of the pipeline.
+//! What the engine of a rank knows of the pipeline.
 
 use super::EngineError;
 use super::flops::layers_of_stages;
 use crate::config::{Config, PipelineSchedule};
 use crate::model::Model;
-use crate::pipeline::{Action, Neighbors, Schedule, ScheduleError, ScheduleKind, stage_model};
+use crate::nn::InputLayer;
+use crate::objective::Objective;
+use crate::pipeline::{
+    Action, Neighbors, Pass, RankModel, Schedule, ScheduleError, ScheduleKind, rank_model,
+};
 use crate::zero::PipelineGroups;
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,59 +22,98 @@ pub(crate) fn pipeline_schedule(config: &Config, micro_batches: usize) -> Result
     schedule_kind(config).schedule(config.mesh.pp_size, micro_batches)
 }
 
+/// Returns the share of a step in which a rank of the config's pipeline has nothing to compute, if all stages take as long for a micro
+/// batch: (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches, for `gpipe` and `1f1b` alike. 0 without a pipeline.
+pub(crate) fn pipeline_bubble(config: &Config) -> f64 {
+    let ranks = config.mesh.pp_size;
+    let passes = config.ulysses.pipeline.stages_per_rank(ranks) * config.gradient_accumulation_steps;
+    (ranks - 1) as f64 / (passes + ranks - 1) as f64
+}
+
 fn schedule_kind(config: &Config) -> ScheduleKind {
-    match config.ulysses.pipeline.schedule {
-        PipelineSchedule::Gpipe => ScheduleKind::GPipe,
-        PipelineSchedule::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+    let pipeline = &config.ulysses.pipeline;
+    match (pipeline.schedule, pipeline.stages_per_rank(config.mesh.pp_size)) {
+        (PipelineSchedule::Gpipe, _) => ScheduleKind::GPipe,
+        (PipelineSchedule::OneForwardOneBackward, 1) => ScheduleKind::OneForwardOneBackward,
+        (PipelineSchedule::OneForwardOneBackward, num_chunks) => ScheduleKind::Interleaved { num_chunks },
     }
 }
 
-/// A pipeline, as one of its stages sees it.
+/// A pipeline, as one of its ranks sees it.
 pub(super) struct Pipeline {
     pub(super) neighbors: Arc<Neighbors>,
     schedule: ScheduleKind,
-    /// The layers of this stage, in the whole model.
-    pub(super) layers: Range<usize>,
+    /// The layers of this rank's stages, in the whole model.
+    pub(super) stages: Vec<Range<usize>>,
+    /// [`RankModel::later_input`].
+    pub(super) later_input: Option<Box<dyn InputLayer>>,
+    /// [`RankModel::earlier_objective`].
+    pub(super) earlier_objective: Option<Box<dyn Objective>>,
     /// The names of all parameters, in the order of the whole model.
     pub(super) parameters: Vec<String>,
     /// Those that input and objective share.
     pub(super) tied: Vec<String>,
-    /// Whether the next pass receives from the stage that the current one sends to: [`Neighbors::flush`].
+    /// Whether the next pass receives from the rank that the current one sends to: [`Neighbors::flush`].
     pub(super) pairs_messages: bool,
 }
 
 impl Pipeline {
-    /// Divides a model: returns this rank's stage of it.
+    /// Divides a model: returns this rank's part of it.
     pub(super) fn divide(
         model: Model,
         config: &Config,
         PipelineGroups { pp, .. }: &PipelineGroups,
         workspace: &Arc<Workspace>,
     ) -> Result<(Model, Self), EngineError> {
-        let layers = layers_of_stages(&model, config).map_err(Box::new)?.swap_remove(pp.rank());
+        let stages = layers_of_stages(&model, config).map_err(Box::new)?;
+        let stages: Vec<_> = stages.into_iter().skip(pp.rank()).step_by(pp.world_size()).collect();
+        if stages.len() > 1 && pp.has_one_stream() {
+            return Err(EngineError::InterleavedStream { virtual_stages: stages.len() });
+        }
         let of_input = model.input.name().to_owned();
         let hidden_size = model.input.hidden_size().ok_or(EngineError::NoHiddenSize { input: of_input })?;
         let parameters = model.units().into_iter().flat_map(|unit| unit.parameters);
         let parameters = parameters.map(|parameter| parameter.name).collect();
         let tied = model.tied_parameters().map(|parameter| parameter.name.clone()).collect();
         let neighbors = Arc::new(Neighbors::new(pp.clone(), workspace.clone()));
-        let stage = stage_model(model, layers.clone(), hidden_size, &neighbors);
+        let RankModel { model, later_input, earlier_objective } =
+            rank_model(model, &stages, hidden_size, &neighbors);
+        let schedule = schedule_kind(config);
+        let pairs_messages = false;
         Ok((
-            stage,
+            model,
             Self {
                 neighbors,
-                schedule: schedule_kind(config),
-                layers,
+                schedule,
+                stages,
+                later_input,
+                earlier_objective,
                 parameters,
                 tied,
-                pairs_messages: false,
+                pairs_messages,
             },
         ))
     }
 
-    /// The passes of this stage in a step of so many micro batches, in order.
+    /// The passes of this rank in a step of so many micro batches, in order.
     pub(super) fn actions(&self, micro_batches: usize) -> Result<Vec<Action>, ScheduleError> {
-        let (stage, num_stages) = (self.neighbors.stage(), self.neighbors.num_stages());
-        Ok(self.schedule.schedule(num_stages, micro_batches)?.ranks.swap_remove(stage))
+        let (rank, ranks) = (self.neighbors.rank(), self.neighbors.num_ranks());
+        Ok(self.schedule.schedule(ranks, micro_batches)?.ranks.swap_remove(rank))
     }
+
+    /// This rank's layers of one of its stages, counted from its first one.
+    pub(super) fn local_layers(&self, chunk: usize) -> Range<usize> {
+        let first = self.stages[..chunk].iter().map(ExactSizeIterator::len).sum();
+        first..first + self.stages[chunk].len()
+    }
+
+    /// The number in the whole model of this rank's layer `index`.
+    pub(super) fn layer_number(&self, index: usize) -> usize {
+        self.stages.iter().cloned().flatten().nth(index).unwrap_or(index)
+    }
+}
+
+/// Returns whether an action receives from the rank that the previous one sends to.
+pub(super) fn pairs(action: Action, next: Action) -> bool {
+    (action.pass == Pass::Forward) != (next.pass == Pass::Forward)
 }

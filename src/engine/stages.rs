@@ -1,18 +1,18 @@
-//! The engine of one stage of a pipeline: the order of its passes, and what only all stages know.
+//! The engine of one rank of a pipeline: the order of its passes, and what only all ranks know.
 
+use super::engine::{INPUT_UNIT, layer_unit};
+use super::pipeline::pairs;
 use super::times::StepPhase;
 use super::{Engine, EngineError, Loss};
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, all_gather_object};
 use crate::data::MicroBatch;
+use crate::nn::InputLayer;
+use crate::objective::Objective;
 use crate::pipeline::{Action, Pass};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
-
-/// Returns whether an action receives from the stage that the previous one sends to.
-fn pairs(action: Action, next: Action) -> bool {
-    (action.pass == Pass::Forward) != (next.pass == Pass::Forward)
-}
 
 impl Engine {
     /// Runs the micro batches of a step forward and backward: in turn, or in the order of the pipeline's schedule.
@@ -21,25 +21,34 @@ impl Engine {
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, EngineError>,
     ) -> Result<(), EngineError> {
         // Known once the first micro batch went backward.
-        while self.pipeline.is_none() && self.accumulation.micro_steps < self.micro_steps_per_step() {
+        while self.pipeline.is_none() && self.accumulation.micro_steps() < self.micro_steps_per_step() {
             let batch = next_micro_batch()?;
             let loss = self.timed(StepPhase::Forward, |engine| engine.forward(&batch))?;
             self.timed(StepPhase::Backward, |engine| engine.backward(loss))?;
         }
         let Some(pipeline) = &self.pipeline else { return Ok(()) };
-        let micro_batches = self.micro_steps_per_step() - self.accumulation.micro_steps;
+        let micro_batches = self.micro_steps_per_step() - self.accumulation.micro_steps();
         if micro_batches == 0 {
             return Ok(());
         }
         let actions = pipeline.actions(micro_batches)?;
-        let mut losses: HashMap<usize, Loss> = HashMap::new();
+        let mut batches: HashMap<usize, MicroBatch> = HashMap::new();
+        let mut losses: HashMap<(usize, usize), Loss> = HashMap::new();
         for (index, &action) in actions.iter().enumerate() {
             self.pair_messages(actions.get(index + 1).is_some_and(|next| pairs(action, *next)));
-            match losses.remove(&action.micro_batch) {
+            let Action { micro_batch, chunk, .. } = action;
+            match losses.remove(&(micro_batch, chunk)) {
                 None => {
-                    let batch = next_micro_batch()?;
-                    let loss = self.timed(StepPhase::Forward, |engine| engine.forward(&batch))?;
-                    losses.insert(action.micro_batch, loss);
+                    let batch = match batches.remove(&micro_batch) {
+                        Some(batch) => batch,
+                        None => next_micro_batch()?,
+                    };
+                    let loss =
+                        self.timed(StepPhase::Forward, |engine| engine.forward_chunk(&batch, chunk))?;
+                    losses.insert((micro_batch, chunk), loss);
+                    if chunk + 1 < self.num_chunks() {
+                        batches.insert(micro_batch, batch);
+                    }
                 }
                 Some(loss) => self.timed(StepPhase::Backward, |engine| engine.backward(loss))?,
             }
@@ -56,9 +65,47 @@ impl Engine {
         }
     }
 
-    /// The number in the whole model of the layer `index` of this stage.
+    /// The number in the whole model of this rank's layer `index`.
     pub(super) fn layer_number(&self, index: usize) -> usize {
-        self.pipeline.as_ref().map_or(0, |pipeline| pipeline.layers.start) + index
+        self.pipeline.as_ref().map_or(index, |pipeline| pipeline.layer_number(index))
+    }
+
+    /// Number of stages of the pipeline that this rank has.
+    pub(super) fn num_chunks(&self) -> usize {
+        self.pipeline.as_ref().map_or(1, |pipeline| pipeline.stages.len())
+    }
+
+    /// This rank's layers of a chunk: of one of its stages.
+    pub(super) fn layers_of(&self, chunk: usize) -> Range<usize> {
+        self.pipeline.as_ref().map_or(0..self.model.layers.len(), |pipeline| pipeline.local_layers(chunk))
+    }
+
+    /// The input of a chunk, with its unit, if that has parameters of the model.
+    pub(super) fn input_of(&self, chunk: usize) -> (&dyn InputLayer, Option<usize>) {
+        let later = self.pipeline.as_ref().and_then(|pipeline| pipeline.later_input.as_deref());
+        match later.filter(|_| chunk > 0) {
+            Some(later) => (later, None),
+            None => (&*self.model.input, Some(INPUT_UNIT)),
+        }
+    }
+
+    /// The objective of a chunk, with its unit, if that has parameters of the model. Units are in forward order: the input is 0,
+    /// layer i is i + 1.
+    pub(super) fn objective_of(&self, chunk: usize) -> (&dyn Objective, Option<usize>) {
+        let earlier = self.pipeline.as_ref().and_then(|pipeline| pipeline.earlier_objective.as_deref());
+        match earlier.filter(|_| chunk + 1 < self.num_chunks()) {
+            Some(earlier) => (earlier, None),
+            None => (&*self.model.objective, Some(self.objective_unit())),
+        }
+    }
+
+    /// The unit that follows layer `index` of a chunk in the forward pass, if it has one.
+    pub(super) fn unit_after(&self, chunk: usize, index: usize) -> Option<usize> {
+        if index + 1 < self.layers_of(chunk).end {
+            Some(layer_unit(index + 1))
+        } else {
+            self.objective_of(chunk).1
+        }
     }
 
     fn pair_messages(&mut self, pairs_messages: bool) {

@@ -1,5 +1,6 @@
 //! The state of an engine that leaves it: checkpoints, tensors of the whole mesh, and the summary.
 
+use super::pipeline::pipeline_bubble;
 use super::report::{by_axis, pairs};
 use super::{Engine, EngineError, Passes};
 use crate::checkpoint::{
@@ -10,7 +11,7 @@ use crate::comm::{ProcessGroup, ProcessGroupExt};
 use crate::data::{DataError, DataLoader};
 use crate::mesh::MeshShape;
 use crate::model::{HfSource, ModelConfig};
-use crate::monitor::RankSummary;
+use crate::monitor::{RankSummary, StageIdle};
 use crate::nn::{MixerConfig, TensorRank};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, ExchangeVolume};
 use crate::zero::{FlatLayout, RingGroups, StateBytes, TensorGroups};
@@ -282,6 +283,10 @@ impl Engine {
                 Some(gpu) => self.state_by_category().with_rest_of(gpu.peak),
                 None => memory::peak_by_category(),
             },
+            pipeline: self.pipeline.is_some().then(|| StageIdle {
+                seconds: self.comm_timer.pp_seconds(),
+                expected: pipeline_bubble(&self.config),
+            }),
         })
     }
 
@@ -311,8 +316,8 @@ impl Engine {
         let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
-        let first = self.pipeline.as_ref().map_or(0, |pipeline| pipeline.layers.start);
-        for (index, layer) in model.layers.iter().skip(first).take(self.model.layers.len()).enumerate() {
+        for index in 0..self.model.layers.len() {
+            let layer = &model.layers[self.layer_number(index)];
             let mut add = |volume: ExchangeVolume, saves_output| {
                 let again = match self.is_recomputed(index) {
                     true => volume.recompute_bytes(saves_output, elem_bytes),

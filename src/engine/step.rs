@@ -24,7 +24,8 @@ const STEPS_PER_REPLICA_CHECK: u64 = 100;
 /// Totals on this rank since the last step.
 #[derive(Debug, Default)]
 pub(super) struct Accumulation {
-    pub(super) micro_steps: usize,
+    /// Backward passes of each chunk of layers.
+    backward_passes: Vec<usize>,
     /// The token losses of each micro step, and the weight of their sum.
     losses: Vec<(Losses, f64)>,
     /// Combined hash of the sequences of all micro steps.
@@ -36,6 +37,26 @@ pub(super) struct Accumulation {
 }
 
 impl Accumulation {
+    /// Micro batches that went backward.
+    pub(super) fn micro_steps(&self) -> usize {
+        self.backward_passes(0)
+    }
+
+    /// Backward passes of a chunk of layers.
+    pub(super) fn backward_passes(&self, chunk: usize) -> usize {
+        self.backward_passes.get(chunk).copied().unwrap_or(0)
+    }
+
+    /// Whether no backward pass was run.
+    pub(super) fn is_new(&self) -> bool {
+        self.backward_passes.iter().all(|passes| *passes == 0)
+    }
+
+    pub(super) fn count_backward_pass(&mut self, chunk: usize) {
+        self.backward_passes.resize(self.backward_passes.len().max(chunk + 1), 0);
+        self.backward_passes[chunk] += 1;
+    }
+
     /// Begins a step.
     pub(super) fn begin(&mut self, flexible: Option<FlexibleStep>) {
         self.flexible = flexible;
@@ -86,7 +107,7 @@ impl Engine {
     /// communication.
     pub fn step(&mut self) -> Result<Option<StepReport>, EngineError> {
         self.check_usable()?;
-        if self.accumulation.micro_steps < self.micro_steps_per_step() {
+        if self.accumulation.micro_steps() < self.micro_steps_per_step() {
             return Ok(None);
         }
         self.begin_part(Moment::Update);
@@ -210,7 +231,7 @@ impl Engine {
 
     /// Loss and gradient norm of a complete accumulation, over the whole mesh.
     fn global_gradient(&self) -> Result<GlobalGradient, EngineError> {
-        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
+        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps());
         if done < accumulation {
             return Err(EngineError::NotAtBoundary { accumulation, done });
         }

@@ -58,6 +58,7 @@ impl StepTimes {
             exposed_exchange_seconds: comm.exposed_exchange,
             ring_seconds: comm.ring,
             exposed_ring_seconds: comm.exposed_ring,
+            pp_comm_seconds: comm.pp,
             dp_comm_seconds: comm.dp,
             sp_comm_seconds: comm.sp,
             compute_seconds: (step_seconds - data_seconds - comm.total()).max(0.0),

@@ -92,7 +92,7 @@ impl Engine {
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
     ) -> Result<StepReport, EngineError> {
         self.run_micro_batches(|| next_micro_batch().map_err(|error| EngineError::Source(error.into())))?;
-        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps);
+        let (accumulation, done) = (self.micro_steps_per_step(), self.accumulation.micro_steps());
         self.timed(StepPhase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
     }
 

@@ -178,8 +178,11 @@ impl Workload {
     /// all are in memory that a step has at once.
     fn most_micro_batches(&self, others: usize) -> Result<usize, EngineError> {
         let (pp, micro_batches) = (self.config.mesh.pp_size, self.config.gradient_accumulation_steps);
-        match self.config.ulysses.pipeline.schedule {
+        let pipeline = &self.config.ulysses.pipeline;
+        match pipeline.schedule {
             _ if pp == 1 => Ok(others),
+            // Groups of pp micro batches: two before a full one, two after it.
+            _ if pipeline.virtual_stages > 1 => Ok(others.max(5 * pp)),
             // A stage starts up to pp - 1 micro batches before its first backward pass, and ends as many after its last forward
             // pass.
             PipelineSchedule::OneForwardOneBackward => Ok(others.max(2 * pp + 2)),
@@ -232,19 +235,26 @@ impl DryRank {
     fn step(&mut self, accumulation: usize) -> Result<DryStep, EngineError> {
         self.recorder.lock().take();
         let num_run = self.engine.config().gradient_accumulation_steps;
-        // One with only full turns before and after its passes represents all that are not run.
-        let repeated = self.engine.config().mesh.pp_size + 1;
-        let times = |index| if index == repeated { accumulation - num_run + 1 } else { 1 };
+        // One with only full turns before and after its passes, or a group of them, represents all that are not run.
+        let (pp, pipeline) = (self.engine.config().mesh.pp_size, &self.engine.config().ulysses.pipeline);
+        let repeated = match pipeline.stages_per_rank(pp) {
+            1 => pp + 1..pp + 2,
+            _ => 2 * pp..3 * pp,
+        };
+        let more = (accumulation - num_run) / repeated.len();
+        let times = |index: usize| if repeated.contains(&index) { 1 + more } else { 1 };
         let (mut passes, mut started) = (Vec::new(), BTreeMap::new());
         for action in self.engine.passes(num_run)? {
-            let micro_batch = action.micro_batch;
-            match started.remove(&micro_batch) {
+            let Action { micro_batch, chunk, .. } = action;
+            match started.remove(&(micro_batch, chunk)) {
                 None => {
                     // Ids, labels and positions are not in tensors.
                     let tokens = self.batch.batch_size * self.batch.seq_len_local();
-                    let tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
+                    let table = || Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
+                    let tables = (chunk == 0).then(table);
                     self.begin(Phase::Forward);
-                    started.insert(micro_batch, (self.engine.forward(&self.batch)?, tables));
+                    let loss = self.engine.forward_chunk(&self.batch, chunk)?;
+                    started.insert((micro_batch, chunk), (loss, tables));
                 }
                 Some((loss, _tables)) => {
                     self.begin(Phase::Backward);

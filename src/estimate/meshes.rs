@@ -97,7 +97,8 @@ impl Workload {
     pub(super) fn other_sizes_of_pp(&self) -> Vec<usize> {
         let MeshConfig { pp_size, dp_size, sp_size, .. } = self.config.mesh;
         let ranks = pp_size * dp_size * sp_size;
-        let sizes = (1..=ranks.min(self.model.num_layers())).filter(|pp| ranks.is_multiple_of(*pp));
+        let most = self.model.num_layers() / self.config.ulysses.pipeline.virtual_stages;
+        let sizes = (1..=ranks.min(most)).filter(|pp| ranks.is_multiple_of(*pp));
         sizes.filter(|pp| *pp != pp_size && (*pp == 1 || self.may_have_stages())).collect()
     }
 
@@ -137,6 +138,7 @@ impl Workload {
         }
         if mesh.pp > 1 && config.mesh.pp_size == 1 {
             config.ulysses.zero_partition_axes = PartitionAxes::Dp;
+            config.ulysses.pipeline.virtual_stages = 1;
         }
         config.mesh = mesh.into();
     }
@@ -157,7 +159,13 @@ impl Workload {
             return None;
         }
         let per_rank = workload.config.train_batch_size / mesh.dp;
-        let fits = |size: &usize| *size <= configured && per_rank / size >= stages;
+        let is_interleaved = workload.config.ulysses.pipeline.stages_per_rank(mesh.pp) > 1;
+        let fits = |size: &usize| {
+            let accumulation = per_rank / size;
+            *size <= configured
+                && accumulation >= stages
+                && (!is_interleaved || accumulation.is_multiple_of(mesh.pp))
+        };
         let micro_batch = workload.micro_batches().into_iter().find(fits)?;
         Some(workload.with_micro_batch(micro_batch))
     }
@@ -187,8 +195,10 @@ impl Workload {
         let mut sizes = self.micro_batches();
         let MeshConfig { pp_size, dp_size, .. } = self.config.mesh;
         let per_rank = self.config.train_batch_size / dp_size;
+        let is_interleaved = self.config.ulysses.pipeline.stages_per_rank(pp_size) > 1;
         if pp_size > 1 {
             sizes.retain(|size| *size == 1 || per_rank / size >= 4 * pp_size);
+            sizes.retain(|size| !is_interleaved || (per_rank / size).is_multiple_of(pp_size));
         }
         sizes
     }

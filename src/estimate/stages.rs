@@ -1,15 +1,18 @@
 //! The stages of a pipeline, each with the plan of its ranks.
 
 use super::{RankClass, RankPlan, Workload};
-use crate::engine::{EngineError, layers_of_stages};
+use crate::engine::{EngineError, layers_of_stages, pipeline_bubble, pipeline_schedule};
 use crate::model::Model;
 use std::ops::Range;
 
-/// The plan of a pipeline stage.
+/// The most micro batches of a drawn schedule.
+const MAX_DRAWN_MICRO_BATCHES: usize = 32;
+
+/// The plan of the ranks with the same pipeline stages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StagePlan {
-    /// Its layers.
-    pub layers: Range<usize>,
+    /// The layers of its ranks: a range for each of their virtual stages.
+    pub layers: Vec<Range<usize>>,
     /// The plan of its rank that needs most memory.
     pub plan: RankPlan,
 }
@@ -22,7 +25,7 @@ impl Workload {
     pub fn stage_plans(&self) -> Result<Vec<StagePlan>, EngineError> {
         let mesh = self.mesh()?;
         let of_row = self.rank_classes_of_row()?;
-        let stage_plan = |(stage, layers): (usize, Range<usize>)| {
+        let stage_plan = |(stage, layers): (usize, Vec<Range<usize>>)| {
             let first = stage * self.ranks_per_stage();
             let plans = of_row.iter().map(|RankClass { rank, .. }| self.plan_of(mesh.ranks()[first + rank]));
             Ok(StagePlan { layers, plan: RankPlan::largest(plans.collect::<Result<_, EngineError>>()?) })
@@ -30,10 +33,24 @@ impl Workload {
         self.layers_of_stages()?.into_iter().enumerate().map(stage_plan).collect()
     }
 
-    /// Returns the layers of each pipeline stage.
-    fn layers_of_stages(&self) -> Result<Vec<Range<usize>>, EngineError> {
-        let layers = layers_of_stages(&Model::new(&self.model)?, &self.config);
-        Ok(layers.map_err(Box::new)?)
+    /// Draws the schedule of a pipeline, with stages that take equally long; `None` without one, or if it is too wide.
+    ///
+    /// # Errors
+    /// Micro batches that the schedule cannot divide.
+    pub fn draw_schedule(&self) -> Result<Option<String>, EngineError> {
+        let micro_batches = self.config.gradient_accumulation_steps;
+        if self.config.mesh.pp_size == 1 || micro_batches > MAX_DRAWN_MICRO_BATCHES {
+            return Ok(None);
+        }
+        Ok(pipeline_schedule(&self.config, micro_batches)?.draw()?)
+    }
+
+    /// Returns the layers of the pipeline's ranks: a range for each of their stages.
+    fn layers_of_stages(&self) -> Result<Vec<Vec<Range<usize>>>, EngineError> {
+        let layers = layers_of_stages(&Model::new(&self.model)?, &self.config).map_err(Box::new)?;
+        let (pp, mut of_ranks) = (self.config.mesh.pp_size, vec![Vec::new(); self.config.mesh.pp_size]);
+        layers.into_iter().enumerate().for_each(|(stage, layers)| of_ranks[stage % pp].push(layers));
+        Ok(of_ranks)
     }
 
     /// Returns the number of ranks of a pipeline stage.
@@ -45,11 +62,20 @@ impl Workload {
     /// their nodes are equal.
     pub(super) fn equal_stages(&self) -> Result<Vec<Vec<usize>>, EngineError> {
         let layers = self.layers_of_stages()?;
-        let place = |stage: usize| stage * self.ranks_per_stage() % self.ranks_per_node.max(1);
+        let (ranks, per_node) = (self.ranks_per_stage(), self.ranks_per_node.max(1));
+        let place = |stage: usize| match per_node.is_multiple_of(ranks) {
+            // Whole stages: those before and after are on the same node, or on another one.
+            true => {
+                let node = |stage: usize| stage * ranks / per_node;
+                (usize::from(node(stage) == node(stage - 1)), usize::from(node(stage) == node(stage + 1)))
+            }
+            false => (stage * ranks % per_node, 0),
+        };
         let is_equal = |stage: usize, other: usize| {
             let is_between = |stage: usize| stage > 0 && stage + 1 < layers.len();
-            let [own, others] = [stage, other].map(|stage| &self.model.layers[layers[stage].clone()]);
-            is_between(stage) && is_between(other) && own == others && place(stage) == place(other)
+            let kinds = |stage: usize| layers[stage].iter().map(|layers| &self.model.layers[layers.clone()]);
+            let are_between = is_between(stage) && is_between(other);
+            are_between && kinds(stage).eq(kinds(other)) && place(stage) == place(other)
         };
         // Groups name single layers.
         let are_alike = self.config.ulysses.parameter_groups.is_empty();
@@ -64,10 +90,9 @@ impl Workload {
     }
 
     /// Returns the share of a step in which a pipeline stage has nothing to compute, if all stages take as long for a micro batch:
-    /// (p − 1) / (m + p − 1) with p stages and m micro batches, for `gpipe` and `1f1b` alike. 0 for one stage.
+    /// (p − 1) / (v·m + p − 1) with p ranks, v stages on each and m micro batches. 0 without a pipeline.
     pub fn pipeline_bubble(&self) -> f64 {
-        let (stages, micro_batches) = (self.config.mesh.pp_size, self.config.gradient_accumulation_steps);
-        (stages - 1) as f64 / (micro_batches + stages - 1) as f64
+        pipeline_bubble(&self.config)
     }
 }
 
@@ -107,7 +132,7 @@ mod tests {
     }
 
     fn counts(workload: &Workload) -> Vec<usize> {
-        workload.layers_of_stages().unwrap().iter().map(ExactSizeIterator::len).collect()
+        workload.layers_of_stages().unwrap().iter().flatten().map(ExactSizeIterator::len).collect()
     }
 
     #[test]
@@ -123,7 +148,7 @@ mod tests {
 
     #[test]
     fn stages_are_those_of_the_configs_longest_length_in_plans_of_any_length() {
-        let longer = json!([{ "step": 4, "seq_len": 131_072 }]);
+        let longer = json!([[4, 131_072]]);
         let scheduled = staged(4, json!({ "seq_len": 4096, "seq_len_schedule": longer }));
         let (longest, short) =
             (staged(4, json!({ "seq_len": 131_072 })), staged(4, json!({ "seq_len": 4096 })));

@@ -4,7 +4,7 @@ use super::{RankPlan, RankStep, Workload};
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::model::{ModelConfig, preset, shape};
-use crate::pipeline::Pass;
+use crate::pipeline::{Action, Pass};
 use serde_json::{Value, json};
 use ulysses_kernels::device::DeviceKind;
 use ulysses_kernels::memory::Category;
@@ -53,12 +53,21 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
             cpu,
             with(3, [2, 2], json!({ "pipeline_parallel_size": 3, "tensor_parallel_size": 2 })),
         ),
+        (
+            "stage 2, pp 2 with 2 stages each",
+            cpu,
+            with(
+                2,
+                [1, 1],
+                json!({ "pipeline_parallel_size": 2, "ulysses": { "pipeline": { "virtual_stages": 2 } } }),
+            ),
+        ),
         ("stage 3, tp 2, sp 2", cpu, with(3, [2, 2], json!({ "tensor_parallel_size": 2 }))),
     ]
 }
 
 fn model() -> ModelConfig {
-    preset("nano").unwrap().with_num_layers(3)
+    preset("nano").unwrap().with_num_layers(4)
 }
 
 pub(super) fn workload(config: &Value, device: DeviceKind, accumulation: usize) -> Workload {
@@ -74,7 +83,14 @@ pub(super) fn workload(config: &Value, device: DeviceKind, accumulation: usize) 
 fn a_step_whose_repeated_micro_batches_are_counted_is_the_one_that_runs_each() {
     for (label, device, config) in cases() {
         // More than are run of the stages of a pipeline.
-        let all = if config.get("pipeline_parallel_size").is_some() { 9 } else { 6 };
+        let is_interleaved = config.pointer("/ulysses/pipeline").is_some();
+        let all = if is_interleaved {
+            14
+        } else if config.get("pipeline_parallel_size").is_some() {
+            9
+        } else {
+            6
+        };
         let workload = workload(&config, device, all);
         let mesh = workload.mesh().unwrap();
         for rank in 0..workload.config.world_size() {
@@ -98,9 +114,14 @@ fn a_step_of_a_billion_micro_batches_runs_four() {
     for (label, device, config) in cases() {
         let workload = workload(&config, device, 1_000_000_000);
         let step = workload.first_step(&workload.mesh().unwrap(), 0).unwrap();
-        let forward = step.passes.iter().filter(|pass| pass.action.pass == Pass::Forward);
+        let is_first = |action: Action| action.pass == Pass::Forward && action.chunk == 0;
+        let forward = step.passes.iter().filter(|pass| is_first(pass.action));
         let times: Vec<u64> = forward.map(|pass| pass.times).collect();
         match workload.config.mesh.pp_size {
+            _ if workload.config.ulysses.pipeline.virtual_stages > 1 => {
+                let group = 499_999_996;
+                assert_eq!(times, [1, 1, 1, 1, group, group, 1, 1, 1, 1], "{label}");
+            }
             1 => assert_eq!(times, [1, 1, 999_999_997, 1], "{label}"),
             2 => assert_eq!(times, [1, 1, 1, 999_999_995, 1, 1], "{label}"),
             _ => assert_eq!(times, [1, 1, 1, 1, 999_999_993, 1, 1, 1], "{label}"),

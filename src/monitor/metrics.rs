@@ -100,6 +100,8 @@ pub struct TimeShares {
     pub ring_seconds: f64,
     /// The part of `ring_seconds` in which the rank waited for a block or its gradients: what attention did not hide.
     pub exposed_ring_seconds: f64,
+    /// Along pp: waiting for messages of other pipeline stages, and sending to them.
+    pub pp_comm_seconds: f64,
     /// In other collectives along dp: ZeRO's gathers and reductions.
     pub dp_comm_seconds: f64,
     /// In other collectives along sp: sums of gradients and of single values.
@@ -109,7 +111,7 @@ pub struct TimeShares {
 }
 
 impl TimeShares {
-    /// Returns the time in collectives other than all-to-alls.
+    /// Returns the time in collectives other than all-to-alls and those between pipeline stages.
     pub fn other_comm_seconds(&self) -> f64 {
         self.dp_comm_seconds + self.sp_comm_seconds
     }

@@ -24,6 +24,6 @@ pub use event_files::EventFile;
 pub use metrics::{CheckpointSource, EvalMetrics, Metrics, MetricsWriter, RestartMetrics, TimeShares};
 pub use progress::Progress;
 pub use step_line::{MAX_COLUMNS, live_lines};
-pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};
+pub use summary::{RankSummary, RunSummary, RunTotals, StageIdle, VerboseSummary};
 pub use table::{bytes as grouped_bytes, counted, format_bytes, format_flops, format_table};
 pub use trace::{MemorySample, Slice, TraceData, Tracer, write_trace};

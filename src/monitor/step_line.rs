@@ -47,7 +47,9 @@ fn times(metrics: &Metrics) -> Vec<String> {
     }
     let ring = (time.ring_seconds > 0.0).then_some(("ring", time.ring_seconds));
     let parts = [("compute", time.compute_seconds), ("all-to-all", time.all_to_all_seconds)].into_iter();
-    let parts = parts.chain(ring).chain([("other comm", time.other_comm_seconds()), ("data", *data_seconds)]);
+    let stages = (time.pp_comm_seconds > 0.0).then_some(("other stages", time.pp_comm_seconds));
+    let others = time.other_comm_seconds();
+    let parts = parts.chain(ring).chain(stages).chain([("other comm", others), ("data", *data_seconds)]);
     parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).collect()
 }
 

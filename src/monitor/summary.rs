@@ -22,6 +22,17 @@ pub struct RankSummary {
     pub held_bytes: [(u64, u64); 3],
     /// Peak memory of the rank's thread, by category.
     pub peak_by_category: ByCategory,
+    /// The idle time of a pipeline stage; `None` without a pipeline.
+    pub pipeline: Option<StageIdle>,
+}
+
+/// The idle time of a pipeline stage.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StageIdle {
+    /// Seconds of all steps in which it waited for messages of other stages, or sent to them.
+    pub seconds: f64,
+    /// The share of a step by the formula of its schedule, for stages that take equally long.
+    pub expected: f64,
 }
 
 /// The totals of a run's steps.
@@ -85,6 +96,14 @@ impl Display for RunSummary {
         }
         let [all, with_labels] = [tokens, label_tokens].map(|tokens| *tokens as f64 / seconds);
         writeln!(f, "throughput  {all:.0} tokens/s ({with_labels:.0} with labels) over {seconds:.1} s")?;
+        if let Some((measured, expected)) = self.pipeline_idle() {
+            writeln!(
+                f,
+                "pipeline    {:.1} % of the time waiting for other stages; {:.1} % by formula, if all take equally long",
+                100.0 * measured,
+                100.0 * expected
+            )?;
+        }
         writeln!(f, "peak memory {}", self.peak_memory())
     }
 }
@@ -112,6 +131,13 @@ impl Display for VerboseSummary<'_> {
 }
 
 impl RunSummary {
+    /// Returns the share of the steps in which pipeline stages are idle, on average: measured, and by formula.
+    pub fn pipeline_idle(&self) -> Option<(f64, f64)> {
+        let stages: Vec<StageIdle> = self.ranks.iter().filter_map(|rank| rank.pipeline).collect();
+        let seconds: f64 = stages.iter().map(|stage| stage.seconds).sum();
+        Some((seconds / stages.len() as f64 / self.totals.seconds, stages.first()?.expected))
+    }
+
     /// Returns the summary with tables of the traffic and memory of every rank, next to the formulas.
     pub fn verbose(&self) -> VerboseSummary<'_> {
         VerboseSummary(self)
@@ -224,6 +250,7 @@ mod tests {
             expected_exchange_bytes: 4096,
             held_bytes: [(400, 400), (0, 400), (0, 0)],
             peak_by_category: ByCategory { gradients: sent / 2, other: 7, ..ByCategory::default() },
+            pipeline: None,
         }
     }
 
@@ -264,6 +291,7 @@ mod tests {
         };
         let gib = |rank, bytes: u64| RankSummary {
             peak_by_category: ByCategory { other: bytes, ..ByCategory::default() },
+            pipeline: None,
             ..self::rank(rank, 0)
         };
         let text = summary(vec![gib(0, 3 << 29), gib(1, 1 << 31), gib(2, 1 << 30), gib(3, 1 << 31)]);

@@ -2,7 +2,7 @@
 //!
 //! - [`balanced_stages`]: the layers of each stage.
 //! - [`Schedule`]: the order of the passes of every rank, as data that is checked before it runs.
-//! - [`stage_model`]: the part of a model that one rank has. It is a [`Model`](crate::model::Model) like any other, whose input receives hidden states
+//! - [`rank_model`]: the part of a model that one rank has. It is a [`Model`](crate::model::Model) like any other, whose input receives hidden states
 //!   of the previous stage, and whose objective sends them to the next one: the engine runs it as a whole model.
 //! - [`Neighbors`]: the messages between the stages.
 //!
@@ -13,6 +13,7 @@
 //! a send and the receive that follows it from the same neighbor form a group ([`Neighbors::flush`]), as in Megatron-LM.
 
 mod balance;
+mod draw;
 mod neighbors;
 mod schedule;
 mod stage;
@@ -22,4 +23,4 @@ mod tests;
 pub use balance::balanced_stages;
 pub use neighbors::Neighbors;
 pub use schedule::{Action, Pass, PassTimes, Schedule, ScheduleError, ScheduleKind, TimedAction, Timeline};
-pub use stage::stage_model;
+pub use stage::{RankModel, rank_model};

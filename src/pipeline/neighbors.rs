@@ -1,4 +1,4 @@
-//! The messages between a stage and its neighbors.
+//! The messages between the ranks of a pipeline.
 
 use crate::comm::{CommError, Pending, ProcessGroup, ProcessGroupExt};
 use crate::nn::LayerError;
@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 
-/// The links of one rank to the same rank of the previous and of the next stage.
+/// The links of one rank to those with the previous and the next stages, and the same place on the other axes.
 pub struct Neighbors {
-    /// The ranks of all stages, in their order.
+    /// The ranks with all stages, in the order of their first ones.
     group: Arc<dyn ProcessGroup>,
     workspace: Arc<Workspace>,
     /// Tensors that were sent and that nothing else keeps alive, oldest first.
@@ -24,44 +24,44 @@ struct Sent {
 }
 
 impl Neighbors {
-    /// Creates the links within `group`, the ranks of all stages. Received tensors come from the `workspace`.
+    /// Creates the links within `group`, the ranks with all stages. Received tensors come from the `workspace`.
     pub fn new(group: Arc<dyn ProcessGroup>, workspace: Arc<Workspace>) -> Self {
         // A rank sends, and computes on.
         group.progress_in_background();
         Self { group, workspace, sent: Mutex::default() }
     }
 
-    /// Number of stages.
-    pub fn num_stages(&self) -> usize {
+    /// Number of ranks.
+    pub fn num_ranks(&self) -> usize {
         self.group.world_size()
     }
 
-    /// This rank's stage.
-    pub fn stage(&self) -> usize {
+    /// This rank.
+    pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
-    /// Receives a tensor of the workspace's dtype from a stage.
-    pub(super) fn receive(&self, shape: impl Into<Shape>, stage: usize) -> Result<Tensor, LayerError> {
+    /// Receives a tensor of the workspace's dtype from a rank.
+    pub(super) fn receive(&self, shape: impl Into<Shape>, rank: usize) -> Result<Tensor, LayerError> {
         let tensor = self.workspace.alloc(shape)?;
-        self.group.recv(&tensor, stage).map_err(failed)?;
-        self.settle(self.num_stages()).map_err(failed)?;
+        self.group.recv(&tensor, rank).map_err(failed)?;
+        self.settle(self.num_ranks()).map_err(failed)?;
         Ok(tensor)
     }
 
-    /// Starts to send a tensor to a stage. It must not be overwritten before the end of the operation.
-    pub(super) fn start_send(&self, tensor: &Tensor, stage: usize) -> Result<Pending, LayerError> {
-        self.group.start_send(&tensor.contiguous()?, stage).map_err(failed)
+    /// Starts to send a tensor to a rank. It must not be overwritten before the end of the operation.
+    pub(super) fn start_send(&self, tensor: &Tensor, rank: usize) -> Result<Pending, LayerError> {
+        self.group.start_send(&tensor.contiguous()?, rank).map_err(failed)
     }
 
     /// Starts to send a tensor without other users, and keeps it until it is received.
-    pub(super) fn send(&self, tensor: &Tensor, stage: usize) -> Result<(), LayerError> {
-        let pending = self.start_send(tensor, stage)?;
+    pub(super) fn send(&self, tensor: &Tensor, rank: usize) -> Result<(), LayerError> {
+        let pending = self.start_send(tensor, rank)?;
         self.sent.lock().push_back(Sent { pending, tensor: tensor.clone() });
         Ok(())
     }
 
-    /// Waits until all tensors that were sent are received, and recycles them. The other stages must not need another message
+    /// Waits until all tensors that were sent are received, and recycles them. The other ranks must not need another message
     /// for that.
     ///
     /// # Errors
@@ -72,7 +72,7 @@ impl Neighbors {
 
     /// Waits until at most `most` of the tensors that were sent are still on their way, and recycles the others.
     ///
-    /// The previous stage receives gradients in the order in which they are sent, and needs no later one for that. Only when no
+    /// The previous rank receives gradients in the order in which they are sent, and needs no later one for that. Only when no
     /// message waits for [`flush`](Self::flush), or this would flush it.
     fn settle(&self, most: usize) -> Result<(), CommError> {
         loop {
@@ -94,7 +94,7 @@ impl Neighbors {
     /// Failed communication.
     pub fn flush(&self) -> Result<(), CommError> {
         self.group.flush_messages()?;
-        self.settle(self.num_stages())
+        self.settle(self.num_ranks())
     }
 }
 

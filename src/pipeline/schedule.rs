@@ -3,7 +3,7 @@
 //! A schedule is generated, checked, drawn and run as lists of [`Action`]s. [`Schedule::check`] simulates it: it finds an action
 //! that is missing, double or out of order, a deadlock, and the memory and the idle time of every rank.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 
 /// A pass over the layers of one chunk.
@@ -17,6 +17,18 @@ pub enum Pass {
     InputBackward,
     /// Gradients of the weights only, after [`InputBackward`](Self::InputBackward).
     WeightBackward,
+}
+
+/// A letter.
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "F",
+            Self::Backward => "B",
+            Self::InputBackward => "I",
+            Self::WeightBackward => "W",
+        })
+    }
 }
 
 /// One pass of one micro batch on one rank.
@@ -39,13 +51,7 @@ impl Action {
 
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let pass = match self.pass {
-            Pass::Forward => "F",
-            Pass::Backward => "B",
-            Pass::InputBackward => "I",
-            Pass::WeightBackward => "W",
-        };
-        write!(f, "{pass}{}", self.micro_batch)?;
+        write!(f, "{}{}", self.pass, self.micro_batch)?;
         if self.chunk > 0 { write!(f, " of chunk {}", self.chunk) } else { Ok(()) }
     }
 }
@@ -231,7 +237,7 @@ pub enum ScheduleError {
         /// Number of micro batches.
         micro_batches: usize,
     },
-    /// A pass that is missing, or there twice, or too early on its own rank.
+    /// A pass that is missing, or there twice, or too early on its own rank, or that receives another pass's message.
     #[error("pipeline schedule: {action} of rank {rank} is {fault}")]
     Order {
         /// The rank.
@@ -290,6 +296,7 @@ impl Schedule {
             }
         }
         self.check_ended(&ranks)?;
+        self.check_messages()?;
         let seconds = ranks.iter().filter_map(|done| done.last()).fold(0.0, |most, last| last.end.max(most));
         let busy: f64 = ranks.iter().flatten().map(|timed| timed.end - timed.start).sum();
         let idle = 1.0 - busy / (seconds * ranks.len() as f64);
@@ -341,6 +348,44 @@ impl Schedule {
             Pass::WeightBackward => return None,
         };
         Some((from % ranks, Action { pass, micro_batch, chunk: from / ranks }))
+    }
+
+    /// Checks that messages between two ranks are received in the order in which they are sent: they have no other names.
+    fn check_messages(&self) -> Result<(), ScheduleError> {
+        let mut sent: HashMap<(usize, usize), VecDeque<Action>> = HashMap::new();
+        for (rank, actions) in self.ranks.iter().enumerate() {
+            for &action in actions {
+                if let Some((to, received)) = self.receiver(rank, action) {
+                    sent.entry((rank, to)).or_default().push_back(received);
+                }
+            }
+        }
+        for (rank, actions) in self.ranks.iter().enumerate() {
+            for &action in actions {
+                let Some((from, _)) = self.sender(rank, action) else { continue };
+                let next = sent.get_mut(&(from, rank)).and_then(VecDeque::pop_front);
+                // Either kind of backward pass receives the same message.
+                let is_same = |next: Action| {
+                    (next.micro_batch, next.chunk) == (action.micro_batch, action.chunk)
+                        && (next.pass == Pass::Forward) == (action.pass == Pass::Forward)
+                };
+                if !next.is_some_and(is_same) {
+                    return Err(ScheduleError::Order { rank, action, fault: "not what is sent to it next" });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The rank and the action that receive what an action sends; `None` if it sends nothing.
+    fn receiver(&self, rank: usize, Action { pass, micro_batch, chunk }: Action) -> Option<(usize, Action)> {
+        let (ranks, stage) = (self.ranks.len(), chunk * self.ranks.len() + rank);
+        let to = match pass {
+            Pass::Forward => Some(stage + 1).filter(|next| *next < ranks * self.num_chunks)?,
+            Pass::Backward | Pass::InputBackward => stage.checked_sub(1)?,
+            Pass::WeightBackward => return None,
+        };
+        Some((to % ranks, Action { pass, micro_batch, chunk: to / ranks }))
     }
 
     fn end_of(&self, ends: &HashMap<(usize, Action), f64>, (rank, action): (usize, Action)) -> Option<f64> {

@@ -1,4 +1,4 @@
-//! The part of a model that one stage has, with its boundaries.
+//! The part of a model that one rank has, with the boundaries of its stages.
 
 use super::Neighbors;
 use crate::comm::Pending;
@@ -10,28 +10,49 @@ use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::device::dry;
 
-/// Keeps the `layers` of a model that a stage has: the first stage also has the input, the last one the objective. Other stages
-/// get boundaries without parameters, which exchange hidden states of `hidden_size` elements per token.
-pub fn stage_model(
+/// The part of a model that one rank has: the layers of its stages, one stage after the other, the input on the first rank, the
+/// objective on the last one.
+///
+/// Boundaries without parameters, which exchange hidden states, replace input and objective of other stages.
+pub struct RankModel {
+    /// All layers, with the input of the rank's first and the objective of its last stage.
+    pub model: Model,
+    /// The input of the first rank's later stages.
+    pub later_input: Option<Box<dyn InputLayer>>,
+    /// The objective of the last rank's earlier stages.
+    pub earlier_objective: Option<Box<dyn Objective>>,
+}
+
+/// Returns the part of a model that a rank has. `layers` are those of its stages; hidden states have `hidden_size` elements per token.
+pub fn rank_model(
     model: Model,
-    layers: Range<usize>,
+    layers: &[Range<usize>],
     hidden_size: usize,
     neighbors: &Arc<Neighbors>,
-) -> Model {
+) -> RankModel {
     let Model { input, layers: all, objective } = model;
-    let (stage, last) = (neighbors.stage(), neighbors.num_stages() - 1);
-    let boundary = |neighbor| Boundary { neighbors: neighbors.clone(), neighbor, hidden_size };
-    Model {
-        input: if stage == 0 { input } else { Box::new(FromPrevious(boundary(stage - 1))) },
-        layers: all.into_iter().skip(layers.start).take(layers.len()).collect(),
-        objective: if stage == last { objective } else { Box::new(ToNext(boundary(stage + 1))) },
+    let (rank, ranks) = (neighbors.rank(), neighbors.num_ranks());
+    let boundary = |rank| Boundary { neighbors: neighbors.clone(), rank, hidden_size };
+    let previous = || Box::new(FromPrevious(boundary((rank + ranks - 1) % ranks)));
+    let next = || Box::new(ToNext(boundary((rank + 1) % ranks)));
+    let (is_first, is_last, has_several) = (rank == 0, rank + 1 == ranks, layers.len() > 1);
+    let is_own = |layer: usize| layers.iter().any(|layers| layers.contains(&layer));
+    RankModel {
+        model: Model {
+            input: if is_first { input } else { previous() },
+            layers: (0..).zip(all).filter(|(layer, _)| is_own(*layer)).map(|(_, layer)| layer).collect(),
+            objective: if is_last { objective } else { next() },
+        },
+        later_input: (is_first && has_several).then(|| previous() as Box<dyn InputLayer>),
+        earlier_objective: (is_last && has_several).then(|| next() as Box<dyn Objective>),
     }
 }
 
-/// A boundary between this stage and a neighbor.
+/// A boundary between a stage of this rank and one of another.
 struct Boundary {
     neighbors: Arc<Neighbors>,
-    neighbor: usize,
+    /// The other rank.
+    rank: usize,
     hidden_size: usize,
 }
 
@@ -57,8 +78,8 @@ impl InputLayer for FromPrevious {
         batch: &LocalBatch<'_>,
         _: &LayerContext,
     ) -> Result<(Tensor, Saved), LayerError> {
-        let Boundary { neighbors, neighbor, hidden_size } = &self.0;
-        let x = neighbors.receive((batch.batch_size, batch.seq_len_local, *hidden_size), *neighbor)?;
+        let Boundary { neighbors, rank, hidden_size } = &self.0;
+        let x = neighbors.receive((batch.batch_size, batch.seq_len_local, *hidden_size), *rank)?;
         Ok((x, Saved::new((), 0)))
     }
 
@@ -69,7 +90,7 @@ impl InputLayer for FromPrevious {
         _: &[Option<Tensor>],
         _: &LayerContext,
     ) -> Result<(), LayerError> {
-        self.0.neighbors.send(dx, self.0.neighbor)
+        self.0.neighbors.send(dx, self.0.rank)
     }
 
     fn keeps_gradient(&self) -> bool {
@@ -114,7 +135,7 @@ impl Objective for ToNext {
         batch: &LocalBatch<'_>,
         _: &LayerContext,
     ) -> Result<(Losses, Saved), LayerError> {
-        let pending = self.0.neighbors.start_send(x, self.0.neighbor)?;
+        let pending = self.0.neighbors.start_send(x, self.0.rank)?;
         Ok((no_terms(batch)?, Saved::new(Sending { pending, dims: x.dims3()? }, 0)))
     }
 
@@ -128,7 +149,7 @@ impl Objective for ToNext {
         _: &LayerContext,
     ) -> Result<Tensor, LayerError> {
         let Sending { pending, dims } = saved.downcast(self.name())?;
-        let dx = self.0.neighbors.receive(dims, self.0.neighbor)?;
+        let dx = self.0.neighbors.receive(dims, self.0.rank)?;
         // Received before the gradient was computed.
         pending.wait().map_err(|error| LayerError::Exchange(error.into()))?;
         Ok(dx)
@@ -141,13 +162,13 @@ impl Objective for ToNext {
         batch: &LocalBatch<'_>,
         _: &LayerContext,
     ) -> Result<Losses, LayerError> {
-        self.0.neighbors.send(&x, self.0.neighbor)?;
+        self.0.neighbors.send(&x, self.0.rank)?;
         no_terms(batch)
     }
 
     /// Sends the hidden states, for the output of the last stage.
     fn output(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<Tensor, LayerError> {
-        self.0.neighbors.send(x, self.0.neighbor)?;
+        self.0.neighbors.send(x, self.0.rank)?;
         Ok(x.clone())
     }
 }

@@ -142,6 +142,12 @@ fn schedules_that_cannot_run_are_refused_with_rank_and_pass() {
         blocked.contains("rank 0 waits in B0 for B0 of rank 1, rank 1 waits in F1 for F1 of rank 0"),
         "{blocked}"
     );
+    // The second stage sends the gradients in another order than the first one receives them.
+    let crossed = error(&|s| {
+        s.ranks[0] = ["F0", "F1", "B1", "B0"].map(named).to_vec();
+        s.ranks[1] = ["F0", "F1", "B0", "B1"].map(named).to_vec();
+    });
+    assert!(crossed.contains("B1 of rank 0 is not what is sent to it next"), "{crossed}");
     let interleaved = ScheduleKind::Interleaved { num_chunks: 2 }.schedule(2, 3);
     assert_eq!(interleaved, Err(ScheduleError::Indivisible { ranks: 2, micro_batches: 3 }));
     assert!(ScheduleKind::GPipe.schedule(0, 1).is_err() && ScheduleKind::GPipe.schedule(1, 0).is_err());
@@ -163,6 +169,16 @@ fn a_slow_pass_delays_all_that_wait_for_it() {
     // A rank that is slower than the others.
     let timeline = schedule.simulate(|rank, _| [1.0, 5.0][rank]).unwrap();
     assert_eq!((timeline.seconds, timeline.idle), (12.0, 0.5));
+}
+
+#[test]
+fn a_drawing_has_a_line_per_rank_and_a_cell_per_unit_of_time() {
+    let draw = |kind: ScheduleKind, micro_batches| kind.schedule(2, micro_batches).unwrap().draw().unwrap();
+    let expected = "rank 0   F0 F1 .  .  B0 B0 .  B1 B1\nrank 1   .  F0 B0 B0 F1 B1 B1 .  .\n";
+    assert_eq!(draw(ScheduleKind::OneForwardOneBackward, 2).unwrap(), expected);
+    let interleaved = draw(ScheduleKind::Interleaved { num_chunks: 2 }, 2).unwrap();
+    assert!(interleaved.contains("F0' ") && interleaved.lines().count() == 2, "{interleaved}");
+    assert_eq!(draw(ScheduleKind::GPipe, 100), None);
 }
 
 /// A message: what it carries, the micro batch, sender, receiver.

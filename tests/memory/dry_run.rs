@@ -59,8 +59,9 @@ fn case(
 }
 
 /// Keys of a config that are axes of the test matrix.
-const AXES: [&str; 19] = [
+const AXES: [&str; 20] = [
     "/pipeline_parallel_size",
+    "/ulysses/pipeline/virtual_stages",
     "/bf16/enabled",
     "/fp16/enabled",
     "/gradient_accumulation_steps",
@@ -174,7 +175,7 @@ fn ring_cases() -> Vec<Case> {
     ]
 }
 
-/// Stages of a pipeline, with one micro batch: a plan lists the events of one after another.
+/// Stages of a pipeline.
 fn pipeline_cases() -> Vec<Case> {
     let of = |pp: usize, stage: usize, extra: Value| {
         let mut config = json!({ "zero_optimization": { "stage": stage }, "pipeline_parallel_size": pp });
@@ -183,6 +184,9 @@ fn pipeline_cases() -> Vec<Case> {
     };
     let clipped = json!({ "gradient_clipping": 0.5, "ulysses": { "activation_checkpointing": true } });
     let uneven = json!({ "tensor_parallel_size": 3, "ulysses": { "loss_tile_tokens": 7 } });
+    let three = json!({ "gradient_accumulation_steps": 3 });
+    let interleaved =
+        json!({ "gradient_accumulation_steps": 4, "ulysses": { "pipeline": { "virtual_stages": 2 } } });
     vec![
         case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
         case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
@@ -202,6 +206,14 @@ fn pipeline_cases() -> Vec<Case> {
             of(2, 3, json!({ "tensor_parallel_size": 2 })),
         ),
         case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven)),
+        case("pp 3, three micro batches", tiny(4, 2).with_num_layers(4), (1, 1), 24, of(3, 1, three)),
+        case(
+            "pp 2 with 2 stages each, 1 x 2",
+            tied(tiny(4, 2).with_num_layers(5)),
+            (1, 2),
+            24,
+            of(2, 2, interleaved),
+        ),
     ]
 }
 

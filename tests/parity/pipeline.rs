@@ -1,7 +1,7 @@
 //! Pipeline parallelism never changes the math: layouts with stages against the independent f64 reference.
 
 use crate::support::compare::{assert_all_close, assert_scalar_close};
-use crate::support::doubles::{Fault, FaultyGroup};
+use crate::support::doubles::{Fault, FaultyGroup, FaultyPipeline, PipelineFault};
 use crate::support::mesh_run::{
     Doubles, Layout, Problem, Rule, assert_matches, by_name, global_batch, layout, matches, micro_batches,
     on_mesh,
@@ -116,8 +116,36 @@ fn schedules_and_divisions_of_layers_give_the_same_bits() {
         by_name(&outcome.gradients)
     };
     let expected = run(json!({ "schedule": "1f1b" }));
-    for pipeline in [json!({ "schedule": "gpipe" }), json!({ "layers_per_stage": [1, 4] })] {
+    for pipeline in [
+        json!({ "schedule": "gpipe" }),
+        json!({ "layers_per_stage": [1, 4] }),
+        json!({ "virtual_stages": 2 }),
+        json!({ "virtual_stages": 2, "layers_per_stage": [1, 2, 1, 1] }),
+    ] {
         assert_all_close(&pipeline.to_string(), &run(pipeline.clone()), &expected, 0.0);
+    }
+}
+
+#[test]
+fn ranks_with_several_stages_train_as_whole_models() {
+    let extra = json!({ "ulysses": { "pipeline": { "virtual_stages": 2 } } });
+    let of = |tie_word_embeddings, rule, clip| {
+        let config = ReferenceConfig { num_layers: 7, tie_word_embeddings, ..CONFIG };
+        Problem { rule, clip, extra: extra.clone(), ..problem(config, packed_batch()) }
+    };
+    let problems = [of(false, Rule::Sgd { lr: 0.1 }, Some(0.25)), of(true, Rule::AdamW(ADAMW), Some(0.25))];
+    let expected = problems.each_ref().map(|problem| problem.reference().unwrap());
+    let meshes = [[2, 1, 1, 1], [2, 2, 1, 1], [2, 1, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1], [3, 1, 2, 1]];
+    let layouts = meshes.into_iter().flat_map(|mesh| {
+        (0..=3).flat_map(move |stage| {
+            // As many micro batches as ranks: none is in a steady state; and more.
+            [1, 2].map(|groups| Layout { accumulation: groups * mesh[0], ..on_pp(mesh, stage) })
+        })
+    });
+    let cases = layouts.flat_map(|layout| [0, 1].map(|number| (number, layout)));
+    for (number, layout) in sampled(cases, |(number, layout)| [axes![number], layout.axes()].concat()) {
+        let outcome = problems[number].run(layout).unwrap();
+        assert_matches(&outcome, &expected[number], 5e-5, &format!("problem {number}, {layout:?}"));
     }
 }
 
@@ -177,11 +205,69 @@ fn a_tied_gradient_without_its_sum_is_detected() {
 }
 
 #[test]
+fn wrong_messages_and_norms_of_stages_are_detected() {
+    fn with(groups: ZeroGroups, fault: PipelineFault) -> ZeroGroups {
+        let wrap =
+            |groups: PipelineGroups| PipelineGroups { pp: FaultyPipeline::wrap(groups.pp, fault), ..groups };
+        ZeroGroups { pipeline: groups.pipeline.map(wrap), ..groups }
+    }
+    let problem = deep(Rule::Sgd { lr: 0.1 }, Some(0.25));
+    let expected = problem.reference().unwrap();
+    for stage in [0, 3] {
+        let is_accepted = |groups| {
+            let layout = Layout { accumulation: 4, ..on_pp([2, 1, 1, 1], stage) };
+            let outcome = problem.run_with(layout, &Doubles { groups, ..Doubles::default() }).unwrap();
+            matches(&outcome, &expected, 2e-5)
+        };
+        assert!(is_accepted(|groups| groups), "stage {stage}");
+        let faults: [fn(ZeroGroups) -> ZeroGroups; 3] = [
+            |groups| with(groups, PipelineFault::SendsThePreviousMessage),
+            |groups| with(groups, PipelineFault::HalvesMessages),
+            |groups| with(groups, PipelineFault::SkipsTheNorm),
+        ];
+        for (number, fault) in faults.into_iter().enumerate() {
+            assert!(!is_accepted(fault), "fault {number} at stage {stage}");
+        }
+    }
+}
+
+/// The first rank goes backward with the state of another micro batch than the second one.
+#[test]
+fn the_saved_state_of_another_micro_batch_is_detected() {
+    let problem = deep(Rule::Sgd { lr: 0.1 }, None);
+    let gradients = |swaps: bool| {
+        let layout = Layout { accumulation: 2, ..on_pp([2, 1, 1, 1], 0) };
+        let config = problem.json_config(layout, 8).unwrap();
+        let global = global_batch(&problem.batch).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |rank, groups| {
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention::default()))?;
+            let losses = micro_batches(&global, &engine)?.into_iter().map(|batch| engine.forward(&batch));
+            let mut losses = losses.collect::<Result<Vec<_>, _>>()?;
+            if swaps && rank == 0 {
+                losses.swap(0, 1);
+            }
+            losses.into_iter().try_for_each(|loss| engine.backward(loss))?;
+            Ok(by_name(&engine.gather_gradients()?))
+        });
+        ranks.unwrap().swap_remove(0)
+    };
+    let (right, swapped) = (gradients(false), gradients(true));
+    let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let differs = |name: &str| {
+        let [right, swapped] = [&right, &swapped].map(|gradients| values(&gradients[name]));
+        right.iter().zip(&swapped).any(|(a, b)| (a - b).abs() > 1e-3 * a.abs())
+    };
+    assert!(differs("model.layers.0.mlp.up_proj.weight"), "of the first stage");
+    assert!(!differs("model.layers.4.mlp.up_proj.weight"), "of the second stage");
+}
+
+#[test]
 fn tied_stages_are_saved_once_load_on_one_rank_and_evaluate_alike() {
-    let problem = tied(Rule::AdamW(ADAMW), Some(0.25));
     let dir = tempfile::tempdir().unwrap();
-    let global = global_batch(&problem.batch).unwrap();
-    let run = |layout: Layout, loads: bool| {
+    let run = |layout: Layout, virtual_stages: usize, loads: bool| {
+        let extra = json!({ "ulysses": { "pipeline": { "virtual_stages": virtual_stages } } });
+        let problem = Problem { extra, ..tied(Rule::AdamW(ADAMW), Some(0.25)) };
+        let global = global_batch(&problem.batch).unwrap();
         let config = problem.json_config(layout, 8).unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let world = groups.pipeline.as_ref().map_or(groups.dp.clone(), |groups| groups.pp.clone());
@@ -210,12 +296,16 @@ fn tied_stages_are_saved_once_load_on_one_rank_and_evaluate_alike() {
         });
         ranks.unwrap().swap_remove(0)
     };
-    for saving in [on_pp([3, 1, 1, 1], 1), layout(1, 1, 0)] {
+    let two = on_pp([2, 1, 1, 1], 3);
+    for (saving, of_rank) in [(on_pp([3, 1, 1, 1], 1), 1), (layout(1, 1, 0), 1), (two, 2)] {
         let saving = Layout { accumulation: 2, ..saving };
-        let (loss, tokens, parameters) = run(saving, false);
-        for loading in [layout(1, 1, 0), on_pp([2, 1, 1, 1], 0), on_pp([5, 1, 1, 1], 2)] {
-            let label = format!("{saving:?} to {loading:?}");
-            let (again, of_tokens, resumed) = run(Layout { accumulation: 2, ..loading }, true);
+        let (loss, tokens, parameters) = run(saving, of_rank, false);
+        for (loading, virtual_stages) in
+            [(layout(1, 1, 0), 1), (on_pp([2, 1, 1, 1], 0), 1), (on_pp([5, 1, 1, 1], 2), 1), (two, 2)]
+        {
+            let label = format!("{saving:?}, {of_rank} stages, to {loading:?}, {virtual_stages}");
+            let (again, of_tokens, resumed) =
+                run(Layout { accumulation: 2, ..loading }, virtual_stages, true);
             assert_scalar_close(&label, again, loss, 2e-5);
             assert_eq!(of_tokens, tokens, "{label}");
             assert_all_close(&label, &resumed, &parameters, 5e-5);

@@ -31,7 +31,7 @@ const MAY_IMPORT: [(&str, &str); 19] = [
     ("monitor", "comm"),
     (
         "engine",
-        "mesh, comm, placement, config, kernels, sequence_parallel, tensor_parallel, pipeline, nn, model, zero, data, checkpoint, monitor",
+        "mesh, comm, placement, config, kernels, sequence_parallel, tensor_parallel, pipeline, nn, objective, model, zero, data, checkpoint, monitor",
     ),
     (
         "estimate",

@@ -1,8 +1,9 @@
 //! Faulty implementations of the library's traits. The suite must detect each.
 
 use candle_core::{DType, Tensor};
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use ulysses::comm::{Call, CallSignature, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{
     AttentionCompute, AttentionError, AttentionLayout, FlashAttention, QkvGradients, Upstream,
@@ -55,6 +56,81 @@ impl GroupWrapper for FaultyGroup {
                 let own = call.inputs()[0].narrow(0, self.rank() * chunk.count, chunk.count)?;
                 ulysses::kernels::strided_copy::copy(&own, &call.outputs()[0]).map_err(tensor_error)?;
                 Ok(Pending::ready())
+            }
+            _ => self.inner.start(call),
+        }
+    }
+}
+
+/// A fault of the group of a pipeline's ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum PipelineFault {
+    /// A rank gets the message of the previous micro batch; the first one is right.
+    SendsThePreviousMessage,
+    /// A stage averages over two micro batches what the others have averaged too.
+    HalvesMessages,
+    /// A rank knows the squares of its own gradients only.
+    SkipsTheNorm,
+}
+
+/// The group of a pipeline's ranks with a [`PipelineFault`].
+#[derive(Debug)]
+pub struct FaultyPipeline {
+    inner: Arc<dyn ProcessGroup>,
+    fault: PipelineFault,
+    /// The last message to each rank.
+    sent: Mutex<HashMap<usize, Tensor>>,
+}
+
+impl FaultyPipeline {
+    pub fn wrap(inner: Arc<dyn ProcessGroup>, fault: PipelineFault) -> Arc<dyn ProcessGroup> {
+        Arc::new(Self { inner, fault, sent: Mutex::default() })
+    }
+}
+
+impl GroupWrapper for FaultyPipeline {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn start(&self, call: Call<'_>) -> Result<Pending, CommError> {
+        let tensor_error = |error: OpError| CommError::Tensor(error.to_string());
+        let copied = |tensor: &Tensor| tensor.copy().map_err(|error| CommError::Tensor(error.to_string()));
+        let send = |tensor: Tensor, dst| {
+            let pending = self.inner.start_send(&tensor, dst)?;
+            Ok(pending.then(move || {
+                drop(tensor);
+                Ok(())
+            }))
+        };
+        match (self.fault, call.signature()) {
+            (PipelineFault::SendsThePreviousMessage, CallSignature::Send { dst, .. }) => {
+                let own = copied(&call.inputs()[0])?;
+                let previous = self.sent.lock().unwrap().insert(*dst, own.clone());
+                send(previous.unwrap_or(own), *dst)
+            }
+            (PipelineFault::HalvesMessages, CallSignature::Send { dst, .. }) => {
+                let half = copied(&call.inputs()[0])?;
+                ulysses::kernels::elementwise::scale(&half, 0.5).map_err(tensor_error)?;
+                send(half, *dst)
+            }
+            (PipelineFault::SkipsTheNorm, CallSignature::AllGather { chunk })
+                if chunk.dtype == DType::F64 =>
+            {
+                let (own, rank) = (copied(&call.inputs()[0])?, self.rank());
+                let outputs = call.outputs()[0].clone();
+                let count = chunk.count;
+                let keep = move || {
+                    let others = outputs.zeros_like()?;
+                    let zeros = others.narrow(0, 0, count)?;
+                    for place in 0..outputs.elem_count() / count {
+                        let of_rank = if place == rank { &own } else { &zeros };
+                        outputs.slice_set(&of_rank.contiguous()?, 0, place * count)?;
+                    }
+                    candle_core::Result::Ok(())
+                };
+                let lose = move || keep().map_err(|error| CommError::Tensor(error.to_string()));
+                Ok(self.inner.start(call)?.then(lose))
             }
             _ => self.inner.start(call),
         }

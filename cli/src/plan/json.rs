@@ -3,6 +3,7 @@
 use super::Report;
 use super::budget::Available;
 use serde_json::{Value, json};
+use std::ops::Range;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::estimate::{Alternative, Candidate, MeshChoice, RankPlan, StagePlan, StepTime};
 
@@ -72,16 +73,25 @@ fn pipeline(report: &Report) -> Option<Value> {
     let workload = &report.planned.workload;
     let stage = |StagePlan { layers, plan }: &StagePlan| {
         json!({
-            "layers": [layers.start, layers.end], "rank": plan.rank, "peak_bytes": plan.peak_bytes,
+            "layers": ranges(layers), "rank": plan.rank, "peak_bytes": plan.peak_bytes,
             "persistent_bytes": plan.persistent_bytes, "model_flops": plan.model_flops,
         })
     };
     let json = json!({
         "schedule": workload.config.ulysses.pipeline.schedule,
+        "virtual_stages": workload.config.ulysses.pipeline.virtual_stages,
         "bubble": workload.pipeline_bubble(),
         "stages": report.stages.iter().map(stage).collect::<Vec<_>>(),
     });
     (!report.stages.is_empty()).then_some(json)
+}
+
+/// The range of layers of a stage, or those of a rank's virtual stages.
+fn ranges(layers: &[Range<usize>]) -> Value {
+    match layers {
+        [layers] => json!([layers.start, layers.end]),
+        several => several.iter().map(|layers| json!([layers.start, layers.end])).collect(),
+    }
 }
 
 /// The memory for tensors.

@@ -28,6 +28,7 @@ fn data(report: &Report) -> Value {
         "shown_moments": shown_moments(&report.planned),
         "time_parts": time.as_ref().map(|time| time.parts.named()),
         "flops_per_token": flops_per_token(report),
+        "schedule_drawing": report.planned.decided.draw_schedule().ok().flatten(),
         "available": report.available.map(Available::per_rank),
         "excess": excess,
         "charts": charts.map(|chart| chart.content()),

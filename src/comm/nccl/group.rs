@@ -226,6 +226,10 @@ impl ProcessGroup for NcclGroup {
         self.0.own.check()
     }
 
+    fn has_one_stream(&self) -> bool {
+        true
+    }
+
     fn flush_messages(&self) -> Result<(), CommError> {
         self.0.flush(CollectiveOp::Send)
     }

@@ -1,6 +1,6 @@
 //! `ulysses.pipeline`: the stages of pipeline parallelism, and the order of their passes.
 
-use crate::config::define::words::{choice, counts};
+use crate::config::define::words::{choice, count, counts};
 use crate::config::define::{choices, keys};
 use std::ops::Range;
 
@@ -11,7 +11,10 @@ keys! {
         /// Order in which a stage computes the micro batches of a step. `gpipe`: all forward passes, then all backward passes;
         /// `1f1b`: a backward pass as soon as there is one, so that a stage keeps the activations of at most pp micro batches.
         pub schedule: PipelineSchedule = choice().text("1f1b"),
-        /// Number of layers of each stage, in order.
+        /// Stages of each rank of pp (Megatron-LM's virtual pipeline stages). With several, `1f1b` is interleaved: a rank waits for
+        /// a shorter part of the model at the begin and the end of a step, and sends as many times more messages.
+        pub virtual_stages: usize = count().integer(1),
+        /// Number of layers of each stage, in order: pp × `virtual_stages` of them, of which rank r has the stages r, r + pp, ….
         pub layers_per_stage: Option<Vec<usize>> =
             counts().derived("those for which the slowest stage has the fewest FLOPs, with the loss, at the longest `ulysses.seq_len`"),
     }
@@ -34,11 +37,14 @@ choices! {
 pub enum StagesError {
     /// A stage would have no layer.
     #[error(
-        "pp is {pp} (`pipeline_parallel_size`), but the model has {num_layers} layers: expected at most {num_layers} stages"
+        "pp is {pp} (`pipeline_parallel_size`){}, but the model has {num_layers} layers: expected at most {num_layers} stages",
+        each(*virtual_stages)
     )]
     TooMany {
-        /// Stages.
+        /// Ranks of the pipeline.
         pp: usize,
+        /// Stages of each.
+        virtual_stages: usize,
         /// Layers of the model.
         num_layers: usize,
     },
@@ -55,8 +61,21 @@ pub enum StagesError {
     },
 }
 
+/// Names the number of stages of each rank, if there are several.
+pub(in crate::config) fn each(virtual_stages: usize) -> String {
+    match virtual_stages {
+        1 => String::new(),
+        _ => format!(" with {virtual_stages} stages each (`ulysses.pipeline.virtual_stages`)"),
+    }
+}
+
 impl PipelineConfig {
-    /// Returns the layers of each of `pp` stages as the file states them; `None` if it leaves the division open.
+    /// Returns the number of stages of each of `pp` ranks.
+    pub fn stages_per_rank(&self, pp: usize) -> usize {
+        if pp == 1 { 1 } else { self.virtual_stages }
+    }
+
+    /// Returns the layers of each stage of `pp` ranks as the file states them; `None` if it leaves the division open.
     ///
     /// # Errors
     /// When the layers of the model do not fill the stages.
@@ -65,8 +84,9 @@ impl PipelineConfig {
         pp: usize,
         num_layers: usize,
     ) -> Result<Option<Vec<Range<usize>>>, StagesError> {
-        if pp > num_layers {
-            return Err(StagesError::TooMany { pp, num_layers });
+        let virtual_stages = self.stages_per_rank(pp);
+        if pp.saturating_mul(virtual_stages) > num_layers {
+            return Err(StagesError::TooMany { pp, virtual_stages, num_layers });
         }
         // One stage has all layers; the config notes that the counts have no effect.
         let Some(counts) = self.layers_per_stage.as_ref().filter(|_| pp > 1) else { return Ok(None) };

@@ -79,6 +79,45 @@ fn layers_are_divided_as_stated_or_left_open() {
 }
 
 #[test]
+fn virtual_stages_need_groups_of_micro_batches_and_a_schedule_that_has_them() {
+    let keys = |accumulation: usize, pipeline: &str| {
+        format!(
+            r#""pipeline_parallel_size": 2, "gradient_accumulation_steps": {accumulation}, "ulysses": {{"pipeline": {{{pipeline}}}}}"#
+        )
+    };
+    let layers = |pipeline: &str, num_layers| {
+        let config = resolve(&keys(4, pipeline), &Overrides::default()).unwrap();
+        config.ulysses.pipeline.stated_layers(2, num_layers).map_err(|error| error.to_string())
+    };
+    let two = r#""virtual_stages": 2"#;
+    let stated = format!(r#"{two}, "layers_per_stage": [1, 2, 1, 1]"#);
+    assert_eq!((layers(two, 5), layers(&stated, 5)), (Ok(None), Ok(Some(vec![0..1, 1..3, 3..4, 4..5]))));
+    assert_eq!(
+        layers(two, 3).unwrap_err(),
+        "pp is 2 (`pipeline_parallel_size`) with 2 stages each (`ulysses.pipeline.virtual_stages`), but the model has 3 layers: \
+         expected at most 3 stages"
+    );
+    for (accumulation, pipeline, expected) in [
+        (
+            1,
+            two.to_owned(),
+            "needs micro batches in groups of pp 2, but there are 1 (`gradient_accumulation_steps`)",
+        ),
+        (4, format!(r#"{two}, "schedule": "gpipe""#), "the schedule \"gpipe\" has one stage per rank"),
+        (
+            4,
+            format!(r#"{two}, "layers_per_stage": [3, 2]"#),
+            "with 2 stages each (`ulysses.pipeline.virtual_stages`), but `ulysses",
+        ),
+    ] {
+        let refused = refusal(&keys(accumulation, &pipeline));
+        assert!(refused.contains(expected), "{refused}");
+    }
+    let alone = resolve(&keys(4, two), &by_flag("1x1")).unwrap();
+    assert!(alone.notes.iter().any(|note| note.contains("`ulysses.pipeline.virtual_stages` has no effect")));
+}
+
+#[test]
 fn schedules_are_named_and_others_refused() {
     let schedule = |name: &str| {
         let keys = format!(r#""ulysses": {{"pipeline": {{"schedule": "{name}"}}}}"#);

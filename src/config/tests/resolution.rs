@@ -80,6 +80,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
             flexible_sp: false,
             pipeline: PipelineConfig {
                 schedule: PipelineSchedule::OneForwardOneBackward,
+                virtual_stages: 1,
                 layers_per_stage: None,
             },
             threads_per_rank: None,

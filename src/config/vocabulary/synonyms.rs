@@ -83,6 +83,8 @@ const SYNONYMS: &[Synonym] = &[
     synonym("pp_size", "pipeline_parallel_size"),
     synonym("pipeline_model_parallel_size", "pipeline_parallel_size"),
     synonym("pipeline_parallel_degree", "pipeline_parallel_size"),
+    synonym("virtual_pipeline_model_parallel_size", "ulysses.pipeline.virtual_stages"),
+    synonym("num_virtual_stages_per_pipeline_rank", "ulysses.pipeline.virtual_stages"),
     synonym("dp", "data_parallel_size"),
     synonym("dp_size", "data_parallel_size"),
     Synonym { remark: "true for \"bfloat16\"", ..synonym("dtype", "bf16.enabled") },

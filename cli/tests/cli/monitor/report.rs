@@ -46,8 +46,8 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring, Ulysses × ring and
     // the paper.
     assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 5) * 2);
-    // Step time by activity (rings among them) and by phase, planned and measured memory.
-    assert_eq!(of_runs.matches("<polygon").count(), (6 + 4 + 6 + 6) * 2);
+    // Step time by activity (rings and stages among them) and by phase, planned and measured memory.
+    assert_eq!(of_runs.matches("<polygon").count(), (7 + 4 + 6 + 6) * 2);
     assert_eq!(
         of_runs.matches("the optimizer step, measured in step 2").count(),
         2 * 2,

@@ -15,7 +15,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 37] = [
+const METRICS: [&str; 38] = [
     "step",
     "loss",
     "lr",
@@ -48,6 +48,7 @@ const METRICS: [&str; 37] = [
     "exposed_exchange_seconds",
     "ring_seconds",
     "exposed_ring_seconds",
+    "pp_comm_seconds",
     "dp_comm_seconds",
     "sp_comm_seconds",
     "compute_seconds",

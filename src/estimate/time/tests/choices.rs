@@ -77,6 +77,8 @@ fn a_pipeline_is_chosen_where_its_stages_idle_for_less_than_gradients_take() {
     let link = |bytes: f64| LinkRates {
         all_to_all_bytes_per_second: 1e9,
         all_reduce_bytes_per_second: bytes,
+        reduce_scatter_bytes_per_second: bytes,
+        all_gather_bytes_per_second: bytes,
         ..INSTANT
     };
     let workload = Workload { ranks_per_node: 1, ..nano(2, 1, json!({ "gradient_accumulation_steps": 8 })) };
