@@ -9,7 +9,7 @@ use ulysses::checkpoint::{CheckpointError, LocalStorage, load_tensors, save_tens
 use ulysses::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt};
 use ulysses::mesh::DeviceMesh;
 use ulysses::placement::Placement::{Partial, Replicate, Shard};
-use ulysses::placement::ShardedTensor;
+use ulysses::placement::{PlacementError, ShardedTensor};
 
 /// Uneven shards, which two redistributions move at the same time, saved and loaded.
 pub(crate) fn sharded_tensors_move_at_the_same_time_and_are_saved_and_loaded(mpi: &dyn Backend) {
@@ -27,7 +27,10 @@ pub(crate) fn sharded_tensors_move_at_the_same_time_and_are_saved_and_loaded(mpi
 fn run(world: &Arc<dyn ProcessGroup>, dir: &Path) -> Result<(), CheckpointError> {
     let mesh = DeviceMesh::new(&[("a", 2), ("b", 2)], None).unwrap();
     let groups = Arc::new(MeshGroups::new(&mesh, world.clone())?);
-    let failed = |source| CheckpointError::ShardedTensor { tensor: "x".to_owned(), source };
+    let failed = |source: PlacementError| CheckpointError::ShardedTensor {
+        tensor: "x".to_owned(),
+        source: Box::new(source),
+    };
     let whole = Tensor::arange(0_f32, 35.0, &Device::Cpu).and_then(|x| x.reshape((7, 5)));
     let whole = whole.map_err(|error| failed(error.into()))?;
     let sent =
