@@ -35,10 +35,26 @@ struct GeluTanh {
     }
 };
 
+// gelu(g) = g · Φ(g), with the derivative Φ + g · φ and the normal distribution's Φ and φ.
+struct Gelu {
+    static __device__ __forceinline__ Curve at(float g) {
+        const float cumulative = 0.5f * erff(0.70710678f * g) + 0.5f;
+        const float density = 0.39894228f * expf(-0.5f * g * g);
+        return {g * cumulative, g * density + cumulative};
+    }
+};
+
+struct SquaredRelu {
+    static __device__ __forceinline__ Curve at(float g) {
+        const float positive = fmaxf(g, 0.0f);
+        return {positive * positive, 2.0f * positive};
+    }
+};
+
 struct Sigmoid {
     static __device__ __forceinline__ Curve at(float g) {
         const float s = sigmoid(g);
-        return {s, s * (1.0f - s)};
+        return {s, s * sigmoid(-g)};
     }
 };
 
@@ -88,5 +104,7 @@ template <typename T, typename Activation> struct Backward {
 #define INSTANTIATE(T, suffix)                                                                                \
     INSTANTIATE_ONE(swiglu, Silu, T, suffix)                                                                  \
     INSTANTIATE_ONE(geglu, GeluTanh, T, suffix)                                                               \
+    INSTANTIATE_ONE(gelu, Gelu, T, suffix)                                                                    \
+    INSTANTIATE_ONE(relu2, SquaredRelu, T, suffix)                                                            \
     INSTANTIATE_ONE(glu, Sigmoid, T, suffix)
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -14,6 +14,8 @@ pub struct Family {
     pub model_type: &'static str,
     /// The class in its `architectures`.
     pub(crate) class: &'static str,
+    /// Names of its parameters.
+    pub names: ModelNames,
     /// Reads a `config.json`. Fields that it does not ask for are refused, unless they change no model.
     pub(crate) read: fn(&HfConfig<'_>) -> Result<ModelConfig, ModelError>,
     /// Adds the fields that not all families have to a `config.json`.
@@ -22,6 +24,32 @@ pub struct Family {
     pub(crate) block: fn(&ModelConfig, usize) -> Box<dyn Layer>,
     /// Published models, for plans.
     pub(crate) models: &'static [KnownModel],
+}
+
+/// Names of the layers, and of the parameters outside of them.
+#[derive(Debug, Clone, Copy)]
+pub struct ModelNames {
+    /// The embedding matrix.
+    pub embedding: &'static str,
+    /// The embedding matrix of the positions, if they are learned.
+    pub positions: &'static str,
+    /// The layers, without their index.
+    pub layers: &'static str,
+    /// The final norm, without the name of its parameter.
+    pub norm: &'static str,
+    /// The output projection, unless it is tied.
+    pub head: &'static str,
+}
+
+impl ModelNames {
+    /// Those of Llama and most others.
+    pub const LLAMA: Self = Self {
+        embedding: "model.embed_tokens.weight",
+        positions: "model.embed_positions.weight",
+        layers: "model.layers",
+        norm: "model.norm",
+        head: "lm_head.weight",
+    };
 }
 
 /// The shape of a published model, which has no weights.
@@ -87,8 +115,14 @@ pub struct ModelConfig {
     pub rms_norm_eps: f64,
     /// Added to the weights of the norms: 0, or 1 in Gemma.
     pub norm_offset: f64,
-    /// Whether the norms subtract the mean first: LayerNorm without a bias.
+    /// Whether the norms subtract the mean first: LayerNorm.
     pub centered_norms: bool,
+    /// Whether the norms have biases.
+    pub norm_bias: bool,
+    /// Whether the projections of the MLP have biases.
+    pub mlp_bias: bool,
+    /// The number of learned position embeddings; `None` without them.
+    pub learned_positions: Option<usize>,
     /// Constant factors.
     pub multipliers: Multipliers,
     /// The soft cap of the logits, `cap · tanh(logit / cap)`; `None` without one.
@@ -138,6 +172,7 @@ impl ModelConfig {
             qk_norm: None,
             softcap: None,
             qkv_bias: false,
+            o_bias: false,
             output_gate: false,
         };
         Self {
@@ -149,6 +184,9 @@ impl ModelConfig {
             rms_norm_eps: 1e-5,
             norm_offset: 0.0,
             centered_norms: false,
+            norm_bias: false,
+            mlp_bias: false,
+            learned_positions: None,
             multipliers: Multipliers::default(),
             final_softcap: None,
             initializer_range: 0.02,
@@ -159,6 +197,11 @@ impl ModelConfig {
     /// Number of layers.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// The name of a layer.
+    pub fn layer_name(&self, index: usize) -> String {
+        format!("{}.{index}", self.family.names.layers)
     }
 
     /// The largest number of head chunks that all layers allow.
@@ -228,7 +271,10 @@ impl ModelConfig {
 
     /// The constants of its norms.
     pub fn norm(&self) -> NormConfig {
-        NormConfig { eps: self.rms_norm_eps, offset: self.norm_offset, centered: self.centered_norms }
+        let Self {
+            rms_norm_eps: eps, norm_offset: offset, centered_norms: centered, norm_bias: bias, ..
+        } = *self;
+        NormConfig { eps, offset, centered, bias }
     }
 
     /// The layers that differ in what mixes their tokens, each once.

@@ -124,7 +124,7 @@ pub enum ModelError {
 /// Says what a model without a head of its own needs.
 fn without_head(tensor: &str) -> &'static str {
     match tensor {
-        "lm_head.weight" => {
+        "lm_head.weight" | "embed_out.weight" => {
             "; if the model shares it with the embedding, set `tie_word_embeddings` to true in config.json"
         }
         _ => "",

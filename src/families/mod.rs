@@ -17,20 +17,24 @@ mod read;
 pub(crate) mod tests;
 
 mod cohere;
+mod ernie;
 mod exaone4;
 mod gemma;
 mod glm;
+mod gpt;
 mod granite;
 mod llama;
 mod mistral;
+mod nemotron;
 mod olmo;
 mod phi3;
 mod qwen;
 mod seed_oss;
 mod smollm3;
+mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 21] = [
+pub static FAMILIES: [&Family; 27] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -52,9 +56,15 @@ pub static FAMILIES: [&Family; 21] = [
     &glm::GLM4,
     &cohere::COHERE,
     &cohere::COHERE2,
+    &ernie::ERNIE4_5,
+    &gpt::GPT2,
+    &gpt::GPT_NEOX,
+    &gpt::STARCODER2,
+    &nemotron::NEMOTRON,
+    &stablelm::STABLELM,
 ];
 
-pub use config::{Family, KnownModel, ModelConfig, Multipliers, Sizes};
+pub use config::{Family, KnownModel, ModelConfig, ModelNames, Multipliers, Sizes};
 pub use decoder_layer::{DecoderLayer, DecoderParts, ParallelDecoderLayer};
 pub use error::ModelError;
 pub(crate) use hf::{HfConfig, language_model, language_model_name};

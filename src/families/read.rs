@@ -17,6 +17,13 @@ pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
     json[WINDOW] = json!(config.attention_layers().find_map(|layer| layer.window));
 }
 
+/// Removes fields that a family does not have, or has by other names.
+pub(super) fn remove_fields(json: &mut Value, keys: &[&str]) {
+    if let Some(fields) = json.as_object_mut() {
+        keys.iter().for_each(|key| drop(fields.shift_remove(*key)));
+    }
+}
+
 /// Why a field may not be left out whose default is the size of the family's first model.
 pub(super) const MUST_BE_GIVEN: &str = "it must be given for this model_type";
 
@@ -41,10 +48,7 @@ impl HfConfig<'_> {
         layer: AttentionConfig,
         default_eps: f64,
     ) -> Result<ModelConfig, ModelError> {
-        let num_layers = self.size("num_hidden_layers")?;
-        if num_layers > MAX_LAYERS {
-            return Err(self.error("num_hidden_layers", &format!("it must be from 1 to {MAX_LAYERS}")));
-        }
+        let num_layers = self.num_layers("num_hidden_layers")?;
         Ok(ModelConfig {
             family,
             vocab_size: self.size("vocab_size")?,
@@ -54,11 +58,29 @@ impl HfConfig<'_> {
             rms_norm_eps: self.number("rms_norm_eps", default_eps)?,
             norm_offset: 0.0,
             centered_norms: false,
+            norm_bias: false,
+            mlp_bias: false,
+            learned_positions: None,
             multipliers: Multipliers::default(),
             final_softcap: None,
             initializer_range: self.number("initializer_range", 0.02)?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
         })
+    }
+
+    /// The number of layers, before any is described.
+    pub(crate) fn num_layers(&self, key: &'static str) -> Result<usize, ModelError> {
+        match self.size(key)? {
+            num_layers if num_layers > MAX_LAYERS => {
+                Err(self.error(key, &format!("it must be from 1 to {MAX_LAYERS}")))
+            }
+            num_layers => Ok(num_layers),
+        }
+    }
+
+    /// Whether a field is set, which it is unless the file says otherwise.
+    pub(crate) fn flag_or_set(&self, key: &'static str) -> Result<bool, ModelError> {
+        Ok(!self.has(key) || self.flag(key)?)
     }
 
     /// The attention of a layer that sees the whole document.
@@ -84,6 +106,7 @@ impl HfConfig<'_> {
             qk_norm: None,
             softcap: None,
             qkv_bias: false,
+            o_bias: false,
             output_gate: false,
         })
     }

@@ -1,5 +1,6 @@
 //! Descriptions and parameters of the families.
 
+mod gpt;
 mod rope;
 
 use super::*;
@@ -56,7 +57,18 @@ fn descriptions() -> Vec<ModelConfig> {
     cohere.attention_layers_mut().next().unwrap().rope = Some(Rope { interleaved: true, ..300.0.into() });
     cohere.attention_layers_mut().next().unwrap().window = Some(7);
     cohere.multipliers.logits = 0.25;
+    let neox = of_family("gpt_neox")
+        .with_attention(|layer| (layer.qkv_bias, layer.o_bias) = (false, false))
+        .with_rope(|rope| rope.partial_rotary_factor = 0.67);
+    let [ernie, nemotron] = ["ernie4_5", "nemotron"].map(|family| {
+        let config = of_family(family).with_attention(|layer| (layer.qkv_bias, layer.o_bias) = (true, true));
+        ModelConfig { mlp_bias: true, ..config }
+    });
+    let starcoder = of_family("starcoder2")
+        .with_attention(|layer| (layer.window, layer.qkv_bias, layer.o_bias) = (Some(7), false, false));
+    let starcoder = ModelConfig { mlp_bias: false, ..starcoder };
     let others = [cohere, partly_rotated, granite, capped, gemma, exaone, glm, glm_with_biases, phi, qwen];
+    let others = others.into_iter().chain([neox, ernie, nemotron, starcoder]);
     let plain = FAMILIES.iter().map(|family| of_family(family.model_type));
     plain.chain(windowed).chain(upper_windowed).chain(others).collect()
 }
@@ -102,7 +114,8 @@ fn every_family_and_scaling_round_trips() {
         },
     ];
     for config in descriptions() {
-        let pairs = config.rope().map_or(8, |rope| rope.rotary_dim(8)) / 2;
+        let head_dim = config.attention_layers().next().unwrap().head_dim;
+        let pairs = config.rope().map_or(head_dim, |rope| rope.rotary_dim(head_dim)) / 2;
         // The factor is that of transformers for four times the positions, or another.
         let long = [(1.0 + 4f64.ln() / 128f64.ln()).sqrt(), 1.75].map(|attention_factor| {
             let [short_factor, long_factor] = [[1.0, 1.5, 2.0, 4.0], [1.25, 2.0, 8.0, 16.0]];
@@ -265,9 +278,6 @@ fn command_has_layer_norm_and_no_position_embedding_without_a_window() {
     assert_eq!(layers.collect::<Vec<_>>(), [(Some(9), Some(true)), (None, None)]);
     assert_refused(&changed("cohere", "use_qk_norm", Some(json!(true))), "use_qk_norm");
     assert_refused(&changed("cohere", "logit_scale", Some(json!(0))), "logit_scale");
-    let tp = crate::nn::TensorRank { size: 2, rank: 0 };
-    let error = Model::new(&config).unwrap().tensor_parallel(tp).err().unwrap();
-    assert!(error.to_string().contains("model.layers.0"), "{error}");
 }
 
 #[test]
@@ -331,6 +341,7 @@ fn a_class_that_is_not_the_familys_is_refused() {
 static ALTERNATING: Family = Family {
     model_type: "alternating",
     class: "AlternatingForCausalLM",
+    names: ModelNames::LLAMA,
     read: |file| {
         let mut config = file.decoder(&ALTERNATING, file.attention()?, 1e-6)?;
         let window = file.optional_size("sliding_window")?;

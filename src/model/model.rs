@@ -1,7 +1,7 @@
 //! A whole model: input, layers, objective.
 
 use super::{ModelConfig, ModelError};
-use crate::nn::{Embedding, InputLayer, Layer, LayerError, ParameterSpec, TensorRank};
+use crate::nn::{Embedding, InputLayer, Layer, LayerError, LearnedPositions, ParameterSpec, TensorRank};
 use crate::objective::{CausalLm, Objective};
 
 /// An input, a stack of layers, and an objective: for a language model, embedding, blocks, and head with loss.
@@ -70,17 +70,22 @@ impl Model {
         let ModelConfig {
             vocab_size, hidden_size, initializer_range: std, multipliers, final_softcap, ..
         } = *config;
-        let input = Embedding::new(vocab_size, hidden_size, std).with_multiplier(multipliers.embedding);
-        let projection = match config.tie_word_embeddings {
-            true => &input.parameters()[0].name,
-            false => "lm_head.weight",
+        let names = config.family.names;
+        let tokens = Embedding::new(vocab_size, hidden_size, std)
+            .with_name(names.embedding)
+            .with_multiplier(multipliers.embedding);
+        let input: Box<dyn InputLayer> = match config.learned_positions {
+            None => Box::new(tokens),
+            Some(positions) => Box::new(LearnedPositions::new(tokens, names.positions, positions, std)),
         };
+        let projection = if config.tie_word_embeddings { names.embedding } else { names.head };
         let objective = CausalLm::new(projection, vocab_size, hidden_size, config.norm(), std)
+            .with_norm_name(names.norm)
             .with_logit_scale(multipliers.logits)
             .with_softcap(final_softcap);
         let layer = |index| (config.family.block)(config, index);
         let layers = (0..config.num_layers()).map(layer).collect();
-        Self { input: Box::new(input), layers, objective: Box::new(objective) }
+        Self { input, layers, objective: Box::new(objective) }
     }
 
     /// Returns whether the objective has a parameter of the input, judged by its name, such as the embedding matrix.

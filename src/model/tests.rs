@@ -160,7 +160,7 @@ fn hugging_face_descriptions_round_trip() {
 #[test]
 fn models_that_would_be_computed_wrongly_are_refused_by_key() {
     let cases = [
-        ("model_type", serde_json::json!("gpt2")),
+        ("model_type", serde_json::json!("bert")),
         ("hidden_act", serde_json::json!("gelu")),
         ("mlp_bias", serde_json::json!(true)),
         ("attention_bias", serde_json::json!(true)),
@@ -205,6 +205,24 @@ fn absurd_descriptions_are_refused() {
     for description in absurd {
         assert!(Model::new(&description).is_err(), "{description:?}");
     }
+}
+
+#[test]
+fn tensors_of_gpt_2_are_found_without_the_name_of_the_model_before_theirs() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["wte.weight", "h.1.attn.c_attn.bias", "ln_f.bias", "lm_head.weight"];
+    let tensors: std::collections::HashMap<_, _> = names.map(|name| (name, random(&[2], 0))).into();
+    candle_core::safetensors::save(&tensors, dir.path().join("model.safetensors")).unwrap();
+    let weights = HfWeights::open(dir.path()).unwrap();
+    let mut found: Vec<_> = weights.names().collect();
+    found.sort_unstable();
+    let expected = [
+        "lm_head.weight",
+        "transformer.h.1.attn.c_attn.bias",
+        "transformer.ln_f.bias",
+        "transformer.wte.weight",
+    ];
+    assert_eq!(found, expected);
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Branch {
         Self { residual: Residual::AfterModule, ..self }
     }
 
-    /// A module alone behind the same norm: beside this branch's, of which the sum has both.
+    /// A module alone behind the same norm: beside that of another branch, of which the sum has both.
     #[must_use]
     pub fn module_beside(&self) -> Self {
         Self { before: self.before.clone(), ..Self::module_alone() }

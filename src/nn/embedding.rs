@@ -27,10 +27,24 @@ impl Embedding {
         Self { vocab_size, hidden_size, multiplier: 1.0, parameters, rows: None }
     }
 
+    /// Gives the matrix another name.
+    #[must_use]
+    pub fn with_name(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.parameters[0].name);
+        self
+    }
+
     /// Multiplies the rows of the matrix, by a factor that is rounded to the element type of the hidden states.
     #[must_use]
     pub fn with_multiplier(self, multiplier: f64) -> Self {
         Self { multiplier, ..self }
+    }
+
+    /// With the rows of the matrix that one rank of tp has; `None` if there are fewer than ranks.
+    pub(super) fn divided(&self, tp: TensorRank) -> Option<Self> {
+        let mut part = self.clone();
+        part.rows = Some(part.parameters[0].divide_vocabulary(tp)?);
+        Some(part)
     }
 
     /// The ids that this rank looks up: with some rows of the matrix, those of all ranks of tp.
@@ -68,9 +82,7 @@ impl InputLayer for Embedding {
 
     /// Divides the rows of the matrix. A rank looks up its rows for the tokens of all.
     fn tensor_parallel(&self, tp: TensorRank) -> Option<Box<dyn InputLayer>> {
-        let mut part = self.clone();
-        part.rows = Some(part.parameters[0].divide_vocabulary(tp)?);
-        Some(Box::new(part))
+        Some(Box::new(self.divided(tp)?))
     }
 
     fn forward(

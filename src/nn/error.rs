@@ -46,6 +46,17 @@ pub enum LayerError {
         /// The layer.
         layer: String,
     },
+    /// A document is longer than the model has learned positions.
+    #[error(
+        "a document has {len} tokens or more, and the model {num_positions} learned positions: \
+         use sequences of at most {num_positions} tokens"
+    )]
+    TooLongDocument {
+        /// Tokens of the document so far.
+        len: usize,
+        /// Number of positions.
+        num_positions: usize,
+    },
     /// An exchange of tokens failed, on this rank or another.
     #[error(transparent)]
     Exchange(Box<dyn std::error::Error + Send + Sync>),

@@ -1,29 +1,42 @@
 //! The MLP of a block with its norm and residual, in tiles of tokens.
 
 use super::{
-    BackwardPass, Branch, ForwardPass, GroupNames, Init, LayerError, Linear, ParameterList, TensorRank,
+    BackwardPass, Branch, ForwardPass, GroupNames, LayerError, Linear, ParameterList, TensorRank, WeightSpec,
     recycle_unless, token_rows,
 };
 use crate::mesh::shard_range;
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::elementwise;
 use ulysses_kernels::glu::{self, Activation};
 
-/// `down(activation(gate(x)) · up(x))` (arXiv 2002.05202).
+/// `down(activation(gate(x)) · up(x))` (arXiv 2002.05202), or `down(activation(gate(x)))` without an up projection: the MLP of
+/// the first transformers.
 ///
 /// The backward pass recomputes the normalized input and the product, each in one pass over memory.
 #[derive(Debug)]
 pub struct GatedMlp {
     activation: Activation,
     gate: Linear,
-    up: Linear,
+    up: Option<Linear>,
     down: Linear,
+}
+
+/// The projections of an MLP, by the names of their parameters.
+#[derive(Debug, Clone, Copy)]
+pub enum MlpProjections {
+    /// `gate_proj`, `up_proj` and `down_proj`, as in Llama.
+    Gated,
+    /// As Llama, with `gate_up_proj` for the first two.
+    FusedGated,
+    /// The first and the second projection of an MLP without a gate.
+    Plain([&'static str; 2]),
 }
 
 /// Outputs of the gate and up projections.
 struct GateUp {
     gate: Tensor,
-    up: Tensor,
+    up: Option<Tensor>,
 }
 
 /// State saved for the backward pass.
@@ -37,28 +50,41 @@ impl MlpSaved {
     /// Bytes of the tensors.
     pub fn bytes(&self) -> usize {
         let GateUp { gate, up } = &self.projections;
-        [gate, up].into_iter().chain(&self.output).map(ulysses_kernels::tensor::bytes).sum()
+        [gate].into_iter().chain(up).chain(&self.output).map(ulysses_kernels::tensor::bytes).sum()
     }
 }
 
 impl GatedMlp {
-    /// Adds `mlp.gate_proj` and `up_proj`, or if they are `fused` `gate_up_proj`, with initial values `init`, and
-    /// `down_proj` with `down_init`.
+    /// Adds the gate and up projections, then the down projection.
     pub fn new(
         parameters: &mut ParameterList,
-        fused: bool,
+        projections: MlpProjections,
         activation: Activation,
         [hidden, intermediate]: [usize; 2],
-        [init, down_init]: [Init; 2],
+        [first, second]: [WeightSpec; 2],
     ) -> Self {
-        let names = if fused {
-            GroupNames::One("mlp.gate_up_proj")
-        } else {
-            GroupNames::Each(["mlp.gate_proj", "mlp.up_proj"])
+        let (gate, up) = match projections {
+            MlpProjections::Plain([gate, _]) => {
+                (Linear::new(parameters, gate, [intermediate, hidden], first), None)
+            }
+            MlpProjections::Gated | MlpProjections::FusedGated => {
+                let names = projections.gate_up();
+                let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, first);
+                (gate, Some(up))
+            }
         };
-        let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, init);
-        let down = Linear::new(parameters, "mlp.down_proj", [hidden, intermediate], down_init);
+        let down = Linear::new(parameters, projections.down(), [hidden, intermediate], second);
         Self { activation, gate, up, down }
+    }
+
+    /// Adds biases to all projections.
+    pub fn add_biases(&mut self, parameters: &mut ParameterList, projections: MlpProjections) {
+        match (&mut self.up, projections) {
+            (None, MlpProjections::Plain([gate, _])) => self.gate.add_bias(parameters, gate),
+            (Some(up), _) => Linear::add_group_bias(parameters, projections.gate_up(), [&mut self.gate, up]),
+            (None, _) => {}
+        }
+        self.down.add_bias(parameters, projections.down());
     }
 
     /// Keeps the intermediate elements of one rank of tp; the output is then a summand.
@@ -71,7 +97,10 @@ impl GatedMlp {
             return Err(LayerError::TensorRanks { layer: parameters.layer().to_owned(), size, max_size });
         }
         let own: Vec<_> = (0..size).map(|rank| shard_range(max_size, size, rank)).collect();
-        Linear::divide_outputs(parameters, [&mut self.gate, &mut self.up], [&own, &own], tp.rank);
+        match &mut self.up {
+            Some(up) => Linear::divide_outputs(parameters, [&mut self.gate, up], [&own, &own], tp.rank),
+            None => Linear::divide_outputs(parameters, [&mut self.gate], [&own], tp.rank),
+        }
         self.down.divide_inputs(parameters, &own, tp.rank);
         Ok(())
     }
@@ -95,15 +124,14 @@ impl GatedMlp {
         let output = branch.open(x, pass)?;
         let mut saved = None;
         for tile in pass.ctx.token_tiles() {
-            let GateUp { gate, up } = self.gate_up(branch, x, &tile, pass)?;
-            let product = ws.alloc(gate.dims())?;
-            glu::forward(self.activation, &gate, &up, &product)?;
+            let projections = self.gate_up(branch, x, &tile, pass)?;
+            let product = self.product(&projections, pass)?;
             self.down.forward(&product, &token_rows(&output, &tile)?, true, pass)?;
             ws.recycle(product);
             if keep {
-                saved = Some(GateUp { gate, up });
+                saved = Some(projections);
             } else {
-                pass.recycle([gate, up]);
+                pass.recycle(projections.into_tensors());
             }
         }
         let y = branch.join(x, &output, pass)?;
@@ -152,13 +180,12 @@ impl GatedMlp {
         &self,
         branch: &Branch,
         x: &Tensor,
-        MlpSaved { projections: GateUp { gate, up }, output }: MlpSaved,
+        MlpSaved { projections, output }: MlpSaved,
         dy: &Tensor,
         pass: &BackwardPass<'_>,
     ) -> Result<(), LayerError> {
         let (forward, ws) = (&pass.forward, pass.forward.workspace());
-        let product = ws.alloc(gate.dims())?;
-        glu::forward(self.activation, &gate, &up, &product)?;
+        let product = self.product(&projections, forward)?;
         let output = || match output {
             Some(output) => Ok(output.reshape(dy.shape())?),
             None => {
@@ -172,6 +199,8 @@ impl GatedMlp {
         let dproduct = product;
         self.down.backward_input(&doutput, &dproduct, false, forward)?;
         recycle_unless(doutput, dy, forward);
+        let GateUp { gate, up } = projections;
+        let up = up.map_or_else(|| ones(&gate, forward), Ok)?;
         let (dgate, dup) = (ws.alloc(gate.dims())?, ws.alloc(gate.dims())?);
         glu::backward(self.activation, &dproduct, &gate, &up, &dgate, &dup)?;
         forward.recycle([dproduct, gate, up]);
@@ -179,10 +208,14 @@ impl GatedMlp {
         let rstd = ws.alloc_f32(x.dims()[0])?;
         let normed = branch.enter(x, &rstd, forward)?;
         self.gate.backward_weight(&dgate, &normed, pass)?;
-        self.up.backward_weight(&dup, &normed, pass)?;
+        if let Some(up) = &self.up {
+            up.backward_weight(&dup, &normed, pass)?;
+        }
         let dnormed = if normed.id() == x.id() { ws.alloc(x.dims())? } else { normed };
         self.gate.backward_input(&dgate, &dnormed, false, forward)?;
-        self.up.backward_input(&dup, &dnormed, true, forward)?;
+        if let Some(up) = &self.up {
+            up.backward_input(&dup, &dnormed, true, forward)?;
+        }
         branch.backward_enter(&dnormed, x, &rstd, dy, pass)?;
         forward.recycle([dgate, dup, dnormed, rstd]);
         Ok(())
@@ -200,12 +233,59 @@ impl GatedMlp {
         let rstd = ws.alloc_f32(tile.len())?;
         let x = token_rows(x, tile)?;
         let normed = branch.enter(&x, &rstd, pass)?;
-        let dims = (tile.len(), self.gate.num_outputs());
-        let (gate, up) = (ws.alloc(dims)?, ws.alloc(dims)?);
-        self.gate.forward(&normed, &gate, false, pass)?;
-        self.up.forward(&normed, &up, false, pass)?;
+        let project = |linear: &Linear| {
+            let y = ws.alloc((tile.len(), linear.num_outputs()))?;
+            linear.forward(&normed, &y, false, pass)?;
+            Ok::<_, LayerError>(y)
+        };
+        let projections =
+            GateUp { gate: project(&self.gate)?, up: self.up.as_ref().map(project).transpose()? };
         recycle_unless(normed, &x, pass);
         pass.recycle([rstd]);
-        Ok(GateUp { gate, up })
+        Ok(projections)
     }
+
+    /// `activation(gate) · up`
+    fn product(&self, GateUp { gate, up }: &GateUp, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+        let product = pass.workspace().alloc(gate.dims())?;
+        match up {
+            Some(up) => glu::forward(self.activation, gate, up, &product)?,
+            None => {
+                let ones = ones(gate, pass)?;
+                glu::forward(self.activation, gate, &ones, &product)?;
+                pass.recycle([ones]);
+            }
+        }
+        Ok(product)
+    }
+}
+
+impl GateUp {
+    fn into_tensors(self) -> impl Iterator<Item = Tensor> {
+        [self.gate].into_iter().chain(self.up)
+    }
+}
+
+impl MlpProjections {
+    /// Those of gate and up.
+    fn gate_up(self) -> GroupNames<'static, 2> {
+        match self {
+            Self::FusedGated => GroupNames::One("mlp.gate_up_proj"),
+            _ => GroupNames::Each(["mlp.gate_proj", "mlp.up_proj"]),
+        }
+    }
+
+    fn down(self) -> &'static str {
+        match self {
+            Self::Gated | Self::FusedGated => "mlp.down_proj",
+            Self::Plain([_, second]) => second,
+        }
+    }
+}
+
+/// The output of an up projection that is not there: without a gate, the op multiplies by 1.
+fn ones(gate: &Tensor, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
+    let ones = pass.workspace().alloc(gate.dims())?;
+    elementwise::fill(&ones, 1.0)?;
+    Ok(ones)
 }

@@ -5,7 +5,8 @@
 //! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LinearAttention`], [`GatedMlp`]: the modules of a block; a [`Branch`] joins
 //!   one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
 //! - [`HeadExchange`]: tokens for heads, and back, around a module that reads whole sequences.
-//! - [`InputLayer`]: what comes before the layers, an [`Embedding`] or [`Features`] of the [`LocalBatch`].
+//! - [`InputLayer`]: what comes before the layers, an [`Embedding`], also with [`LearnedPositions`], or [`Features`] of the
+//!   [`LocalBatch`].
 //! - [`LayerContext`]: the micro batch, and the services that a layer may use.
 //!
 //! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
@@ -23,6 +24,7 @@ mod gated_mlp;
 mod head_exchange;
 mod input;
 mod layer;
+mod learned_positions;
 mod linear;
 mod linear_attention;
 mod parameters;
@@ -33,7 +35,8 @@ pub(crate) mod tests;
 mod token_mixer;
 
 pub use attention::{
-    AttentionConfig, AttentionSaved, HeadChunk, HeadDivision, QkNorm, Saves, SelfAttention, head_chunks,
+    AttentionConfig, AttentionProjections, AttentionSaved, HeadChunk, HeadDivision, QkNorm, QkvNames, Saves,
+    SelfAttention, head_chunks,
 };
 pub use attention_node::autograd_attention;
 pub(crate) use autograd::AutogradGraph;
@@ -44,11 +47,13 @@ pub use branch::{Branch, BranchNorms};
 pub use context::{LayerContext, Tiling, TokenLayout};
 pub use embedding::Embedding;
 pub use error::LayerError;
-pub use gated_mlp::{GatedMlp, MlpSaved};
+pub use gated_mlp::{GatedMlp, MlpProjections, MlpSaved};
 pub use head_exchange::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare};
 pub use input::{Features, InputLayer};
 pub use layer::{AttentionExtent, Layer, Saved};
-pub use linear::{GroupNames, Linear};
+pub use learned_positions::LearnedPositions;
+pub use linear::{GroupNames, Linear, WeightLayout, WeightSpec};
+pub(crate) use linear::{add_bias, add_bias_gradient};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, LinearAttentionSaved};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};

@@ -115,3 +115,36 @@ fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
     assert!(!layout.is_of(from_ref(&(2..6)), &positions, &[vec![0, 4, 8], vec![0, 8, 8]]));
     assert!(!layout.is_of(from_ref(&(2..6)), &positions, &documents[..1]));
 }
+
+#[test]
+fn positions_are_looked_up_in_each_document_and_those_that_are_not_there_refused() {
+    let input = LearnedPositions::new(Embedding::new(3, 2, 1.0), "positions", 4, 1.0);
+    let params: Vec<Tensor> =
+        input.parameters().iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();
+    let forward = |position_ids: [u32; 5], boundaries: &[u32]| {
+        let documents = Arc::new(vec![boundaries.to_vec()]);
+        let tokens = TokenLayout::new(from_ref(&(0..5)), position_ids.to_vec(), documents).unwrap();
+        let (attention, workspace) = (Arc::new(FlashAttention::default()), Arc::new(Workspace::default()));
+        let (batch_size, seq_len_local, values) = (1, 5, &Default::default());
+        let batch = LocalBatch {
+            batch_size,
+            seq_len_local,
+            input_ids: &[2, 0, 2, 1, 1],
+            labels: &[],
+            all_input_ids: &[],
+            all_labels: &[],
+            values,
+        };
+        let ctx = LayerContext::new(Arc::new(tokens), attention, workspace);
+        Ok::<_, LayerError>(input.forward(&params, &batch, &ctx)?.0)
+    };
+    let rows = |x: &Tensor| x.reshape(((), 2)).unwrap().to_vec2::<f32>().unwrap();
+    let (tokens, positions) = (rows(&params[0]), rows(&params[1]));
+    let got = rows(&forward([0, 1, 2, 0, 3], &[0, 3, 5]).unwrap());
+    for (row, (token, position)) in got.iter().zip([(2, 0), (0, 1), (2, 2), (1, 0), (1, 3)]) {
+        let expected = [0, 1].map(|i| tokens[token][i] + positions[position][i]);
+        assert_eq!(row[..], expected, "token {token}, position {position}");
+    }
+    let error = forward([0, 1, 2, 3, 4], &[0, 5]).unwrap_err().to_string();
+    assert!(error.contains("5 tokens or more") && error.contains("4 learned positions"), "{error}");
+}

@@ -1,9 +1,9 @@
 //! The module of a layer that mixes tokens.
 
 use super::{
-    AttentionConfig, AttentionExtent, AttentionSaved, BackwardPass, Branch, ForwardPass, Init, LayerError,
-    LinearAttention, LinearAttentionConfig, LinearAttentionSaved, NormConfig, ParameterList, Saves,
-    SelfAttention, TensorRank,
+    AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
+    ForwardPass, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved, NormConfig,
+    ParameterList, Saves, SelfAttention, TensorRank, WeightSpec,
 };
 use candle_core::Tensor;
 
@@ -77,16 +77,17 @@ impl TokenMixer {
     /// Adds the projections, as [`SelfAttention::new`] or [`LinearAttention::new`].
     pub fn new(
         parameters: &mut ParameterList,
-        fused_qkv: bool,
+        projections: AttentionProjections,
         hidden_size: usize,
         (config, norm): (MixerConfig, NormConfig),
-        inits: [Init; 2],
+        weights: [WeightSpec; 2],
     ) -> Self {
         match config {
             MixerConfig::Attention(shape) => {
-                Self::Attention(SelfAttention::new(parameters, fused_qkv, hidden_size, shape, inits))
+                Self::Attention(SelfAttention::new(parameters, projections, hidden_size, shape, weights))
             }
             MixerConfig::LinearAttention(shape) => {
+                let inits = weights.map(|weight| weight.init);
                 Self::LinearAttention(LinearAttention::new(parameters, hidden_size, shape, norm.eps, inits))
             }
         }
@@ -101,10 +102,15 @@ impl TokenMixer {
     }
 
     /// Adds norms of queries and keys and biases of an attention that has them, in this order.
-    pub fn add_norms_and_biases(&mut self, parameters: &mut ParameterList, norm: NormConfig) {
+    pub fn add_norms_and_biases(
+        &mut self,
+        parameters: &mut ParameterList,
+        projections: AttentionProjections,
+        norm: NormConfig,
+    ) {
         if let Self::Attention(attention) = self {
             attention.add_qk_norm(parameters, norm);
-            attention.add_qkv_bias(parameters);
+            attention.add_biases(parameters, projections);
         }
     }
 

@@ -5,7 +5,10 @@ mod vocab_parallel;
 
 use super::labeled_tokens::Chunk;
 use super::{LabeledTokens, Objective};
-use crate::nn::{Init, LayerContext, LayerError, LocalBatch, NormConfig, ParameterSpec, Saved, TensorRank};
+use crate::nn::{
+    Init, LayerContext, LayerError, LocalBatch, NormConfig, ParameterSpec, Saved, TensorRank, add_bias,
+    add_bias_gradient,
+};
 use candle_core::Tensor;
 use std::num::NonZero;
 use ulysses_kernels::device::dry;
@@ -19,8 +22,8 @@ use vocab_parallel::VocabParallelLm;
 /// [`Tiling::loss_tile_tokens`](crate::nn::Tiling::loss_tile_tokens) tokens at a time, in the forward and in the backward pass.
 #[derive(Debug, Clone)]
 pub struct CausalLm {
-    /// The norm's weight, `[hidden]`, then the projection, `[vocab, hidden]`.
-    parameters: [ParameterSpec; 2],
+    /// The norm's weight, `[hidden]`, the projection, `[vocab, hidden]`, and the norm's bias if there is one.
+    parameters: Vec<ParameterSpec>,
     norm: NormConfig,
     /// Factor on the logits.
     logit_scale: f64,
@@ -55,6 +58,7 @@ struct ChunkTensors<'a> {
 struct Head<T> {
     norm: T,
     projection: T,
+    norm_bias: Option<T>,
 }
 
 impl CausalLm {
@@ -69,7 +73,18 @@ impl CausalLm {
         let norm_config = norm.into();
         let norm = ParameterSpec::new("model.norm.weight", [hidden_size], norm_config.init());
         let projection = ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std });
-        Self { parameters: [norm, projection], norm: norm_config, logit_scale: 1.0, softcap: None }
+        let bias = ParameterSpec::new("model.norm.bias", [hidden_size], Init::Zeros);
+        let bias = Some(bias).filter(|_| norm_config.bias);
+        let parameters = [norm, projection].into_iter().chain(bias).collect();
+        Self { parameters, norm: norm_config, logit_scale: 1.0, softcap: None }
+    }
+
+    /// Gives the norm another name.
+    #[must_use]
+    pub fn with_norm_name(mut self, name: &str) -> Self {
+        self.parameters[0].name = format!("{name}.weight");
+        self.parameters.iter_mut().skip(2).for_each(|bias| bias.name = format!("{name}.bias"));
+        self
     }
 
     /// Multiplies the logits.
@@ -93,8 +108,17 @@ impl CausalLm {
     }
 
     /// Writes the input of the projection.
-    fn normalize(&self, x: &Tensor, weight: &Tensor, y: &Tensor, rstd: &Tensor) -> Result<(), LayerError> {
-        rms_norm::forward(x, self.norm.gain(weight), self.norm.eps, y, rstd)?;
+    fn normalize(
+        &self,
+        x: &Tensor,
+        head: &Head<&Tensor>,
+        [y, rstd]: [&Tensor; 2],
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
+        rms_norm::forward(x, self.norm.gain(head.norm), self.norm.eps, y, rstd)?;
+        if let Some(bias) = head.norm_bias {
+            add_bias(bias, y, true, ws)?;
+        }
         self.scale(y)
     }
 
@@ -105,8 +129,10 @@ impl CausalLm {
 
     fn head<'a, T>(&self, values: &'a [T]) -> Result<Head<&'a T>, LayerError> {
         match values {
-            [norm, projection] => Ok(Head { norm, projection }),
-            _ => Err(LayerError::parameter_count(self.name(), 2, values.len())),
+            [norm, projection, bias @ ..] if values.len() == self.parameters.len() => {
+                Ok(Head { norm, projection, norm_bias: bias.first() })
+            }
+            _ => Err(LayerError::parameter_count(self.name(), self.parameters.len(), values.len())),
         }
     }
 
@@ -140,7 +166,7 @@ impl CausalLm {
         tokens: LabeledTokens,
         ctx: &LayerContext,
     ) -> Result<(Losses, SavedHead), LayerError> {
-        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
+        let (ws, head) = (ctx.workspace(), self.head(params)?);
         let rows = tokens.rows_of(x)?;
         tokens.upload(x.device())?;
         let [rstd, lse] = [ws.alloc_f32(tokens.num_tokens())?, ws.alloc_f32(tokens.num_tokens())?];
@@ -155,9 +181,9 @@ impl CausalLm {
                 _ => chunk.region_of(&rows)?,
             };
             let [normed, rstd] = [normed.narrow(0, 0, labeled)?, rstd.narrow(0, 0, labeled)?];
-            self.normalize(&x, norm, &normed, &rstd)?;
+            self.normalize(&x, &head, [&normed, &rstd], ws)?;
             let lse = chunk.region_of(&lse)?.narrow(0, 0, labeled)?;
-            losses.append(lm_head_loss::forward(&normed, projection, &chunk.labels, tile, &lse, ws)?);
+            losses.append(lm_head_loss::forward(&normed, head.projection, &chunk.labels, tile, &lse, ws)?);
         }
         [Some(rstd), Some(normed), gathered].into_iter().flatten().for_each(|tensor| ws.recycle(tensor));
         Ok((losses, SavedHead { x: x.clone(), lse, tokens }))
@@ -168,7 +194,7 @@ impl CausalLm {
         &self,
         chunk: &Chunk,
         ChunkTensors { x: region, dx, lse, rstd, buffer, tile }: ChunkTensors<'_>,
-        Head { norm, projection }: &Head<&Tensor>,
+        head: &Head<&Tensor>,
         scale: f32,
         gradients: &Head<&Option<Tensor>>,
         ws: &Workspace,
@@ -183,10 +209,14 @@ impl CausalLm {
         let dnormed = buffer.narrow(0, dnormed_at, labels.len())?;
         // First the normalized hidden states, then the gradient of `x`.
         let compact = dx.narrow(0, 0, labels.len())?;
-        self.normalize(&x, norm, &compact, &rstd)?;
+        self.normalize(&x, head, [&compact, &rstd], ws)?;
+        let projection = head.projection;
         lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
         self.scale(&dnormed)?;
-        rms_norm::backward(&dnormed, &x, self.norm.gain(norm), &rstd, &compact, false, dnorm)?;
+        if let Some(Some(dbias)) = gradients.norm_bias {
+            add_bias_gradient(&dnormed, dbias, ws)?;
+        }
+        rms_norm::backward(&dnormed, &x, self.norm.gain(head.norm), &rstd, &compact, false, dnorm)?;
         compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
     }
 }
@@ -266,12 +296,12 @@ impl Objective for CausalLm {
 
     /// The logits.
     fn output(&self, params: &[Tensor], x: &Tensor, ctx: &LayerContext) -> Result<Tensor, LayerError> {
-        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head(params)?);
+        let (ws, head) = (ctx.workspace(), self.head(params)?);
         let (batch, tokens, _) = x.dims3()?;
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((batch, tokens))?);
-        self.normalize(x, norm, &normed, &rstd)?;
+        self.normalize(x, &head, [&normed, &rstd], ws)?;
         let logits = Tensor::zeros((batch, tokens, self.vocab_size()), x.dtype(), x.device())?;
-        linear::forward(&normed, projection, &logits, false)?;
+        linear::forward(&normed, head.projection, &logits, false)?;
         if let Some(cap) = self.softcap {
             elementwise::softcap(&logits, cap)?;
         }

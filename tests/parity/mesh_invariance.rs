@@ -198,6 +198,39 @@ fn the_blocks_of_other_families_are_the_same_on_every_mesh() {
     check_families(&[ReferenceConfig { rope_scaling: yarn, ..rotating(1.0, of_family(Ministral3)) }]);
 }
 
+/// LayerNorm and biases everywhere, MLPs without a gate, learned positions, and weights of other layouts.
+#[test]
+fn the_blocks_of_gpt_and_its_relatives_are_the_same_on_every_mesh() {
+    use Family::{Ernie, Gpt2, GptNeoX, Nemotron, StableLm, StarCoder2};
+    let equal_heads = |family| ReferenceConfig { family, num_heads: 6, num_kv_heads: 6, ..CONFIG };
+    let of_family = |family| ReferenceConfig { family, head_dim: 8, partial_rotary_factor: 0.5, ..CONFIG };
+    check_families(&[
+        ReferenceConfig { tie_word_embeddings: true, ..equal_heads(Gpt2) },
+        ReferenceConfig { partial_rotary_factor: 0.5, ..equal_heads(GptNeoX) },
+        ReferenceConfig { sliding_window: Some(6), tie_word_embeddings: true, family: StarCoder2, ..CONFIG },
+    ]);
+    check_families(&[
+        ReferenceConfig { family: Ernie, qkv_bias: true, tie_word_embeddings: true, ..CONFIG },
+        of_family(Nemotron),
+        ReferenceConfig { qkv_bias: true, ..of_family(Nemotron) },
+        ReferenceConfig { qkv_bias: true, num_heads: 6, num_kv_heads: 3, head_dim: 4, ..of_family(StableLm) },
+    ]);
+}
+
+#[test]
+fn head_chunks_and_tiles_change_nothing_in_weights_of_other_layouts() {
+    let equal_heads = |family| ReferenceConfig { family, num_heads: 6, num_kv_heads: 6, ..CONFIG };
+    for family in [Family::Gpt2, Family::GptNeoX] {
+        let mut chunked = problem(equal_heads(family), packed_batch());
+        for recomputed in [false, true] {
+            chunked.extra = serde_json::json!({ "ulysses": {
+                "head_chunks": 3, "tile_tokens": 5, "activation_checkpointing": recomputed,
+            } });
+            check(&chunked, [layout(1, 2, 0), layout(2, 1, 3)].into_iter(), 2e-5);
+        }
+    }
+}
+
 #[test]
 fn sliding_windows_are_the_same_on_every_mesh() {
     check_families(&[1, 5, SEQ_LEN].map(|window| ReferenceConfig { sliding_window: Some(window), ..CONFIG }));

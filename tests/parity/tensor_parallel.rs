@@ -85,6 +85,17 @@ fn biases_fused_projections_and_norms_of_heads_are_divided_or_summed() {
         family(Family::Cohere2, |config| {
             (config.sliding_window, config.tie_word_embeddings) = (Some(5), true);
         }),
+        family(Family::Ernie, |config| config.qkv_bias = true),
+        family(Family::Ernie, |config| (config.qkv_bias, config.num_kv_heads) = (true, 1)),
+        family(Family::Gpt2, |config| (config.num_heads, config.num_kv_heads) = (6, 6)),
+        family(Family::Gpt2, |config| {
+            (config.num_heads, config.num_kv_heads, config.tie_word_embeddings) = (6, 6, true);
+        }),
+        family(Family::GptNeoX, |config| {
+            (config.num_heads, config.num_kv_heads, config.partial_rotary_factor) = (6, 6, 0.5);
+        }),
+        family(Family::StarCoder2, |_| ()),
+        family(Family::Nemotron, |config| (config.head_dim, config.partial_rotary_factor) = (8, 0.5)),
         family(Family::Glm4, |config| (config.qkv_bias, config.partial_rotary_factor) = (true, 0.5)),
     ];
     check_each(&problems, 2e-5);
@@ -231,4 +242,7 @@ fn layers_that_cannot_be_divided_are_refused_by_name() {
     let heads = problem(ReferenceConfig { num_heads: 3, num_kv_heads: 3, ..CONFIG }, packed_batch());
     let error = format!("{:#}", heads.run(on_tp(1, 1, 4, 0)).unwrap_err());
     assert!(error.contains("layer model.layers.0") && error.contains("tp of 1 to 3 is valid"), "{error}");
+    let side_by_side = ReferenceConfig { family: Family::GptNeoX, num_heads: 6, num_kv_heads: 6, ..CONFIG };
+    let error = format!("{:#}", problem(side_by_side, packed_batch()).run(on_tp(1, 1, 2, 0)).unwrap_err());
+    assert!(error.contains("layer gpt_neox.layers.0") && error.contains("use tp = 1"), "{error}");
 }

@@ -1,7 +1,7 @@
 //! Runs of the library on a mesh, with the weights and batches of the reference.
 
 use super::compare::{assert_all_close, assert_scalar_close};
-use super::reference::families::{GRANITE, LOGIT_SCALE, QUERY_GROWTH};
+use super::reference::families::{GRANITE, LOGIT_SCALE, NUM_POSITIONS, QUERY_GROWTH};
 use super::reference::linear_attention;
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
@@ -353,6 +353,12 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::Cohere, false, false, None) => "cohere",
         (Family::Cohere2, false, false, Some(_)) => "cohere2",
         (Family::Qwen35, false, false, None) => "qwen3_5_text",
+        (Family::Ernie, _, false, None) => "ernie4_5",
+        (Family::Gpt2, false, false, None) => "gpt2",
+        (Family::GptNeoX, false, false, None) => "gpt_neox",
+        (Family::StarCoder2, false, false, _) => "starcoder2",
+        (Family::Nemotron, _, false, None) => "nemotron",
+        (Family::StableLm, _, false, None) => "stablelm",
         other => panic!("no family has {other:?}"),
     };
     let (scaling, has_scale) =
@@ -376,7 +382,8 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
             .qk_norm_sizes()
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
         softcap: attention_cap,
-        qkv_bias: config.qkv_bias,
+        qkv_bias: config.qkv_bias || config.all_biases(),
+        o_bias: config.all_biases(),
         output_gate: config.family == Family::Qwen35,
     };
     let mixer = |index: usize| match config.is_linear(index) {
@@ -397,7 +404,10 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         layers: (0..config.num_layers).map(mixer).collect(),
         rms_norm_eps: config.rms_norm_eps,
         norm_offset: config.family.norm_offset(),
-        centered_norms: config.family.is_cohere(),
+        centered_norms: config.family.is_centered(),
+        norm_bias: config.family.has_norm_bias(),
+        mlp_bias: config.all_biases(),
+        learned_positions: (config.family == Family::Gpt2).then_some(NUM_POSITIONS),
         multipliers: Multipliers { embedding, residual, logits },
         final_softcap,
         initializer_range: 0.02,

@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 37] = [
+const FAMILIES: [&str; 47] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -55,6 +55,16 @@ const FAMILIES: [&str; 37] = [
     "glm",
     "glm4",
     "glm4_linear",
+    "ernie4_5",
+    "ernie4_5_biases",
+    "gpt2",
+    "gpt2_untied",
+    "gpt_neox",
+    "gpt_neox_linear",
+    "starcoder2",
+    "nemotron",
+    "nemotron_biases",
+    "stablelm",
     "gemma3_vision",
     "mistral3_vision",
     "ministral3_vision",

@@ -22,6 +22,10 @@ LONG_FACTORS = {
     "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0],
     "partial_rotary_factor": 0.75,
 }
+# A family without the option.
+ABSENT = object()
+EQUAL_HEADS = {"head_dim": ABSENT, "num_key_value_heads": ABSENT}
+WITHOUT_ROPE = {"rope_parameters": ABSENT, "intermediate_size": ABSENT, **EQUAL_HEADS}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 # Every rotary embedding and every variant of the block. Sequences have 40 tokens, so
@@ -132,6 +136,21 @@ FAMILIES = {
     "glm": {"model_type": "glm"},
     "glm4": {"model_type": "glm4", "attention_bias": False},
     "glm4_linear": {"model_type": "glm4", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "ernie4_5": {"model_type": "ernie4_5"},
+    "ernie4_5_biases": {"model_type": "ernie4_5", "use_bias": True},
+    "gpt2": {"model_type": "gpt2", "n_inner": 96, **WITHOUT_ROPE},
+    "gpt2_untied": {"model_type": "gpt2", "tie_word_embeddings": False, **WITHOUT_ROPE},
+    "gpt_neox": {"model_type": "gpt_neox", "rope_parameters": {"partial_rotary_factor": 0.5}, **EQUAL_HEADS},
+    "gpt_neox_linear": {
+        "model_type": "gpt_neox",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+        "attention_bias": False,
+        **EQUAL_HEADS,
+    },
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 7},
+    "nemotron": {"model_type": "nemotron"},
+    "nemotron_biases": {"model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True, "head_dim": ABSENT},
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},
@@ -161,19 +180,19 @@ vision, text = VISION.get(family, (None, FAMILIES[family]))
 options = {"max_position_embeddings": 512, "head_dim": 16, **text}
 # Short wavelengths, so that most pairs rotate several times within 40 tokens.
 rope = options.get("rope_parameters", {})
-if "full_attention" not in rope:
+if rope is not ABSENT and "full_attention" not in rope:
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **rope}
-options = dict(
-    **options,
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+sizes = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     # Some families' own is beyond this vocabulary.
-    pad_token_id=None,
-)
+    "pad_token_id": None,
+}
+options = {key: value for key, value in {**sizes, **options}.items() if value is not ABSENT}
 if vision is not None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     options = {**FAMILIES[family], "text_config": options, "vision_config": {**sizes, **vision}}
@@ -183,7 +202,7 @@ auto = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
 model = auto.from_config(config, dtype=torch.float32)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if parameter.dim() == 1 and name.endswith("weight"):
             parameter.uniform_(0.6, 1.4)
         elif name.endswith(("bias", "A_log")):
             parameter.uniform_(-0.5, 0.5)

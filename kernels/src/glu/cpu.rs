@@ -15,6 +15,8 @@ pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y
             T::update(y, Before::Garbage, c, |y| match activation {
                 Activation::Silu => forward_silu(gate, up, y),
                 Activation::GeluTanh => forward_gelu_tanh(gate, up, y),
+                Activation::Gelu => forward_gelu(gate, up, y),
+                Activation::SquaredRelu => forward_squared_relu(gate, up, y),
                 Activation::Sigmoid => forward_sigmoid(gate, up, y),
             });
         }
@@ -30,6 +32,18 @@ simd_kernel! {
 simd_kernel! {
     fn forward_gelu_tanh<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
         forward_piece::<S, GeluTanh>(gate, up, y);
+    }
+}
+
+simd_kernel! {
+    fn forward_gelu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, Gelu>(gate, up, y);
+    }
+}
+
+simd_kernel! {
+    fn forward_squared_relu<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, SquaredRelu>(gate, up, y);
     }
 }
 
@@ -65,6 +79,8 @@ pub(super) fn backward<T: Pieces>(
                 T::update(dup, Before::Garbage, e, |dup| match activation {
                     Activation::Silu => backward_silu(dy, gate, up, dgate, dup),
                     Activation::GeluTanh => backward_gelu_tanh(dy, gate, up, dgate, dup),
+                    Activation::Gelu => backward_gelu(dy, gate, up, dgate, dup),
+                    Activation::SquaredRelu => backward_squared_relu(dy, gate, up, dgate, dup),
                     Activation::Sigmoid => backward_sigmoid(dy, gate, up, dgate, dup),
                 });
             });
@@ -81,6 +97,18 @@ simd_kernel! {
 simd_kernel! {
     fn backward_gelu_tanh<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
         backward_piece::<S, GeluTanh>(dy, gate, up, dgate, dup);
+    }
+}
+
+simd_kernel! {
+    fn backward_gelu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, Gelu>(dy, gate, up, dgate, dup);
+    }
+}
+
+simd_kernel! {
+    fn backward_squared_relu<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, SquaredRelu>(dy, gate, up, dgate, dup);
     }
 }
 
@@ -138,13 +166,36 @@ impl Activate for GeluTanh {
     }
 }
 
+struct Gelu;
+
+impl Activate for Gelu {
+    #[inline(always)]
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        /// 1 / √(2π)
+        const PEAK: f32 = 0.398_942_3;
+        let cumulative = S::mul_add(0.5, erf::<S>(g * std::f32::consts::FRAC_1_SQRT_2), 0.5);
+        (g * cumulative, S::mul_add(g, PEAK * exp::<S>(-0.5 * g * g), cumulative))
+    }
+}
+
+struct SquaredRelu;
+
+impl Activate for SquaredRelu {
+    #[inline(always)]
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        let positive = if g > 0.0 { g } else { 0.0 };
+        (positive * positive, 2.0 * positive)
+    }
+}
+
 struct Sigmoid;
 
 impl Activate for Sigmoid {
     #[inline(always)]
     fn at<S: Isa>(g: f32) -> (f32, f32) {
+        // 1 − σ(g) as σ(−g), which does not cancel.
         let s = sigmoid::<S>(g);
-        (s, s * (1.0 - s))
+        (s, s * sigmoid::<S>(-g))
     }
 }
 
@@ -159,4 +210,24 @@ fn gated<S: Isa>(g: f32, z: f32, slope: f32) -> (f32, f32) {
 #[inline(always)]
 fn sigmoid<S: Isa>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<S>(-x))
+}
+
+/// The error function, within 1 ulp. Both minimax polynomials are computed, so that loops over it vectorize.
+#[inline(always)]
+fn erf<S: Isa>(x: f32) -> f32 {
+    /// Between the polynomials.
+    const BOUND: f32 = 0.927_734_4;
+    let (size, square) = (x.abs(), x * x);
+    let mut near = -5.967_617e-4;
+    for coefficient in [4.991_194e-3, -2.676_813_5e-2, 1.128_199_25e-1, -3.761_253_4e-1, 1.283_791_7e-1] {
+        near = S::mul_add(near, square, coefficient);
+    }
+    // 1 − exp(polynomial)
+    let odd = S::mul_add(-3.883_964_4e-3, size, 2.425_462_2e-2);
+    let mut far = S::mul_add(S::mul_add(-1.728_534_7e-5, size, 3.831_971_3e-4), square, odd);
+    for coefficient in [-1.067_778_8e-1, -6.348_467e-1, -1.287_175_1e-1] {
+        far = S::mul_add(far, size, coefficient);
+    }
+    let far = 1.0 - exp::<S>(S::mul_add(far, size, -size));
+    if size > BOUND { far.copysign(x) } else { S::mul_add(near, x, x) }
 }

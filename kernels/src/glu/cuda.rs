@@ -12,6 +12,8 @@ pub(super) fn forward(
     let name = match activation {
         Activation::Silu => "swiglu_forward",
         Activation::GeluTanh => "geglu_forward",
+        Activation::Gelu => "gelu_forward",
+        Activation::SquaredRelu => "relu2_forward",
         Activation::Sigmoid => "glu_forward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
@@ -32,6 +34,8 @@ pub(super) fn backward(
     let name = match activation {
         Activation::Silu => "swiglu_backward",
         Activation::GeluTanh => "geglu_backward",
+        Activation::Gelu => "gelu_backward",
+        Activation::SquaredRelu => "relu2_backward",
         Activation::Sigmoid => "glu_backward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;

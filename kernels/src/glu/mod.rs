@@ -19,6 +19,10 @@ pub enum Activation {
     Silu,
     /// g · (1 + tanh(√(2/π) · (g + 0.044715 g³))) / 2, as in Gemma's GeGLU: PyTorch's `gelu(approximate="tanh")`.
     GeluTanh,
+    /// g · Φ(g) with the normal distribution's Φ (arXiv 1606.08415): PyTorch's `gelu`.
+    Gelu,
+    /// max(g, 0)² (arXiv 2109.08668).
+    SquaredRelu,
     /// σ(g), as in the first GLU (arXiv 1612.08083) and in gated attention.
     Sigmoid,
 }

@@ -31,6 +31,19 @@ fn activate(activation: Activation, g: f64) -> (f64, f64) {
             let slope = c * (1.0 + 3.0 * 0.044_715 * g * g);
             (0.5 * g * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * slope)
         }
+        Activation::Gelu => {
+            // Φ(g) = ½ + φ(g) · (g + g³/3 + g⁵/(3·5) + …). Beyond 10 it is 0 or 1.
+            let x = g.clamp(-10.0, 10.0);
+            let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
+            let (mut term, mut sum) = (x, x);
+            for odd in (3..600).step_by(2) {
+                term *= x * x / f64::from(odd);
+                sum += term;
+            }
+            let cumulative = 0.5 + density * sum;
+            (g * cumulative, cumulative + g * density)
+        }
+        Activation::SquaredRelu => (g.max(0.0).powi(2), 2.0 * g.max(0.0)),
         Activation::Sigmoid => {
             let s = 1.0 / (1.0 + (-g).exp());
             (s, s * (1.0 - s))

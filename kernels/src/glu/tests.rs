@@ -1,8 +1,8 @@
 use super::*;
 use crate::testing::*;
-use Activation::{GeluTanh, Sigmoid, Silu};
+use Activation::{Gelu, GeluTanh, Sigmoid, Silu, SquaredRelu};
 
-const ACTIVATIONS: [Activation; 3] = [Silu, GeluTanh, Sigmoid];
+const ACTIVATIONS: [Activation; 5] = [Silu, GeluTanh, Gelu, SquaredRelu, Sigmoid];
 
 /// Errors of y and dup. The argument of GELU's sigmoid is a cubic, and its rounding an error of the exponent.
 fn tolerance(activation: Activation) -> f64 {
@@ -55,7 +55,7 @@ fn the_reference_gradients_are_the_derivatives_of_the_forward() {
 fn extreme_gates_saturate_without_nan() {
     on_every_target(|_| {
         let gate = tensor(&[1e4, -1e4, 100.0, -100.0, 0.0, -0.0, f32::MAX, f32::MIN], &[8]);
-        for activation in [Silu, GeluTanh] {
+        for activation in [Silu, GeluTanh, Gelu] {
             let (up, y) = (tensor(&[2.0; 8], &[8]), output(&[8]));
             forward(activation, &gate, &up, &y).unwrap();
             assert_eq!(read(&y), [2e4, 0.0, 200.0, 0.0, 0.0, 0.0, f32::INFINITY, 0.0]);

@@ -1,15 +1,18 @@
 //! Cohere's Command: attention and MLP side by side behind one LayerNorm, neighboring elements rotate as pairs, and a factor on the
 //! logits. The second version has windows in three of four layers; the others have no position embedding.
 
-use super::read::write_windows;
+use super::read::{remove_fields, write_windows};
 use super::{
-    Family, HfConfig, KnownModel, ModelConfig, ModelError, Multipliers, ParallelDecoderLayer, Sizes,
+    DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Multipliers,
+    ParallelDecoderLayer, Sizes,
 };
+use crate::nn::BranchNorms;
 use serde_json::{Value, json};
 
 pub(super) static COHERE: Family = Family {
     model_type: "cohere",
     class: "CohereForCausalLM",
+    names: ModelNames::LLAMA,
     read: |file| {
         if file.flag("use_qk_norm")? {
             return Err(file.error("use_qk_norm", "this version has no norms of queries and keys here"));
@@ -19,7 +22,7 @@ pub(super) static COHERE: Family = Family {
         Ok(config)
     },
     write,
-    block: |config, index| Box::new(ParallelDecoderLayer::new(config, index)),
+    block: |config, index| Box::new(ParallelDecoderLayer::with_parts(config, index, PARTS)),
     models: &[
         KnownModel::new("c4ai-command-r-v01", 34_980_831_232, 131_072, || {
             let config = published(&COHERE, [8192, 40, 64, 64, 22528], 8_000_000.0, 0.0625);
@@ -35,6 +38,7 @@ pub(super) static COHERE: Family = Family {
 pub(super) static COHERE2: Family = Family {
     model_type: "cohere2",
     class: "Cohere2ForCausalLM",
+    names: ModelNames::LLAMA,
     read: |file| {
         let config = read(file, &COHERE2)?;
         let pattern = match file.has("layer_types") {
@@ -52,7 +56,7 @@ pub(super) static COHERE2: Family = Family {
         write(config, json);
         write_windows(config, json);
     },
-    block: |config, index| Box::new(ParallelDecoderLayer::new(config, index)),
+    block: |config, index| Box::new(ParallelDecoderLayer::with_parts(config, index, PARTS)),
     models: &[KnownModel::new("c4ai-command-r7b-12-2024", 8_028_033_024, 132_096, || {
         let config = published(&COHERE2, [4096, 32, 32, 8, 14336], 50_000.0, 0.25);
         let windowed: Vec<bool> = (1..=32).map(|layer| layer % 4 != 0).collect();
@@ -60,6 +64,10 @@ pub(super) static COHERE2: Family = Family {
         without_position_in_full_layers(config.with_windows(&windowed, 4096, None))
     })],
 };
+
+/// One norm for both modules.
+const PARTS: DecoderParts =
+    DecoderParts { mlp_norms: BranchNorms { before: None, after: None }, ..DecoderParts::LLAMA };
 
 fn read(file: &HfConfig<'_>, family: &'static Family) -> Result<ModelConfig, ModelError> {
     file.check_block()?;
@@ -89,9 +97,7 @@ fn without_position_in_full_layers(config: ModelConfig) -> ModelConfig {
 fn write(config: &ModelConfig, json: &mut Value) {
     json["layer_norm_eps"] = json!(config.rms_norm_eps);
     json["logit_scale"] = json!(config.multipliers.logits);
-    if let Some(fields) = json.as_object_mut() {
-        fields.shift_remove("rms_norm_eps");
-    }
+    remove_fields(json, &["rms_norm_eps"]);
 }
 
 fn published(family: &'static Family, sizes: Sizes, theta: f64, logits: f64) -> ModelConfig {

@@ -7,15 +7,15 @@ pub use parallel::ParallelDecoderLayer;
 
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass, GatedMlp, Init, Layer,
-    LayerContext, LayerError, MixerSaved, MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank,
-    TokenMixer, recycle_unless,
+    AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch, BranchNorms, ForwardPass,
+    GatedMlp, Init, Layer, LayerContext, LayerError, MixerSaved, MlpProjections, MlpSaved, ParameterList,
+    ParameterSpec, Saved, Saves, TensorRank, TokenMixer, WeightLayout, WeightSpec, recycle_unless,
 };
 use candle_core::Tensor;
 use tensor_parallel::TensorParallelDecoder;
 use ulysses_kernels::glu::Activation;
 
-/// An attention branch and a gated MLP branch. The attention may be another [`TokenMixer`].
+/// An attention branch and an MLP branch. The attention may be another [`TokenMixer`].
 ///
 /// ```text
 /// mid = x + multiplier · norm(attention(norm(x)))
@@ -42,12 +42,14 @@ pub struct DecoderParts {
     pub attention_norms: BranchNorms,
     /// The norms of the MLP branch.
     pub mlp_norms: BranchNorms,
-    /// The activation of the MLP's gate.
+    /// The projections of the attention.
+    pub attention: AttentionProjections,
+    /// The projections of the MLP.
+    pub mlp: MlpProjections,
+    /// The dimensions of their weights.
+    pub weights: WeightLayout,
+    /// The activation of the MLP, or of its gate.
     pub activation: Activation,
-    /// Whether the projections of queries, keys and values are one parameter.
-    pub fused_qkv: bool,
-    /// Whether gate and up projection are one parameter.
-    pub fused_gate_up: bool,
 }
 
 impl DecoderParts {
@@ -55,9 +57,10 @@ impl DecoderParts {
     pub const LLAMA: Self = Self {
         attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
+        attention: AttentionProjections::LLAMA,
+        mlp: MlpProjections::Gated,
+        weights: WeightLayout::OutIn,
         activation: Activation::Silu,
-        fused_qkv: false,
-        fused_gate_up: false,
     };
 
     /// As Llama, with the norms after the modules instead of before.
@@ -66,6 +69,38 @@ impl DecoderParts {
         mlp_norms: BranchNorms { before: None, after: Some("post_feedforward_layernorm") },
         ..Self::LLAMA
     };
+
+    /// Adds the parameters of both modules of layer `index` of a model, without biases and norms of queries and keys.
+    fn modules(
+        self,
+        config: &ModelConfig,
+        index: usize,
+        parameters: &mut ParameterList,
+    ) -> (TokenMixer, GatedMlp) {
+        let Self { attention, mlp, weights: layout, activation, .. } = self;
+        let ModelConfig { hidden_size: hidden, intermediate_size, initializer_range: std, .. } = *config;
+        // The two projections that write to the residual stream start smaller, by the square root of their number
+        // (GPT-2, section 2.3), so that the variance does not grow with depth.
+        let residual = std / (2.0 * config.num_layers() as f64).sqrt();
+        let weights = [std, residual].map(|std| WeightSpec { init: Init::Normal { std }, layout });
+        let mixer = (config.layers[index], config.norm());
+        let mixer = TokenMixer::new(parameters, attention, hidden, mixer, weights);
+        let mlp = GatedMlp::new(parameters, mlp, activation, [hidden, intermediate_size], weights);
+        (mixer, mlp)
+    }
+
+    /// Adds the norms of queries and keys, then the biases of the modules, if there are any.
+    fn add_norms_and_biases(
+        self,
+        config: &ModelConfig,
+        (mixer, mlp): (&mut TokenMixer, &mut GatedMlp),
+        parameters: &mut ParameterList,
+    ) {
+        mixer.add_norms_and_biases(parameters, self.attention, config.norm());
+        if config.mlp_bias {
+            mlp.add_biases(parameters, self.mlp);
+        }
+    }
 }
 
 /// State saved for the backward pass.
@@ -91,22 +126,19 @@ impl DecoderLayer {
     /// # Panics
     /// If the model has no such layer.
     pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
-        let ModelConfig { hidden_size: hidden, intermediate_size, initializer_range: std, .. } = *config;
-        let normal = Init::Normal { std };
-        // The two projections that write to the residual stream start smaller, by the square root of their number
-        // (GPT-2, section 2.3), so that the variance does not grow with depth.
-        let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
         // Partitions and checkpoints depend on this order.
-        let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let DecoderParts { fused_qkv, fused_gate_up, activation, .. } = parts;
-        let mixer = (config.layers[index], config.norm());
-        let mut mixer = TokenMixer::new(&mut parameters, fused_qkv, hidden, mixer, [normal, residual]);
-        let sizes = [hidden, intermediate_size];
-        let mlp = GatedMlp::new(&mut parameters, fused_gate_up, activation, sizes, [normal, residual]);
+        let mut parameters = ParameterList::new(config.layer_name(index));
+        let (mut mixer, mut mlp) = parts.modules(config, index, &mut parameters);
         let [attention_branch, mlp_branch] = [parts.attention_norms, parts.mlp_norms].map(|norms| {
-            Branch::new(&mut parameters, norms, hidden, config.norm(), config.multipliers.residual)
+            Branch::new(
+                &mut parameters,
+                norms,
+                config.hidden_size,
+                config.norm(),
+                config.multipliers.residual,
+            )
         });
-        mixer.add_norms_and_biases(&mut parameters, config.norm());
+        parts.add_norms_and_biases(config, (&mut mixer, &mut mlp), &mut parameters);
         Self { parameters, attention_branch, mixer, mlp_branch, mlp }
     }
 

@@ -2,25 +2,26 @@
 
 mod divided;
 
+use super::DecoderParts;
 use crate::families::ModelConfig;
 use crate::nn::{
-    AttentionExtent, Branch, BranchNorms, GatedMlp, Init, Layer, LayerContext, LayerError, MixerSaved,
-    MlpSaved, ParameterList, ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
+    AttentionExtent, Branch, GatedMlp, Layer, LayerContext, LayerError, MixerSaved, MlpSaved, ParameterList,
+    ParameterSpec, Saved, Saves, TensorRank, TokenMixer,
 };
 use candle_core::Tensor;
 use divided::DividedParallelDecoder;
-use ulysses_kernels::glu::Activation;
 use ulysses_kernels::{elementwise, strided_copy};
 
-/// `y = x + attention(norm(x)) + mlp(norm(x))` with one norm (GPT-J, Cohere), and SwiGLU.
+/// `y = x + attention(norm(x)) + mlp(norm(x))`, with one norm (GPT-J, Cohere) or two (GPT-NeoX).
 #[derive(Debug)]
 pub struct ParallelDecoderLayer {
     parameters: ParameterList,
     attention_branch: Branch,
     attention: TokenMixer,
-    /// Behind the norm of the attention.
+    /// Behind its own norm or that of the attention.
     mlp_branch: Branch,
     mlp: GatedMlp,
+    has_two_norms: bool,
 }
 
 /// State saved for the backward pass.
@@ -31,24 +32,22 @@ struct SavedParallel {
 }
 
 impl ParallelDecoderLayer {
-    /// Creates layer `index` of a model.
+    /// Creates layer `index` of a model. Without a norm before the MLP, both modules have that of the attention.
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub fn new(config: &ModelConfig, index: usize) -> Self {
-        let ModelConfig { hidden_size: hidden, intermediate_size, initializer_range: std, .. } = *config;
-        let normal = Init::Normal { std };
-        // As in `DecoderLayer`.
-        let residual = Init::Normal { std: std / (2.0 * config.num_layers() as f64).sqrt() };
-        let mut parameters = ParameterList::new(format!("model.layers.{index}"));
-        let mixer = (config.layers[index], config.norm());
-        let attention = TokenMixer::new(&mut parameters, false, hidden, mixer, [normal, residual]);
-        let sizes = [hidden, intermediate_size];
-        let mlp = GatedMlp::new(&mut parameters, false, Activation::Silu, sizes, [normal, residual]);
-        let names = BranchNorms { before: Some("input_layernorm"), after: None };
-        let attention_branch = Branch::new(&mut parameters, names, hidden, config.norm(), 1.0);
-        let mlp_branch = attention_branch.module_beside();
-        Self { parameters, attention_branch, attention, mlp_branch, mlp }
+    pub fn with_parts(config: &ModelConfig, index: usize, parts: DecoderParts) -> Self {
+        let mut parameters = ParameterList::new(config.layer_name(index));
+        let (mut attention, mut mlp) = parts.modules(config, index, &mut parameters);
+        let mut branch = |norms| Branch::new(&mut parameters, norms, config.hidden_size, config.norm(), 1.0);
+        let attention_branch = branch(parts.attention_norms);
+        let mlp_branch = match parts.mlp_norms.before {
+            Some(_) => branch(parts.mlp_norms).module_beside(),
+            None => attention_branch.module_beside(),
+        };
+        parts.add_norms_and_biases(config, (&mut attention, &mut mlp), &mut parameters);
+        let has_two_norms = parts.mlp_norms.before.is_some();
+        Self { parameters, attention_branch, attention, mlp_branch, mlp, has_two_norms }
     }
 }
 

@@ -2,13 +2,14 @@
 //! position embedding if there are windows (arXiv 2507.11407).
 
 use super::read::write_windows;
-use super::{DecoderLayer, DecoderParts, Family, HfConfig, ModelConfig, ModelError};
+use super::{DecoderLayer, DecoderParts, Family, HfConfig, ModelConfig, ModelError, ModelNames};
 use crate::nn::{AttentionConfig, QkNorm};
 use serde_json::{Value, json};
 
 pub(super) static EXAONE4: Family = Family {
     model_type: "exaone4",
     class: "Exaone4ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, DecoderParts::NORMS_AFTER)),

@@ -2,7 +2,7 @@
 
 use super::{ACTIVATION, with_constants};
 use crate::families::{
-    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes,
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
 use serde_json::json;
 use ulysses_kernels::glu::Activation;
@@ -10,6 +10,7 @@ use ulysses_kernels::glu::Activation;
 pub(in crate::families) static GEMMA: Family = Family {
     model_type: "gemma",
     class: "GemmaForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: |_, json| json["hidden_act"] = json!(ACTIVATION),
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, PARTS)),

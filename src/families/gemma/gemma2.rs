@@ -3,13 +3,16 @@
 
 use super::{SANDWICH, read_shared, softcap, with_constants, write_shared};
 use crate::families::read::write_windows;
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::families::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
 
 pub(in crate::families) static GEMMA2: Family = Family {
     model_type: "gemma2",
     class: "Gemma2ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, SANDWICH)),

@@ -3,7 +3,9 @@
 
 use super::{SANDWICH, read_shared, softcap, with_constants, write_shared};
 use crate::families::read::write_windows;
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::families::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
 use crate::nn::{AttentionConfig, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
@@ -11,6 +13,7 @@ use ulysses_kernels::rope::Rope;
 pub(in crate::families) static GEMMA3: Family = Family {
     model_type: "gemma3_text",
     class: "Gemma3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, SANDWICH)),

@@ -1,13 +1,16 @@
 //! GLM-4: neighboring elements rotate as pairs, by default those of the first half of each head; gate and up projection are one
 //! parameter; biases on queries, keys and values in some models. The second version has norms after the modules as well.
 
-use super::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
-use crate::nn::{AttentionConfig, BranchNorms};
+use super::{
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
+use crate::nn::{AttentionConfig, BranchNorms, MlpProjections};
 use serde_json::{Value, json};
 
 pub(super) static GLM: Family = Family {
     model_type: "glm",
     class: "GlmForCausalLM",
+    names: ModelNames::LLAMA,
     read: |file| read(file, &GLM),
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, GLM_PARTS)),
@@ -21,6 +24,7 @@ pub(super) static GLM: Family = Family {
 pub(super) static GLM4: Family = Family {
     model_type: "glm4",
     class: "Glm4ForCausalLM",
+    names: ModelNames::LLAMA,
     read: |file| read(file, &GLM4),
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, GLM4_PARTS)),
@@ -34,7 +38,7 @@ pub(super) static GLM4: Family = Family {
     ],
 };
 
-const GLM_PARTS: DecoderParts = DecoderParts { fused_gate_up: true, ..DecoderParts::LLAMA };
+const GLM_PARTS: DecoderParts = DecoderParts { mlp: MlpProjections::FusedGated, ..DecoderParts::LLAMA };
 
 const GLM4_PARTS: DecoderParts = DecoderParts {
     attention_norms: BranchNorms { before: Some("input_layernorm"), after: Some("post_self_attn_layernorm") },
@@ -49,7 +53,7 @@ fn read(file: &HfConfig<'_>, family: &'static Family) -> Result<ModelConfig, Mod
     file.require_kv_heads()?;
     let mut rope = file.partial_rope(10_000.0, 0.5)?;
     rope.interleaved = true;
-    let qkv_bias = !file.has("attention_bias") || file.flag("attention_bias")?;
+    let qkv_bias = file.flag_or_set("attention_bias")?;
     let layer = AttentionConfig { rope: Some(rope), qkv_bias, ..file.heads_with_head_dim(128)? };
     let config = file.decoder(family, layer, DEFAULT_EPS)?;
     file.check_full_attention(&config)?;

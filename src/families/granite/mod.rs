@@ -1,12 +1,15 @@
 //! Granite 3: Llama with constant factors on embedding, residual branches, attention and logits.
 
-use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Multipliers, Sizes};
+use super::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Multipliers, Sizes,
+};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
 
 pub(super) static GRANITE: Family = Family {
     model_type: "granite",
     class: "GraniteForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

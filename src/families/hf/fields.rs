@@ -131,8 +131,15 @@ const FIXED: &[Fixed] = &[
 ];
 
 /// Dropout probabilities.
-const DROPOUT: &[&str] =
-    &["attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"];
+const DROPOUT: &[&str] = &[
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+];
 
 impl HfConfig<'_> {
     /// Returns notes on fields that are known but not applied, once the family of the model called `class` has read its own.

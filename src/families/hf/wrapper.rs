@@ -101,8 +101,16 @@ pub(crate) fn language_model(
     Ok(Some((Value::Object(text), wrapper.class)))
 }
 
-/// Where a larger model keeps the tensors of its language model.
-const PREFIXES: [(&str, &str); 2] = [("model.language_model.", "model."), ("language_model.", "")];
+/// Where a larger model keeps the tensors of its language model; and the published files of GPT-2, which are those of the
+/// model without its head.
+const PREFIXES: [(&str, &str); 6] = [
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+    ("wte.", "transformer.wte."),
+    ("wpe.", "transformer.wpe."),
+    ("h.", "transformer.h."),
+    ("ln_f.", "transformer.ln_f."),
+];
 
 /// The name of a tensor in its language model alone.
 pub(crate) fn language_model_name(stored: &str) -> String {

@@ -2,11 +2,12 @@
 
 mod shapes;
 
-use super::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError};
+use super::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError, ModelNames};
 
 pub(super) static LLAMA: Family = Family {
     model_type: "llama",
     class: "LlamaForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: |_, _| {},
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

@@ -1,11 +1,12 @@
 //! Ministral: Mistral with a window in some layers.
 
 use crate::families::read::write_windows;
-use crate::families::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError};
+use crate::families::{DecoderLayer, Family, HfConfig, ModelConfig, ModelError, ModelNames};
 
 pub(in crate::families) static MINISTRAL: Family = Family {
     model_type: "ministral",
     class: "MinistralForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: write_windows,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

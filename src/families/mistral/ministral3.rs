@@ -1,7 +1,9 @@
 //! Ministral 3: Mistral with `yarn`, and queries that grow with their position.
 
 use crate::families::hf::QUERY_GROWTH;
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::families::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
 use ulysses_kernels::rope::{Rope, Scaling};
@@ -9,6 +11,7 @@ use ulysses_kernels::rope::{Rope, Scaling};
 pub(in crate::families) static MINISTRAL3: Family = Family {
     model_type: "ministral3",
     class: "Ministral3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

@@ -6,13 +6,14 @@ mod ministral3;
 pub(super) use ministral::MINISTRAL;
 pub(super) use ministral3::MINISTRAL3;
 
-use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames};
 use crate::nn::AttentionConfig;
 use serde_json::json;
 
 pub(super) static MISTRAL: Family = Family {
     model_type: "mistral",
     class: "MistralForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     // Not left out if there is none, which would mean the window of the first model.
     write: |config, json| {

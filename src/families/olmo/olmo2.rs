@@ -2,13 +2,14 @@
 
 use super::heads;
 use crate::families::{
-    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes,
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
 use crate::nn::{AttentionConfig, QkNorm};
 
 pub(in crate::families) static OLMO2: Family = Family {
     model_type: "olmo2",
     class: "Olmo2ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: |_, _| {},
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, DecoderParts::NORMS_AFTER)),

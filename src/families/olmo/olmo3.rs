@@ -3,7 +3,9 @@
 use super::heads;
 use crate::families::hf::{FULL, WINDOWED};
 use crate::families::read::write_windows;
-use crate::families::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use crate::families::{
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames,
+};
 use crate::nn::{AttentionConfig, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::{Rope, Scaling};
@@ -11,6 +13,7 @@ use ulysses_kernels::rope::{Rope, Scaling};
 pub(in crate::families) static OLMO3: Family = Family {
     model_type: "olmo3",
     class: "Olmo3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, DecoderParts::NORMS_AFTER)),

@@ -1,14 +1,17 @@
 //! Phi-3 and Phi-4: Llama with the projections of queries, keys and values in one parameter,
 //! and gate and up projection. Longer versions have `longrope`, and Phi-4 mini rotates three quarters of each head.
 
-use super::{DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
-use crate::nn::AttentionConfig;
+use super::{
+    DecoderLayer, DecoderParts, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
+use crate::nn::{AttentionConfig, AttentionProjections, MlpProjections};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Scaling;
 
 pub(super) static PHI3: Family = Family {
     model_type: "phi3",
     class: "Phi3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::with_parts(config, index, PARTS)),
@@ -32,7 +35,11 @@ pub(super) static PHI3: Family = Family {
     ],
 };
 
-const PARTS: DecoderParts = DecoderParts { fused_qkv: true, fused_gate_up: true, ..DecoderParts::LLAMA };
+const PARTS: DecoderParts = DecoderParts {
+    attention: AttentionProjections::FUSED,
+    mlp: MlpProjections::FusedGated,
+    ..DecoderParts::LLAMA
+};
 
 const MINI: Sizes = [3072, 32, 32, 32, 8192];
 

@@ -1,12 +1,13 @@
 //! Qwen2 and 2.5: Llama with biases on the projections of queries, keys and values, and windows in the upper layers.
 
 use super::{with_used_windows, write_used_windows};
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames};
 use crate::nn::AttentionConfig;
 
 pub(in crate::families) static QWEN2: Family = Family {
     model_type: "qwen2",
     class: "Qwen2ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: write_used_windows,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

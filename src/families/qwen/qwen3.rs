@@ -2,12 +2,15 @@
 
 use super::{with_used_windows, write_used_windows};
 use crate::families::read::MUST_BE_GIVEN;
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::families::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
 use crate::nn::{AttentionConfig, QkNorm};
 
 pub(in crate::families) static QWEN3: Family = Family {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: write_used_windows,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

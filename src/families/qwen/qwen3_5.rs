@@ -2,7 +2,9 @@
 //! but for that of the linear attention.
 
 use crate::families::hf::FULL;
-use crate::families::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, Sizes};
+use crate::families::{
+    DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
+};
 use crate::nn::{AttentionConfig, LinearAttentionConfig, MixerConfig, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
@@ -10,6 +12,7 @@ use ulysses_kernels::rope::Rope;
 pub(in crate::families) static QWEN3_5: Family = Family {
     model_type: "qwen3_5_text",
     class: "Qwen3_5ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write,
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

@@ -1,12 +1,13 @@
 //! Seed-OSS: Llama with biases on the projections of queries, keys and values.
 
-use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames};
 use crate::nn::AttentionConfig;
 use serde_json::json;
 
 pub(super) static SEED_OSS: Family = Family {
     model_type: "seed_oss",
     class: "SeedOssForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: |_, json| json["attention_bias"] = json!(true),
     block: |config, index| Box::new(DecoderLayer::new(config, index)),

@@ -1,12 +1,13 @@
 //! SmolLM3: Llama without position embedding in every fourth layer.
 
-use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError};
+use super::{DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames};
 use crate::nn::AttentionConfig;
 use serde_json::{Value, json};
 
 pub(super) static SMOLLM3: Family = Family {
     model_type: "smollm3",
     class: "SmolLM3ForCausalLM",
+    names: ModelNames::LLAMA,
     read,
     write: |config, json| {
         let has_rope = config.attention_layers().map(|layer| u8::from(layer.rope.is_some()));

@@ -2,15 +2,12 @@
 
 use super::HfWeights;
 use super::weights::other_weights;
-use crate::families::{HfConfig, ModelError, language_model, read_config};
+use crate::families::{FAMILIES, HfConfig, ModelError, ModelNames, language_model, read_config};
 use crate::model::{Model, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
-
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const HEAD: &str = "lm_head.weight";
 
 /// A model as its `config.json` describes it.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,7 +60,10 @@ pub struct HfSource {
 impl HfDescription {
     /// Returns `max_position_embeddings`, if the file has it.
     pub fn max_position_embeddings(&self) -> Option<usize> {
-        let at_top = &self.json["max_position_embeddings"];
+        let at_top = match &self.json["max_position_embeddings"] {
+            Value::Null => &self.json["n_positions"],
+            at_top => at_top,
+        };
         let within = &self.json["text_config"]["max_position_embeddings"];
         usize::try_from(at_top.as_u64().or(within.as_u64())?).ok()
     }
@@ -116,13 +116,14 @@ impl HfDescription {
     /// # Errors
     /// Weights that cannot be read.
     pub fn untie_if_weights_differ(&mut self, weights: &HfWeights) -> Result<(), ModelError> {
+        let ModelNames { embedding, head, .. } = self.config.family.names;
         let is_stored = |name| weights.shape(name).is_some();
-        let are_both_stored = is_stored(EMBEDDING) && is_stored(HEAD);
-        if self.config.tie_word_embeddings && are_both_stored && !weights.are_equal(EMBEDDING, HEAD)? {
+        let are_both_stored = is_stored(embedding) && is_stored(head);
+        if self.config.tie_word_embeddings && are_both_stored && !weights.are_equal(embedding, head)? {
             self.config.tie_word_embeddings = false;
             self.notes.push(format!(
-                "`tie_word_embeddings` is true, but {HEAD} differs from {EMBEDDING} in {}: the two are separate \
-                 parameters, as in transformers 5; remove {HEAD} to tie them",
+                "`tie_word_embeddings` is true, but {head} differs from {embedding} in {}: the two are separate \
+                 parameters, as in transformers 5; remove {head} to tie them",
                 weights.listing().display()
             ));
         }
@@ -154,7 +155,7 @@ impl HfModel {
             weights.check(spec)?;
         }
         if config.tie_word_embeddings {
-            used.insert(HEAD);
+            used.insert(config.family.names.head);
         }
         if !is_larger_model(&json) {
             notes.extend(unused_tensors(&weights, &used));
@@ -203,7 +204,8 @@ impl HfSource {
         };
         let is_float = |dtype: &&str| ["float32", "bfloat16", "float16"].contains(dtype);
         let described = ["dtype", "torch_dtype"].into_iter().find_map(|key| config[key].as_str());
-        let stored = || weights.and_then(|weights| weights.dtype(EMBEDDING));
+        let embeddings = || FAMILIES.iter().map(|family| family.names.embedding);
+        let stored = || weights.and_then(|weights| embeddings().find_map(|name| weights.dtype(name)));
         let dtype = described.filter(is_float).or_else(stored).map(str::to_owned);
         (Self { config, generation_config, dtype }, unread)
     }

@@ -3,13 +3,12 @@
 use super::chunk_pipeline::run_chunks;
 use super::output_gate::{self, GatedOutput};
 use super::saved::{AttentionSaved, ChunkState, HeadNorms, QkvHeads, shares_output};
-use super::{ColumnBlocks, HeadChunk, SelfAttention, trim_after_chunks};
+use super::{HeadChunk, SelfAttention, trim_after_chunks};
 use crate::nn::{BackwardPass, Branch, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::attention::{self, QkvGradients, Returning, SavedAttention, Upstream};
 use ulysses_kernels::rope::Direction;
-use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
-use ulysses_kernels::{elementwise, linear, strided_copy};
+use ulysses_kernels::strided_copy;
 
 /// One backward pass.
 struct AttentionBackward<'a> {
@@ -69,6 +68,7 @@ impl AttentionBackward<'_> {
     fn run(self, saved_chunks: Vec<AttentionSaved>, dx: &Tensor) -> Result<(), LayerError> {
         let forward = &self.pass.forward;
         let dnormed = forward.workspace().alloc(self.x.dims())?;
+        self.module.o.backward_bias(self.dy, self.pass)?;
         let mut saved_chunks = saved_chunks.into_iter();
         let mut accumulates = false;
         run_chunks(
@@ -212,8 +212,8 @@ impl AttentionBackward<'_> {
     ) -> Result<(Tensor, Option<GatedOutput>), LayerError> {
         let forward = &self.pass.forward;
         let dout = self.module.q.alloc(&chunk.q, forward)?;
-        let columns = self.module.o_columns(chunk, forward)?;
-        linear::backward_input(self.dy, &columns, &dout.flatten_from(2)?, false)?;
+        let o = self.module.o.columns(&self.module.o_inputs(chunk), forward)?;
+        o.backward_input(self.dy, &dout.flatten_from(2)?, false)?;
         let Some(gate) = gate else { return Ok((dout, None)) };
         let gated = GatedOutput { gate, dgated: dout };
         Ok((gated.dout(forward)?, Some(gated)))
@@ -272,20 +272,10 @@ impl AttentionBackward<'_> {
         Ok(())
     }
 
-    /// Adds `dyᵀ · out` to a chunk's columns of the output projection's gradient, unless it is frozen.
+    /// Adds to the gradient of a chunk's part of the output projection.
     fn add_o_gradient(&self, chunk: &HeadChunk, out: &Tensor) -> Result<(), LayerError> {
         let Self { module, dy, pass, .. } = self;
-        let Some(gradient) = pass.gradient(module.o.weight()) else { return Ok(()) };
-        let out = out.flatten_from(2)?;
-        if chunk.q.len() == module.shape.num_heads {
-            return Ok(linear::backward_weight(dy, &out, gradient)?);
-        }
-        let ColumnBlocks { packed, within } = module.o_blocks(chunk);
-        let part = pass.forward.workspace().alloc_f32((packed.rows, packed.run))?;
-        elementwise::fill(&part, 0.0)?;
-        linear::backward_weight(dy, &out, &part)?;
-        copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: within, accumulate: true }])?;
-        pass.forward.recycle([part]);
-        Ok(())
+        let gradients = module.o.gradient_columns(&module.o_inputs(chunk), pass);
+        gradients.add(dy, &out.flatten_from(2)?, pass.forward.workspace())
     }
 }

@@ -5,7 +5,6 @@ use super::saved::{AttentionSaved, QkvHeads, ReturningChunk, Saves};
 use super::{HeadChunk, SelfAttention, output_gate, trim_after_chunks};
 use crate::nn::{Branch, ForwardPass, LayerError, recycle_unless, token_dims, token_rows};
 use candle_core::Tensor;
-use ulysses_kernels::linear;
 use ulysses_kernels::rope::Direction;
 
 impl SelfAttention {
@@ -27,6 +26,7 @@ impl SelfAttention {
     ) -> Result<Tensor, LayerError> {
         let (ctx, ws) = (pass.ctx, pass.workspace());
         let y = branch.open(x, pass)?;
+        self.o.add_bias_to(&y, pass)?;
         let rstd = ws.alloc_f32(token_dims(x))?;
         run_chunks(
             &self.head_chunks(pass)?,
@@ -68,6 +68,7 @@ impl SelfAttention {
         pass: &ForwardPass<'_>,
     ) -> Result<Tensor, LayerError> {
         let y = branch.open(x, pass)?;
+        self.o.add_bias_to(&y, pass)?;
         for (chunk, saved) in self.head_chunks(pass)?.iter().zip(saved_chunks) {
             saved.gate = self.project_gate(branch, chunk, x, pass)?;
             self.add_projection(chunk, saved, &y, pass)?;
@@ -86,7 +87,8 @@ impl SelfAttention {
         let gated =
             saved.gate.as_ref().map(|gate| output_gate::apply(gate, saved.out(), pass)).transpose()?;
         let out = gated.as_ref().unwrap_or(saved.out());
-        linear::forward(&out.flatten_from(2)?, &self.o_columns(chunk, pass)?, y, true)?;
+        let o = self.o.columns(&self.o_inputs(chunk), pass)?;
+        o.forward(&out.flatten_from(2)?, y, true, pass.workspace())?;
         pass.recycle(gated);
         Ok(())
     }

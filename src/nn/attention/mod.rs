@@ -12,28 +12,24 @@ mod head_chunks;
 mod head_division;
 mod head_projection;
 mod output_gate;
+mod projections;
 mod saved;
 
 pub use head_chunks::{HeadChunk, head_chunks};
 pub use head_division::HeadDivision;
+pub use projections::{AttentionProjections, QkvNames};
 pub use saved::{AttentionSaved, Saves};
 
 use super::{
-    AttentionExtent, ForwardPass, GroupNames, Init, LayerError, Linear, NormConfig, ParameterList, RmsNorm,
-    TensorRank,
+    AttentionExtent, ForwardPass, LayerError, Linear, NormConfig, ParameterList, RmsNorm, TensorRank,
+    WeightSpec,
 };
 use candle_core::Tensor;
 use head_division::scaled;
 use head_projection::{HeadNorm, HeadProjection};
+use std::ops::Range;
 use ulysses_kernels::attention::{AttentionLayout, Logits, grouped_heads};
 use ulysses_kernels::rope::{self, Direction, Rope};
-use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
-use ulysses_kernels::tensor;
-
-const Q_PROJ: &str = "self_attn.q_proj";
-const K_PROJ: &str = "self_attn.k_proj";
-const V_PROJ: &str = "self_attn.v_proj";
-const QKV_PROJ: &str = "self_attn.qkv_proj";
 
 /// The heads of a layer's attention, the tokens that it sees, and its position embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -56,6 +52,8 @@ pub struct AttentionConfig {
     pub softcap: Option<f64>,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the projection of the output has one.
+    pub o_bias: bool,
     /// Whether the output is multiplied by the sigmoid of a gate, which the projection of the queries has as well.
     pub output_gate: bool,
 }
@@ -102,22 +100,19 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// Adds `self_attn.q_proj`, `k_proj` and `v_proj`, or if they are `fused` `qkv_proj`, with initial values `init`, and
-    /// `o_proj` with `o_init`.
+    /// Adds the projections of queries, keys and values, then that of the output.
     pub fn new(
         parameters: &mut ParameterList,
-        fused: bool,
+        projections: AttentionProjections,
         hidden_size: usize,
         shape: AttentionConfig,
-        [init, o_init]: [Init; 2],
+        [qkv, o]: [WeightSpec; 2],
     ) -> Self {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = shape;
         let per_head = [shape.q_outputs_per_head(), head_dim, head_dim];
         let outs = [num_heads * per_head[0], num_kv_heads * head_dim, num_kv_heads * head_dim];
-        let names =
-            if fused { GroupNames::One(QKV_PROJ) } else { GroupNames::Each([Q_PROJ, K_PROJ, V_PROJ]) };
-        let qkv = Linear::group(parameters, names, outs, hidden_size, init);
-        let o = Linear::new(parameters, "self_attn.o_proj", [hidden_size, num_heads * head_dim], o_init);
+        let qkv = Linear::group(parameters, projections.qkv(head_dim), outs, hidden_size, qkv);
+        let o = Linear::new(parameters, projections.o, [hidden_size, num_heads * head_dim], o);
         let mut per_head = per_head.into_iter();
         let [q, k, v] = qkv.map(|linear| {
             let outputs_per_head = per_head.next().unwrap_or(head_dim);
@@ -126,13 +121,14 @@ impl SelfAttention {
         Self { shape, q, k, v, o }
     }
 
-    /// Adds biases to the projections of queries, keys and values, if there are any.
-    pub fn add_qkv_bias(&mut self, parameters: &mut ParameterList) {
-        if !self.shape.qkv_bias {
-            return;
+    /// Adds the biases of the projections, if there are any.
+    pub fn add_biases(&mut self, parameters: &mut ParameterList, projections: AttentionProjections) {
+        if self.shape.qkv_bias {
+            let layers = [&mut self.q.linear, &mut self.k.linear, &mut self.v.linear];
+            Linear::add_group_bias(parameters, projections.qkv(self.shape.head_dim), layers);
         }
-        for (projection, name) in [(&mut self.q, Q_PROJ), (&mut self.k, K_PROJ), (&mut self.v, V_PROJ)] {
-            projection.linear.add_bias(parameters, name);
+        if self.shape.o_bias {
+            self.o.add_bias(parameters, projections.o);
         }
     }
 
@@ -198,39 +194,10 @@ impl SelfAttention {
         Ok(())
     }
 
-    /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.
-    fn o_columns(&self, chunk: &HeadChunk, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        let o = &pass[self.o.weight()];
-        if chunk.q.len() == self.shape.num_heads {
-            return Ok(o.clone());
-        }
-        let ColumnBlocks { packed, within } = self.o_blocks(chunk);
-        let columns = tensor::empty((packed.rows, packed.run), o.dtype(), o.device())?;
-        // candle would load its kernel for such a copy at the first use, while the exchange of another chunk may be
-        // under way, and loading may wait for it.
-        copy_blocks(&[o], &[&columns], &[BlockCopy { from: within, to: packed, accumulate: false }])?;
-        Ok(columns)
+    /// A chunk's inputs of the output projection.
+    fn o_inputs(&self, chunk: &HeadChunk) -> Range<usize> {
+        chunk.q.start * self.shape.head_dim..chunk.q.end * self.shape.head_dim
     }
-
-    /// A chunk's columns of the output projection.
-    fn o_blocks(&self, chunk: &HeadChunk) -> ColumnBlocks {
-        let AttentionConfig { num_heads, head_dim, .. } = self.shape;
-        let rows = self.o.num_outputs();
-        let run = chunk.q.len() * head_dim;
-        let packed =
-            StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows, row_stride: run, run };
-        let offset = chunk.q.start * head_dim;
-        let within = StridedBlock { offset, row_stride: num_heads * head_dim, ..packed.clone() };
-        ColumnBlocks { packed, within }
-    }
-}
-
-/// Some columns of a matrix.
-struct ColumnBlocks {
-    /// As a matrix of their own.
-    packed: StridedBlock,
-    /// Within the whole one.
-    within: StridedBlock,
 }
 
 /// Frees the chunks' working memory, which the MLP cannot use. Head chunks mean that memory is short.

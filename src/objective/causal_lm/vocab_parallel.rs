@@ -3,7 +3,9 @@
 
 use super::shared_tiles::{SharedTiles, Tile, VocabSlice};
 use super::{CausalLm, Head};
-use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank, TokenExchange};
+use crate::nn::{
+    LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank, TokenExchange, add_bias_gradient,
+};
 use crate::objective::labeled_tokens::Chunk;
 use crate::objective::{Losses, Objective};
 use candle_core::Tensor;
@@ -75,7 +77,7 @@ impl VocabParallelLm {
         &self,
         (chunk, tile): (&Chunk, &Tile),
         rows: &Tensor,
-        norm: &Tensor,
+        head: &Head<&Tensor>,
         buffers: &TileBuffers,
         ctx: &LayerContext,
     ) -> Result<(Tensor, [Tensor; 2]), LayerError> {
@@ -87,7 +89,7 @@ impl VocabParallelLm {
         let own = tile.own.len();
         let [normed, rstd] = [buffers.normed.narrow(0, 0, own)?, buffers.rstd.narrow(0, 0, own)?];
         if own > 0 {
-            self.head.normalize(&x, norm, &normed, &rstd)?;
+            self.head.normalize(&x, head, [&normed, &rstd], ctx.workspace())?;
         }
         let all = buffers.all.narrow(0, 0, tile.tokens.len())?;
         self.exchange(ctx)?.gather_rows(&normed, &tile.counts, &all)?;
@@ -102,7 +104,7 @@ impl VocabParallelLm {
         tiles: SharedTiles,
         ctx: &LayerContext,
     ) -> Result<(Losses, SavedTiles), LayerError> {
-        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head.head(params)?);
+        let (ws, head) = (ctx.workspace(), self.head.head(params)?);
         let (rows, ranks) = (tiles.own.rows_of(x)?, self.slice.tp.size);
         tiles.own.upload(x.device())?;
         let logit_tiles = self.logit_tiles(&tiles);
@@ -112,10 +114,10 @@ impl VocabParallelLm {
         let (of_slice, of_all) = (own?, all?);
         let mut losses = Losses::default();
         for (chunk, tile) in tiles.iter() {
-            let (gathered, _) = self.gather((chunk, tile), &rows, norm, &buffers, ctx)?;
+            let (gathered, _) = self.gather((chunk, tile), &rows, &head, &buffers, ctx)?;
             let tokens = tile.tokens.len();
             let statistics = of_slice.narrow(0, 0, 2 * tokens)?.reshape((2, tokens))?;
-            slice::forward(&gathered, projection, &tile.labels, logit_tiles, &statistics, ws)?;
+            slice::forward(&gathered, head.projection, &tile.labels, logit_tiles, &statistics, ws)?;
             let all = of_all.narrow(0, 0, ranks * 2 * tokens)?.reshape((ranks, 2 * tokens))?;
             self.exchange(ctx)?.gather_rows(&statistics.reshape((1, 2 * tokens))?, &vec![1; ranks], &all)?;
             let lse = lse.narrow(0, tile.tokens.start, tokens)?;
@@ -164,8 +166,7 @@ impl Objective for VocabParallelLm {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, LayerError> {
-        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head.head(params)?);
-        let Head { norm: dnorm, projection: dprojection } = self.head.head(grads)?;
+        let (ws, head, gradients) = (ctx.workspace(), self.head.head(params)?, self.head.head(grads)?);
         let SavedTiles { x, lse, tiles } = saved.downcast(self.name())?;
         let (rows, dx) = (tiles.own.rows_of(&x)?, ws.alloc(x.dims())?);
         let dx_rows = tiles.own.rows_of(&dx)?;
@@ -176,17 +177,17 @@ impl Objective for VocabParallelLm {
         let [dall, dcompact] = [&buffers.all, &buffers.compact].map(|like| ws.alloc(like.dims()));
         let (dall, dcompact) = (dall?, dcompact?);
         for (chunk, tile) in tiles.iter() {
-            let (gathered, [x, rstd]) = self.gather((chunk, tile), &rows, norm, &buffers, ctx)?;
+            let (gathered, [x, rstd]) = self.gather((chunk, tile), &rows, &head, &buffers, ctx)?;
             let lse = lse.narrow(0, tile.tokens.start, tile.tokens.len())?;
             let dgathered = dall.narrow(0, 0, tile.tokens.len())?;
             lm_head_loss::backward(
                 &gathered,
-                projection,
+                head.projection,
                 &tile.labels,
                 &lse,
                 scale,
                 &dgathered,
-                dprojection.as_ref(),
+                gradients.projection.as_ref(),
                 self.logit_tiles(&tiles),
                 ws,
             )?;
@@ -199,14 +200,17 @@ impl Objective for VocabParallelLm {
             };
             if !tile.own.is_empty() {
                 self.head.scale(&dnormed)?;
+                if let Some(Some(dbias)) = gradients.norm_bias {
+                    add_bias_gradient(&dnormed, dbias, ws)?;
+                }
                 rms_norm::backward(
                     &dnormed,
                     &x,
-                    self.head.norm.gain(norm),
+                    self.head.norm.gain(head.norm),
                     &rstd,
                     &dx,
                     false,
-                    dnorm.as_ref(),
+                    gradients.norm.as_ref(),
                 )?;
             }
             chunk.compaction.iter().try_for_each(|compaction| compaction.expand_from(&dcompact, &region))?;
@@ -230,15 +234,15 @@ impl Objective for VocabParallelLm {
 
     /// The logits of this rank's tokens, from the slices of all ranks.
     fn output(&self, params: &[Tensor], x: &Tensor, ctx: &LayerContext) -> Result<Tensor, LayerError> {
-        let (ws, Head { norm, projection }) = (ctx.workspace(), self.head.head(params)?);
+        let (ws, head) = (ctx.workspace(), self.head.head(params)?);
         let (batch, tokens, _) = x.dims3()?;
         let (normed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32((batch, tokens))?);
-        self.head.normalize(x, norm, &normed, &rstd)?;
+        self.head.normalize(x, &head, [&normed, &rstd], ws)?;
         let exchange = self.exchange(ctx)?;
         let all = exchange.gather(&normed, ctx.seq_len_of_tp_ranks())?;
         let shape = (batch, ctx.seq_len_of_tp_ranks(), self.slice.classes.len());
         let of_slice = Tensor::zeros(shape, x.dtype(), x.device())?;
-        linear::forward(&all, projection, &of_slice, false)?;
+        linear::forward(&all, head.projection, &of_slice, false)?;
         if let Some(cap) = self.head.softcap {
             elementwise::softcap(&of_slice, cap)?;
         }

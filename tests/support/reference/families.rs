@@ -24,7 +24,34 @@ pub enum Family {
     Cohere2,
     /// Linear attention in every layer but the last.
     Qwen35,
+    Ernie,
+    Gpt2,
+    GptNeoX,
+    StarCoder2,
+    Nemotron,
+    StableLm,
 }
+
+/// Names of the parameters of a block.
+pub struct BlockNames {
+    /// Before the index of the layer.
+    pub layers: &'static str,
+    /// Queries, keys and values in one parameter.
+    pub qkv: Option<&'static str>,
+    pub o: &'static str,
+    /// The projections of an MLP without a gate.
+    pub plain_mlp: Option<[&'static str; 2]>,
+}
+
+/// Names of the embedding, the final norm, and the head.
+pub struct OuterNames {
+    pub embedding: &'static str,
+    pub norm: &'static str,
+    pub head: &'static str,
+}
+
+/// The number of learned positions of GPT-2.
+pub const NUM_POSITIONS: usize = 30;
 
 /// The rotary base of Gemma 3's layers with a window.
 pub const LOCAL_THETA: f64 = 100.0;
@@ -62,7 +89,48 @@ impl Family {
 
     /// Whether neighboring elements rotate as a pair.
     pub fn is_interleaved(self) -> bool {
-        self.is_glm() || self.is_cohere()
+        self.is_glm() || self.is_cohere() || self == Self::Ernie
+    }
+
+    /// Whether norms have biases.
+    pub fn has_norm_bias(self) -> bool {
+        matches!(self, Self::Gpt2 | Self::GptNeoX | Self::StarCoder2 | Self::Nemotron | Self::StableLm)
+    }
+
+    /// Whether norms subtract the mean.
+    pub fn is_centered(self) -> bool {
+        self.is_cohere() || self.has_norm_bias()
+    }
+
+    pub fn block_names(self) -> BlockNames {
+        let llama = BlockNames { layers: "model.layers", qkv: None, o: "self_attn.o_proj", plain_mlp: None };
+        match self {
+            Self::Phi3 => BlockNames { qkv: Some("self_attn.qkv_proj"), ..llama },
+            Self::StarCoder2 => BlockNames { plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]), ..llama },
+            Self::Nemotron => BlockNames { plain_mlp: Some(["mlp.up_proj", "mlp.down_proj"]), ..llama },
+            Self::Gpt2 => BlockNames {
+                layers: "transformer.h",
+                qkv: Some("attn.c_attn"),
+                o: "attn.c_proj",
+                plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]),
+            },
+            Self::GptNeoX => BlockNames {
+                layers: "gpt_neox.layers",
+                qkv: Some("attention.query_key_value"),
+                o: "attention.dense",
+                plain_mlp: Some(["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]),
+            },
+            _ => llama,
+        }
+    }
+
+    pub fn outer_names(self) -> OuterNames {
+        let (embedding, norm, head) = match self {
+            Self::Gpt2 => ("transformer.wte", "transformer.ln_f", "lm_head"),
+            Self::GptNeoX => ("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
+            _ => ("model.embed_tokens", "model.norm", "lm_head"),
+        };
+        OuterNames { embedding, norm, head }
     }
 
     /// Whether gate and up projection are one parameter.
@@ -85,7 +153,7 @@ impl Family {
 
     /// Added to the weights of norms.
     pub fn norm_offset(self) -> f64 {
-        if self.is_gemma() || self == Self::Qwen35 { 1.0 } else { 0.0 }
+        if self.is_gemma() || matches!(self, Self::Qwen35 | Self::Nemotron) { 1.0 } else { 0.0 }
     }
 
     /// Names of the norms before and after attention, before and after the MLP.
@@ -101,6 +169,7 @@ impl Family {
             }
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
             Self::Cohere | Self::Cohere2 => [input, None, None, None],
+            Self::Gpt2 => [Some("ln_1"), None, Some("ln_2"), None],
             _ => [input, None, post_attention, None],
         }
     }
@@ -122,8 +191,18 @@ impl ReferenceConfig {
         match self.family {
             Family::Gemma3 if self.window(layer).is_some() => Some(LOCAL_THETA),
             Family::SmolLm3 if layer % 2 == 1 => None,
+            Family::Gpt2 => None,
             Family::Exaone4 | Family::Cohere2 if self.window(layer).is_none() => None,
             _ => Some(self.rope_theta),
+        }
+    }
+
+    /// Whether the projections of attention's output and of the MLP have biases.
+    pub fn all_biases(&self) -> bool {
+        match self.family {
+            Family::Gpt2 | Family::GptNeoX | Family::StarCoder2 => true,
+            Family::Ernie | Family::Nemotron => self.qkv_bias,
+            _ => false,
         }
     }
 

@@ -20,10 +20,16 @@ pub fn row_logits(
 ) -> Result<Tensor> {
     let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
     let family = config.family;
-    let norm = |x: &Tensor, weight: &Tensor| {
-        let x = if family.is_cohere() { &x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
-        rms_norm(x, &(weight + family.norm_offset())?, config.rms_norm_eps)
+    let norm = |x: &Tensor, name: &str| {
+        let x = if family.is_centered() { &x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
+        let weight = (&**get(&format!("{name}.weight"))? + family.norm_offset())?;
+        let y = rms_norm(x, &weight, config.rms_norm_eps)?;
+        anyhow::Ok(match family.has_norm_bias() {
+            true => y.broadcast_add(get(&format!("{name}.bias"))?)?,
+            false => y,
+        })
     };
+    let names = family.outer_names();
     let [attention_cap, final_cap] = family.softcaps();
     let [embedding_factor, residual_factor, logits_factor] = match family {
         Family::Granite => [GRANITE[0], GRANITE[1], GRANITE[3]],
@@ -32,13 +38,30 @@ pub fn row_logits(
         _ => [1.0; 3],
     };
 
-    let embedding = get("model.embed_tokens.weight")?; // [V, E]
+    let embedding = get(&format!("{}.weight", names.embedding))?; // [V, E]
     let x = embedding.index_select(&Tensor::new(input_ids, &Device::Cpu)?, 0)?; // [S, E]
     let mut x = (x * embedding_factor)?;
+    if family == Family::Gpt2 {
+        let positions = Tensor::new(position_ids, &Device::Cpu)?;
+        x = (x + get("transformer.wpe.weight")?.index_select(&positions, 0)?)?;
+    }
+    let block = family.block_names();
     for layer in 0..config.num_layers {
-        let part = |part: &str| get(&format!("model.layers.{layer}.{part}.weight"));
-        let maybe_norm = |x: Tensor, name: Option<&str>| match name {
-            Some(name) => norm(&x, part(name)?),
+        let name = |part: &str| format!("{}.{layer}.{part}", block.layers);
+        // As `[out, in]`.
+        let part = |part: &str| {
+            let weight = &**get(&format!("{}.weight", name(part)))?;
+            anyhow::Ok(if family == Family::Gpt2 { weight.t()?.contiguous()? } else { weight.clone() })
+        };
+        let project = |x: &Tensor, part_name: &str| {
+            let y = linear(x, &part(part_name)?)?;
+            anyhow::Ok(match config.all_biases() {
+                true => y.broadcast_add(get(&format!("{}.bias", name(part_name)))?)?,
+                false => y,
+            })
+        };
+        let maybe_norm = |x: Tensor, part: Option<&str>| match part {
+            Some(part) => norm(&x, &name(part)),
             None => Ok(x),
         };
         let [before_attention, after_attention, before_mlp, after_mlp] = family.norms();
@@ -51,23 +74,23 @@ pub fn row_logits(
         };
 
         let h = maybe_norm(x.clone(), before_attention)?;
-        let biased = |name: &str| {
-            let y = match family {
-                Family::Phi3 => linear(&h, &rows(config, part("self_attn.qkv_proj")?, name)?)?,
-                _ => linear(&h, part(&format!("self_attn.{name}_proj"))?)?,
-            };
-            if !config.qkv_bias {
-                return Ok(y);
+        let biased = |letter: &str| {
+            if let Some(qkv) = block.qkv {
+                return columns(config, &project(&h, qkv)?, letter);
             }
-            let bias = get(&format!("model.layers.{layer}.self_attn.{name}_proj.bias"))?;
-            anyhow::Ok(y.broadcast_add(bias)?)
+            let projection = format!("self_attn.{letter}_proj");
+            if config.all_biases() || !config.qkv_bias {
+                return project(&h, &projection);
+            }
+            let bias = get(&format!("{}.bias", name(&projection)))?;
+            anyhow::Ok(project(&h, &projection)?.broadcast_add(bias)?)
         };
-        let heads = |name: &str, num_heads: usize| {
-            let y = biased(name)?;
-            let weight = || part(&format!("self_attn.{name}_norm"));
+        let heads = |letter: &str, num_heads: usize| {
+            let y = biased(letter)?;
+            let norm_name = name(&format!("self_attn.{letter}_norm"));
             match config.qk_norm_sizes() {
-                Some([size, _]) if size > config.head_dim => split_heads(&norm(&y, weight()?)?, num_heads),
-                Some(_) => norm(&split_heads(&y, num_heads)?, weight()?),
+                Some([size, _]) if size > config.head_dim => split_heads(&norm(&y, &norm_name)?, num_heads),
+                Some(_) => norm(&split_heads(&y, num_heads)?, &norm_name),
                 None => split_heads(&y, num_heads),
             }
         };
@@ -78,7 +101,7 @@ pub fn row_logits(
                     let joint = split_heads(&biased("q")?, config.num_heads)?; // [H, S, 2·D]
                     let half =
                         |index| joint.narrow(2, index * config.head_dim, config.head_dim)?.contiguous();
-                    (norm(&half(0)?, part("self_attn.q_norm")?)?, Some(half(1)?))
+                    (norm(&half(0)?, &name("self_attn.q_norm"))?, Some(half(1)?))
                 }
                 _ => (heads("q", config.num_heads)?, None),
             };
@@ -89,30 +112,38 @@ pub fn row_logits(
             if let Some(gate) = gate {
                 attended = (attended * sigmoid(&gate)?)?;
             }
-            linear(&merge_heads(&attended)?, part("self_attn.o_proj")?)
+            project(&merge_heads(&attended)?, block.o)
         };
         let output = match config.is_linear(layer) {
             true => linear_attention(config, weights, layer, &h, position_ids)?,
             false => attend()?,
         };
         let output = maybe_norm(output, after_attention)?;
+        let before = x.clone();
         x = (x + (output * residual_factor)?)?;
 
-        let h = if family.is_cohere() { h } else { maybe_norm(x.clone(), before_mlp)? };
-        let (gate, up) = match family.has_fused_gate_up() {
-            true => {
-                let gate_up = linear(&h, part("mlp.gate_up_proj")?)?; // [S, 2·F]
-                let size = config.intermediate_size;
-                (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?)
-            }
-            false => (linear(&h, part("mlp.gate_proj")?)?, linear(&h, part("mlp.up_proj")?)?), // [S, F]
+        let h = match family {
+            family if family.is_cohere() => h,
+            Family::GptNeoX => maybe_norm(before, before_mlp)?,
+            _ => maybe_norm(x.clone(), before_mlp)?,
         };
-        let activated = if family.is_gemma() { gelu_tanh(&gate)? } else { silu(&gate)? };
-        let output = maybe_norm(linear(&(activated * up)?, part("mlp.down_proj")?)?, after_mlp)?;
-        x = (x + (output * residual_factor)?)?;
+        let output = match (block.plain_mlp, family.has_fused_gate_up()) {
+            (Some([first, second]), _) => project(&activation(family, &project(&h, first)?)?, second)?,
+            (None, true) => {
+                let gate_up = project(&h, "mlp.gate_up_proj")?; // [S, 2·F]
+                let size = config.intermediate_size;
+                let (gate, up) = (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?);
+                project(&(activation(family, &gate)? * up)?, "mlp.down_proj")?
+            }
+            (None, false) => {
+                let (gate, up) = (project(&h, "mlp.gate_proj")?, project(&h, "mlp.up_proj")?); // [S, F]
+                project(&(activation(family, &gate)? * up)?, "mlp.down_proj")?
+            }
+        };
+        x = (x + (maybe_norm(output, after_mlp)? * residual_factor)?)?;
     }
-    let h = norm(&x, get("model.norm.weight")?)?;
-    let head = if config.tie_word_embeddings { embedding } else { get("lm_head.weight")? };
+    let h = norm(&x, names.norm)?;
+    let head = if config.tie_word_embeddings { embedding } else { get(&format!("{}.weight", names.head))? };
     capped((linear(&h, head)? * logits_factor)?, final_cap)
 }
 
@@ -124,15 +155,31 @@ fn capped(x: Tensor, cap: Option<f64>) -> Result<Tensor> {
     })
 }
 
-/// The rows of queries, keys or values in the weight that has all three, in this order.
-fn rows(config: &ReferenceConfig, weight: &Tensor, name: &str) -> Result<Tensor> {
+/// Queries, keys or values, `[S, H·D]`, in the projection to all three: one after the other, in GPT-NeoX head by head.
+fn columns(config: &ReferenceConfig, qkv: &Tensor, letter: &str) -> Result<Tensor> {
     let [q, kv] = [config.num_heads, config.num_kv_heads].map(|heads| heads * config.head_dim);
-    let (start, len) = match name {
-        "q" => (0, q),
-        "k" => (q, kv),
-        _ => (q + kv, kv),
+    let (index, start, len) = match letter {
+        "q" => (0, 0, q),
+        "k" => (1, q, kv),
+        _ => (2, q + kv, kv),
     };
-    Ok(weight.narrow(0, start, len)?)
+    if config.family != Family::GptNeoX {
+        return Ok(qkv.narrow(1, start, len)?.contiguous()?);
+    }
+    let by_head = qkv.reshape((qkv.dim(0)?, config.num_heads, 3, config.head_dim))?;
+    Ok(by_head.narrow(2, index, 1)?.contiguous()?.reshape((qkv.dim(0)?, q))?)
+}
+
+/// The activation of an MLP.
+fn activation(family: Family, x: &Tensor) -> Result<Tensor> {
+    match family {
+        Family::Gpt2 | Family::StarCoder2 => gelu_tanh(x),
+        family if family.is_gemma() => gelu_tanh(x),
+        // x · Φ(x)
+        Family::GptNeoX => Ok((x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)?.affine(0.5, 0.0)?),
+        Family::Nemotron => Ok(x.relu()?.sqr()?),
+        _ => silu(x),
+    }
 }
 
 /// `x · wᵀ`: `[S, in]`, `[out, in]` → `[S, out]`.

@@ -1,6 +1,6 @@
 //! Configuration, parameter names and shapes, and weights.
 
-use super::families::Family;
+use super::families::{Family, NUM_POSITIONS};
 use super::linear_attention;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -116,34 +116,74 @@ impl ReferenceConfig {
         })
     }
 
-    /// Every parameter's name and shape; matrices are `[out, in]`.
+    /// Every parameter's name and shape; matrices are `[out, in]`, those of GPT-2's layers `[in, out]`.
     pub fn parameter_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let (hidden, intermediate) = (self.hidden_size, self.intermediate_size);
         let q_size = self.num_heads * self.head_dim;
         let kv_size = self.num_kv_heads * self.head_dim;
         let mut shapes = BTreeMap::new();
-        shapes.insert("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]);
+        let (outer, block) = (self.family.outer_names(), self.family.block_names());
+        shapes.insert(format!("{}.weight", outer.embedding), vec![self.vocab_size, hidden]);
+        if self.family == Family::Gpt2 {
+            shapes.insert("transformer.wpe.weight".to_owned(), vec![NUM_POSITIONS, hidden]);
+        }
         for layer in 0..self.num_layers {
-            if self.qkv_bias {
-                for (part, size) in [("q", q_size), ("k", kv_size), ("v", kv_size)] {
-                    shapes.insert(format!("model.layers.{layer}.self_attn.{part}_proj.bias"), vec![size]);
+            let mut add_bias = |part: &str, size: usize| {
+                shapes.insert(format!("{}.{layer}.{part}.bias", block.layers), vec![size]);
+            };
+            if self.family.has_norm_bias() {
+                self.family.norms().into_iter().flatten().for_each(|norm| add_bias(norm, hidden));
+            }
+            match block.qkv.filter(|_| self.all_biases()) {
+                Some(qkv) => add_bias(qkv, q_size + 2 * kv_size),
+                None if self.qkv_bias || self.all_biases() => {
+                    for (part, size) in [("q", q_size), ("k", kv_size), ("v", kv_size)] {
+                        add_bias(&format!("self_attn.{part}_proj"), size);
+                    }
+                }
+                None => {}
+            }
+            if self.all_biases() {
+                add_bias(block.o, hidden);
+                match block.plain_mlp {
+                    Some([first, second]) => {
+                        add_bias(first, intermediate);
+                        add_bias(second, hidden);
+                    }
+                    None => {
+                        add_bias("mlp.gate_proj", intermediate);
+                        add_bias("mlp.up_proj", intermediate);
+                        add_bias("mlp.down_proj", hidden);
+                    }
                 }
             }
-            let mut add = |part: &str, shape: Vec<usize>| {
-                shapes.insert(format!("model.layers.{layer}.{part}.weight"), shape);
+            let mut add = |part: &str, mut shape: Vec<usize>| {
+                // GPT-2's are `[in, out]`.
+                if self.family == Family::Gpt2 {
+                    shape.reverse();
+                }
+                shapes.insert(format!("{}.{layer}.{part}.weight", block.layers), shape);
             };
             if let Some([q_norm, k_norm]) = self.qk_norm_sizes().filter(|_| !self.is_linear(layer)) {
                 add("self_attn.q_norm", vec![q_norm]);
                 add("self_attn.k_norm", vec![k_norm]);
             }
             self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
-            if self.family == Family::Phi3 {
-                add("self_attn.qkv_proj", vec![q_size + 2 * kv_size, hidden]);
+            if let Some(qkv) = block.qkv {
+                add(qkv, vec![q_size + 2 * kv_size, hidden]);
             } else if !self.is_linear(layer) {
                 let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
                 add("self_attn.q_proj", vec![gated * q_size, hidden]);
                 add("self_attn.k_proj", vec![kv_size, hidden]);
                 add("self_attn.v_proj", vec![kv_size, hidden]);
+            }
+            if !self.is_linear(layer) {
+                add(block.o, vec![hidden, q_size]);
+            }
+            if let Some([first, second]) = block.plain_mlp {
+                add(first, vec![intermediate, hidden]);
+                add(second, vec![hidden, intermediate]);
+                continue;
             }
             if self.family.has_fused_gate_up() {
                 add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
@@ -160,9 +200,12 @@ impl ReferenceConfig {
                 }
             }
         }
-        shapes.insert("model.norm.weight".to_owned(), vec![hidden]);
+        shapes.insert(format!("{}.weight", outer.norm), vec![hidden]);
+        if self.family.has_norm_bias() {
+            shapes.insert(format!("{}.bias", outer.norm), vec![hidden]);
+        }
         if !self.tie_word_embeddings {
-            shapes.insert("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]);
+            shapes.insert(format!("{}.weight", outer.head), vec![self.vocab_size, hidden]);
         }
         shapes
     }
@@ -187,7 +230,11 @@ pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
             (1, _) => 1.0 - config.family.norm_offset() + rng.random_range(-0.3..0.3),
             // Looked up, not multiplied: the rows themselves are of order 1. A tied
             // embedding is the head as well, so it takes the scale of a matrix.
-            (_, "model.embed_tokens.weight") if !config.tie_word_embeddings => standard_normal(&mut rng),
+            (_, "model.embed_tokens.weight" | "gpt_neox.embed_in.weight" | "transformer.wte.weight")
+                if !config.tie_word_embeddings =>
+            {
+                standard_normal(&mut rng)
+            }
             _ => STRENGTH / fan_in.sqrt() * standard_normal(&mut rng),
         };
         let elements: Vec<f64> = (0..num_elements).map(|_| f64::from(element() as f32)).collect();
