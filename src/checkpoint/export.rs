@@ -358,8 +358,9 @@ fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Option<Val
     for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
         config.insert(key.into(), json!(dtype.hf_name()));
     }
-    // The training sequence length; some programs refuse longer sequences.
-    if !config.contains_key("text_config") {
+    // The training sequence length; some programs refuse longer sequences. The number of learned positions (GPT-2) is
+    // in the description.
+    if !["text_config", "n_positions"].iter().any(|key| config.contains_key(*key)) {
         config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
     }
     Ok(Some(Value::Object(config)))

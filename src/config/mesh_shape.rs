@@ -152,7 +152,7 @@ pub enum MeshShapeError {
     /// `ulysses.pipeline.layers_per_stage` is for another number of stages.
     #[error(
         "pp is {pp}{}, but `ulysses.pipeline.layers_per_stage` has {entries} entries: expected one for each stage, or remove it",
-        super::sections::pipeline::each(*virtual_stages)
+        stages_of_each(*virtual_stages)
     )]
     LayersPerStage {
         /// Stages.
@@ -238,6 +238,14 @@ fn agreed_size(axis: &'static str, stated: &[StatedSize]) -> Result<Option<usize
     match others.iter().find(|other| other.size != first.size) {
         Some(&second) => Err(MeshShapeError::Contradiction { axis, first, second }),
         None => Ok(Some(first.size)),
+    }
+}
+
+/// Names the number of stages of each rank, if there are several.
+pub(in crate::config) fn stages_of_each(virtual_stages: usize) -> String {
+    match virtual_stages {
+        1 => String::new(),
+        _ => format!(" with {virtual_stages} stages each (`ulysses.pipeline.virtual_stages`)"),
     }
 }
 

@@ -2,6 +2,7 @@
 //! bytes.
 
 mod hybrid_attention;
+mod pipeline;
 
 use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
@@ -130,7 +131,7 @@ fn cases() -> Vec<Case> {
     .chain(cases_over_sp())
     .chain(cases_in_bf16())
     .chain(ring_cases())
-    .chain(pipeline_cases())
+    .chain(pipeline::cases())
     .chain(hybrid_attention::cases())
     .collect()
 }
@@ -172,48 +173,6 @@ fn ring_cases() -> Vec<Case> {
         case("2 x ring 2 x ulysses 2", tiny(8, 4), (2, 4), 26, of(2, 1, json!({}))),
         case("ring 2 x ulysses 3, chunks", tiny(8, 2), (1, 6), 40, of(2, 0, chunks)),
         case("ring 4, a window", windowed, (1, 4), 64, of(4, 0, json!({}))),
-    ]
-}
-
-/// Stages of a pipeline.
-fn pipeline_cases() -> Vec<Case> {
-    let of = |pp: usize, stage: usize, extra: Value| {
-        let mut config = json!({ "zero_optimization": { "stage": stage }, "pipeline_parallel_size": pp });
-        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-        config
-    };
-    let clipped = json!({ "gradient_clipping": 0.5, "ulysses": { "activation_checkpointing": true } });
-    let uneven = json!({ "tensor_parallel_size": 3, "ulysses": { "loss_tile_tokens": 7 } });
-    let three = json!({ "gradient_accumulation_steps": 3 });
-    let interleaved =
-        json!({ "gradient_accumulation_steps": 4, "ulysses": { "pipeline": { "virtual_stages": 2 } } });
-    vec![
-        case("pp 2", tiny(4, 2), (1, 1), 24, of(2, 0, json!({}))),
-        case("pp 3, tied, 2 x 1, stage 3", tied(tiny(4, 2)), (2, 1), 24, of(3, 3, clipped)),
-        case("pp 2, tied, 1 x 2, stage 1", tied(tiny(8, 4)), (1, 2), 25, of(2, 1, json!({}))),
-        case(
-            "pp 2, 2 x 2, stage 2, tp",
-            tiny(8, 4),
-            (1, 2),
-            25,
-            of(2, 2, json!({ "tensor_parallel_size": 2 })),
-        ),
-        case(
-            "pp 2, tied, 1 x 2, stage 3, tp",
-            tied(tiny(8, 4)),
-            (1, 2),
-            24,
-            of(2, 3, json!({ "tensor_parallel_size": 2 })),
-        ),
-        case("pp 2, 1 x 2, stage 1, tp 3", tiny(6, 3), (1, 2), 25, of(2, 1, uneven)),
-        case("pp 3, three micro batches", tiny(4, 2).with_num_layers(4), (1, 1), 24, of(3, 1, three)),
-        case(
-            "pp 2 with 2 stages each, 1 x 2",
-            tied(tiny(4, 2).with_num_layers(5)),
-            (1, 2),
-            24,
-            of(2, 2, interleaved),
-        ),
     ]
 }
 

@@ -2,6 +2,7 @@
 
 use crate::config::define::words::{choice, count, counts};
 use crate::config::define::{choices, keys};
+use crate::config::mesh_shape::stages_of_each;
 use std::ops::Range;
 
 keys! {
@@ -38,7 +39,7 @@ pub enum StagesError {
     /// A stage would have no layer.
     #[error(
         "pp is {pp} (`pipeline_parallel_size`){}, but the model has {num_layers} layers: expected at most {num_layers} stages",
-        each(*virtual_stages)
+        stages_of_each(*virtual_stages)
     )]
     TooMany {
         /// Ranks of the pipeline.
@@ -59,14 +60,6 @@ pub enum StagesError {
         /// Layers of the model.
         num_layers: usize,
     },
-}
-
-/// Names the number of stages of each rank, if there are several.
-pub(in crate::config) fn each(virtual_stages: usize) -> String {
-    match virtual_stages {
-        1 => String::new(),
-        _ => format!(" with {virtual_stages} stages each (`ulysses.pipeline.virtual_stages`)"),
-    }
 }
 
 impl PipelineConfig {

@@ -92,10 +92,8 @@ fn a_step_of_a_billion_micro_batches_starts_with_a_time_estimate() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(said().contains(" days ("), "{}", said());
-    place.write_config(
-        "c.json",
-        json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 }),
-    );
+    let batch = json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 });
+    place.write_config("c.json", batch);
     place.run(&["train", "c.json"]).assert_refused(2, &["is too large", "`train_batch_size`"]);
 }
 
