@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn tp_stays_and_its_ranks_count_as_one() {
-        let mut divided = workload(262_144);
+        let mut divided = workload(327_680);
         divided.config.mesh.tp_size = 2;
         let proposal = divided.propose(TWO_OF_8, 80 * GIB).unwrap();
         let chosen = &proposal.chosen.workload.config;

@@ -242,7 +242,7 @@ fn layers_that_cannot_be_divided_are_refused_by_name() {
     let heads = problem(ReferenceConfig { num_heads: 3, num_kv_heads: 3, ..CONFIG }, packed_batch());
     let error = format!("{:#}", heads.run(on_tp(1, 1, 4, 0)).unwrap_err());
     assert!(error.contains("layer model.layers.0") && error.contains("tp of 1 to 3 is valid"), "{error}");
-    let side_by_side = ReferenceConfig { family: Family::GptNeoX, num_heads: 6, num_kv_heads: 6, ..CONFIG };
-    let error = format!("{:#}", problem(side_by_side, packed_batch()).run(on_tp(1, 1, 2, 0)).unwrap_err());
-    assert!(error.contains("layer gpt_neox.layers.0") && error.contains("use tp = 1"), "{error}");
+    let norm_over_heads = ReferenceConfig { family: Family::Olmo2, ..CONFIG };
+    let error = format!("{:#}", problem(norm_over_heads, packed_batch()).run(on_tp(1, 1, 2, 0)).unwrap_err());
+    assert!(error.contains("layer model.layers.0") && error.contains("tp of 1 to 1 is valid"), "{error}");
 }

@@ -94,12 +94,12 @@ impl Passes {
         let TensorOptions { device, dtype } = options;
         let (seq_len, values) = (layout.documents().seq_len(), layout.v_to_k().len());
         let random = |shape: &[usize], dtype: DType| {
-            Tensor::rand(0f32, 1.0, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+            Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
         };
         let heads = |heads: usize| random(&[1, seq_len, heads, head_dim], *dtype);
         let gates = || random(&[1, seq_len, values], DType::F32);
-        let g = gates()?.affine(-0.1, 0.0)?;
-        let inputs = [heads(keys)?, heads(keys)?, heads(values)?, g, gates()?];
+        let (g, beta) = (gates()?.abs()?.affine(-0.05, 0.0)?, gates()?.affine(0.1, 0.5)?.clamp(0f32, 1f32)?);
+        let inputs = [heads(keys)?, heads(keys)?, heads(values)?, g, beta];
         let [q, k, v, g, beta] = &inputs;
         let gradients =
             [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?, g.zeros_like()?, beta.zeros_like()?];

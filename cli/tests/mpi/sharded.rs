@@ -39,10 +39,10 @@ fn run(world: &Arc<dyn ProcessGroup>, dir: &Path) -> Result<(), CheckpointError>
     let x = ShardedTensor::distribute(&groups, &whole, &[Shard(0), Shard(1)]).map_err(failed)?;
     let targets = [[Shard(1), Shard(0)], [Replicate, Shard(1)], [Shard(0), Partial]];
     let before = sent()?;
-    let started = targets.map(|to| x.start_redistribute(&to));
-    let started = started.into_iter().collect::<Result<Vec<_>, _>>().map_err(failed)?;
-    let moved = started.into_iter().map(|pending| pending.wait()).collect::<Result<Vec<_>, _>>();
-    let moved = moved.map_err(failed)?;
+    let started = targets.map(|to| x.start_redistribute(&to).map_err(failed));
+    let started = started.into_iter().collect::<Result<Vec<_>, CheckpointError>>()?;
+    let moved = started.into_iter().map(|pending| pending.wait().map_err(failed));
+    let moved = moved.collect::<Result<Vec<_>, CheckpointError>>()?;
     let planned = targets.map(|to| x.sent_bytes(&to).unwrap()).into_iter().sum::<u64>();
     assert_eq!(sent()? - before, planned);
     assert!(moved.iter().all(|tensor| tensor.equals(&x).unwrap()));
