@@ -93,7 +93,7 @@ fn missing_or_broken_model_configs_are_named() {
 #[test]
 fn unsupported_or_impossible_model_configs_are_refused() {
     for (key, value) in [
-        ("model_type", json!("gpt2")),
+        ("model_type", json!("mamba2")),
         ("attention_bias", json!(true)),
         ("hidden_size", json!(0)),
         ("hidden_size", json!("64")),
