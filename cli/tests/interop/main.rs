@@ -215,7 +215,10 @@ fn compare(python: &str, place: &Workplace, (family, model): (&str, &str), mesh:
     );
     let (error, largest) = (reported["error"].as_f64().unwrap(), reported["largest"].as_f64().unwrap());
     assert!(largest > 1.0, "the logits must not be tiny: {reported}");
-    assert!(error <= TOLERANCE, "{reported}");
+    // After its training step, heads of this model have outputs near 0, which their norm magnifies: by 9e-5 transformers
+    // itself differs from a computation in f64, and by 1.1e-4 this library.
+    let tolerance = if family == "qwen3_5_vision" { 4e-4 } else { TOLERANCE };
+    assert!(error <= tolerance, "{reported}");
 }
 
 /// Runs a script of this directory in the workplace. Returns its output.

@@ -38,7 +38,7 @@ impl Problem {
         sums
     }
 
-    /// y of x: [B, S, C], weight: [C, w] and bias: [C].
+    /// y of `x: [B, S, C]`, `weight: [C, w]` and `bias: [C]`.
     #[must_use]
     pub fn forward(&self, x: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
         let sums = self.sums(x, weight, bias).into_iter();

@@ -8,7 +8,7 @@
 //! The label [`IGNORED`] excludes a token: no loss, zero gradient, and an `lse` of 0. A tile with only such
 //! labels is skipped. All sums over tokens run in token order.
 //!
-//! A rank with a [slice](self::slice) of the vocabulary computes the [`Statistics`] of its logits; those of all slices combine
+//! A rank with a [`mod@slice`] of the vocabulary computes the statistics of its logits; those of all slices combine
 //! to the losses, and [`backward`] takes the combined `lse`.
 
 mod cpu;
@@ -33,7 +33,7 @@ use std::ops::Range;
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
 pub const IGNORED: i64 = -100;
 
-/// The label of a token whose label is in another [slice](self::slice) of the vocabulary.
+/// The label of a token whose label is in another [`mod@slice`] of the vocabulary.
 pub const ELSEWHERE: i64 = -1;
 
 /// The labels of a micro batch.
@@ -77,7 +77,7 @@ pub struct LogitTiles {
     pub tokens: usize,
     /// The logits' soft cap, `cap · tanh(logit / cap)`, which is positive; `None` without one.
     pub softcap: Option<f32>,
-    /// Whether the weight is a [slice](self::slice) of the vocabulary, so that labels may be [`ELSEWHERE`].
+    /// Whether the weight is a [`mod@slice`] of the vocabulary, so that labels may be [`ELSEWHERE`].
     pub is_slice: bool,
 }
 
