@@ -23,7 +23,7 @@ pub(super) fn losses(
         return Ok(Losses::summed(LossSum::default()));
     }
     let losses = crate::tensor::empty(sizes.tokens, DType::F32, x.device())?;
-    forward(launcher, sizes, [x, weight, lse, &losses], labels)?;
+    forward(launcher, sizes, [x, weight, lse], Some(&losses), labels)?;
     let valid_tokens = match launcher.is_dry() {
         true => sizes.tokens,
         false => labels.iter().filter(|label| **label != super::IGNORED).count(),
@@ -41,16 +41,16 @@ pub(super) fn statistics(
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let flat = statistics.flatten_all()?;
-    let [lse, of_labels] = [flat.narrow(0, 0, sizes.tokens)?, flat.narrow(0, sizes.tokens, sizes.tokens)?];
-    forward(launcher, sizes, [x, weight, &lse, &of_labels], labels)
+    forward(launcher, sizes, [x, weight, statistics], None, labels)
 }
 
-/// `results` are the losses or, of a slice, the logits of the labels.
+/// Writes the logsumexp and the loss of each token. Of a slice there is no tensor for losses: the logits of the labels follow the
+/// logsumexps, in one tensor, whose storage can be opened only once.
 fn forward(
     launcher: &Launcher,
     sizes: Sizes,
-    [x, weight, lse, results]: [&Tensor; 4],
+    [x, weight, lse]: [&Tensor; 3],
+    losses: Option<&Tensor>,
     labels: &Labels,
 ) -> Result<(), DeviceError> {
     let device = x.device();
@@ -60,33 +60,36 @@ fn forward(
         return Ok(());
     }
     let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
-    launcher.open(
-        [lse, results, &logits],
-        [x, weight, &device_labels],
-        |[lse, results, logits], [x, weight, device_labels]| {
-            for tokens in sizes.tiles() {
-                if !all_ignored(&labels[tokens.clone()]) {
-                    // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
-                    unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)? };
-                }
-                let args = [
-                    lse.offset(tokens.start).into(),
-                    results.offset(tokens.start).into(),
-                    logits.into(),
-                    device_labels.offset(tokens.start).into(),
-                    (sizes.vocab_size as u32).into(),
-                    (row_stride(sizes) as u32).into(),
-                    sizes.softcap.unwrap_or(0.0).into(),
-                    u32::from(sizes.is_slice).into(),
-                ];
-                let grid = Grid::blocks(tokens.len()).of_threads(ROW_THREADS);
-                // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, results and lse have one
-                // element for each token; every label that is not negative is a column.
-                unsafe { launcher.launch(&kernel, grid, &args)? };
+    let run = |[lse, results, logits]: [Address; 3], [x, weight, device_labels]: [Address; 3]| {
+        for tokens in sizes.tiles() {
+            if !all_ignored(&labels[tokens.clone()]) {
+                // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
+                unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)? };
             }
-            Ok(())
-        },
-    )
+            let args = [
+                lse.offset(tokens.start).into(),
+                results.offset(tokens.start).into(),
+                logits.into(),
+                device_labels.offset(tokens.start).into(),
+                (sizes.vocab_size as u32).into(),
+                (row_stride(sizes) as u32).into(),
+                sizes.softcap.unwrap_or(0.0).into(),
+                u32::from(sizes.is_slice).into(),
+            ];
+            let grid = Grid::blocks(tokens.len()).of_threads(ROW_THREADS);
+            // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, results and lse have one
+            // element for each token; every label that is not negative is a column.
+            unsafe { launcher.launch(&kernel, grid, &args)? };
+        }
+        Ok(())
+    };
+    let inputs = [x, weight, &device_labels];
+    match losses {
+        Some(losses) => launcher.open([lse, losses, &logits], inputs, run),
+        None => launcher.open([lse, &logits], inputs, |[lse, logits], inputs| {
+            run([lse, lse.offset(sizes.tokens), logits], inputs)
+        }),
+    }
 }
 
 /// Combines the statistics of all slices.
