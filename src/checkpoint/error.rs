@@ -28,7 +28,7 @@ pub enum CheckpointError {
     Manifest {
         /// The manifest.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason, for the message.
         reason: String,
     },
     /// The checkpoint was written by a newer version of this program.
@@ -66,7 +66,7 @@ pub enum CheckpointError {
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong with its header.
+        /// The reason, for the message. header.
         reason: String,
     },
     /// A tensor does not match the manifest.
@@ -76,7 +76,7 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// The reason, for the message.
         reason: String,
     },
     /// A sharded tensor cannot be saved, or not be loaded in the given placements.
@@ -84,7 +84,7 @@ pub enum CheckpointError {
     ShardedTensor {
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// The reason, for the message.
         source: Box<PlacementError>,
     },
     /// A parameter would overflow in the dtype of an export.

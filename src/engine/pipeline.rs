@@ -1,4 +1,4 @@
-//! What the engine of a rank knows of the pipeline.
+//! The pipeline of an engine: the stages of its rank, and their schedule.
 
 use super::EngineError;
 use super::flops::layers_of_stages;

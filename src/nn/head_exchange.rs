@@ -54,7 +54,7 @@ pub enum HeadKind {
     Value,
 }
 
-/// What a tensor has all of after an exchange; before it, it has its rank's part.
+/// The dimension that an exchange gathers. The other one is sharded by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gathered {
     /// All heads of this rank's tokens.
@@ -72,7 +72,7 @@ pub struct ExchangedHeads<'a> {
     pub kinds: &'a [HeadKind],
     /// Tokens of the whole sequence.
     pub seq_len: usize,
-    /// What the results have all of.
+    /// The dimension that the exchange gathers.
     pub gathered: Gathered,
     /// Whether the tensors are gradients. Those of a key head that several ranks have are summed.
     pub is_backward: bool,

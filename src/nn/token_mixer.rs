@@ -7,7 +7,7 @@ use super::{
 };
 use candle_core::Tensor;
 
-/// What mixes the tokens of a layer.
+/// The attention or linear attention of a layer: its sizes and options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MixerConfig {
     /// Attention.

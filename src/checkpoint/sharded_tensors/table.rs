@@ -17,7 +17,7 @@ pub(super) const TABLE: &str = "tensors.json";
 
 const FORMAT_VERSION: u64 = 1;
 
-/// What a directory of tensors has. The slices of every rank follow from the placements.
+/// The tensors of a directory, with their layouts. The slices of every rank follow from the placements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TensorTable {
     format_version: u64,

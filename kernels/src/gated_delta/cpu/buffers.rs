@@ -47,7 +47,7 @@ pub(super) struct Block<'a> {
     pub(super) columns: Range<usize>,
     /// Values minus those that the state recalls, `[tokens, columns]`.
     pub(super) errors: &'a mut [f32],
-    /// What the delta rule adds to the state for a key, `[tokens, columns]`.
+    /// `beta · error` of each token, the update of the state along its key: `[tokens, columns]`.
     pub(super) updates: &'a mut [f32],
     /// The state behind the tokens that were processed last, `[Dk, columns]`.
     pub(super) state: &'a mut [f32],

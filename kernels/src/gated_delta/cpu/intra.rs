@@ -1,4 +1,4 @@
-//! What a chunk needs before its state is known: normalized queries and keys, their products, and (I + L)⁻¹.
+//! The part of a chunk that does not depend on the state: normalized queries and keys, their products, and (I + L)⁻¹.
 
 use super::buffers::{HeadBuffers, by_chunk};
 use super::segments::CHUNK;

@@ -5,7 +5,7 @@ pub(super) use super::super::layout::{CHUNK, STATE_INTERVAL};
 use crate::Documents;
 use std::ops::Range;
 
-/// States of a segment that are kept: of whole chunks, at most.
+/// Largest number of states that are kept per segment: one per whole chunk.
 pub(super) const SLOTS: usize = STATE_INTERVAL / CHUNK;
 
 /// Up to [`CHUNK`] tokens of one document.
