@@ -11,8 +11,8 @@ use std::ops::Range;
 /// use ulysses::pipeline::balanced_stages;
 ///
 /// assert_eq!(balanced_stages(&[1; 8], 0, 3), [0..3, 3..6, 6..8]);
-/// // A loss as costly as three layers.
-/// assert_eq!(balanced_stages(&[1; 8], 3, 2), [0..5, 5..8]);
+/// // A loss as costly as two layers.
+/// assert_eq!(balanced_stages(&[1; 8], 2, 2), [0..5, 5..8]);
 /// ```
 pub fn balanced_stages(costs: &[u64], of_objective: u64, num_stages: usize) -> Vec<Range<usize>> {
     let before = |layer: usize| costs[..layer].iter().sum::<u64>();
