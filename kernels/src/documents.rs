@@ -1,6 +1,8 @@
 //! The documents that are packed in the sequences of a batch, for ops along the tokens of a document.
 
 use crate::OpError;
+use crate::device_table::DeviceTable;
+use candle_core::{Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,6 +13,7 @@ use std::sync::Arc;
 pub struct Documents {
     cu_seqlens: Arc<Vec<Vec<u32>>>,
     seq_len: usize,
+    tokens_before: DeviceTable,
 }
 
 impl Documents {
@@ -32,7 +35,7 @@ impl Documents {
             let boundaries = cu_seqlens.get(sequence).cloned().unwrap_or_default();
             return Err(OpError::Boundaries { sequence, seq_len, boundaries });
         }
-        Ok(Self { cu_seqlens, seq_len: seq_len as usize })
+        Ok(Self { cu_seqlens, seq_len: seq_len as usize, tokens_before: DeviceTable::default() })
     }
 
     /// Number of sequences.
@@ -49,6 +52,14 @@ impl Documents {
     pub(crate) fn of_sequence(&self, sequence: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         let pairs = self.cu_seqlens[sequence].windows(2);
         pairs.map(|pair| pair[0] as usize..pair[1] as usize).filter(|document| !document.is_empty())
+    }
+
+    /// For each token of the batch the number of its document's tokens before it, in u32 on `device`.
+    pub(crate) fn tokens_before(&self, device: &Device) -> candle_core::Result<Tensor> {
+        self.tokens_before.on(device, self.batch() * self.seq_len, || {
+            let documents = (0..self.batch()).flat_map(|sequence| self.of_sequence(sequence));
+            documents.flat_map(|document| 0..document.len() as u32).collect::<Vec<_>>()
+        })
     }
 }
 

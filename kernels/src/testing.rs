@@ -110,11 +110,10 @@ pub(super) fn on_every_target(run: impl Fn(&str)) {
     }
 }
 
-/// Runs a test of an op without CUDA kernels with every instruction set of the CPU: in a pool of one thread, which computes
-/// all of it.
-pub(super) fn at_every_level_in_one_thread(run: impl FnMut(crate::simd::Level) + Send) {
+/// As [`on_every_target`], on the CPU in a pool of one thread, which computes all of it.
+pub(super) fn on_every_target_in_one_thread(run: impl Fn(&str) + Send + Sync) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    pool.install(|| crate::simd::at_every_level(run));
+    if is_for_a_gpu() { on_every_target(run) } else { pool.install(|| on_every_target(run)) }
 }
 
 /// Runs a test with tensors aligned to 16 bytes, and again with tensors at odd offsets.

@@ -122,6 +122,25 @@ impl CausalLm {
         self.scale(y)
     }
 
+    /// Backward of [`normalize`](Self::normalize): writes the gradient of x for that of the projection's input, `dy`, which it
+    /// overwrites.
+    fn backward_norm(
+        &self,
+        dy: &Tensor,
+        [x, rstd]: [&Tensor; 2],
+        dx: &Tensor,
+        head: &Head<&Tensor>,
+        gradients: &Head<&Option<Tensor>>,
+        ws: &Workspace,
+    ) -> Result<(), LayerError> {
+        self.scale(dy)?;
+        if let Some(Some(dbias)) = gradients.norm_bias {
+            add_bias_gradient(dy, dbias, ws)?;
+        }
+        let dweight = gradients.norm.as_ref();
+        Ok(rms_norm::backward(dy, x, self.norm.gain(head.norm), rstd, dx, false, dweight)?)
+    }
+
     /// Number of classes.
     pub fn vocab_size(&self) -> usize {
         self.parameters[1].shape[0]
@@ -200,7 +219,7 @@ impl CausalLm {
         ws: &Workspace,
     ) -> Result<(), LayerError> {
         let Chunk { labels, compaction, .. } = chunk;
-        let (dnorm, dprojection) = (gradients.norm.as_ref(), gradients.projection.as_ref());
+        let dprojection = gradients.projection.as_ref();
         // The buffer has the gathered hidden states, if any are, and then the gradient of the normalized ones.
         let (x, dnormed_at) = match compaction {
             Some(compaction) => (compaction.compact(&region, buffer)?, labels.len()),
@@ -212,11 +231,7 @@ impl CausalLm {
         self.normalize(&x, head, [&compact, &rstd], ws)?;
         let projection = head.projection;
         lm_head_loss::backward(&compact, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
-        self.scale(&dnormed)?;
-        if let Some(Some(dbias)) = gradients.norm_bias {
-            add_bias_gradient(&dnormed, dbias, ws)?;
-        }
-        rms_norm::backward(&dnormed, &x, self.norm.gain(head.norm), &rstd, &compact, false, dnorm)?;
+        self.backward_norm(&dnormed, [&x, &rstd], &compact, head, gradients, ws)?;
         compaction.as_ref().map_or(Ok(()), |compaction| compaction.expand(&dx, buffer))
     }
 }

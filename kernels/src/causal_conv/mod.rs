@@ -4,6 +4,7 @@
 //! zero: PyTorch's `Conv1d` with `groups = C` and a padding of w − 1, without its last outputs.
 
 mod cpu;
+mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -11,8 +12,8 @@ mod tests;
 use super::arg_check::ArgCheck;
 use super::cast::with_element_type;
 use super::{Documents, OpError};
-use crate::device::{DeviceError, Target};
-use candle_core::{DType, Tensor};
+use crate::device::{Arg, Target};
+use candle_core::Tensor;
 
 /// The largest number of taps.
 pub const MAX_WIDTH: usize = 8;
@@ -37,7 +38,7 @@ pub struct Filter<'a> {
 ///
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, more taps than [`MAX_WIDTH`], an output that shares storage with
-/// another argument, or a device without kernels.
+/// another argument, or a device without kernels in this build.
 pub fn forward(x: &Tensor, filter: &Filter<'_>, y: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("causal_conv::forward");
     let sizes = Sizes::check(call, x, filter)?;
@@ -56,7 +57,7 @@ pub fn forward(x: &Tensor, filter: &Filter<'_>, y: &Tensor) -> Result<(), OpErro
             cpu.alloc_temporary(sizes.weights_bytes());
             Ok(())
         }
-        Target::Kernels(_) => no_kernel(call, "causal_conv_forward", dtype),
+        Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, (dtype, sizes), filter, [x, y])),
     }
 }
 
@@ -122,12 +123,11 @@ pub fn backward<'a, 'b>(
             cpu.alloc_temporary(sizes.weights_bytes() + cpu::partials_bytes(sizes));
             Ok(())
         }
-        Target::Kernels(_) => no_kernel(call, "causal_conv_backward", dtype),
+        Target::Kernels(launcher) => {
+            let sums = [dweight, dbias];
+            call.kernels(cuda::backward(&launcher, (dtype, sizes), filter, [dy, x, dx], sums))
+        }
     }
-}
-
-fn no_kernel(call: ArgCheck, kernel: &'static str, dtype: DType) -> Result<(), OpError> {
-    call.kernels(Err(DeviceError::NoKernel { kernel, dtype }))
 }
 
 impl Filter<'_> {
@@ -160,6 +160,15 @@ impl Sizes {
         let documents = filter.documents;
         call.expect_tokens("documents", documents.batch() * documents.seq_len(), tokens)?;
         Ok(Self { tokens, channels, width })
+    }
+
+    fn is_empty(self) -> bool {
+        self.tokens == 0 || self.channels == 0
+    }
+
+    /// The parameters of the kernels.
+    fn args(self) -> [Arg<'static>; 3] {
+        [(self.tokens as u64).into(), (self.channels as u32).into(), (self.width as u32).into()]
     }
 
     /// Bytes of the weights and of the distances to the ends of documents, as the CPU kernels read them.

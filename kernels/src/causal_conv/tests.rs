@@ -1,10 +1,7 @@
 use super::reference::Problem;
 use super::*;
-use crate::device::DeviceKind;
-use crate::device::dry::{self, DryDevice};
-use crate::simd::Level;
 use crate::testing::*;
-use candle_core::Device;
+use candle_core::DType;
 
 /// A convolution of random numbers.
 struct Case {
@@ -75,30 +72,30 @@ impl Case {
     }
 
     #[track_caller]
-    fn check(&self, dtype: DType, level: Level, rounding: f64) {
+    fn check(&self, dtype: DType, target: &str, rounding: f64) {
         let [got, expected] = self.run(dtype);
         for (name, (got, expected)) in ["y", "dx", "dweight", "dbias"].iter().zip(got.iter().zip(&expected)) {
             let got: Vec<f32> = got.iter().map(|value| *value as f32).collect();
             let is_element = ["y", "dx"].contains(name);
             let tolerance = 2e-6 + if is_element { rounding } else { 0.0 };
-            assert_close(&format!("{name} {dtype:?} {level:?}, {}", self.name()), &got, expected, tolerance);
+            assert_close(&format!("{name} {dtype:?} {target}, {}", self.name()), &got, expected, tolerance);
         }
     }
 }
 
 #[test]
-fn both_directions_match_the_reference_at_every_level() {
-    at_every_level_in_one_thread(|level| {
-        Case::all().iter().for_each(|case| case.check(DType::F32, level, 0.0))
+fn both_directions_match_the_reference_on_every_target() {
+    on_every_target_in_one_thread(|target| {
+        Case::all().iter().for_each(|case| case.check(DType::F32, target, 0.0));
     });
 }
 
 #[test]
 fn elements_of_16_bits_are_rounded_once() {
-    at_every_level_in_one_thread(|level| {
+    on_every_target_in_one_thread(|target| {
         for case in [&Case::all()[1], &Case::all()[3]] {
-            case.check(DType::BF16, level, 2f64.powi(-8));
-            case.check(DType::F16, level, 2f64.powi(-11));
+            case.check(DType::BF16, target, 2f64.powi(-8));
+            case.check(DType::F16, target, 2f64.powi(-11));
         }
     });
 }
@@ -176,22 +173,4 @@ fn wrong_arguments_are_named() {
     let dbias = dx.narrow(0, 0, 1).unwrap().flatten_all().unwrap();
     let error = backward(&x, &x, &filter, &dx, None, &dbias).unwrap_err();
     assert!(matches!(error, OpError::SharedStorage { output: "dbias", other: "dx", .. }), "{error}");
-}
-
-#[test]
-fn a_gpu_gets_an_error_that_names_the_op() {
-    let device = DryDevice { kind: DeviceKind::Cuda, threads: 1 };
-    dry::run(
-        device,
-        |_| {},
-        || {
-            let documents = Documents::new(vec![vec![0, 3]]).unwrap();
-            let [x, y, weight] = [[3, 4], [3, 4], [4, 2]]
-                .map(|shape| crate::tensor::zeros(&shape[..], DType::F32, &Device::Cpu).unwrap());
-            let filter = Filter { weight: &weight, bias: None, silu: true, documents: &documents };
-            let error = forward(&x, &filter, &y).unwrap_err();
-            assert!(matches!(error, OpError::Device { op: "causal_conv::forward", .. }), "{error}");
-        },
-    )
-    .unwrap();
 }

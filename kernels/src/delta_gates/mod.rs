@@ -2,6 +2,7 @@
 //! and `beta = σ(b)`, per token and head. The decay is that of Mamba-2.
 
 mod cpu;
+mod cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -9,8 +10,8 @@ mod tests;
 use super::OpError;
 use super::arg_check::{ArgCheck, Argument};
 use super::cast::with_element_type;
-use crate::device::{DeviceError, Target};
-use candle_core::{DType, Tensor};
+use crate::device::Target;
+use candle_core::Tensor;
 
 /// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +46,7 @@ pub struct Gradients<'a> {
 ///
 /// # Errors
 /// Shapes, dtypes, devices or layouts that do not match, an output that shares storage with another argument, or a device
-/// without kernels.
+/// without kernels in this build.
 pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(), OpError> {
     let call = ArgCheck::new("delta_gates::forward");
     let dims = operands.check(call)?;
@@ -62,7 +63,9 @@ pub fn forward(operands: &Operands<'_>, g: &Tensor, beta: &Tensor) -> Result<(),
             })?)
         }
         Target::Dry(_) => Ok(()),
-        Target::Kernels(_) => no_kernel(call, "delta_gates_forward", dtype),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::forward(&launcher, (dtype, dims), operands, [g, beta]))
+        }
     }
 }
 
@@ -120,12 +123,10 @@ pub fn backward(
             cpu.alloc_temporary(cpu::partials_bytes(dims));
             Ok(())
         }
-        Target::Kernels(_) => no_kernel(call, "delta_gates_backward", dtype),
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::backward(&launcher, (dtype, dims), operands, [dg, dbeta], gradients))
+        }
     }
-}
-
-fn no_kernel(call: ArgCheck, kernel: &'static str, dtype: DType) -> Result<(), OpError> {
-    call.kernels(Err(DeviceError::NoKernel { kernel, dtype }))
 }
 
 impl<'a> Operands<'a> {

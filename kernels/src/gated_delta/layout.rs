@@ -1,7 +1,10 @@
 //! The documents and heads of a call.
 
+use super::cuda::Plan;
 use crate::Documents;
-use std::sync::Arc;
+use crate::device_table::DeviceTable;
+use candle_core::{Device, Tensor};
+use std::sync::{Arc, OnceLock};
 
 /// Tokens of a chunk, the part of a document that is computed with matmuls.
 pub(super) const CHUNK: usize = 64;
@@ -16,12 +19,14 @@ pub(super) const STATE_INTERVAL: usize = 1024;
 pub struct DeltaLayout {
     documents: Documents,
     v_to_k: Arc<[usize]>,
+    plan: Arc<OnceLock<Plan>>,
+    table: DeviceTable,
 }
 
 impl DeltaLayout {
     /// Creates the layout. `v_to_k` has the local key head of each local value head, in any order and group size.
     pub fn new(documents: Documents, v_to_k: impl Into<Arc<[usize]>>) -> Self {
-        Self { documents, v_to_k: v_to_k.into() }
+        Self { documents, v_to_k: v_to_k.into(), plan: Arc::default(), table: DeviceTable::default() }
     }
 
     /// The documents of the sequences.
@@ -38,8 +43,19 @@ impl DeltaLayout {
     /// `value_dim` elements. It does not depend on the documents. The order of the states and of their elements is up to
     /// the kernels.
     pub fn states_shape(&self, key_dim: usize, value_dim: usize) -> [usize; 5] {
-        let states = self.documents.seq_len().saturating_sub(1) / STATE_INTERVAL;
+        let states = saved_states(self.documents.seq_len());
         [self.documents.batch(), self.v_to_k.len(), states, key_dim, value_dim]
+    }
+
+    /// What the CUDA kernels read of the layout.
+    pub(super) fn plan(&self) -> &Plan {
+        self.plan.get_or_init(|| Plan::new(&self.documents, &self.v_to_k))
+    }
+
+    /// The words of the [plan](Self::plan) on `device`.
+    pub(super) fn table(&self, device: &Device) -> candle_core::Result<Tensor> {
+        let words = &self.plan().words;
+        self.table.on(device, words.len(), || words)
     }
 
     /// Floating-point operations of a forward pass with heads of `key_dim` and `value_dim` elements: those of the matmuls
@@ -49,4 +65,9 @@ impl DeltaLayout {
         let multiply_adds = 3 * key_dim * value_dim + CHUNK * (2 * key_dim + 2 * value_dim);
         2.0 * multiply_adds as f64 * tokens
     }
+}
+
+/// The most states that are saved of a sequence.
+pub(super) fn saved_states(seq_len: usize) -> usize {
+    seq_len.saturating_sub(1) / STATE_INTERVAL
 }

@@ -16,8 +16,10 @@
 //! and the element type of its tensor.
 
 mod cpu;
+mod cuda;
 mod layout;
 pub mod reference;
+mod segments;
 #[cfg(test)]
 mod tests;
 
@@ -28,8 +30,8 @@ use super::Workspace;
 use super::arg_check::{ArgCheck, Argument};
 use super::cast::with_element_type;
 use crate::device::dry::{self, DryCpu, MatmulOp};
-use crate::device::{DeviceError, Target};
-use candle_core::{DType, Tensor};
+use crate::device::Target;
+use candle_core::Tensor;
 
 /// Added to the squared norm of a query or key: that of transformers.
 const NORM_EPS: f64 = 1e-6;
@@ -73,7 +75,7 @@ pub struct Gradients<'a> {
 ///
 /// # Errors
 /// A tensor that is not contiguous, or whose shape, element type or device does not match; a `v_to_k` with a key head that
-/// does not exist; an output that shares storage with another argument; a device without kernels.
+/// does not exist; an output that shares storage with another argument; a device without kernels in this build.
 pub fn forward<'a>(
     operands: &Operands<'_>,
     o: &Tensor,
@@ -108,7 +110,12 @@ pub fn forward<'a>(
             })?)
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, false),
-        Target::Kernels(_) => no_kernels(call, "gated_delta_forward", dtype),
+        Target::Kernels(launcher) => {
+            let (states, scratch) = (states.map(|(_, states)| states), sizes.cuda_scratch(workspace, false)?);
+            call.kernels(cuda::forward(&launcher, (dtype, &sizes), operands, [o, &scratch], states))?;
+            workspace.recycle(scratch);
+            Ok(())
+        }
     }
 }
 
@@ -161,7 +168,13 @@ pub fn backward(
             })
         }),
         Target::Dry(cpu) => sizes.alloc_scratch(cpu, layout, workspace, true),
-        Target::Kernels(_) => no_kernels(call, "gated_delta_backward", dtype),
+        Target::Kernels(launcher) => {
+            let scratch = sizes.cuda_scratch(workspace, true)?;
+            let inputs = [states, dout, &scratch];
+            call.kernels(cuda::backward(&launcher, (dtype, &sizes), operands, inputs, gradients))?;
+            workspace.recycle(scratch);
+            Ok(())
+        }
     }
 }
 
@@ -174,10 +187,6 @@ fn report_flops(layout: &DeltaLayout, sizes: &Sizes, is_backward: bool) {
     }
 }
 
-fn no_kernels(call: ArgCheck, kernel: &'static str, dtype: DType) -> Result<(), OpError> {
-    call.kernels(Err(DeviceError::NoKernel { kernel, dtype }))
-}
-
 impl<'a> Operands<'a> {
     fn elements(&self) -> [Argument<'a>; 3] {
         [("q", self.q), ("k", self.k), ("v", self.v)]
@@ -187,8 +196,8 @@ impl<'a> Operands<'a> {
         [("g", self.g), ("beta", self.beta)].into_iter().chain(states).collect()
     }
 
-    fn named(&self) -> Vec<Argument<'a>> {
-        [&self.elements()[..], &self.sums(None)].concat()
+    fn named(&self) -> [Argument<'a>; 5] {
+        [("q", self.q), ("k", self.k), ("v", self.v), ("g", self.g), ("beta", self.beta)]
     }
 }
 
@@ -257,6 +266,12 @@ impl Sizes {
         call.write(&scratch, work)?;
         workspace.recycle(scratch);
         Ok(())
+    }
+
+    /// The working memory of a call on a GPU.
+    fn cuda_scratch(&self, workspace: &Workspace, is_backward: bool) -> Result<Tensor, OpError> {
+        // CUDA cannot allocate zero bytes.
+        workspace.alloc_f32(cuda::scratch_elems(self, is_backward).max(1))
     }
 
     /// Counts the working memory of a call in a dry run.

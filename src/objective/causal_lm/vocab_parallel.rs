@@ -3,14 +3,12 @@
 
 use super::shared_tiles::{SharedTiles, Tile, VocabSlice};
 use super::{CausalLm, Head};
-use crate::nn::{
-    LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank, TokenExchange, add_bias_gradient,
-};
+use crate::nn::{LayerContext, LayerError, LocalBatch, ParameterSpec, Saved, TensorRank, TokenExchange};
 use crate::objective::labeled_tokens::Chunk;
 use crate::objective::{Losses, Objective};
 use candle_core::Tensor;
 use ulysses_kernels::lm_head_loss::{self, LogitTiles, slice};
-use ulysses_kernels::{Workspace, elementwise, linear, rms_norm};
+use ulysses_kernels::{Workspace, elementwise, linear};
 
 /// A [`CausalLm`] with the classes of one rank of tp, for the tokens of all of them.
 ///
@@ -199,19 +197,7 @@ impl Objective for VocabParallelLm {
                 None => region.clone(),
             };
             if !tile.own.is_empty() {
-                self.head.scale(&dnormed)?;
-                if let Some(Some(dbias)) = gradients.norm_bias {
-                    add_bias_gradient(&dnormed, dbias, ws)?;
-                }
-                rms_norm::backward(
-                    &dnormed,
-                    &x,
-                    self.head.norm.gain(head.norm),
-                    &rstd,
-                    &dx,
-                    false,
-                    gradients.norm.as_ref(),
-                )?;
+                self.head.backward_norm(&dnormed, [&x, &rstd], &dx, &head, &gradients, ws)?;
             }
             chunk.compaction.iter().try_for_each(|compaction| compaction.expand_from(&dcompact, &region))?;
         }

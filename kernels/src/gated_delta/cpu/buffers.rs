@@ -1,7 +1,7 @@
 //! The working memory of the heads that are processed together, with a name for each part.
 
 use super::Sizes;
-use super::segments::{CHUNK, SLOTS, STATE_INTERVAL, Segment};
+use super::super::segments::{CHUNK, STATE_INTERVAL, Segment};
 use std::ops::Range;
 
 /// Columns of a value, and so of a state, that one task of a scan processes. No two columns depend on each other.
@@ -94,16 +94,8 @@ pub(super) fn units_together(sizes: &Sizes, threads: usize) -> usize {
     let tasks = if threads > 1 { 2 * threads } else { 1 };
     let heads_per_key = (sizes.value_heads / sizes.key_heads.max(1)).max(1);
     let blocks = heads_per_key * sizes.value_dim.div_ceil(COLUMNS);
-    let tokens = segment_tokens(sizes).max(1);
+    let tokens = sizes.segment_tokens().max(1);
     tasks.div_ceil(blocks.min(tokens.div_ceil(CHUNK))).max(STATE_INTERVAL / tokens)
-}
-
-fn segment_tokens(sizes: &Sizes) -> usize {
-    sizes.seq_len.min(STATE_INTERVAL)
-}
-
-fn slots(sizes: &Sizes) -> usize {
-    SLOTS.min(sizes.seq_len.div_ceil(CHUNK))
 }
 
 /// The columns of each block.
@@ -121,11 +113,11 @@ pub(super) fn scratch_elems(sizes: &Sizes, v_to_k: &[usize], together: usize, is
 }
 
 fn key_head_elems(sizes: &Sizes) -> usize {
-    segment_tokens(sizes) * (2 * sizes.key_dim + 2 + 2 * CHUNK)
+    sizes.segment_tokens() * (2 * sizes.key_dim + 2 + 2 * CHUNK)
 }
 
 fn value_head_elems(sizes: &Sizes, is_backward: bool) -> usize {
-    let (tokens, slots) = (segment_tokens(sizes), slots(sizes));
+    let (tokens, slots) = (sizes.segment_tokens(), sizes.slots());
     let forward = tokens * (2 + CHUNK + 2 * sizes.value_dim) + (1 + slots) * sizes.key_dim * sizes.value_dim;
     let backward = tokens * 2 * sizes.value_dim + (1 + slots) * sizes.key_dim * sizes.value_dim;
     forward + if is_backward { backward } else { 0 }
@@ -141,7 +133,7 @@ impl<'a> HeadBuffers<'a> {
     /// Divides `scratch` of at least [`scratch_elems`].
     pub(super) fn new(sizes: &Sizes, units: &[Unit], mut scratch: &'a mut [f32], is_backward: bool) -> Self {
         let mut take = |len: usize| scratch.split_off_mut(..len).unwrap_or_default();
-        let (tokens, key_dim, value_dim) = (segment_tokens(sizes), sizes.key_dim, sizes.value_dim);
+        let (tokens, key_dim, value_dim) = (sizes.segment_tokens(), sizes.key_dim, sizes.value_dim);
         let only_backward = |len: usize| if is_backward { len } else { 0 };
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for unit in units {
@@ -154,10 +146,10 @@ impl<'a> HeadBuffers<'a> {
                         errors: take(rows),
                         updates: take(rows),
                         state: take(state),
-                        states: take(slots(sizes) * state),
+                        states: take(sizes.slots() * state),
                         gradients: take(only_backward(rows)),
                         dstate: take(only_backward(state)),
-                        dstates: take(only_backward(slots(sizes) * state)),
+                        dstates: take(only_backward(sizes.slots() * state)),
                     }
                 });
                 let blocks = blocks.collect();

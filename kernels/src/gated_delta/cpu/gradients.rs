@@ -6,7 +6,7 @@
 
 use super::buffers::{Block, HeadBuffers, KeyHead, ValueHead};
 use super::scan::exponentials;
-use super::segments::{CHUNK, Chunk, Segment};
+use super::super::segments::{CHUNK, Chunk, Segment};
 use super::{Gradients, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::tile::TILE;

@@ -20,8 +20,8 @@ mod gradients;
 mod intra;
 mod output;
 mod scan;
-mod segments;
 
+use super::segments::{Segment, all_segments};
 use super::{DeltaLayout, Sizes};
 use crate::cast::Float;
 use crate::device::dry::DryCpu;
@@ -29,7 +29,6 @@ use crate::matrix::{Heads, HeadsMut};
 use crate::scratch::{self, Scratch};
 use buffers::{HeadBuffers, blocks, units, units_together};
 use rayon::prelude::*;
-use segments::{Segment, segments};
 
 /// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a, T> {
@@ -106,7 +105,7 @@ pub(super) fn forward<T: Float>(
     scratch: &mut [f32],
 ) {
     let Problem { sizes, layout, .. } = *problem;
-    let segments = all_segments(layout);
+    let segments = all_segments(layout.documents());
     let steps = segments.iter().map(Vec::len).max().unwrap_or(0);
     let o = sizes.values_mut(o);
     for units in units(&sizes, layout.v_to_k()).chunks(units_together(&sizes, rayon::current_num_threads())) {
@@ -134,7 +133,7 @@ pub(super) fn backward<T: Float>(
     scratch: &mut [f32],
 ) {
     let Problem { sizes, layout, .. } = *problem;
-    let segments = all_segments(layout);
+    let segments = all_segments(layout.documents());
     let steps = segments.iter().map(Vec::len).max().unwrap_or(0);
     let outputs = gradients::Outputs::new(&sizes, gradients);
     let dout = sizes.values(dout);
@@ -159,11 +158,6 @@ pub(super) fn backward<T: Float>(
 /// Number of f32 elements of the working memory of a call on so many threads.
 pub(super) fn scratch_elems(sizes: &Sizes, layout: &DeltaLayout, threads: usize, is_backward: bool) -> usize {
     buffers::scratch_elems(sizes, layout.v_to_k(), units_together(sizes, threads), is_backward)
-}
-
-fn all_segments(layout: &DeltaLayout) -> Vec<Vec<Segment>> {
-    let documents = layout.documents();
-    (0..documents.batch()).into_par_iter().map(|sequence| segments(documents, sequence)).collect()
 }
 
 thread_local! {

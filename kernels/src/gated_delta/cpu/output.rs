@@ -2,7 +2,7 @@
 
 use super::buffers::{HeadBuffers, KeyHead, ValueHead, by_chunk};
 use super::scan::{exponentials, scale_rows_in_place};
-use super::segments::{CHUNK, Chunk, Segment};
+use super::super::segments::{CHUNK, Chunk, Segment};
 use super::{Heads, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};

@@ -1,8 +1,9 @@
 //! Divides the documents of a sequence into chunks, and these into segments that are processed one after the other.
 
-pub(super) use super::super::layout::{CHUNK, STATE_INTERVAL};
-
+use super::Sizes;
+pub(super) use super::layout::{CHUNK, STATE_INTERVAL};
 use crate::Documents;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Largest number of states that are kept per segment: one per whole chunk.
@@ -60,8 +61,25 @@ fn next_slot(used: &mut usize, is_needed: bool) -> Option<usize> {
     is_needed.then_some(slot)
 }
 
+impl Sizes {
+    /// The most tokens of a segment.
+    pub(super) fn segment_tokens(&self) -> usize {
+        self.seq_len.min(STATE_INTERVAL)
+    }
+
+    /// The most slots of a segment.
+    pub(super) fn slots(&self) -> usize {
+        SLOTS.min(self.seq_len.div_ceil(CHUNK))
+    }
+}
+
+/// The segments of all sequences.
+pub(super) fn all_segments(documents: &Documents) -> Vec<Vec<Segment>> {
+    (0..documents.batch()).into_par_iter().map(|sequence| segments(documents, sequence)).collect()
+}
+
 /// The segments of a sequence.
-pub(super) fn segments(documents: &Documents, sequence: usize) -> Vec<Segment> {
+fn segments(documents: &Documents, sequence: usize) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::new();
     let mut saved = 0;
     for document in documents.of_sequence(sequence) {

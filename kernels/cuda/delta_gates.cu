@@ -1,0 +1,76 @@
+// Decay and rate of the gated delta rule, forward and backward (`src/delta_gates`).
+
+#include "common.cuh"
+
+namespace {
+
+// `TOKENS` of `src/delta_gates/cuda.rs`: those that a block sums for the gradients of the heads' parameters.
+constexpr u32 kTokens = 512;
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// log(1 + eˣ)
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
+// g = −exp(a_log) · softplus(a + dt_bias), beta = σ(b)
+template <typename T>
+__device__ __forceinline__ void forward(float *g, float *beta, const T *a, const T *b, const T *a_log, const T *dt_bias,
+                                        u64 size, u32 heads) {
+    const u64 i = global_thread();
+    if (i >= size) return;
+    const u32 head = static_cast<u32>(i % heads);
+    g[i] = -expf(widen(a_log[head])) * softplus(widen(a[i]) + widen(dt_bias[head]));
+    beta[i] = sigmoid(widen(b[i]));
+}
+
+// da and db; and partial[block, 2, heads], the sums of a_log and of dt_bias over the block's tokens. A warp has one head, its lanes
+// the tokens.
+template <typename T>
+__device__ __forceinline__ void backward(T *da, T *db, float *partial, const T *a, const T *b, const T *a_log,
+                                         const T *dt_bias, const float *dg, const float *dbeta, u64 tokens, u32 heads) {
+    const u64 begin = static_cast<u64>(blockIdx.x) * kTokens, end = begin + kTokens < tokens ? begin + kTokens : tokens;
+    const u32 head = blockIdx.y * (kThreads / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (head >= heads) return;
+    const float rate = expf(widen(a_log[head])), bias = widen(dt_bias[head]);
+    float of_a_log = 0.0f, of_dt_bias = 0.0f;
+    for (u64 token = begin + lane; token < end; token += kWarp) {
+        const u64 i = token * heads + head;
+        const float time = widen(a[i]) + bias, rated = -rate * dg[i], gradient = rated * sigmoid(time), x = widen(b[i]);
+        of_a_log += rated * softplus(time);
+        of_dt_bias += gradient;
+        da[i] = round_to<T>(gradient);
+        db[i] = round_to<T>(dbeta[i] * sigmoid(x) * sigmoid(-x));
+    }
+    of_a_log = warp_reduce<Sum>(of_a_log);
+    of_dt_bias = warp_reduce<Sum>(of_dt_bias);
+    if (lane != 0) return;
+    partial[static_cast<u64>(blockIdx.x) * 2 * heads + head] = of_a_log;
+    partial[(static_cast<u64>(blockIdx.x) * 2 + 1) * heads + head] = of_dt_bias;
+}
+
+}  // namespace
+
+// Adds Σ partial, block by block, to the gradients of a_log and dt_bias that are not null.
+KERNEL(delta_gates_sum_blocks, float *da_log, float *ddt_bias, const float *__restrict__ partial, u32 blocks, u32 heads) {
+    const u64 i = global_thread();
+    if (i >= 2 * heads) return;
+    float *to = i < heads ? da_log : ddt_bias;
+    if (to == nullptr) return;
+    float sum = 0.0f;
+    for (u32 block = 0; block < blocks; ++block) sum += partial[static_cast<u64>(block) * 2 * heads + i];
+    to[i % heads] += sum;
+}
+
+#define INSTANTIATE(T, suffix)                                                                                  \
+    KERNEL(delta_gates_forward_##suffix, float *__restrict__ g, float *__restrict__ beta,                       \
+           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
+           const T *__restrict__ dt_bias, u64 size, u32 heads) {                                                \
+        forward(g, beta, a, b, a_log, dt_bias, size, heads);                                                    \
+    }                                                                                                           \
+    KERNEL(delta_gates_backward_##suffix, T *__restrict__ da, T *__restrict__ db, float *__restrict__ partial,  \
+           const T *__restrict__ a, const T *__restrict__ b, const T *__restrict__ a_log,                       \
+           const T *__restrict__ dt_bias, const float *__restrict__ dg, const float *__restrict__ dbeta,        \
+           u64 tokens, u32 heads) {                                                                             \
+        backward(da, db, partial, a, b, a_log, dt_bias, dg, dbeta, tokens, heads);                              \
+    }
+FOR_EACH_FLOAT(INSTANTIATE)

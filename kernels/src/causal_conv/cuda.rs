@@ -1,0 +1,78 @@
+//! The launches of `cuda/causal_conv.cu`.
+
+use super::{Filter, Sizes};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, sources::CAUSAL_CONV};
+use candle_core::{DType, Tensor};
+
+/// Tokens of a block: `kTokens` of the kernels.
+const TOKENS: usize = 128;
+
+/// One thread per channel, in each block of tokens.
+fn grid(sizes: Sizes) -> Grid {
+    let channels = sizes.channels.div_ceil(Grid::THREADS as usize);
+    Grid { blocks: [sizes.tokens.div_ceil(TOKENS), channels, 1], ..Grid::blocks(0) }
+}
+
+pub(super) fn forward(
+    launcher: &Launcher,
+    (dtype, sizes): (DType, Sizes),
+    filter: &Filter<'_>,
+    [x, y]: [&Tensor; 2],
+) -> Result<(), DeviceError> {
+    if sizes.is_empty() {
+        return Ok(());
+    }
+    let kernel = Kernel::of_dtype(&CAUSAL_CONV, "causal_conv_forward", dtype)?;
+    let before = filter.documents.tokens_before(x.device())?;
+    let inputs: Vec<_> = [x, filter.weight, &before].into_iter().chain(filter.bias).collect();
+    launcher.open_slices(&[y], &inputs, |addresses| {
+        let [y, x, weight, before] = std::array::from_fn(|i| addresses[i]);
+        let bias = addresses.get(4).copied().unwrap_or(Address::null(dtype));
+        let tensors = [y, x, weight, bias, before].map(Into::into);
+        let args = [&tensors[..], &sizes.args(), &[filter.silu.into()]].concat();
+        // SAFETY: x and y have `tokens` rows of `channels` elements, `before` one element per token, the weight `width` per
+        // channel and the bias one.
+        unsafe { launcher.launch(&kernel, grid(sizes), &args) }
+    })
+}
+
+/// Sums blocks of tokens, then the blocks, both in order. `sums` are the gradients of weight and bias.
+pub(super) fn backward(
+    launcher: &Launcher,
+    (dtype, sizes): (DType, Sizes),
+    filter: &Filter<'_>,
+    [dy, x, dx]: [&Tensor; 3],
+    [dweight, dbias]: [Option<&Tensor>; 2],
+) -> Result<(), DeviceError> {
+    if sizes.is_empty() {
+        return Ok(());
+    }
+    let Sizes { tokens, channels, width } = sizes;
+    let kernel = Kernel::of_dtype(&CAUSAL_CONV, "causal_conv_backward", dtype)?;
+    let blocks = tokens.div_ceil(TOKENS);
+    let partial = crate::tensor::empty((blocks, width + 1, channels), DType::F32, x.device())?;
+    let before = filter.documents.tokens_before(x.device())?;
+    let inputs: Vec<_> = [dy, x, filter.weight, &before].into_iter().chain(filter.bias).collect();
+    launcher.open_slices(&[dx, &partial], &inputs, |addresses| {
+        let [dx, partial, dy, x, weight, before] = std::array::from_fn(|i| addresses[i]);
+        let bias = addresses.get(6).copied().unwrap_or(Address::null(dtype));
+        let tensors = [dx, partial, dy, x, weight, bias, before].map(Into::into);
+        let args = [&tensors[..], &sizes.args(), &[filter.silu.into()]].concat();
+        // SAFETY: as in `forward`; dy and dx are like x, and `partial` has a row per block and tap, and one per block.
+        unsafe { launcher.launch(&kernel, grid(sizes), &args) }
+    })?;
+    // One at a time: the gradients may be parts of one tensor, which can be opened once.
+    for (sums, is_bias) in [(dweight, false), (dbias, true)] {
+        let Some(sums) = sums else { continue };
+        let kernel = Kernel::new(&CAUSAL_CONV, "causal_conv_sum_blocks");
+        launcher.open([sums], [&partial], |[sums], [partial]| {
+            let null = Address::null_output(DType::F32);
+            let [dweight, dbias] = if is_bias { [null, sums] } else { [sums, null] };
+            let counts = [blocks, channels, width].map(|count| (count as u32).into());
+            let args = [&[dweight.into(), dbias.into(), partial.into()], &counts[..]].concat();
+            // SAFETY: `partial` as above; dweight has `width` elements per channel, dbias one.
+            unsafe { launcher.launch(&kernel, Grid::threads((width + 1) * channels), &args) }
+        })?;
+    }
+    Ok(())
+}

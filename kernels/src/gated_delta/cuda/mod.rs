@@ -1,0 +1,255 @@
+//! The launches of `cuda/gated_delta_forward.cu` and `cuda/gated_delta_backward.cu`: the steps of the [CPU's](super::cpu), each one
+//! launch for all heads.
+
+mod plan;
+
+pub(super) use plan::Plan;
+
+use super::{Gradients, Operands, Sizes};
+use crate::device::sources::{GATED_DELTA_BACKWARD, GATED_DELTA_FORWARD};
+use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher};
+use bytemuck::NoUninit;
+use candle_core::{DType, Tensor};
+use plan::PlanStep;
+
+/// `kChunk` and `kColumns` of the kernels: tokens of a chunk, and columns of a state that one block of a scan has.
+const CHUNK: usize = super::layout::CHUNK;
+const COLUMNS: usize = 32;
+
+/// `Sizes` of the kernels.
+#[derive(Debug, Clone, Copy, NoUninit)]
+#[repr(C)]
+struct KernelSizes {
+    seq_len: u32,
+    rows: u32,
+    key_heads: u32,
+    value_heads: u32,
+    key_dim: u32,
+    value_dim: u32,
+    slots: u32,
+    saved: u32,
+}
+
+/// Elements of the parts of the working memory, in their order.
+struct Memory {
+    /// `KeyRows` of the kernels, for all key heads.
+    keys: usize,
+    /// `ValueRows`, for all value heads.
+    values: usize,
+    /// `KeyGradients`.
+    key_gradients: usize,
+    /// `GradientRows`.
+    gradients: usize,
+}
+
+impl Memory {
+    fn new(sizes: &Sizes, is_backward: bool) -> Self {
+        let Sizes { batch, key_heads, value_heads, key_dim, value_dim, .. } = *sizes;
+        let (rows, states) = (sizes.segment_tokens(), (1 + sizes.slots()) * key_dim * value_dim);
+        let in_backward = usize::from(is_backward);
+        Self {
+            keys: batch * key_heads * rows * (2 * key_dim + 2 + 2 * CHUNK),
+            values: batch * value_heads * (rows * (2 + CHUNK + 2 * value_dim) + states),
+            key_gradients: in_backward * batch * key_heads * 3 * rows * key_dim,
+            gradients: in_backward * batch * value_heads * (2 * rows * value_dim + states),
+        }
+    }
+}
+
+/// Number of f32 elements of the working memory of a call.
+pub(super) fn scratch_elems(sizes: &Sizes, is_backward: bool) -> usize {
+    let Memory { keys, values, key_gradients, gradients } = Memory::new(sizes, is_backward);
+    keys + values + key_gradients + gradients
+}
+
+/// Writes the output, and the states if there is memory for them.
+pub(super) fn forward(
+    launcher: &Launcher,
+    (dtype, sizes): (DType, &Sizes),
+    operands: &Operands<'_>,
+    [o, scratch]: [&Tensor; 2],
+    states: Option<&Tensor>,
+) -> Result<(), DeviceError> {
+    let output = Kernel::of_dtype(&GATED_DELTA_FORWARD, "gated_delta_output", dtype)?;
+    let again = Again::new(dtype)?;
+    let layout = operands.layout;
+    let table = layout.table(o.device())?;
+    let outputs: Vec<_> = [o, scratch].into_iter().chain(states).collect();
+    let inputs = [&operands.named().map(|(_, tensor)| tensor)[..], &[&table]].concat();
+    launcher.open_slices(&outputs, &inputs, |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [q, k, v, g, beta, table] = std::array::from_fn(|i| inputs[i]);
+        let run = Run::new(launcher, sizes, outputs[1], table, false);
+        let saved = outputs.get(2).copied().unwrap_or(Address::null_output(DType::F32));
+        for step in &layout.plan().steps {
+            again.launch(&run, step, [q, k, v, g, beta], [saved, Address::null(DType::F32)])?;
+            let tensors = [outputs[0], run.values, run.keys, run.table, run.chunks(step)];
+            // SAFETY: the tensors of the kernel. The plan's tokens, heads and slots are within the tensors.
+            unsafe { run.launch(&output, run.of_chunks(step, sizes.value_heads), &tensors)? };
+        }
+        Ok(())
+    })
+}
+
+/// Writes the gradients.
+pub(super) fn backward(
+    launcher: &Launcher,
+    (dtype, sizes): (DType, &Sizes),
+    operands: &Operands<'_>,
+    [states, dout, scratch]: [&Tensor; 3],
+    &Gradients { dq, dk, dv, dg, dbeta }: &Gradients<'_>,
+) -> Result<(), DeviceError> {
+    let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_BACKWARD, name, dtype);
+    let (output, chunks) = (of_dtype("gated_delta_output_backward")?, of_dtype("gated_delta_backward")?);
+    let scan = Kernel::new(&GATED_DELTA_BACKWARD, "gated_delta_scan_backward");
+    let again = Again::new(dtype)?;
+    let layout = operands.layout;
+    let table = layout.table(dq.device())?;
+    let inputs = [&operands.named().map(|(_, tensor)| tensor)[..], &[&table, states, dout]].concat();
+    launcher.open_slices(&[dq, dk, dv, dg, dbeta, scratch], &inputs, |addresses| {
+        let [dq, dk, dv, dg, dbeta, scratch] = std::array::from_fn(|i| addresses[i]);
+        let [q, k, v, g, beta, table, states, dout] = std::array::from_fn(|i| addresses[6 + i]);
+        let run = Run::new(launcher, sizes, scratch, table, true);
+        let Run { keys, values, key_gradients, gradients, table, .. } = run;
+        for step in layout.plan().steps.iter().rev() {
+            again.launch(&run, step, [q, k, v, g, beta], [Address::null_output(DType::F32), states])?;
+            let (of_values, of_keys) =
+                (run.of_chunks(step, sizes.value_heads), run.of_chunks(step, sizes.key_heads));
+            let at = run.chunks(step);
+            // SAFETY: the tensors of each kernel. The plan's tokens, heads and slots are within the tensors.
+            unsafe {
+                run.launch(&output, of_values, &[gradients, values, keys, dout, table, at])?;
+                let tensors = [gradients, values, keys, table, at, run.segments(step)];
+                run.launch(&scan, run.of_columns(), &tensors)?;
+                let outputs = [dq, dk, dv, dg, dbeta, key_gradients];
+                let tensors = [&outputs[..], &[keys, values, gradients, table, at]].concat();
+                run.launch(&chunks, of_keys, &tensors)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The kernels that compute a segment, which the backward pass does again.
+struct Again {
+    keys: Kernel,
+    values: Kernel,
+    scan: Kernel,
+}
+
+impl Again {
+    fn new(dtype: DType) -> Result<Self, DeviceError> {
+        let of_dtype = |name| Kernel::of_dtype(&GATED_DELTA_FORWARD, name, dtype);
+        Ok(Self {
+            keys: of_dtype("gated_delta_prepare_keys")?,
+            values: Kernel::new(&GATED_DELTA_FORWARD, "gated_delta_prepare_values"),
+            scan: of_dtype("gated_delta_scan")?,
+        })
+    }
+
+    /// Writes `saved`, or reads `restored`.
+    fn launch(
+        &self,
+        run: &Run<'_>,
+        step: &PlanStep,
+        [q, k, v, g, beta]: [Address; 5],
+        [saved, restored]: [Address; 2],
+    ) -> Result<(), DeviceError> {
+        let Run { keys, values, table, sizes, .. } = *run;
+        let (chunks, segments) = (run.chunks(step), run.segments(step));
+        let [key_heads, value_heads] = [sizes.key_heads, sizes.value_heads].map(|heads| heads as usize);
+        // SAFETY: the tensors of each kernel. The plan's tokens, heads and slots are within the tensors.
+        unsafe {
+            run.launch(&self.keys, run.of_chunks(step, key_heads), &[keys, q, k, chunks])?;
+            let tensors = [values, keys, g, beta, table, chunks];
+            run.launch(&self.values, run.of_chunks(step, value_heads), &tensors)?;
+            let tensors = [values, saved, restored, keys, v, table, chunks, segments];
+            run.launch(&self.scan, run.of_columns(), &tensors)
+        }
+    }
+}
+
+/// The tensors of all launches of a call.
+#[derive(Clone, Copy)]
+struct Run<'a> {
+    launcher: &'a Launcher,
+    batch: usize,
+    sizes: KernelSizes,
+    /// The parts of the working memory.
+    keys: Address,
+    values: Address,
+    key_gradients: Address,
+    gradients: Address,
+    /// The table of the plan, which begins with the key head of each value head.
+    table: Address,
+}
+
+impl<'a> Run<'a> {
+    fn new(
+        launcher: &'a Launcher,
+        sizes: &Sizes,
+        scratch: Address,
+        table: Address,
+        is_backward: bool,
+    ) -> Self {
+        let memory = Memory::new(sizes, is_backward);
+        let values = scratch.offset(memory.keys);
+        let key_gradients = values.offset(memory.values);
+        let word = |size: usize| size as u32;
+        let kernel_sizes = KernelSizes {
+            seq_len: word(sizes.seq_len),
+            rows: word(sizes.segment_tokens()),
+            key_heads: word(sizes.key_heads),
+            value_heads: word(sizes.value_heads),
+            key_dim: word(sizes.key_dim),
+            value_dim: word(sizes.value_dim),
+            slots: word(sizes.slots()),
+            saved: word(super::layout::saved_states(sizes.seq_len)),
+        };
+        Self {
+            launcher,
+            batch: sizes.batch,
+            sizes: kernel_sizes,
+            keys: scratch,
+            values,
+            key_gradients,
+            gradients: key_gradients.offset(memory.key_gradients),
+            table,
+        }
+    }
+
+    fn chunks(&self, step: &PlanStep) -> Address {
+        self.table.offset(step.chunks_at)
+    }
+
+    fn segments(&self, step: &PlanStep) -> Address {
+        self.table.offset(step.segments_at)
+    }
+
+    /// One block per chunk and head.
+    fn of_chunks(&self, step: &PlanStep, heads: usize) -> [usize; 3] {
+        [step.num_chunks, heads, 1]
+    }
+
+    /// One block per sequence, value head and columns of the state.
+    fn of_columns(&self) -> [usize; 3] {
+        let KernelSizes { value_heads, value_dim, .. } = self.sizes;
+        [self.batch, value_heads as usize, (value_dim as usize).div_ceil(COLUMNS)]
+    }
+
+    /// Starts a kernel, whose last parameter are the sizes.
+    ///
+    /// # Safety
+    /// As [`Launcher::launch`] for these tensors.
+    unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        blocks: [usize; 3],
+        tensors: &[Address],
+    ) -> Result<(), DeviceError> {
+        let sizes = Arg::Struct(bytemuck::bytes_of(&self.sizes));
+        let args: Vec<_> = tensors.iter().map(|address| Arg::from(*address)).chain([sizes]).collect();
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.launcher.launch(kernel, Grid { blocks, ..Grid::blocks(0) }, &args) }
+    }
+}
