@@ -48,16 +48,23 @@ impl Problem {
 fn forward_and_backward_match_the_reference_on_every_target() {
     // The CPU computes in f64.
     let tolerance = if is_for_a_gpu() { 2e-6 } else { 3e-7 };
-    on_every_target(|target| for (tokens, heads) in [(1, 1), (7, 3), (513, 9), (1100, 2)] {
-        let problem = Problem::new(tokens, heads);
-        let [a, b, a_log, dt_bias, dg, dbeta] = &problem.f64s();
-        let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);
-        let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
-        let [da_log, ddt_bias] =
-            [da_log, ddt_bias].map(|sums| sums.iter().map(|sum| sum + 1.0).collect::<Vec<_>>());
-        let expected = [g, beta, da, db, da_log, ddt_bias];
-        for (index, (got, expected)) in problem.run().iter().zip(&expected).enumerate() {
-            assert_close(&format!("result {index} of {tokens}x{heads}, {target}"), got, expected, tolerance);
+    on_every_target(|target| {
+        for (tokens, heads) in [(1, 1), (7, 3), (513, 9), (1100, 2)] {
+            let problem = Problem::new(tokens, heads);
+            let [a, b, a_log, dt_bias, dg, dbeta] = &problem.f64s();
+            let [g, beta] = reference::forward([a, b], [a_log, dt_bias]);
+            let [da, db, da_log, ddt_bias] = reference::backward([a, b], [a_log, dt_bias], [dg, dbeta]);
+            let [da_log, ddt_bias] =
+                [da_log, ddt_bias].map(|sums| sums.iter().map(|sum| sum + 1.0).collect::<Vec<_>>());
+            let expected = [g, beta, da, db, da_log, ddt_bias];
+            for (index, (got, expected)) in problem.run().iter().zip(&expected).enumerate() {
+                assert_close(
+                    &format!("result {index} of {tokens}x{heads}, {target}"),
+                    got,
+                    expected,
+                    tolerance,
+                );
+            }
         }
     });
 }

@@ -29,8 +29,8 @@ use super::OpError;
 use super::Workspace;
 use super::arg_check::{ArgCheck, Argument};
 use super::cast::with_element_type;
-use crate::device::dry::{self, DryCpu, MatmulOp};
 use crate::device::Target;
+use crate::device::dry::{self, DryCpu, MatmulOp};
 use candle_core::Tensor;
 
 /// Added to the squared norm of a query or key: that of transformers.

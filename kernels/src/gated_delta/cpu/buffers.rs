@@ -1,7 +1,7 @@
 //! The working memory of the heads that are processed together, with a name for each part.
 
-use super::Sizes;
 use super::super::segments::{CHUNK, STATE_INTERVAL, Segment};
+use super::Sizes;
 use std::ops::Range;
 
 /// Columns of a value, and so of a state, that one task of a scan processes. No two columns depend on each other.

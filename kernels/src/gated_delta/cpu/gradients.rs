@@ -4,9 +4,9 @@
 //! one from the state before it and one from the state behind it. A gradient of γᵢ − γⱼ counts for γᵢ, and negatively for
 //! γⱼ; g is in all γ from its token to the end of the chunk.
 
+use super::super::segments::{CHUNK, Chunk, Segment};
 use super::buffers::{Block, HeadBuffers, KeyHead, ValueHead};
 use super::scan::exponentials;
-use super::super::segments::{CHUNK, Chunk, Segment};
 use super::{Gradients, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gemm::tile::TILE;

@@ -1,7 +1,7 @@
 //! The part of a chunk that does not depend on the state: normalized queries and keys, their products, and (I + L)⁻¹.
 
-use super::buffers::{HeadBuffers, by_chunk};
 use super::super::segments::CHUNK;
+use super::buffers::{HeadBuffers, by_chunk};
 use super::{Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::gated_delta::NORM_EPS;

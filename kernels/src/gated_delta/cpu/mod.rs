@@ -28,7 +28,6 @@ use crate::device::dry::DryCpu;
 use crate::matrix::{Heads, HeadsMut};
 use crate::scratch::{self, Scratch};
 use buffers::{HeadBuffers, blocks, units, units_together};
-use rayon::prelude::*;
 
 /// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a, T> {

@@ -1,8 +1,8 @@
 //! The output of every chunk, once the states before them are known, and the gradient that it passes to the updates.
 
+use super::super::segments::{CHUNK, Chunk, Segment};
 use super::buffers::{HeadBuffers, KeyHead, ValueHead, by_chunk};
 use super::scan::{exponentials, scale_rows_in_place};
-use super::super::segments::{CHUNK, Chunk, Segment};
 use super::{Heads, HeadsMut, Problem, Sizes, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};

@@ -1,7 +1,7 @@
 //! The recurrence over the chunks of a segment, forward and in reverse, for one block of columns per task.
 
-use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
 use super::super::segments::{CHUNK, Chunk, Segment};
+use super::buffers::{Block, COLUMNS, HeadBuffers, KeyHead, ValueHead};
 use super::{Problem, Step, with_scratch};
 use crate::cast::Float;
 use crate::matrix::{Mat, MatMut, Store, multiply_f32};
