@@ -316,6 +316,12 @@ impl Engine {
         let batch = block_size.map_or(self.config.micro_batch_size, |_| 1);
         let elem_bytes = self.workspace.options().dtype.size_in_bytes() as u64;
         let mut bytes = 0;
+        let (size, rank) = (group.world_size(), group.rank());
+        let tp = self
+            .groups
+            .tensor
+            .as_ref()
+            .map(|TensorGroups { tp, .. }| TensorRank { size: tp.world_size(), rank: tp.rank() });
         for index in 0..self.model.layers.len() {
             let layer = &model.layers[self.layer_number(index)];
             let mut add = |volume: ExchangeVolume, saves_output| {
@@ -329,23 +335,24 @@ impl Engine {
             let layer = match layer {
                 MixerConfig::Attention(attention) => attention,
                 MixerConfig::LinearAttention(linear) => {
-                    let (size, rank) = (group.world_size(), group.rank());
                     add(ExchangeVolume::of_linear_attention(linear, [batch, seq_len], size, rank), false);
                     continue;
                 }
-            };
-            let layer = match &self.groups.tensor {
-                Some(TensorGroups { tp, .. }) => {
-                    let tp = TensorRank { size: tp.world_size(), rank: tp.rank() };
-                    layer.divided(self.model.layers[index].name(), tp)?.0
+                MixerConfig::ShortConv(conv) => {
+                    let conv = tp.map_or(*conv, |tp| conv.divided(tp));
+                    add(ExchangeVolume::of_short_conv(&conv, [batch, seq_len], size, rank), false);
+                    continue;
                 }
+            };
+            let layer = match tp {
+                Some(tp) => layer.divided(self.model.layers[index].name(), tp)?.0,
                 None => *layer,
             };
             for chunk in layer.head_chunks(self.config.ulysses.head_chunks) {
                 let (num_heads, num_kv_heads, head_dim) = (chunk.q.len(), chunk.kv.len(), layer.head_dim);
                 let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
                 let q_to_kv = grouped_heads(num_heads, num_kv_heads);
-                let plan = ExchangePlan::new(shape, &q_to_kv, group.world_size(), group.rank())?;
+                let plan = ExchangePlan::new(shape, &q_to_kv, size, rank)?;
                 add(plan.volume(), self.config.saves_attention_output());
             }
         }

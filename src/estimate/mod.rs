@@ -51,7 +51,7 @@ use crate::config::Config;
 use crate::engine::{EngineError, state_stages};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelConfig};
-use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, MixerConfig};
+use crate::nn::{AttentionConfig, HeadChunk, HeadShare, LayerError, TensorRank};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan, SequenceParallelError};
 use dry_run::DryStep;
 use event::Event;
@@ -168,7 +168,7 @@ impl Workload {
     fn rank_classes_of_row(&self) -> Result<Vec<RankClass>, EngineError> {
         let (sharding, tp_size) = (self.config.seq_sharding(), self.config.mesh.tp_size);
         let seq_len = self.config.require_seq_len()?;
-        self.check_linear_attention()?;
+        self.check_whole_sequences()?;
         let distinct = self.model.distinct_layers();
         let layers = layers_of_tp_ranks(&self.model, tp_size)?;
         let mut classes: Vec<RankClass> = Vec::new();
@@ -192,9 +192,9 @@ impl Workload {
                 let tokens_of_sp = kind.first().map_or(0, |[tokens, ..]| *tokens);
                 let share = |len| shard_range(len, tp_size, tp_rank).len();
                 kind.push([tp_size, share(tokens_of_sp), share(self.model.intermediate_size)]);
-                for linear in distinct.iter().filter_map(MixerConfig::linear_attention) {
-                    let HeadShare { keys, values } =
-                        linear.heads().share(sharding.ulysses_size, ulysses_rank);
+                let tp = TensorRank { size: tp_size, rank: tp_rank };
+                for heads in distinct.iter().filter_map(|layer| layer.exchanged_heads(tp)) {
+                    let HeadShare { keys, values } = heads.share(sharding.ulysses_size, ulysses_rank);
                     kind.push([0, keys.len(), values.len()]);
                 }
                 match of_ring_rank.iter_mut().find(|(known, _)| *known == kind) {
@@ -211,10 +211,10 @@ impl Workload {
         Ok(classes)
     }
 
-    /// Refuses a ring if a layer has linear attention.
-    fn check_linear_attention(&self) -> Result<(), EngineError> {
+    /// Refuses a ring if a layer other than attention needs whole sequences.
+    fn check_whole_sequences(&self) -> Result<(), EngineError> {
         let ring_size = self.config.seq_sharding().ring_size;
-        match ring_size > 1 && self.model.linear_layers().next().is_some() {
+        match ring_size > 1 && self.model.needs_whole_sequences() {
             true => Err(SequenceParallelError::LinearInRing { ring_size }.into()),
             false => Ok(()),
         }

@@ -2,7 +2,9 @@
 
 use super::ModelError;
 use super::hf::{HfConfig, scaling_to_hf};
-use crate::nn::{AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig};
+use crate::nn::{
+    AttentionConfig, Layer, LinearAttentionConfig, MixerConfig, NormConfig, ShortConvConfig, TensorRank,
+};
 use serde_json::{Value, json};
 use std::fmt;
 use ulysses_kernels::causal_conv::MAX_WIDTH;
@@ -246,6 +248,26 @@ impl ModelConfig {
         self.layers.iter().filter_map(MixerConfig::linear_attention)
     }
 
+    /// Whether a layer reads whole sequences and is not attention. A ring cannot share these.
+    pub fn needs_whole_sequences(&self) -> bool {
+        let whole = TensorRank { size: 1, rank: 0 };
+        self.layers.iter().any(|layer| layer.exchanged_heads(whole).is_some())
+    }
+
+    /// The same model with another module in some layers instead of attention.
+    #[must_use]
+    pub fn with_mixer(
+        mut self,
+        layers: impl IntoIterator<Item = bool>,
+        mixer: impl Into<MixerConfig>,
+    ) -> Self {
+        let mixer = mixer.into();
+        for (layer, _) in self.layers.iter_mut().zip(layers).filter(|(_, has_it)| *has_it) {
+            *layer = mixer;
+        }
+        self
+    }
+
     /// The same model with a window in some layers, and their rotary embedding if it is another one.
     #[must_use]
     pub fn with_windows(mut self, windowed: &[bool], window: usize, rope: Option<Rope>) -> Self {
@@ -344,6 +366,9 @@ impl ModelConfig {
         self.distinct_layers().iter().try_for_each(|layer| match layer {
             MixerConfig::Attention(attention) => check_attention(origin, attention),
             MixerConfig::LinearAttention(linear) => check_linear_attention(origin, linear),
+            MixerConfig::ShortConv(ShortConvConfig { taps, .. }) => {
+                check_sizes(origin, &[("conv_L_cache", *taps, MAX_WIDTH)])
+            }
         })?;
         // Otherwise an export would be another model.
         let json = self.to_hf_json();

@@ -23,6 +23,7 @@ mod gemma;
 mod glm;
 mod gpt;
 mod granite;
+mod lfm2;
 mod llama;
 mod mistral;
 mod nemotron;
@@ -34,7 +35,7 @@ mod smollm3;
 mod stablelm;
 
 /// The families, by `model_type`.
-pub static FAMILIES: [&Family; 27] = [
+pub static FAMILIES: [&Family; 28] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
     &mistral::MINISTRAL,
@@ -62,6 +63,7 @@ pub static FAMILIES: [&Family; 27] = [
     &gpt::STARCODER2,
     &nemotron::NEMOTRON,
     &stablelm::STABLELM,
+    &lfm2::LFM2,
 ];
 
 pub use config::{Family, KnownModel, ModelConfig, ModelNames, Multipliers, Sizes};

@@ -3,7 +3,7 @@
 use super::config::MAX_LAYERS;
 use super::hf::{FULL, WINDOWED};
 use super::{FAMILIES, Family, HfConfig, ModelConfig, ModelError, Multipliers, family, listed};
-use crate::nn::AttentionConfig;
+use crate::nn::{AttentionConfig, MixerConfig};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
 
@@ -15,6 +15,12 @@ pub(super) fn write_windows(config: &ModelConfig, json: &mut Value) {
     let layer_type = |layer: &AttentionConfig| if layer.window.is_some() { WINDOWED } else { FULL };
     json[LAYER_TYPES] = config.attention_layers().map(layer_type).collect();
     json[WINDOW] = json!(config.attention_layers().find_map(|layer| layer.window));
+}
+
+/// The inverse of [`HfConfig::layers_of_type`].
+pub(super) fn write_layer_types(config: &ModelConfig, json: &mut Value, other: &str) {
+    let layer_type = |layer: &MixerConfig| if layer.attention().is_some() { FULL } else { other };
+    json[LAYER_TYPES] = config.layers.iter().map(layer_type).collect();
 }
 
 /// Removes fields that a family does not have, or has by other names.
@@ -202,6 +208,25 @@ impl HfConfig<'_> {
             return Err(self.error(LAYER_TYPES, &format!("it must be a list of {num_layers} layers")));
         }
         types.iter().map(is_windowed).collect()
+    }
+
+    /// Which layers are of a type that is not attention, by `layer_types`; `None` if the file does not say it.
+    pub(crate) fn layers_of_type(
+        &self,
+        other: &str,
+        num_layers: usize,
+    ) -> Result<Option<Vec<bool>>, ModelError> {
+        let Some(types) = self.get(LAYER_TYPES) else { return Ok(None) };
+        let is_other = |layer_type: &Value| match layer_type.as_str() {
+            Some(FULL) => Some(false),
+            Some(name) if name == other => Some(true),
+            _ => None,
+        };
+        let types: Option<Vec<bool>> =
+            types.as_array().and_then(|types| types.iter().map(is_other).collect());
+        let types = types.filter(|types| types.len() == num_layers);
+        let expected = format!("it must be a list of {num_layers} layers, {FULL:?} or {other:?}");
+        types.map(Some).ok_or_else(|| self.error(LAYER_TYPES, &expected))
     }
 
     /// As [`attention`](Self::attention), with the head size of a family's first model if the file does not have the key.

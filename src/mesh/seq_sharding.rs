@@ -42,7 +42,7 @@ pub struct UlyssesLimits {
     pub num_kv_heads: usize,
     /// Ranks of a node.
     pub ranks_per_node: usize,
-    /// Whether rings are possible: linear attention needs whole sequences.
+    /// Whether rings are possible: linear attention and short convolutions need whole sequences.
     pub has_rings: bool,
 }
 

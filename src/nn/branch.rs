@@ -1,6 +1,8 @@
 //! The place of a module in the residual stream.
 
-use super::{BackwardPass, ForwardPass, LayerError, NormConfig, ParameterList, RmsNorm};
+use super::{
+    BackwardPass, ForwardPass, LayerError, Linear, NormConfig, ParameterList, RmsNorm, token_dims, token_rows,
+};
 use candle_core::Tensor;
 use ulysses_kernels::{elementwise, strided_copy};
 
@@ -116,6 +118,63 @@ impl Branch {
             None if self.residual == Residual::Outside => Ok(strided_copy::copy(dy, dx)?),
             None => Ok(elementwise::accumulate(dx, dy)?),
         }
+    }
+
+    /// Projects the inputs of the module, tile by tile: writes the output of each layer.
+    ///
+    /// # Shapes
+    /// `x`: `[batch, seq_local, hidden]`, outputs: `[batch, seq_local, …]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub(super) fn project(
+        &self,
+        x: &Tensor,
+        outputs: &[(&Linear, &Tensor)],
+        pass: &ForwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let rstd = pass.workspace().alloc_f32(token_dims(x))?;
+        for tile in pass.ctx.token_tiles() {
+            let x = token_rows(x, &tile)?;
+            let normed = self.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
+            for (linear, y) in outputs {
+                linear.forward(&normed, &token_rows(y, &tile)?, false, pass)?;
+            }
+            recycle_unless(normed, &x, pass);
+        }
+        pass.recycle([rstd]);
+        Ok(())
+    }
+
+    /// Backward of [`project`](Self::project), from the gradients of the outputs: adds to those of the layers, the norm and `x`;
+    /// overwrites the last one if the module is called alone.
+    ///
+    /// # Errors
+    /// As [`project`](Self::project).
+    pub(super) fn backward_project(
+        &self,
+        x: &Tensor,
+        doutputs: &[(&Linear, &Tensor)],
+        dx: &Tensor,
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let forward = &pass.forward;
+        let rstd = forward.workspace().alloc_f32(token_dims(x))?;
+        let dnormed = forward.workspace().alloc(x.dims())?;
+        for tile in forward.ctx.token_tiles() {
+            let x = token_rows(x, &tile)?;
+            let normed = self.enter(&x, &token_rows(&rstd, &tile)?, forward)?;
+            let dx = token_rows(&dnormed, &tile)?;
+            for (index, (linear, dy)) in doutputs.iter().enumerate() {
+                let dy = token_rows(dy, &tile)?;
+                linear.backward_weight(&dy, &normed, pass)?;
+                linear.backward_input(&dy, &dx, index > 0, forward)?;
+            }
+            recycle_unless(normed, &x, forward);
+        }
+        self.backward_enter(&dnormed, x, &rstd, dx, pass)?;
+        forward.recycle([dnormed, rstd]);
+        Ok(())
     }
 
     /// The tensor to which the module adds its output.

@@ -1,7 +1,8 @@
 //! Context shared by the layers of one micro batch.
 
 use super::head_exchange::WholeHeads;
-use super::{HeadExchange, LayerError, TokenExchange};
+use super::{ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, LayerError, TokenExchange};
+use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -123,6 +124,21 @@ impl LayerContext {
     /// The exchange of tokens for heads, for modules that read whole sequences and are not attention.
     pub fn head_exchange(&self) -> &dyn HeadExchange {
         &*self.head_exchange
+    }
+
+    /// Exchanges tensors, of which each has heads of a kind, in one collective. `direction`: what is gathered, and whether the
+    /// tensors are gradients.
+    pub(super) fn exchange_heads<const N: usize>(
+        &self,
+        tensors: [Tensor; N],
+        kinds: [HeadKind; N],
+        heads: GroupedHeads,
+        (gathered, is_backward): (Gathered, bool),
+    ) -> Result<[Tensor; N], LayerError> {
+        let seq_len = self.documents().seq_len();
+        let exchanged = ExchangedHeads { heads, kinds: &kinds, seq_len, gathered, is_backward };
+        let received = self.head_exchange.exchange(tensors.into(), &exchanged, &self.workspace)?;
+        Ok(received.try_into().unwrap_or_else(|_| unreachable!("one result per tensor")))
     }
 
     /// The documents of the whole sequences.

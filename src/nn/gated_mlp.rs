@@ -25,8 +25,8 @@ pub struct GatedMlp {
 /// The projections of an MLP, by the names of their parameters.
 #[derive(Debug, Clone, Copy)]
 pub enum MlpProjections {
-    /// `gate_proj`, `up_proj` and `down_proj`, as in Llama.
-    Gated,
+    /// Gate, up and down projection.
+    Gated([&'static str; 3]),
     /// As Llama, with `gate_up_proj` for the first two.
     FusedGated,
     /// The first and the second projection of an MLP without a gate.
@@ -67,7 +67,7 @@ impl GatedMlp {
             MlpProjections::Plain([gate, _]) => {
                 (Linear::new(parameters, gate, [intermediate, hidden], first), None)
             }
-            MlpProjections::Gated | MlpProjections::FusedGated => {
+            MlpProjections::Gated(_) | MlpProjections::FusedGated => {
                 let names = projections.gate_up();
                 let [gate, up] = Linear::group(parameters, names, [intermediate; 2], hidden, first);
                 (gate, Some(up))
@@ -267,18 +267,21 @@ impl GateUp {
 }
 
 impl MlpProjections {
+    /// `gate_proj`, `up_proj` and `down_proj`, as in Llama.
+    pub const LLAMA: Self = Self::Gated(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]);
+
     /// Those of gate and up.
     fn gate_up(self) -> GroupNames<'static, 2> {
         match self {
-            Self::FusedGated => GroupNames::One("mlp.gate_up_proj"),
-            _ => GroupNames::Each(["mlp.gate_proj", "mlp.up_proj"]),
+            Self::Gated([gate, up, _]) => GroupNames::Each([gate, up]),
+            Self::FusedGated | Self::Plain(_) => GroupNames::One("mlp.gate_up_proj"),
         }
     }
 
     fn down(self) -> &'static str {
         match self {
-            Self::Gated | Self::FusedGated => "mlp.down_proj",
-            Self::Plain([_, second]) => second,
+            Self::Gated([.., down]) | Self::Plain([_, down]) => down,
+            Self::FusedGated => "mlp.down_proj",
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! - [`Layer`]: the trait that the engine calls; [`AutogradLayer`] runs any block written with candle ops.
 //! - [`ParameterList`]: the parameters of a layer. A module keeps a [`Parameter`] for each of its own.
-//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LinearAttention`], [`GatedMlp`]: the modules of a block; a [`Branch`] joins
-//!   one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
+//! - [`Linear`], [`RmsNorm`], [`SelfAttention`], [`LinearAttention`], [`ShortConv`], [`GatedMlp`]: the modules of a block;
+//!   a [`Branch`] joins one to the residual stream. A [`TokenMixer`] is one of those that mix tokens.
 //! - [`HeadExchange`]: tokens for heads, and back, around a module that reads whole sequences.
 //! - [`InputLayer`]: what comes before the layers, an [`Embedding`], also with [`LearnedPositions`], or [`Features`] of the
 //!   [`LocalBatch`].
@@ -17,6 +17,7 @@ mod attention_node;
 mod autograd;
 mod batch;
 mod branch;
+mod causal_conv;
 mod context;
 mod embedding;
 mod error;
@@ -29,6 +30,7 @@ mod linear;
 mod linear_attention;
 mod parameters;
 mod rms_norm;
+mod short_conv;
 mod tensor_parallel;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -57,6 +59,7 @@ pub(crate) use linear::{add_bias, add_bias_gradient};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, LinearAttentionSaved};
 pub use parameters::{BackwardPass, ForwardPass, Init, Parameter, ParameterList, ParameterSpec};
 pub use rms_norm::{NormConfig, RmsNorm};
+pub use short_conv::{ShortConv, ShortConvConfig, ShortConvSaved};
 pub use tensor_parallel::{TensorRank, TokenExchange};
 pub use token_mixer::{MixerConfig, MixerSaved, TokenMixer};
 

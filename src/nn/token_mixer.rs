@@ -2,18 +2,21 @@
 
 use super::{
     AttentionConfig, AttentionExtent, AttentionProjections, AttentionSaved, BackwardPass, Branch,
-    ForwardPass, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved, NormConfig,
-    ParameterList, Saves, SelfAttention, TensorRank, WeightSpec,
+    ForwardPass, GroupedHeads, LayerError, LinearAttention, LinearAttentionConfig, LinearAttentionSaved,
+    NormConfig, ParameterList, Saves, SelfAttention, ShortConv, ShortConvConfig, ShortConvSaved, TensorRank,
+    WeightSpec,
 };
 use candle_core::Tensor;
 
-/// The attention or linear attention of a layer: its sizes and options.
+/// What mixes the tokens of a layer: its sizes and options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MixerConfig {
     /// Attention.
     Attention(AttentionConfig),
     /// Gated DeltaNet.
     LinearAttention(LinearAttentionConfig),
+    /// Gated short convolution.
+    ShortConv(ShortConvConfig),
 }
 
 impl MixerConfig {
@@ -21,7 +24,7 @@ impl MixerConfig {
     pub fn attention(&self) -> Option<&AttentionConfig> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) => None,
         }
     }
 
@@ -29,7 +32,7 @@ impl MixerConfig {
     pub fn attention_mut(&mut self) -> Option<&mut AttentionConfig> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) => None,
         }
     }
 
@@ -38,6 +41,16 @@ impl MixerConfig {
         match self {
             Self::Attention(attention) => attention.num_heads * attention.q_outputs_per_head(),
             Self::LinearAttention(linear) => 2 * linear.key_dim() + linear.value_dim(),
+            Self::ShortConv(conv) => 3 * conv.channels,
+        }
+    }
+
+    /// The heads of which a rank has whole sequences, of a module that is not attention. `tp`: the rank that has a part of it.
+    pub fn exchanged_heads(&self, tp: TensorRank) -> Option<GroupedHeads> {
+        match self {
+            Self::Attention(_) => None,
+            Self::LinearAttention(linear) => Some(linear.heads()),
+            Self::ShortConv(conv) => Some(conv.divided(tp).heads()),
         }
     }
 
@@ -45,7 +58,15 @@ impl MixerConfig {
     pub fn linear_attention(&self) -> Option<&LinearAttentionConfig> {
         match self {
             Self::LinearAttention(linear) => Some(linear),
-            Self::Attention(_) => None,
+            Self::Attention(_) | Self::ShortConv(_) => None,
+        }
+    }
+
+    /// The short convolution, if it is that.
+    pub fn short_conv(&self) -> Option<&ShortConvConfig> {
+        match self {
+            Self::ShortConv(conv) => Some(conv),
+            Self::Attention(_) | Self::LinearAttention(_) => None,
         }
     }
 }
@@ -56,6 +77,18 @@ impl From<AttentionConfig> for MixerConfig {
     }
 }
 
+impl From<LinearAttentionConfig> for MixerConfig {
+    fn from(linear: LinearAttentionConfig) -> Self {
+        Self::LinearAttention(linear)
+    }
+}
+
+impl From<ShortConvConfig> for MixerConfig {
+    fn from(conv: ShortConvConfig) -> Self {
+        Self::ShortConv(conv)
+    }
+}
+
 /// The module that mixes the tokens of a layer.
 #[derive(Debug)]
 pub enum TokenMixer {
@@ -63,6 +96,8 @@ pub enum TokenMixer {
     Attention(SelfAttention),
     /// Gated DeltaNet.
     LinearAttention(LinearAttention),
+    /// Gated short convolution.
+    ShortConv(ShortConv),
 }
 
 /// The state of a [`TokenMixer`]: of one head chunk of an attention, or of all.
@@ -71,10 +106,12 @@ pub enum MixerSaved {
     Attention(AttentionSaved),
     /// State of all heads.
     LinearAttention(LinearAttentionSaved),
+    /// State of all channels.
+    ShortConv(ShortConvSaved),
 }
 
 impl TokenMixer {
-    /// Adds the projections, as [`SelfAttention::new`] or [`LinearAttention::new`].
+    /// Adds the projections, as [`SelfAttention::new`], [`LinearAttention::new`] or [`ShortConv::new`].
     pub fn new(
         parameters: &mut ParameterList,
         projections: AttentionProjections,
@@ -82,13 +119,16 @@ impl TokenMixer {
         (config, norm): (MixerConfig, NormConfig),
         weights: [WeightSpec; 2],
     ) -> Self {
+        let inits = weights.map(|weight| weight.init);
         match config {
             MixerConfig::Attention(shape) => {
                 Self::Attention(SelfAttention::new(parameters, projections, hidden_size, shape, weights))
             }
             MixerConfig::LinearAttention(shape) => {
-                let inits = weights.map(|weight| weight.init);
                 Self::LinearAttention(LinearAttention::new(parameters, hidden_size, shape, norm.eps, inits))
+            }
+            MixerConfig::ShortConv(shape) => {
+                Self::ShortConv(ShortConv::new(parameters, hidden_size, shape, inits))
             }
         }
     }
@@ -97,7 +137,7 @@ impl TokenMixer {
     pub fn attention(&self) -> Option<&SelfAttention> {
         match self {
             Self::Attention(attention) => Some(attention),
-            Self::LinearAttention(_) => None,
+            Self::LinearAttention(_) | Self::ShortConv(_) => None,
         }
     }
 
@@ -109,18 +149,19 @@ impl TokenMixer {
         norm: NormConfig,
     ) {
         if let Self::Attention(attention) = self {
-            attention.add_qk_norm(parameters, norm);
+            attention.add_qk_norm(parameters, projections, norm);
             attention.add_biases(parameters, projections);
         }
     }
 
-    /// Keeps the heads of one rank of tp.
+    /// Keeps the heads or channels of one rank of tp.
     ///
     /// # Errors
     /// Heads that cannot be divided over so many ranks, or linear attention.
     pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
         match self {
             Self::Attention(attention) => attention.divide(parameters, tp),
+            Self::ShortConv(conv) => conv.divide(parameters, tp),
             Self::LinearAttention(_) => {
                 Err(LayerError::NoTensorParallelism { layer: parameters.layer().to_owned() })
             }
@@ -132,8 +173,8 @@ impl TokenMixer {
         self.attention().map(SelfAttention::extent)
     }
 
-    /// Adds the output to the tensor that the branch opens, and passes the state to `keep`. Linear attention has no
-    /// checkpoint, and then passes none.
+    /// Adds the output to the tensor that the branch opens, and passes the state to `keep`. Only attention has a checkpoint; other
+    /// modules then pass none.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -157,6 +198,11 @@ impl TokenMixer {
                 saved.into_iter().for_each(|saved| keep(MixerSaved::LinearAttention(saved)));
                 Ok(y)
             }
+            Self::ShortConv(conv) => {
+                let (y, saved) = conv.forward(branch, x, saves == Saves::Whole, pass)?;
+                saved.into_iter().for_each(|saved| keep(MixerSaved::ShortConv(saved)));
+                Ok(y)
+            }
         }
     }
 
@@ -177,13 +223,17 @@ impl TokenMixer {
             Self::Attention(attention) => {
                 let chunks = saved.into_iter().map(|saved| match saved {
                     MixerSaved::Attention(saved) => Ok(saved),
-                    MixerSaved::LinearAttention(_) => Err(foreign()),
+                    MixerSaved::LinearAttention(_) | MixerSaved::ShortConv(_) => Err(foreign()),
                 });
                 let chunks = chunks.collect::<Result<_, _>>()?;
                 attention.backward(branch, x, chunks, (dy, dx), pass)
             }
             Self::LinearAttention(linear) => match saved.into_iter().next() {
                 Some(MixerSaved::LinearAttention(saved)) => linear.backward(branch, x, saved, (dy, dx), pass),
+                _ => Err(foreign()),
+            },
+            Self::ShortConv(conv) => match saved.into_iter().next() {
+                Some(MixerSaved::ShortConv(saved)) => conv.backward(branch, x, saved, (dy, dx), pass),
                 _ => Err(foreign()),
             },
         }
@@ -196,6 +246,7 @@ impl MixerSaved {
         match self {
             Self::Attention(saved) => saved.bytes(),
             Self::LinearAttention(saved) => saved.bytes(),
+            Self::ShortConv(saved) => saved.bytes(),
         }
     }
 
@@ -204,6 +255,10 @@ impl MixerSaved {
         match self {
             Self::Attention(saved) => saved.into_checkpoint(pass).into(),
             Self::LinearAttention(saved) => {
+                saved.recycle(pass);
+                Vec::new()
+            }
+            Self::ShortConv(saved) => {
                 saved.recycle(pass);
                 Vec::new()
             }

@@ -39,10 +39,10 @@ pub enum SequenceParallelError {
         /// The sharding.
         sharding: SeqSharding,
     },
-    /// Linear attention cannot pass its state around a ring.
+    /// Linear attention and short convolutions cannot pass their state around a ring.
     #[error(
-        "a layer has linear attention, which needs whole sequences, but they are shared by a ring of {ring_size} ranks: set \
-         `ulysses.ring_size` 1"
+        "a layer has linear attention or a short convolution, which need whole sequences, but a ring of {ring_size} ranks shares \
+         them: set `ulysses.ring_size` 1"
     )]
     LinearInRing {
         /// Ranks of the ring.

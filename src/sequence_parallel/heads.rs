@@ -6,7 +6,7 @@ use crate::comm::ProcessGroup;
 use crate::mesh::{SeqSharding, shard_range};
 use crate::nn::{
     ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
-    LinearAttentionConfig,
+    LinearAttentionConfig, ShortConvConfig,
 };
 use candle_core::Tensor;
 use std::ops::Range;
@@ -107,16 +107,35 @@ impl ExchangeVolume {
     /// - backward `b·Σ_{j≠i} [S_i·Hv_j·Dv + S_j(2·Hk_i·Dk + Hv_i(Dv + 2))]`
     pub fn of_linear_attention(
         shape: &LinearAttentionConfig,
-        [batch, seq_len]: [usize; 2],
+        sizes: [usize; 2],
         size: usize,
         rank: usize,
     ) -> Self {
         let (keys, values) = ranges(shape.heads(), size);
-        let seq = |rank| shard_range(seq_len, size, rank).len();
         let out = |rank: usize| values[rank].len() * shape.value_head_dim;
         let mixed = |rank: usize| {
             2 * keys[rank].len() * shape.key_head_dim + values[rank].len() * (shape.value_head_dim + 2)
         };
+        Self::of_heads(mixed, out, sizes, size, rank)
+    }
+
+    /// The volume of the short convolution of rank i of `size`, with S tokens and C channels per rank and batch b: forward and
+    /// backward `b·Σ_{j≠i} [S_i·C_j + S_j·C_i]` each.
+    pub fn of_short_conv(shape: &ShortConvConfig, sizes: [usize; 2], size: usize, rank: usize) -> Self {
+        let (_, channels) = ranges(shape.heads(), size);
+        let own = |rank: usize| channels[rank].len();
+        Self::of_heads(own, own, sizes, size, rank)
+    }
+
+    /// The volume of a module whose heads have `mixed` elements per token before it and `out` after it, by rank.
+    fn of_heads(
+        mixed: impl Fn(usize) -> usize,
+        out: impl Fn(usize) -> usize,
+        [batch, seq_len]: [usize; 2],
+        size: usize,
+        rank: usize,
+    ) -> Self {
+        let seq = |rank| shard_range(seq_len, size, rank).len();
         let sum = |elems: &dyn Fn(usize) -> usize| {
             (batch * (0..size).filter(|peer| *peer != rank).map(elems).sum::<usize>()) as u64
         };

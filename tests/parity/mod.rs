@@ -17,4 +17,5 @@ mod precision;
 mod reference;
 mod ring;
 mod sample;
+mod short_conv;
 mod tensor_parallel;

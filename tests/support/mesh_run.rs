@@ -2,11 +2,11 @@
 
 use super::compare::{assert_all_close, assert_scalar_close};
 use super::reference::families::{GRANITE, LOGIT_SCALE, NUM_POSITIONS, QUERY_GROWTH};
-use super::reference::linear_attention;
 use super::reference::{
     Adagrad, AdagradConfig, AdamW, AdamWConfig, Batch, Family, Lamb, LambConfig, Lion, LionConfig, Optimizer,
     ReferenceConfig, RopeScaling, Sgd, Tensors, Training, Weights, train,
 };
+use super::reference::{linear_attention, short_conv};
 use super::sample::axes;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
@@ -21,7 +21,9 @@ use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::kernels::attention::{AttentionCompute, AttentionKernels, FlashAttention};
 use ulysses::kernels::rope::{Rope, Scaling};
 use ulysses::model::{Model, ModelConfig, ModelError, Multipliers, WeightSource, family};
-use ulysses::nn::{AttentionConfig, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm};
+use ulysses::nn::{
+    AttentionConfig, LinearAttentionConfig, MixerConfig, ParameterSpec, QkNorm, ShortConvConfig,
+};
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.
@@ -359,6 +361,7 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
         (Family::StarCoder2, false, false, _) => "starcoder2",
         (Family::Nemotron, _, false, None) => "nemotron",
         (Family::StableLm, _, false, None) => "stablelm",
+        (Family::Lfm2, _, false, None) => "lfm2",
         other => panic!("no family has {other:?}"),
     };
     let (scaling, has_scale) =
@@ -382,13 +385,18 @@ pub fn llama_config(config: &ReferenceConfig) -> ModelConfig {
             .qk_norm_sizes()
             .map(|[size, _]| if size > config.head_dim { QkNorm::AllHeads } else { QkNorm::Head }),
         softcap: attention_cap,
-        qkv_bias: config.qkv_bias || config.all_biases(),
+        qkv_bias: config.has_qkv_bias(),
         o_bias: config.all_biases(),
         output_gate: config.family == Family::Qwen35,
     };
-    let mixer = |index: usize| match config.is_linear(index) {
-        true => MixerConfig::LinearAttention(LINEAR_ATTENTION),
-        false => layer(index).into(),
+    let conv =
+        ShortConvConfig { channels: config.hidden_size, taps: short_conv::TAPS, bias: config.conv_bias() };
+    let mixer = |index: usize| -> MixerConfig {
+        match (config.is_linear(index), config.is_conv(index)) {
+            (true, _) => LINEAR_ATTENTION.into(),
+            (_, true) => conv.into(),
+            _ => layer(index).into(),
+        }
     };
     let [embedding, residual, _, logits] = match config.family {
         Family::Granite => GRANITE,

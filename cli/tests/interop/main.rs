@@ -22,7 +22,7 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// The model families of `make_model.py`.
-const FAMILIES: [&str; 47] = [
+const FAMILIES: [&str; 49] = [
     "llama",
     "llama_linear",
     "llama_dynamic",
@@ -65,6 +65,8 @@ const FAMILIES: [&str; 47] = [
     "nemotron",
     "nemotron_biases",
     "stablelm",
+    "lfm2",
+    "lfm2_biases",
     "gemma3_vision",
     "mistral3_vision",
     "ministral3_vision",

@@ -151,6 +151,21 @@ FAMILIES = {
     "nemotron": {"model_type": "nemotron"},
     "nemotron_biases": {"model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True, "head_dim": ABSENT},
+    # An MLP of int(1.5 · 64) = 96, rounded up to 112.
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 28,
+        "block_ffn_dim_multiplier": 1.5,
+    },
+    "lfm2_biases": {
+        "model_type": "lfm2",
+        "full_attn_idxs": [1],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     # Of these the language model is one part.
     "gemma3_vision": {"model_type": "gemma3", "mm_tokens_per_image": 4},
     "mistral3_vision": {"model_type": "mistral3", "image_token_index": 5},

@@ -1,4 +1,5 @@
-//! Depthwise causal convolution along the tokens of a document, followed by SiLU: the short convolution of linear attention.
+//! Depthwise causal convolution along the tokens of a document: the short convolution of linear attention, followed by SiLU,
+//! and that of LFM2.
 //!
 //! `y[t, c] = act(bias[c] + Σⱼ weight[c, j] · x[t − (w − 1) + j, c])`, where tokens before the document's first count as
 //! zero: PyTorch's `Conv1d` with `groups = C` and a padding of w − 1, without its last outputs.

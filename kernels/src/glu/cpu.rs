@@ -18,6 +18,7 @@ pub(super) fn forward<T: Pieces>(activation: Activation, gate: &[T], up: &[T], y
                 Activation::Gelu => forward_gelu(gate, up, y),
                 Activation::SquaredRelu => forward_squared_relu(gate, up, y),
                 Activation::Sigmoid => forward_sigmoid(gate, up, y),
+                Activation::Identity => forward_identity(gate, up, y),
             });
         }
     });
@@ -53,6 +54,12 @@ simd_kernel! {
     }
 }
 
+simd_kernel! {
+    fn forward_identity<S>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        forward_piece::<S, Identity>(gate, up, y);
+    }
+}
+
 #[inline(always)]
 fn forward_piece<S: Isa, A: Activate>(gate: &[f32], up: &[f32], y: &mut [f32]) {
     for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
@@ -82,6 +89,7 @@ pub(super) fn backward<T: Pieces>(
                     Activation::Gelu => backward_gelu(dy, gate, up, dgate, dup),
                     Activation::SquaredRelu => backward_squared_relu(dy, gate, up, dgate, dup),
                     Activation::Sigmoid => backward_sigmoid(dy, gate, up, dgate, dup),
+                    Activation::Identity => backward_identity(dy, gate, up, dgate, dup),
                 });
             });
         }
@@ -115,6 +123,12 @@ simd_kernel! {
 simd_kernel! {
     fn backward_sigmoid<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
         backward_piece::<S, Sigmoid>(dy, gate, up, dgate, dup);
+    }
+}
+
+simd_kernel! {
+    fn backward_identity<S>(dy: &[f32], gate: &[f32], up: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        backward_piece::<S, Identity>(dy, gate, up, dgate, dup);
     }
 }
 
@@ -196,6 +210,15 @@ impl Activate for Sigmoid {
         // 1 − σ(g) as σ(−g), which does not cancel.
         let s = sigmoid::<S>(g);
         (s, s * sigmoid::<S>(-g))
+    }
+}
+
+struct Identity;
+
+impl Activate for Identity {
+    #[inline(always)]
+    fn at<S: Isa>(g: f32) -> (f32, f32) {
+        (g, 1.0)
     }
 }
 

@@ -48,5 +48,6 @@ fn activate(activation: Activation, g: f64) -> (f64, f64) {
             let s = 1.0 / (1.0 + (-g).exp());
             (s, s * (1.0 - s))
         }
+        Activation::Identity => (g, 1.0),
     }
 }

@@ -58,7 +58,7 @@ impl DecoderParts {
         attention_norms: BranchNorms { before: Some("input_layernorm"), after: None },
         mlp_norms: BranchNorms { before: Some("post_attention_layernorm"), after: None },
         attention: AttentionProjections::LLAMA,
-        mlp: MlpProjections::Gated,
+        mlp: MlpProjections::LLAMA,
         weights: WeightLayout::OutIn,
         activation: Activation::Silu,
     };
@@ -248,7 +248,7 @@ impl Layer for DecoderLayer {
 
     /// The checkpoint is the input, and if the context says so, the attention output and lse of every head
     /// chunk. Without these, if there are head chunks, it also contains the output of the attention, so that it is
-    /// recomputed once, chunk by chunk, and not twice. Of linear attention it is the input alone.
+    /// recomputed once, chunk by chunk, and not twice. Without attention it is the input alone.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],

@@ -209,7 +209,7 @@ impl Layer for TensorParallelDecoder {
         pass.recycle([mid, output]);
         let mut checkpoint = vec![x];
         checkpoint.append(&mut outputs);
-        if !saves_output && ctx.tiling().head_chunks > 1 {
+        if !saves_output && ctx.tiling().head_chunks > 1 && self.0.mixer.attention().is_some() {
             checkpoint.push(attention_output);
         } else {
             pass.recycle([attention_output]);

@@ -33,7 +33,11 @@ pub(in crate::families) static GPT2: Family = Family {
 const PARTS: DecoderParts = DecoderParts {
     attention_norms: BranchNorms { before: Some("ln_1"), after: None },
     mlp_norms: BranchNorms { before: Some("ln_2"), after: None },
-    attention: AttentionProjections { qkv: QkvNames::One("attn.c_attn"), o: "attn.c_proj" },
+    attention: AttentionProjections {
+        qkv: QkvNames::One("attn.c_attn"),
+        o: "attn.c_proj",
+        ..AttentionProjections::LLAMA
+    },
     mlp: MlpProjections::Plain(["mlp.c_fc", "mlp.c_proj"]),
     weights: WeightLayout::InOut,
     activation: Activation::GeluTanh,

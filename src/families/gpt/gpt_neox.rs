@@ -40,6 +40,7 @@ const PARTS: DecoderParts = DecoderParts {
     attention: AttentionProjections {
         qkv: QkvNames::OneByHead("attention.query_key_value"),
         o: "attention.dense",
+        ..AttentionProjections::LLAMA
     },
     mlp: MlpProjections::Plain(["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]),
     activation: Activation::Gelu,

@@ -1,11 +1,11 @@
 //! Qwen3.5, its dense text model: three layers of Gated DeltaNet to one of attention with a gate. Norms have weights around 0,
 //! but for that of the linear attention.
 
-use crate::families::hf::FULL;
+use crate::families::read::write_layer_types;
 use crate::families::{
     DecoderLayer, Family, HfConfig, KnownModel, ModelConfig, ModelError, ModelNames, Sizes,
 };
-use crate::nn::{AttentionConfig, LinearAttentionConfig, MixerConfig, QkNorm};
+use crate::nn::{AttentionConfig, LinearAttentionConfig, QkNorm};
 use serde_json::{Value, json};
 use ulysses_kernels::rope::Rope;
 
@@ -67,37 +67,20 @@ fn read(file: &HfConfig<'_>) -> Result<ModelConfig, ModelError> {
 /// Which layers have linear attention: by `layer_types`, or else all but every fourth, or as `full_attention_interval` says.
 fn linear_layers(file: &HfConfig<'_>, num_layers: usize) -> Result<Vec<bool>, ModelError> {
     let interval = file.interval("full_attention_interval", 4)?;
-    let Some(types) = file.get("layer_types") else {
-        return Ok((1..=num_layers).map(|layer| !layer.is_multiple_of(interval)).collect());
-    };
-    let is_linear = |layer_type: &Value| match layer_type.as_str() {
-        Some(LINEAR) => Some(true),
-        Some(FULL) => Some(false),
-        _ => None,
-    };
-    let types: Option<Vec<bool>> = types.as_array().and_then(|types| types.iter().map(is_linear).collect());
-    types.filter(|types| types.len() == num_layers).ok_or_else(|| {
-        file.error(
-            "layer_types",
-            &format!("it must be a list of {num_layers} layers, {FULL:?} or {LINEAR:?}"),
-        )
-    })
+    let by_interval = || (1..=num_layers).map(|layer| !layer.is_multiple_of(interval)).collect();
+    Ok(file.layers_of_type(LINEAR, num_layers)?.unwrap_or_else(by_interval))
 }
 
 fn with_linear_layers(
-    mut config: ModelConfig,
+    config: ModelConfig,
     is_linear: impl IntoIterator<Item = bool>,
     linear: LinearAttentionConfig,
 ) -> ModelConfig {
-    for (layer, _) in config.layers.iter_mut().zip(is_linear).filter(|(_, is_linear)| *is_linear) {
-        *layer = MixerConfig::LinearAttention(linear);
-    }
-    ModelConfig { norm_offset: 1.0, ..config }
+    ModelConfig { norm_offset: 1.0, ..config.with_mixer(is_linear, linear) }
 }
 
 fn write(config: &ModelConfig, json: &mut Value) {
-    let layer_type = |layer: &MixerConfig| if layer.attention().is_some() { FULL } else { LINEAR };
-    json["layer_types"] = config.layers.iter().map(layer_type).collect();
+    write_layer_types(config, json, LINEAR);
     json["partial_rotary_factor"] = json!(config.rope().map(|rope| rope.partial_rotary_factor));
     let linear = config.linear_layers().next().unwrap_or(&LINEAR_ATTENTION);
     json["linear_num_key_heads"] = json!(linear.num_key_heads);

@@ -133,13 +133,19 @@ impl SelfAttention {
     }
 
     /// Adds the norms of queries and keys, if there are any.
-    pub fn add_qk_norm(&mut self, parameters: &mut ParameterList, norm: NormConfig) {
+    pub fn add_qk_norm(
+        &mut self,
+        parameters: &mut ParameterList,
+        projections: AttentionProjections,
+        norm: NormConfig,
+    ) {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, qk_norm, .. } = self.shape;
         let Some(over) = qk_norm else { return };
-        let parts = [("q_norm", num_heads, &mut self.q), ("k_norm", num_kv_heads, &mut self.k)];
+        let [q_norm, k_norm] = projections.qk_norms;
+        let parts = [(q_norm, num_heads, &mut self.q), (k_norm, num_kv_heads, &mut self.k)];
         for (name, heads, projection) in parts {
             let size = if over == QkNorm::Head { head_dim } else { heads * head_dim };
-            let norm = RmsNorm::new(parameters, &format!("self_attn.{name}"), size, norm);
+            let norm = RmsNorm::new(parameters, name, size, norm);
             projection.norm = Some(HeadNorm { norm, over });
         }
     }

@@ -9,6 +9,8 @@ pub struct AttentionProjections {
     pub qkv: QkvNames,
     /// That of the output.
     pub o: &'static str,
+    /// The norms of queries and keys, if there are any.
+    pub qk_norms: [&'static str; 2],
 }
 
 /// The parameters of the projections of queries, keys and values.
@@ -27,6 +29,7 @@ impl AttentionProjections {
     pub const LLAMA: Self = Self {
         qkv: QkvNames::Each(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
         o: "self_attn.o_proj",
+        qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
     };
 
     /// As Llama, with `qkv_proj` for queries, keys and values.

@@ -1,9 +1,7 @@
 //! The backward pass of linear attention.
 
 use super::{EXCHANGED, LinearAttention, LinearAttentionSaved};
-use crate::nn::{
-    BackwardPass, Branch, Gathered, HeadKind, LayerError, recycle_unless, token_dims, token_rows,
-};
+use crate::nn::{BackwardPass, Branch, Gathered, HeadKind, LayerError, token_rows};
 use candle_core::Tensor;
 use ulysses_kernels::glu::{self, Activation};
 
@@ -31,24 +29,10 @@ impl LinearAttention {
         let dmixed = self.backward_heads(heads, &dout, pass)?;
         forward.recycle([dout]);
         let dmixed = self.exchange(dmixed, EXCHANGED, (Gathered::Heads, true), forward)?;
-
-        let rstd = forward.workspace().alloc_f32(token_dims(x))?;
-        let dnormed = forward.workspace().alloc(x.dims())?;
-        for tile in forward.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = branch.enter(&x, &token_rows(&rstd, &tile)?, forward)?;
-            let dx = token_rows(&dnormed, &tile)?;
-            let projections = self.mixed.iter().zip(&dmixed).chain([(&self.z, &dz)]);
-            for (index, (linear, dy)) in projections.enumerate() {
-                let dy = token_rows(dy, &tile)?;
-                linear.backward_weight(&dy, &normed, pass)?;
-                linear.backward_input(&dy, &dx, index > 0, forward)?;
-            }
-            recycle_unless(normed, &x, forward);
-        }
+        let outputs: Vec<_> = self.mixed.iter().zip(&dmixed).chain([(&self.z, &dz)]).collect();
+        branch.backward_project(x, &outputs, dx, pass)?;
         forward.recycle(dmixed);
-        branch.backward_enter(&dnormed, x, &rstd, dx, pass)?;
-        forward.recycle([dz, dnormed, rstd]);
+        forward.recycle([dz]);
         Ok(())
     }
 

@@ -2,9 +2,7 @@
 
 use super::saved::LinearAttentionSaved;
 use super::{EXCHANGED, LinearAttention, LinearAttentionConfig};
-use crate::nn::{
-    Branch, ForwardPass, Gathered, HeadKind, LayerError, recycle_unless, token_dims, token_rows,
-};
+use crate::nn::{Branch, ForwardPass, Gathered, HeadKind, LayerError, token_dims, token_rows};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::glu::{self, Activation};
@@ -56,20 +54,12 @@ impl LinearAttention {
     ) -> Result<([Tensor; 5], Tensor), LayerError> {
         let (ws, shape) = (pass.workspace(), &self.shape);
         let (batch, tokens) = token_dims(x);
-        let rstd = ws.alloc_f32((batch, tokens))?;
         let keys = || ws.alloc((batch, tokens, shape.num_key_heads, shape.key_head_dim));
         let values = |dim| ws.alloc((batch, tokens, shape.num_value_heads, dim));
         let mixed = [keys()?, keys()?, values(shape.value_head_dim)?, values(1)?, values(1)?];
         let z = values(shape.value_head_dim)?;
-        for tile in pass.ctx.token_tiles() {
-            let x = token_rows(x, &tile)?;
-            let normed = branch.enter(&x, &token_rows(&rstd, &tile)?, pass)?;
-            for (linear, y) in self.mixed.iter().zip(&mixed).chain([(&self.z, &z)]) {
-                linear.forward(&normed, &token_rows(y, &tile)?, false, pass)?;
-            }
-            recycle_unless(normed, &x, pass);
-        }
-        pass.recycle([rstd]);
+        let outputs: Vec<_> = self.mixed.iter().zip(&mixed).chain([(&self.z, &z)]).collect();
+        branch.project(x, &outputs, pass)?;
         Ok((mixed, z))
     }
 

@@ -5,7 +5,6 @@ use super::saved::HeadsSaved;
 use crate::nn::{BackwardPass, ForwardPass, HeadShare, LayerError};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::causal_conv::{self, Filter};
 use ulysses_kernels::delta_gates;
 use ulysses_kernels::gated_delta::{self, DeltaLayout};
 
@@ -106,16 +105,8 @@ impl LinearAttention {
 
         let mut results = Vec::new();
         for ((x, dy), channels) in [q, k, v].into_iter().zip(dqkv).zip(self.channels(&share)) {
-            let weight = self.conv_weight(&channels, forward)?;
-            let gradient = pass.gradient(self.conv);
-            let dweight = gradient.map(|all| all.narrow(0, channels.start, channels.len())).transpose()?;
-            let dx = like(&x)?;
-            let filter =
-                Filter { weight: &weight, bias: None, silu: true, documents: forward.ctx.documents() };
-            let [dy_rows, x_rows, dx_rows] = [channel_rows(&dy)?, channel_rows(&x)?, channel_rows(&dx)?];
-            causal_conv::backward(&dy_rows, &x_rows, &filter, &dx_rows, dweight.as_ref(), None)?;
+            results.push(self.conv.backward(&dy, &x, &channels, pass)?);
             forward.recycle([dy, x]);
-            results.push(dx);
         }
         results.extend([db, da]);
         Ok(results.try_into().unwrap_or_else(|_| unreachable!("three convolutions and two projections")))
@@ -134,13 +125,8 @@ impl LinearAttention {
     ) -> Result<DeltaOperands, LayerError> {
         let ws = pass.workspace();
         let channels = self.channels(share);
-        let conv = |x: &Tensor, channels: &Range<usize>| {
-            let (weight, y) = (self.conv_weight(channels, pass)?, ws.alloc(x.dims())?);
-            let filter = Filter { weight: &weight, bias: None, silu: true, documents: pass.ctx.documents() };
-            causal_conv::forward(&channel_rows(x)?, &filter, &channel_rows(&y)?)?;
-            Ok::<_, LayerError>(y)
-        };
-        let qkv = [conv(q, &channels[0])?, conv(k, &channels[1])?, conv(v, &channels[2])?];
+        let conv = |x: &Tensor, part: usize| self.conv.forward(x, &channels[part], pass);
+        let qkv = [conv(q, 0)?, conv(k, 1)?, conv(v, 2)?];
         let (batch, seq_len, heads, _) = a.dims4()?;
         let gates = [ws.alloc_f32((batch, seq_len, heads))?, ws.alloc_f32((batch, seq_len, heads))?];
         let [a_log, dt_bias] = self.head_parameters(share, pass)?;
@@ -165,19 +151,10 @@ impl LinearAttention {
         };
         [from(0, keys, key), from(key_dim, keys, key), from(2 * key_dim, values, value)]
     }
-
-    fn conv_weight(&self, channels: &Range<usize>, pass: &ForwardPass<'_>) -> Result<Tensor, LayerError> {
-        Ok(pass[self.conv].narrow(0, channels.start, channels.len())?)
-    }
 }
 
 /// `[batch, seq, heads, 1]` → `[tokens, heads]`, sharing the storage.
 fn rows(x: &Tensor) -> Result<Tensor, LayerError> {
     let (batch, seq_len, heads, _) = x.dims4()?;
     Ok(x.reshape((batch * seq_len, heads))?)
-}
-
-/// `[batch, seq, heads, dim]` → `[batch, seq, channels]`, sharing the storage.
-fn channel_rows(x: &Tensor) -> Result<Tensor, LayerError> {
-    Ok(x.flatten_from(2)?)
 }

@@ -18,9 +18,10 @@ mod saved;
 
 pub use saved::LinearAttentionSaved;
 
+use super::causal_conv::CausalConv;
 use super::{
-    ExchangedHeads, ForwardPass, Gathered, GroupNames, GroupedHeads, HeadKind, Init, LayerError, Linear,
-    NormConfig, Parameter, ParameterList, RmsNorm,
+    ForwardPass, Gathered, GroupNames, GroupedHeads, HeadKind, Init, LayerError, Linear, NormConfig,
+    Parameter, ParameterList, RmsNorm,
 };
 use candle_core::Tensor;
 
@@ -71,8 +72,8 @@ pub struct LinearAttention {
     mixed: [Linear; 5],
     z: Linear,
     out: Linear,
-    /// `[channels, 1, width]`: queries, keys, values.
-    conv: Parameter,
+    /// Of queries, keys, values.
+    conv: CausalConv,
     dt_bias: Parameter,
     a_log: Parameter,
     norm: RmsNorm,
@@ -97,7 +98,7 @@ impl LinearAttention {
         let a = linear("linear_attn.in_proj_a", num_value_heads);
         let out = Linear::new(parameters, "linear_attn.out_proj", [hidden_size, value_dim], out_init);
         let channels = 2 * key_dim + value_dim;
-        let conv = parameters.add("linear_attn.conv1d.weight", [channels, 1, conv_width], init);
+        let conv = CausalConv::new(parameters, "linear_attn.conv1d", [channels, conv_width], init, true);
         let dt_bias = parameters.add("linear_attn.dt_bias", [num_value_heads], Init::Ones);
         let a_log =
             parameters.add("linear_attn.A_log", [num_value_heads], Init::LogUniform { bounds: DECAYS });
@@ -110,12 +111,9 @@ impl LinearAttention {
         &self,
         tensors: [Tensor; N],
         kinds: [HeadKind; N],
-        (gathered, is_backward): (Gathered, bool),
+        direction: (Gathered, bool),
         pass: &ForwardPass<'_>,
     ) -> Result<[Tensor; N], LayerError> {
-        let (heads, seq_len) = (self.shape.heads(), pass.ctx.documents().seq_len());
-        let exchanged = ExchangedHeads { heads, kinds: &kinds, seq_len, gathered, is_backward };
-        let received = pass.ctx.head_exchange().exchange(tensors.into(), &exchanged, pass.workspace())?;
-        Ok(received.try_into().unwrap_or_else(|_| unreachable!("one result per tensor")))
+        pass.ctx.exchange_heads(tensors, kinds, self.shape.heads(), direction)
     }
 }

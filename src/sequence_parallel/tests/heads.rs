@@ -5,7 +5,7 @@ use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, ProcessGroupExt, la
 use crate::mesh::{SeqSharding, shard_range};
 use crate::nn::{
     ExchangedHeads, Gathered, GroupedHeads, HeadExchange, HeadKind, HeadShare, LayerError,
-    LinearAttentionConfig,
+    LinearAttentionConfig, ShortConvConfig,
 };
 use crate::sequence_parallel::{ExchangeVolume, UlyssesHeads};
 use candle_core::Tensor;
@@ -114,6 +114,22 @@ fn the_formula_counts_the_bytes_that_are_sent() {
             let backward = sent() - forward;
             let volume = ExchangeVolume::of_linear_attention(&SHAPE, [BATCH, SEQ_LEN], size, group.rank());
             assert_eq!((volume.forward_elems, volume.backward_elems), (forward, backward), "sp {size}");
+
+            // The channels of a convolution are heads of one element.
+            let (conv, before) = (ShortConvConfig { channels: 7, taps: 3, bias: false }, sent());
+            let value = [HeadKind::Value];
+            let exchanged = |gathered| ExchangedHeads {
+                heads: conv.heads(),
+                kinds: &value,
+                seq_len: SEQ_LEN,
+                gathered,
+                is_backward: false,
+            };
+            let x = vec![ws.alloc((BATCH, own, 7, 1))?];
+            let gated = exchange.exchange(x, &exchanged(Gathered::Tokens), &ws)?;
+            exchange.exchange(gated, &exchanged(Gathered::Heads), &ws)?;
+            let volume = ExchangeVolume::of_short_conv(&conv, [BATCH, SEQ_LEN], size, group.rank());
+            assert_eq!([volume.forward_elems, volume.backward_elems], [sent() - before; 2], "sp {size}");
             Ok::<_, LayerError>(())
         })
         .unwrap();

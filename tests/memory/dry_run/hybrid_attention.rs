@@ -1,9 +1,9 @@
-//! Models with linear attention and attention with a gate.
+//! Models with linear attention and attention with a gate, and with short convolutions.
 
 use super::{Case, case};
 use serde_json::{Value, json};
 use ulysses::model::{ModelConfig, shape};
-use ulysses::nn::MixerConfig;
+use ulysses::nn::{MixerConfig, ShortConvConfig};
 
 /// Three layers with linear attention of two key and four value heads, one with a gate.
 fn hybrid() -> ModelConfig {
@@ -19,7 +19,17 @@ fn hybrid() -> ModelConfig {
     ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
 }
 
-/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former.
+/// Short convolutions of 64 channels in four of five layers.
+fn convolutions() -> ModelConfig {
+    let model = shape("LFM2-350M").unwrap().with_num_layers(5).with_attention(|layer| {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim) = (8, 2, 8);
+    });
+    let conv = ShortConvConfig { channels: 64, taps: 3, bias: true };
+    let model = model.with_mixer([true, true, false, true, true], conv);
+    ModelConfig { hidden_size: 64, intermediate_size: 40, vocab_size: 96, ..model }
+}
+
+/// Linear attention and attention with a gate; with sp 5 a rank has no head of the former. Convolutions.
 pub(super) fn cases() -> Vec<Case> {
     let ulysses = |ulysses: Value| json!({ "zero_optimization": { "stage": 2 }, "ulysses": ulysses });
     let recompute = |saves: bool| json!({ "activation_checkpointing": true, "save_attention_output": saves });
@@ -29,6 +39,9 @@ pub(super) fn cases() -> Vec<Case> {
         case("linear attention, 1 x 5", hybrid(), (1, 5), 23, ulysses(json!({}))),
         case("linear attention, 2 x 2, recomputed", hybrid(), (2, 2), 22, ulysses(recompute(false))),
         case("linear attention, 1 x 3, outputs kept", hybrid(), (1, 3), 22, ulysses(recompute(true))),
-        case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks)),
+        case("linear attention, 1 x 4, chunks", hybrid(), (1, 4), 25, ulysses(chunks.clone())),
+        case("convolutions, 2 x 3", convolutions(), (2, 3), 23, ulysses(json!({}))),
+        case("convolutions, 1 x 2, recomputed", convolutions(), (1, 2), 22, ulysses(recompute(false))),
+        case("convolutions, 1 x 4, chunks", convolutions(), (1, 4), 25, ulysses(chunks)),
     ]
 }

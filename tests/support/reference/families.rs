@@ -30,6 +30,8 @@ pub enum Family {
     StarCoder2,
     Nemotron,
     StableLm,
+    /// Short convolutions in every layer but the last.
+    Lfm2,
 }
 
 /// Names of the parameters of a block.
@@ -39,6 +41,10 @@ pub struct BlockNames {
     /// Queries, keys and values in one parameter.
     pub qkv: Option<&'static str>,
     pub o: &'static str,
+    /// Norms of queries and keys.
+    pub qk_norms: [&'static str; 2],
+    /// Gate, up and down projection of an MLP with a gate.
+    pub gated_mlp: [&'static str; 3],
     /// The projections of an MLP without a gate.
     pub plain_mlp: Option<[&'static str; 2]>,
 }
@@ -103,8 +109,21 @@ impl Family {
     }
 
     pub fn block_names(self) -> BlockNames {
-        let llama = BlockNames { layers: "model.layers", qkv: None, o: "self_attn.o_proj", plain_mlp: None };
+        let llama = BlockNames {
+            layers: "model.layers",
+            qkv: None,
+            o: "self_attn.o_proj",
+            qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+            gated_mlp: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+            plain_mlp: None,
+        };
         match self {
+            Self::Lfm2 => BlockNames {
+                o: "self_attn.out_proj",
+                qk_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+                gated_mlp: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
+                ..llama
+            },
             Self::Phi3 => BlockNames { qkv: Some("self_attn.qkv_proj"), ..llama },
             Self::StarCoder2 => BlockNames { plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]), ..llama },
             Self::Nemotron => BlockNames { plain_mlp: Some(["mlp.up_proj", "mlp.down_proj"]), ..llama },
@@ -113,12 +132,14 @@ impl Family {
                 qkv: Some("attn.c_attn"),
                 o: "attn.c_proj",
                 plain_mlp: Some(["mlp.c_fc", "mlp.c_proj"]),
+                ..llama
             },
             Self::GptNeoX => BlockNames {
                 layers: "gpt_neox.layers",
                 qkv: Some("attention.query_key_value"),
                 o: "attention.dense",
                 plain_mlp: Some(["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]),
+                ..llama
             },
             _ => llama,
         }
@@ -128,6 +149,7 @@ impl Family {
         let (embedding, norm, head) = match self {
             Self::Gpt2 => ("transformer.wte", "transformer.ln_f", "lm_head"),
             Self::GptNeoX => ("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
+            Self::Lfm2 => ("model.embed_tokens", "model.embedding_norm", "lm_head"),
             _ => ("model.embed_tokens", "model.norm", "lm_head"),
         };
         OuterNames { embedding, norm, head }
@@ -170,6 +192,7 @@ impl Family {
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => [None, post_attention, None, post_feedforward],
             Self::Cohere | Self::Cohere2 => [input, None, None, None],
             Self::Gpt2 => [Some("ln_1"), None, Some("ln_2"), None],
+            Self::Lfm2 => [Some("operator_norm"), None, Some("ffn_norm"), None],
             _ => [input, None, post_attention, None],
         }
     }
@@ -179,6 +202,26 @@ impl ReferenceConfig {
     /// Whether a layer has linear attention instead of attention with a gate.
     pub fn is_linear(&self, layer: usize) -> bool {
         self.family == Family::Qwen35 && layer + 1 < self.num_layers
+    }
+
+    /// Whether a layer has a short convolution instead of attention.
+    pub fn is_conv(&self, layer: usize) -> bool {
+        self.family == Family::Lfm2 && layer + 1 < self.num_layers
+    }
+
+    /// Whether a layer has attention.
+    pub fn has_attention(&self, layer: usize) -> bool {
+        !self.is_linear(layer) && !self.is_conv(layer)
+    }
+
+    /// Whether q, k and v have biases.
+    pub fn has_qkv_bias(&self) -> bool {
+        self.qkv_bias && self.family != Family::Lfm2 || self.all_biases()
+    }
+
+    /// Whether the short convolutions of LFM2 have biases.
+    pub fn conv_bias(&self) -> bool {
+        self.family == Family::Lfm2 && self.qkv_bias
     }
 
     /// The window of a layer.
@@ -221,7 +264,7 @@ impl ReferenceConfig {
             Family::Olmo2 | Family::Olmo3 => {
                 Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim))
             }
-            Family::Gemma3 | Family::Exaone4 | Family::Qwen35 => Some([self.head_dim; 2]),
+            Family::Gemma3 | Family::Exaone4 | Family::Qwen35 | Family::Lfm2 => Some([self.head_dim; 2]),
             _ => self.qk_norm.then_some([self.head_dim; 2]),
         }
     }

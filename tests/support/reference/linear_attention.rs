@@ -52,7 +52,8 @@ pub fn linear_attention(
     let documents = document_ids(position_ids);
     let seq_len = documents.len();
 
-    let mixed = convolution(&project("in_proj_qkv.weight")?, get("conv1d.weight")?, &documents)?;
+    let sums = convolution(&project("in_proj_qkv.weight")?, get("conv1d.weight")?, &documents)?;
+    let mixed = (&sums * sigmoid(&sums)?)?;
     // Neighboring value heads share a key head.
     let per_value_head = |x: Tensor| {
         let of_head: Vec<u32> = (0..heads).map(|head| (head * HEADS[0] / heads) as u32).collect();
@@ -91,21 +92,21 @@ pub fn linear_attention(
     Ok(gated.matmul(&get("out_proj.weight")?.t()?)?)
 }
 
-/// `silu(Σⱼ weight[c, j] · x[t − (w − 1) + j, c])` over the tokens of t's document: `[S, C]`, `[C, 1, w]` → `[S, C]`.
-fn convolution(x: &Tensor, weight: &Tensor, documents: &[usize]) -> Result<Tensor> {
+/// `Σⱼ weight[c, j] · x[t − (w − 1) + j, c]` over the tokens of t's document: `[S, C]`, `[C, 1, w]` → `[S, C]`.
+pub fn convolution(x: &Tensor, weight: &Tensor, documents: &[usize]) -> Result<Tensor> {
+    let width = weight.dim(2)?;
     let mut rows = Vec::new();
     for token in 0..documents.len() {
         let mut row = Tensor::zeros((1, x.dim(1)?), DType::F64, &Device::Cpu)?;
-        for back in 0..CONV_WIDTH.min(token + 1) {
+        for back in 0..width.min(token + 1) {
             if documents[token - back] == documents[token] {
-                let taps = weight.narrow(2, CONV_WIDTH - 1 - back, 1)?.flatten_all()?;
+                let taps = weight.narrow(2, width - 1 - back, 1)?.flatten_all()?;
                 row = (row + x.narrow(0, token - back, 1)?.broadcast_mul(&taps)?)?;
             }
         }
         rows.push(row);
     }
-    let sums = Tensor::cat(&rows, 0)?;
-    Ok((&sums * sigmoid(&sums)?)?)
+    Ok(Tensor::cat(&rows, 0)?)
 }
 
 /// `x / sqrt(Σx² + 1e-6)` over the last dimension.

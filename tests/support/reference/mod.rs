@@ -5,7 +5,7 @@
 //! `tests/parity/reference.rs` compares it with tensors computed by PyTorch and Hugging Face transformers.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],
-//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama, [`linear_attention`] that of Qwen3.5), [`loss`] (loss and gradients), [`optimizer`], [`train`].
+//! [`model`] (logits; [`rope`] has the angles, [`families`] the parts of other families than Llama, [`linear_attention`] that of Qwen3.5, [`short_conv`] that of LFM2), [`loss`] (loss and gradients), [`optimizer`], [`train`].
 
 pub mod batch;
 pub mod families;
@@ -14,6 +14,7 @@ pub mod loss;
 pub mod model;
 pub mod optimizer;
 pub mod rope;
+pub mod short_conv;
 pub mod train;
 pub mod weights;
 

@@ -7,6 +7,7 @@ use super::batch::document_ids;
 use super::families::{Family, GRANITE, LOGIT_SCALE, QUERY_GROWTH};
 use super::linear_attention::{linear_attention, sigmoid};
 use super::rope::rope_tables;
+use super::short_conv::short_conv;
 use super::weights::{ReferenceConfig, RopeScaling, Weights};
 use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
@@ -79,7 +80,7 @@ pub fn row_logits(
                 return columns(config, &project(&h, qkv)?, letter);
             }
             let projection = format!("self_attn.{letter}_proj");
-            if config.all_biases() || !config.qkv_bias {
+            if config.all_biases() || !config.has_qkv_bias() {
                 return project(&h, &projection);
             }
             let bias = get(&format!("{}.bias", name(&projection)))?;
@@ -87,7 +88,7 @@ pub fn row_logits(
         };
         let heads = |letter: &str, num_heads: usize| {
             let y = biased(letter)?;
-            let norm_name = name(&format!("self_attn.{letter}_norm"));
+            let norm_name = name(block.qk_norms[usize::from(letter == "k")]);
             match config.qk_norm_sizes() {
                 Some([size, _]) if size > config.head_dim => split_heads(&norm(&y, &norm_name)?, num_heads),
                 Some(_) => norm(&split_heads(&y, num_heads)?, &norm_name),
@@ -101,7 +102,7 @@ pub fn row_logits(
                     let joint = split_heads(&biased("q")?, config.num_heads)?; // [H, S, 2·D]
                     let half =
                         |index| joint.narrow(2, index * config.head_dim, config.head_dim)?.contiguous();
-                    (norm(&half(0)?, &name("self_attn.q_norm"))?, Some(half(1)?))
+                    (norm(&half(0)?, &name(block.qk_norms[0]))?, Some(half(1)?))
                 }
                 _ => (heads("q", config.num_heads)?, None),
             };
@@ -114,9 +115,10 @@ pub fn row_logits(
             }
             project(&merge_heads(&attended)?, block.o)
         };
-        let output = match config.is_linear(layer) {
-            true => linear_attention(config, weights, layer, &h, position_ids)?,
-            false => attend()?,
+        let output = match (config.is_linear(layer), config.is_conv(layer)) {
+            (true, _) => linear_attention(config, weights, layer, &h, position_ids)?,
+            (_, true) => short_conv(config, weights, layer, &h, position_ids)?,
+            _ => attend()?,
         };
         let output = maybe_norm(output, after_attention)?;
         let before = x.clone();
@@ -127,17 +129,18 @@ pub fn row_logits(
             Family::GptNeoX => maybe_norm(before, before_mlp)?,
             _ => maybe_norm(x.clone(), before_mlp)?,
         };
+        let [gate, up, down] = block.gated_mlp;
         let output = match (block.plain_mlp, family.has_fused_gate_up()) {
             (Some([first, second]), _) => project(&activation(family, &project(&h, first)?)?, second)?,
             (None, true) => {
                 let gate_up = project(&h, "mlp.gate_up_proj")?; // [S, 2·F]
                 let size = config.intermediate_size;
                 let (gate, up) = (gate_up.narrow(1, 0, size)?, gate_up.narrow(1, size, size)?);
-                project(&(activation(family, &gate)? * up)?, "mlp.down_proj")?
+                project(&(activation(family, &gate)? * up)?, down)?
             }
             (None, false) => {
-                let (gate, up) = (project(&h, "mlp.gate_proj")?, project(&h, "mlp.up_proj")?); // [S, F]
-                project(&(activation(family, &gate)? * up)?, "mlp.down_proj")?
+                let (gate, up) = (project(&h, gate)?, project(&h, up)?); // [S, F]
+                project(&(activation(family, &gate)? * up)?, down)?
             }
         };
         x = (x + (maybe_norm(output, after_mlp)? * residual_factor)?)?;

@@ -1,7 +1,7 @@
 //! Configuration, parameter names and shapes, and weights.
 
 use super::families::{Family, NUM_POSITIONS};
-use super::linear_attention;
+use super::{linear_attention, short_conv};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -32,7 +32,7 @@ pub struct ReferenceConfig {
     pub partial_rotary_factor: f64,
     pub rms_norm_eps: f64,
     pub tie_word_embeddings: bool,
-    /// Biases on q, k and v, as in Qwen2.
+    /// Biases on q, k and v, as in Qwen2; in LFM2, of the convolutions.
     pub qkv_bias: bool,
     /// Norms over each head of q and k, as in Qwen3.
     pub qk_norm: bool,
@@ -136,7 +136,7 @@ impl ReferenceConfig {
             }
             match block.qkv.filter(|_| self.all_biases()) {
                 Some(qkv) => add_bias(qkv, q_size + 2 * kv_size),
-                None if self.qkv_bias || self.all_biases() => {
+                None if self.has_qkv_bias() => {
                     for (part, size) in [("q", q_size), ("k", kv_size), ("v", kv_size)] {
                         add_bias(&format!("self_attn.{part}_proj"), size);
                     }
@@ -164,20 +164,20 @@ impl ReferenceConfig {
                 }
                 shapes.insert(format!("{}.{layer}.{part}.weight", block.layers), shape);
             };
-            if let Some([q_norm, k_norm]) = self.qk_norm_sizes().filter(|_| !self.is_linear(layer)) {
-                add("self_attn.q_norm", vec![q_norm]);
-                add("self_attn.k_norm", vec![k_norm]);
+            if let Some([q_norm, k_norm]) = self.qk_norm_sizes().filter(|_| self.has_attention(layer)) {
+                add(block.qk_norms[0], vec![q_norm]);
+                add(block.qk_norms[1], vec![k_norm]);
             }
             self.family.norms().into_iter().flatten().for_each(|norm| add(norm, vec![hidden]));
             if let Some(qkv) = block.qkv {
                 add(qkv, vec![q_size + 2 * kv_size, hidden]);
-            } else if !self.is_linear(layer) {
+            } else if self.has_attention(layer) {
                 let gated = if self.family == Family::Qwen35 { 2 } else { 1 };
                 add("self_attn.q_proj", vec![gated * q_size, hidden]);
                 add("self_attn.k_proj", vec![kv_size, hidden]);
                 add("self_attn.v_proj", vec![kv_size, hidden]);
             }
-            if !self.is_linear(layer) {
+            if self.has_attention(layer) {
                 add(block.o, vec![hidden, q_size]);
             }
             if let Some([first, second]) = block.plain_mlp {
@@ -188,16 +188,17 @@ impl ReferenceConfig {
             if self.family.has_fused_gate_up() {
                 add("mlp.gate_up_proj", vec![2 * intermediate, hidden]);
             } else {
-                add("mlp.gate_proj", vec![intermediate, hidden]);
-                add("mlp.up_proj", vec![intermediate, hidden]);
+                add(block.gated_mlp[0], vec![intermediate, hidden]);
+                add(block.gated_mlp[1], vec![intermediate, hidden]);
             }
-            add("mlp.down_proj", vec![hidden, intermediate]);
-            if !self.is_linear(layer) {
-                add("self_attn.o_proj", vec![hidden, q_size]);
-            } else {
-                for (part, shape) in linear_attention::parameter_shapes(hidden) {
-                    shapes.insert(format!("model.layers.{layer}.linear_attn.{part}"), shape);
-                }
+            add(block.gated_mlp[2], vec![hidden, intermediate]);
+            let (module, parts) = match (self.is_linear(layer), self.is_conv(layer)) {
+                (true, _) => ("linear_attn", linear_attention::parameter_shapes(hidden)),
+                (_, true) => ("conv", short_conv::parameter_shapes(hidden, self.conv_bias())),
+                _ => continue,
+            };
+            for (part, shape) in parts {
+                shapes.insert(format!("model.layers.{layer}.{module}.{part}"), shape);
             }
         }
         shapes.insert(format!("{}.weight", outer.norm), vec![hidden]);

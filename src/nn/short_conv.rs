@@ -1,0 +1,233 @@
+//! Gated short convolution, which mixes the tokens in most layers of LFM2.
+//!
+//! ```text
+//! b, c, v = in_proj(x)
+//! y = out_proj(c · conv(b · v))    causal, within documents
+//! ```
+//!
+//! The convolution sees whole sequences: before it tokens are [exchanged for channels](super::HeadExchange), as heads of one
+//! element, and after it channels for tokens. A rank computes the gradients of its own channels' taps; the sum over the
+//! sequence's ranks is the whole.
+
+use super::causal_conv::CausalConv;
+use super::{
+    BackwardPass, Branch, ForwardPass, Gathered, GroupNames, GroupedHeads, HeadKind, Init, LayerError,
+    Linear, ParameterList, TensorRank, token_dims, token_rows,
+};
+use crate::mesh::shard_range;
+use candle_core::Tensor;
+use std::ops::Range;
+use ulysses_kernels::glu::{self, Activation::Identity};
+use ulysses_kernels::tensor;
+
+/// The convolution of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShortConvConfig {
+    /// Its channels: the width of the residual stream or, on a rank of tp, a part of them.
+    pub channels: usize,
+    /// Tokens that it reads, including the current one.
+    pub taps: usize,
+    /// Whether convolution and projections have biases.
+    pub bias: bool,
+}
+
+impl ShortConvConfig {
+    /// The channels, as heads of one element.
+    pub fn heads(&self) -> GroupedHeads {
+        GroupedHeads { num_key_heads: self.channels, num_value_heads: self.channels }
+    }
+
+    /// The convolution of one rank of tp.
+    #[must_use]
+    pub fn divided(self, tp: TensorRank) -> Self {
+        Self { channels: shard_range(self.channels, tp.size, tp.rank).len(), ..self }
+    }
+}
+
+/// A gated short convolution, without the branch that it is in.
+#[derive(Debug)]
+pub struct ShortConv {
+    shape: ShortConvConfig,
+    /// b, c and v.
+    input: [Linear; 3],
+    conv: CausalConv,
+    out: Linear,
+}
+
+/// State of a forward pass for its backward pass.
+pub struct ShortConvSaved {
+    /// b, c and v of this rank's tokens.
+    projections: [Tensor; 3],
+    /// Input of the convolution: this rank's channels of all tokens.
+    gated: Tensor,
+    /// Its output, for this rank's tokens.
+    convolved: Tensor,
+}
+
+impl ShortConvSaved {
+    fn into_tensors(self) -> impl Iterator<Item = Tensor> {
+        self.projections.into_iter().chain([self.gated, self.convolved])
+    }
+
+    /// Bytes of the tensors.
+    pub fn bytes(&self) -> usize {
+        self.projections.iter().chain([&self.gated, &self.convolved]).map(tensor::bytes).sum()
+    }
+
+    /// Recycles the tensors.
+    pub fn recycle(self, pass: &ForwardPass<'_>) {
+        pass.recycle(self.into_tensors());
+    }
+}
+
+impl ShortConv {
+    /// Adds the parameters under `conv`, with initial values `init`, those of `out_proj` with `out_init`.
+    pub fn new(
+        parameters: &mut ParameterList,
+        hidden_size: usize,
+        shape: ShortConvConfig,
+        [init, out_init]: [Init; 2],
+    ) -> Self {
+        let ShortConvConfig { channels, taps, bias } = shape;
+        let names = GroupNames::One("conv.in_proj");
+        let mut input = Linear::group(parameters, names, [channels; 3], hidden_size, init);
+        let mut conv = CausalConv::new(parameters, "conv.conv", [channels, taps], init, false);
+        let mut out = Linear::new(parameters, "conv.out_proj", [hidden_size, channels], out_init);
+        if bias {
+            Linear::add_group_bias(parameters, names, input.each_mut());
+            conv.add_bias(parameters, "conv.conv", channels);
+            out.add_bias(parameters, "conv.out_proj");
+        }
+        Self { shape, input, conv, out }
+    }
+
+    /// Keeps the channels of one rank of tp; the output is then a summand.
+    ///
+    /// # Errors
+    /// More ranks than channels.
+    pub fn divide(&mut self, parameters: &mut ParameterList, tp: TensorRank) -> Result<(), LayerError> {
+        let (size, max_size) = (tp.size, self.shape.channels);
+        if size > max_size {
+            return Err(LayerError::TensorRanks { layer: parameters.layer().to_owned(), size, max_size });
+        }
+        let own: Vec<_> = tp.ranges(self.shape.channels).collect();
+        Linear::divide_outputs(parameters, self.input.each_mut(), [&own[..]; 3], tp.rank);
+        self.conv.divide(parameters, &own, tp.rank);
+        self.out.divide_inputs(parameters, &own, tp.rank);
+        self.shape = self.shape.divided(tp);
+        Ok(())
+    }
+
+    /// Adds the output to the tensor that the branch opens. Returns the state for the backward pass, if `keep`.
+    ///
+    /// # Shapes
+    /// `x`, result: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A refused operation, or failed communication.
+    pub fn forward(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        keep: bool,
+        pass: &ForwardPass<'_>,
+    ) -> Result<(Tensor, Option<ShortConvSaved>), LayerError> {
+        let (ws, (batch, tokens)) = (pass.workspace(), token_dims(x));
+        let y = branch.open(x, pass)?;
+        let channels = || ws.alloc((batch, tokens, self.shape.channels, 1));
+        let projections = [channels()?, channels()?, channels()?];
+        let outputs: Vec<_> = self.input.iter().zip(&projections).collect();
+        branch.project(x, &outputs, pass)?;
+        let [b, c, v] = &projections;
+        let gated = channels()?;
+        glu::forward(Identity, b, v, &gated)?;
+        let gated = self.exchange(gated, (Gathered::Tokens, false), pass)?;
+        let convolved = self.conv.forward(&gated, &self.own_channels(pass), pass)?;
+        let convolved = self.exchange(convolved, (Gathered::Heads, false), pass)?;
+        for tile in pass.ctx.token_tiles() {
+            let product = product(c, &convolved, &tile, pass)?;
+            self.out.forward(&product, &token_rows(&y, &tile)?, true, pass)?;
+            pass.recycle([product]);
+        }
+        let saved = ShortConvSaved { projections, gated, convolved };
+        if keep {
+            return Ok((y, Some(saved)));
+        }
+        saved.recycle(pass);
+        Ok((y, None))
+    }
+
+    /// Backward of [`forward`](Self::forward) for the gradient `dy` of the output: adds to the gradients of the parameters and
+    /// of `x`. `dx` may be `dy`.
+    ///
+    /// # Shapes
+    /// `x`, `dy`, `dx`: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        saved: ShortConvSaved,
+        (dy, dx): (&Tensor, &Tensor),
+        pass: &BackwardPass<'_>,
+    ) -> Result<(), LayerError> {
+        let (forward, ws) = (&pass.forward, pass.forward.workspace());
+        let ShortConvSaved { projections: [b, c, v], gated, convolved } = saved;
+        let like = |tensor: &Tensor| ws.alloc(tensor.dims());
+        let (dc, dconvolved) = (like(&c)?, like(&convolved)?);
+        for tile in forward.ctx.token_tiles() {
+            let dy = token_rows(dy, &tile)?;
+            let product = product(&c, &convolved, &tile, forward)?;
+            self.out.backward_weight(&dy, &product, pass)?;
+            let dproduct = like(&product)?;
+            self.out.backward_input(&dy, &dproduct, false, forward)?;
+            let parts = [&c, &convolved, &dc, &dconvolved].map(|tensor| token_rows(tensor, &tile));
+            let [c, convolved, dc, dconvolved] = parts;
+            glu::backward(Identity, &dproduct, &c?, &convolved?, &dc?, &dconvolved?)?;
+            forward.recycle([product, dproduct]);
+        }
+        forward.recycle([c, convolved]);
+        let dconvolved = self.exchange(dconvolved, (Gathered::Tokens, true), forward)?;
+        let dgated = self.conv.backward(&dconvolved, &gated, &self.own_channels(forward), pass)?;
+        forward.recycle([dconvolved, gated]);
+        let dgated = self.exchange(dgated, (Gathered::Heads, true), forward)?;
+        let (db, dv) = (like(&b)?, like(&v)?);
+        glu::backward(Identity, &dgated, &b, &v, &db, &dv)?;
+        forward.recycle([b, v, dgated]);
+        let gradients = [db, dc, dv];
+        let outputs: Vec<_> = self.input.iter().zip(&gradients).collect();
+        branch.backward_project(x, &outputs, dx, pass)?;
+        forward.recycle(gradients);
+        Ok(())
+    }
+
+    /// The channels of this rank, among those of its rank of tp.
+    fn own_channels(&self, pass: &ForwardPass<'_>) -> Range<usize> {
+        pass.ctx.head_exchange().share(self.shape.heads()).values
+    }
+
+    fn exchange(
+        &self,
+        x: Tensor,
+        direction: (Gathered, bool),
+        pass: &ForwardPass<'_>,
+    ) -> Result<Tensor, LayerError> {
+        let [received] = pass.ctx.exchange_heads([x], [HeadKind::Value], self.shape.heads(), direction)?;
+        Ok(received)
+    }
+}
+
+/// `c · convolved` of a tile of tokens, `[tile, channels]`.
+fn product(
+    c: &Tensor,
+    convolved: &Tensor,
+    tile: &Range<usize>,
+    pass: &ForwardPass<'_>,
+) -> Result<Tensor, LayerError> {
+    let c = token_rows(c, tile)?;
+    let product = pass.workspace().alloc(c.dims())?;
+    glu::forward(Identity, &c, &token_rows(convolved, tile)?, &product)?;
+    Ok(product)
+}
