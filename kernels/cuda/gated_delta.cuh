@@ -119,9 +119,9 @@ struct Shape {
     u32 rows, columns, inner;
 };
 
-// to ← keep · to + sign · a b, in f32, by all threads of a block of `kThreads`, which then see the result; rows of `to` are `to_row`
-// apart. `to` is not read if `keep` is 0, and may be `b` if it has at most 64 rows and 16 · kWide columns: those of a tile, of
-// which a thread has 4 × kWide elements.
+// to ← keep · to + sign · a b, in f32, by all threads of a block of `kThreads`. It sees what they wrote before, and they see the
+// result. Rows of `to` are `to_row` apart. `to` is not read if `keep` is 0, and may be `b` if it has at most 64 rows and 16 · kWide
+// columns: those of a tile, of which a thread has 4 × kWide elements.
 template <u32 kWide>
 __device__ void multiply(float *to, u32 to_row, float keep, float sign, const Matrix &a, const Matrix &b, Shape shape) {
     constexpr u32 kHeight = 4, kInner = 16, kTileRows = 16 * kHeight, kTileColumns = 16 * kWide;
@@ -167,13 +167,12 @@ __device__ void multiply(float *to, u32 to_row, float keep, float sign, const Ma
     __syncthreads();
 }
 
-// Aᵢⱼ = (qᵢ·kⱼ) exp(γᵢ − γⱼ) for j ≤ i, and zeros, by all threads of a block, which then see the result.
+// Aᵢⱼ = (qᵢ·kⱼ) exp(γᵢ − γⱼ) for j ≤ i, and zeros.
 __device__ __forceinline__ void write_attention(float *a, const float *qk, const float *decay, u32 len) {
     for (u32 e = threadIdx.x; e < len * kChunk; e += kThreads) {
         const u32 i = e / kChunk, j = e % kChunk;
         a[e] = j <= i ? qk[e] * expf(decay[i] - decay[j]) : 0.0f;
     }
-    __syncthreads();
 }
 
 }  // namespace

@@ -267,7 +267,6 @@ KERNEL(gated_delta_scan_backward, float *gradients, const float *values, const f
                 gradient.states[chunk.dstate * state_size + first + i] = dstate[i];
             }
         }
-        __syncthreads();
         if (chunk.dstate != kNone) {
             multiply<2>(dupdates, dim, 1.0f, 1.0f, matrix(key.k, key_dim, decays_to_end), matrix(dstate, dim),
                         {chunk.len, width, key_dim});

@@ -23,7 +23,6 @@ __device__ __forceinline__ void prepare_keys(float *keys, const T *q, const T *k
         float *to = (is_key ? rows.k : rows.q) + static_cast<u64>(token) * dim;
         for (u32 i = lane; i < dim; i += kWarp) to[i] = widen(from[i]) * scale;
     }
-    __syncthreads();
     const Shape shape = {chunk.len, chunk.len, dim};
     multiply<4>(rows.qk, kChunk, 0.0f, 1.0f, matrix(rows.q, dim), transposed(rows.k, dim), shape);
     multiply<4>(rows.kk, kChunk, 0.0f, 1.0f, matrix(rows.k, dim), transposed(rows.k, dim), shape);
@@ -71,7 +70,6 @@ __device__ __forceinline__ void scan(float *values, float *saved, const float *r
                 value.states[chunk.state * state_size + first + i] = state[i];
             }
         }
-        __syncthreads();
         if (chunk.state != kNone) {
             multiply<2>(errors, dim, 1.0f, -1.0f, matrix(key.k, key_dim, decays), matrix(state, dim),
                         {chunk.len, width, key_dim});
