@@ -58,6 +58,10 @@ struct Sigmoid {
     }
 };
 
+struct Identity {
+    static __device__ __forceinline__ Curve at(float g) { return {g, 1.0f}; }
+};
+
 // y = activation(gate) · up
 template <typename T, typename Activation> struct Forward {
     T *y;
@@ -106,5 +110,6 @@ template <typename T, typename Activation> struct Backward {
     INSTANTIATE_ONE(geglu, GeluTanh, T, suffix)                                                               \
     INSTANTIATE_ONE(gelu, Gelu, T, suffix)                                                                    \
     INSTANTIATE_ONE(relu2, SquaredRelu, T, suffix)                                                            \
-    INSTANTIATE_ONE(glu, Sigmoid, T, suffix)
+    INSTANTIATE_ONE(glu, Sigmoid, T, suffix)                                                                  \
+    INSTANTIATE_ONE(bilinear, Identity, T, suffix)
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -15,7 +15,7 @@ pub(super) fn forward(
         Activation::Gelu => "gelu_forward",
         Activation::SquaredRelu => "relu2_forward",
         Activation::Sigmoid => "glu_forward",
-        Activation::Identity => return Err(DeviceError::NoKernel { kernel: "bilinear_forward", dtype }),
+        Activation::Identity => "bilinear_forward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = y.elem_count();
@@ -38,7 +38,7 @@ pub(super) fn backward(
         Activation::Gelu => "gelu_backward",
         Activation::SquaredRelu => "relu2_backward",
         Activation::Sigmoid => "glu_backward",
-        Activation::Identity => return Err(DeviceError::NoKernel { kernel: "bilinear_backward", dtype }),
+        Activation::Identity => "bilinear_backward",
     };
     let kernel = Kernel::of_dtype(&GLU, name, dtype)?;
     let size = dy.elem_count();

@@ -25,7 +25,7 @@ pub enum Activation {
     SquaredRelu,
     /// σ(g), as in the first GLU (arXiv 1612.08083) and in gated attention.
     Sigmoid,
-    /// g: the bilinear layer of the paper, and the gates of short convolutions. There are no CUDA kernels for it.
+    /// g: the bilinear layer of the paper, and the gates of short convolutions.
     Identity,
 }
 
